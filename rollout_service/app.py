@@ -1,0 +1,62 @@
+"""The builder that ``serve run deployments/….yaml`` calls: ServiceConfig → Serve application."""
+
+from typing import Any
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig
+from ray.serve.deployment import Application
+
+from rollout_service.config import ScalingConfig, ServiceConfig
+from rollout_service.engine.args import engine_environment
+from rollout_service.engine.replica import EngineReplica
+from rollout_service.gateway.replica import GatewayReplica
+from rollout_service.tiny_model import make_tiny_qwen3
+from rollout_service.weights.replica import IngestReplica
+
+# Serve's own limit (5) would queue control calls behind paused rollouts; the replica's admission limit decides instead
+UNLIMITED = 1_000_000
+HEALTH_CHECK_PERIOD_S = 5
+
+
+def build(config: ServiceConfig) -> Application:
+    """Gateway → engines, with the ingest beside them. Makes the model first if ``model.create`` says so."""
+    config = config.resolved()
+    if config.model.create == "tiny-qwen3" and not config.model.path.exists():
+        make_tiny_qwen3(config.model.path)
+    ingest = _deployment(IngestReplica, "ingest").bind(config)
+    engine = _deployment(
+        EngineReplica,
+        "engine",
+        ray_actor_options=_resources(config),
+        graceful_shutdown_timeout_s=config.scaling.drain_timeout_s,
+        **_scaling(config.scaling),
+    ).bind(config, ingest)
+    return _deployment(GatewayReplica, "gateway").bind(config, engine, ingest)
+
+
+def _deployment(cls: type, name: str, **options: Any) -> Any:
+    options.setdefault("ray_actor_options", {"num_cpus": 0})
+    return serve.deployment(
+        cls, name=name, max_ongoing_requests=UNLIMITED, health_check_period_s=HEALTH_CHECK_PERIOD_S, **options
+    )
+
+
+def _scaling(scaling: ScalingConfig) -> dict[str, Any]:
+    if scaling.max_replicas == scaling.min_replicas:
+        return {"num_replicas": scaling.min_replicas}
+    autoscaling = AutoscalingConfig(
+        min_replicas=scaling.min_replicas,
+        max_replicas=scaling.max_replicas,
+        target_ongoing_requests=scaling.target_ongoing_requests,
+        upscale_delay_s=scaling.upscale_delay_s,
+        downscale_delay_s=scaling.downscale_delay_s,
+    )
+    return {"autoscaling_config": autoscaling}
+
+
+def _resources(config: ServiceConfig) -> dict[str, Any]:
+    return {
+        "num_cpus": config.scaling.num_cpus,
+        "num_gpus": config.scaling.num_gpus,
+        "runtime_env": {"env_vars": engine_environment(config)},
+    }

@@ -1,0 +1,218 @@
+"""The configuration of the service: what stands under ``args:`` in a deployment YAML.
+
+Every field has a default that works on one machine; unknown fields are an error. Paths may be relative to the
+directory that the service is started from.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+
+class Config(BaseModel):
+    """Base: immutable, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(Config):
+    """Which model is served."""
+
+    path: Path = Path("models/tiny-qwen3")
+    """Folder in Hugging Face's layout: config.json, safetensors, tokenizer. Version 0 is read from it."""
+
+    served_name: str | None = None
+    """The name in ``/v1/models`` and in requests; None means the folder's name."""
+
+    create: Literal["tiny-qwen3"] | None = None
+    """Make this model at ``path`` if nothing is there. None: a missing folder is an error."""
+
+    @property
+    def name(self) -> str:
+        """The name clients use."""
+        return self.served_name or self.path.name
+
+
+class QuantConfig(Config):
+    """How the ingest turns a trainer's weights into what the engines load."""
+
+    weights: Literal["fp8_block", "none"] = "fp8_block"
+    """``fp8_block``: E4M3 codes in 128×128 blocks with fp32 scales. ``none``: BF16, as the trainer sent them."""
+
+    skip: tuple[str, ...] = ()
+    """More modules to leave in BF16, as ``fnmatch`` patterns over Hugging Face module names, e.g. ``*.layers.0.*``."""
+
+
+class EngineConfig(Config):
+    """One vLLM engine, and when a replica says no."""
+
+    max_model_len: int = Field(default=2048, gt=1)
+    """Longest prompt + completion, in tokens."""
+
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "fp8_e4m3"
+    """``auto`` keeps the KV cache in BF16."""
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs of one replica; the shards live inside the replica (vLLM's ``mp`` executor)."""
+
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Sequences that vLLM decodes at once."""
+
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of the GPU's memory for weights and KV cache; not used on the CPU."""
+
+    cpu_kv_cache_gib: int = Field(default=1, ge=1)
+    """KV cache of a CPU engine, in GiB; not used on a GPU."""
+
+    enforce_eager: bool = False
+    """No torch.compile and no CUDA graphs. Always on for the CPU."""
+
+    linear_backend: str = "auto"
+    """vLLM's ``kernel_config.linear_backend``; ``cutlass`` needs no compilation at start on Hopper."""
+
+    seed: int = 0
+    """Seeds the engine; requests may carry their own."""
+
+    version_wait_s: float = Field(default=30.0, ge=0)
+    """How long a request with ``min_weight_version`` waits for that version before 425."""
+
+    admission_limit: int = Field(default=1024, ge=1)
+    """Sequences (a request with ``n`` counts ``n``) that a replica holds, queued ones included, before it answers 503."""
+
+
+class ScalingConfig(Config):
+    """How many replicas, and what each asks Ray for."""
+
+    min_replicas: int = Field(default=1, ge=1)
+    """Replicas kept when idle."""
+
+    max_replicas: int = Field(default=1, ge=1)
+    """Equal to ``min_replicas``: a fixed fleet, no autoscaling."""
+
+    target_ongoing_requests: float = Field(default=64, gt=0)
+    """Requests per replica that the autoscaler aims at."""
+
+    upscale_delay_s: float = Field(default=30, ge=0)
+    """How long load must last before a replica is added."""
+
+    downscale_delay_s: float = Field(default=600, ge=0)
+    """How long the lack of it must last before one is removed."""
+
+    num_cpus: float = Field(default=1, ge=0)
+    """CPUs that Ray reserves for a replica."""
+
+    num_gpus: float = Field(default=0, ge=0)
+    """GPUs that Ray reserves for a replica: ``engine.tensor_parallel_size`` on a GPU host, 0 on the CPU."""
+
+    drain_timeout_s: float = Field(default=3600, gt=0)
+    """A replica being removed finishes its rollouts for at most this long."""
+
+    @model_validator(mode="after")
+    def _max_not_below_min(self) -> "ScalingConfig":
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas={self.max_replicas} is below min_replicas={self.min_replicas}: raise it")
+        return self
+
+
+class WeightsConfig(Config):
+    """The log of weight versions and the ingest in front of it."""
+
+    root: Path = Path("out/weights")
+    """Folder of the log. Replicas on other nodes must see it under the same path."""
+
+    keep_versions: int = Field(default=2, ge=1)
+    """Committed versions kept on disk; older ones are removed once no live replica serves them."""
+
+    part_bytes: int = Field(default=16 << 20, ge=1 << 10, le=256 << 20)
+    """Size of an upload's parts that the ingest asks trainers for."""
+
+    source_roots: tuple[Path, ...] = ()
+    """Folders below which a ``source: {path}`` may lie; empty: only uploads are taken."""
+
+    upload_host: str = "127.0.0.1"
+    """Address on which the ingest listens for parts. Anything but loopback needs ``auth.token_file``."""
+
+    poll_s: float = Field(default=5.0, gt=0)
+    """Longest time until a replica re-reads the log when no wake-up call reached it."""
+
+    dead_after_s: float = Field(default=20.0, gt=0)
+    """A replica that has not reported for so long is not live any more."""
+
+    @model_validator(mode="after")
+    def _polls_before_declared_dead(self) -> "WeightsConfig":
+        if self.dead_after_s <= 2 * self.poll_s:
+            raise ValueError(
+                f"dead_after_s={self.dead_after_s} must be more than twice poll_s={self.poll_s}: "
+                "an idle replica reports once per poll"
+            )
+        return self
+
+
+class AuthConfig(Config):
+    """Who may move weights and pause engines."""
+
+    token: SecretStr | None = None
+    """Bearer token for weight and control routes. None: they answer callers on this machine only."""
+
+    token_file: Path | None = None
+    """File that holds the token, so that the YAML need not."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "AuthConfig":
+        if self.token and self.token_file:
+            raise ValueError("auth.token and auth.token_file are both set: keep one")
+        return self
+
+    def secret(self) -> str | None:
+        """The token, read from wherever it is. Raises OSError if the file cannot be read, ValueError if it is empty."""
+        if self.token_file is not None:
+            token = self.token_file.read_text().strip()
+            if not token:
+                raise ValueError(f"auth.token_file {self.token_file} is empty")
+            return token
+        return self.token.get_secret_value() if self.token else None
+
+
+class ServiceConfig(Config):
+    """The whole service."""
+
+    model: ModelConfig = ModelConfig()
+    """Which model."""
+    quant: QuantConfig = QuantConfig()
+    """How its weights are quantized."""
+    engine: EngineConfig = EngineConfig()
+    """One engine."""
+    scaling: ScalingConfig = ScalingConfig()
+    """How many."""
+    weights: WeightsConfig = WeightsConfig()
+    """Where versions live and how they arrive."""
+    auth: AuthConfig = AuthConfig()
+    """Who may change them."""
+
+    @model_validator(mode="after")
+    def _remote_uploads_need_a_token(self) -> "ServiceConfig":
+        loopback = self.weights.upload_host in ("127.0.0.1", "localhost", "::1")
+        if not loopback and self.auth.token is None and self.auth.token_file is None:
+            raise ValueError(
+                f"weights.upload_host={self.weights.upload_host} is reachable from other machines, but no token is "
+                "configured: set auth.token_file, or listen on 127.0.0.1"
+            )
+        return self
+
+    def resolved(self) -> "ServiceConfig":
+        """The same with absolute paths, fit to be sent to other processes."""
+        return self.model_copy(
+            update={
+                "model": self.model.model_copy(update={"path": self.model.path.absolute()}),
+                "weights": self.weights.model_copy(
+                    update={
+                        "root": self.weights.root.absolute(),
+                        "source_roots": tuple(p.resolve() for p in self.weights.source_roots),
+                    }
+                ),
+                "auth": self.auth.model_copy(
+                    update={"token_file": self.auth.token_file and self.auth.token_file.absolute()}
+                ),
+            }
+        )

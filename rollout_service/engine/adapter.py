@@ -1,0 +1,145 @@
+"""The narrow seam to vLLM: start, generate, pause, load a version, say if alive.
+
+A version that fails between ``start`` and ``finish`` leaves parameters half loaded, and vLLM cannot heal that by
+trying again (a later update may be written unquantized into the kernels' tensors). The engine is then ``broken``:
+it answers nothing any more, its health check fails, and the replica is replaced.
+"""
+
+import math
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.inputs import tokens_input
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from rollout_service.errors import EngineFailed, InvalidRequest, NonFiniteLogprob
+from rollout_service.sampling import Sampling
+from rollout_service.types import Completion, FinishReason, PauseMode, Span
+
+
+class EngineAdapter:
+    """One vLLM engine. Construct it inside the event loop that will use it; construction takes tens of seconds."""
+
+    def __init__(self, args: AsyncEngineArgs) -> None:
+        self._llm = AsyncLLM.from_engine_args(args)
+        self._text = not args.skip_tokenizer_init
+        self.broken: str | None = None
+        """Why the engine must be replaced; None while it is sound."""
+
+    async def connect(self) -> None:
+        """Prepare the weight-transfer engine in the workers."""
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+
+    async def generate(self, request_id: str, prompt: tuple[int, ...], sampling: Sampling) -> tuple[Completion, ...]:
+        """The ``n`` completions of one prompt. Cancelling the call aborts them in the engine.
+
+        Raises EngineFailed when the engine is dead or broken, InvalidRequest for what vLLM refuses, NonFiniteLogprob.
+        """
+        self._require_sound()
+        final: RequestOutput | None = None
+        try:
+            async for final in self._stream(request_id, prompt, sampling):
+                pass
+        except EngineDeadError as error:
+            raise EngineFailed(f"the engine died while it generated {request_id}: retry") from error
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
+        if final is None:
+            raise EngineFailed(f"the engine ended {request_id} without an answer")
+        return tuple(completion(output, self._text) for output in final.outputs)
+
+    def _stream(self, request_id: str, prompt: tuple[int, ...], sampling: Sampling) -> AsyncGenerator[RequestOutput]:
+        return self._llm.generate(tokens_input(list(prompt)), vllm_sampling(sampling), request_id)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop scheduling. The KV cache is dropped, so nothing computed before is read after: see ``PauseMode``."""
+        await self._llm.pause_generation(mode=mode, clear_cache=True)
+
+    async def resume(self) -> None:
+        """Schedule again. Raises EngineFailed if broken: half a version is never served."""
+        self._require_sound()
+        await self._llm.resume_generation()
+
+    async def load(self, folder: Path, version: int) -> float:
+        """Load a committed version while paused; returns seconds. Any failure leaves the engine broken."""
+        started = time.perf_counter()
+        self._require_sound()
+        self.broken = f"version {version} is half loaded"
+        try:
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"folder": str(folder)}))
+            await self._llm.finish_weight_update(weight_version=str(version))
+        except Exception as error:
+            self.broken = f"loading version {version} failed: {error}"
+            raise EngineFailed(self.broken) from error
+        self.broken = None
+        return time.perf_counter() - started
+
+    async def check_health(self) -> None:
+        """Raise EngineFailed if the engine is dead or broken."""
+        self._require_sound()
+        try:
+            await self._llm.check_health()
+        except EngineDeadError as error:
+            raise EngineFailed("the engine's process is dead") from error
+
+    def shutdown(self) -> None:
+        """Stop the engine's processes."""
+        self._llm.shutdown()
+
+    def _require_sound(self) -> None:
+        if self.broken is not None:
+            raise EngineFailed(f"this replica is being replaced: {self.broken}")
+
+
+def vllm_sampling(sampling: Sampling) -> SamplingParams:
+    """vLLM's parameters: only the sampled token's logprob, and one message when all completions are done."""
+    return SamplingParams(
+        **sampling.model_dump(exclude={"stop", "stop_token_ids", "logprobs"}),
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+_FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def completion(output: CompletionOutput, text: bool) -> Completion:
+    """Our form of vLLM's final output. Raises NonFiniteLogprob, or EngineFailed for a finish reason we do not know."""
+    if output.finish_reason not in _FINISH:
+        raise EngineFailed(f"vLLM ended a completion with finish_reason={output.finish_reason!r}")
+    logprobs = sampled_logprobs(output)
+    return Completion(
+        index=output.index,
+        token_ids=tuple(output.token_ids),
+        logprobs=logprobs,
+        finish_reason=_FINISH[output.finish_reason],
+        stop_reason=output.stop_reason,
+        spans=tuple(Span(version=int(s.version), start=s.start, end=s.end) for s in output.weight_versions or ()),
+    )
+
+
+def sampled_logprobs(output: CompletionOutput) -> tuple[float, ...]:
+    """Natural-log probability of each sampled token: entry 0 of its position."""
+    flat = output.logprobs
+    if not isinstance(flat, FlatLogprobs):
+        raise EngineFailed(f"vLLM returned logprobs as {type(flat).__name__}, not FlatLogprobs")
+    values = tuple(flat.logprobs[start] for start in flat.start_indices)
+    for position, value in enumerate(values):
+        if not math.isfinite(value):
+            raise NonFiniteLogprob(
+                f"token {position} of completion {output.index} has logprob {value}: the weights are likely broken",
+                {"position": position, "token_id": output.token_ids[position]},
+            )
+    return values

@@ -1,0 +1,188 @@
+"""How a replica follows the log: it pulls. Wishes from the ingest only wake it earlier than its own poll.
+
+    listen:  report to the ingest, long-poll it            (keeps reporting while an update runs)
+    act:     newest version in the log differs from ours → stage while serving → pause → load → resume → report
+
+The log is read anew at each turn, so a lost wake-up, a restarted ingest or a skipped version only cost time.
+"""
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from rollout_service.config import WeightsConfig
+from rollout_service.errors import EngineFailed, LogCorrupt, NotFound
+from rollout_service.types import PauseMode, ReplicaState, ReplicaStatus, UpdateTimings
+from rollout_service.weights.fleet import Wish
+from rollout_service.weights.log import Head, WeightLog
+
+logger = logging.getLogger(__name__)
+
+_RAY_FAILURES = (RayError, RayServeException)
+"""The ingest is away, or answered with an error: the log itself is still there."""
+
+
+class Engine(Protocol):
+    """What the follower needs of the engine adapter."""
+
+    broken: str | None
+
+    async def pause(self, mode: PauseMode) -> None: ...
+    async def resume(self) -> None: ...
+    async def load(self, folder: Path, version: int) -> float: ...
+
+
+class Follower:
+    """Keeps one engine at the newest version and at the wished pause state."""
+
+    def __init__(self, replica_id: str, engine: Engine, ingest: Any, config: WeightsConfig, fingerprint: str) -> None:
+        self._replica_id, self._engine, self._ingest, self._config = replica_id, engine, ingest, config
+        self._fingerprint = fingerprint
+        self._log = WeightLog(config.root)
+        self._wish: Wish | None = None
+        self._woken = asyncio.Event()
+        self._moved = asyncio.Condition()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._state: ReplicaState = "starting"
+        self._target: int | None = None
+        self._paused = False
+        self._error: str | None = None
+        self._update: UpdateTimings | None = None
+        self._sequence = 0
+        self.version: int | None = None
+        """The version being served."""
+        self.running = 0
+        """Sequences in flight; kept by the replica."""
+
+    async def start(self) -> None:
+        """Load the newest version, then follow. Returns when the engine may serve; raises what loading raises."""
+        while self._log.head() is None:
+            await asyncio.sleep(0.1)  # the ingest is making version 0
+        while self.version != self._newest().version:
+            await self._to_version(self._newest())
+        self._state = "ready"
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._act())]
+
+    def status(self) -> ReplicaStatus:
+        """What this replica says of itself."""
+        self._sequence += 1
+        return ReplicaStatus(
+            replica_id=self._replica_id,
+            sequence=self._sequence,
+            version=self.version,
+            state=self._state,
+            target=self._target,
+            paused=self._paused,
+            running=self.running,
+            error=self._engine.broken or self._error,
+            update=self._update,
+        )
+
+    async def wait_version(self, version: int, timeout_s: float) -> bool:
+        """Wait until this replica serves ``version`` or newer; False after ``timeout_s``."""
+        async with self._moved:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._moved.wait_for(lambda: self.version is not None and self.version >= version)
+            except TimeoutError:
+                return False
+        return True
+
+    def check_health(self) -> None:
+        """Raise if following has ended: a replica that follows no more would grow stale unseen."""
+        for task in self._tasks:
+            if task.done():
+                raise EngineFailed(f"replica {self._replica_id} stopped following the log: {task.exception()}")
+
+    def stop(self) -> None:
+        """Follow no more."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _listen(self) -> None:
+        while True:
+            try:
+                wish = await self._ingest.sync.remote(self.status(), self._wish)
+            except _RAY_FAILURES as error:
+                poll_s = self._config.poll_s
+                logger.warning("the ingest does not answer (%s); reading the log every %s s", error, poll_s)
+                await asyncio.sleep(poll_s)
+                self._woken.set()
+                continue
+            self._wish = wish
+            self._woken.set()
+
+    async def _act(self) -> None:
+        while True:
+            await self._woken.wait()
+            self._woken.clear()
+            try:
+                await self._follow_pause()
+                head = self._newest()
+                if head.version != self.version:
+                    await self._to_version(head)
+                    await self._report()
+            except NotFound as error:  # a newer version was committed and this one dropped meanwhile
+                logger.info("looking again: %s", error)
+                self._woken.set()
+            except LogCorrupt as error:  # found before the engine was closed: it goes on serving what it has
+                self._state, self._error, self._target = "stale", str(error), None
+                logger.error("staying at version %s: %s", self.version, error)
+                await self._report()
+
+    async def _follow_pause(self) -> None:
+        if self._wish is None or self._wish.paused == self._paused:
+            return
+        if self._wish.paused:
+            await self._engine.pause(self._wish.pause_mode)
+        else:
+            await self._engine.resume()
+        self._paused = self._wish.paused
+        await self._report()
+
+    async def _to_version(self, head: Head) -> None:
+        self._state, self._target = "syncing", head.version
+        if self._tasks:
+            await self._report()  # the ingest keeps the files of a version that a replica is loading
+        stage_s = await self._stage(head)
+        closed = time.perf_counter()
+        await self._engine.pause(head.mode)
+        load_s = await self._engine.load(self._log.folder(head.version), head.version)
+        if not self._paused:
+            await self._engine.resume()
+        closed_s = time.perf_counter() - closed
+        async with self._moved:
+            self.version = head.version
+            self._moved.notify_all()
+        self._update = UpdateTimings(stage_s=stage_s, closed_s=closed_s, load_s=load_s)
+        self._state, self._target, self._error = "ready", None, None
+        logger.info("version %d: staged %.3f s, closed %.3f s", head.version, stage_s, closed_s)
+
+    async def _stage(self, head: Head) -> float:
+        """Read and check every byte while the engine serves; raises LogCorrupt."""
+        started = time.perf_counter()
+        manifest = self._log.manifest(head.version)
+        if manifest.fingerprint != self._fingerprint:
+            raise LogCorrupt(f"version {head.version} in {self._log.root} belongs to another model")
+        try:
+            await asyncio.to_thread(self._log.verify, manifest)
+        except OSError as error:
+            raise LogCorrupt(f"version {head.version} cannot be read: {error}") from error
+        return time.perf_counter() - started
+
+    def _newest(self) -> Head:
+        head = self._log.head()
+        if head is None:
+            raise LogCorrupt(f"{self._log.root}/LATEST is gone")
+        return head
+
+    async def _report(self) -> None:
+        try:
+            await self._ingest.report.remote(self.status())
+        except _RAY_FAILURES as error:
+            logger.warning("could not report to the ingest: %s", error)  # the next sync reports again

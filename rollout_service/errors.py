@@ -1,0 +1,168 @@
+"""Every error the service raises, and the HTTP status each becomes.
+
+    RolloutServiceError
+    ├── InvalidRequest            422  well-formed, but not something we can do: says what instead
+    │   ├── InvalidManifest       422  names, shapes, dtypes or layout differ from the served model's
+    │   └── QuantizationError     422  a tensor that cannot be quantized (NaN, infinity)
+    ├── MalformedRequest          400  not JSON, or cut off
+    ├── Unauthorized              401  bearer token missing or wrong
+    ├── Forbidden                 403  not from here: non-loopback without a token, path outside the allowed roots
+    ├── NotFound                  404  no such version, part or route
+    ├── VersionConflict           409  other bytes under the same version, or a version that is not newer
+    ├── UploadIncomplete          409  commit before every part arrived
+    ├── PayloadTooLarge           413  a part larger than its declared size
+    ├── DigestMismatch            422  bytes do not hash to the digest sent with them
+    ├── TooEarly                  425  no replica serves ``min_weight_version`` yet
+    ├── Overloaded                503  the replica's admission limit is reached: retry later
+    ├── NotReady                  503  no live replica, or the service is still starting
+    ├── CommitTimeout             504  committed, but not every replica was live in time
+    ├── LogCorrupt                500  the weight log on disk is not what its manifest says
+    ├── NonFiniteLogprob          500  the engine sampled a token whose logprob is not finite
+    └── EngineFailed              500  vLLM died or an update left it unusable: the replica restarts
+
+Each crosses process borders by pickle and HTTP as ``{"error": {"type", "message", "detail"}}``; ``from_wire`` makes
+the same class again on the client.
+"""
+
+from typing import Any, ClassVar
+
+
+class RolloutServiceError(Exception):
+    """Base of the tree. ``message`` says what, why, and what instead; ``detail`` carries the names and numbers."""
+
+    http_status: ClassVar[int] = 500
+    retry_after_s: ClassVar[float | None] = None
+
+    def __init__(self, message: str, detail: dict[str, Any] | None = None) -> None:
+        super().__init__(message, detail)
+        self.message = message
+        self.detail = detail or {}
+
+    def __str__(self) -> str:
+        return self.message
+
+    def to_wire(self) -> dict[str, Any]:
+        """The JSON body of the HTTP reply."""
+        return {"error": {"type": type(self).__name__, "message": self.message, "detail": self.detail}}
+
+
+class InvalidRequest(RolloutServiceError):
+    """Well-formed, but not something the service can do."""
+
+    http_status = 422
+
+
+class InvalidManifest(InvalidRequest):
+    """Names, shapes, dtypes or layout of a version differ from the served model's."""
+
+
+class QuantizationError(InvalidRequest):
+    """A tensor that cannot be quantized."""
+
+
+class DigestMismatch(InvalidRequest):
+    """Bytes that do not hash to the digest sent with them."""
+
+
+class MalformedRequest(RolloutServiceError):
+    """A body that does not parse."""
+
+    http_status = 400
+
+
+class Unauthorized(RolloutServiceError):
+    """The bearer token is missing or wrong."""
+
+    http_status = 401
+
+
+class Forbidden(RolloutServiceError):
+    """A caller or a path that is not allowed here."""
+
+    http_status = 403
+
+
+class NotFound(RolloutServiceError):
+    """No such version, part or route."""
+
+    http_status = 404
+
+
+class VersionConflict(RolloutServiceError):
+    """Other bytes under the same version, or a version that is not newer than the newest."""
+
+    http_status = 409
+
+
+class UploadIncomplete(RolloutServiceError):
+    """Commit before every part arrived."""
+
+    http_status = 409
+
+
+class PayloadTooLarge(RolloutServiceError):
+    """A part larger than its declared size."""
+
+    http_status = 413
+
+
+class TooEarly(RolloutServiceError):
+    """No replica serves the version the request asks for yet."""
+
+    http_status = 425
+    retry_after_s = 1.0
+
+
+class Overloaded(RolloutServiceError):
+    """The replica's admission limit is reached."""
+
+    http_status = 503
+    retry_after_s = 1.0
+
+
+class NotReady(RolloutServiceError):
+    """The service is still starting, or no replica is live."""
+
+    http_status = 503
+    retry_after_s = 2.0
+
+
+class CommitTimeout(RolloutServiceError):
+    """The version is committed, but not every replica was live in time."""
+
+    http_status = 504
+
+
+class LogCorrupt(RolloutServiceError):
+    """The weight log on disk is not what its manifest says."""
+
+
+class NonFiniteLogprob(RolloutServiceError):
+    """The engine sampled a token whose logprob is not finite."""
+
+
+class EngineFailed(RolloutServiceError):
+    """vLLM died or an update left it unusable."""
+
+
+def error_classes() -> dict[str, type[RolloutServiceError]]:
+    """Every class of the tree by name."""
+    found: dict[str, type[RolloutServiceError]] = {}
+    pending: list[type[RolloutServiceError]] = [RolloutServiceError]
+    while pending:
+        cls = pending.pop()
+        found[cls.__name__] = cls
+        pending.extend(cls.__subclasses__())
+    return found
+
+
+def from_wire(status: int, body: object) -> RolloutServiceError:
+    """Make the error that an HTTP reply stands for.
+
+    A reply that is not ours (a proxy's HTML page, say) becomes a ``RolloutServiceError`` that quotes it.
+    """
+    error = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(error, dict) or "message" not in error:
+        return RolloutServiceError(f"HTTP {status}: {str(body)[:500]}", {"status": status})
+    cls = error_classes().get(str(error.get("type")), RolloutServiceError)
+    return cls(str(error["message"]), error.get("detail") or {})

@@ -1,0 +1,116 @@
+"""``POST /v1/completions``: OpenAI's completions with vLLM's extensions for token ids."""
+
+import asyncio
+import time
+import uuid
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Field
+
+from rollout_service.gateway.generate import spans, usage
+from rollout_service.gateway.prompts import check_model, detokenize, roll_out, tokenize
+from rollout_service.gateway.services import Open, Services
+from rollout_service.sampling import Sampling
+from rollout_service.types import Completion, Rollout
+
+router = APIRouter(tags=["completions"])
+
+Prompt = str | list[int] | list[str] | list[list[int]]
+
+
+class CompletionRequest(Sampling):
+    """One or several prompts, as text or ids; sampling parameters stand beside them."""
+
+    prompt: Prompt
+    model: str | None = None
+    max_tokens: int | None = Field(default=16, ge=1)
+    logprobs: Literal[0] | None = None
+    """0 returns the sampled tokens' logprobs."""
+    stop: tuple[str, ...] | str | None = ()  # type: ignore[assignment]  # OpenAI's field takes more than ours
+    stop_token_ids: tuple[int, ...] | None = ()  # type: ignore[assignment]
+    add_special_tokens: bool = True
+    skip_special_tokens: bool = True
+    return_token_ids: bool | None = False
+    """Add ``token_ids`` and ``prompt_token_ids`` to each choice."""
+    return_tokens_as_token_ids: bool | None = False
+    """``logprobs.tokens`` reads ``token_id:123`` instead of text."""
+    request_id: str | None = Field(default=None, min_length=1, max_length=256)
+    min_weight_version: int | None = Field(default=None, ge=0)
+    user: str | None = None
+    stream: Literal[False] | None = False
+    echo: Literal[False] | None = False
+    best_of: Literal[1] | None = None
+    priority: Literal[0] = 0
+
+    def sampling(self) -> Sampling:
+        """The sampling parameters alone."""
+        fields = self.model_dump(include=set(Sampling.model_fields) - {"stop", "stop_token_ids"})
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        return Sampling(**fields, stop=stop, stop_token_ids=self.stop_token_ids or ())
+
+
+@router.post("/v1/completions")
+async def completions(body: CompletionRequest, services: Open) -> dict[str, Any]:
+    """The completions of all prompts; choice ``i * n + j`` is completion ``j`` of prompt ``i``."""
+    check_model(body.model, services)
+    identity = body.request_id or f"cmpl-{uuid.uuid4().hex}"
+    sampling = body.sampling()
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(roll_out(prompt, sampling, services, f"{identity}-{i}", body.min_weight_version))
+            for i, prompt in enumerate(_prompts(body, services))
+        ]
+    rollouts = [task.result() for task in tasks]
+    return {
+        "id": identity,
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": services.name,
+        "choices": [
+            _choice(i * sampling.n + c.index, rollout, c, body, services)
+            for i, rollout in enumerate(rollouts)
+            for c in rollout.completions
+        ],
+        "usage": usage(rollouts),
+    }
+
+
+def _prompts(body: CompletionRequest, services: Services) -> list[tuple[int, ...]]:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [tokenize(prompt, services, body.add_special_tokens)]
+    if prompt and isinstance(prompt[0], int):
+        return [tuple(prompt)]  # type: ignore[arg-type]
+    if not prompt:
+        return [()]
+    return [tokenize(p, services, body.add_special_tokens) if isinstance(p, str) else tuple(p) for p in prompt]  # type: ignore[arg-type]
+
+
+def _choice(
+    index: int, rollout: Rollout, completion: Completion, body: CompletionRequest, services: Services
+) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": index,
+        "text": detokenize(completion.token_ids, services, body.skip_special_tokens) or "",
+        "logprobs": None if body.logprobs is None else _logprobs(completion, body, services),
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "weight_versions": spans(completion),
+    }
+    if body.return_token_ids:
+        choice["token_ids"] = completion.token_ids
+        choice["prompt_token_ids"] = rollout.prompt_token_ids
+    return choice
+
+
+def _logprobs(completion: Completion, body: CompletionRequest, services: Services) -> dict[str, Any]:
+    if body.return_tokens_as_token_ids or services.tokenizer is None:
+        tokens = [f"token_id:{token}" for token in completion.token_ids]
+    else:
+        tokens = [services.tokenizer.decode([token]) for token in completion.token_ids]
+    offsets, position = [], 0
+    for token in tokens:
+        offsets.append(position)
+        position += len(token)
+    return {"tokens": tokens, "token_logprobs": completion.logprobs, "text_offset": offsets, "top_logprobs": None}

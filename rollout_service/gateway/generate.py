@@ -1,0 +1,86 @@
+"""``POST /inference/v1/generate``: tokens in, tokens out, as vLLM's clients expect it."""
+
+import time
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Field, model_validator
+
+from rollout_service.gateway.prompts import check_model, detokenize, roll_out, tokenize
+from rollout_service.gateway.services import Open, Services
+from rollout_service.sampling import Sampling
+from rollout_service.types import Completion, Frozen, Rollout
+
+router = APIRouter(tags=["generate"])
+
+
+class GenerateRequest(Frozen):
+    """vLLM's ``GenerateRequest``, as far as it is implemented, plus ``prompt`` and ``min_weight_version``."""
+
+    token_ids: tuple[int, ...] | None = None
+    prompt: str | None = None
+    """Text instead of ``token_ids``; the reply then names the ids it became."""
+    sampling_params: Sampling = Sampling()
+    model: str | None = None
+    request_id: str | None = Field(default=None, min_length=1, max_length=256)
+    output_mode: Literal["tokens", "text"] = "tokens"
+    """``text`` adds each completion's text."""
+    return_token_ids: bool = False
+    """Repeat the prompt's ids in the reply."""
+    min_weight_version: int | None = Field(default=None, ge=0)
+    stream: Literal[False] | None = False
+    priority: Literal[0] = 0
+
+    @model_validator(mode="after")
+    def _ids_or_text(self) -> "GenerateRequest":
+        if (self.token_ids is None) == (self.prompt is None):
+            raise ValueError("give either token_ids or prompt")
+        return self
+
+
+@router.post("/inference/v1/generate")
+async def generate(body: GenerateRequest, services: Open) -> dict[str, Any]:
+    """The completions of one prompt, with the logprob and the weight version of every token."""
+    check_model(body.model, services)
+    prompt = tokenize(body.prompt, services) if body.prompt is not None else body.token_ids or ()
+    rollout = await roll_out(prompt, body.sampling_params, services, body.request_id, body.min_weight_version)
+    text = body.output_mode == "text"
+    reply: dict[str, Any] = {
+        "request_id": rollout.request_id,
+        "model": services.name,
+        "created": int(time.time()),
+        "output_mode": body.output_mode,
+        "choices": [_choice(c, services, text) for c in rollout.completions],
+        "usage": usage([rollout]),
+        "replica_id": rollout.replica_id,
+    }
+    if body.return_token_ids or body.prompt is not None:
+        reply["prompt_token_ids"] = rollout.prompt_token_ids
+    return reply
+
+
+def _choice(completion: Completion, services: Services, text: bool) -> dict[str, Any]:
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    choice: dict[str, Any] = {
+        "index": completion.index,
+        "token_ids": completion.token_ids,
+        "logprobs": {"content": [{"token_id": token, "logprob": logprob} for token, logprob in pairs]},
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "weight_versions": spans(completion),
+    }
+    if text:
+        choice["text"] = detokenize(completion.token_ids, services)
+    return choice
+
+
+def spans(completion: Completion) -> list[dict[str, Any]]:
+    """vLLM's form of the spans: its versions are strings."""
+    return [{"version": str(s.version), "start": s.start, "end": s.end} for s in completion.spans]
+
+
+def usage(rollouts: list[Rollout]) -> dict[str, int]:
+    """Token counts of a reply."""
+    prompt = sum(len(rollout.prompt_token_ids) for rollout in rollouts)
+    completion = sum(len(c.token_ids) for rollout in rollouts for c in rollout.completions)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

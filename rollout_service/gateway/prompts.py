@@ -1,0 +1,82 @@
+"""From what a request says to what an engine can do, or a clear no."""
+
+import uuid
+from collections.abc import Sequence
+
+from rollout_service.errors import InvalidRequest, NotFound
+from rollout_service.gateway.services import Services, call
+from rollout_service.sampling import GenerateCall, Sampling
+from rollout_service.types import Rollout
+
+
+def check_model(name: str | None, services: Services) -> None:
+    """Raise NotFound if a request names another model than the served one."""
+    if name is not None and name != services.name:
+        raise NotFound(f"model {name!r} is not served here; {services.name!r} is", {"served": services.name})
+
+
+def tokenize(text: str, services: Services, add_special_tokens: bool = True) -> tuple[int, ...]:
+    """Token ids of ``text``. Raises InvalidRequest if the model has no tokenizer."""
+    if services.tokenizer is None:
+        raise InvalidRequest(f"{services.name} has no tokenizer: send token ids instead of text")
+    return tuple(services.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def detokenize(token_ids: Sequence[int], services: Services, skip_special_tokens: bool = True) -> str | None:
+    """Text of ``token_ids``, or None if the model has no tokenizer."""
+    if services.tokenizer is None:
+        return None
+    text: str = services.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+    return text
+
+
+def check_prompt(prompt: Sequence[int], sampling: Sampling, services: Services) -> None:
+    """Raise InvalidRequest for a prompt or a length that the model cannot take."""
+    if not prompt:
+        raise InvalidRequest("the prompt is empty: send at least one token")
+    outside = next(((i, t) for i, t in enumerate(prompt) if not 0 <= t < services.vocab_size), None)
+    if outside is not None:
+        position, token = outside
+        raise InvalidRequest(
+            f"token id {token} at position {position} is outside the vocabulary [0, {services.vocab_size})",
+            {"position": position, "token_id": token, "vocab_size": services.vocab_size},
+        )
+    outside_stop = [t for t in sampling.stop_token_ids if not 0 <= t < services.vocab_size]
+    if outside_stop:
+        raise InvalidRequest(f"stop_token_ids {outside_stop} are outside the vocabulary [0, {services.vocab_size})")
+    if sampling.stop and services.tokenizer is None:
+        raise InvalidRequest(f"{services.name} has no tokenizer: use stop_token_ids instead of stop")
+    _check_length(len(prompt), sampling, services.max_model_len)
+
+
+def _check_length(prompt_tokens: int, sampling: Sampling, max_model_len: int) -> None:
+    wanted = prompt_tokens + (sampling.max_tokens or 1)
+    if wanted > max_model_len:
+        asked = "at least 1" if sampling.max_tokens is None else f"max_tokens={sampling.max_tokens}"
+        raise InvalidRequest(
+            f"the prompt has {prompt_tokens} tokens, and with {asked} that is more than the context of {max_model_len}: "
+            "shorten one of them",
+            {"prompt_tokens": prompt_tokens, "max_tokens": sampling.max_tokens, "max_model_len": max_model_len},
+        )
+    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+        raise InvalidRequest(f"min_tokens={sampling.min_tokens} is above max_tokens={sampling.max_tokens}")
+
+
+async def roll_out(
+    prompt: tuple[int, ...],
+    sampling: Sampling,
+    services: Services,
+    request_id: str | None = None,
+    min_weight_version: int | None = None,
+) -> Rollout:
+    """Check one prompt and have an engine complete it."""
+    check_prompt(prompt, sampling, services)
+    if sampling.max_tokens is None:
+        sampling = sampling.model_copy(update={"max_tokens": services.max_model_len - len(prompt)})
+    request = GenerateCall(
+        request_id=request_id or uuid.uuid4().hex,
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        min_weight_version=min_weight_version,
+    )
+    return await call(services.engine.generate.remote(request))

@@ -1,0 +1,81 @@
+"""What the gateway's routes stand on: the served model's facts and the handles of the other deployments."""
+
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import httpx
+from fastapi import Depends, Request
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.exceptions import DeploymentUnavailableError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rollout_service.config import ServiceConfig
+from rollout_service.errors import NotReady, RolloutServiceError
+from rollout_service.web.auth import Authorizer
+from rollout_service.weights.served_model import ServedModel
+
+_Reply = TypeVar("_Reply")
+
+
+@dataclass(frozen=True)
+class Services:
+    """Made once per gateway replica."""
+
+    name: str
+    """The model's name in requests."""
+    vocab_size: int
+    max_model_len: int
+    tokenizer: PreTrainedTokenizerBase | None
+    engine: Any
+    """Handle of the engine deployment."""
+    ingest: Any
+    """Handle of the ingest deployment."""
+    authorizer: Authorizer
+    http: httpx.AsyncClient
+    """To the ingest's upload listener."""
+
+    @classmethod
+    def create(cls, config: ServiceConfig, engine: Any, ingest: Any) -> "Services":
+        """Read the model's facts and the token."""
+        model = ServedModel.load(config.model.path)
+        return cls(
+            name=config.model.name,
+            vocab_size=model.vocab_size,
+            max_model_len=config.engine.max_model_len,
+            tokenizer=AutoTokenizer.from_pretrained(config.model.path) if model.has_tokenizer else None,
+            engine=engine,
+            ingest=ingest,
+            authorizer=Authorizer(config.auth.secret()),
+            http=httpx.AsyncClient(timeout=httpx.Timeout(300.0, connect=10.0)),
+        )
+
+
+async def call(response: Awaitable[_Reply]) -> _Reply:
+    """Await another deployment's answer, and raise its errors as they were raised there."""
+    try:
+        return await response
+    except RayTaskError as error:
+        if isinstance(error.cause, RolloutServiceError):
+            raise error.cause from None
+        raise
+    except (RayActorError, DeploymentUnavailableError) as error:
+        raise NotReady(f"the replica that had this request died: send it again ({error})") from error
+
+
+def _services(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services
+
+
+def _authorized(request: Request) -> Services:
+    services = _services(request)
+    services.authorizer.check(request)
+    return services
+
+
+Open = Annotated[Services, Depends(_services)]
+"""Parameter of a route that anyone may call."""
+
+Guarded = Annotated[Services, Depends(_authorized)]
+"""Parameter of a weight or control route."""

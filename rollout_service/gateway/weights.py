@@ -1,0 +1,58 @@
+"""The weight routes: begin, parts, commit, status. All need authorization; see ``weights/upload.py``."""
+
+from fastapi import APIRouter, Request, Response
+
+from rollout_service.gateway.services import Guarded, call
+from rollout_service.types import Frozen, WeightStatus
+from rollout_service.weights.upload import PART_DIGEST_HEADER, BeginUpload, CommitUpload, UploadPlan
+
+router = APIRouter(prefix="/v1/weights", tags=["weights"])
+_FORWARDED = (PART_DIGEST_HEADER, "content-length", "content-type", "authorization")
+
+
+class Versions(Frozen):
+    """Every version on disk or staged, oldest first."""
+
+    versions: tuple[WeightStatus, ...]
+
+
+@router.post("")
+async def begin(body: BeginUpload, services: Guarded) -> UploadPlan:
+    """Start or resume the upload of a version."""
+    return await call(services.ingest.begin.remote(body))
+
+
+@router.put("/{version}/parts/{part}")
+async def put_part(version: int, part: int, request: Request, services: Guarded) -> Response:
+    """Take one part and pass it on to the ingest's own address, which callers may use directly."""
+    upload_url = await call(services.ingest.upload_address.remote())
+    reply = await services.http.put(
+        f"{upload_url}/v1/weights/{version}/parts/{part}",
+        content=request.stream(),
+        headers={name: request.headers[name] for name in _FORWARDED if name in request.headers},
+    )
+    return Response(reply.content, reply.status_code, media_type="application/json")
+
+
+@router.post("/{version}/commit")
+async def commit(version: int, services: Guarded, body: CommitUpload | None = None) -> WeightStatus:
+    """Make a complete upload the newest version."""
+    return await call(services.ingest.commit.remote(version, body or CommitUpload()))
+
+
+@router.get("")
+async def versions(services: Guarded) -> Versions:
+    """All versions."""
+    return Versions(versions=await call(services.ingest.versions.remote()))
+
+
+@router.get("/{version}")
+async def status(version: int, services: Guarded) -> WeightStatus:
+    """Where one version stands, and which replicas serve it."""
+    return await call(services.ingest.status.remote(version))
+
+
+@router.delete("/{version}", status_code=204)
+async def discard(version: int, services: Guarded) -> None:
+    """Drop a staged version."""
+    await call(services.ingest.discard.remote(version))

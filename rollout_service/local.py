@@ -1,0 +1,73 @@
+"""The whole service on this machine, for as long as a ``with`` block lasts: for scripts, notebooks, demos and tests."""
+
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import yaml
+from ray import serve
+
+from rollout_service.app import build
+from rollout_service.config import ServiceConfig
+
+APPLICATION = "rollout"
+LOGICAL_CPUS = 64
+"""What Ray is told this machine has: replicas share the real cores, and a laptop must not run out of slots."""
+
+
+@dataclass(frozen=True)
+class LocalService:
+    """A running service."""
+
+    url: str
+    config: ServiceConfig
+
+
+def load_config(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> ServiceConfig:
+    """The ``args`` of a deployment YAML's application, with ``overrides`` (section → field → value) laid over them.
+
+    Raises OSError, KeyError for a YAML without an application, or pydantic.ValidationError.
+    """
+    args: dict[str, Any] = yaml.safe_load(path.read_text())["applications"][0].get("args") or {}
+    for section, fields in (overrides or {}).items():
+        args[section] = {**args.get(section, {}), **fields}
+    return ServiceConfig.model_validate(args)
+
+
+@contextmanager
+def running_service(
+    path: Path, overrides: dict[str, dict[str, Any]] | None = None, *, port: int | None = None, verbose: bool = False
+) -> Iterator[LocalService]:
+    """Start Ray and Serve on loopback, wait until the service answers, and stop both at the end, however it comes.
+
+    ``port``: of HTTP; None picks a free one. ``verbose``: the replicas' logs come to this process's output.
+    Raises what the start of a replica raised.
+    """
+    config = load_config(path, overrides)
+    port = port or free_port()
+    ray.init(
+        num_cpus=LOGICAL_CPUS,
+        namespace="serve",
+        include_dashboard=False,
+        log_to_driver=verbose,
+        logging_level=logging.INFO if verbose else logging.ERROR,
+    )
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.run(build(config), name=APPLICATION, route_prefix="/")
+        yield LocalService(url=f"http://127.0.0.1:{port}", config=config.resolved())
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,1 @@
+"""Blockwise FP8: which tensors are quantized (``recipe``) and how (``blockwise``)."""

@@ -1,0 +1,131 @@
+"""The nouns of the service. Importing this pulls in neither torch, vllm nor ray.
+
+All are frozen pydantic models: the gateway validates with them, the client parses with them, and they cross
+process borders as plain JSON.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+FinishReason = Literal["stop", "length", "abort"]
+PauseMode = Literal["keep", "wait", "abort"]
+ReplicaState = Literal["starting", "syncing", "ready", "stale", "failed"]
+VersionState = Literal["staged", "committed", "live"]
+
+
+class Frozen(BaseModel):
+    """Base of every noun: immutable, and unknown fields are an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Span(Frozen):
+    """Output tokens ``[start, end)`` of one completion were sampled by the weights of ``version``."""
+
+    version: int
+    start: int = Field(ge=0)
+    end: int
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> "Span":
+        if self.end <= self.start:
+            raise ValueError(f"span [{self.start}, {self.end}) is empty")
+        return self
+
+
+class Completion(Frozen):
+    """One sampled continuation of a prompt.
+
+    ``logprobs[i]`` is the natural log-probability of ``token_ids[i]`` under the distribution it was sampled from
+    (vLLM's ``processed_logprobs``: after temperature, penalties and truncation). Always finite.
+    """
+
+    index: int = Field(ge=0)
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    spans: tuple[Span, ...]
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _aligned(self) -> "Completion":
+        if len(self.logprobs) != len(self.token_ids):
+            raise ValueError(f"{len(self.token_ids)} tokens but {len(self.logprobs)} logprobs")
+        position = 0
+        for span in self.spans:
+            if span.start != position:
+                raise ValueError(f"spans {self.spans} leave a gap at token {position}")
+            position = span.end
+        if position != len(self.token_ids):
+            raise ValueError(f"spans {self.spans} do not cover {len(self.token_ids)} tokens")
+        return self
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The weight versions that made this completion, in the order they were live."""
+        return tuple(span.version for span in self.spans)
+
+
+class Rollout(Frozen):
+    """One prompt's ``n`` completions, and the replica that made them."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    replica_id: str
+
+
+class UpdateTimings(Frozen):
+    """Seconds that one replica spent on one weight version, by stage."""
+
+    stage_s: float
+    """Reading and checking the bytes while the replica still served."""
+    closed_s: float
+    """From pause to resume: no token was made in this time."""
+    load_s: float
+    """The part of ``closed_s`` that vLLM spent loading."""
+
+
+class ReplicaStatus(Frozen):
+    """What one live engine replica last said of itself."""
+
+    replica_id: str
+    sequence: int = 0
+    """Grows with each report of a replica, so that one overtaken on its way is not taken for news."""
+    version: int | None
+    """The version it serves; None until it has loaded its first."""
+    state: ReplicaState
+    target: int | None = None
+    """The version it is staging or loading right now."""
+    paused: bool = False
+    running: int = 0
+    """Sequences accepted and not yet answered."""
+    error: str | None = None
+    update: UpdateTimings | None = None
+    """Timings of its last update."""
+    age_s: float = 0.0
+    """Seconds since it last reported."""
+
+
+class WeightStatus(Frozen):
+    """State of one weight version, from upload to live."""
+
+    version: int
+    state: VersionState
+    """``live``: every live replica serves this version or a newer one."""
+    digest: str | None = None
+    """xxh3-128 over the manifest; None while staged."""
+    total_bytes: int = 0
+    missing_parts: tuple[int, ...] = ()
+    """Parts that a staged upload still lacks."""
+    replicas: tuple[ReplicaStatus, ...] = ()
+
+
+class Fleet(Frozen):
+    """The table of live replicas beside the newest committed version."""
+
+    latest_version: int
+    paused: bool
+    replicas: tuple[ReplicaStatus, ...]

@@ -1,0 +1,1 @@
+"""What every HTTP surface of the service shares: error replies and authorization."""

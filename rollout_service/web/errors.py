@@ -1,0 +1,63 @@
+"""Every error leaves as ``{"error": {"type", "message", "detail"}}``, whichever library raised it."""
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from rollout_service.errors import (
+    Forbidden,
+    InvalidRequest,
+    MalformedRequest,
+    NotFound,
+    RolloutServiceError,
+    Unauthorized,
+)
+
+_BY_STATUS = {400: MalformedRequest, 401: Unauthorized, 403: Forbidden, 404: NotFound, 422: InvalidRequest}
+_NOT_IMPLEMENTED = "is not a field here, or not implemented: leave it out"
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make ``app`` answer every error in the service's form."""
+    app.add_exception_handler(RolloutServiceError, _service_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+
+
+def error_response(error: RolloutServiceError) -> JSONResponse:
+    """The HTTP reply for one error."""
+    headers = {} if error.retry_after_s is None else {"Retry-After": f"{error.retry_after_s:g}"}
+    return JSONResponse(error.to_wire(), status_code=error.http_status, headers=headers)
+
+
+async def _service_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RolloutServiceError)
+    return error_response(error)
+
+
+async def _validation_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    problems = [_problem(item["loc"], item["type"], item["msg"]) for item in error.errors()]
+    summary = "; ".join(f"{field} {problem}" for field, problem in problems[:8])
+    malformed = any(item["type"] == "json_invalid" for item in error.errors())
+    cls = MalformedRequest if malformed else InvalidRequest
+    fields = [{"field": field, "problem": problem} for field, problem in problems]
+    return error_response(cls(f"{request.method} {request.url.path}: {summary}", {"fields": fields}))
+
+
+def _problem(location: tuple[int | str, ...], kind: str, message: str) -> tuple[str, str]:
+    if kind == "json_invalid":
+        return "the body", f"is not JSON ({message}, at character {location[-1]})"
+    if kind in ("model_attributes_type", "missing") and location == ("body",):
+        return "the body", "must be a JSON object sent with Content-Type: application/json"
+    field = ".".join(str(part) for part in location if part != "body") or "the body"
+    return field, _NOT_IMPLEMENTED if kind == "extra_forbidden" else message
+
+
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    cls = _BY_STATUS.get(error.status_code, RolloutServiceError)
+    body = cls(message, {"status": error.status_code}).to_wire()
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)

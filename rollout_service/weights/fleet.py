@@ -1,0 +1,50 @@
+"""Who is live, what each replica serves, and what all of them are wished to do."""
+
+import time
+
+from rollout_service.types import Frozen, PauseMode, ReplicaStatus
+
+
+class Wish(Frozen):
+    """What every replica should be like now. A replica that sees another wish than its last acts on it."""
+
+    version: int
+    paused: bool
+    pause_mode: PauseMode
+
+
+class FleetTable:
+    """The last report of each replica; one that has been silent for ``dead_after_s`` is not in the table any more."""
+
+    def __init__(self, dead_after_s: float) -> None:
+        self._dead_after_s = dead_after_s
+        self._reports: dict[str, tuple[float, ReplicaStatus]] = {}
+
+    def report(self, status: ReplicaStatus) -> None:
+        """Take in what a replica says of itself."""
+        known = self._reports.get(status.replica_id)
+        if known is not None and known[1].sequence > status.sequence:
+            return
+        self._reports[status.replica_id] = (time.monotonic(), status)
+
+    def live(self) -> tuple[ReplicaStatus, ...]:
+        """The live replicas, with the age of their reports."""
+        now = time.monotonic()
+        self._reports = {i: r for i, r in self._reports.items() if now - r[0] < self._dead_after_s}
+        return tuple(
+            status.model_copy(update={"age_s": round(now - at, 3)}) for _, (at, status) in sorted(self._reports.items())
+        )
+
+    def all_serve(self, version: int) -> bool:
+        """Whether every live replica serves ``version`` or newer, and there is one."""
+        live = self.live()
+        return bool(live) and all(s.version is not None and s.version >= version for s in live)
+
+    def all_paused(self, paused: bool) -> bool:
+        """Whether every live replica is paused (or not), and there is one."""
+        live = self.live()
+        return bool(live) and all(status.paused == paused for status in live)
+
+    def in_use(self) -> set[int]:
+        """Versions that a live replica serves or is loading: their files must stay."""
+        return {v for status in self.live() for v in (status.version, status.target) if v is not None}

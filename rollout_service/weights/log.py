@@ -1,0 +1,163 @@
+"""The log of weight versions: the truth that every replica follows.
+
+    <root>/LATEST                      {"version", "digest", "mode"}, replaced by atomic rename
+    <root>/<version>/manifest.json     beside the safetensors files it lists; immutable
+    <root>/staging/<version>/          an upload that is not committed
+    <root>/CONTROL                     {"paused", "mode"}: what the operator last asked of the fleet
+
+A version exists once LATEST says so or it is older than what LATEST says. One process writes (the ingest), any number
+read. A folder newer than LATEST is what a crash between the two renames left, and counts as not committed.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import TypeVar
+
+import xxhash
+from pydantic import ValidationError
+
+from rollout_service.errors import LogCorrupt, NotFound
+from rollout_service.types import Frozen, PauseMode
+from rollout_service.weights.manifest import MANIFEST_FILE, Manifest, StoredTensor, read_manifest
+
+_CHUNK_BYTES = 16 << 20
+
+
+class Head(Frozen):
+    """What LATEST says."""
+
+    version: int
+    digest: str
+    mode: PauseMode = "keep"
+    """How replicas close for this version."""
+
+
+class Control(Frozen):
+    """What CONTROL says."""
+
+    paused: bool = False
+    mode: PauseMode = "keep"
+
+
+_Model = TypeVar("_Model", bound=Frozen)
+
+
+class WeightLog:
+    """Reads and writes a log; see the module's docstring for the layout."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def head(self) -> Head | None:
+        """The newest committed version, or None in an empty log. Raises LogCorrupt."""
+        return self._read("LATEST", Head)
+
+    def control(self) -> Control:
+        """What the operator last asked of the fleet. Raises LogCorrupt."""
+        return self._read("CONTROL", Control) or Control()
+
+    def set_control(self, control: Control) -> None:
+        """Remember what the operator asked, durably."""
+        self._replace("CONTROL", control)
+
+    def folder(self, version: int) -> Path:
+        """Where a committed version lies."""
+        return self.root / str(version)
+
+    def staging(self, version: int) -> Path:
+        """Where an upload of ``version`` lies until it is committed."""
+        return self.root / "staging" / str(version)
+
+    def versions(self) -> list[int]:
+        """Committed versions still on disk, oldest first."""
+        head = self.head()
+        if head is None:
+            return []
+        found = (int(p.name) for p in self.root.iterdir() if p.name.isdigit())
+        return sorted(version for version in found if version <= head.version)
+
+    def manifest(self, version: int) -> Manifest:
+        """The manifest of a committed version. Raises NotFound or LogCorrupt."""
+        if version not in self.versions():
+            raise NotFound(
+                f"version {version} is not in the log; it holds {self.versions()}",
+                {"version": version, "versions": self.versions()},
+            )
+        try:
+            return read_manifest(self.folder(version))
+        except (OSError, ValidationError) as error:
+            raise LogCorrupt(f"{self.folder(version) / MANIFEST_FILE}: {error}") from error
+
+    def commit(self, manifest: Manifest, mode: PauseMode) -> Head:
+        """Make the staged ``manifest.version`` the newest. Its files must be complete and synced already."""
+        staged, folder = self.staging(manifest.version), self.folder(manifest.version)
+        _write_synced(staged / MANIFEST_FILE, manifest.model_dump_json(indent=1))
+        _sync_folder(staged)
+        if folder.exists():  # left by a crash before LATEST was replaced
+            shutil.rmtree(folder)
+        os.rename(staged, folder)
+        _sync_folder(self.root)
+        head = Head(version=manifest.version, digest=manifest.digest, mode=mode)
+        self._replace("LATEST", head)
+        return head
+
+    def drop(self, version: int) -> None:
+        """Remove a committed version that is not the newest. Raises ValueError for the newest."""
+        head = self.head()
+        if head is not None and head.version == version:
+            raise ValueError(f"version {version} is the newest: replicas need it")
+        shutil.rmtree(self.folder(version))
+
+    def verify(self, manifest: Manifest) -> None:
+        """Read every byte of a version and compare its digests. Raises LogCorrupt naming the tensor."""
+        for file, tensors in manifest.files().items():
+            with (self.folder(manifest.version) / file).open("rb") as stream:
+                for tensor in tensors:
+                    _verify_tensor(stream.fileno(), tensor, manifest.version)
+
+    def _read(self, name: str, model: type[_Model]) -> _Model | None:
+        try:
+            return model.model_validate_json((self.root / name).read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            raise LogCorrupt(f"{self.root / name} does not parse: {error}") from error
+
+    def _replace(self, name: str, content: Frozen) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        temporary = self.root / f".{name}.tmp"
+        _write_synced(temporary, content.model_dump_json())
+        os.replace(temporary, self.root / name)
+        _sync_folder(self.root)
+
+
+def _verify_tensor(fd: int, tensor: StoredTensor, version: int) -> None:
+    hasher, position, end = xxhash.xxh3_128(), tensor.offset, tensor.offset + tensor.nbytes
+    while position < end:
+        chunk = os.pread(fd, min(_CHUNK_BYTES, end - position), position)
+        if not chunk:
+            break
+        hasher.update(chunk)
+        position += len(chunk)
+    if hasher.hexdigest() != tensor.digest:
+        raise LogCorrupt(
+            f"version {version}: {tensor.name} in {tensor.file} hashes to {hasher.hexdigest()}, its manifest says "
+            f"{tensor.digest}: push the weights again under a newer version",
+            {"version": version, "tensor": tensor.name, "file": tensor.file},
+        )
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,83 @@
+"""What a committed weight version consists of: ``manifest.json`` beside its safetensors files. Needs no torch."""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import xxhash
+from pydantic import Field
+
+from rollout_service.types import Frozen
+
+MANIFEST_FILE = "manifest.json"
+
+StoredDtype = Literal["bfloat16", "float32", "float8_e4m3fn"]
+STORED_DTYPE_BYTES: dict[StoredDtype, int] = {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
+
+
+class StoredTensor(Frozen):
+    """One tensor of a version as the engines load it."""
+
+    name: str
+    """Hugging Face's name; block scales stand under ``<weight>_scale_inv``."""
+    dtype: StoredDtype
+    shape: tuple[int, ...]
+    file: str
+    """Name of the safetensors file in the version's folder."""
+    offset: int
+    """First byte in that file, counted from its start."""
+    nbytes: int
+    digest: str
+    """xxh3-128 of the bytes, in hex."""
+
+
+class Recipe(Frozen):
+    """How the version was quantized."""
+
+    weights: Literal["fp8_block", "none"]
+    block: tuple[int, int] = (128, 128)
+    not_converted: tuple[str, ...] = ()
+    """Linear modules left in BF16."""
+
+
+class Manifest(Frozen):
+    """A version, complete. Immutable once committed."""
+
+    version: int = Field(ge=0)
+    fingerprint: str
+    """Of the model it belongs to: engines of another model refuse it."""
+    recipe: Recipe
+    tensors: tuple[StoredTensor, ...]
+    kv_scales: dict[str, float] | None = None
+    """Per-layer scales of the FP8 KV cache; None: the engines' unit scales."""
+    delta_of: int | None = None
+    """The version this one is a delta of; None: complete by itself."""
+
+    @property
+    def digest(self) -> str:
+        """xxh3-128 over what the engines get: equal for equal content, whatever the version or the file layout."""
+        content = {
+            "fingerprint": self.fingerprint,
+            "recipe": self.recipe.model_dump(mode="json"),
+            "kv_scales": self.kv_scales,
+            "delta_of": self.delta_of,
+            "tensors": sorted((t.name, t.dtype, list(t.shape), t.digest) for t in self.tensors),
+        }
+        return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def files(self) -> dict[str, list[StoredTensor]]:
+        """The tensors of each file, in the order of their offsets."""
+        by_file: dict[str, list[StoredTensor]] = {}
+        for tensor in sorted(self.tensors, key=lambda t: (t.file, t.offset)):
+            by_file.setdefault(tensor.file, []).append(tensor)
+        return by_file
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a version's folder. Raises OSError or pydantic.ValidationError."""
+    return Manifest.model_validate_json((folder / MANIFEST_FILE).read_bytes())

@@ -1,0 +1,26 @@
+"""The ingest as a Serve deployment: one replica, no GPU needed."""
+
+from rollout_service.config import ServiceConfig
+from rollout_service.web.auth import Authorizer
+from rollout_service.weights.ingest import Ingest
+from rollout_service.weights.upload_server import UploadServer, create_upload_app
+
+
+class IngestReplica(Ingest):
+    """``Ingest`` and its upload listener; every public coroutine is callable through the deployment's handle."""
+
+    async def __init__(self, config: ServiceConfig) -> None:  # type: ignore[misc]  # Serve awaits constructors
+        super().__init__(config)
+        app = create_upload_app(self, Authorizer(config.auth.secret()))
+        self._uploads = UploadServer(app, config.weights.upload_host)
+        self._uploads.start()
+        self.upload_url = self._uploads.url
+        await self.start()
+
+    async def upload_address(self) -> str:
+        """Where parts are taken."""
+        return self.upload_url
+
+    async def check_health(self) -> None:
+        """Serve's health check."""
+        await self._uploads.check_health()

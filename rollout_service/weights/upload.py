@@ -1,0 +1,115 @@
+"""What a trainer and the ingest say to each other while a version is uploaded. Needs neither torch nor ray.
+
+The tensors' raw bytes (little-endian, contiguous, in the order of ``tensors``, nothing between them) are one stream,
+cut into parts of ``part_bytes``; the last part is what is left. Part ``i`` therefore holds the bytes
+``[i * part_bytes, (i + 1) * part_bytes)`` of the stream, and either side can work that out from the tensor table.
+
+    POST /v1/weights                        BeginUpload  -> UploadPlan
+    PUT  /v1/weights/{version}/parts/{i}    raw bytes, header X-Part-Digest: xxh3-128 in hex -> PartReceipt
+    POST /v1/weights/{version}/commit       CommitUpload -> WeightStatus
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rollout_service.types import Frozen, PauseMode
+
+PART_DIGEST_HEADER = "X-Part-Digest"
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Dtypes a trainer may send, and their size."""
+
+SourceDtype = Literal["float32", "bfloat16", "float16"]
+
+
+class UploadTensor(Frozen):
+    """One tensor as the trainer has it: Hugging Face's name, unquantized."""
+
+    name: str = Field(min_length=1)
+    dtype: SourceDtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the stream."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class PathSource(Frozen):
+    """A Hugging Face folder of safetensors that the ingest can read itself."""
+
+    path: Path
+
+
+class BeginUpload(Frozen):
+    """Body of ``POST /v1/weights``: either a tensor table to be followed by parts, or a source."""
+
+    version: int = Field(ge=0)
+    tensors: tuple[UploadTensor, ...] = ()
+    source: PathSource | None = None
+
+    @model_validator(mode="after")
+    def _tensors_or_source(self) -> "BeginUpload":
+        if bool(self.tensors) == (self.source is not None):
+            raise ValueError("give either tensors (then upload their parts) or source, not both and not neither")
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the whole stream."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class UploadPlan(Frozen):
+    """Reply to ``POST /v1/weights``: what the ingest still wants, and where to send it."""
+
+    version: int
+    state: Literal["staged", "committed"]
+    part_bytes: int
+    num_parts: int
+    missing_parts: tuple[int, ...]
+    upload_url: str
+    """Address that takes the parts directly; ``PUT`` on the service's own address works too, with one more hop."""
+
+
+class PartReceipt(Frozen):
+    """Reply to ``PUT .../parts/{i}``: the part is on disk and its digest was right."""
+
+    version: int
+    part: int
+    nbytes: int
+    digest: str
+
+
+class CommitUpload(Frozen):
+    """Body of ``POST /v1/weights/{version}/commit``."""
+
+    mode: PauseMode = "keep"
+    """What happens to running rollouts: ``keep`` recomputes their KV cache and goes on with the new weights, ``wait``
+    lets them finish first, ``abort`` ends them with ``finish_reason="abort"``."""
+    wait: Literal["none", "all"] = "none"
+    """``all``: answer when every live replica serves this version."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """How long ``wait="all"`` waits before 504."""
+
+
+def num_parts(nbytes: int, part_bytes: int) -> int:
+    """Parts that a stream of ``nbytes`` is cut into."""
+    return math.ceil(nbytes / part_bytes)
+
+
+def part_size(part: int, nbytes: int, part_bytes: int) -> int:
+    """Size of one part; only the last may be shorter than ``part_bytes``."""
+    return min(part_bytes, nbytes - part * part_bytes)
+
+
+def tensor_offsets(tensors: tuple[UploadTensor, ...]) -> Iterator[tuple[UploadTensor, int]]:
+    """Each tensor with the offset of its first byte in the stream."""
+    offset = 0
+    for tensor in tensors:
+        yield tensor, offset
+        offset += tensor.nbytes

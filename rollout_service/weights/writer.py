@@ -1,0 +1,125 @@
+"""Writes a version's tensors, in any order, into safetensors files whose layout is fixed before the first byte.
+
+The safetensors library writes a file in one go from tensors that are all in memory; a version arrives tensor by
+tensor and may be larger than memory. Names, dtypes and shapes are known from the start, so the headers can be.
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import xxhash
+from pydantic import BaseModel
+
+from rollout_service.weights.manifest import STORED_DTYPE_BYTES, StoredDtype, StoredTensor
+
+MAX_FILE_BYTES = 4 << 30
+_SAFETENSORS_DTYPE: dict[StoredDtype, str] = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3"}
+
+
+class TensorSlot(BaseModel, frozen=True):
+    """A tensor that will be written: name, dtype and shape as the engines load it."""
+
+    name: str
+    dtype: StoredDtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * STORED_DTYPE_BYTES[self.dtype]
+
+
+class VersionWriter:
+    """Lays ``slots`` out in files below ``folder`` and fills them. Thread-safe for different tensors."""
+
+    def __init__(self, folder: Path, slots: Iterable[TensorSlot], max_file_bytes: int = MAX_FILE_BYTES) -> None:
+        self._folder = folder
+        self._slots: dict[str, TensorSlot] = {}
+        self._place: dict[str, tuple[str, int]] = {}
+        self._written: dict[str, StoredTensor] = {}
+        self._fds: dict[str, int] = {}
+        for number, group in enumerate(_groups(slots, max_file_bytes), start=1):
+            self._open_file(f"weights-{number:05d}.safetensors", group)
+
+    def write(self, name: str, data: memoryview) -> None:
+        """Store the bytes of one tensor. Raises KeyError for a name without a slot, ValueError for a wrong size."""
+        slot = self._slots[name]
+        if data.nbytes != slot.nbytes:
+            raise ValueError(f"{name} has {data.nbytes} bytes, its slot {slot.nbytes}")
+        file, offset = self._place[name]
+        _write_at(self._fds[file], data, offset)
+        digest = xxhash.xxh3_128_hexdigest(data)
+        self._written[name] = StoredTensor(
+            name=name, dtype=slot.dtype, shape=slot.shape, file=file, offset=offset, nbytes=slot.nbytes, digest=digest
+        )
+
+    @property
+    def unwritten(self) -> list[str]:
+        """Slots that nothing was written to yet."""
+        return [name for name in self._slots if name not in self._written]
+
+    def finish(self) -> tuple[StoredTensor, ...]:
+        """Sync the files to disk and return what they hold. Raises ValueError while slots are unwritten."""
+        if self.unwritten:
+            raise ValueError(f"{len(self.unwritten)} tensors were never written: {self.unwritten[:5]}")
+        for fd in self._fds.values():
+            os.fsync(fd)
+        self.close()
+        return tuple(self._written[name] for name in self._slots)
+
+    def close(self) -> None:
+        """Close the files; what was written stays."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds = {}
+
+    def _open_file(self, file: str, group: list[TensorSlot]) -> None:
+        header, data_bytes = _header(group)
+        offset = len(header)
+        for slot in group:
+            self._slots[slot.name] = slot
+            self._place[slot.name] = (file, offset)
+            offset += slot.nbytes
+        fd = os.open(self._folder / file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._fds[file] = fd
+        if data_bytes:
+            os.posix_fallocate(fd, 0, len(header) + data_bytes)  # a full disk is an error here, before any upload
+        _write_at(fd, memoryview(header), 0)
+
+
+def _groups(slots: Iterable[TensorSlot], max_file_bytes: int) -> Iterable[list[TensorSlot]]:
+    group: list[TensorSlot] = []
+    size = 0
+    for slot in slots:
+        if group and size + slot.nbytes > max_file_bytes:
+            yield group
+            group, size = [], 0
+        group.append(slot)
+        size += slot.nbytes
+    if group:
+        yield group
+
+
+def _header(group: list[TensorSlot]) -> tuple[bytes, int]:
+    entries, position = {}, 0
+    for slot in group:
+        entries[slot.name] = {
+            "dtype": _SAFETENSORS_DTYPE[slot.dtype],
+            "shape": slot.shape,
+            "data_offsets": [position, position + slot.nbytes],
+        }
+        position += slot.nbytes
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, position
+
+
+def _write_at(fd: int, data: memoryview, offset: int) -> None:
+    data = data.cast("B")
+    while data.nbytes:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
