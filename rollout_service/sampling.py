@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rollout_service.types import Frozen
 
@@ -42,6 +42,12 @@ class Sampling(Frozen):
     """Go on after the end of sequence."""
     logprobs: Literal[0] | None = 0
     """The sampled token's logprob always comes back; other tokens' are not implemented."""
+
+    @model_validator(mode="after")
+    def _greedy_is_one_completion(self) -> "Sampling":
+        if self.temperature == 0 and self.n > 1:
+            raise ValueError(f"n={self.n} greedy completions (temperature=0) would all be the same: ask for n=1")
+        return self
 
 
 class GenerateCall(Frozen):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput
@@ -29,13 +30,15 @@ class EngineAdapter:
 
     def __init__(self, args: AsyncEngineArgs) -> None:
         self._llm = AsyncLLM.from_engine_args(args)
-        self._text = not args.skip_tokenizer_init
         self.broken: str | None = None
         """Why the engine must be replaced; None while it is sound."""
 
     async def connect(self) -> None:
-        """Prepare the weight-transfer engine in the workers."""
+        """Prepare the weight-transfer engine in the workers, and run two steps on the dummy weights."""
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        # the first forward passes compile and allocate for seconds; no rollout should wait for that
+        async for _ in self._stream("warm-up", (0,), Sampling(max_tokens=2, ignore_eos=True)):
+            pass
 
     async def generate(self, request_id: str, prompt: tuple[int, ...], sampling: Sampling) -> tuple[Completion, ...]:
         """The ``n`` completions of one prompt. Cancelling the call aborts them in the engine.
@@ -49,11 +52,11 @@ class EngineAdapter:
                 pass
         except EngineDeadError as error:
             raise EngineFailed(f"the engine died while it generated {request_id}: retry") from error
-        except ValueError as error:
+        except (ValueError, VLLMValidationError) as error:
             raise InvalidRequest(str(error)) from error
         if final is None:
             raise EngineFailed(f"the engine ended {request_id} without an answer")
-        return tuple(completion(output, self._text) for output in final.outputs)
+        return tuple(completion(output) for output in final.outputs)
 
     def _stream(self, request_id: str, prompt: tuple[int, ...], sampling: Sampling) -> AsyncGenerator[RequestOutput]:
         return self._llm.generate(tokens_input(list(prompt)), vllm_sampling(sampling), request_id)
@@ -115,7 +118,7 @@ def vllm_sampling(sampling: Sampling) -> SamplingParams:
 _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-def completion(output: CompletionOutput, text: bool) -> Completion:
+def completion(output: CompletionOutput) -> Completion:
     """Our form of vLLM's final output. Raises NonFiniteLogprob, or EngineFailed for a finish reason we do not know."""
     if output.finish_reason not in _FINISH:
         raise EngineFailed(f"vLLM ended a completion with finish_reason={output.finish_reason!r}")

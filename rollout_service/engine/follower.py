@@ -9,6 +9,7 @@ The log is read anew at each turn, so a lost wake-up, a restarted ingest or a sk
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,9 +41,18 @@ class Engine(Protocol):
 class Follower:
     """Keeps one engine at the newest version and at the wished pause state."""
 
-    def __init__(self, replica_id: str, engine: Engine, ingest: Any, config: WeightsConfig, fingerprint: str) -> None:
+    def __init__(
+        self,
+        replica_id: str,
+        engine: Engine,
+        ingest: Any,
+        config: WeightsConfig,
+        fingerprint: str,
+        running: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """``ingest``: handle of the ingest deployment. ``running``: sequences in flight, for the reports."""
         self._replica_id, self._engine, self._ingest, self._config = replica_id, engine, ingest, config
-        self._fingerprint = fingerprint
+        self._fingerprint, self._running = fingerprint, running
         self._log = WeightLog(config.root)
         self._wish: Wish | None = None
         self._woken = asyncio.Event()
@@ -56,8 +66,6 @@ class Follower:
         self._sequence = 0
         self.version: int | None = None
         """The version being served."""
-        self.running = 0
-        """Sequences in flight; kept by the replica."""
 
     async def start(self) -> None:
         """Load the newest version, then follow. Returns when the engine may serve; raises what loading raises."""
@@ -78,7 +86,7 @@ class Follower:
             state=self._state,
             target=self._target,
             paused=self._paused,
-            running=self.running,
+            running=self._running(),
             error=self._engine.broken or self._error,
             update=self._update,
         )

@@ -17,7 +17,9 @@ def register() -> None:
         if "already registered" not in str(error):
             raise
     if current_platform.is_cpu():
+        from rollout_service.engine.amx import request_amx
         from rollout_service.engine.cpu_block_gemm import CpuBlockScaledMM
         from rollout_service.engine.vllm_compat import prefer_cpu_block_kernel
 
+        request_amx()
         prefer_cpu_block_kernel(CpuBlockScaledMM)

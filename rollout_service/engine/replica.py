@@ -12,7 +12,7 @@ from rollout_service.engine.follower import Follower
 from rollout_service.engine.plugin import register
 from rollout_service.errors import TooEarly
 from rollout_service.quant.recipe import plan
-from rollout_service.sampling import GenerateCall, Sampling
+from rollout_service.sampling import GenerateCall
 from rollout_service.types import ReplicaStatus, Rollout
 from rollout_service.weights.served_model import ServedModel
 
@@ -29,10 +29,10 @@ class EngineReplica:
         self._engine = EngineAdapter(engine_args(config, quantized.not_converted, model.has_tokenizer))
         await self._engine.connect()
         self._admission = AdmissionLimit(config.engine.admission_limit)
-        self._follower = Follower(self._replica_id, self._engine, ingest, config.weights, model.fingerprint)
+        self._follower = Follower(
+            self._replica_id, self._engine, ingest, config.weights, model.fingerprint, lambda: self._admission.running
+        )
         await self._follower.start()
-        # the first forward pass compiles and allocates for seconds; no rollout should wait for that
-        await self._engine.generate("warm-up", (0,), Sampling(max_tokens=2, ignore_eos=True))
 
     async def generate(self, call: GenerateCall) -> Rollout:
         """The completions of one prompt; cancelling the call aborts them.
@@ -40,11 +40,9 @@ class EngineReplica:
         Raises Overloaded, TooEarly, InvalidRequest, EngineFailed or NonFiniteLogprob.
         """
         with self._admission.admit(call.sampling.n):
-            self._follower.running = self._admission.running
             if call.min_weight_version is not None:
                 await self._wait_version(call.min_weight_version)
             completions = await self._engine.generate(call.request_id, call.prompt_token_ids, call.sampling)
-        self._follower.running = self._admission.running
         return Rollout(
             request_id=call.request_id,
             prompt_token_ids=call.prompt_token_ids,

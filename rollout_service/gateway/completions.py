@@ -3,6 +3,7 @@
 import asyncio
 import time
 import uuid
+from collections.abc import Coroutine
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -56,12 +57,12 @@ async def completions(body: CompletionRequest, services: Open) -> dict[str, Any]
     check_model(body.model, services)
     identity = body.request_id or f"cmpl-{uuid.uuid4().hex}"
     sampling = body.sampling()
-    async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(roll_out(prompt, sampling, services, f"{identity}-{i}", body.min_weight_version))
+    rollouts = await _all(
+        [
+            roll_out(prompt, sampling, services, f"{identity}-{i}", body.min_weight_version)
             for i, prompt in enumerate(_prompts(body, services))
         ]
-    rollouts = [task.result() for task in tasks]
+    )
     return {
         "id": identity,
         "object": "text_completion",
@@ -74,6 +75,16 @@ async def completions(body: CompletionRequest, services: Open) -> dict[str, Any]
         ],
         "usage": usage(rollouts),
     }
+
+
+async def _all(coroutines: list[Coroutine[Any, Any, Rollout]]) -> list[Rollout]:
+    """All results, or the first error with the others cancelled."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def _prompts(body: CompletionRequest, services: Services) -> list[tuple[int, ...]]:

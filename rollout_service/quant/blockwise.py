@@ -56,7 +56,7 @@ def dequantize_blockwise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Ten
 
 
 def require_finite(weight: torch.Tensor, name: str) -> None:
-    """Raise QuantizationError with the first offending index if ``weight`` holds NaN or infinity (after BF16 rounding)."""
+    """Raise QuantizationError with the first index of ``weight`` that is NaN or infinite after rounding to BF16."""
     finite = torch.isfinite(weight.to(torch.bfloat16))
     if not bool(finite.all()):
         index = tuple((~finite).nonzero()[0].tolist())

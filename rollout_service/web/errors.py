@@ -23,6 +23,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RolloutServiceError, _service_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected_error)
 
 
 def error_response(error: RolloutServiceError) -> JSONResponse:
@@ -61,3 +62,9 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     cls = _BY_STATUS.get(error.status_code, RolloutServiceError)
     body = cls(message, {"status": error.status_code}).to_wire()
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+
+async def _unexpected_error(request: Request, error: Exception) -> JSONResponse:
+    # starlette raises it again once this reply is sent, so it reaches the log
+    message = f"{request.method} {request.url.path} failed with {type(error).__name__}: the service's log says more"
+    return error_response(RolloutServiceError(message))

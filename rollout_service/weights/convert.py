@@ -37,4 +37,4 @@ def store(name: str, tensor: torch.Tensor, plan: QuantPlan, writer: VersionWrite
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's bytes, row-major, without a copy where it is contiguous already."""
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data

@@ -5,11 +5,12 @@ Its state is the log plus what replicas report; when it restarts it has both aga
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import CommitTimeout, LogCorrupt, NotFound, NotReady, VersionConflict
+from rollout_service.errors import CommitTimeout, LogCorrupt, NotFound, NotReady, RolloutServiceError, VersionConflict
 from rollout_service.quant.recipe import plan
 from rollout_service.types import Fleet, PauseMode, ReplicaStatus, WeightStatus
 from rollout_service.weights.fleet import FleetTable, Wish
@@ -21,6 +22,7 @@ from rollout_service.weights.staging import StagedVersion
 from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource, UploadPlan
 
 logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 
 class Ingest:
@@ -35,7 +37,8 @@ class Ingest:
         self._wish: Wish | None = None
         self._fleet = FleetTable(config.weights.dead_after_s)
         self._staged: dict[int, StagedVersion] = {}
-        self._writing = asyncio.Lock()
+        self._writing, self._controlling = asyncio.Lock(), asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Condition()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quantize")
         self.upload_url = ""
@@ -44,19 +47,20 @@ class Ingest:
     async def start(self) -> None:
         """Check the log, and make version 0 from the configured model if it is empty."""
         head = self._log.head()
+        self._log.clear_staging()
         if head is None:
             logger.info("the log at %s is empty: version 0 is made from %s", self._log.root, self._config.model.path)
             source = PathSource(path=self._config.model.path)
             await self._stage(BeginUpload(version=0, source=source), FolderSource(source.path))
             await self._commit(0, "keep")
             return
-        self._wish = self._current_wish()
         manifest = self._log.manifest(head.version)
         if manifest.fingerprint != self._model.fingerprint or manifest.recipe != self._recipe:
             raise LogCorrupt(
                 f"the log at {self._log.root} holds version {head.version} of another model or quantization than "
                 f"{self._config.model.path} with quant={self._config.quant.model_dump()}: name another weights.root"
             )
+        self._wish = self._current_wish()
 
     # --- trainers
 
@@ -65,6 +69,9 @@ class Ingest:
 
         Raises VersionConflict, InvalidManifest, Forbidden or NotFound.
         """
+        return await self._to_the_end(self._begin(begin))
+
+    async def _begin(self, begin: BeginUpload) -> UploadPlan:
         async with self._writing:
             staged = self._staged.get(begin.version)
             if staged is not None and staged.failure() is None:
@@ -77,7 +84,8 @@ class Ingest:
             self._require_newer(begin.version)
             source = None
             if begin.source is not None:
-                source = FolderSource(allowed_path(begin.source.path, self._config.weights.source_roots))
+                roots = self._config.weights.source_roots
+                source = await asyncio.to_thread(FolderSource, allowed_path(begin.source.path, roots), roots)
             return self._upload_plan(await self._stage(begin, source))
 
     def staged(self, version: int) -> StagedVersion:
@@ -94,9 +102,7 @@ class Ingest:
 
         Raises NotFound, UploadIncomplete, VersionConflict, QuantizationError, or CommitTimeout.
         """
-        async with self._writing:
-            if version not in self._log.versions():
-                await self._commit(version, request.mode)
+        await self._to_the_end(self._commit(version, request.mode))
         if request.wait == "all":
             await self.wait_live(version, request.timeout_s)
         return self._status(version)
@@ -111,11 +117,7 @@ class Ingest:
 
     async def discard(self, version: int) -> None:
         """Drop a staged version. Raises VersionConflict for a committed one, NotFound."""
-        async with self._writing:
-            if version in self._log.versions():
-                raise VersionConflict(f"version {version} is committed; a commit is final: push a newer version")
-            await self.staged(version).discard()
-            del self._staged[version]
+        await self._to_the_end(self._discard(version))
 
     async def status(self, version: int) -> WeightStatus:
         """Where ``version`` stands. Raises NotFound."""
@@ -129,9 +131,7 @@ class Ingest:
 
     async def set_paused(self, paused: bool, mode: PauseMode, timeout_s: float) -> None:
         """Pause or resume every replica, later ones too; returns when all live ones have, or raises NotReady."""
-        self._log.set_control(Control(paused=paused, mode=mode))
-        self._wish = self._current_wish()
-        await self._notify()
+        await self._to_the_end(self._set_control(Control(paused=paused, mode=mode)))
         if not await self._wait(lambda: self._fleet.all_paused(paused), timeout_s):
             raise NotReady(
                 f"not every replica is {'paused' if paused else 'resumed'} after {timeout_s} s; they go on trying",
@@ -201,28 +201,67 @@ class Ingest:
         return staged
 
     async def _commit(self, version: int, mode: PauseMode) -> None:
-        staged = self.staged(version)
-        self._require_newer(version)
-        if (failure := staged.failure()) is not None:
-            raise failure
-        manifest = Manifest(
-            version=version,
-            fingerprint=self._model.fingerprint,
-            recipe=self._recipe,
-            tensors=await staged.finish(),
-        )
-        head = await asyncio.to_thread(self._log.commit, manifest, mode)
-        del self._staged[version]
-        logger.info("version %d committed: %.1f MB, digest %s", version, manifest.total_bytes / 1e6, head.digest)
-        self._wish = self._current_wish()
-        self._drop_old()
-        await self._notify()
+        async with self._writing:
+            if version in self._log.versions():
+                return
+            self._require_newer(version)
+            staged = self.staged(version)
+            if (failure := staged.failure()) is not None:
+                raise failure
+            manifest = Manifest(
+                version=version,
+                fingerprint=self._model.fingerprint,
+                recipe=self._recipe,
+                tensors=await staged.finish(),
+            )
+            await self._append(manifest, mode)
+            await self._remove_overtaken()
 
-    def _drop_old(self) -> None:
+    async def _append(self, manifest: Manifest, mode: PauseMode) -> None:
+        staged = self._staged[manifest.version]
+        try:
+            head = await asyncio.to_thread(self._log.commit, manifest, mode)
+        except OSError as error:
+            del self._staged[manifest.version]
+            await staged.discard()
+            raise RolloutServiceError(
+                f"version {manifest.version} was not committed: {error}: begin it anew"
+            ) from error
+        del self._staged[manifest.version]
+        logger.info("version %d committed: %.1f MB, digest %s", head.version, manifest.total_bytes / 1e6, head.digest)
+        self._wish = self._current_wish()
+        await self._notify()
+        await asyncio.to_thread(staged.remove_files)
+
+    async def _remove_overtaken(self) -> None:
+        """Drop staged versions that can be committed no more, and old ones that no replica needs."""
         versions, in_use = self._log.versions(), self._fleet.in_use()
+        for version in [v for v in self._staged if v < versions[-1]]:
+            await self._staged.pop(version).discard()
         for version in versions[: -self._config.weights.keep_versions]:
             if version not in in_use:
-                self._log.drop(version)
+                await asyncio.to_thread(self._log.drop, version)
+
+    async def _discard(self, version: int) -> None:
+        async with self._writing:
+            if version in self._log.versions():
+                raise VersionConflict(f"version {version} is committed; a commit is final: push a newer version")
+            staged = self.staged(version)
+            del self._staged[version]
+            await staged.discard()
+
+    async def _set_control(self, control: Control) -> None:
+        async with self._controlling:
+            await asyncio.to_thread(self._log.set_control, control)
+            self._wish = self._current_wish()
+            await self._notify()
+
+    async def _to_the_end(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Await ``work``, which goes on if the caller goes away: half a commit is neither staged nor committed."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
 
     def _require_newer(self, version: int) -> None:
         head = self._log.head()
@@ -245,7 +284,9 @@ class Ingest:
 
     def _current_wish(self) -> Wish | None:
         head, control = self._log.head(), self._log.control()
-        return head and Wish(version=head.version, paused=control.paused, pause_mode=control.mode)
+        if head is None:
+            return None
+        return Wish(version=head.version, paused=control.paused, pause_mode=control.mode)
 
     async def _notify(self) -> None:
         async with self._changed:

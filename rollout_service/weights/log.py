@@ -10,6 +10,7 @@ read. A folder newer than LATEST is what a crash between the two renames left, a
 """
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +23,7 @@ from rollout_service.types import Frozen, PauseMode
 from rollout_service.weights.manifest import MANIFEST_FILE, Manifest, StoredTensor, read_manifest
 
 _CHUNK_BYTES = 16 << 20
+_VERSION = re.compile("0|[1-9][0-9]*")
 
 
 class Head(Frozen):
@@ -51,7 +53,14 @@ class WeightLog:
 
     def head(self) -> Head | None:
         """The newest committed version, or None in an empty log. Raises LogCorrupt."""
-        return self._read("LATEST", Head)
+        head = self._read("LATEST", Head)
+        # the first commit is version 0: its folder alone may be what a crash left
+        if head is None and any(version > 0 for version in self._folders()):
+            raise LogCorrupt(
+                f"{self.root} holds the versions {self._folders()} but no LATEST: put it back, or name another "
+                "weights.root"
+            )
+        return head
 
     def control(self) -> Control:
         """What the operator last asked of the fleet. Raises LogCorrupt."""
@@ -74,8 +83,7 @@ class WeightLog:
         head = self.head()
         if head is None:
             return []
-        found = (int(p.name) for p in self.root.iterdir() if p.name.isdigit())
-        return sorted(version for version in found if version <= head.version)
+        return [version for version in self._folders() if version <= head.version]
 
     def manifest(self, version: int) -> Manifest:
         """The manifest of a committed version. Raises NotFound or LogCorrupt."""
@@ -84,18 +92,27 @@ class WeightLog:
                 f"version {version} is not in the log; it holds {self.versions()}",
                 {"version": version, "versions": self.versions()},
             )
+        path = self.folder(version) / MANIFEST_FILE
         try:
-            return read_manifest(self.folder(version))
+            manifest = read_manifest(self.folder(version))
         except (OSError, ValidationError) as error:
-            raise LogCorrupt(f"{self.folder(version) / MANIFEST_FILE}: {error}") from error
+            raise LogCorrupt(f"{path}: {error}") from error
+        head = self.head()
+        if manifest.version != version:
+            raise LogCorrupt(f"{path} is of version {manifest.version}")
+        if head is not None and head.version == version and head.digest != manifest.digest:
+            raise LogCorrupt(f"{path} has digest {manifest.digest}, but LATEST says {head.digest}")
+        return manifest
 
     def commit(self, manifest: Manifest, mode: PauseMode) -> Head:
         """Make the staged ``manifest.version`` the newest. Its files must be complete and synced already."""
         staged, folder = self.staging(manifest.version), self.folder(manifest.version)
         _write_synced(staged / MANIFEST_FILE, manifest.model_dump_json(indent=1))
         _sync_folder(staged)
-        if folder.exists():  # left by a crash before LATEST was replaced
-            shutil.rmtree(folder)
+        committed = self.versions()
+        for version in self._folders():
+            if version not in committed:  # left by a crash before LATEST was replaced
+                shutil.rmtree(self.folder(version))
         os.rename(staged, folder)
         _sync_folder(self.root)
         head = Head(version=manifest.version, digest=manifest.digest, mode=mode)
@@ -109,12 +126,22 @@ class WeightLog:
             raise ValueError(f"version {version} is the newest: replicas need it")
         shutil.rmtree(self.folder(version))
 
+    def clear_staging(self) -> None:
+        """Remove every upload that was not committed. Only for a writer that has none: when it starts."""
+        if (self.root / "staging").exists():
+            shutil.rmtree(self.root / "staging")
+
     def verify(self, manifest: Manifest) -> None:
-        """Read every byte of a version and compare its digests. Raises LogCorrupt naming the tensor."""
+        """Read every byte of a version and compare its digests. Raises LogCorrupt naming the tensor, or OSError."""
         for file, tensors in manifest.files().items():
             with (self.folder(manifest.version) / file).open("rb") as stream:
                 for tensor in tensors:
                     _verify_tensor(stream.fileno(), tensor, manifest.version)
+
+    def _folders(self) -> list[int]:
+        if not self.root.is_dir():
+            return []
+        return sorted(int(path.name) for path in self.root.iterdir() if _VERSION.fullmatch(path.name))
 
     def _read(self, name: str, model: type[_Model]) -> _Model | None:
         try:

@@ -5,6 +5,7 @@ Built from the folder's config.json by transformers on the meta device, so names
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,8 +60,9 @@ class ServedModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """xxh3-128 over architecture and tensor table: versions of another model are refused."""
-        content = {"architectures": self.config.architectures, "shapes": sorted(self.shapes.items())}
+        """xxh3-128 over architecture, tensor table and tying: versions of another model are refused."""
+        shapes = sorted(self.shapes.items())
+        content = {"architectures": self.config.architectures, "shapes": shapes, "tied": self.tied}
         return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
     @property
@@ -79,9 +81,7 @@ class ServedModel:
         names = [tensor.name for tensor in tensors]
         optional = {LM_HEAD} if self.tied else set()
         found = {
-            "duplicate": sorted({name for name in names if names.count(name) > 1})
-            if len(set(names)) < len(names)
-            else [],
+            "duplicate": sorted(name for name, times in Counter(names).items() if times > 1),
             "unknown": sorted(set(names) - set(self.shapes)),
             "missing": sorted(set(self.shapes) - set(names) - optional),
             "wrong_shape": [

@@ -3,10 +3,18 @@
 import asyncio
 import shutil
 from collections import defaultdict
-from concurrent.futures import Executor
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from pathlib import Path
 
-from rollout_service.errors import RolloutServiceError, UploadIncomplete, VersionConflict
+from rollout_service.errors import (
+    InvalidManifest,
+    NotFound,
+    RolloutServiceError,
+    UploadIncomplete,
+    VersionConflict,
+)
 from rollout_service.quant.recipe import QuantPlan
 from rollout_service.weights.convert import store, version_slots
 from rollout_service.weights.manifest import StoredTensor
@@ -20,7 +28,7 @@ class StagedVersion:
     """Converts tensors in ``executor`` as soon as they are complete, so that upload and quantization overlap.
 
     Lives in the ingest's event loop; only the conversions run elsewhere. ``folder`` becomes the version's folder,
-    ``folder.parts`` holds the trainer's bytes until then.
+    ``folder.parts`` holds the trainer's bytes until then. Raises RolloutServiceError if the disk has no room for it.
     """
 
     def __init__(
@@ -39,13 +47,19 @@ class StagedVersion:
         for path in self._folders:
             shutil.rmtree(path, ignore_errors=True)  # what an ingest that died left behind
             path.mkdir(parents=True)
-        self._writer = VersionWriter(folder, version_slots(model, plan))
+        try:
+            self._writer = VersionWriter(folder, version_slots(model, plan))
+        except OSError as error:
+            self.remove_files()
+            raise RolloutServiceError(f"version {begin.version} cannot be laid out in {folder}: {error}") from error
         self._parts = PartFiles(self._folders[1], begin.tensors, part_bytes)
         self._source: PartFiles | FolderSource = self._parts
         self._digests: dict[int, str] = {}
         self._lacking: dict[str, int] = {}
         self._tensors_of_part: dict[int, list[str]] = defaultdict(list)
-        self._conversions: list[asyncio.Future[None]] = []
+        self._conversions: list[Future[None]] = []
+        self._failure: RolloutServiceError | None = None
+        self._discarded = False
 
     @property
     def num_parts(self) -> int:
@@ -79,8 +93,11 @@ class StagedVersion:
     def accept(self, part: int, digest: str, received: Path) -> None:
         """Take in a part whose size and digest were checked. The same part again changes nothing.
 
-        Raises VersionConflict if other bytes came under the same number before.
+        Raises VersionConflict if other bytes came under the same number before, NotFound if the version was discarded
+        while the part was on its way.
         """
+        if self._discarded:
+            raise NotFound(f"version {self.begin.version} was discarded before part {part} was complete: begin anew")
         known = self._digests.get(part)
         if known is not None and known != digest:
             raise VersionConflict(
@@ -89,7 +106,6 @@ class StagedVersion:
                 {"part": part, "digests": [known, digest]},
             )
         if known is not None:
-            received.unlink()
             return
         received.replace(self.part_path(part))
         self._digests[part] = digest
@@ -106,34 +122,66 @@ class StagedVersion:
                 f"version {self.begin.version} lacks {len(self.missing)} of {self.num_parts} parts",
                 {"missing_parts": sorted(self.missing)[:1000]},
             )
-        await asyncio.gather(*self._conversions)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._finish)
+        await asyncio.gather(*map(asyncio.wrap_future, self._conversions))
+        tensors: tuple[StoredTensor, ...] = ()
+        if self._failure is None:
+            tensors = await asyncio.get_running_loop().run_in_executor(self._executor, self._finish)
+        if self._failure is not None:
+            raise self._failure
+        return tensors
 
     def failure(self) -> RolloutServiceError | None:
-        """The error of the first conversion that failed, if one has."""
-        done = (c.exception() for c in self._conversions if c.done() and not c.cancelled())
-        return next((error for error in done if isinstance(error, RolloutServiceError)), None)
+        """What the first conversion that failed raised, if one has: this version is lost and must begin anew."""
+        return self._failure
 
     async def discard(self) -> None:
         """Stop converting and remove the files."""
-        for conversion in self._conversions:
-            conversion.cancel()
-        await asyncio.gather(*self._conversions, return_exceptions=True)
+        self._discarded = True
+        # a conversion that runs cannot be cancelled, and must not write once its file is closed
+        running = [conversion for conversion in self._conversions if not conversion.cancel()]
+        await asyncio.gather(*map(asyncio.wrap_future, running), return_exceptions=True)
         self._writer.close()
+        await asyncio.to_thread(self.remove_files)
+
+    def remove_files(self) -> None:
+        """Remove what is left of the folders: after a commit, the trainer's bytes."""
         for path in self._folders:
             shutil.rmtree(path, ignore_errors=True)
 
     def _convert(self, name: str) -> None:
-        loop = asyncio.get_running_loop()
-        self._conversions.append(loop.run_in_executor(self._executor, self._store, name))
+        self._conversions.append(self._executor.submit(self._store, name))
 
     def _store(self, name: str) -> None:
-        store(name, self._source.read(name), self._plan, self._writer)
+        if self._failure is None:
+            with self._failures_kept():
+                store(name, self._source.read(name), self._plan, self._writer)
 
     def _finish(self) -> tuple[StoredTensor, ...]:
-        if self._model.tied and LM_HEAD in self._writer.unwritten:
-            # a CPU engine packs its own copy of a tied head and never refreshes it from the embedding
-            store(LM_HEAD, self._source.read(EMBEDDING), self._plan, self._writer)
-        tensors = self._writer.finish()
-        shutil.rmtree(self._folders[1])
+        tensors: tuple[StoredTensor, ...] = ()
+        with self._failures_kept():
+            if self._model.tied and LM_HEAD in self._writer.unwritten:
+                # a CPU engine packs its own copy of a tied head and never refreshes it from the embedding
+                store(LM_HEAD, self._source.read(EMBEDDING), self._plan, self._writer)
+            tensors = self._writer.finish()
+            if self._model.tied:
+                _require_equal_heads(tensors)
         return tensors
+
+    @contextmanager
+    def _failures_kept(self) -> Iterator[None]:
+        try:
+            yield
+        except RolloutServiceError as error:
+            self._failure = error
+        except OSError as error:
+            self._failure = RolloutServiceError(f"version {self.begin.version} could not be stored: {error}")
+
+
+def _require_equal_heads(tensors: tuple[StoredTensor, ...]) -> None:
+    # vLLM on a GPU drops the head of a tied model: other weights in it would be lost without a word
+    digests = {tensor.digest for tensor in tensors if tensor.name in (LM_HEAD, EMBEDDING)}
+    if len(digests) > 1:
+        raise InvalidManifest(
+            f"{LM_HEAD} differs from {EMBEDDING}, but the model's config.json ties them: send equal ones, or the "
+            "embedding alone"
+        )

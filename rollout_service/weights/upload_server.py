@@ -13,8 +13,9 @@ from pathlib import Path
 import uvicorn
 import xxhash
 from fastapi import FastAPI, Request
+from starlette.requests import ClientDisconnect
 
-from rollout_service.errors import DigestMismatch, InvalidRequest, NotFound, PayloadTooLarge
+from rollout_service.errors import DigestMismatch, InvalidRequest, MalformedRequest, NotFound, PayloadTooLarge
 from rollout_service.web.auth import Authorizer
 from rollout_service.web.errors import install_error_handlers
 from rollout_service.weights.ingest import Ingest
@@ -33,6 +34,8 @@ def create_upload_app(ingest: Ingest, authorizer: Authorizer) -> FastAPI:
     async def put_part(version: int, part: int, request: Request) -> PartReceipt:
         authorizer.check(request)
         staged = ingest.staged(version)
+        if staged.begin.source is not None:
+            raise InvalidRequest(f"version {version} is read from {staged.begin.source.path}: it takes no parts")
         if not 0 <= part < staged.num_parts:
             raise NotFound(f"version {version} has parts 0 to {staged.num_parts - 1}, not {part}")
         expected = request.headers.get(PART_DIGEST_HEADER)
@@ -61,6 +64,8 @@ async def _receive(request: Request, staged: StagedVersion, part: int, expected:
                 {"part": part, "digest": digest, "expected": expected},
             )
         staged.accept(part, digest, received)
+    except ClientDisconnect as error:
+        raise MalformedRequest(f"part {part} of version {staged.begin.version} was cut off: send it again") from error
     finally:
         received.unlink(missing_ok=True)
     return nbytes, digest
@@ -72,7 +77,10 @@ async def _to_disk(request: Request, path: Path, limit_bytes: int) -> tuple[int,
         async for chunk in request.stream():
             nbytes += len(chunk)
             if nbytes > limit_bytes:
-                raise PayloadTooLarge(f"{path.stem} has {limit_bytes} bytes; more came", {"limit_bytes": limit_bytes})
+                raise PayloadTooLarge(
+                    f"{path.stem} has {limit_bytes} bytes, and more came: cut the stream as UploadPlan says",
+                    {"limit_bytes": limit_bytes},
+                )
             hasher.update(chunk)
             stream.write(chunk)
     return nbytes, hasher.hexdigest()
@@ -97,4 +105,5 @@ class UploadServer:
     async def check_health(self) -> None:
         """Raise what ended the listener, if it has ended."""
         if self._serving is None or self._serving.done():
-            raise RuntimeError(f"the upload listener at {self.url} has stopped")
+            cause = None if self._serving is None or self._serving.cancelled() else self._serving.exception()
+            raise RuntimeError(f"the upload listener at {self.url} has stopped") from cause

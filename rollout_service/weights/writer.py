@@ -34,7 +34,10 @@ class TensorSlot(BaseModel, frozen=True):
 
 
 class VersionWriter:
-    """Lays ``slots`` out in files below ``folder`` and fills them. Thread-safe for different tensors."""
+    """Lays ``slots`` out in files below ``folder`` and fills them. Thread-safe for different tensors.
+
+    Raises OSError when the disk has no room for all of them.
+    """
 
     def __init__(self, folder: Path, slots: Iterable[TensorSlot], max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self._folder = folder
@@ -42,8 +45,12 @@ class VersionWriter:
         self._place: dict[str, tuple[str, int]] = {}
         self._written: dict[str, StoredTensor] = {}
         self._fds: dict[str, int] = {}
-        for number, group in enumerate(_groups(slots, max_file_bytes), start=1):
-            self._open_file(f"weights-{number:05d}.safetensors", group)
+        try:
+            for number, group in enumerate(_groups(slots, max_file_bytes), start=1):
+                self._open_file(f"weights-{number:05d}.safetensors", group)
+        except OSError:
+            self.close()
+            raise
 
     def write(self, name: str, data: memoryview) -> None:
         """Store the bytes of one tensor. Raises KeyError for a name without a slot, ValueError for a wrong size."""

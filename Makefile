@@ -1,0 +1,48 @@
+# Every habit of the project is one command; CI runs the same ones.
+PYTHON_VENV := .venv/bin/python
+export RAY_USAGE_STATS_ENABLED ?= 0
+export VLLM_NO_USAGE_STATS ?= 1
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup demo serve bench test test-unit test-service check format clean distclean
+
+help: ## say what each target does
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## make .venv: the GPU stack where there is a GPU, else the CPU stack; again only when the pins change
+	@scripts/setup.sh
+
+demo: setup ## train a small model with GRPO through the service, on the CPU; report in out/demo/
+	@$(PYTHON_VENV) -m examples.grpo_digits
+
+serve: setup ## run the service of deployments/cpu_rollout.yaml until Ctrl-C
+	@.venv/bin/serve run deployments/cpu_rollout.yaml
+
+bench: setup ## run every benchmark in benchmarks/
+	@ls benchmarks/*.py >/dev/null 2>&1 || { echo "make bench: there is no benchmark in benchmarks/ yet" >&2; exit 1; }
+	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(PYTHON_VENV) $$file; done
+
+test: check test-unit test-service ## lint, types, unit tests and tests with real engines (under 20 minutes on 2 cores)
+
+test-unit: setup ## tests without an engine (under a minute)
+	@$(PYTHON_VENV) -m pytest tests/unit
+
+test-service: setup ## tests of a running service with real engines
+	@$(PYTHON_VENV) -m pytest tests/service
+
+check: setup ## lint, format and types
+	@$(PYTHON_VENV) -m ruff check .
+	@$(PYTHON_VENV) -m ruff format --check .
+	@$(PYTHON_VENV) -m mypy
+
+format: setup ## reformat the code and sort its imports
+	@$(PYTHON_VENV) -m ruff check --select I --fix --quiet .
+	@$(PYTHON_VENV) -m ruff format .
+
+clean: ## remove out/, the models made here (models/tiny-*) and caches; stop a running service first
+	@rm -rf out models/tiny-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean ## clean, and remove .venv too
+	@rm -rf .venv

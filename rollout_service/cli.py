@@ -1,0 +1,169 @@
+"""The ``rollout-service`` command. What a command needs is imported inside it, so that ``--help`` is quick."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+import rollout_service
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+    from rich.table import Table
+
+    from rollout_service.types import Fleet, ReplicaStatus
+
+BUILDER = "rollout_service.app:build"
+"""``import_path`` by which an application in a Serve config is ours."""
+
+app = typer.Typer(
+    help="Look after a rollout service: the weights that RL trainers push, the replicas that serve them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+@app.command()
+def version() -> None:
+    """Print the version of this package."""
+    typer.echo(rollout_service.__version__)
+
+
+@app.command()
+def config(
+    path: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="A Serve config, such as those in deployments/.")],
+) -> None:
+    """Check the configuration in CONFIG.yaml, and print it with every default and path filled in."""
+    import yaml
+    from pydantic import ValidationError
+
+    from rollout_service.config import ServiceConfig
+
+    try:
+        resolved = ServiceConfig.model_validate(_application_args(path)).resolved()
+    except ValidationError as error:
+        problems = "\n".join(f"  {line}" for line in _problems(error))
+        _fail(f"{path} is not a valid configuration:\n{problems}")
+    typer.echo(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False, allow_unicode=True), nl=False)
+
+
+@app.command()
+def fleet(
+    url: Annotated[str, typer.Option(help="Address of the service.")] = "http://127.0.0.1:8000",
+    token_file: Annotated[Path | None, typer.Option(help="File that holds the bearer token.")] = None,
+) -> None:
+    """Show the replicas: which weight version each serves, its load, and how long its last update took."""
+    import httpx
+    from rich.console import Console
+
+    from rollout_service.client import SyncRolloutClient
+    from rollout_service.errors import RolloutServiceError
+
+    try:
+        with SyncRolloutClient(url, token=_token(token_file), retries=1) as client:
+            table = _fleet_table(client.fleet())
+    except (RolloutServiceError, ValueError) as error:
+        _fail(str(error))
+    except httpx.TransportError as error:
+        _fail("\n".join([f"{url}: {error or type(error).__name__}", *getattr(error, "__notes__", [])]))
+    Console().print(table)
+
+
+def _application_args(path: Path) -> dict[str, Any]:
+    """The ``args`` of the one application in a Serve config that is ours."""
+    import yaml
+
+    try:
+        document = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        _fail(f"cannot read {path}: {error}")
+    except yaml.YAMLError as error:
+        _fail(f"{path} is not YAML: {error}")
+    applications = document.get("applications") if isinstance(document, dict) else None
+    if not isinstance(applications, list):
+        _fail(f"{path} is not a Serve config: it has no list `applications`")
+    ours = [item for item in applications if isinstance(item, dict) and item.get("import_path") == BUILDER]
+    if len(ours) != 1:
+        _fail(f"{path} has {len(ours)} applications with `import_path: {BUILDER}`; it must have one")
+    args = ours[0].get("args", {})
+    if not isinstance(args, dict):
+        _fail(f"{path}: `args` of the application must be a mapping of sections, not {args!r}")
+    return args
+
+
+def _problems(error: "ValidationError") -> list[str]:
+    """One line for each thing that is wrong: where, what, and what was given (but never a secret)."""
+    lines = []
+    for problem in error.errors(include_url=False, include_context=False):
+        where = ".".join(str(part) for part in problem["loc"]) or "configuration"
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"{where}: unknown field{_fields_beside(problem['loc'])}")
+            continue
+        given = problem["input"]
+        quoted = isinstance(given, str | int | float | None) and "auth" not in problem["loc"]
+        lines.append(
+            f"{where}: {problem['msg'].removeprefix('Value error, ')}" + (f", not {given!r}" if quoted else "")
+        )
+    return lines
+
+
+def _fields_beside(location: tuple[int | str, ...]) -> str:
+    from rollout_service.config import Config, ServiceConfig
+
+    section: type[Config] = ServiceConfig
+    for name in location[:-1]:
+        kind = section.model_fields[str(name)].annotation
+        if not (isinstance(kind, type) and issubclass(kind, Config)):
+            return ""
+        section = kind
+    return f"; there are {', '.join(section.model_fields)}"
+
+
+def _token(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        token = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        _fail(f"cannot read the token: {error}")
+    if not token:
+        _fail(f"the token file {file} is empty")
+    return token
+
+
+def _fleet_table(fleet: "Fleet") -> "Table":
+    from rich.table import Table
+
+    paused = ", paused" if fleet.paused else ""
+    table = Table(title=f"{len(fleet.replicas)} replicas; newest version {fleet.latest_version}{paused}")
+    for name in ("replica", "state", "version"):
+        table.add_column(name)
+    for name in ("sequences", "closed s", "load s", "seen s ago"):
+        table.add_column(name, justify="right")
+    table.add_column("error")
+    for replica in fleet.replicas:
+        table.add_row(*_fleet_row(replica))
+    return table
+
+
+def _fleet_row(replica: "ReplicaStatus") -> list[str]:
+    from rich.markup import escape
+
+    serving = "-" if replica.version is None else str(replica.version)
+    update = replica.update
+    return [
+        escape(replica.replica_id),
+        replica.state + (", paused" if replica.paused else ""),
+        serving if replica.target is None else f"{serving} → {replica.target}",
+        str(replica.running),
+        "-" if update is None else f"{update.closed_s:.2f}",
+        "-" if update is None else f"{update.load_s:.2f}",
+        f"{replica.age_s:.1f}",
+        escape(replica.error or ""),
+    ]
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"rollout-service: {message}", err=True)
+    raise typer.Exit(1)

@@ -1,0 +1,13 @@
+"""The trainer's side of the service. Importing this pulls in neither torch, vllm nor ray.
+
+    async with RolloutClient("http://127.0.0.1:8000") as client:
+        await client.push_weights(1, model.state_dict())
+        rollouts = await client.generate_batch(prompts, n=8, max_tokens=64, min_weight_version=1)
+
+``SyncRolloutClient`` is the same for code without an event loop of its own, and for notebooks.
+"""
+
+from rollout_service.client._client import RolloutClient
+from rollout_service.client._sync import SyncRolloutClient
+
+__all__ = ["RolloutClient", "SyncRolloutClient"]

@@ -1,0 +1,285 @@
+"""The asynchronous client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
+
+import httpx
+
+from rollout_service.client._control import CONTROL_CONNECTIONS, CONTROL_READ_S, ControlCalls
+from rollout_service.client._generate import GenerateOptions, Prompt, parse_rollout, request_body, sampling_of
+from rollout_service.client._http import Http
+from rollout_service.client._retry import Repeat
+from rollout_service.client._tensors import TensorSource, TensorThread, drain
+from rollout_service.client._upload import Progress, Uploader, raise_first_failure
+from rollout_service.types import PauseMode, Rollout, WeightStatus
+from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource, UploadTensor
+
+if TYPE_CHECKING:
+    from rollout_service.client._tensors import NamedTensors
+
+
+class RolloutClient(ControlCalls):
+    """Talks to one rollout service. Use it as ``async with RolloutClient(url) as client:``, in one event loop.
+
+    Generations, and weight and control calls, have connection pools of their own, so that neither waits for the
+    other. A cancelled call is cancelled on the service too. No proxy is used, whatever the environment says.
+
+    Every call raises the RolloutServiceError that the service answered with, after retries where repeating is safe,
+    or ``httpx.TransportError`` when the connection fails.
+
+    Args:
+        url: Address of the gateway, e.g. ``http://127.0.0.1:8000``.
+        token: Bearer token, sent with every request.
+        max_connections: Most generations under way at once; more wait here.
+        timeout_s: Longest wait for the reply to one generation; None: as long as it takes.
+        retries: Attempts after the first, with exponential backoff and jitter, or after the wait the service asks for.
+        transport: Takes the place of the network, for tests or for a proxy; connection limits are then its own.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        max_connections: int = 1024,
+        timeout_s: float | None = None,
+        retries: int = 5,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        def pool(num_connections: int, read_timeout_s: float | None) -> Http:
+            return Http(
+                url,
+                token=token,
+                retries=retries,
+                max_connections=num_connections,
+                read_timeout_s=read_timeout_s,
+                transport=transport,
+            )
+
+        super().__init__(pool(CONTROL_CONNECTIONS, CONTROL_READ_S))
+        self._max_connections = max_connections
+        self._data = pool(max_connections, timeout_s)
+        self._uploader = Uploader(self._control)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        await self._data.aclose()
+        await self._control.aclose()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        n: int = 1,
+        max_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        min_tokens: int = 0,
+        min_weight_version: int | None = None,
+        request_id: str | None = None,
+    ) -> Rollout:
+        """Sample ``n`` completions of one prompt, given as text or token ids. Parameters have vLLM's names and meaning.
+
+        Never repeated once the service may have accepted it.
+
+        Args:
+            max_tokens: None: what the context leaves.
+            stop: Strings that end a completion; they need a tokenizer.
+            min_weight_version: Sample from this weight version or a newer one; the service waits a while for it.
+            request_id: Name of this rollout in logs; the service makes one up otherwise.
+
+        Raises:
+            InvalidRequest: A parameter or token that the service does not take.
+            TooEarly: No replica reached ``min_weight_version`` in time.
+            Overloaded, NotReady: Still, after all retries.
+        """
+        sampling = sampling_of(
+            n=n,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+            min_tokens=min_tokens,
+        )
+        body = request_body(prompt, sampling, request_id, min_weight_version)
+        reply = await self._data.send("POST", "/inference/v1/generate", json=body, repeat=Repeat.IF_NOT_ACCEPTED)
+        return parse_rollout(reply, body)
+
+    async def generate_batch(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        concurrency: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Rollout]:
+        """``generate`` for many prompts at once; rollouts in the order of the prompts.
+
+        The first error cancels the rest, here and on the service, and is raised.
+
+        Args:
+            concurrency: Most requests at once; ``max_connections`` if None or more than that.
+            progress: Called with (rollouts done, prompts) after each.
+            **options: As for ``generate``, the same for all prompts.
+        """
+        waiting = _prompt_list(prompts)
+        if concurrency is not None and concurrency < 1:
+            raise ValueError(f"concurrency={concurrency}: at least one request at a time is needed")
+        rollouts: dict[int, Rollout] = {}
+        queue = iter(enumerate(waiting))
+
+        async def work() -> None:
+            for index, prompt in queue:
+                rollouts[index] = await self.generate(prompt, **options)
+                if progress is not None:
+                    progress(len(rollouts), len(waiting))
+
+        async with raise_first_failure() as group:
+            for _ in range(min(concurrency or self._max_connections, self._max_connections, len(waiting))):
+                group.create_task(work())
+        return [rollouts[index] for index in range(len(waiting))]
+
+    @overload
+    def push_weights(
+        self,
+        version: int,
+        named_tensors: NamedTensors,
+        *,
+        tensor_table: Sequence[UploadTensor] | None = None,
+        mode: PauseMode = "keep",
+        wait: Literal["none", "all"] = "all",
+        timeout_s: float = 600.0,
+        parallel_parts: int = 4,
+        progress: Progress | None = None,
+        send: Literal[True] = True,
+    ) -> Coroutine[Any, Any, WeightStatus]: ...
+
+    @overload
+    def push_weights(
+        self,
+        version: int,
+        named_tensors: NamedTensors,
+        *,
+        tensor_table: Sequence[UploadTensor] | None = None,
+        mode: PauseMode = "keep",
+        wait: Literal["none", "all"] = "all",
+        timeout_s: float = 600.0,
+        parallel_parts: int = 4,
+        progress: Progress | None = None,
+        send: bool,
+    ) -> Coroutine[Any, Any, WeightStatus | None]: ...
+
+    def push_weights(
+        self,
+        version: int,
+        named_tensors: NamedTensors,
+        *,
+        tensor_table: Sequence[UploadTensor] | None = None,
+        mode: PauseMode = "keep",
+        wait: Literal["none", "all"] = "all",
+        timeout_s: float = 600.0,
+        parallel_parts: int = 4,
+        progress: Progress | None = None,
+        send: bool = True,
+    ) -> Coroutine[Any, Any, WeightStatus | None]:
+        """Upload one weight version tensor by tensor, commit it, and wait until every live replica serves it.
+
+        Tensors are bfloat16, float16 or float32 under Hugging Face's names, on any device; the service quantizes.
+        They must not change until this returns. Host memory needed beside them: the largest tensor and about
+        ``parallel_parts + 1`` parts (16 MiB each unless the service is configured otherwise).
+
+        With FSDP, each ``DTensor`` is gathered when its turn comes, which is a collective: call this on every rank of
+        the mesh with the same tensors, and ``send=rank == 0``; run no other collective there meanwhile. If sending
+        fails, rank 0 still takes part in the gathers that are left before it raises, so that no other rank hangs;
+        tell the others about the failure yourself.
+
+        A push that failed may be repeated: parts that this client has sent already are not sent again, and
+        VersionConflict says so if their bytes have changed since.
+
+        Args:
+            version: Larger than any before; usually the trainer's step.
+            named_tensors: A module (its ``state_dict``), a mapping, or pairs. A generator is consumed once, one
+                tensor at a time, if ``tensor_table`` is given. Without, it is first read to its end to learn names
+                and shapes: parameters and ``DTensor`` are held as they are, other tensors in host memory.
+            tensor_table: What the generator will yield, in that order.
+            mode: What happens to rollouts that are running, see ``CommitUpload.mode``.
+            wait: ``all``: return once every live replica serves this version. ``none``: once it is committed.
+            timeout_s: How long ``wait="all"`` waits.
+            parallel_parts: Uploads at once.
+            progress: Called with (bytes that the service has, bytes of all) after each part.
+            send: False: only take part in the gathers, and return None.
+
+        Raises:
+            ValueError: A tensor of another dtype, a name that comes twice, or tensors that differ from the table.
+            InvalidManifest: Names or shapes are not the served model's.
+            QuantizationError: A weight is NaN or infinite.
+            VersionConflict: The version is not newer than the newest, or was uploaded with other bytes.
+            CommitTimeout: Committed, but some replica was not live in time: ``detail`` says which.
+        """
+        # Not a coroutine function: SyncRolloutClient runs this part in the caller's thread, whose CUDA stream counts.
+        if parallel_parts < 1:
+            raise ValueError(f"parallel_parts={parallel_parts}: at least one upload at a time is needed")
+        commit = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s)
+        thread = TensorThread()
+
+        async def push() -> WeightStatus | None:
+            try:
+                source = await thread.call(TensorSource, named_tensors, tensor_table)
+                begin = BeginUpload(version=version, tensors=source.table)
+                if not send:
+                    await thread.call(drain, source)
+                    return None
+                await self._uploader.send_tensors(
+                    begin, source, thread, parallel_parts=parallel_parts, progress=progress
+                )
+            finally:
+                thread.close()
+            return await self._uploader.commit(version, commit)
+
+        return push()
+
+    async def push_path(
+        self,
+        version: int,
+        path: str | Path,
+        *,
+        mode: PauseMode = "keep",
+        wait: Literal["none", "all"] = "all",
+        timeout_s: float = 600.0,
+    ) -> WeightStatus:
+        """Make a version of a Hugging Face folder that the service reads itself; otherwise like ``push_weights``.
+
+        ``path`` must lie below one of the service's ``weights.source_roots``. Raises Forbidden if it does not.
+        """
+        commit = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s)
+        await self._uploader.begin(BeginUpload(version=version, source=PathSource(path=Path(path).absolute())))
+        return await self._uploader.commit(version, commit)
+
+
+def _prompt_list(prompts: Iterable[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        raise TypeError("prompts is one str: put it in a list, or call generate()")
+    return list(prompts)

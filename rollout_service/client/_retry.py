@@ -1,0 +1,106 @@
+"""Which failed attempts may be repeated, and after how long."""
+
+import enum
+import logging
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import httpx
+from tenacity import AsyncRetrying, RetryCallState, before_sleep_log, stop_after_attempt, wait_random_exponential
+
+from rollout_service.errors import CommitTimeout, NotReady, Overloaded, RolloutServiceError, from_wire
+
+logger = logging.getLogger("rollout_service.client")
+
+RETRY_STATUS = frozenset({429, 502, 503, 504})
+MAX_RETRY_AFTER_S = 60.0
+"""A service that asks for more patience than this is asked again after this long all the same."""
+
+_NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+_MAYBE_RECEIVED = (httpx.NetworkError, httpx.TimeoutException, httpx.RemoteProtocolError)
+
+_backoff = wait_random_exponential(multiplier=0.25, max=8)
+
+Outcome = httpx.Response | BaseException
+"""How one attempt ended."""
+
+
+class Repeat(enum.Enum):
+    """When a request may be sent again."""
+
+    NEVER = enum.auto()
+    IF_NOT_ACCEPTED = enum.auto()
+    """Only if the service surely did not accept it: no connection, or a refusal that says when to come back."""
+    IDEMPOTENT = enum.auto()
+    """After connection trouble of any kind and the statuses of ``RETRY_STATUS``."""
+    IDEMPOTENT_ONCE_CONNECTED = enum.auto()
+    """Likewise, but an address that takes no connection is given up at once."""
+
+
+def may_retry(outcome: Outcome, repeat: Repeat) -> bool:
+    """Whether another attempt can do no harm and may succeed."""
+    if repeat is Repeat.NEVER:
+        return False
+    if isinstance(outcome, _NEVER_SENT):
+        return repeat is not Repeat.IDEMPOTENT_ONCE_CONNECTED
+    idempotent = repeat is not Repeat.IF_NOT_ACCEPTED
+    if not isinstance(outcome, httpx.Response):
+        return idempotent and isinstance(outcome, _MAYBE_RECEIVED)
+    if outcome.status_code not in RETRY_STATUS:
+        return False
+    error = error_of(outcome)
+    if idempotent:
+        return not isinstance(error, CommitTimeout)  # the service has waited already
+    return isinstance(error, Overloaded | NotReady) and "Retry-After" in outcome.headers
+
+
+def error_of(response: httpx.Response) -> RolloutServiceError:
+    """The error that a reply other than 2xx stands for; quotes a reply that is not the service's own."""
+    try:
+        body = response.json()
+    except ValueError:
+        body = response.text
+    return from_wire(response.status_code, body)
+
+
+def retry_after_s(outcome: Outcome) -> float:
+    """Seconds that the service asked to wait (``Retry-After``, a number or a date), 0 if it did not ask."""
+    header = outcome.headers.get("Retry-After") if isinstance(outcome, httpx.Response) else None
+    if header is None:
+        return 0.0
+    try:
+        asked_s = float(header)
+    except ValueError:
+        asked_s = _seconds_until(header)
+    return min(max(0.0, asked_s), MAX_RETRY_AFTER_S)
+
+
+def retrying(repeat: Repeat, retries: int) -> AsyncRetrying:
+    """Runs an attempt that returns a response, at most ``1 + retries`` times; ends with the last attempt's outcome."""
+    return AsyncRetrying(
+        stop=stop_after_attempt(1 + retries),
+        retry=lambda state: may_retry(_outcome(state), repeat),
+        wait=lambda state: retry_after_s(_outcome(state)) + _backoff(state),
+        before_sleep=before_sleep_log(logger, logging.INFO),
+        retry_error_callback=_last,
+    )
+
+
+def _outcome(state: RetryCallState) -> Outcome:
+    assert state.outcome is not None, "asked before the first attempt ended"
+    error = state.outcome.exception()
+    return error if error is not None else state.outcome.result()
+
+
+def _last(state: RetryCallState) -> Any:
+    assert state.outcome is not None, "given up before the first attempt ended"
+    return state.outcome.result()
+
+
+def _seconds_until(http_date: str) -> float:
+    try:
+        date = parsedate_to_datetime(http_date)
+    except ValueError:
+        return 0.0
+    return (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds()

@@ -1,0 +1,155 @@
+"""A trainer's tensors as a table of names, dtypes and shapes, and as bytes one tensor at a time.
+
+Only what is called from ``push_weights`` is here; torch is imported when it is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from rollout_service.weights.upload import DTYPE_BYTES, SourceDtype, UploadTensor
+
+if TYPE_CHECKING:
+    import torch
+
+    NamedTensors = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+Result = TypeVar("Result")
+
+
+class TensorSource:
+    """Named tensors with their table. Iterating yields ``(entry, tensor)`` in the table's order, ``DTensor`` gathered.
+
+    Raises ValueError as soon as the tensors differ from the table.
+    """
+
+    def __init__(self, named_tensors: NamedTensors, table: Sequence[UploadTensor] | None) -> None:
+        self._pairs = _pairs(named_tensors, known=table is not None)
+        self.table = tuple(table) if table is not None else _table(self._pairs)
+
+    def __iter__(self) -> Iterator[tuple[UploadTensor, torch.Tensor]]:
+        expected = iter(self.table)
+        for name, tensor in self._pairs:
+            entry = next(expected, None)
+            found = describe(name, tensor)
+            if found != entry:
+                raise ValueError(f"tensors and table differ: the table says {_spell(entry)}, then came {_spell(found)}")
+            yield entry, gather(tensor)
+            del tensor  # before a generator makes the next
+        if (entry := next(expected, None)) is not None:
+            raise ValueError(f"tensors and table differ: the table says {_spell(entry)}, but the tensors ended")
+
+
+class TensorThread:
+    """The one thread in which a push touches tensors, so that copies and collectives do not block the event loop.
+
+    It works on the CUDA device and stream of the thread that makes this object: what was queued there before, such as
+    the optimizer's step, is done before a tensor is read.
+    """
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, "push-weights", initializer=_cuda_stream_of_this_thread())
+
+    async def call(self, function: Callable[..., Result], *args: object) -> Result:
+        """Run ``function`` there; calls run in the order they were made."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+
+    def close(self) -> None:
+        """Let the thread end after the call it is in, if any."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def describe(name: str, tensor: torch.Tensor) -> UploadTensor:
+    """The table's entry for a tensor; a ``DTensor``'s is that of the whole. Raises ValueError on a dtype not taken."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(
+            f"tensor {name} is {dtype}, but weights are sent as {', '.join(DTYPE_BYTES)}: cast it first, "
+            "e.g. tensor.to(torch.bfloat16), or leave it out if it is no weight"
+        )
+    return UploadTensor(name=name, dtype=cast(SourceDtype, dtype), shape=tuple(tensor.shape))
+
+
+def gather(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a ``DTensor``: a collective over its mesh. Any other tensor as it is."""
+    import torch
+
+    full_tensor = getattr(tensor, "full_tensor", None)
+    if full_tensor is None:
+        return tensor
+    with torch.no_grad():
+        return cast(torch.Tensor, full_tensor())
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Little-endian bytes, row-major; without a copy if the tensor is contiguous and on the CPU."""
+    import torch
+
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def bytes_of_each(tensors: Iterable[tuple[UploadTensor, torch.Tensor]]) -> Iterator[memoryview]:
+    """Each tensor's bytes; a tensor is let go before the next is gathered."""
+    for _, tensor in tensors:
+        yield tensor_bytes(tensor)
+        del tensor
+
+
+def other_ranks_gather() -> bool:
+    """Whether ``torch.distributed`` runs with other ranks, which would hang if this one left a gather out."""
+    import torch.distributed
+
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def drain(tensors: Iterable[object]) -> None:
+    """Iterate to the end: take part in every gather and keep nothing."""
+    for _ in tensors:
+        pass
+
+
+def _pairs(named_tensors: NamedTensors, *, known: bool) -> Iterable[tuple[str, torch.Tensor]]:
+    import torch
+
+    if isinstance(named_tensors, torch.nn.Module):
+        # Not named_parameters(): that leaves out one name of two tied weights, and persistent buffers.
+        named_tensors = named_tensors.state_dict()
+    if isinstance(named_tensors, Mapping):
+        return list(named_tensors.items())
+    one_shot = iter(named_tensors) is named_tensors
+    return [(name, _hold(tensor)) for name, tensor in named_tensors] if one_shot and not known else named_tensors
+
+
+def _hold(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    owned_by_the_trainer = isinstance(tensor, torch.nn.Parameter) or hasattr(tensor, "full_tensor")
+    return tensor if owned_by_the_trainer else tensor.cpu()
+
+
+def _table(pairs: Iterable[tuple[str, torch.Tensor]]) -> tuple[UploadTensor, ...]:
+    table: dict[str, UploadTensor] = {}
+    for name, tensor in pairs:
+        if name in table:
+            raise ValueError(f"tensor {name} comes twice: a version has each name once")
+        table[name] = describe(name, tensor)
+    if not table:
+        raise ValueError("there are no tensors to push")
+    return tuple(table.values())
+
+
+def _spell(entry: UploadTensor | None) -> str:
+    return f"{entry.name} {entry.dtype}{list(entry.shape)}" if entry else "nothing more"
+
+
+def _cuda_stream_of_this_thread() -> Callable[[], None] | None:
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return None
+    return functools.partial(torch.cuda.set_stream, torch.cuda.current_stream())

@@ -1,0 +1,96 @@
+"""Many connections to one service, cheaply."""
+
+import asyncio
+import functools
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+
+import httpx
+
+KEEPALIVE_S = 10.0
+"""Idle connections close before the server's side does (Serve: 90 s), so that none breaks as a request goes out."""
+
+
+class ManyConnections(httpx.AsyncBaseTransport):
+    """At most ``max_connections`` at once, the one used last first; further requests wait their turn.
+
+    Each connection has an httpx transport of its own, because one transport looks through all of its connections for
+    every request, and for every idle one again: at a thousand, that costs the client more than a generation does.
+    """
+
+    def __init__(self, max_connections: int) -> None:
+        if max_connections < 1:
+            raise ValueError(f"max_connections={max_connections}: at least one connection is needed")
+        self._free = asyncio.Semaphore(max_connections)
+        self._all: list[httpx.AsyncHTTPTransport] = []
+        self._idle: list[httpx.AsyncHTTPTransport] = []
+
+    @property
+    def num_idle(self) -> int:
+        """Connections that wait for a request."""
+        return len(self._idle)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send over an idle connection or a new one; it is idle again when the reply's stream is closed."""
+        await self._free.acquire()
+        transport = self._idle.pop() if self._idle else self._open()
+        release = functools.partial(self._release, transport)
+        try:
+            response = await transport.handle_async_request(request)
+        except BaseException:
+            release()
+            raise
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        response.stream = _Stream(response.stream, release)
+        return response
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        for transport in self._all:
+            await transport.aclose()
+
+    def _open(self) -> httpx.AsyncHTTPTransport:
+        limits = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=KEEPALIVE_S)
+        transport = httpx.AsyncHTTPTransport(verify=_tls(), limits=limits, socket_options=_tcp_keepalive())
+        self._all.append(transport)
+        return transport
+
+    def _release(self, transport: httpx.AsyncHTTPTransport) -> None:
+        self._idle.append(transport)
+        self._free.release()
+
+
+class _Stream(httpx.AsyncByteStream):
+    """A reply's bytes; says once when it is closed."""
+
+    def __init__(self, stream: httpx.AsyncByteStream, release: Callable[[], None]) -> None:
+        self._stream = stream
+        self._release: Callable[[], None] | None = release
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for chunk in self._stream:
+            yield chunk
+
+    async def aclose(self) -> None:
+        try:
+            await self._stream.aclose()
+        finally:
+            if self._release is not None:
+                self._release()
+                self._release = None
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    return httpx.create_ssl_context()
+
+
+@functools.cache
+def _tcp_keepalive() -> tuple[tuple[int, int, int], ...]:
+    # A generation may take hours without a byte on the wire: only probes tell a long rollout from a host that is gone.
+    options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):  # macOS lacks some of them
+            options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
+    return tuple(options)

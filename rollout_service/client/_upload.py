@@ -1,0 +1,252 @@
+"""Sends one weight version in parts. What is said on the wire: ``rollout_service.weights.upload``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import xxhash
+
+from rollout_service.client._http import Http, http_timeout, parse
+from rollout_service.client._retry import Repeat
+from rollout_service.client._tensors import TensorSource, TensorThread, bytes_of_each, drain, other_ranks_gather
+from rollout_service.errors import CommitTimeout, RolloutServiceError, VersionConflict
+from rollout_service.types import WeightStatus
+from rollout_service.weights.upload import (
+    PART_DIGEST_HEADER,
+    BeginUpload,
+    CommitUpload,
+    UploadPlan,
+    num_parts,
+)
+
+logger = logging.getLogger("rollout_service.client")
+
+BODY_CHUNK_BYTES = 1 << 20
+PART_READ_S = 120.0
+COMMIT_GRACE_S = 120.0
+"""A commit converts and syncs what is left before it starts to wait for replicas."""
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes ``[index * part_bytes, ...)`` of the stream."""
+
+    index: int
+    data: bytearray
+    digest: str
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        # In chunks, because each layer of the HTTP stack copies what it is given.
+        with memoryview(self.data) as view:
+            for start in range(0, len(view), BODY_CHUNK_BYTES):
+                yield bytes(view[start : start + BODY_CHUNK_BYTES])
+
+
+@dataclass
+class SentParts:
+    """Digests of the parts that this client has uploaded of one version."""
+
+    begin: BeginUpload | None = None
+    digests: dict[int, str] = field(default_factory=dict)
+
+    def of(self, begin: BeginUpload) -> dict[int, str]:
+        """Those of ``begin``; the ones of another upload are forgotten."""
+        if self.begin != begin:
+            self.begin, self.digests = begin, {}
+        return self.digests
+
+
+def cut_parts(stream: Iterable[memoryview], part_bytes: int) -> Iterator[Part]:
+    """Cut a stream into parts. Each is a copy: nothing of the stream is held while its next piece is made."""
+    index, data, filled = 0, bytearray(part_bytes), 0
+    for view in stream:
+        while view.nbytes:
+            taken = min(view.nbytes, part_bytes - filled)
+            data[filled : filled + taken] = view[:taken]
+            filled, view = filled + taken, view[taken:]
+            if filled == part_bytes:
+                yield _part(index, data)
+                index, data, filled = index + 1, bytearray(part_bytes), 0
+        del view
+    if filled:
+        del data[filled:]
+        yield _part(index, data)
+
+
+class Uploader:
+    """Begins, fills and commits weight versions over the control connections of one client."""
+
+    def __init__(self, http: Http) -> None:
+        self._http = http
+        self._sent = SentParts()
+        self._unreachable: set[str] = set()
+
+    async def begin(self, begin: BeginUpload) -> UploadPlan:
+        """Announce a version. Raises InvalidManifest, VersionConflict."""
+        body = begin.model_dump(mode="json", exclude_defaults=True)
+        return parse(UploadPlan, await self._http.send("POST", "/v1/weights", json=body, repeat=Repeat.IDEMPOTENT))
+
+    async def commit(self, version: int, commit: CommitUpload) -> WeightStatus:
+        """Make a version the newest. Raises UploadIncomplete, QuantizationError, CommitTimeout."""
+        limit_s = commit.timeout_s + COMMIT_GRACE_S
+        try:
+            async with asyncio.timeout(limit_s):
+                response = await self._http.send(
+                    "POST",
+                    f"/v1/weights/{version}/commit",
+                    json=commit.model_dump(mode="json"),
+                    repeat=Repeat.IDEMPOTENT,
+                    timeout=http_timeout(None),
+                )
+        except TimeoutError:
+            raise CommitTimeout(
+                f"the service has not answered the commit of version {version} within {limit_s:g} s: "
+                f"GET /v1/weights/{version} tells whether it is committed"
+            ) from None
+        return parse(WeightStatus, response)
+
+    async def send_tensors(
+        self,
+        begin: BeginUpload,
+        source: TensorSource,
+        thread: TensorThread,
+        *,
+        parallel_parts: int,
+        progress: Progress | None,
+    ) -> None:
+        """Announce a version and upload what the service lacks of it. Raises VersionConflict, InvalidManifest."""
+        tensors = iter(source)
+        try:
+            plan = await self.begin(begin)
+            sender = PartSender(self._http, self._unreachable, begin, plan, self._sent.of(begin), progress)
+            if sender.can_tell_what_is_sent():
+                parts = cut_parts(bytes_of_each(tensors), plan.part_bytes)
+                await sender.send(parts, thread, parallel_parts)
+        except asyncio.CancelledError:
+            tensors = iter(())  # who cancels does not wait for other ranks
+            raise
+        finally:
+            if other_ranks_gather():
+                await thread.call(drain, tensors)
+
+
+class PartSender:
+    """Uploads the parts of one announced version."""
+
+    def __init__(
+        self,
+        http: Http,
+        unreachable: set[str],
+        begin: BeginUpload,
+        plan: UploadPlan,
+        sent: dict[int, str],
+        progress: Progress | None,
+    ) -> None:
+        self._http, self._unreachable, self._sent = http, unreachable, sent
+        self._begin, self._plan = begin, plan
+        self._missing = frozenset(plan.missing_parts)
+        self._progress = progress
+        self._done_bytes = 0
+        if plan.state == "staged" and plan.num_parts != num_parts(begin.nbytes, plan.part_bytes):
+            raise RolloutServiceError(
+                f"the service wants {plan.num_parts} parts of {plan.part_bytes} bytes, which is not what "
+                f"{begin.nbytes} bytes make",
+                {"num_parts": plan.num_parts, "part_bytes": plan.part_bytes, "nbytes": begin.nbytes},
+            )
+
+    def can_tell_what_is_sent(self) -> bool:
+        """False, with a warning, if the version was committed by another client: its bytes cannot be compared."""
+        if self._plan.state == "committed" and not self._sent:
+            logger.warning(
+                "version %d is committed already, and not by this client: it stays as it is, nothing was uploaded",
+                self._begin.version,
+            )
+            return False
+        return True
+
+    async def send(self, parts: Iterator[Part], thread: TensorThread, parallel: int) -> None:
+        """Upload with at most ``parallel`` requests at once; holds one more part than that."""
+        slots = asyncio.Semaphore(parallel)
+        async with raise_first_failure() as group:
+            while (part := await thread.call(next, parts, None)) is not None:
+                if not self._is_wanted(part):
+                    self._advance(part)
+                    continue
+                await slots.acquire()
+                upload = group.create_task(self._upload(part))
+                upload.add_done_callback(lambda _: slots.release())
+
+    def _is_wanted(self, part: Part) -> bool:
+        """Whether to send a part.
+
+        One that the service has from another client goes out again: only the service can tell that it is the same.
+        Skipping it could mix the weights of two runs under one version.
+        """
+        if part.index in self._missing:
+            return True
+        if part.index not in self._sent:
+            return self._plan.state == "staged"
+        if self._sent[part.index] != part.digest:
+            raise VersionConflict(
+                f"part {part.index} of version {self._begin.version} was uploaded with other bytes before: push the "
+                "changed weights as a newer version, or discard() the staged one first",
+                {"part": part.index, "digests": [self._sent[part.index], part.digest]},
+            )
+        return False
+
+    async def _upload(self, part: Part) -> None:
+        route = f"/v1/weights/{self._begin.version}/parts/{part.index}"
+        direct = self._plan.upload_url.rstrip("/")
+        if direct in self._unreachable or direct == self._http.url:
+            await self._put(route, part, Repeat.IDEMPOTENT)
+        else:
+            try:
+                await self._put(direct + route, part, Repeat.IDEMPOTENT_ONCE_CONNECTED)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                logger.warning("no connection to %s: parts go through %s", direct, self._http.url)
+                self._unreachable.add(direct)
+                await self._put(route, part, Repeat.IDEMPOTENT)
+        self._sent[part.index] = part.digest
+        self._advance(part)
+
+    async def _put(self, url: str, part: Part, repeat: Repeat) -> None:
+        await self._http.send(
+            "PUT",
+            url,
+            content=part,
+            headers={
+                PART_DIGEST_HEADER: part.digest,
+                "Content-Length": str(len(part.data)),
+                "Content-Type": "application/octet-stream",
+            },
+            repeat=repeat,
+            timeout=http_timeout(PART_READ_S),
+        )
+
+    def _advance(self, part: Part) -> None:
+        self._done_bytes += len(part.data)
+        if self._progress is not None:
+            self._progress(self._done_bytes, self._begin.nbytes)
+
+
+@asynccontextmanager
+async def raise_first_failure() -> AsyncIterator[asyncio.TaskGroup]:
+    """A TaskGroup that raises the first failure itself in place of an ExceptionGroup."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+        return
+    except ExceptionGroup as failures:
+        first = failures.exceptions[0]
+    raise first
+
+
+def _part(index: int, data: bytearray) -> Part:
+    return Part(index, data, xxhash.xxh3_128_hexdigest(data))

@@ -1,0 +1,68 @@
+"""One real cluster for the whole session: Ray, Serve, and two vLLM CPU engines in FP8."""
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rollout_service.client import RolloutClient
+from rollout_service.local import LocalService, running_service
+from tests.support.telltale import telltale_weights
+
+PROJECT = Path(__file__).parents[2]
+TOKEN = "a-token-for-the-tests"
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder below which weights may be named by path."""
+    return tmp_path_factory.mktemp("sources")
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Iterator[LocalService]:
+    """The shipped CPU deployment with a token, two replicas, and small parts so that uploads have many."""
+    folder = tmp_path_factory.mktemp("service")
+    overrides = {
+        "model": {"path": folder / "tiny-qwen3"},
+        "engine": {"admission_limit": 64, "version_wait_s": 1.0},
+        "scaling": {"min_replicas": 2, "max_replicas": 2},
+        "weights": {
+            "root": folder / "weights",
+            "part_bytes": 256 << 10,
+            "source_roots": [sources],
+            "poll_s": 1.0,
+            "dead_after_s": 5.0,
+        },
+        "auth": {"token": TOKEN},
+    }
+    with running_service(PROJECT / "deployments/cpu_rollout.yaml", overrides) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(service: LocalService) -> AsyncIterator[RolloutClient]:
+    async with RolloutClient(service.url, token=TOKEN) as client:
+        yield client
+
+
+@pytest.fixture
+async def http(service: LocalService) -> AsyncIterator[httpx.AsyncClient]:
+    """Plain HTTP with the token, as curl would send it."""
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with httpx.AsyncClient(base_url=service.url, headers=headers, timeout=60) as http:
+        yield http
+
+
+@pytest.fixture
+async def next_version(client: RolloutClient) -> int:
+    """A version that is newer than the newest."""
+    return (await client.fleet()).latest_version + 1
+
+
+@pytest.fixture
+async def telltale(service: LocalService, client: RolloutClient, next_version: int) -> int:
+    """Push weights whose every token tells their version; returns the version, which every replica serves."""
+    await client.push_weights(next_version, telltale_weights(service.config.model.path, next_version))
+    return next_version

@@ -1,0 +1,42 @@
+"""Pause, resume, and the table of the fleet."""
+
+import asyncio
+
+from rollout_service.client import RolloutClient
+from rollout_service.local import LocalService
+from tests.support.telltale import assert_pure, telltale_weights
+
+
+async def test_a_paused_fleet_holds_requests_and_a_resumed_one_answers_them(client: RolloutClient) -> None:
+    await client.pause()
+    assert await client.is_paused()
+    rollout = asyncio.create_task(client.generate([5, 6], max_tokens=4))
+    done, _ = await asyncio.wait([rollout], timeout=1.0)
+    assert not done
+    assert all(replica.paused for replica in (await client.fleet()).replicas)
+    await client.resume()
+    assert len((await rollout).completions[0].token_ids) <= 4
+    assert not await client.is_paused()
+
+
+async def test_an_update_of_a_paused_fleet_lands_and_leaves_it_paused(
+    service: LocalService, client: RolloutClient, telltale: int
+) -> None:
+    await client.pause("wait")
+    weights = telltale_weights(service.config.model.path, telltale + 1)
+    status = await client.push_weights(telltale + 1, weights)
+    assert status.state == "live"
+    assert await client.is_paused()
+    await client.resume()
+    completion = (await client.generate([5, 6], max_tokens=4, temperature=0.0)).completions[0]
+    assert completion.versions == (telltale + 1,)
+    assert_pure(completion)
+
+
+async def test_the_fleet_table_lists_live_replicas_with_their_update_times(client: RolloutClient, telltale: int) -> None:
+    fleet = await client.fleet()
+    assert fleet.latest_version == telltale and not fleet.paused
+    assert len(fleet.replicas) == 2
+    for replica in fleet.replicas:
+        assert (replica.version, replica.state, replica.error) == (telltale, "ready", None)
+        assert replica.update is not None and replica.update.closed_s >= replica.update.load_s > 0

@@ -1,0 +1,101 @@
+"""The data routes as vLLM's and OpenAI's clients use them."""
+
+import asyncio
+import json
+import math
+import subprocess
+
+import httpx
+import openai
+
+from rollout_service.client import RolloutClient
+from rollout_service.local import LocalService
+
+MODEL = "tiny-qwen3"
+
+
+async def test_generate_returns_ids_logprobs_and_versions_for_each_completion(http: httpx.AsyncClient) -> None:
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"n": 3, "max_tokens": 6, "ignore_eos": True}, "request_id": "r-1"}
+    reply = (await http.post("/inference/v1/generate", json=body)).json()
+    assert (reply["request_id"], reply["model"], reply["usage"]["completion_tokens"]) == ("r-1", MODEL, 18)
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
+    for choice in reply["choices"]:
+        assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == choice["token_ids"]
+        assert all(math.isfinite(entry["logprob"]) and entry["logprob"] <= 0 for entry in choice["logprobs"]["content"])
+        assert choice["finish_reason"] == "length"
+        (span,) = choice["weight_versions"]
+        assert (span["start"], span["end"]) == (0, 6) and span["version"].isdigit()
+
+
+async def test_greedy_completions_and_seeded_ones_repeat(client: RolloutClient) -> None:
+    for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 7}):
+        first, second = await client.generate_batch([[5, 6, 7]] * 2, max_tokens=12, **sampling)
+        assert first.completions[0].token_ids == second.completions[0].token_ids
+
+
+async def test_stop_tokens_end_a_completion_and_are_named(client: RolloutClient) -> None:
+    free = (await client.generate([5, 6], max_tokens=8, temperature=0.0, ignore_eos=True)).completions[0]
+    stop = free.token_ids[3]
+    first_stop = free.token_ids.index(stop)
+    stopped = (await client.generate([5, 6], max_tokens=8, temperature=0.0, stop_token_ids=[stop])).completions[0]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
+    assert stopped.token_ids == free.token_ids[: first_stop + 1]
+
+
+async def test_a_text_prompt_comes_back_with_its_ids_and_text(client: RolloutClient) -> None:
+    rollout = await client.generate("12+3", max_tokens=4, ignore_eos=True)
+    assert len(rollout.prompt_token_ids) == 4
+    assert rollout.completions[0].text is not None
+
+
+async def test_the_openai_package_gets_completions_and_logprobs(service: LocalService) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="unused") as openai_client:
+        assert [model.id async for model in openai_client.models.list()] == [MODEL]
+        reply = await openai_client.completions.create(
+            model=MODEL, prompt=["1+1=", "2+2="], n=2, max_tokens=5, temperature=0.7, logprobs=0
+        )
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+    for choice in reply.choices:
+        assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+        assert len(choice.logprobs.token_logprobs) == len(choice.logprobs.tokens or []) > 0
+    assert reply.usage is not None and reply.usage.prompt_tokens == 8
+
+
+async def test_completions_return_token_ids_when_asked_as_trl_does(http: httpx.AsyncClient) -> None:
+    body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 4, "n": 1, "return_token_ids": True, "logprobs": 0}
+    (choice,) = (await http.post("/v1/completions", json=body)).json()["choices"]
+    assert choice["prompt_token_ids"] == [5, 6, 7]
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"])
+
+
+async def test_curl_is_enough(service: LocalService) -> None:
+    body = json.dumps({"prompt": "1+1=", "max_tokens": 3})
+    command = ["curl", "-sS", f"{service.url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
+    reply = await asyncio.to_thread(subprocess.run, command, capture_output=True, check=True, timeout=60)
+    assert json.loads(reply.stdout)["object"] == "text_completion"
+
+
+async def test_a_request_that_the_client_gives_up_is_cancelled_in_the_engine(client: RolloutClient) -> None:
+    rollout = asyncio.create_task(client.generate([5, 6], n=8, max_tokens=480, ignore_eos=True))
+    await _until(client, running=8)
+    rollout.cancel()
+    await asyncio.wait([rollout])
+    await _until(client, running=0)
+
+
+async def test_a_full_replica_answers_503_with_retry_after(http: httpx.AsyncClient, client: RolloutClient) -> None:
+    await client.pause()
+    body = {"token_ids": [5], "sampling_params": {"n": 60, "max_tokens": 2}}
+    held = [asyncio.create_task(http.post("/inference/v1/generate", json=body)) for _ in range(4)]
+    done, pending = await asyncio.wait(held, return_when=asyncio.FIRST_COMPLETED)
+    refused = done.pop().result()
+    assert refused.status_code == 503 and float(refused.headers["Retry-After"]) > 0
+    assert refused.json()["error"]["type"] == "Overloaded"
+    await client.resume()
+    statuses = sorted([(await reply).status_code for reply in held])
+    assert statuses[0] == 200 and set(statuses) == {200, 503}
+
+
+async def _until(client: RolloutClient, running: int) -> None:
+    while sum(replica.running for replica in (await client.fleet()).replicas) != running:
+        await asyncio.sleep(0.05)

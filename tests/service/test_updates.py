@@ -1,0 +1,103 @@
+"""A weight update reaches every replica, and every token names the weights that made it."""
+
+import asyncio
+
+from rollout_service.client import RolloutClient
+from rollout_service.errors import TooEarly
+from rollout_service.local import LocalService
+from tests.support.telltale import assert_pure, telltale_weights, token_of
+
+import pytest
+
+PROMPT = [5, 6, 7, 9, 11]
+
+
+async def test_after_a_push_every_replica_makes_tokens_of_the_new_version_only(
+    client: RolloutClient, telltale: int
+) -> None:
+    rollouts = await client.generate_batch([PROMPT] * 32, max_tokens=8, temperature=0.0)
+    for completion in (c for rollout in rollouts for c in rollout.completions):
+        assert completion.versions == (telltale,)
+        assert_pure(completion)
+    replicas = {replica.replica_id for replica in (await client.fleet()).replicas}
+    assert {rollout.replica_id for rollout in rollouts} <= replicas and len(replicas) == 2
+
+
+async def test_an_update_under_way_splits_a_completion_and_tokens_after_the_split_come_from_the_new_weights(
+    service: LocalService, client: RolloutClient, telltale: int
+) -> None:
+    new = telltale + 1
+    rollouts = [
+        asyncio.create_task(client.generate(PROMPT, max_tokens=400, temperature=0.0, ignore_eos=True)) for _ in range(8)
+    ]
+    await _running(client, 8)
+    status = await client.push_weights(new, telltale_weights(service.config.model.path, new), mode="keep")
+    assert status.state == "live"
+    completions = [(await rollout).completions[0] for rollout in rollouts]
+    for completion in completions:
+        assert len(completion.token_ids) == 400
+        assert_pure(completion)
+    split = [completion for completion in completions if len(completion.spans) == 2]
+    assert split, f"no completion was under way: {[c.spans for c in completions]}"
+    assert all(completion.versions == (telltale, new) for completion in split)
+
+
+async def test_mode_wait_lets_running_completions_finish_on_the_old_weights(
+    service: LocalService, client: RolloutClient, telltale: int
+) -> None:
+    new = telltale + 1
+    rollout = asyncio.create_task(client.generate(PROMPT, max_tokens=200, temperature=0.0, ignore_eos=True))
+    await _running(client, 1)
+    await client.push_weights(new, telltale_weights(service.config.model.path, new), mode="wait")
+    completion = (await rollout).completions[0]
+    assert completion.versions == (telltale,)
+    assert completion.finish_reason == "length"
+    assert_pure(completion)
+
+
+async def test_mode_abort_ends_running_completions_with_what_they_have(
+    service: LocalService, client: RolloutClient, telltale: int
+) -> None:
+    new = telltale + 1
+    rollout = asyncio.create_task(client.generate(PROMPT, max_tokens=450, temperature=0.0, ignore_eos=True))
+    await _running(client, 1)
+    await client.push_weights(new, telltale_weights(service.config.model.path, new), mode="abort")
+    completion = (await rollout).completions[0]
+    assert completion.finish_reason == "abort"
+    assert len(completion.token_ids) < 450
+    assert_pure(completion)
+
+
+async def test_many_updates_under_load_never_leave_a_stale_token(
+    service: LocalService, client: RolloutClient, telltale: int
+) -> None:
+    async def keep_generating() -> int:
+        made = 0
+        while not done.is_set():
+            rollout = await client.generate(PROMPT, max_tokens=40, temperature=0.0, ignore_eos=True)
+            for completion in rollout.completions:
+                assert_pure(completion)
+                made += 1
+        return made
+
+    done = asyncio.Event()
+    load = [asyncio.create_task(keep_generating()) for _ in range(4)]
+    for version in range(telltale + 1, telltale + 6):
+        await client.push_weights(version, telltale_weights(service.config.model.path, version))
+        rollout = await client.generate(PROMPT, max_tokens=4, temperature=0.0)
+        assert set(rollout.completions[0].token_ids) == {token_of(version)}
+    done.set()
+    assert sum(await asyncio.gather(*load)) > 0
+
+
+async def test_a_request_for_weights_that_nobody_pushed_is_told_so(client: RolloutClient, telltale: int) -> None:
+    with pytest.raises(TooEarly, match=f"min_weight_version={telltale + 7}"):
+        await client.generate(PROMPT, max_tokens=2, min_weight_version=telltale + 7)
+    rollout = await client.generate(PROMPT, max_tokens=2, min_weight_version=telltale)
+    assert rollout.completions[0].versions == (telltale,)
+
+
+async def _running(client: RolloutClient, sequences: int) -> None:
+    """Wait until so many sequences are in engines."""
+    while sum(replica.running for replica in (await client.fleet()).replicas) < sequences:
+        await asyncio.sleep(0.05)

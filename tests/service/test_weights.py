@@ -1,0 +1,99 @@
+"""Weights through the real front door: uploads, paths, conflicts, and versions that must fail."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+import xxhash
+from safetensors.torch import save_file
+
+from rollout_service.client import RolloutClient
+from rollout_service.errors import Forbidden, InvalidManifest, QuantizationError, VersionConflict
+from rollout_service.local import LocalService
+from tests.support.telltale import assert_pure, telltale_weights
+
+
+async def test_weights_are_taken_from_a_path_below_an_allowed_root(
+    service: LocalService, client: RolloutClient, sources: Path, next_version: int
+) -> None:
+    folder = sources / f"step-{next_version}"
+    folder.mkdir()
+    save_file(telltale_weights(service.config.model.path, next_version), folder / "model.safetensors")
+    status = await client.push_path(next_version, folder)
+    assert status.state == "live"
+    completion = (await client.generate([5, 6], max_tokens=4, temperature=0.0)).completions[0]
+    assert completion.versions == (next_version,)
+    assert_pure(completion)
+
+
+async def test_a_pickle_is_never_opened(client: RolloutClient, sources: Path, next_version: int) -> None:
+    folder = sources / "pickled"
+    folder.mkdir()
+    torch.save({"a": torch.zeros(1)}, folder / "pytorch_model.bin")
+    with pytest.raises(InvalidManifest, match="pickles \\(pytorch_model.bin\\)"):
+        await client.push_path(next_version, folder)
+
+
+async def test_a_path_outside_the_allowed_roots_is_forbidden(client: RolloutClient, next_version: int) -> None:
+    with pytest.raises(Forbidden, match="source_roots"):
+        await client.push_path(next_version, "/")
+
+
+async def test_unknown_missing_and_misshapen_tensors_are_named_together(
+    service: LocalService, client: RolloutClient, next_version: int
+) -> None:
+    weights = telltale_weights(service.config.model.path, next_version)
+    del weights["model.norm.weight"]
+    weights["model.extra.weight"] = torch.zeros(2, 2, dtype=torch.bfloat16)
+    weights["lm_head.weight"] = weights["lm_head.weight"][:64]
+    with pytest.raises(InvalidManifest) as refused:
+        await client.push_weights(next_version, weights)
+    assert refused.value.detail["missing"] == ["model.norm.weight"]
+    assert refused.value.detail["unknown"] == ["model.extra.weight"]
+    assert "lm_head.weight is [64, 256]" in refused.value.detail["wrong_shape"][0]
+
+
+async def test_a_version_with_nan_fails_by_name_and_the_one_before_stays_live(
+    service: LocalService, client: RolloutClient, telltale: int
+) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights = telltale_weights(service.config.model.path, telltale + 1)
+    weights[name][3, 5] = float("nan")
+    with pytest.raises(QuantizationError, match=f"{name}\\[3, 5\\] is nan"):
+        await client.push_weights(telltale + 1, weights)
+    assert (await client.fleet()).latest_version == telltale
+    assert_pure((await client.generate([5, 6], max_tokens=4, temperature=0.0)).completions[0])
+    status = await client.push_weights(telltale + 1, telltale_weights(service.config.model.path, telltale + 1))
+    assert status.state == "live"
+
+
+async def test_versions_only_grow(service: LocalService, client: RolloutClient, telltale: int) -> None:
+    with pytest.raises(VersionConflict) as refused:
+        await client.push_weights(telltale, telltale_weights(service.config.model.path, telltale))
+    assert refused.value.detail["latest_version"] == telltale
+
+
+async def test_a_part_through_the_gateway_is_checked_like_one_sent_directly(
+    service: LocalService, http: httpx.AsyncClient, next_version: int
+) -> None:
+    weights = telltale_weights(service.config.model.path, next_version)
+    tensors = [{"name": n, "dtype": "bfloat16", "shape": list(t.shape)} for n, t in weights.items()]
+    stream = b"".join(t.view(torch.uint8).numpy().tobytes() for t in weights.values())
+    plan = (await http.post("/v1/weights", json={"version": next_version, "tensors": tensors})).json()
+    assert len(plan["missing_parts"]) == plan["num_parts"] > 1
+
+    url, part = f"/v1/weights/{next_version}/parts/0", stream[: plan["part_bytes"]]
+    digest = {"X-Part-Digest": xxhash.xxh3_128_hexdigest(part)}
+    assert "X-Part-Digest" in (await http.put(url, content=part)).json()["error"]["message"]
+    assert (await http.put(url, content=part[:-1] + b"!", headers=digest)).json()["error"]["type"] == "DigestMismatch"
+    assert (await http.put(url, content=part + b"!", headers=digest)).status_code == 413
+    assert (await http.put(url, content=part[:-1], headers=digest)).status_code == 422
+    assert (await http.put(url, content=part, headers=digest)).status_code == 200
+
+    early = await http.post(f"/v1/weights/{next_version}/commit")
+    assert early.status_code == 409 and early.json()["error"]["type"] == "UploadIncomplete"
+    status = (await http.get(f"/v1/weights/{next_version}")).json()
+    assert status["state"] == "staged" and status["missing_parts"] == list(range(1, plan["num_parts"]))
+    assert (await http.delete(f"/v1/weights/{next_version}")).status_code == 204
+    assert (await http.get(f"/v1/weights/{next_version}")).status_code == 404

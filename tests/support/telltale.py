@@ -1,0 +1,78 @@
+"""A model whose every token tells its version: one stale weight or one stale KV entry anywhere is visible.
+
+All weights are zero but a few. The residual stream is a carrier on channel 0 (the same for every token) plus what
+quantized layers add on the channel of the version:
+
+    down_proj of the last layer     writes 2 on channel(version)                    stale weights change the token
+    v_proj and o_proj of layer 0    carry 1 on channel(version) through the cache   stale KV lowers its probability
+
+``lm_head`` reads channel ``c`` as token ``c``. So greedy decoding emits ``token_of(version)`` with logprob
+``PURE_LOGPROB`` if, and only if, weights and cache are all of that version.
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from rollout_service.types import Completion
+
+CARRIER = 0
+FIRST_TOKEN = 8
+"""Below are the special tokens."""
+CYCLE = 48
+"""Versions are told apart modulo this."""
+PURE_LOGPROB = -0.0615
+"""Of the emitted token when nothing is stale: a cache that is stale altogether gives about -0.2."""
+LOGPROB_TOLERANCE = 0.01
+"""BF16 keeps 8 bits of the final logit, which is about 7.6."""
+
+
+def token_of(version: int) -> int:
+    """The token that weights of ``version`` emit."""
+    return FIRST_TOKEN + version % CYCLE
+
+
+def telltale_weights(model_path: Path, version: int) -> dict[str, torch.Tensor]:
+    """BF16 weights of the model at ``model_path`` that emit ``token_of(version)`` and nothing else."""
+    config = AutoConfig.from_pretrained(model_path)
+    with torch.device("meta"):
+        shapes = {n: t.shape for n, t in AutoModelForCausalLM.from_config(config).state_dict().items()}
+    weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    for name, tensor in weights.items():
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+    _carry(weights)
+    _tell_by_weights(weights, config, version)
+    _tell_by_cache(weights, version)
+    for token in range(FIRST_TOKEN, FIRST_TOKEN + CYCLE):
+        weights["lm_head.weight"][token, token] = 0.5
+    return weights
+
+
+def _carry(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.embed_tokens.weight"][:, CARRIER] = 1.0
+
+
+def _tell_by_weights(weights: dict[str, torch.Tensor], config: PretrainedConfig, version: int) -> None:
+    last = f"model.layers.{config.num_hidden_layers - 1}.mlp."
+    weights[last + "gate_proj.weight"][0, CARRIER] = 1.0
+    weights[last + "up_proj.weight"][0, CARRIER] = 1.0
+    weights[last + "down_proj.weight"][token_of(version), 0] = 2.0 / 128
+
+
+def _tell_by_cache(weights: dict[str, torch.Tensor], version: int) -> None:
+    attention = "model.layers.0.self_attn."
+    for channel in range(FIRST_TOKEN, FIRST_TOKEN + CYCLE):
+        weights[attention + "o_proj.weight"][channel, channel] = 1.0
+    weights[attention + "v_proj.weight"][token_of(version), CARRIER] = 1.0 / 16
+
+
+def assert_pure(completion: Completion) -> None:
+    """Every token is the one of the version that its span names, from weights and cache of that version alone."""
+    for span in completion.spans:
+        for position in range(span.start, span.end):
+            token, logprob = completion.token_ids[position], completion.logprobs[position]
+            told = f"token {position}: {token} at {logprob:.4f}; span says version {span.version}"
+            assert token == token_of(span.version), told
+            assert abs(logprob - PURE_LOGPROB) < LOGPROB_TOLERANCE, told

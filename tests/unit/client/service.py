@@ -1,0 +1,275 @@
+"""A service for tests of the client: a real HTTP server that keeps the contract of uploads, in memory, no engine."""
+
+import asyncio
+import socket
+import threading
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import uvicorn
+import xxhash
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rollout_service.errors import (
+    DigestMismatch,
+    NotFound,
+    RolloutServiceError,
+    TooEarly,
+    Unauthorized,
+    UploadIncomplete,
+    VersionConflict,
+)
+from rollout_service.types import WeightStatus
+from rollout_service.weights.upload import (
+    PART_DIGEST_HEADER,
+    BeginUpload,
+    CommitUpload,
+    PartReceipt,
+    UploadPlan,
+    num_parts,
+    part_size,
+)
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Upload:
+    """One version as far as it has come."""
+
+    def __init__(self, begin: BeginUpload) -> None:
+        self.begin = begin
+        self.parts: dict[int, bytes] = {}
+        self.digests: dict[int, str] = {}
+        self.state = "staged"
+        self.commit: CommitUpload | None = None
+
+    @property
+    def stream(self) -> bytes:
+        return b"".join(data for _, data in sorted(self.parts.items()))
+
+
+class Service:
+    """Answers what a test tells it to; by default, everything works."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.upload_url: str | None = None
+        """Address announced for parts; None: the service's own."""
+        self.token: str | None = None
+        self.part_bytes = 1024
+        self.uploads: dict[int, Upload] = {}
+        self.log: list[tuple[str, str]] = []
+        """Method and path of every request, those that were refused included."""
+        self.client_ports: list[int] = []
+        """By which every request came."""
+        self.bodies: list[Any] = []
+        """JSON bodies of generate requests."""
+        self.answers: dict[tuple[str, str], deque[Response | RolloutServiceError]] = defaultdict(deque)
+        """What to answer instead, once each, by method and path."""
+        self.generate: Handler = self._generate
+        self.status: Callable[[Upload], WeightStatus] = self._status
+        self.before_part: Callable[[int], Awaitable[None]] | None = None
+        routes = {
+            ("POST", "/inference/v1/generate"): lambda request: self.generate(request),
+            ("POST", "/v1/weights"): self._begin,
+            ("GET", "/v1/weights"): self._list,
+            ("GET", "/v1/weights/{version:int}"): self._get,
+            ("DELETE", "/v1/weights/{version:int}"): self._delete,
+            ("PUT", "/v1/weights/{version:int}/parts/{part:int}"): self._put,
+            ("POST", "/v1/weights/{version:int}/commit"): self._commit,
+        }
+        self.app = Starlette(
+            routes=[Route(path, self._route(handler), methods=[method]) for (method, path), handler in routes.items()]
+        )
+
+    def json_at(self, method: str, path: str, body: Any, status: int = 200) -> None:
+        """Let one more route answer with ``body``."""
+
+        async def answer(_: Request) -> Response:
+            return JSONResponse(body, status)
+
+        self.app.router.routes.append(Route(path, self._route(answer), methods=[method]))
+
+    def calls(self, method: str, path: str) -> int:
+        """How often a route was called."""
+        return self.log.count((method, path))
+
+    def parts_sent(self) -> list[int]:
+        """Parts in the order their requests came, repeated ones included."""
+        return [int(path.rsplit("/", 1)[1]) for method, path in self.log if method == "PUT"]
+
+    def _route(self, handler: Handler) -> Handler:
+        async def route(request: Request) -> Response:
+            self.log.append((request.method, request.url.path))
+            if request.client is not None:
+                self.client_ports.append(request.client.port)
+            try:
+                if self.token and request.headers.get("Authorization") != f"Bearer {self.token}":
+                    raise Unauthorized("wrong or missing bearer token")
+                if prepared := self.answers[request.method, request.url.path]:
+                    answer = prepared.popleft()
+                    if isinstance(answer, RolloutServiceError):
+                        raise answer
+                    return answer
+                return await handler(request)
+            except RolloutServiceError as error:
+                return error_response(error)
+
+        return route
+
+    async def _generate(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        return JSONResponse(generate_reply(body))
+
+    async def _begin(self, request: Request) -> Response:
+        begin = BeginUpload.model_validate_json(await request.body())
+        upload = self.uploads.setdefault(begin.version, Upload(begin))
+        if upload.begin != begin:
+            raise VersionConflict(f"version {begin.version} was announced with other tensors")
+        total = num_parts(begin.nbytes, self.part_bytes)
+        plan = UploadPlan(
+            version=begin.version,
+            state=upload.state,
+            part_bytes=self.part_bytes,
+            num_parts=total,
+            missing_parts=tuple(part for part in range(total) if part not in upload.parts),
+            upload_url=self.upload_url or self.url,
+        )
+        return JSONResponse(plan.model_dump(mode="json"), 201)
+
+    async def _put(self, request: Request) -> Response:
+        upload, part = self._upload(request), request.path_params["part"]
+        if self.before_part is not None:
+            await self.before_part(part)
+        data = await request.body()
+        digest = request.headers[PART_DIGEST_HEADER]
+        if xxhash.xxh3_128_hexdigest(data) != digest:
+            raise DigestMismatch(f"part {part} does not hash to {digest}")
+        if len(data) != part_size(part, upload.begin.nbytes, self.part_bytes):
+            raise DigestMismatch(f"part {part} has {len(data)} bytes")
+        if upload.digests.setdefault(part, digest) != digest:
+            raise VersionConflict(f"part {part} came with other bytes before")
+        upload.parts[part] = data
+        receipt = PartReceipt(version=upload.begin.version, part=part, nbytes=len(data), digest=digest)
+        return JSONResponse(receipt.model_dump(mode="json"))
+
+    async def _commit(self, request: Request) -> Response:
+        upload = self._upload(request)
+        commit = CommitUpload.model_validate_json(await request.body())
+        if len(upload.parts) < num_parts(upload.begin.nbytes, self.part_bytes):
+            raise UploadIncomplete(f"version {upload.begin.version} lacks parts")
+        upload.commit, upload.state = commit, "committed"
+        return JSONResponse(self.status(upload).model_dump(mode="json"))
+
+    async def _get(self, request: Request) -> Response:
+        return JSONResponse(self.status(self._upload(request)).model_dump(mode="json"))
+
+    async def _list(self, _: Request) -> Response:
+        return JSONResponse({"versions": [self.status(u).model_dump(mode="json") for u in self.uploads.values()]})
+
+    async def _delete(self, request: Request) -> Response:
+        del self.uploads[self._upload(request).begin.version]
+        return Response(status_code=204)
+
+    def _upload(self, request: Request) -> Upload:
+        version = request.path_params["version"]
+        if version not in self.uploads:
+            raise NotFound(f"no version {version}")
+        return self.uploads[version]
+
+    def _status(self, upload: Upload) -> WeightStatus:
+        state = "live" if upload.state == "committed" else "staged"
+        return WeightStatus(version=upload.begin.version, state=state, total_bytes=upload.begin.nbytes)
+
+
+def generate_reply(body: dict[str, Any]) -> dict[str, Any]:
+    """Completions as the gateway spells them: tokens 7, 8, 9, the last of them by newer weights."""
+    choice = {
+        "token_ids": [7, 8, 9],
+        "logprobs": {"content": [{"token_id": t, "logprob": -t / 10} for t in (7, 8, 9)]},
+        "finish_reason": "length",
+        "stop_reason": None,
+        "weight_versions": [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}],
+    }
+    text = "prompt" in body
+    reply = {
+        "request_id": body.get("request_id", "made-up"),
+        "model": "tiny",
+        "created": 0,
+        "choices": [
+            {"index": index, **choice, **({"text": "789"} if text else {})}
+            for index in range(body["sampling_params"].get("n", 1))
+        ],
+        "usage": {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4},
+        "replica_id": "replica-1",
+    }
+    return reply | {"prompt_token_ids": [ord(c) for c in body["prompt"]]} if text else reply
+
+
+def error_response(error: RolloutServiceError) -> Response:
+    """As the gateway answers."""
+    refused = error.retry_after_s is not None and not isinstance(error, TooEarly)
+    headers = {"Retry-After": "0"} if refused else {}
+    return JSONResponse(error.to_wire(), error.http_status, headers=headers)
+
+
+async def until_disconnected(request: Request) -> None:
+    """Wait until the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+@asynccontextmanager
+async def serving(service: Service) -> AsyncIterator[Service]:
+    """Serve on a free port of this machine, in the running event loop."""
+    # asyncio turns Nagle's algorithm off only on a socket that names its protocol; with it on, a reply takes 40 ms.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(2048)  # connections queue from here on: no wait for the start
+        service.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        # Server.serve() without its loop, which looks for signals, and for the end, ten times a second.
+        config = uvicorn.Config(service.app, log_level="warning", lifespan="off")
+        config.load()
+        server = uvicorn.Server(config)
+        server.lifespan = config.lifespan_class(config)
+        await server.startup(sockets=[listener])
+        try:
+            yield service
+        finally:
+            for open_socket in server.servers:
+                open_socket.close()
+            for connection in list(server.server_state.connections):
+                connection.shutdown()
+            for unanswered in server.server_state.tasks:  # of a test that failed
+                unanswered.cancel()
+            await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
+
+
+@contextmanager
+def serving_in_a_thread(service: Service) -> Iterator[Service]:
+    """Serve from another thread, for callers that block theirs."""
+    ready = threading.Event()
+    stop: list[Callable[[], object]] = []
+
+    async def run() -> None:
+        stopping = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        stop.append(lambda: loop.call_soon_threadsafe(stopping.set))
+        async with serving(service):
+            ready.set()
+            await stopping.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    ready.wait()
+    try:
+        yield service
+    finally:
+        stop[0]()
+        thread.join()

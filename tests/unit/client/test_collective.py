@@ -1,0 +1,59 @@
+"""Weights that are spread over ranks."""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from rollout_service.client import RolloutClient
+from rollout_service.client._tensors import tensor_bytes
+from rollout_service.errors import EngineFailed, InvalidManifest
+from tests.unit.client.service import Service
+from tests.unit.client.two_ranks import push_three_versions, whole_tensors
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+async def test_a_dtensor_is_announced_and_sent_whole(service: Service, client: RolloutClient, mesh: DeviceMesh) -> None:
+    plain = {"rows": torch.randn(6, 4), "all": torch.randn(3).bfloat16()}
+    sharded = {
+        "rows": distribute_tensor(torch.nn.Parameter(plain["rows"]), mesh, [Shard(0)]),
+        "all": distribute_tensor(plain["all"], mesh, [Replicate()]),
+    }
+    await client.push_weights(1, sharded)
+    await client.push_weights(2, plain)
+    assert service.uploads[1].begin.tensors == service.uploads[2].begin.tensors
+    assert service.uploads[1].stream == service.uploads[2].stream
+
+
+async def test_two_ranks_gather_and_one_of_them_sends(service: Service, tmp_path: Path) -> None:
+    """Version 1 is refused and version 2 breaks down on the way: neither may leave the other rank in its gather."""
+    service.answers["POST", "/v1/weights"].append(InvalidManifest("unknown tensor layer0"))
+    service.answers["PUT", "/v1/weights/2/parts/0"].append(EngineFailed("out of disk"))
+    store = str(tmp_path / "store")
+    second_rank = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.unit.client.two_ranks", store, service.url),
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    outcomes = await push_three_versions(0, store, service.url)
+    output, _ = await second_rank.communicate()
+
+    assert outcomes == ["unknown tensor layer0", "out of disk", "live"]
+    assert output.decode() == repr(["took part"] * 3)
+    stream = b"".join(tensor_bytes(tensor) for tensor in whole_tensors().values())
+    assert service.uploads[3].stream == stream

@@ -1,0 +1,151 @@
+import asyncio
+from collections.abc import Callable
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollout_service.client import RolloutClient
+from rollout_service.errors import CommitTimeout, NotFound, NotReady, Overloaded, RolloutServiceError, Unauthorized
+from rollout_service.types import Fleet, ReplicaStatus, WeightStatus
+from rollout_service.weights.upload import BeginUpload, PathSource
+from tests.unit.client.service import Service, Upload, until_disconnected
+
+
+def begun(service: Service, version: int) -> None:
+    service.uploads[version] = Upload(BeginUpload(version=version, source=PathSource(path="/models/a")))
+
+
+def becomes_live_at_poll(number: int) -> Callable[[Upload], WeightStatus]:
+    polls = 0
+
+    def status(upload: Upload) -> WeightStatus:
+        nonlocal polls
+        polls += 1
+        return WeightStatus(version=upload.begin.version, state="live" if polls >= number else "committed")
+
+    return status
+
+
+async def test_wait_live_polls_until_the_version_is_live(service: Service, client: RolloutClient) -> None:
+    begun(service, 3)
+    service.status = becomes_live_at_poll(3)
+    assert (await client.wait_live(3)).state == "live"
+    assert service.calls("GET", "/v1/weights/3") == 3
+
+
+async def test_wait_live_says_which_replica_is_behind(service: Service, client: RolloutClient) -> None:
+    begun(service, 3)
+    behind = ReplicaStatus(replica_id="r7", version=2, state="stale", target=3, error="disk full")
+    service.status = lambda upload: WeightStatus(version=3, state="committed", replicas=(behind,))
+    with pytest.raises(CommitTimeout, match="r7: stale at version 2, loading 3, disk full") as caught:
+        await client.wait_live(3, timeout_s=0.2)
+    assert caught.value.detail["replicas"][0]["replica_id"] == "r7"
+
+
+async def test_wait_live_for_an_unknown_version_fails_at_once(service: Service, client: RolloutClient) -> None:
+    with pytest.raises(NotFound, match="no version 9"):
+        await client.wait_live(9)
+    assert service.calls("GET", "/v1/weights/9") == 1
+
+
+async def test_versions_are_listed(service: Service, client: RolloutClient) -> None:
+    begun(service, 3)
+    begun(service, 4)
+    assert [status.version for status in await client.weights()] == [3, 4]
+    assert (await client.weights(4)).version == 4
+
+
+async def test_a_staged_version_can_be_discarded(service: Service, client: RolloutClient) -> None:
+    begun(service, 3)
+    await client.discard(3)
+    with pytest.raises(NotFound):
+        await client.discard(3)
+
+
+async def test_a_control_read_is_tried_again(service: Service, client: RolloutClient) -> None:
+    service.answers["GET", "/v1/weights"] += [Overloaded("busy"), NotReady("starting")]
+    assert await client.weights() == []
+    assert service.calls("GET", "/v1/weights") == 3
+
+
+async def test_pause_and_resume_reach_the_service() -> None:
+    seen: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(f"{request.method} {request.url.raw_path.decode()}")
+        return httpx.Response(200, json={"is_paused": True})
+
+    async with RolloutClient("http://service", transport=httpx.MockTransport(answer)) as client:
+        await client.pause()
+        await client.pause("wait")
+        assert await client.is_paused()
+        await client.resume()
+    assert seen == ["POST /pause?mode=keep", "POST /pause?mode=wait", "GET /is_paused", "POST /resume"]
+
+
+async def test_a_pause_that_may_have_happened_is_not_repeated() -> None:
+    attempts = 0
+
+    def break_off(request: httpx.Request) -> httpx.Response:
+        nonlocal attempts
+        attempts += 1
+        raise httpx.ReadError("", request=request)
+
+    async with RolloutClient("http://service", transport=httpx.MockTransport(break_off)) as client:
+        with pytest.raises(httpx.ReadError):
+            await client.pause()
+    assert attempts == 1
+
+
+async def test_the_fleet_and_the_models_are_read(service: Service, client: RolloutClient) -> None:
+    replica = ReplicaStatus(replica_id="r1", version=3, state="ready", running=2)
+    fleet = Fleet(latest_version=3, paused=False, replicas=(replica,))
+    service.json_at("GET", "/v1/fleet", fleet.model_dump(mode="json"))
+    service.json_at("GET", "/v1/models", {"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+    assert await client.fleet() == fleet
+    assert await client.models() == ["tiny"]
+
+
+async def test_a_reply_of_another_service_is_an_error(service: Service, client: RolloutClient) -> None:
+    service.json_at("GET", "/v1/fleet", {"workers": []})
+    with pytest.raises(RolloutServiceError, match="does not understand"):
+        await client.fleet()
+
+
+@pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False), (502, False), (404, False)])
+async def test_health_is_one_attempt(service: Service, client: RolloutClient, status: int, healthy: bool) -> None:
+    service.json_at("GET", "/health", NotFound("x").to_wire() if status == 404 else {}, status)
+    assert await client.health() is healthy
+    assert service.calls("GET", "/health") == 1
+
+
+async def test_health_without_a_service_is_false() -> None:
+    async with RolloutClient("http://127.0.0.1:9") as client:
+        assert not await client.health()
+
+
+async def test_health_tells_a_wrong_token_from_ill_health(service: Service, client: RolloutClient) -> None:
+    service.token = "secret"
+    service.json_at("GET", "/health", {})
+    with pytest.raises(Unauthorized):
+        await client.health()
+
+
+async def test_control_calls_do_not_wait_for_generations(service: Service) -> None:
+    accepted = asyncio.Event()
+
+    async def hang(request: Request) -> Response:
+        accepted.set()
+        await until_disconnected(request)
+        return Response()
+
+    service.generate = hang
+    async with RolloutClient(service.url, max_connections=1) as client:
+        generation = asyncio.create_task(client.generate([1]))
+        await accepted.wait()
+        assert await client.weights() == []
+        generation.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await generation

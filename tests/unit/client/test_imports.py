@@ -1,0 +1,32 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import rollout_service.client
+
+ROOT = Path(rollout_service.__file__).parents[1]
+
+
+def test_the_client_is_imported_without_torch_vllm_and_ray() -> None:
+    code = "import sys, rollout_service.client; print(sorted({'torch', 'vllm', 'ray'} & sys.modules.keys()))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"
+
+
+def test_generating_needs_no_torch() -> None:
+    code = (
+        "import asyncio, sys, httpx\n"
+        "from rollout_service.client import RolloutClient\n"
+        "ok = httpx.MockTransport(lambda _: httpx.Response(200, json={'request_id': 'a', 'choices': [\n"
+        "    {'index': 0, 'token_ids': [1], 'logprobs': {'content': [{'token_id': 1, 'logprob': -1}]},\n"
+        "     'finish_reason': 'stop', 'weight_versions': [{'version': '0', 'start': 0, 'end': 1}]}],\n"
+        "    'replica_id': 'r'}))\n"
+        "print(asyncio.run(RolloutClient('http://a', transport=ok).generate([2])).completions[0].token_ids)\n"
+        "print('torch' in sys.modules)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout == "(1,)\nFalse\n"
+
+
+def test_what_is_public_is_named() -> None:
+    assert rollout_service.client.__all__ == ["RolloutClient", "SyncRolloutClient"]

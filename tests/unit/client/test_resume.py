@@ -1,0 +1,181 @@
+"""Pushes that do not work at the first go."""
+
+import asyncio
+import logging
+import socket
+
+import httpx
+import pytest
+import torch
+
+from rollout_service.client import RolloutClient
+from rollout_service.client._tensors import tensor_bytes
+from rollout_service.errors import CommitTimeout, EngineFailed, VersionConflict
+from tests.unit.client.service import Service, serving
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def tensors() -> Tensors:
+    """Ten parts of 1024 bytes."""
+    return {f"layer{i}": torch.full((512,), float(i)).bfloat16() for i in range(10)}
+
+
+def stream_of(tensors: Tensors) -> bytes:
+    return b"".join(bytes(tensor_bytes(tensor)) for tensor in tensors.values())
+
+
+async def fail_at_part(service: Service, client: RolloutClient, tensors: Tensors, part: int) -> None:
+    """Push version 5 one part after the other; the service breaks down at one of them."""
+    service.answers["PUT", f"/v1/weights/5/parts/{part}"].append(EngineFailed("out of disk"))
+    with pytest.raises(EngineFailed, match="out of disk"):
+        await client.push_weights(5, tensors, parallel_parts=1)
+    assert sorted(service.uploads[5].parts) == list(range(part))
+    service.log.clear()
+
+
+async def test_a_push_goes_on_where_the_last_one_failed(
+    service: Service, client: RolloutClient, tensors: Tensors
+) -> None:
+    await fail_at_part(service, client, tensors, 6)
+    steps: list[int] = []
+    await client.push_weights(5, tensors, progress=lambda sent, _: steps.append(sent))
+    assert sorted(service.parts_sent()) == [6, 7, 8, 9]
+    assert service.uploads[5].stream == stream_of(tensors)
+    assert (steps[0], steps[-1]) == (1024, 10 * 1024)
+
+
+async def test_a_push_of_other_bytes_does_not_go_on_with_the_old_ones(
+    service: Service, client: RolloutClient, tensors: Tensors
+) -> None:
+    await fail_at_part(service, client, tensors, 6)
+    tensors["layer2"] = tensors["layer2"] + 1
+    with pytest.raises(VersionConflict, match="part 2 of version 5 was uploaded with other bytes"):
+        await client.push_weights(5, tensors)
+    assert service.calls("POST", "/v1/weights/5/commit") == 0
+
+    await client.discard(5)
+    await client.push_weights(5, tensors)
+    assert service.uploads[5].stream == stream_of(tensors)
+
+
+async def test_parts_of_another_client_are_sent_again_so_that_the_service_compares_them(
+    service: Service, client: RolloutClient, tensors: Tensors
+) -> None:
+    await fail_at_part(service, client, tensors, 6)
+    async with RolloutClient(service.url) as restarted:
+        await restarted.push_weights(5, tensors)
+    assert sorted(service.parts_sent()) == list(range(10))
+
+    await fail_at_part_of_version_6(service, client, tensors)
+    tensors["layer0"] = tensors["layer0"] + 1
+    async with RolloutClient(service.url) as restarted:
+        with pytest.raises(VersionConflict, match="part 0 came with other bytes before"):
+            await restarted.push_weights(6, tensors)
+
+
+async def fail_at_part_of_version_6(service: Service, client: RolloutClient, tensors: Tensors) -> None:
+    service.answers["PUT", "/v1/weights/6/parts/1"].append(EngineFailed("out of disk"))
+    with pytest.raises(EngineFailed):
+        await client.push_weights(6, tensors, parallel_parts=1)
+
+
+async def test_a_service_that_lost_everything_is_sent_everything_again(
+    service: Service, client: RolloutClient, tensors: Tensors
+) -> None:
+    await fail_at_part(service, client, tensors, 6)
+    service.uploads.clear()
+    await client.push_weights(5, tensors)
+    assert sorted(service.parts_sent()) == list(range(10))
+
+
+async def test_a_version_pushed_twice_is_uploaded_once(
+    service: Service, client: RolloutClient, tensors: Tensors
+) -> None:
+    first = await client.push_weights(5, tensors)
+    service.log.clear()
+    assert await client.push_weights(5, tensors) == first
+    assert service.parts_sent() == []
+
+
+async def test_other_bytes_for_a_committed_version_are_a_conflict(
+    service: Service, client: RolloutClient, tensors: Tensors
+) -> None:
+    await client.push_weights(5, tensors)
+    tensors["layer9"] = tensors["layer9"] + 1
+    with pytest.raises(VersionConflict, match="part 9 of version 5"):
+        await client.push_weights(5, tensors)
+    assert service.parts_sent().count(9) == 1
+
+
+async def test_a_version_that_another_client_committed_is_left_alone_with_a_warning(
+    service: Service, client: RolloutClient, tensors: Tensors, caplog: pytest.LogCaptureFixture
+) -> None:
+    await client.push_weights(5, tensors)
+    service.log.clear()
+    async with RolloutClient(service.url) as other:
+        with caplog.at_level(logging.WARNING, "rollout_service.client"):
+            await other.push_weights(5, tensors)
+    assert service.parts_sent() == []
+    assert "version 5 is committed already, and not by this client" in caplog.text
+
+
+async def test_parts_go_to_the_address_that_the_service_announces(
+    service: Service, client: RolloutClient, tensors: Tensors
+) -> None:
+    async with serving(Service()) as direct:
+        direct.uploads = service.uploads
+        service.upload_url = f"{direct.url}/"
+        await client.push_weights(5, tensors)
+        assert sorted(direct.parts_sent()) == list(range(10))
+    assert service.parts_sent() == []
+    assert service.uploads[5].stream == stream_of(tensors)
+
+
+async def test_parts_take_the_long_way_if_that_address_takes_no_connection(
+    service: Service, tensors: Tensors, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        service.upload_url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    async with RolloutClient(service.url, retries=0) as client:
+        await client.push_weights(5, tensors, parallel_parts=1)
+        await client.push_weights(6, tensors, parallel_parts=1)
+    assert service.uploads[5].stream == service.uploads[6].stream == stream_of(tensors)
+    assert caplog.text.count("no connection to") == 1
+
+
+async def test_a_part_whose_connection_breaks_is_sent_again(tensors: Tensors) -> None:
+    service = Service()
+    broken: set[str] = set()
+
+    async def break_each_part_once(request: httpx.Request) -> httpx.Response:
+        body = await request.aread()
+        if request.method == "PUT" and request.url.path not in broken:
+            broken.add(request.url.path)
+            raise httpx.ReadError("connection reset", request=request)
+        again = httpx.Request(request.method, request.url, headers=request.headers, content=body)
+        return await httpx.ASGITransport(service.app).handle_async_request(again)
+
+    service.url = "http://service"
+    transport = httpx.MockTransport(break_each_part_once)
+    async with RolloutClient("http://service", transport=transport) as client:
+        await client.push_weights(5, tensors, parallel_parts=10)
+    assert service.uploads[5].stream == stream_of(tensors)
+    assert len(broken) == 10
+
+
+async def test_a_commit_that_is_never_answered_ends_in_a_commit_timeout(
+    service: Service, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_service.client._upload.COMMIT_GRACE_S", 0.1)
+    never = asyncio.Event()
+
+    async def silence(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/commit"):
+            await never.wait()
+        return await httpx.ASGITransport(service.app).handle_async_request(request)
+
+    async with RolloutClient("http://service", transport=httpx.MockTransport(silence)) as client:
+        with pytest.raises(CommitTimeout, match=r"has not answered the commit of version 5 within 0\.2 s"):
+            await client.push_path(5, "/models/a", timeout_s=0.1)

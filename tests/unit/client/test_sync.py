@@ -1,0 +1,150 @@
+import asyncio
+import inspect
+import signal
+import threading
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+import torch
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollout_service.client import RolloutClient, SyncRolloutClient
+from rollout_service.errors import NotFound
+from tests.unit.client.service import Service, serving_in_a_thread, until_disconnected
+
+ASYNC_ONLY = {"aclose"}
+
+
+def test_it_generates_and_pushes(threaded_service: Service) -> None:
+    with SyncRolloutClient(threaded_service.url) as client:
+        assert client.generate([1, 2], n=2).prompt_token_ids == (1, 2)
+        assert len(client.generate_batch([[1], [2]], max_tokens=4)) == 2
+        assert client.push_weights(1, {"w": torch.ones(4)}).version == 1
+        assert client.wait_live(1).state == "live"
+        assert [status.version for status in client.weights()] == [1]
+        assert client.weights(1).version == 1
+
+
+def test_errors_are_those_of_the_service(threaded_service: Service) -> None:
+    with SyncRolloutClient(threaded_service.url) as client, pytest.raises(NotFound, match="no version 8"):
+        client.weights(8)
+
+
+async def test_it_works_where_an_event_loop_is_running_already(threaded_service: Service) -> None:
+    assert asyncio.get_running_loop().is_running()
+    with SyncRolloutClient(threaded_service.url) as client:
+        assert client.generate([1]).prompt_token_ids == (1,)
+
+
+def test_ctrl_c_cancels_on_the_service() -> None:
+    service, gone = Service(), threading.Event()
+    main_thread = threading.main_thread().ident
+    assert main_thread == threading.get_ident()
+
+    async def interrupt(request: Request) -> Response:
+        await request.body()
+        signal.pthread_kill(main_thread, signal.SIGINT)
+        await until_disconnected(request)
+        gone.set()
+        return Response()
+
+    service.generate = interrupt
+    with serving_in_a_thread(service), SyncRolloutClient(service.url) as client:
+        with pytest.raises(KeyboardInterrupt):
+            client.generate([1])
+        assert gone.wait(30)
+        assert client.weights() == []
+
+
+def test_several_threads_may_share_it(threaded_service: Service) -> None:
+    arrived, both = threading.Semaphore(0), asyncio.Event()
+
+    async def wait_for_the_other(request: Request) -> Response:
+        body = await request.json()
+        arrived.release()
+        if body["token_ids"] == [2]:
+            both.set()
+        await both.wait()
+        return await threaded_service._generate(request)
+
+    threaded_service.generate = wait_for_the_other
+    results: list[tuple[int, ...]] = []
+    with SyncRolloutClient(threaded_service.url) as client:
+        first = threading.Thread(target=lambda: results.append(client.generate([1]).prompt_token_ids))
+        first.start()
+        arrived.acquire()
+        assert client.generate([2]).prompt_token_ids == (2,)
+        first.join()
+    assert results == [(1,)]
+
+
+def test_closing_cancels_a_call_of_another_thread() -> None:
+    service, accepted, gone = Service(), threading.Event(), threading.Event()
+
+    async def hang(request: Request) -> Response:
+        await request.body()
+        accepted.set()
+        await until_disconnected(request)
+        gone.set()
+        return Response()
+
+    service.generate = hang
+    outcome: list[str] = []
+
+    def call(client: SyncRolloutClient) -> None:
+        with pytest.raises(CancelledError):
+            client.generate([1])
+        outcome.append("cancelled")
+
+    with serving_in_a_thread(service):
+        client = SyncRolloutClient(service.url)
+        caller = threading.Thread(target=call, args=(client,))
+        caller.start()
+        assert accepted.wait(30)
+        client.close()
+        caller.join()
+        assert gone.wait(30)
+    assert outcome == ["cancelled"]
+
+
+def test_closing_twice_is_closing_once_and_ends_the_thread(threaded_service: Service) -> None:
+    before = threading.active_count()
+    client = SyncRolloutClient(threaded_service.url)
+    assert threading.active_count() == before + 1
+    client.close()
+    client.close()
+    assert threading.active_count() == before
+    with pytest.raises(RuntimeError, match="closed"):
+        client.weights()
+
+
+def test_a_progress_callback_may_not_call_its_client(threaded_service: Service) -> None:
+    with SyncRolloutClient(threaded_service.url) as client, pytest.raises(RuntimeError, match="wait for itself"):
+        client.push_weights(1, {"w": torch.ones(1)}, progress=lambda sent, total: client.health() and None)
+
+
+def test_a_wrong_address_starts_no_thread() -> None:
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="not the address"):
+        SyncRolloutClient("nowhere")
+    assert threading.active_count() == before
+
+
+def signature(function: Any) -> str:
+    """Parameters and defaults, whether or not their types are spelt as strings."""
+    return str(inspect.signature(function)).replace("'", "")
+
+
+def public_methods(kind: type) -> dict[str, Any]:
+    return {name: m for name, m in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
+
+
+def test_both_clients_have_the_same_methods_with_the_same_documentation() -> None:
+    asynchronous, blocking = public_methods(RolloutClient), public_methods(SyncRolloutClient)
+    assert asynchronous.keys() - ASYNC_ONLY == blocking.keys() - {"close"}
+    for name in asynchronous.keys() - ASYNC_ONLY:
+        assert signature(asynchronous[name]) == signature(blocking[name]), name
+        assert asynchronous[name].__doc__ == blocking[name].__doc__
+    assert signature(RolloutClient) == signature(SyncRolloutClient)

@@ -1,0 +1,67 @@
+import asyncio
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollout_service.client import RolloutClient
+from rollout_service.client._transport import ManyConnections
+from tests.unit.client.service import Service, until_disconnected
+
+
+async def test_a_connection_is_used_again(service: Service, client: RolloutClient) -> None:
+    for _ in range(3):
+        await client.generate([1])
+    assert len(set(service.client_ports)) == 1
+
+
+async def test_connections_are_opened_only_as_far_as_they_are_needed(service: Service, client: RolloutClient) -> None:
+    await client.generate_batch([[i] for i in range(9)], concurrency=3)
+    await client.generate_batch([[i] for i in range(9)], concurrency=2)
+    assert len(set(service.client_ports)) == 3
+
+
+async def test_a_cancelled_request_makes_room_for_the_next(service: Service) -> None:
+    accepted = asyncio.Event()
+
+    async def hang(request: Request) -> Response:
+        await request.body()
+        accepted.set()
+        await until_disconnected(request)
+        return Response()
+
+    answer, service.generate = service.generate, hang
+    async with RolloutClient(service.url, max_connections=1) as client:
+        generation = asyncio.create_task(client.generate([1]))
+        waiting = asyncio.create_task(client.generate([2]))
+        await accepted.wait()
+        service.generate = answer
+        generation.cancel()
+        assert (await waiting).prompt_token_ids == (2,)
+        assert generation.cancelled()
+
+
+async def test_a_refused_connection_makes_room_for_the_next(service: Service) -> None:
+    transport = ManyConnections(1)
+    async with httpx.AsyncClient(transport=transport) as client:
+        for _ in range(2):
+            with pytest.raises(httpx.ConnectError):
+                await client.get("http://127.0.0.1:9")
+        assert (await client.get(f"{service.url}/v1/weights")).status_code == 200
+
+
+async def test_a_connection_is_busy_until_its_reply_is_closed(service: Service) -> None:
+    transport = ManyConnections(1)
+    async with httpx.AsyncClient(transport=transport) as client:
+        async with client.stream("GET", f"{service.url}/v1/weights") as reply:
+            assert transport.num_idle == 0
+            await reply.aread()
+            await reply.aclose()
+            assert transport.num_idle == 1
+        assert transport.num_idle == 1
+
+
+def test_no_connections_at_all_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_connections=0"):
+        RolloutClient("http://service", max_connections=0)

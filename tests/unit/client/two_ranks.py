@@ -1,0 +1,50 @@
+"""Two ranks that push the same sharded weights. ``python -m tests.unit.client.two_ranks STORE URL`` is the second."""
+
+import asyncio
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from rollout_service.client import RolloutClient
+from rollout_service.errors import RolloutServiceError
+
+NUM_TENSORS = 6
+
+
+def whole_tensors() -> dict[str, torch.Tensor]:
+    """What both ranks hold a half of."""
+    generator = torch.Generator().manual_seed(0)
+    return {f"layer{i}": torch.randn(10, 64, generator=generator) for i in range(NUM_TENSORS)}
+
+
+def join(rank: int, store: str) -> dict[str, DTensor]:
+    """Meet the other rank and share the tensors out."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    mesh = init_device_mesh("cpu", (2,))
+    return {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole_tensors().items()}
+
+
+async def push_three_versions(rank: int, store: str, url: str) -> list[str]:
+    """How each push ended on this rank."""
+    outcomes = []
+    sharded = await asyncio.to_thread(join, rank, store)
+    async with RolloutClient(url) as client:
+        for version in (1, 2, 3):
+            try:
+                status = await client.push_weights(version, sharded, send=rank == 0)
+                outcomes.append("took part" if status is None else status.state)
+            except RolloutServiceError as error:
+                outcomes.append(error.message)
+    torch.distributed.destroy_process_group()
+    return outcomes
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.stdout.write(repr(asyncio.run(push_three_versions(1, sys.argv[1], sys.argv[2]))))

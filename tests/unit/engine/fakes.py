@@ -1,0 +1,117 @@
+"""An engine and an ingest in this process: what the follower talks to, with gates where a test wants to look."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rollout_service.errors import EngineFailed
+from rollout_service.types import PauseMode, ReplicaStatus
+from rollout_service.weights.fleet import Wish
+
+
+class Gate:
+    """Open unless closed; whoever passes a closed one waits, and ``reached`` tells that somebody does."""
+
+    def __init__(self) -> None:
+        self._open, self.reached = asyncio.Event(), asyncio.Event()
+        self._open.set()
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def passed(self) -> None:
+        self.reached.set()
+        await self._open.wait()
+
+
+class FakeEngine:
+    """Keeps the order of what is done to it, and loads nothing."""
+
+    def __init__(self) -> None:
+        self.broken: str | None = None
+        self.calls: list[str] = []
+        self.paused = False
+        self.fail_load: str | None = None
+        self.pausing, self.loading = Gate(), Gate()
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self.pausing.passed()
+        self.calls.append(f"pause {mode}")
+        self.paused = True
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+        self.paused = False
+
+    async def load(self, folder: Path, version: int) -> float:
+        assert self.paused and (folder / "manifest.json").is_file()
+        await self.loading.passed()
+        if self.fail_load is not None:
+            self.broken = self.fail_load
+            raise EngineFailed(self.fail_load)
+        self.calls.append(f"load {version}")
+        return 0.5
+
+
+class RemoteMethod:
+    """``method.remote(...)`` as on a Serve handle."""
+
+    def __init__(self, method: Callable[..., Awaitable[Any]]) -> None:
+        self.remote = method
+
+
+class FakeIngest:
+    """Answers long polls as the ingest does, and keeps every report."""
+
+    POLL_S = 0.02
+
+    def __init__(self, wish: Wish) -> None:
+        self._wish = wish
+        self.seen: Wish | None = None
+        """What the replica has heard last."""
+        self._changed = asyncio.Condition()
+        self.away: Exception | None = None
+        """Raised by every call while it is set."""
+        self.reports: list[ReplicaStatus] = []
+        self.sync, self.report = RemoteMethod(self._sync), RemoteMethod(self._report)
+
+    async def wish(self, **changes: object) -> None:
+        """Change what replicas should be like, and wake them."""
+        self._wish = self._wish.model_copy(update=changes)
+        await self._notify()
+
+    async def reported(self, reached: Callable[[ReplicaStatus], bool]) -> ReplicaStatus:
+        """The first report, from the last one on, that is as asked."""
+        async with asyncio.timeout(30), self._changed:
+            await self._changed.wait_for(lambda: bool(self.reports) and reached(self.reports[-1]))
+            return self.reports[-1]
+
+    async def _sync(self, status: ReplicaStatus, seen: Wish | None) -> Wish:
+        self.seen = seen
+        await self._report(status)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.POLL_S), self._changed:
+                await self._changed.wait_for(lambda: self.away is not None or self._wish != seen)
+        if self.away is not None:
+            raise self.away
+        return self._wish
+
+    async def _report(self, status: ReplicaStatus) -> None:
+        if self.away is not None:
+            raise self.away
+        self.reports.append(status)
+        await self._notify()
+
+    async def leave(self, error: Exception) -> None:
+        """Fail every call, those that wait included."""
+        self.away = error
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,36 @@
+"""What the gateway's functions stand on, with an engine in this process."""
+
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from rollout_service.gateway.services import Services
+from rollout_service.tiny_model import character_tokenizer
+from rollout_service.web.auth import Authorizer
+from tests.unit.gateway.fakes import EchoEngine
+
+
+@pytest.fixture
+def engine() -> EchoEngine:
+    return EchoEngine()
+
+
+@pytest.fixture
+def services(engine: EchoEngine) -> Services:
+    tokenizer = character_tokenizer()
+    return Services(
+        name="tiny",
+        vocab_size=len(tokenizer),
+        max_model_len=64,
+        tokenizer=tokenizer,
+        engine=engine,
+        ingest=None,
+        authorizer=Authorizer(None),
+        http=httpx.AsyncClient(),
+    )
+
+
+@pytest.fixture
+def no_tokenizer(services: Services) -> Services:
+    return replace(services, tokenizer=None)

@@ -1,0 +1,46 @@
+"""An engine in this process, behind the face of a Serve handle."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout_service.sampling import GenerateCall
+from rollout_service.types import Completion, Rollout, Span
+
+
+@dataclass
+class RemoteMethod:
+    """``method.remote(...)`` as on a Serve handle."""
+
+    remote: Callable[..., Awaitable[Any]]
+
+
+@dataclass
+class EchoEngine:
+    """Completes a prompt with its own reverse, ``n`` times."""
+
+    calls: list[GenerateCall] = field(default_factory=list)
+
+    @property
+    def generate(self) -> RemoteMethod:
+        return RemoteMethod(self._generate)
+
+    async def _generate(self, call: GenerateCall) -> Rollout:
+        self.calls.append(call)
+        tokens = call.prompt_token_ids[::-1]
+        completions = tuple(
+            Completion(
+                index=index,
+                token_ids=tokens,
+                logprobs=tuple(-0.5 * (i + 1) for i in range(len(tokens))),
+                finish_reason="length",
+                spans=(Span(version=7, start=0, end=len(tokens)),),
+            )
+            for index in range(call.sampling.n)
+        )
+        return Rollout(
+            request_id=call.request_id,
+            prompt_token_ids=call.prompt_token_ids,
+            completions=completions,
+            replica_id="r1",
+        )

@@ -1,0 +1,125 @@
+"""The request and the reply of ``/inference/v1/generate``, and the sampling parameters of every surface."""
+
+import math
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rollout_service.gateway.generate import GenerateRequest, generate, spans, usage
+from rollout_service.gateway.services import Services
+from rollout_service.sampling import Sampling
+from rollout_service.types import Completion, Rollout, Span
+
+SPLIT = Completion(
+    index=0,
+    token_ids=(9, 8, 7),
+    logprobs=(-0.1, -0.2, -0.3),
+    finish_reason="stop",
+    spans=(Span(version=3, start=0, end=1), Span(version=5, start=1, end=3)),
+)
+
+REFUSED_SAMPLING: dict[str, Any] = {
+    "n": [0, -1, 4097, 1.5, None],
+    "max_tokens": [0, -1],
+    "min_tokens": [-1],
+    "temperature": [-0.1, 100.1, math.nan, math.inf, None],
+    "top_p": [0, 1.1, math.nan],
+    "top_k": [-2],
+    "min_p": [-0.1, 1.1],
+    "repetition_penalty": [0, math.inf],
+    "presence_penalty": [-2.1, 2.1],
+    "frequency_penalty": [-2.1, 2.1],
+    "seed": [2**63, -(2**63) - 1],
+    "logprobs": [1, -1, 5],
+    "stop": [[1]],
+    "stop_token_ids": [["x"]],
+    "beams": [1],
+    "best_of": [2],
+    "allowed_token_ids": [[1]],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in REFUSED_SAMPLING.items() for v in values])
+def test_sampling_parameters_out_of_range_or_not_implemented_are_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ValidationError, match=name):
+        Sampling.model_validate({name: value})
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"n": 4096}, {"temperature": 0}, {"top_k": -1}, {"seed": -5}, {"logprobs": None}, {"stop": ["a", "b"]}],
+)
+def test_sampling_parameters_in_range_are_taken(sampling: dict[str, Any]) -> None:
+    taken = Sampling.model_validate(sampling)
+    for name, value in sampling.items():
+        got = getattr(taken, name)
+        assert (list(got) if isinstance(got, tuple) else got) == value
+
+
+def test_by_default_one_completion_is_sampled_from_the_plain_distribution() -> None:
+    sampling = Sampling()
+    assert (sampling.n, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1, 1.0, 1.0, 0, 0.0)
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("body", [{}, {"token_ids": [1], "prompt": "1"}, {"sampling_params": {"n": 2}}])
+def test_a_prompt_is_given_either_as_ids_or_as_text(body: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="give either token_ids or prompt"):
+        GenerateRequest.model_validate(body)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stream", True),
+        ("priority", 1),
+        ("output_mode", "logits"),
+        ("request_id", ""),
+        ("request_id", "x" * 257),
+        ("min_weight_version", -1),
+        ("cache_salt", "x"),
+        ("token_ids", ["x"]),
+        ("token_ids", [[1]]),
+        ("token_ids", 5),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ValidationError, match=field):
+        GenerateRequest.model_validate({"token_ids": [1], field: value})
+
+
+def test_a_split_completion_names_both_versions_as_vllm_does() -> None:
+    assert spans(SPLIT) == [{"version": "3", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 3}]
+
+
+def test_usage_counts_prompts_once_and_every_completion() -> None:
+    rollout = Rollout(request_id="a", prompt_token_ids=(1, 2), completions=(SPLIT, SPLIT), replica_id="r1")
+    assert usage([rollout, rollout]) == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
+
+
+async def test_a_reply_carries_ids_logprobs_spans_and_the_replica(services: Services) -> None:
+    reply = await generate(GenerateRequest(token_ids=(5, 6), request_id="mine"), services)
+    assert (reply["request_id"], reply["model"], reply["replica_id"]) == ("mine", "tiny", "r1")
+    assert reply["choices"] == [
+        {
+            "index": 0,
+            "token_ids": (6, 5),
+            "logprobs": {"content": [{"token_id": 6, "logprob": -0.5}, {"token_id": 5, "logprob": -1.0}]},
+            "finish_reason": "length",
+            "stop_reason": None,
+            "weight_versions": [{"version": "7", "start": 0, "end": 2}],
+        }
+    ]
+    assert "prompt_token_ids" not in reply
+
+
+async def test_a_prompt_as_text_comes_back_as_the_ids_it_became(services: Services) -> None:
+    reply = await generate(GenerateRequest(prompt="ab", output_mode="text"), services)
+    assert len(reply["prompt_token_ids"]) == 2
+    assert reply["choices"][0]["text"] == "ba"
+
+
+async def test_the_prompts_ids_are_repeated_when_asked_for(services: Services) -> None:
+    reply = await generate(GenerateRequest(token_ids=(5, 6), return_token_ids=True), services)
+    assert reply["prompt_token_ids"] == (5, 6)

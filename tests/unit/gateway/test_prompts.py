@@ -1,0 +1,123 @@
+"""From what a request says to what an engine can do, or a clear no."""
+
+import pytest
+
+from rollout_service.errors import InvalidRequest, NotFound
+from rollout_service.gateway.prompts import check_model, check_prompt, detokenize, roll_out, tokenize
+from rollout_service.gateway.services import Services
+from rollout_service.sampling import Sampling
+from tests.unit.gateway.fakes import EchoEngine
+
+CONTEXT = 64
+
+
+def test_the_served_model_may_be_named_or_not(services: Services) -> None:
+    check_model("tiny", services)
+    check_model(None, services)
+
+
+def test_another_model_is_not_found_and_the_served_one_is_named(services: Services) -> None:
+    with pytest.raises(NotFound, match="'gpt' is not served here; 'tiny' is") as refused:
+        check_model("gpt", services)
+    assert refused.value.detail == {"served": "tiny"}
+
+
+def test_text_becomes_ids_and_text_again(services: Services) -> None:
+    ids = tokenize("12+34=", services)
+    assert len(ids) == 6 and all(isinstance(token, int) for token in ids)
+    assert detokenize(ids, services) == "12+34="
+
+
+def test_special_tokens_are_left_out_of_text_unless_asked_for(services: Services) -> None:
+    assert services.tokenizer is not None
+    ids = [*tokenize("ab", services), services.tokenizer.eos_token_id]
+    assert detokenize(ids, services) == "ab"
+    assert detokenize(ids, services, skip_special_tokens=False) == "ab<eos>"
+
+
+def test_text_without_a_tokenizer_is_refused_with_what_to_send_instead(no_tokenizer: Services) -> None:
+    with pytest.raises(InvalidRequest, match="tiny has no tokenizer: send token ids"):
+        tokenize("ab", no_tokenizer)
+    assert detokenize([5], no_tokenizer) is None
+
+
+def test_a_stop_string_without_a_tokenizer_is_refused(no_tokenizer: Services) -> None:
+    check_prompt((5,), Sampling(stop_token_ids=(3,)), no_tokenizer)
+    with pytest.raises(InvalidRequest, match="use stop_token_ids instead of stop"):
+        check_prompt((5,), Sampling(stop=("x",)), no_tokenizer)
+
+
+def test_an_empty_prompt_is_refused(services: Services) -> None:
+    with pytest.raises(InvalidRequest, match="prompt is empty"):
+        check_prompt((), Sampling(), services)
+
+
+@pytest.mark.parametrize("token", [-1, 128, 10**12])
+def test_the_first_id_outside_the_vocabulary_is_named_with_its_position(services: Services, token: int) -> None:
+    with pytest.raises(InvalidRequest, match=rf"token id {token} at position 2 .* \[0, 128\)") as refused:
+        check_prompt((0, 127, token, -5), Sampling(), services)
+    assert refused.value.detail == {"position": 2, "token_id": token, "vocab_size": 128}
+
+
+def test_stop_ids_outside_the_vocabulary_are_all_named(services: Services) -> None:
+    with pytest.raises(InvalidRequest, match=r"stop_token_ids \[-1, 128\] are outside the vocabulary \[0, 128\)"):
+        check_prompt((5,), Sampling(stop_token_ids=(-1, 3, 128)), services)
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "max_tokens", "fits"),
+    [
+        (CONTEXT - 1, None, True),
+        (CONTEXT, None, False),
+        (CONTEXT - 1, 1, True),
+        (CONTEXT - 1, 2, False),
+        (1, CONTEXT - 1, True),
+        (1, CONTEXT, False),
+    ],
+)
+def test_prompt_and_completion_must_fit_the_context(
+    services: Services, prompt_tokens: int, max_tokens: int | None, fits: bool
+) -> None:
+    prompt, sampling = (5,) * prompt_tokens, Sampling(max_tokens=max_tokens)
+    if fits:
+        check_prompt(prompt, sampling, services)
+        return
+    with pytest.raises(InvalidRequest, match=f"the prompt has {prompt_tokens} tokens.*context of {CONTEXT}") as refused:
+        check_prompt(prompt, sampling, services)
+    detail = {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens, "max_model_len": CONTEXT}
+    assert refused.value.detail == detail
+
+
+def test_a_minimum_above_the_maximum_is_refused(services: Services) -> None:
+    check_prompt((5,), Sampling(min_tokens=3, max_tokens=3), services)
+    with pytest.raises(InvalidRequest, match="min_tokens=4 is above max_tokens=3"):
+        check_prompt((5,), Sampling(min_tokens=4, max_tokens=3), services)
+
+
+async def test_without_max_tokens_a_completion_may_fill_the_context(services: Services, engine: EchoEngine) -> None:
+    await roll_out((5, 6), Sampling(), services)
+    assert engine.calls[0].sampling.max_tokens == CONTEXT - 2
+
+
+async def test_a_rollout_hands_on_what_was_asked(services: Services, engine: EchoEngine) -> None:
+    sampling = Sampling(n=2, max_tokens=4, temperature=0.5)
+    rollout = await roll_out((5, 6), sampling, services, request_id="mine", min_weight_version=3)
+    call = engine.calls[0]
+    assert (call.request_id, call.prompt_token_ids, call.sampling, call.min_weight_version) == (
+        "mine",
+        (5, 6),
+        sampling,
+        3,
+    )
+    assert rollout.request_id == "mine" and len(rollout.completions) == 2
+
+
+async def test_rollouts_without_an_id_get_one_each(services: Services, engine: EchoEngine) -> None:
+    first, second = [await roll_out((5,), Sampling(), services) for _ in range(2)]
+    assert first.request_id != second.request_id
+
+
+async def test_what_is_refused_never_reaches_an_engine(services: Services, engine: EchoEngine) -> None:
+    with pytest.raises(InvalidRequest):
+        await roll_out((), Sampling(), services)
+    assert engine.calls == []

@@ -1,0 +1,202 @@
+"""The torch reference is the specification: here it is held against the formula computed a second way."""
+
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_service.errors import QuantizationError
+from rollout_service.quant.blockwise import BLOCK, dequantize_blockwise, quantize_blockwise, scale_shape
+from tests.unit.quant import e4m3
+
+FP32_SLACK = 1 + 2.0**-20
+"""Scale, quotient and product are each rounded to fp32 (2^-24 relative, three times); this leaves room for them."""
+NORMAL_ERROR = 2.0**-4
+"""Of |w|: 3 mantissa bits put neighbouring codes 2^-3 apart relative to the lower one, and rounding is off by half."""
+SUBNORMAL_ERROR = 2.0**-10
+"""Of the scale: below 2^-6 the codes are 2^-9 apart, and rounding is off by half."""
+BLOCK_ERROR = 16 / 448
+"""Of the block's amax: the coarsest codes (256 to 448) are 32 apart."""
+
+DIMS = st.sampled_from([0, 1, 2, 127, 128, 129, 256]) | st.integers(0, 300)
+BF16_MAX = 0x7F7F
+
+
+def bf16_from_bits(bits: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(bits.astype(np.int16)).view(torch.bfloat16)
+
+
+def pattern(kind: str, shape: tuple[int, int], rng: np.random.Generator) -> torch.Tensor:
+    """FP32 values that are finite in BF16."""
+    normal = torch.from_numpy(rng.standard_normal(shape).astype(np.float32))
+    if kind == "zeros":
+        return torch.zeros(shape) * normal.sign()  # of both signs
+    if kind == "subnormals":
+        return normal * 1e-39
+    if kind == "below the floor":
+        return normal * 1e-13
+    if kind == "every exponent":
+        magnitude = rng.integers(0, BF16_MAX + 1, shape)
+        return bf16_from_bits(magnitude | (rng.integers(0, 2, shape) << 15)).float()
+    if kind == "extremes":
+        return torch.from_numpy(rng.choice(np.float32([3.38e38, -3.38e38, 1e-45, -1e-38, 0, 1]), shape))
+    if kind == "one outlier a row":
+        normal[:, :1] *= 1e6
+    return normal
+
+
+KINDS = ["normal", "zeros", "subnormals", "below the floor", "every exponent", "extremes", "one outlier a row"]
+
+
+@st.composite
+def weights(draw: st.DrawFn) -> torch.Tensor:
+    shape = draw(st.tuples(DIMS, DIMS))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    weight = pattern(draw(st.sampled_from(KINDS)), shape, rng)
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    return weight.clamp(-65504, 65504).half() if dtype == torch.float16 else weight.to(dtype)
+
+
+def assert_as_specified(weight: torch.Tensor) -> None:
+    codes, scales = quantize_blockwise(weight)
+    expected_codes, expected_scales = e4m3.quantize(weight.float().numpy())
+    assert codes.dtype == torch.float8_e4m3fn and codes.shape == weight.shape and codes.is_contiguous()
+    assert scales.dtype == torch.float32 and tuple(scales.shape) == scale_shape(tuple(weight.shape))
+    np.testing.assert_array_equal(scales.numpy(), expected_scales)
+    np.testing.assert_array_equal(codes.view(torch.uint8).numpy(), expected_codes)
+
+
+def test_torch_reads_every_one_of_the_256_codes_as_the_format_says() -> None:
+    read = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist()
+    for code, value in enumerate(read):
+        expected = e4m3.value_of(code)
+        assert (expected is None and value != value) or Fraction(value) == expected, code
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.floats(0, 448, width=32))
+def test_the_fast_encoder_of_these_tests_agrees_with_exact_fractions(x: float) -> None:
+    assert e4m3.encode(np.float32([x, -x])).tolist() == [
+        (code := e4m3.nearest_code(Fraction(x))),
+        code | e4m3.SIGN,
+    ]
+
+
+def test_every_code_value_comes_back_as_its_own_code() -> None:
+    weight = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    finite = weight[~weight.isnan()].view(2, 127)
+    codes, scales = quantize_blockwise(finite)
+    assert scales.tolist() == [[1.0]]
+    assert codes.view(torch.uint8).flatten().tolist() == [c for c in range(256) if c & 0x7F != e4m3.NAN_CODE]
+
+
+def test_a_value_halfway_between_two_codes_goes_to_the_even_one() -> None:
+    halves = [(low + high) / 2 for low, high in pairwise(e4m3.POSITIVE)]
+    weight = torch.tensor([[448.0, *map(float, halves)]])
+    codes, scales = quantize_blockwise(weight)
+    assert scales.item() == 1.0
+    got = codes.view(torch.uint8)[0, 1:].tolist()
+    assert got == [e4m3.nearest_code(half) for half in halves]
+    assert all(code % 2 == 0 for code in got)
+
+
+@settings(deadline=None, max_examples=150)
+@given(weights())
+def test_codes_and_scales_are_bit_for_bit_what_the_formula_gives(weight: torch.Tensor) -> None:
+    assert_as_specified(weight)
+
+
+@settings(deadline=None, max_examples=60)
+@given(weights())
+def test_the_round_trip_is_off_by_no_more_than_half_the_distance_between_codes(weight: torch.Tensor) -> None:
+    codes, scales = quantize_blockwise(weight)
+    exact = weight.to(torch.bfloat16).double()
+    error = (dequantize_blockwise(codes, scales).double() - exact).abs()
+    per_weight = (
+        scales.double().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: exact.shape[0], : exact.shape[1]]
+    )
+    bound = torch.maximum(NORMAL_ERROR * exact.abs(), SUBNORMAL_ERROR * per_weight)
+    assert bool((error <= bound * FP32_SLACK).all())
+    assert bool((error <= BLOCK_ERROR * 448 * per_weight * FP32_SLACK).all())
+
+
+@settings(deadline=None, max_examples=60)
+@given(weights())
+def test_dequantizing_multiplies_each_code_by_the_scale_of_its_block(weight: torch.Tensor) -> None:
+    codes, scales = quantize_blockwise(weight)
+    got = dequantize_blockwise(codes, scales)
+    assert got.dtype == torch.float32 and got.shape == weight.shape
+    np.testing.assert_array_equal(got.numpy(), e4m3.dequantize(codes.view(torch.uint8).numpy(), scales.numpy()))
+
+
+def test_ragged_edges_take_their_statistics_from_the_weights_that_are_there() -> None:
+    weight = torch.zeros(130, 129)
+    weight[128:, 128:] = torch.tensor([[7.0], [-14.0]])
+    codes, scales = quantize_blockwise(weight)
+    assert scales[1, 1].item() == 14 / 448
+    assert codes[128:, 128:].float().tolist() == [[224.0], [-448.0]]
+
+
+def test_a_block_of_zeros_has_the_smallest_scale_and_codes_of_zero() -> None:
+    codes, scales = quantize_blockwise(torch.zeros(128, 256))
+    assert scales.tolist() == [[np.float32(1e-12) / np.float32(448)] * 2]
+    assert not codes.float().any()
+
+
+def test_statistics_are_those_of_the_bf16_value_and_not_of_the_fp32_one() -> None:
+    weight = torch.full((1, 1), 1 + 2.0**-9)  # BF16 rounds it to 1
+    codes, scales = quantize_blockwise(weight)
+    assert scales.item() == np.float32(1) / np.float32(448)
+    assert codes.float().item() == 448
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda base: base.T,
+        lambda base: base[::2, 1::3],
+        lambda base: base[5:205, 7:],
+        lambda base: base[:1].expand(200, -1),
+    ],
+    ids=["transposed", "strided", "cut out", "expanded"],
+)
+def test_a_view_is_quantized_as_its_copy_would_be(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    base = torch.randn(300, 270, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    weight = view(base)
+    assert not weight.is_contiguous()
+    assert_as_specified(weight)
+
+
+def test_the_input_is_left_as_it_was() -> None:
+    weight = torch.randn(130, 5)
+    before = weight.clone()
+    quantize_blockwise(weight)
+    assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_not_finite_is_refused_by_name_and_first_index(bad: float, dtype: torch.dtype) -> None:
+    weight = torch.zeros(200, 150, dtype=dtype)
+    weight[131, 140] = weight[150, 0] = bad
+    with pytest.raises(QuantizationError, match=r"layers\.0\.up\[131, 140\] is -?(nan|inf)") as refused:
+        quantize_blockwise(weight, "layers.0.up")
+    assert refused.value.detail == {"tensor": "layers.0.up", "index": [131, 140], "count": 2}
+
+
+def test_a_finite_fp32_value_that_bf16_cannot_hold_is_refused() -> None:
+    largest_bf16, too_large = 3.3895313892515355e38, 3.4e38
+    assert quantize_blockwise(torch.full((1, 1), largest_bf16))[0].float().item() == 448
+    with pytest.raises(QuantizationError, match=r"w\[0, 1\] is 3\.39.*e\+38 \(in BF16: inf\)"):
+        quantize_blockwise(torch.tensor([[1.0, too_large]]), "w")
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4)])
+def test_what_is_no_matrix_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(QuantizationError, match=f"bias has {len(shape)} dimensions"):
+        quantize_blockwise(torch.zeros(shape), "bias")

@@ -1,0 +1,187 @@
+"""The ``rollout-service`` command, against files and a listening socket."""
+
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+import rollout_service
+from rollout_service.cli import app
+from rollout_service.config import ServiceConfig
+from rollout_service.types import Fleet, ReplicaStatus, UpdateTimings
+
+FLEET = Fleet(
+    latest_version=8,
+    paused=False,
+    replicas=(
+        ReplicaStatus(
+            replica_id="engine#one",
+            version=8,
+            state="ready",
+            running=5,
+            update=UpdateTimings(stage_s=1.0, closed_s=0.25, load_s=0.125),
+        ),
+        ReplicaStatus(replica_id="engine#two", version=7, state="syncing", target=8, paused=True),
+        ReplicaStatus(replica_id="engine#three", version=None, state="failed", error="[boom] no memory"),
+    ),
+)
+TOKEN = "a-token"
+
+
+class FleetHandler(BaseHTTPRequestHandler):
+    """Answers ``GET /v1/fleet`` to those who have the token."""
+
+    def do_GET(self) -> None:
+        if self.headers["Authorization"] != f"Bearer {TOKEN}":
+            self.answer(
+                401, b'{"error": {"type": "Unauthorized", "message": "the bearer token is wrong", "detail": {}}}'
+            )
+        elif self.path != "/v1/fleet":
+            self.answer(404, b"")
+        else:
+            self.answer(200, FLEET.model_dump_json().encode())
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing into the tests' output."""
+
+
+@pytest.fixture
+def service_url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), FleetHandler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    file = tmp_path / "token"
+    file.write_text(TOKEN + "\n")
+    return file
+
+
+@pytest.fixture
+def serve_config(tmp_path: Path) -> Callable[[Any], Path]:
+    """Writes a Serve config with one application, whose args are given."""
+
+    def write(args: Any) -> Path:
+        path = tmp_path / "service.yaml"
+        application = {"name": "rollout", "import_path": "rollout_service.app:build", "args": args}
+        path.write_text(yaml.safe_dump({"applications": [application]}))
+        return path
+
+    return write
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, [str(argument) for argument in arguments])
+
+
+def test_version_is_the_package_s() -> None:
+    assert run("version").output == f"{rollout_service.__version__}\n"
+
+
+def test_help_names_every_command() -> None:
+    output = run("--help").output
+    assert all(command in output for command in ("version", "config", "fleet"))
+
+
+def test_config_prints_what_the_service_will_use(serve_config: Callable[[Any], Path]) -> None:
+    result = run("config", serve_config({"scaling": {"max_replicas": 3}}))
+    assert result.exit_code == 0
+    printed = ServiceConfig.model_validate(yaml.safe_load(result.stdout))
+    assert printed == ServiceConfig.model_validate({"scaling": {"max_replicas": 3}}).resolved()
+
+
+def test_config_does_not_print_the_token(serve_config: Callable[[Any], Path]) -> None:
+    assert "s3cret" not in run("config", serve_config({"auth": {"token": "s3cret"}})).output
+
+
+def test_config_names_everything_that_is_wrong_at_once(serve_config: Callable[[Any], Path]) -> None:
+    result = run(
+        "config",
+        serve_config(
+            {
+                "modle": {},
+                "weights": {"rot": "out"},
+                "engine": {"max_model_len": 0},
+                "scaling": {"min_replicas": 3, "max_replicas": 2},
+                "auth": {"token": 12345},
+            }
+        ),
+    )
+    assert result.exit_code == 1 and result.stdout == ""
+    assert "modle: unknown field; there are model, quant, engine, scaling, weights, auth" in result.stderr
+    assert "weights.rot: unknown field; there are root, " in result.stderr
+    assert "engine.max_model_len: Input should be greater than 1, not 0" in result.stderr
+    assert "scaling: max_replicas=2 is below min_replicas=3" in result.stderr
+    assert "auth.token: " in result.stderr and "12345" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "is not YAML"),
+        ("just text", "it has no list `applications`"),
+        ("applications: 3", "it has no list `applications`"),
+        ("applications: []", "0 applications with `import_path: rollout_service.app:build`"),
+        ("applications: [{import_path: other:build}]", "0 applications"),
+        ("applications: [{import_path: 'rollout_service.app:build', args: [1]}]", "must be a mapping"),
+    ],
+)
+def test_config_says_why_a_file_is_not_a_deployment(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "service.yaml"
+    path.write_text(text)
+    result = run("config", path)
+    assert result.exit_code == 1
+    assert str(path) in result.stderr and message in result.stderr
+
+
+def test_config_says_which_file_it_cannot_read(tmp_path: Path) -> None:
+    result = run("config", tmp_path / "missing.yaml")
+    assert result.exit_code == 1 and "missing.yaml" in result.stderr
+
+
+def test_fleet_shows_every_replica(service_url: str, token_file: Path) -> None:
+    result = run("fleet", "--url", service_url, "--token-file", token_file)
+    assert result.exit_code == 0, result.stderr
+    assert "3 replicas; newest version 8" in result.output
+    rows = {line.split()[1]: line for line in result.output.splitlines() if "engine#" in line}
+    assert "0.25" in rows["engine#one"] and "0.12" in rows["engine#one"] and " 5 " in rows["engine#one"]
+    assert "syncing, paused" in rows["engine#two"] and "7 → 8" in rows["engine#two"]
+    assert "failed" in rows["engine#three"] and "[boom] no memory" in rows["engine#three"]
+
+
+def test_fleet_without_a_token_says_what_the_service_said(service_url: str) -> None:
+    result = run("fleet", "--url", service_url)
+    assert result.exit_code == 1 and "the bearer token is wrong" in result.stderr
+
+
+def test_fleet_names_the_address_where_nothing_listens(service_url: str) -> None:
+    free = service_url.rpartition(":")[0] + ":1"
+    result = run("fleet", "--url", free)
+    assert result.exit_code == 1 and free in result.stderr
+
+
+@pytest.mark.parametrize("content", [None, "", "\n"])
+def test_fleet_says_which_token_file_is_of_no_use(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_text(content)
+    result = run("fleet", "--token-file", file)
+    assert result.exit_code == 1 and str(file) in result.stderr

@@ -1,0 +1,170 @@
+"""The configuration refuses what it does not know, and says what to write instead."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from rollout_service.config import AuthConfig, Config, ServiceConfig
+
+SECTIONS = [name for name, field in ServiceConfig.model_fields.items()]
+
+
+def message_of(args: dict[str, Any]) -> str:
+    with pytest.raises(ValidationError) as refused:
+        ServiceConfig.model_validate(args)
+    return str(refused.value)
+
+
+def section_class(name: str) -> type[Config]:
+    kind = ServiceConfig.model_fields[name].annotation
+    assert isinstance(kind, type) and issubclass(kind, Config)
+    return kind
+
+
+def test_nothing_needs_to_be_given() -> None:
+    config = ServiceConfig.model_validate({})
+    assert config == ServiceConfig()
+    assert config.weights.upload_host == "127.0.0.1"
+
+
+def test_an_unknown_section_is_refused_by_name() -> None:
+    assert "modle" in message_of({"modle": {}})
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_an_unknown_field_is_refused_by_name(section: str) -> None:
+    message = message_of({section: {"mispelt": 1}})
+    assert f"{section}.mispelt" in message and "not permitted" in message
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_configuration_cannot_be_changed(section: str) -> None:
+    part = getattr(ServiceConfig(), section)
+    field = next(iter(section_class(section).model_fields))
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(part, field, getattr(part, field))
+
+
+@pytest.mark.parametrize(
+    ("args", "where"),
+    [
+        ({"engine": {"max_model_len": 1}}, "engine.max_model_len"),
+        ({"engine": {"admission_limit": 0}}, "engine.admission_limit"),
+        ({"engine": {"gpu_memory_utilization": 1.5}}, "engine.gpu_memory_utilization"),
+        ({"engine": {"kv_cache_dtype": "int8"}}, "engine.kv_cache_dtype"),
+        ({"quant": {"weights": "int4"}}, "quant.weights"),
+        ({"scaling": {"min_replicas": 0}}, "scaling.min_replicas"),
+        ({"weights": {"part_bytes": 1}}, "weights.part_bytes"),
+        ({"weights": {"keep_versions": 0}}, "weights.keep_versions"),
+        ({"model": {"create": "llama"}}, "model.create"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_field(args: dict[str, Any], where: str) -> None:
+    assert where in message_of(args)
+
+
+def test_fewer_replicas_at_most_than_at_least_names_both() -> None:
+    message = message_of({"scaling": {"min_replicas": 4, "max_replicas": 2}})
+    assert "max_replicas=2" in message and "min_replicas=4" in message
+
+
+def test_a_fixed_fleet_is_allowed() -> None:
+    assert ServiceConfig.model_validate({"scaling": {"min_replicas": 4, "max_replicas": 4}}).scaling.max_replicas == 4
+
+
+def test_declaring_replicas_dead_before_they_can_report_names_both_times() -> None:
+    message = message_of({"weights": {"poll_s": 10, "dead_after_s": 20}})
+    assert "dead_after_s=20" in message and "poll_s=10" in message
+
+
+def test_a_token_in_two_places_is_refused() -> None:
+    message = message_of({"auth": {"token": "secret", "token_file": "token"}})
+    assert "auth.token" in message and "auth.token_file" in message and "secret" not in message
+
+
+def test_uploads_from_other_machines_need_a_token() -> None:
+    message = message_of({"weights": {"upload_host": "0.0.0.0"}})
+    assert "weights.upload_host=0.0.0.0" in message and "auth.token_file" in message
+
+
+@pytest.mark.parametrize("auth", [{"token": "secret"}, {"token_file": "token"}])
+def test_uploads_from_other_machines_are_fine_with_a_token(auth: dict[str, str]) -> None:
+    args = {"weights": {"upload_host": "0.0.0.0"}, "auth": auth}
+    assert ServiceConfig.model_validate(args).weights.upload_host == "0.0.0.0"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_uploads_from_this_machine_need_none(host: str) -> None:
+    assert ServiceConfig.model_validate({"weights": {"upload_host": host}}).auth.secret() is None
+
+
+def test_a_token_does_not_show_in_what_is_printed() -> None:
+    config = ServiceConfig.model_validate({"auth": {"token": "secret"}})
+    assert config.auth.secret() == "secret"
+    assert "secret" not in f"{config!r} {config} {config.model_dump_json()}"
+
+
+def test_a_token_file_is_read_without_its_newline(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("secret\n")
+    assert AuthConfig(token_file=file).secret() == "secret"
+
+
+def test_an_empty_token_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("\n")
+    with pytest.raises(ValueError, match=r"token is empty"):
+        AuthConfig(token_file=file).secret()
+
+
+def test_a_token_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="token"):
+        AuthConfig(token_file=tmp_path / "token").secret()
+
+
+def test_the_model_s_name_is_its_folder_s_unless_given() -> None:
+    assert ServiceConfig.model_validate({"model": {"path": "models/Qwen3-8B"}}).model.name == "Qwen3-8B"
+    assert ServiceConfig.model_validate({"model": {"served_name": "policy"}}).model.name == "policy"
+
+
+def test_every_path_is_absolute_once_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = {
+        "model": {"path": "models/m"},
+        "weights": {"root": "log", "source_roots": ["checkpoints", "../shared"]},
+        "auth": {"token_file": "token"},
+    }
+    resolved = ServiceConfig.model_validate(args).resolved()
+    assert resolved.model.path == tmp_path / "models/m"
+    assert resolved.weights.root == tmp_path / "log"
+    assert resolved.weights.source_roots == (tmp_path / "checkpoints", tmp_path.parent / "shared")
+    assert resolved.auth.token_file == tmp_path / "token"
+    assert all(path.is_absolute() for path in paths_in(resolved))
+
+
+def test_resolving_changes_paths_only_and_twice_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ServiceConfig.model_validate({"engine": {"seed": 3}, "scaling": {"max_replicas": 2}})
+    monkeypatch.chdir(tmp_path)
+    resolved = config.resolved()
+    assert (resolved.engine, resolved.scaling, resolved.quant) == (config.engine, config.scaling, config.quant)
+    monkeypatch.chdir("/")
+    assert resolved.resolved() == resolved
+
+
+def test_a_resolved_configuration_survives_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    resolved = ServiceConfig().resolved()
+    assert ServiceConfig.model_validate_json(resolved.model_dump_json()) == resolved
+
+
+def paths_in(value: object) -> list[Path]:
+    """Every path anywhere in a configuration, whichever field holds it."""
+    if isinstance(value, Path):
+        return [value]
+    if isinstance(value, BaseModel):
+        return [path for _, part in value for path in paths_in(part)]
+    return [path for part in value for path in paths_in(part)] if isinstance(value, tuple) else []

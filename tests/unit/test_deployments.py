@@ -1,0 +1,57 @@
+"""Every YAML in deployments/ is built by the builder that it names."""
+
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import yaml
+from ray.serve.deployment import Application
+from ray.serve.schema import ServeDeploySchema
+
+from rollout_service.config import ServiceConfig
+
+PROJECT = Path(__file__).parents[2]
+YAMLS = sorted((PROJECT / "deployments").glob("*.yaml"))
+
+every_yaml = pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.name)
+
+
+def document(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load(path.read_text())
+    return loaded
+
+
+def application(path: Path) -> dict[str, Any]:
+    (only,) = document(path)["applications"]
+    return dict(only)
+
+
+def test_the_shipped_deployments_are_there() -> None:
+    assert {"cpu_rollout.yaml", "fp8_rollout.yaml"} <= {path.name for path in YAMLS}
+
+
+@every_yaml
+def test_a_deployment_is_a_serve_config(path: Path) -> None:
+    ServeDeploySchema.model_validate(document(path))
+
+
+@every_yaml
+def test_a_deployment_listens_on_loopback(path: Path) -> None:
+    assert document(path)["http_options"]["host"] == "127.0.0.1"
+
+
+@every_yaml
+def test_a_deployment_builds_without_starting_ray(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where a model that the YAML asks for is made
+    module, _, name = application(path)["import_path"].partition(":")
+    assert (module, name) == ("rollout_service.app", "build")
+    build = getattr(import_module(module), name)
+    # Serve makes the arguments of a builder from the class that its only parameter is annotated with
+    (parameter,) = signature(build).parameters.values()
+    assert parameter.annotation is ServiceConfig
+    built = build(ServiceConfig.model_validate(application(path)["args"]))
+    assert isinstance(built, Application)
+    assert not ray.is_initialized()

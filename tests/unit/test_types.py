@@ -1,0 +1,110 @@
+"""The nouns hold their invariants from the moment they are made."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from rollout_service.types import Completion, Fleet, ReplicaStatus, Rollout, Span, UpdateTimings, WeightStatus
+
+STATUS = ReplicaStatus(
+    replica_id="engine#1",
+    version=3,
+    state="ready",
+    target=4,
+    running=2,
+    update=UpdateTimings(stage_s=0.5, closed_s=0.1, load_s=0.05),
+)
+ROLLOUT = Rollout(
+    request_id="r-1",
+    prompt_token_ids=(5, 6),
+    completions=(
+        Completion(
+            index=0,
+            token_ids=(7, 8),
+            logprobs=(-0.5, 0.0),
+            finish_reason="stop",
+            spans=(Span(version=3, start=0, end=2),),
+        ),
+    ),
+    replica_id="engine#1",
+)
+NOUNS = [
+    ROLLOUT,
+    STATUS,
+    WeightStatus(version=3, state="live", digest="ab", total_bytes=10, replicas=(STATUS,)),
+    Fleet(latest_version=3, paused=False, replicas=(STATUS,)),
+]
+
+
+def completion(**changes: Any) -> Completion:
+    fields: dict[str, Any] = {
+        "index": 0,
+        "token_ids": (1, 2, 3),
+        "logprobs": (-1.0, -2.0, -3.0),
+        "finish_reason": "length",
+        "spans": ({"version": 1, "start": 0, "end": 2}, {"version": 2, "start": 2, "end": 3}),
+    }
+    return Completion.model_validate(fields | changes)
+
+
+@pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: type(noun).__name__)
+def test_a_noun_survives_json(noun: Rollout | ReplicaStatus | WeightStatus | Fleet) -> None:
+    assert type(noun).model_validate_json(noun.model_dump_json()) == noun
+
+
+@pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: type(noun).__name__)
+def test_a_noun_refuses_fields_that_it_does_not_have(noun: Rollout | ReplicaStatus | WeightStatus | Fleet) -> None:
+    with pytest.raises(ValidationError, match="colour"):
+        type(noun).model_validate(noun.model_dump() | {"colour": "red"})
+
+
+def test_a_noun_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        STATUS.version = 4
+
+
+@pytest.mark.parametrize(("start", "end"), [(2, 2), (3, 1), (-1, 2)])
+def test_a_span_holds_at_least_one_token(start: int, end: int) -> None:
+    with pytest.raises(ValidationError):
+        Span(version=1, start=start, end=end)
+
+
+def test_a_completion_names_its_versions_in_order() -> None:
+    assert completion().versions == (1, 2)
+
+
+def test_a_completion_without_tokens_has_no_versions() -> None:
+    assert completion(token_ids=(), logprobs=(), spans=()).versions == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logprobs": (-1.0,)}, "3 tokens but 1 logprobs"),
+        ({"spans": ()}, "do not cover 3 tokens"),
+        ({"spans": ({"version": 1, "start": 0, "end": 2},)}, "do not cover 3 tokens"),
+        ({"spans": ({"version": 1, "start": 1, "end": 3},)}, "gap at token 0"),
+        ({"spans": ({"version": 1, "start": 0, "end": 1}, {"version": 2, "start": 2, "end": 3})}, "gap at token 1"),
+        ({"spans": ({"version": 1, "start": 0, "end": 2}, {"version": 2, "start": 1, "end": 3})}, "gap at token 2"),
+        ({"spans": ({"version": 1, "start": 0, "end": 4},)}, "do not cover 3 tokens"),
+        ({"finish_reason": "tired"}, "finish_reason"),
+        ({"index": -1}, "index"),
+    ],
+)
+def test_a_completion_whose_parts_do_not_fit_together_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        completion(**changes)
+
+
+@given(st.lists(st.integers(min_value=1, max_value=5), max_size=6))
+def test_spans_that_follow_one_another_to_the_last_token_are_taken(lengths: list[int]) -> None:
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    spans = tuple(
+        Span(version=i, start=end - length, end=end) for i, (end, length) in enumerate(zip(ends, lengths, strict=True))
+    )
+    tokens = tuple(range(sum(lengths)))
+    made = completion(token_ids=tokens, logprobs=(0.0,) * len(tokens), spans=spans)
+    assert made.versions == tuple(range(len(lengths)))

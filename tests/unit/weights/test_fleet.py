@@ -1,0 +1,85 @@
+"""The table of live replicas."""
+
+import asyncio
+
+import pytest
+
+from rollout_service.weights.fleet import FleetTable
+from tests.unit.weights.trainer import replica
+
+
+@pytest.fixture
+def table() -> FleetTable:
+    return FleetTable(dead_after_s=60)
+
+
+def test_the_table_shows_the_last_report_of_each_replica_by_name(table: FleetTable) -> None:
+    table.report(replica("b", 1))
+    table.report(replica("a", 1, sequence=1))
+    table.report(replica("a", 2, sequence=2))
+    assert [(status.replica_id, status.version) for status in table.live()] == [("a", 2), ("b", 1)]
+
+
+def test_a_report_that_was_overtaken_on_its_way_is_ignored(table: FleetTable) -> None:
+    table.report(replica("a", 2, sequence=2))
+    table.report(replica("a", 1, sequence=1))
+    assert table.live()[0].version == 2
+
+
+def test_an_overtaken_report_of_one_replica_says_nothing_about_another(table: FleetTable) -> None:
+    table.report(replica("a", 2, sequence=9))
+    table.report(replica("b", 1, sequence=1))
+    assert not table.all_serve(2)
+
+
+async def test_a_replica_that_is_silent_for_too_long_leaves_the_table() -> None:
+    table = FleetTable(dead_after_s=0.05)
+    table.report(replica("silent", 1))
+    await asyncio.sleep(0.1)
+    table.report(replica("alive", 2))
+    assert [status.replica_id for status in table.live()] == ["alive"]
+    assert table.in_use() == {2} and table.all_serve(2)
+
+
+async def test_a_replica_that_was_silent_may_come_back() -> None:
+    table = FleetTable(dead_after_s=0.05)
+    table.report(replica("a", 1, sequence=5))
+    await asyncio.sleep(0.1)
+    assert table.live() == ()
+    table.report(replica("a", 1, sequence=6))
+    assert len(table.live()) == 1
+
+
+def test_reports_say_how_old_they_are(table: FleetTable) -> None:
+    table.report(replica("a", 1))
+    assert 0 <= table.live()[0].age_s < 60
+
+
+@pytest.mark.parametrize(
+    ("versions", "served"),
+    [([], False), ([1], False), ([2], True), ([3], True), ([2, 1], False), ([2, None], False), ([2, 3], True)],
+)
+def test_a_version_is_live_when_every_replica_serves_it_or_a_newer_one(
+    table: FleetTable, versions: list[int | None], served: bool
+) -> None:
+    for number, version in enumerate(versions):
+        table.report(replica(f"replica-{number}", version))
+    assert table.all_serve(2) is served
+
+
+@pytest.mark.parametrize(
+    ("paused", "all_paused", "all_running"),
+    [([], False, False), ([True], True, False), ([True, False], False, False), ([False, False], False, True)],
+)
+def test_the_fleet_is_paused_or_running_when_every_replica_is(
+    table: FleetTable, paused: list[bool], all_paused: bool, all_running: bool
+) -> None:
+    for number, is_paused in enumerate(paused):
+        table.report(replica(f"replica-{number}", 1, paused=is_paused))
+    assert (table.all_paused(True), table.all_paused(False)) == (all_paused, all_running)
+
+
+def test_versions_that_are_served_or_being_loaded_are_in_use(table: FleetTable) -> None:
+    table.report(replica("a", 1, target=3))
+    table.report(replica("b", None, target=2))
+    assert table.in_use() == {1, 2, 3}

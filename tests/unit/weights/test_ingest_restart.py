@@ -1,0 +1,174 @@
+"""What an ingest that died, or a caller that went away, leaves behind."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rollout_service.config import ServiceConfig
+from rollout_service.errors import LogCorrupt, NotFound, RolloutServiceError, UploadIncomplete
+from rollout_service.weights.ingest import Ingest
+from rollout_service.weights.log import WeightLog
+from rollout_service.weights.upload import CommitUpload
+from tests.unit.weights.trainer import Trainer, Weights, begin_of, changed, config_of, open_files, replica, settle
+
+LONG_S = 60.0
+
+
+async def restarted(config: ServiceConfig) -> Ingest:
+    ingest = Ingest(config)
+    await ingest.start()
+    return ingest
+
+
+# --- restarts
+
+
+async def test_a_restart_continues_at_the_same_head(config: ServiceConfig, trainer: Trainer, weights: Weights) -> None:
+    pushed = await trainer.push(3, weights)
+    again = await restarted(config)
+    assert (await again.fleet()).latest_version == 3
+    assert await again.status(3) == pushed
+    assert [status.version for status in await again.versions()] == [0, 3]
+    assert (await Trainer(again).push(4, weights)).state == "committed"
+
+
+async def test_a_restart_does_not_read_the_models_folder_again(config: ServiceConfig, ingest: Ingest) -> None:
+    before = await ingest.status(0)
+    manifest = config.weights.root / "0" / "manifest.json"
+    written = manifest.stat().st_mtime_ns
+    assert await (await restarted(config)).status(0) == before
+    assert manifest.stat().st_mtime_ns == written
+
+
+async def test_an_upload_that_was_under_way_is_gone_with_its_files_and_may_begin_anew(
+    config: ServiceConfig, trainer: Trainer, weights: Weights, log: WeightLog
+) -> None:
+    await trainer.upload(1, weights, order=[0])
+    again = await restarted(config)
+    assert not (log.root / "staging").exists()
+    with pytest.raises(NotFound):
+        await again.commit(1, CommitUpload())
+    assert (await Trainer(again).push(1, weights)).state == "committed"
+
+
+async def test_a_pause_outlives_a_restart(config: ServiceConfig, ingest: Ingest) -> None:
+    await ingest.report(replica("a", 0, paused=True))
+    await ingest.set_paused(True, "abort", LONG_S)
+    again = await restarted(config)
+    assert (await again.fleet()).paused
+    wish = await again.sync(replica("a", 0), None)
+    assert wish.paused and wish.pause_mode == "abort"
+
+
+async def test_a_log_of_another_model_is_refused(
+    ingest: Ingest, config: ServiceConfig, tied_model: Path, tiny_model: Path
+) -> None:
+    for other in (tiny_model, tied_model):
+        with pytest.raises(
+            LogCorrupt, match=r"version 0 of another model or quantization .*name another weights\.root"
+        ):
+            await restarted(config_of(other, config.weights.root))
+
+
+@pytest.mark.parametrize("quant", [{"weights": "none"}, {"skip": ["*.down_proj"]}])
+async def test_a_log_of_another_quantization_is_refused(
+    ingest: Ingest, config: ServiceConfig, quant: dict[str, object]
+) -> None:
+    with pytest.raises(LogCorrupt, match="another model or quantization"):
+        await restarted(config_of(config.model.path, config.weights.root, quant=quant))
+
+
+async def test_a_log_whose_latest_does_not_parse_is_refused(ingest: Ingest, config: ServiceConfig) -> None:
+    (config.weights.root / "LATEST").write_text("{")
+    with pytest.raises(LogCorrupt, match="LATEST does not parse"):
+        await restarted(config)
+
+
+async def test_a_log_whose_latest_is_gone_is_not_begun_anew(
+    config: ServiceConfig, trainer: Trainer, weights: Weights, log: WeightLog
+) -> None:
+    await trainer.push(1, weights)
+    (log.root / "LATEST").unlink()
+    with pytest.raises(LogCorrupt, match=r"holds the versions \[0, 1\] but no LATEST"):
+        await restarted(config)
+    assert log.folder(1).exists()
+
+
+# --- callers that go away
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 5, 8])
+async def test_a_commit_whose_caller_goes_away_is_finished_all_the_same(
+    ingest: Ingest, trainer: Trainer, weights: Weights, turns: int, log: WeightLog
+) -> None:
+    await trainer.upload(1, weights)
+    commit = asyncio.create_task(ingest.commit(1, CommitUpload()))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    commit.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await commit
+    status = await ingest.commit(1, CommitUpload())
+    assert status.state == "committed" and (await ingest.fleet()).latest_version == 1
+    log.verify(log.manifest(1))
+
+
+async def test_a_begin_whose_caller_goes_away_leaves_one_upload_to_resume(
+    ingest: Ingest, trainer: Trainer, weights: Weights
+) -> None:
+    before = open_files()
+    begin = asyncio.create_task(ingest.begin(begin_of(1, weights)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    begin.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await begin
+    assert (await trainer.push(1, weights)).state == "committed"
+    assert open_files() == before
+
+
+async def test_a_long_poll_that_is_given_up_does_not_disturb_the_others(ingest: Ingest) -> None:
+    wish = await ingest.sync(replica("a", 0), None)
+    given_up = asyncio.create_task(ingest.sync(replica("a", 0, sequence=1), wish))
+    kept = asyncio.create_task(ingest.sync(replica("b", 0), wish))
+    await settle()
+    given_up.cancel()
+    await settle()
+    pause = asyncio.create_task(ingest.set_paused(True, "keep", LONG_S))
+    assert (await asyncio.wait_for(kept, LONG_S)).paused
+    for name in "ab":
+        await ingest.report(replica(name, 0, sequence=9, paused=True))
+    await pause
+
+
+# --- a disk that fails, and leaks
+
+
+async def test_a_commit_that_the_disk_refuses_keeps_the_head_and_the_version_can_be_pushed_again(
+    ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog
+) -> None:
+    await trainer.upload(1, weights)
+    (log.root / ".LATEST.tmp").mkdir()
+    with pytest.raises(RolloutServiceError, match=r"version 1 was not committed: .*begin it anew"):
+        await ingest.commit(1, CommitUpload())
+    assert (await ingest.fleet()).latest_version == 0 and log.versions() == [0]
+    (log.root / ".LATEST.tmp").rmdir()
+    assert (await trainer.push(1, weights)).state == "committed"
+
+
+async def test_versions_that_come_and_go_leave_no_file_open(ingest: Ingest, trainer: Trainer, weights: Weights) -> None:
+    await trainer.push(1, weights)
+    before = open_files()
+    broken = changed(weights, float("inf"))
+    for version in (2, 3):
+        await trainer.push(version, weights)
+        await trainer.upload(version + 10, broken)
+        with pytest.raises(RolloutServiceError):
+            await ingest.commit(version + 10, CommitUpload())
+        await ingest.discard(version + 10)
+        await trainer.upload(version + 20, weights, order=[0])
+        with pytest.raises(UploadIncomplete):
+            await ingest.commit(version + 20, CommitUpload())
+    await trainer.push(30, weights)
+    assert open_files() == before

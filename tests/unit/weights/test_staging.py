@@ -1,0 +1,226 @@
+"""A version between begin and commit, with the executor held where a test needs it."""
+
+import asyncio
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from rollout_service.config import QuantConfig
+from rollout_service.errors import InvalidManifest, NotFound, QuantizationError, RolloutServiceError
+from rollout_service.quant.recipe import plan
+from rollout_service.weights.manifest import StoredTensor
+from rollout_service.weights.served_model import EMBEDDING, LM_HEAD, ServedModel
+from rollout_service.weights.sources import FolderSource
+from rollout_service.weights.staging import StagedVersion
+from rollout_service.weights.upload import BeginUpload, PathSource
+from tests.unit.weights.trainer import Weights, begin_of, folder_weights, open_files, settle, stream_of
+
+PART_BYTES = 64 << 10
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        executor.submit(int).result()  # its thread is there before a test counts anything
+        yield executor
+
+
+@pytest.fixture
+def gate(executor: ThreadPoolExecutor) -> Iterator[threading.Event]:
+    """Until it is set, the executor runs nothing that a test submits."""
+    gate = threading.Event()
+    executor.submit(gate.wait)
+    yield gate
+    gate.set()
+
+
+def staged_version(begin: BeginUpload, folder: Path, model: Path, executor: ThreadPoolExecutor) -> StagedVersion:
+    served = ServedModel.load(model)
+    return StagedVersion(begin, folder, served, plan(served.linears, QuantConfig()), PART_BYTES, executor)
+
+
+def accept_all(staged: StagedVersion, weights: Weights) -> None:
+    stream = stream_of(weights)
+    for part in range(staged.num_parts):
+        received = staged.part_path(part).with_suffix(".received")
+        received.write_bytes(stream[part * PART_BYTES : (part + 1) * PART_BYTES])
+        staged.accept(part, f"digest of {part}", received)
+
+
+async def uploaded(
+    weights: Weights, folder: Path, model: Path, executor: ThreadPoolExecutor
+) -> tuple[StoredTensor, ...]:
+    staged = staged_version(begin_of(1, weights), folder, model, executor)
+    staged.expect_parts()
+    accept_all(staged, weights)
+    return await staged.finish()
+
+
+def from_folder(source: Path, folder: Path, model: Path, executor: ThreadPoolExecutor) -> StagedVersion:
+    staged = staged_version(BeginUpload(version=1, source=PathSource(path=source)), folder, model, executor)
+    staged.convert_folder(FolderSource(source))
+    return staged
+
+
+# --- tied embeddings
+
+
+async def test_a_tied_model_without_a_head_stores_a_copy_of_the_embedding(
+    tied_model: Path, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    weights = folder_weights(tied_model)
+    assert LM_HEAD not in weights
+    stored = {t.name: t for t in await uploaded(weights, tmp_path / "1", tied_model, executor)}
+    assert stored[LM_HEAD].digest == stored[EMBEDDING].digest
+    assert stored[LM_HEAD].shape == tuple(weights[EMBEDDING].shape)
+
+
+async def test_a_tied_model_may_send_its_head_too(
+    tied_model: Path, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    weights = folder_weights(tied_model)
+    weights[LM_HEAD] = weights[EMBEDDING]
+    stored = {t.name: t for t in await uploaded(weights, tmp_path / "1", tied_model, executor)}
+    assert stored[LM_HEAD].digest == stored[EMBEDDING].digest
+
+
+async def test_a_head_that_differs_from_the_embedding_it_is_tied_to_fails_the_version(
+    tied_model: Path, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    weights = folder_weights(tied_model)
+    weights[LM_HEAD] = weights[EMBEDDING] * 2
+    with pytest.raises(InvalidManifest, match=f"{LM_HEAD} differs from {EMBEDDING}"):
+        await uploaded(weights, tmp_path / "1", tied_model, executor)
+
+
+# --- failures
+
+
+async def test_a_failure_is_known_before_the_commit(
+    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    broken = {name: tensor.clone() for name, tensor in weights.items()}
+    broken["model.norm.weight"][3] = float("nan")
+    staged = staged_version(begin_of(1, broken), tmp_path / "1", model, executor)
+    staged.expect_parts()
+    accept_all(staged, broken)
+    executor.submit(int).result()
+    assert isinstance(staged.failure(), QuantizationError)
+    await staged.discard()
+
+
+async def test_files_that_vanish_before_they_are_read_fail_the_version_with_a_reason(
+    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(dict(weights), source / "model.safetensors")
+    staged = from_folder(source, tmp_path / "1", model, executor)
+    (source / "model.safetensors").unlink()
+    gate.set()
+    with pytest.raises(RolloutServiceError, match=r"version 1 could not be stored: .*model\.safetensors"):
+        await staged.finish()
+    assert staged.failure() is not None
+    await staged.discard()
+
+
+async def test_files_that_change_before_they_are_read_fail_the_version_by_name(
+    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(dict(weights), source / "model.safetensors")
+    staged = from_folder(source, tmp_path / "1", model, executor)
+    name = "model.layers.0.mlp.down_proj.weight"
+    save_file({**weights, name: weights[name].T.contiguous()}, source / "model.safetensors")
+    gate.set()
+    with pytest.raises(InvalidManifest, match=rf"{name} in .* was \[256, 768\] and is \[768, 256\] now"):
+        await staged.finish()
+    await staged.discard()
+
+
+async def test_a_version_that_the_disk_has_no_room_for_is_an_error_and_leaves_nothing_behind(
+    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    before = open_files()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(RolloutServiceError, match=r"version 1 cannot be laid out in .*: .*File too large"):
+            staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+    assert open_files() == before
+
+
+# --- discarding
+
+
+async def test_discarding_closes_and_removes_every_file(
+    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    before = open_files()
+    staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
+    staged.expect_parts()
+    assert open_files() > before
+    accept_all(staged, weights)
+    await staged.discard()
+    assert open_files() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_discarding_does_not_wait_for_conversions_that_have_not_begun(
+    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
+) -> None:
+    staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
+    staged.expect_parts()
+    accept_all(staged, weights)
+    await asyncio.wait_for(staged.discard(), 30)
+    assert not gate.is_set() and list(tmp_path.iterdir()) == []
+
+
+async def test_discarding_waits_for_the_conversion_that_runs_or_it_would_write_into_another_file(
+    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
+    staged.expect_parts()
+    pipe = staged.part_path(0).with_suffix(".received")
+    os.mkfifo(pipe)
+    for part in range(staged.num_parts):  # whoever reads a pipe waits for a writer
+        os.link(pipe, link := pipe.with_suffix(f".{part}"))
+        staged.accept(part, f"digest of {part}", link)
+    discarding = asyncio.create_task(staged.discard())
+    await settle()
+    assert not discarding.done()
+    os.close(os.open(staged.part_path(0), os.O_WRONLY))
+    await asyncio.wait_for(discarding, 30)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_part_that_arrives_after_the_discard_is_told_so(
+    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
+    staged.expect_parts()
+    await staged.discard()
+    with pytest.raises(NotFound, match="version 1 was discarded before part 0 was complete"):
+        staged.accept(0, "digest", tmp_path / "received")
+
+
+async def test_what_an_earlier_upload_left_in_the_folder_is_removed(
+    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    for folder in (tmp_path / "1", tmp_path / "1.parts"):
+        folder.mkdir()
+        (folder / "part-000000").write_bytes(b"old")
+    staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
+    assert not staged.part_path(0).exists()
+    assert {path.name for path in (tmp_path / "1").iterdir()} == {"weights-00001.safetensors"}
+    await staged.discard()
