@@ -42,7 +42,7 @@ format: setup ## reformat the code and sort its imports
 
 clean: ## remove out/, the models made here (models/tiny-*) and caches; stop a running service first
 	@rm -rf out models/tiny-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
-	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+	@find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv too
-	@rm -rf .venv
+	@rm -rf .venv .venv.old

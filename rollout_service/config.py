@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 class Config(BaseModel):
     """Base: immutable, unknown fields refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
 
 class ModelConfig(Config):
@@ -78,7 +78,7 @@ class EngineConfig(Config):
     """How long a request with ``min_weight_version`` waits for that version before 425."""
 
     admission_limit: int = Field(default=1024, ge=1)
-    """Sequences (a request with ``n`` counts ``n``) that a replica holds, queued ones included, before it answers 503."""
+    """Sequences (a request counts ``n``) that a replica holds, queued ones included, before it answers 503."""
 
 
 class ScalingConfig(Config):

@@ -62,7 +62,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_tiny_qwen3(path: Path, *, seed: int = 0) -> None:
-    """Save the model at ``path`` in BF16: config, generation config, safetensors and tokenizer. The same bytes per seed.
+    """Save the model at ``path`` in BF16 with config, generation config and tokenizer; the same bytes per seed.
 
     The folder appears whole or not at all: it is written beside ``path`` and renamed. A model that is at ``path``
     already, from another process in a race perhaps, is left as it is, whatever its seed.

@@ -10,6 +10,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly VENV=.venv
+readonly OLD=.venv.old                      # being removed
 readonly STAMP=$VENV/setup.stamp            # exists only when everything below succeeded
 readonly UNFINISHED=$VENV/setup.unfinished  # this script is at work here, or was when it died
 readonly INSTALLED=$VENV/setup.pins         # the pins that are installed, to know what a new list no longer has
@@ -70,7 +71,10 @@ make_venv() {
   if [[ -e $VENV && ! -e $STAMP && ! -e $UNFINISHED && -n "$(ls -A $VENV)" ]]; then
     die "$VENV is there but was not made by this script: move it away, or remove it with 'rm -r $VENV'"
   fi
-  rm -rf $VENV
+  # renamed first: killed while it removes, this must not leave something that looks like another's
+  rm -rf $OLD
+  [[ ! -e $VENV ]] || mv $VENV $OLD
+  rm -rf $OLD
   mkdir $VENV
   touch $UNFINISHED
   say "making $VENV with $("$python" --version)"

@@ -14,6 +14,8 @@ from rollout_service.types import Fleet, PauseMode, WeightStatus
 CONTROL_CONNECTIONS = 64
 CONTROL_READ_S = 120.0
 HEALTH_READ_S = 10.0
+PAUSE_READ_S = 660.0
+"""The service itself gives up after 600 s."""
 FIRST_POLL_S, LAST_POLL_S = 0.1, 2.0
 
 
@@ -58,14 +60,15 @@ class ControlCalls:
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop sampling on every replica; ``wait`` lets running rollouts finish first, ``abort`` ends them."""
-        patience = http_timeout(None if mode == "wait" else CONTROL_READ_S)
+        patience = http_timeout(PAUSE_READ_S)
         await self._control.send(
             "POST", "/pause", params={"mode": mode}, repeat=Repeat.IF_NOT_ACCEPTED, timeout=patience
         )
 
     async def resume(self) -> None:
         """Go on sampling."""
-        await self._control.send("POST", "/resume", repeat=Repeat.IF_NOT_ACCEPTED)
+        patience = http_timeout(PAUSE_READ_S)
+        await self._control.send("POST", "/resume", repeat=Repeat.IF_NOT_ACCEPTED, timeout=patience)
 
     async def is_paused(self) -> bool:
         """Whether the fleet is paused."""

@@ -3,7 +3,7 @@
 import torch
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to ±20 before ``exp``, as verl's rollout correction does: one token must not overflow a mean."""
+"""Log-ratios are clamped to ±20 before ``exp``, as in verl's rollout correction: one token must not overflow a mean."""
 
 
 def masked_log_ratio(

@@ -48,8 +48,8 @@ class EngineAdapter:
         self._require_sound()
         final: RequestOutput | None = None
         try:
-            async for final in self._stream(request_id, prompt, sampling):
-                pass
+            async for output in self._stream(request_id, prompt, sampling):
+                final = output  # the only one, with FINAL_ONLY
         except EngineDeadError as error:
             raise EngineFailed(f"the engine died while it generated {request_id}: retry") from error
         except (ValueError, VLLMValidationError) as error:

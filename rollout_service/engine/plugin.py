@@ -6,6 +6,9 @@ TRANSFER_BACKEND = "rollout_service_log"
 
 def register() -> None:
     """Register the transfer engine and, on the CPU, the block-FP8 kernel. Safe to call again."""
+    from rollout_service.engine.orphans import die_with_parent
+
+    die_with_parent()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 

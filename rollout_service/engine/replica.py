@@ -20,7 +20,7 @@ from rollout_service.weights.served_model import ServedModel
 class EngineReplica:
     """Serve routes to it only after its constructor has loaded the newest version."""
 
-    async def __init__(self, config: ServiceConfig, ingest: Any) -> None:
+    async def __init__(self, config: ServiceConfig, ingest: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         register()
         model = ServedModel.load(config.model.path)
         quantized = plan(model.linears, config.quant, config.engine.tensor_parallel_size)

@@ -92,7 +92,7 @@ def _prompts(body: CompletionRequest, services: Services) -> list[tuple[int, ...
     if isinstance(prompt, str):
         return [tokenize(prompt, services, body.add_special_tokens)]
     if prompt and isinstance(prompt[0], int):
-        return [tuple(prompt)]  # type: ignore[arg-type]
+        return [tuple(prompt)]
     if not prompt:
         return [()]
     return [tokenize(p, services, body.add_special_tokens) if isinstance(p, str) else tuple(p) for p in prompt]  # type: ignore[arg-type]

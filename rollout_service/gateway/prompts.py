@@ -54,8 +54,8 @@ def _check_length(prompt_tokens: int, sampling: Sampling, max_model_len: int) ->
     if wanted > max_model_len:
         asked = "at least 1" if sampling.max_tokens is None else f"max_tokens={sampling.max_tokens}"
         raise InvalidRequest(
-            f"the prompt has {prompt_tokens} tokens, and with {asked} that is more than the context of {max_model_len}: "
-            "shorten one of them",
+            f"the prompt has {prompt_tokens} tokens, and with {asked} that is more than the context of "
+            f"{max_model_len}: shorten one of them",
             {"prompt_tokens": prompt_tokens, "max_tokens": sampling.max_tokens, "max_model_len": max_model_len},
         )
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:

@@ -47,7 +47,7 @@ class Ingest:
     async def start(self) -> None:
         """Check the log, and make version 0 from the configured model if it is empty."""
         head = self._log.head()
-        self._log.clear_staging()
+        await asyncio.to_thread(self._log.clear_staging)
         if head is None:
             logger.info("the log at %s is empty: version 0 is made from %s", self._log.root, self._config.model.path)
             source = PathSource(path=self._config.model.path)

@@ -33,7 +33,9 @@ async def test_an_update_of_a_paused_fleet_lands_and_leaves_it_paused(
     assert_pure(completion)
 
 
-async def test_the_fleet_table_lists_live_replicas_with_their_update_times(client: RolloutClient, telltale: int) -> None:
+async def test_the_fleet_table_lists_live_replicas_with_their_update_times(
+    client: RolloutClient, telltale: int
+) -> None:
     fleet = await client.fleet()
     assert fleet.latest_version == telltale and not fleet.paused
     assert len(fleet.replicas) == 2

@@ -15,7 +15,11 @@ MODEL = "tiny-qwen3"
 
 
 async def test_generate_returns_ids_logprobs_and_versions_for_each_completion(http: httpx.AsyncClient) -> None:
-    body = {"token_ids": [5, 6, 7], "sampling_params": {"n": 3, "max_tokens": 6, "ignore_eos": True}, "request_id": "r-1"}
+    body = {
+        "token_ids": [5, 6, 7],
+        "sampling_params": {"n": 3, "max_tokens": 6, "ignore_eos": True},
+        "request_id": "r-1",
+    }
     reply = (await http.post("/inference/v1/generate", json=body)).json()
     assert (reply["request_id"], reply["model"], reply["usage"]["completion_tokens"]) == ("r-1", MODEL, 18)
     assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
@@ -87,7 +91,7 @@ async def test_a_full_replica_answers_503_with_retry_after(http: httpx.AsyncClie
     await client.pause()
     body = {"token_ids": [5], "sampling_params": {"n": 60, "max_tokens": 2}}
     held = [asyncio.create_task(http.post("/inference/v1/generate", json=body)) for _ in range(4)]
-    done, pending = await asyncio.wait(held, return_when=asyncio.FIRST_COMPLETED)
+    done, _ = await asyncio.wait(held, return_when=asyncio.FIRST_COMPLETED)
     refused = done.pop().result()
     assert refused.status_code == 503 and float(refused.headers["Retry-After"]) > 0
     assert refused.json()["error"]["type"] == "Overloaded"

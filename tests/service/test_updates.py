@@ -2,12 +2,12 @@
 
 import asyncio
 
+import pytest
+
 from rollout_service.client import RolloutClient
 from rollout_service.errors import TooEarly
 from rollout_service.local import LocalService
 from tests.support.telltale import assert_pure, telltale_weights, token_of
-
-import pytest
 
 PROMPT = [5, 6, 7, 9, 11]
 

@@ -31,7 +31,7 @@ async def test_a_pickle_is_never_opened(client: RolloutClient, sources: Path, ne
     folder = sources / "pickled"
     folder.mkdir()
     torch.save({"a": torch.zeros(1)}, folder / "pytorch_model.bin")
-    with pytest.raises(InvalidManifest, match="pickles \\(pytorch_model.bin\\)"):
+    with pytest.raises(InvalidManifest, match=r"pickles \(pytorch_model.bin\)"):
         await client.push_path(next_version, folder)
 
 

@@ -3,8 +3,9 @@ from email.utils import format_datetime
 
 import httpx
 import pytest
+from tenacity import RetryCallState
 
-from rollout_service.client._retry import MAX_RETRY_AFTER_S, Repeat, error_of, may_retry, retry_after_s
+from rollout_service.client._retry import MAX_RETRY_AFTER_S, Repeat, error_of, may_retry, retry_after_s, retrying
 from rollout_service.errors import (
     CommitTimeout,
     EngineFailed,
@@ -98,6 +99,17 @@ def test_retry_after_may_be_a_date() -> None:
     assert 0 < retry_after_s(bare(503, later)) <= 30
     assert retry_after_s(bare(503, "Wed, 21 Oct 2015 07:28:00 -0000")) == 0
     assert retry_after_s(bare(503, "soon")) == 0
+
+
+@pytest.mark.parametrize("attempt", [1, 3, 20])
+def test_the_wait_is_what_the_service_asks_for_and_a_bounded_random_time(attempt: int) -> None:
+    policy = retrying(Repeat.IDEMPOTENT, 5)
+    state = RetryCallState(policy, None, (), {})
+    state.attempt_number = attempt
+    state.set_result(bare(503, "7"))
+    waits_s = {policy.wait(state) for _ in range(20)}
+    assert all(7 <= wait_s <= 7 + 8 for wait_s in waits_s)
+    assert len(waits_s) > 1
 
 
 def test_without_retry_after_there_is_no_wait_asked_for() -> None:

@@ -79,7 +79,7 @@ def test_defaults_that_clients_spell_out_are_taken() -> None:
     ],
 )
 async def test_a_prompt_is_text_or_ids_one_or_several(
-    services: Services, engine: EchoEngine, prompt: object, prompts: list[object]
+    services: Services, engine: EchoEngine, prompt: object, prompts: list[Any]
 ) -> None:
     assert services.tokenizer is not None
     await completions(request(prompt=prompt), services)

@@ -50,14 +50,15 @@ def encode(x: Floats) -> Bytes:
     code = np.searchsorted(_MIDPOINTS, magnitude, side="left")
     halfway = np.append(_MIDPOINTS, np.inf)[code] == magnitude
     code = code + (halfway & (code % 2 == 1))
-    return (code + np.where(np.signbit(x), SIGN, 0)).astype(np.uint8)
+    signed: Bytes = (code + np.where(np.signbit(x), SIGN, 0)).astype(np.uint8)
+    return signed
 
 
 def bf16_rounded(x: Floats) -> Floats:
     """Finite float32 rounded to BF16, nearest even, by its bits."""
-    bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-    return bits.astype(np.uint32).view(np.float32)
+    bits = x.astype(np.float32).view(np.uint32).astype(np.int64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return rounded.astype(np.uint32).view(np.float32)
 
 
 def quantize(weight: Floats) -> tuple[Bytes, Floats]:
@@ -78,4 +79,5 @@ def dequantize(codes: Bytes, scales: Floats) -> Floats:
     """``q·s`` in fp32, element by element."""
     values = np.array([np.nan if (v := value_of(code)) is None else float(v) for code in range(256)], dtype=np.float32)
     rows, columns = np.indices(codes.shape)
-    return values[codes] * scales[rows // 128, columns // 128]
+    product: Floats = values[codes] * scales[rows // 128, columns // 128]
+    return product

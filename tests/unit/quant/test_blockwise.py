@@ -44,7 +44,7 @@ def pattern(kind: str, shape: tuple[int, int], rng: np.random.Generator) -> torc
         magnitude = rng.integers(0, BF16_MAX + 1, shape)
         return bf16_from_bits(magnitude | (rng.integers(0, 2, shape) << 15)).float()
     if kind == "extremes":
-        return torch.from_numpy(rng.choice(np.float32([3.38e38, -3.38e38, 1e-45, -1e-38, 0, 1]), shape))
+        return torch.from_numpy(rng.choice(np.array([3.38e38, -3.38e38, 1e-45, -1e-38, 0, 1], dtype=np.float32), shape))
     if kind == "one outlier a row":
         normal[:, :1] *= 1e6
     return normal
@@ -81,7 +81,7 @@ def test_torch_reads_every_one_of_the_256_codes_as_the_format_says() -> None:
 @settings(deadline=None, max_examples=200)
 @given(st.floats(0, 448, width=32))
 def test_the_fast_encoder_of_these_tests_agrees_with_exact_fractions(x: float) -> None:
-    assert e4m3.encode(np.float32([x, -x])).tolist() == [
+    assert e4m3.encode(np.array([x, -x], dtype=np.float32)).tolist() == [
         (code := e4m3.nearest_code(Fraction(x))),
         code | e4m3.SIGN,
     ]

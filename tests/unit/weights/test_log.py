@@ -129,7 +129,7 @@ def test_a_reader_never_sees_a_half_written_latest(log: WeightLog) -> None:
     commit(log, 0)
     writer = threading.Thread(target=lambda: [commit(log, version) for version in range(1, 40)])
     writer.start()
-    seen = []
+    seen: list[int] = []
     while writer.is_alive() or not seen:
         head = log.head()
         assert head is not None and log.manifest(head.version).digest == head.digest

@@ -1,6 +1,7 @@
 """The digest says whether two versions have the same content, and nothing else."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -12,14 +13,14 @@ A = StoredTensor(name="a", dtype="bfloat16", shape=(2, 3), file="1.safetensors",
 B = StoredTensor(name="b", dtype="float32", shape=(4,), file="1.safetensors", offset=92, nbytes=16, digest="bb")
 MANIFEST = Manifest(version=3, fingerprint="model", recipe=Recipe(weights="fp8_block"), tensors=(A, B))
 
-SAME_CONTENT = {
+SAME_CONTENT: dict[str, dict[str, Any]] = {
     "another version": {"version": 4},
     "the tensors in another order": {"tensors": (B, A)},
     "another file layout": {
         "tensors": (A.model_copy(update={"file": "2.safetensors", "offset": 8}), B.model_copy(update={"offset": 80}))
     },
 }
-OTHER_CONTENT = {
+OTHER_CONTENT: dict[str, dict[str, Any]] = {
     "another model": {"fingerprint": "other"},
     "another recipe": {"recipe": Recipe(weights="none")},
     "another module in BF16": {"recipe": Recipe(weights="fp8_block", not_converted=("a",))},

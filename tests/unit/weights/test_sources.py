@@ -3,6 +3,7 @@
 import math
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 
 from rollout_service.errors import Forbidden, InvalidManifest, InvalidRequest, NotFound
 from rollout_service.weights.sources import FolderSource, PartFiles, allowed_path
-from rollout_service.weights.upload import UploadTensor, num_parts
+from rollout_service.weights.upload import SourceDtype, UploadTensor, num_parts
 
 WEIGHTS = {"a": torch.arange(6, dtype=torch.float32).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
@@ -151,12 +152,11 @@ def test_a_file_that_was_cut_off_is_refused(folder: Path) -> None:
         FolderSource(folder)
 
 
-@pytest.mark.parametrize("kind", ["folder", "named pipe", "dangling link"])
-def test_what_is_named_like_a_file_but_is_none_is_refused(folder: Path, kind: str) -> None:
-    path = folder / "model.safetensors"
-    {"folder": path.mkdir, "named pipe": lambda: os.mkfifo(path), "dangling link": lambda: path.symlink_to("gone")}[
-        kind
-    ]()
+@pytest.mark.parametrize(
+    "make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("gone")], ids=["folder", "named pipe", "dangling link"]
+)
+def test_what_is_named_like_a_file_but_is_none_is_refused(folder: Path, make: Callable[[Path], None]) -> None:
+    make(folder / "model.safetensors")
     with pytest.raises(InvalidManifest, match="is not a file, or a link to nowhere"):
         FolderSource(folder)
 
@@ -196,7 +196,8 @@ def test_a_file_changed_under_the_reader_is_noticed(folder: Path) -> None:
 # --- parts
 
 SHAPES = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
-TABLES = st.lists(st.tuples(st.sampled_from(["float32", "bfloat16", "float16"]), SHAPES), min_size=1, max_size=6).map(
+DTYPES: list[SourceDtype] = ["float32", "bfloat16", "float16"]
+TABLES = st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), min_size=1, max_size=6).map(
     lambda drawn: tuple(UploadTensor(name=f"t{i}", dtype=d, shape=s) for i, (d, s) in enumerate(drawn))
 )
 

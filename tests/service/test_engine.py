@@ -1,0 +1,145 @@
+"""The engine adapter around real vLLM engines: are its logprobs right, and does half a version ever serve?"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rollout_service.config import ServiceConfig
+from rollout_service.engine.adapter import EngineAdapter
+from rollout_service.engine.args import engine_args, engine_environment
+from rollout_service.engine.plugin import register
+from rollout_service.errors import EngineFailed
+from rollout_service.sampling import Sampling
+from rollout_service.tiny_model import make_tiny_qwen3
+from rollout_service.types import Completion
+from rollout_service.weights.ingest import Ingest
+from rollout_service.weights.log import WeightLog
+from rollout_service.weights.manifest import MANIFEST_FILE, read_manifest
+from tests.support.reference import reference_logprobs, reference_model
+from tests.support.telltale import telltale_weights
+
+TEMPERATURE = 0.8
+SAMPLING = Sampling(n=4, max_tokens=48, temperature=TEMPERATURE, ignore_eos=True)
+PROMPTS = [tuple(range(5 + i, 25 + 3 * i)) for i in range(8)]
+
+# Bounds on |Δ|, the difference of a token's logprob from the fp32 reference, over 1536 tokens.
+# BF16: the engine rounds each activation to 8 bits, the reference none. About 30 roundings of 2⁻⁹ relative on the way
+# to logits of a few units give 0.01 on average; seen: mean 0.010, largest 0.055.
+BF16_MEAN, BF16_MAX = 0.02, 0.15
+# FP8: an activation that differs by such a rounding can fall to the neighbouring E4M3 code, 2⁻³ relative away, so both
+# sides quantize rightly and yet differently; seen: mean 0.028, largest 0.17.
+FP8_MEAN, FP8_MAX = 0.06, 0.45
+# Neither side is biased: the signed mean is that of 1536 independent errors of about 0.04, which is 0.001.
+BIAS = 0.006
+
+
+def lively_weights(model_path: Path, seed: int) -> dict[str, torch.Tensor]:
+    """Random weights whose distributions are far from uniform, so that a wrong layer shows in the logprobs."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = telltale_weights(model_path, 0)
+    for name, tensor in weights.items():
+        noise = torch.randn(tensor.shape, generator=generator)
+        if name.endswith("norm.weight"):
+            noise = 1 + 0.2 * noise
+        elif name == "lm_head.weight":
+            noise *= 0.12
+        elif "embed" not in name:
+            noise *= 0.5 * tensor.shape[1] ** -0.5
+        weights[name] = noise.bfloat16()
+    return weights
+
+
+async def committed(tmp_path: Path, quant: str, kv_cache_dtype: str) -> ServiceConfig:
+    """A log whose version 0 are lively weights, and the configuration of an engine for it."""
+    make_tiny_qwen3(tmp_path / "model")
+    save_file(lively_weights(tmp_path / "model", seed=0), tmp_path / "model/model.safetensors")
+    config = ServiceConfig.model_validate(
+        {
+            "model": {"path": tmp_path / "model"},
+            "quant": {"weights": quant},
+            "engine": {"max_model_len": 512, "kv_cache_dtype": kv_cache_dtype},
+            "weights": {"root": tmp_path / "log"},
+        }
+    )
+    await Ingest(config).start()
+    return config
+
+
+@asynccontextmanager
+async def running_engine(config: ServiceConfig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EngineAdapter]:
+    """An engine that has version 0 loaded."""
+    for name, value in engine_environment(config).items():
+        monkeypatch.setenv(name, value)
+    register()
+    engine = EngineAdapter(engine_args(config, (), has_tokenizer=True))
+    try:
+        await engine.connect()
+        await engine.pause("keep")
+        await engine.load(WeightLog(config.weights.root).folder(0), 0)
+        await engine.resume()
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+async def sample(engine: EngineAdapter) -> list[tuple[tuple[int, ...], Completion]]:
+    """Prompt and completion, 32 pairs."""
+    rollouts = await asyncio.gather(*(engine.generate(f"r{i}", p, SAMPLING) for i, p in enumerate(PROMPTS)))
+    return [(prompt, c) for prompt, completions in zip(PROMPTS, rollouts, strict=True) for c in completions]
+
+
+def differences(
+    pairs: list[tuple[tuple[int, ...], Completion]], model: torch.nn.Module, temperature: float = TEMPERATURE
+) -> torch.Tensor:
+    """Reference minus engine, for every token."""
+    return torch.cat(
+        [reference_logprobs(model, p, c.token_ids, temperature) - torch.tensor(c.logprobs) for p, c in pairs]
+    )
+
+
+@pytest.mark.parametrize(
+    ("quant", "kv_cache_dtype", "mean", "largest"),
+    [("fp8_block", "fp8_e4m3", FP8_MEAN, FP8_MAX), ("none", "auto", BF16_MEAN, BF16_MAX)],
+    ids=["fp8 weights and cache", "bf16 weights and cache"],
+)
+async def test_the_engine_returns_the_logprobs_of_a_plain_forward_pass(
+    quant: str, kv_cache_dtype: str, mean: float, largest: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = await committed(tmp_path, quant, kv_cache_dtype)
+    async with running_engine(config, monkeypatch) as engine:
+        pairs = await sample(engine)
+    fp8, folder = quant == "fp8_block", WeightLog(config.weights.root).folder(0)
+    model = reference_model(config.model.path, folder, fp8_activations=fp8, fp8_kv=fp8)
+    difference = differences(pairs, model)
+    assert difference.numel() == 1536
+    assert difference.abs().mean() < mean and difference.abs().max() < largest
+    assert difference.mean().abs() < BIAS
+    # and the bounds tell right from wrong: the temperature left out, and one of the 28 matrices left at zero
+    assert differences(pairs, model, temperature=1.0).abs().mean() > 4 * mean
+    with torch.no_grad():
+        model.get_submodule("model.layers.1.mlp.down_proj").weight.zero_()
+    wrong = differences(pairs, model).abs().mean()
+    assert wrong > 1.5 * mean, wrong
+
+
+async def test_a_version_that_fails_while_it_is_loaded_leaves_an_engine_that_never_serves_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = await committed(tmp_path, "fp8_block", "fp8_e4m3")
+    folder = WeightLog(config.weights.root).folder(0)
+    async with running_engine(config, monkeypatch) as engine:
+        await engine.check_health()
+        manifest = read_manifest(folder)
+        kept = tuple(tensor for tensor in manifest.tensors if "layers.2.mlp" not in tensor.name)
+        (folder / MANIFEST_FILE).write_text(manifest.model_copy(update={"tensors": kept}).model_dump_json())
+        await engine.pause("keep")
+        with pytest.raises(EngineFailed, match="loading version 1 failed"):
+            await engine.load(folder, 1)
+        for call in (engine.check_health(), engine.resume(), engine.generate("r", (5, 6), Sampling(max_tokens=1))):
+            with pytest.raises(EngineFailed, match="being replaced"):
+                await call

@@ -1,0 +1,88 @@
+"""Starting and stopping: ``serve run`` works by itself, and whatever way it ends, no process is left behind."""
+
+import asyncio
+import signal
+import sys
+import uuid
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from rollout_service.local import free_port
+from tests.support.processes import gone, marked
+
+PROJECT = Path(__file__).parents[2]
+MARK = "ROLLOUT_SERVICE_TEST_RUN"
+SERVE = str(Path(sys.executable).with_name("serve"))
+
+RUN_LOCALLY = """
+import sys, time
+from pathlib import Path
+from rollout_service.local import running_service
+with running_service(Path(sys.argv[1])) as service:
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Path:
+    """The shipped CPU deployment on a free port; its relative paths are below ``tmp_path``."""
+    config = yaml.safe_load((PROJECT / "deployments/cpu_rollout.yaml").read_text())
+    config["http_options"]["port"] = free_port()
+    path = tmp_path / "cpu_rollout.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+async def test_serve_run_makes_its_model_serves_and_leaves_nothing_after_ctrl_c(
+    deployment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = _mark(monkeypatch)
+    process = await asyncio.create_subprocess_exec(SERVE, "run", str(deployment), cwd=deployment.parent)
+    port = yaml.safe_load(deployment.read_text())["http_options"]["port"]
+    body = {"prompt": "1+1=", "max_tokens": 4}
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+        await _healthy(http, process)
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+    assert (deployment.parent / "models/tiny-qwen3/model.safetensors").is_file()
+    process.send_signal(signal.SIGINT)
+    await process.wait()
+    assert await gone(MARK, mark, within_s=60) == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill -9"])
+async def test_a_local_service_leaves_nothing_behind(
+    how: signal.Signals, deployment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = _mark(monkeypatch)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", RUN_LOCALLY, str(deployment), cwd=deployment.parent, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    while b"ready" not in (line := await process.stdout.readline()):
+        assert line, "the service ended before it was ready"
+    assert len(marked(MARK, mark)) > 5
+    process.send_signal(how)
+    await process.wait()
+    assert await gone(MARK, mark, within_s=60) == []
+
+
+def _mark(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A value that every process started from now on inherits."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    return mark
+
+
+async def _healthy(http: httpx.AsyncClient, process: asyncio.subprocess.Process) -> None:
+    while True:
+        assert process.returncode is None, "serve run ended before it was healthy"
+        try:
+            if (await http.get("/health")).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        await asyncio.sleep(0.5)

@@ -1,0 +1,69 @@
+"""Replicas and the ingest die and come back; what was committed stays, and nothing stale is served."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from rollout_service.client import RolloutClient
+from rollout_service.errors import RolloutServiceError
+from rollout_service.local import LocalService
+from rollout_service.types import Fleet
+from tests.support.processes import descendants
+from tests.support.telltale import assert_pure, telltale_weights
+
+PROMPT = [5, 6, 7]
+
+
+async def test_a_replica_that_starts_after_a_commit_serves_that_version_from_its_first_token(
+    service: LocalService, client: RolloutClient, telltale: int
+) -> None:
+    before = {replica.replica_id for replica in (await client.fleet()).replicas}
+    descendants("VLLM::EngineCore")[0].kill()
+    survivor = await _fleet(client, lambda fleet: len(_sound(fleet)) == 1)
+    assert _sound(survivor) < before
+    newest = telltale + 1
+    await client.push_weights(newest, telltale_weights(service.config.model.path, newest), wait="none")
+    fleet = await _fleet(client, lambda fleet: len(_sound(fleet)) == 2)
+    (newcomer,) = _sound(fleet) - before
+    made_by_newcomer = [rollout async for rollout in _completions_of(client, newcomer)]
+    for completion in made_by_newcomer:
+        assert completion.versions == (newest,)
+        assert_pure(completion)
+
+
+async def test_an_ingest_that_restarts_finds_its_versions_and_replicas_again(
+    service: LocalService, client: RolloutClient, telltale: int
+) -> None:
+    (ingest,) = descendants("ray::ServeReplica:rollout:ingest")
+    ingest.kill()
+    rollout = await client.generate(PROMPT, max_tokens=4, temperature=0.0)
+    assert_pure(rollout.completions[0])
+    fleet = await _fleet(client, lambda fleet: len(_sound(fleet)) == 2)
+    assert fleet.latest_version == telltale
+    status = await client.push_weights(telltale + 1, telltale_weights(service.config.model.path, telltale + 1))
+    assert status.state == "live"
+
+
+def _sound(fleet: Fleet) -> set[str]:
+    return {replica.replica_id for replica in fleet.replicas if replica.error is None and replica.state == "ready"}
+
+
+async def _fleet(client: RolloutClient, reached) -> Fleet:  # type: ignore[no-untyped-def]
+    """The first table of the fleet for which ``reached`` holds; the service may be away for moments meanwhile."""
+    while True:
+        try:
+            fleet = await client.fleet()
+        except RolloutServiceError:
+            fleet = None
+        if fleet is not None and reached(fleet):
+            return fleet
+        await asyncio.sleep(0.2)
+
+
+async def _completions_of(client: RolloutClient, replica_id: str, wanted: int = 3) -> AsyncIterator:  # type: ignore[type-arg]
+    """Completions made by one replica: the router spreads requests, so some of many are its."""
+    found = 0
+    while found < wanted:
+        for rollout in await client.generate_batch([PROMPT] * 16, max_tokens=4, temperature=0.0):
+            if rollout.replica_id == replica_id:
+                found += 1
+                yield rollout.completions[0]
