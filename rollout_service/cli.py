@@ -1,7 +1,7 @@
 """The ``rollout-service`` command. What a command needs is imported inside it, so that ``--help`` is quick."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rollout_service.types import Fleet, ReplicaStatus
-
-BUILDER = "rollout_service.app:build"
-"""``import_path`` by which an application in a Serve config is ours."""
 
 app = typer.Typer(
     help="Look after a rollout service: the weights that RL trainers push, the replicas that serve them.",
@@ -39,12 +36,15 @@ def config(
     from pydantic import ValidationError
 
     from rollout_service.config import ServiceConfig
+    from rollout_service.deployment_file import application_args
 
     try:
-        resolved = ServiceConfig.model_validate(_application_args(path)).resolved()
+        resolved = ServiceConfig.model_validate(application_args(path)).resolved()
     except ValidationError as error:
         problems = "\n".join(f"  {line}" for line in _problems(error))
         _fail(f"{path} is not a valid configuration:\n{problems}")
+    except ValueError as error:
+        _fail(str(error))
     typer.echo(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False, allow_unicode=True), nl=False)
 
 
@@ -68,28 +68,6 @@ def fleet(
     except httpx.TransportError as error:
         _fail("\n".join([f"{url}: {error or type(error).__name__}", *getattr(error, "__notes__", [])]))
     Console().print(table)
-
-
-def _application_args(path: Path) -> dict[str, Any]:
-    """The ``args`` of the one application in a Serve config that is ours."""
-    import yaml
-
-    try:
-        document = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        _fail(f"cannot read {path}: {error}")
-    except yaml.YAMLError as error:
-        _fail(f"{path} is not YAML: {error}")
-    applications = document.get("applications") if isinstance(document, dict) else None
-    if not isinstance(applications, list):
-        _fail(f"{path} is not a Serve config: it has no list `applications`")
-    ours = [item for item in applications if isinstance(item, dict) and item.get("import_path") == BUILDER]
-    if len(ours) != 1:
-        _fail(f"{path} has {len(ours)} applications with `import_path: {BUILDER}`; it must have one")
-    args = ours[0].get("args", {})
-    if not isinstance(args, dict):
-        _fail(f"{path}: `args` of the application must be a mapping of sections, not {args!r}")
-    return args
 
 
 def _problems(error: "ValidationError") -> list[str]:

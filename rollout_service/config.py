@@ -43,6 +43,14 @@ class QuantConfig(Config):
     skip: tuple[str, ...] = ()
     """More modules to leave in BF16, as ``fnmatch`` patterns over Hugging Face module names, e.g. ``*.layers.0.*``."""
 
+    @model_validator(mode="after")
+    def _skip_needs_quantization(self) -> "QuantConfig":
+        if self.weights == "none" and self.skip:
+            raise ValueError(
+                "quant.skip names modules, but quant.weights is none: everything stays in BF16, leave it out"
+            )
+        return self
+
 
 class EngineConfig(Config):
     """One vLLM engine, and when a replica says no."""

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import yaml
 from ray import serve
 
 from rollout_service.app import build
 from rollout_service.config import ServiceConfig
+from rollout_service.deployment_file import application_args
 
 APPLICATION = "rollout"
 LOGICAL_CPUS = 64
@@ -31,9 +31,9 @@ class LocalService:
 def load_config(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> ServiceConfig:
     """The ``args`` of a deployment YAML's application, with ``overrides`` (section → field → value) laid over them.
 
-    Raises OSError, KeyError for a YAML without an application, or pydantic.ValidationError.
+    Raises ValueError (of which pydantic.ValidationError is one).
     """
-    args: dict[str, Any] = yaml.safe_load(path.read_text())["applications"][0].get("args") or {}
+    args = application_args(path)
     for section, fields in (overrides or {}).items():
         args[section] = {**args.get(section, {}), **fields}
     return ServiceConfig.model_validate(args)
@@ -57,6 +57,8 @@ def running_service(
         log_to_driver=verbose,
         logging_level=logging.INFO if verbose else logging.ERROR,
     )
+    if not verbose:
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(build(config), name=APPLICATION, route_prefix="/")

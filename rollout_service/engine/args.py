@@ -64,6 +64,8 @@ def engine_environment(config: ServiceConfig) -> dict[str, str]:
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_kv_cache_gib),
         "VLLM_NO_USAGE_STATS": "1",
+        # FlashInfer is not installed: it compiles for minutes on first use
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
         # Hopper: power-of-two scales would requantize our weights in place
         "VLLM_USE_DEEP_GEMM_E8M0": "0",
         # tensors cannot cross our RPCs, so nothing needs pickle

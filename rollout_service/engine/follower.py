@@ -60,7 +60,7 @@ class Follower:
         self._tasks: list[asyncio.Task[None]] = []
         self._state: ReplicaState = "starting"
         self._target: int | None = None
-        self._paused = False
+        self._pause: PauseMode | None = None
         self._error: str | None = None
         self._update: UpdateTimings | None = None
         self._sequence = 0
@@ -71,6 +71,8 @@ class Follower:
         """Load the newest version, then follow. Returns when the engine may serve; raises what loading raises."""
         while self._log.head() is None:
             await asyncio.sleep(0.1)  # the ingest is making version 0
+        control = self._log.control()
+        self._pause = control.mode if control.paused else None
         while self.version != self._newest().version:
             await self._to_version(self._newest())
         self._state = "ready"
@@ -85,7 +87,7 @@ class Follower:
             version=self.version,
             state=self._state,
             target=self._target,
-            paused=self._paused,
+            paused=self._pause is not None,
             running=self._running(),
             error=self._engine.broken or self._error,
             update=self._update,
@@ -144,13 +146,17 @@ class Follower:
                 await self._report()
 
     async def _follow_pause(self) -> None:
-        if self._wish is None or self._wish.paused == self._paused:
+        wish = self._wish  # another one may come while the engine pauses
+        if wish is None:
             return
-        if self._wish.paused:
-            await self._engine.pause(self._wish.pause_mode)
+        wished = wish.pause_mode if wish.paused else None
+        if wished == self._pause:
+            return
+        if wished is not None:
+            await self._engine.pause(wished)
         else:
             await self._engine.resume()
-        self._paused = self._wish.paused
+        self._pause = wished
         await self._report()
 
     async def _to_version(self, head: Head) -> None:
@@ -161,7 +167,7 @@ class Follower:
         closed = time.perf_counter()
         await self._engine.pause(head.mode)
         load_s = await self._engine.load(self._log.folder(head.version), head.version)
-        if not self._paused:
+        if self._pause is None:
             await self._engine.resume()
         closed_s = time.perf_counter() - closed
         async with self._moved:

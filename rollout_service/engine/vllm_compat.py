@@ -34,7 +34,8 @@ def prefer_cpu_block_kernel(kernel: type) -> None:
     if not CHECKED_FROM <= Version(found.base_version) < CHECKED_BEFORE:
         raise RuntimeError(
             f"vLLM {found} is installed, but the CPU block-FP8 kernel was checked for "
-            f">={CHECKED_FROM},<{CHECKED_BEFORE} only: install one of those, or check that {linear.__name__}.{_LIST_NAME} still means the same"
+            f">={CHECKED_FROM},<{CHECKED_BEFORE} only: install one of those, or check that "
+            f"{linear.__name__}.{_LIST_NAME} still means the same"
         )
     kernels = getattr(linear, _LIST_NAME, {}).get(PlatformEnum.CPU)
     if not isinstance(kernels, list):

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import Field, StrictInt
 
 from rollout_service.gateway.generate import spans, usage
 from rollout_service.gateway.prompts import check_model, detokenize, roll_out, tokenize
@@ -17,7 +17,7 @@ from rollout_service.types import Completion, Rollout
 
 router = APIRouter(tags=["completions"])
 
-Prompt = str | list[int] | list[str] | list[list[int]]
+Prompt = str | list[StrictInt] | list[str] | list[list[StrictInt]]
 
 
 class CompletionRequest(Sampling):

@@ -4,7 +4,7 @@ import time
 from typing import Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field, model_validator
+from pydantic import Field, StrictInt, model_validator
 
 from rollout_service.gateway.prompts import check_model, detokenize, roll_out, tokenize
 from rollout_service.gateway.services import Open, Services
@@ -17,7 +17,7 @@ router = APIRouter(tags=["generate"])
 class GenerateRequest(Frozen):
     """vLLM's ``GenerateRequest``, as far as it is implemented, plus ``prompt`` and ``min_weight_version``."""
 
-    token_ids: tuple[int, ...] | None = None
+    token_ids: tuple[StrictInt, ...] | None = None
     prompt: str | None = None
     """Text instead of ``token_ids``; the reply then names the ids it became."""
     sampling_params: Sampling = Sampling()

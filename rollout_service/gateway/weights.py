@@ -1,7 +1,9 @@
 """The weight routes: begin, parts, commit, status. All need authorization; see ``weights/upload.py``."""
 
+import httpx
 from fastapi import APIRouter, Request, Response
 
+from rollout_service.errors import NotReady
 from rollout_service.gateway.services import Guarded, call
 from rollout_service.types import Frozen, WeightStatus
 from rollout_service.weights.upload import PART_DIGEST_HEADER, BeginUpload, CommitUpload, UploadPlan
@@ -26,11 +28,14 @@ async def begin(body: BeginUpload, services: Guarded) -> UploadPlan:
 async def put_part(version: int, part: int, request: Request, services: Guarded) -> Response:
     """Take one part and pass it on to the ingest's own address, which callers may use directly."""
     upload_url = await call(services.ingest.upload_address.remote())
-    reply = await services.http.put(
-        f"{upload_url}/v1/weights/{version}/parts/{part}",
-        content=request.stream(),
-        headers={name: request.headers[name] for name in _FORWARDED if name in request.headers},
-    )
+    try:
+        reply = await services.http.put(
+            f"{upload_url}/v1/weights/{version}/parts/{part}",
+            content=request.stream(),
+            headers={name: request.headers[name] for name in _FORWARDED if name in request.headers},
+        )
+    except httpx.TransportError as error:
+        raise NotReady(f"the ingest at {upload_url} did not take part {part}: send it again ({error!r})") from error
     return Response(reply.content, reply.status_code, media_type="application/json")
 
 

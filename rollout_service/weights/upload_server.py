@@ -91,7 +91,10 @@ class UploadServer:
 
     def __init__(self, app: FastAPI, host: str) -> None:
         # bound here, not by uvicorn, so that the port is known before the server runs
-        self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # asyncio turns Nagle's delay off only for sockets that say they are TCP
+        self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._socket.bind((host, 0))
         address = f"[{host}]" if ":" in host else host
         self.url = f"http://{address}:{self._socket.getsockname()[1]}"
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))

@@ -207,7 +207,6 @@ async def test_a_replica_of_a_paused_fleet_stays_paused_after_an_update(
     assert engine.calls[-1] == "resume" and not engine.paused
 
 
-@pytest.mark.xfail(reason="_follow_pause reads the wish again after it has paused the engine")
 async def test_a_resume_that_comes_while_the_engine_pauses_is_not_lost(
     follower: Follower, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
@@ -225,7 +224,6 @@ async def test_a_resume_that_comes_while_the_engine_pauses_is_not_lost(
     assert engine.calls == ["pause keep", "resume"]
 
 
-@pytest.mark.xfail(reason="start reads the head of the log but not its control")
 async def test_a_replica_that_starts_in_a_paused_fleet_makes_no_token_before_it_is_resumed(
     log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:

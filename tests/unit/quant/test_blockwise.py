@@ -14,8 +14,8 @@ from rollout_service.errors import QuantizationError
 from rollout_service.quant.blockwise import BLOCK, dequantize_blockwise, quantize_blockwise, scale_shape
 from tests.unit.quant import e4m3
 
-FP32_SLACK = 1 + 2.0**-20
-"""Scale, quotient and product are each rounded to fp32 (2^-24 relative, three times); this leaves room for them."""
+FP32_ERROR = 2.0**-22
+"""Of |w|: scale, quotient and product are each rounded to fp32, by 2^-24 at most."""
 NORMAL_ERROR = 2.0**-4
 """Of |w|: 3 mantissa bits put neighbouring codes 2^-3 apart relative to the lower one, and rounding is off by half."""
 SUBNORMAL_ERROR = 2.0**-10
@@ -78,7 +78,7 @@ def test_torch_reads_every_one_of_the_256_codes_as_the_format_says() -> None:
         assert (expected is None and value != value) or Fraction(value) == expected, code
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.floats(0, 448, width=32))
 def test_the_fast_encoder_of_these_tests_agrees_with_exact_fractions(x: float) -> None:
     assert e4m3.encode(np.array([x, -x], dtype=np.float32)).tolist() == [
@@ -105,13 +105,13 @@ def test_a_value_halfway_between_two_codes_goes_to_the_even_one() -> None:
     assert all(code % 2 == 0 for code in got)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(weights())
 def test_codes_and_scales_are_bit_for_bit_what_the_formula_gives(weight: torch.Tensor) -> None:
     assert_as_specified(weight)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(weights())
 def test_the_round_trip_is_off_by_no_more_than_half_the_distance_between_codes(weight: torch.Tensor) -> None:
     codes, scales = quantize_blockwise(weight)
@@ -121,11 +121,11 @@ def test_the_round_trip_is_off_by_no_more_than_half_the_distance_between_codes(w
         scales.double().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: exact.shape[0], : exact.shape[1]]
     )
     bound = torch.maximum(NORMAL_ERROR * exact.abs(), SUBNORMAL_ERROR * per_weight)
-    assert bool((error <= bound * FP32_SLACK).all())
-    assert bool((error <= BLOCK_ERROR * 448 * per_weight * FP32_SLACK).all())
+    assert bool((error <= bound + FP32_ERROR * exact.abs()).all())
+    assert bool((error <= BLOCK_ERROR * 448 * per_weight + FP32_ERROR * exact.abs()).all())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(weights())
 def test_dequantizing_multiplies_each_code_by_the_scale_of_its_block(weight: torch.Tensor) -> None:
     codes, scales = quantize_blockwise(weight)

@@ -106,10 +106,10 @@ async def test_reports_that_were_overtaken_do_not_turn_the_table_back(ingest: In
 
 
 async def test_a_silent_replica_is_waited_for_no_more(model: Path, tmp_path: Path) -> None:
-    ingest = Ingest(config_of(model, tmp_path / "log", weights={"poll_s": 0.01, "dead_after_s": 0.05}))
+    ingest = Ingest(config_of(model, tmp_path / "log", weights={"poll_s": 0.01, "dead_after_s": 0.15}))
     await ingest.start()
     await ingest.report(replica("dead", 0))
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.2)
     await ingest.report(replica("alive", 1))
     await asyncio.wait_for(ingest.wait_live(1, timeout_s=LONG_S), LONG_S)
     assert [status.replica_id for status in (await ingest.fleet()).replicas] == ["alive"]
@@ -181,10 +181,10 @@ async def test_a_version_that_a_live_replica_serves_or_loads_is_kept(
 
 
 async def test_a_dead_replica_keeps_nothing(model: Path, tmp_path: Path, weights: Weights) -> None:
-    ingest = Ingest(config_of(model, tmp_path / "log", weights={"poll_s": 0.01, "dead_after_s": 0.05}))
+    ingest = Ingest(config_of(model, tmp_path / "log", weights={"poll_s": 0.01, "dead_after_s": 0.15}))
     await ingest.start()
     await ingest.report(replica("dead", 0))
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.2)
     for version in (1, 2):
         await Trainer(ingest).push(version, weights)
     assert await versions(ingest) == [1, 2]

@@ -1,6 +1,5 @@
 """What a version must bring, worked out from config.json alone."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -105,9 +104,3 @@ def test_a_mixture_of_experts_is_refused(tmp_path: Path, config: PretrainedConfi
 def test_a_folder_without_a_model_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no config\.json: name a folder.*model\.create"):
         ServedModel.load(tmp_path / "missing")
-
-
-def test_an_architecture_that_generates_no_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    with pytest.raises(ValueError, match="AutoModelForCausalLM"):
-        ServedModel.load(tmp_path)

@@ -1,7 +1,6 @@
 """A version between begin and commit, with the executor held where a test needs it."""
 
 import asyncio
-import os
 import resource
 import threading
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from rollout_service.config import QuantConfig
@@ -186,21 +186,32 @@ async def test_discarding_does_not_wait_for_conversions_that_have_not_begun(
     assert not gate.is_set() and list(tmp_path.iterdir()) == []
 
 
+class HeldSource(FolderSource):
+    """Reads a tensor only when it is let go."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.reading, self.go_on = threading.Event(), threading.Event()
+
+    def read(self, name: str) -> torch.Tensor:
+        self.reading.set()
+        assert self.go_on.wait(60)
+        return super().read(name)
+
+
 async def test_discarding_waits_for_the_conversion_that_runs_or_it_would_write_into_another_file(
-    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
+    model: Path, tmp_path: Path, executor: ThreadPoolExecutor
 ) -> None:
-    staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
-    staged.expect_parts()
-    pipe = staged.part_path(0).with_suffix(".received")
-    os.mkfifo(pipe)
-    for part in range(staged.num_parts):  # whoever reads a pipe waits for a writer
-        os.link(pipe, link := pipe.with_suffix(f".{part}"))
-        staged.accept(part, f"digest of {part}", link)
+    source = HeldSource(model)
+    staged = staged_version(BeginUpload(version=1, source=PathSource(path=model)), tmp_path / "1", model, executor)
+    staged.convert_folder(source)
+    await asyncio.to_thread(source.reading.wait, 60)
     discarding = asyncio.create_task(staged.discard())
     await settle()
-    assert not discarding.done()
-    os.close(os.open(staged.part_path(0), os.O_WRONLY))
-    await asyncio.wait_for(discarding, 30)
+    still_open = not discarding.done() and (tmp_path / "1").exists()
+    source.go_on.set()
+    await discarding
+    assert still_open and staged.failure() is None
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,1 @@
+"""Trainers that use the service; ``grpo_digits`` is what ``make demo`` runs."""
