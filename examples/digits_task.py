@@ -12,7 +12,7 @@ DIGITS = 5
 ANSWER_TOKENS = DIGITS + 1
 """The digits and the end of the sequence."""
 
-CARELESS = 0.75
+CARELESS = 0.85
 """Share of its probability that the careless teacher of ``warm_start`` spreads over all ten digits."""
 CARELESS_STEPS = 30
 
