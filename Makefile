@@ -19,9 +19,8 @@ demo: setup ## train a small model with GRPO through the service, on the CPU; re
 serve: setup ## run the service of deployments/cpu_rollout.yaml until Ctrl-C
 	@.venv/bin/serve run deployments/cpu_rollout.yaml
 
-bench: setup ## run every benchmark in benchmarks/
-	@ls benchmarks/*.py >/dev/null 2>&1 || { echo "make bench: there is no benchmark in benchmarks/ yet" >&2; exit 1; }
-	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(PYTHON_VENV) $$file; done
+bench: setup ## measure the service against the bare engine; results in benchmarks/results/
+	@$(PYTHON_VENV) -m benchmarks.overhead
 
 test: check test-unit test-service ## lint, types, unit tests and tests with real engines (under 20 minutes on 2 cores)
 
