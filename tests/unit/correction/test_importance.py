@@ -1,4 +1,4 @@
-"""Token-level TIS against plain Python, and what must hold for any input."""
+"""Truncated importance weights, against the formula written out in plain Python."""
 
 import math
 
@@ -9,49 +9,87 @@ from hypothesis import strategies as st
 
 from rollout_service.correction import truncated_importance_weights
 
-LOGPROBS = st.lists(st.floats(-30, 0), min_size=1, max_size=6)
+LOGPROB = st.floats(min_value=-60, max_value=0, width=32)
+UNUSABLE = st.sampled_from([math.nan, math.inf, -math.inf])
+TOKENS = st.lists(st.tuples(LOGPROB, LOGPROB), min_size=1, max_size=12)
+CAP = st.floats(min_value=0.1, max_value=10)
 
 
-@given(trainer=LOGPROBS, rollout=LOGPROBS, cap=st.floats(0.1, 10))
-def test_a_weight_is_the_ratio_of_probabilities_cut_off_at_the_cap(
-    trainer: list[float], rollout: list[float], cap: float
+def row(values: list[float]) -> torch.Tensor:
+    """[1, tokens] in fp64, so that plain Python's floats are exact."""
+    return torch.tensor([values], dtype=torch.float64)
+
+
+def test_a_token_weighs_the_ratio_of_the_trainers_probability_to_the_engines() -> None:
+    trainer, engine = row([math.log(0.3), math.log(0.5)]), row([math.log(0.2), math.log(0.8)])
+    weights = truncated_importance_weights(trainer, engine, torch.ones(1, 2))
+    assert weights[0].tolist() == pytest.approx([1.5, 0.625])
+
+
+def test_equal_policies_weigh_every_token_one() -> None:
+    logprobs = torch.tensor([[-0.25, -7.0], [0.0, -100.0]])
+    assert truncated_importance_weights(logprobs, logprobs, torch.ones(2, 2)).tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_weights_are_cut_off_at_the_cap_and_nowhere_else() -> None:
+    trainer, engine = row([math.log(3.0), math.log(1.9), math.log(0.01)]), row([0.0, 0.0, 0.0])
+    mask = torch.ones(1, 3)
+    assert truncated_importance_weights(trainer, engine, mask)[0].tolist() == pytest.approx([2.0, 1.9, 0.01])
+    assert truncated_importance_weights(trainer, engine, mask, cap=0.5)[0].tolist() == pytest.approx([0.5, 0.5, 0.01])
+
+
+def test_log_ratios_are_clamped_to_twenty() -> None:
+    trainer, engine = row([-100.0, 0.0]), row([0.0, -100.0])
+    weights = truncated_importance_weights(trainer, engine, torch.ones(1, 2), cap=1e12)
+    assert weights[0].tolist() == pytest.approx([math.exp(-20), math.exp(20)])
+
+
+@given(tokens=TOKENS, cap=CAP)
+def test_weights_follow_the_formula_and_stay_within_the_cap(tokens: list[tuple[float, float]], cap: float) -> None:
+    trainer, engine = row([t for t, _ in tokens]), row([e for _, e in tokens])
+    weights = truncated_importance_weights(trainer, engine, torch.ones(1, len(tokens)), cap=cap)[0].tolist()
+    assert weights == pytest.approx([min(math.exp(max(-20.0, min(20.0, t - e))), cap) for t, e in tokens])
+    assert all(0 <= weight <= cap for weight in weights)
+
+
+@given(tokens=TOKENS, junk=st.lists(st.tuples(UNUSABLE, UNUSABLE), min_size=1, max_size=4))
+def test_what_masked_positions_hold_has_no_influence(
+    tokens: list[tuple[float, float]], junk: list[tuple[float, float]]
 ) -> None:
-    length = min(len(trainer), len(rollout))
-    trainer, rollout = trainer[:length], rollout[:length]
-    expected = [min(math.exp(max(-20.0, min(20.0, t - r))), cap) for t, r in zip(trainer, rollout, strict=True)]
-    weights = truncated_importance_weights(
-        torch.tensor([trainer], dtype=torch.float64),
-        torch.tensor([rollout], dtype=torch.float64),
-        torch.ones(1, length, dtype=torch.bool),
-        cap=cap,
-    )
-    assert weights[0].tolist() == pytest.approx(expected, rel=1e-9)
+    padded = tokens + junk
+    mask = torch.tensor([[True] * len(tokens) + [False] * len(junk)])
+    weights = truncated_importance_weights(row([t for t, _ in padded]), row([e for _, e in padded]), mask)
+    alone = truncated_importance_weights(row([t for t, _ in tokens]), row([e for _, e in tokens]), mask[:, mask[0]])
+    assert weights[0].tolist() == alone[0].tolist() + [0.0] * len(junk)
 
 
-def test_equal_logprobs_weigh_one_and_carry_no_gradient() -> None:
-    logprobs = torch.randn(3, 4, requires_grad=True)
-    weights = truncated_importance_weights(logprobs, logprobs, torch.ones(3, 4))
-    assert torch.equal(weights, torch.ones(3, 4)) and not weights.requires_grad
+def test_no_gradient_flows_through_a_weight() -> None:
+    trainer = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    weights = truncated_importance_weights(trainer, torch.tensor([[-1.5, -1.5]]), torch.ones(1, 2))
+    assert not weights.requires_grad
+    (weights * trainer).sum().backward()
+    assert trainer.grad is not None
+    assert torch.equal(trainer.grad, weights)
 
 
-@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
-def test_what_masked_positions_hold_has_no_influence(junk: float) -> None:
-    trainer, rollout = torch.tensor([[-1.0, junk]]), torch.tensor([[-2.0, junk]])
-    weights = truncated_importance_weights(trainer, rollout, torch.tensor([[1, 0]]), cap=10.0)
-    assert weights.tolist() == [[pytest.approx(math.e, rel=1e-6), 0.0]]
+@pytest.mark.parametrize(
+    ("given_dtype", "dtype"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
+)
+def test_weights_are_at_least_fp32(given_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    logprobs = torch.zeros(1, 2, dtype=given_dtype)
+    assert truncated_importance_weights(logprobs, logprobs, torch.ones(1, 2)).dtype is dtype
 
 
-def test_bad_input_is_refused_by_name() -> None:
-    logprobs, mask = torch.zeros(2, 3), torch.ones(2, 3)
-    with pytest.raises(ValueError, match=r"\[2, 3\], \[2, 2\]"):
-        truncated_importance_weights(logprobs, logprobs[:, :2], mask)
-    with pytest.raises(ValueError, match="selects no token"):
-        truncated_importance_weights(logprobs, logprobs, mask * 0)
-    with pytest.raises(ValueError, match="only 0 and 1"):
-        truncated_importance_weights(logprobs, logprobs, mask * 0.5)
-    with pytest.raises(ValueError, match="cap=0"):
-        truncated_importance_weights(logprobs, logprobs, mask, cap=0)
-    with pytest.raises(ValueError, match=r"rollout_logprobs\[1, 2\] is nan"):
-        broken = logprobs.clone()
-        broken[1, 2] = math.nan
-        truncated_importance_weights(logprobs, broken, mask)
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.float32, torch.bfloat16])
+def test_the_mask_may_have_any_dtype(mask_dtype: torch.dtype) -> None:
+    logprobs = torch.zeros(1, 3)
+    mask = torch.tensor([[1, 0, 1]]).to(mask_dtype)
+    assert truncated_importance_weights(logprobs, logprobs, mask).tolist() == [[1.0, 0.0, 1.0]]
+
+
+@pytest.mark.parametrize("cap", [0.0, -1.0, math.nan, math.inf])
+def test_a_cap_that_is_no_positive_number_is_refused(cap: float) -> None:
+    logprobs = torch.zeros(1, 2)
+    with pytest.raises(ValueError, match="cap="):
+        truncated_importance_weights(logprobs, logprobs, torch.ones(1, 2), cap=cap)

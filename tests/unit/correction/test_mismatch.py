@@ -1,4 +1,4 @@
-"""k1 and k3 against ``math.fsum``, and what must hold for any input."""
+"""k1 and k3, against plain Python's exact sums and against the divergence they estimate."""
 
 import math
 
@@ -9,40 +9,80 @@ from hypothesis import strategies as st
 
 from rollout_service.correction import measure_mismatch
 
-PAIRS = st.lists(st.tuples(st.floats(-15, 0), st.floats(-15, 0)), min_size=1, max_size=8)
+LOGPROB = st.floats(min_value=-15, max_value=0, width=32)
+TOKENS = st.lists(st.tuples(LOGPROB, LOGPROB), min_size=1, max_size=20)
 
 
-def _tensors(pairs: list[tuple[float, float]]) -> tuple[torch.Tensor, torch.Tensor]:
-    values = torch.tensor(pairs, dtype=torch.float64)
-    return values[:, 0][None], values[:, 1][None]
+def row(values: list[float]) -> torch.Tensor:
+    """[1, tokens] in fp64, so that plain Python's floats are exact."""
+    return torch.tensor([values], dtype=torch.float64)
 
 
-@given(pairs=PAIRS)
-def test_k1_and_k3_are_the_means_of_their_definitions(pairs: list[tuple[float, float]]) -> None:
-    trainer, rollout = _tensors(pairs)
-    mismatch = measure_mismatch(trainer, rollout, torch.ones_like(trainer))
-    k3 = math.fsum(math.exp(t - r) - 1 - (t - r) for t, r in pairs) / len(pairs)
-    assert mismatch.k1 == pytest.approx(math.fsum(r - t for t, r in pairs) / len(pairs), abs=1e-12)
-    assert mismatch.k3 == pytest.approx(k3, rel=1e-6, abs=1e-9)
-    assert mismatch.tokens == len(pairs)
+@given(tokens=TOKENS)
+def test_both_follow_the_formula(tokens: list[tuple[float, float]]) -> None:
+    measured = measure_mismatch(row([t for t, _ in tokens]), row([e for _, e in tokens]), torch.ones(1, len(tokens)))
+    count = len(tokens)
+    assert measured.k1 == pytest.approx(math.fsum(e - t for t, e in tokens) / count, abs=1e-12)
+    expected_k3 = math.fsum(math.expm1(t - e) - (t - e) for t, e in tokens) / count
+    assert measured.k3 == pytest.approx(expected_k3, rel=1e-9, abs=1e-15)
+    assert measured.tokens == count
 
 
-def test_equal_logprobs_have_no_mismatch() -> None:
-    logprobs = torch.randn(4, 5)
-    mismatch = measure_mismatch(logprobs, logprobs, torch.ones(4, 5))
-    assert (mismatch.k1, mismatch.k3, mismatch.tokens) == (0.0, 0.0, 20)
+@given(tokens=TOKENS)
+def test_k3_is_never_negative_and_k1_changes_sign_with_the_roles(tokens: list[tuple[float, float]]) -> None:
+    trainer, engine, mask = row([t for t, _ in tokens]), row([e for _, e in tokens]), torch.ones(1, len(tokens))
+    measured, swapped = measure_mismatch(trainer, engine, mask), measure_mismatch(engine, trainer, mask)
+    assert measured.k3 >= 0
+    assert measured.k1 == -swapped.k1
 
 
-@given(pairs=PAIRS, seed=st.integers(0, 99))
-def test_the_order_of_tokens_changes_nothing(pairs: list[tuple[float, float]], seed: int) -> None:
-    trainer, rollout = _tensors(pairs)
-    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))
-    mask = torch.ones_like(trainer)
-    one, other = measure_mismatch(trainer, rollout, mask), measure_mismatch(trainer[:, order], rollout[:, order], mask)
-    assert one.k1 == pytest.approx(other.k1) and one.k3 == pytest.approx(other.k3)
+def test_the_same_logprobs_have_no_mismatch() -> None:
+    logprobs = torch.tensor([[-0.5, -3.0]])
+    measured = measure_mismatch(logprobs, logprobs, torch.ones(1, 2))
+    assert (measured.k1, measured.k3) == (0.0, 0.0)
 
 
-def test_masked_tokens_have_no_influence() -> None:
-    trainer, rollout = torch.tensor([[-1.0, math.nan], [-3.0, -2.0]]), torch.tensor([[-1.5, 0.0], [math.inf, -2.5]])
-    mismatch = measure_mismatch(trainer, rollout, torch.tensor([[1, 0], [0, 1]]))
-    assert mismatch.tokens == 2 and mismatch.k1 == pytest.approx(-0.5)
+def test_over_tokens_in_the_engines_proportions_both_are_the_kl_divergence() -> None:
+    engine, trainer = [0.5, 0.3, 0.2], [0.4, 0.4, 0.2]
+    sampled = [0] * 5 + [1] * 3 + [2] * 2
+    measured = measure_mismatch(
+        row([math.log(trainer[token]) for token in sampled]),
+        row([math.log(engine[token]) for token in sampled]),
+        torch.ones(1, 10),
+    )
+    divergence = math.fsum(e * math.log(e / t) for e, t in zip(engine, trainer, strict=True))
+    assert measured.k1 == pytest.approx(divergence)
+    assert measured.k3 == pytest.approx(divergence)
+
+
+def test_tiny_mismatch_is_not_lost_to_rounding() -> None:
+    measured = measure_mismatch(row([-1.0 + 1e-6]), row([-1.0]), torch.ones(1, 1))
+    assert measured.k3 == pytest.approx(0.5e-12, rel=1e-3)
+
+
+def test_one_absurd_token_leaves_k3_finite_and_k1_unclamped() -> None:
+    measured = measure_mismatch(row([0.0, -1.0]), row([-1000.0, -1.0]), torch.ones(1, 2))
+    assert measured.k1 == pytest.approx(-500.0)
+    assert measured.k3 == pytest.approx((math.exp(20) - 1 - 20) / 2)
+
+
+@given(tokens=TOKENS, junk=st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_what_masked_positions_hold_has_no_influence(tokens: list[tuple[float, float]], junk: float) -> None:
+    trainer, engine = [t for t, _ in tokens], [e for _, e in tokens]
+    mask = torch.tensor([[False] + [True] * len(tokens)])
+    assert measure_mismatch(row([junk, *trainer]), row([junk, *engine]), mask) == measure_mismatch(
+        row(trainer), row(engine), mask[:, 1:]
+    )
+
+
+def test_means_are_over_tokens_and_not_over_rows() -> None:
+    trainer = torch.tensor([[-1.0, math.nan, math.nan], [-1.0, -1.0, -1.0]])
+    engine = torch.tensor([[-3.0, math.nan, math.nan], [-1.0, -1.0, -1.0]])
+    mask = torch.tensor([[1, 0, 0], [1, 1, 1]])
+    assert measure_mismatch(trainer, engine, mask).k1 == pytest.approx(-0.5)
+
+
+def test_a_measurement_cannot_be_changed() -> None:
+    measured = measure_mismatch(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1))
+    with pytest.raises(AttributeError):
+        measured.k1 = 1.0  # type: ignore[misc]
