@@ -44,7 +44,7 @@ def tiny_qwen3_config() -> Qwen3Config:
 def character_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character, nothing added, so ``decode(encode(text)) == text`` for text of known characters.
 
-    A character outside ``VOCABULARY`` becomes ``<unk>``.
+    A character outside ``VOCABULARY`` becomes ``<unk>``; ``<eos>`` and the like, written out, become that one token.
     """
     ids = {token: index for index, token in enumerate(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(vocab=ids, unk_token=UNK))

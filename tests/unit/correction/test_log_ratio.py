@@ -50,4 +50,4 @@ def test_a_selected_logprob_that_is_not_finite_is_refused_with_its_place(
     logprobs = {"trainer_logprobs": torch.zeros(2, 3), "rollout_logprobs": torch.zeros(2, 3)}
     logprobs[name][1, 2] = value
     with pytest.raises(ValueError, match=rf"{name}\[1, 2\] is {value}"):
-        function(*logprobs.values(), torch.ones(2, 3))
+        function(logprobs["trainer_logprobs"], logprobs["rollout_logprobs"], torch.ones(2, 3))
