@@ -14,7 +14,8 @@ from rollout_service.client._generate import GenerateOptions, Prompt, parse_roll
 from rollout_service.client._http import Http
 from rollout_service.client._retry import Repeat
 from rollout_service.client._tensors import TensorSource, TensorThread, drain
-from rollout_service.client._upload import Progress, Uploader, raise_first_failure
+from rollout_service.client._upload import Progress, Uploader
+from rollout_service.tasks import raise_first_failure
 from rollout_service.types import PauseMode, Rollout, WeightStatus
 from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource, UploadTensor
 

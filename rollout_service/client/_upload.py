@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import httpx
@@ -15,6 +14,7 @@ from rollout_service.client._http import Http, http_timeout, parse
 from rollout_service.client._retry import Repeat
 from rollout_service.client._tensors import TensorSource, TensorThread, bytes_of_each, drain, other_ranks_gather
 from rollout_service.errors import CommitTimeout, RolloutServiceError, VersionConflict
+from rollout_service.tasks import raise_first_failure
 from rollout_service.types import WeightStatus
 from rollout_service.weights.upload import (
     PART_DIGEST_HEADER,
@@ -234,18 +234,6 @@ class PartSender:
         self._done_bytes += len(part.data)
         if self._progress is not None:
             self._progress(self._done_bytes, self._begin.nbytes)
-
-
-@asynccontextmanager
-async def raise_first_failure() -> AsyncIterator[asyncio.TaskGroup]:
-    """A TaskGroup that raises the first failure itself in place of an ExceptionGroup."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            yield group
-        return
-    except ExceptionGroup as failures:
-        first = failures.exceptions[0]
-    raise first
 
 
 def _part(index: int, data: bytearray) -> Part:

@@ -1,9 +1,7 @@
 """``POST /v1/completions``: OpenAI's completions with vLLM's extensions for token ids."""
 
-import asyncio
 import time
 import uuid
-from collections.abc import Coroutine
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -13,6 +11,7 @@ from rollout_service.gateway.generate import spans, usage
 from rollout_service.gateway.prompts import check_model, detokenize, roll_out, tokenize
 from rollout_service.gateway.services import Open, Services
 from rollout_service.sampling import Sampling
+from rollout_service.tasks import raise_first_failure
 from rollout_service.types import Completion, Rollout
 
 router = APIRouter(tags=["completions"])
@@ -57,12 +56,12 @@ async def completions(body: CompletionRequest, services: Open) -> dict[str, Any]
     check_model(body.model, services)
     identity = body.request_id or f"cmpl-{uuid.uuid4().hex}"
     sampling = body.sampling()
-    rollouts = await _all(
-        [
-            roll_out(prompt, sampling, services, f"{identity}-{i}", body.min_weight_version)
+    async with raise_first_failure() as group:
+        tasks = [
+            group.create_task(roll_out(prompt, sampling, services, f"{identity}-{i}", body.min_weight_version))
             for i, prompt in enumerate(_prompts(body, services))
         ]
-    )
+    rollouts = [task.result() for task in tasks]
     return {
         "id": identity,
         "object": "text_completion",
@@ -75,16 +74,6 @@ async def completions(body: CompletionRequest, services: Open) -> dict[str, Any]
         ],
         "usage": usage(rollouts),
     }
-
-
-async def _all(coroutines: list[Coroutine[Any, Any, Rollout]]) -> list[Rollout]:
-    """All results, or the first error with the others cancelled."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def _prompts(body: CompletionRequest, services: Services) -> list[tuple[int, ...]]:
