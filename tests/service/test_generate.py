@@ -80,11 +80,14 @@ async def test_curl_is_enough(service: LocalService) -> None:
 
 
 async def test_a_request_that_the_client_gives_up_is_cancelled_in_the_engine(client: RolloutClient) -> None:
+    await client.pause()  # so that it cannot come to an end by itself
     rollout = asyncio.create_task(client.generate([5, 6], n=8, max_tokens=480, ignore_eos=True))
     await _until(client, running=8)
     rollout.cancel()
     await asyncio.wait([rollout])
     await _until(client, running=0)
+    assert rollout.cancelled() and await client.is_paused()
+    await client.resume()
 
 
 async def test_a_full_replica_answers_503_with_retry_after(http: httpx.AsyncClient, client: RolloutClient) -> None:
