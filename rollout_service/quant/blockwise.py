@@ -2,7 +2,7 @@
 
 For each 128×128 block of the BF16-rounded weight, padded with zeros at ragged edges:
 
-    s = max(max|w|, 1e-12) / 448        (fp32)
+    s = max(max|w|, 1e-12) / 448        (fp32; rounded up to a power of two if asked)
     q = RNE(clamp(w / s, -448, 448))    (E4M3, IEEE division)
 
 and the engine computes with w ≈ q·s. The scale is stored under ``<name>_scale_inv``: the name is the checkpoint
@@ -19,40 +19,46 @@ AMAX_FLOOR = 1e-12
 CODES = torch.float8_e4m3fn
 
 
-def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Shape of the scales of a weight ``[N, K]``: ``[⌈N/128⌉, ⌈K/128⌉]``."""
-    rows, columns = shape
-    return -(-rows // BLOCK), -(-columns // BLOCK)
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the scales of a weight ``[N, K]``: ``[⌈N/128⌉, ⌈K/128⌉]``; of stacked experts ``[E, …]`` likewise."""
+    *experts, rows, columns = shape
+    return (*experts, -(-rows // BLOCK), -(-columns // BLOCK))
 
 
-def quantize_blockwise(weight: torch.Tensor, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize ``weight`` [N, K] (BF16, FP16 or FP32) to codes e4m3 [N, K] and scales fp32 [⌈N/128⌉, ⌈K/128⌉].
+def quantize_blockwise(
+    weight: torch.Tensor, name: str = "weight", *, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize ``weight`` to codes e4m3 of its shape and scales fp32 of ``scale_shape``, on its device.
+
+    ``weight``: [N, K], or [E, N, K] for stacked experts, each by itself; BF16, FP16 or FP32; any strides, any size.
+    ``power_of_two``: scales are rounded up to powers of two (what Blackwell's block-scaled products take).
 
     Raises QuantizationError, naming ``name`` and the first index, if the weight holds NaN or infinity.
     """
-    if weight.dim() != 2:
+    if weight.dim() not in (2, 3):
         raise QuantizationError(
             f"{name} has {weight.dim()} dimensions; blockwise FP8 takes matrices: skip it in the recipe"
         )
     require_finite(weight, name)
-    rows, columns = weight.shape
-    grid = scale_shape((rows, columns))
-    padded = torch.zeros(grid[0] * BLOCK, grid[1] * BLOCK, dtype=torch.float32)
-    padded[:rows, :columns] = weight.to(torch.bfloat16).float()
-    blocks = padded.view(grid[0], BLOCK, grid[1], BLOCK)
-    scales = blocks.abs().amax(dim=(1, 3)).clamp_(min=AMAX_FLOOR) / E4M3_MAX
-    codes = (blocks / scales[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(CODES)
-    return codes.view(padded.shape)[:rows, :columns].contiguous(), scales
+    blocks = _padded_blocks(weight)
+    scales = block_scales(blocks.abs().amax(dim=(-3, -1)), power_of_two=power_of_two)
+    codes = (blocks / scales[..., :, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(CODES)
+    return _without_padding(codes, weight.shape), scales
+
+
+def block_scales(amax: torch.Tensor, *, power_of_two: bool) -> torch.Tensor:
+    """Scales fp32 from the blocks' largest magnitudes fp32, of any shape."""
+    # a tensor divides: by a Python number torch multiplies with the reciprocal on CUDA, which is another last bit
+    scales = amax.clamp(min=AMAX_FLOOR) / torch.full_like(amax, E4M3_MAX)
+    if not power_of_two:
+        return scales
+    return ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
 def dequantize_blockwise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """``q·s`` in fp32 [N, K] from codes e4m3 [N, K] and scales fp32 [⌈N/128⌉, ⌈K/128⌉]."""
-    rows, columns = codes.shape
-    if rows % BLOCK == 0 and columns % BLOCK == 0:
-        blocks = codes.float().view(scales.shape[0], BLOCK, scales.shape[1], BLOCK)
-        return blocks.mul_(scales[:, None, :, None]).view(rows, columns)
-    per_weight = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-    return codes.float() * per_weight
+    """``q·s`` in fp32 from codes e4m3 [N, K] or [E, N, K] and scales fp32 of their ``scale_shape``."""
+    blocks = _padded_blocks(codes)
+    return _without_padding(blocks * scales[..., :, None, :, None], codes.shape)
 
 
 def require_finite(weight: torch.Tensor, name: str) -> None:
@@ -65,3 +71,18 @@ def require_finite(weight: torch.Tensor, name: str) -> None:
             "the version is refused; the one before stays live",
             {"tensor": name, "index": list(index), "count": int((~finite).sum())},
         )
+
+
+def _padded_blocks(matrices: torch.Tensor) -> torch.Tensor:
+    """fp32 [..., ⌈N/128⌉, 128, ⌈K/128⌉, 128] of weights (rounded to BF16) or codes, zeros beyond the edges."""
+    *experts, rows, columns = matrices.shape
+    *_, block_rows, block_columns = scale_shape(tuple(matrices.shape))
+    values = matrices.float() if matrices.dtype == CODES else matrices.to(torch.bfloat16).float()
+    padded = torch.nn.functional.pad(values, (0, block_columns * BLOCK - columns, 0, block_rows * BLOCK - rows))
+    return padded.reshape(*experts, block_rows, BLOCK, block_columns, BLOCK)
+
+
+def _without_padding(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    *experts, block_rows, _, block_columns, _ = blocks.shape
+    whole = blocks.reshape(*experts, block_rows * BLOCK, block_columns * BLOCK)
+    return whole[..., : shape[-2], : shape[-1]].contiguous()

@@ -1,6 +1,5 @@
 """The torch reference is the specification: here it is held against the formula computed a second way."""
 
-from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
 
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from rollout_service.errors import QuantizationError
 from rollout_service.quant.blockwise import BLOCK, dequantize_blockwise, quantize_blockwise, scale_shape
+from tests.support.matrices import VIEWS, weights
 from tests.unit.quant import e4m3
 
 FP32_ERROR = 2.0**-22
@@ -22,44 +22,6 @@ SUBNORMAL_ERROR = 2.0**-10
 """Of the scale: below 2^-6 the codes are 2^-9 apart, and rounding is off by half."""
 BLOCK_ERROR = 16 / 448
 """Of the block's amax: the coarsest codes (256 to 448) are 32 apart."""
-
-DIMS = st.sampled_from([0, 1, 2, 127, 128, 129, 256]) | st.integers(0, 300)
-BF16_MAX = 0x7F7F
-
-
-def bf16_from_bits(bits: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(bits.astype(np.int16)).view(torch.bfloat16)
-
-
-def pattern(kind: str, shape: tuple[int, int], rng: np.random.Generator) -> torch.Tensor:
-    """FP32 values that are finite in BF16."""
-    normal = torch.from_numpy(rng.standard_normal(shape).astype(np.float32))
-    if kind == "zeros":
-        return torch.zeros(shape) * normal.sign()  # of both signs
-    if kind == "subnormals":
-        return normal * 1e-39
-    if kind == "below the floor":
-        return normal * 1e-13
-    if kind == "every exponent":
-        magnitude = rng.integers(0, BF16_MAX + 1, shape)
-        return bf16_from_bits(magnitude | (rng.integers(0, 2, shape) << 15)).float()
-    if kind == "extremes":
-        return torch.from_numpy(rng.choice(np.array([3.38e38, -3.38e38, 1e-45, -1e-38, 0, 1], dtype=np.float32), shape))
-    if kind == "one outlier a row":
-        normal[:, :1] *= 1e6
-    return normal
-
-
-KINDS = ["normal", "zeros", "subnormals", "below the floor", "every exponent", "extremes", "one outlier a row"]
-
-
-@st.composite
-def weights(draw: st.DrawFn) -> torch.Tensor:
-    shape = draw(st.tuples(DIMS, DIMS))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    weight = pattern(draw(st.sampled_from(KINDS)), shape, rng)
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-    return weight.clamp(-65504, 65504).half() if dtype == torch.float16 else weight.to(dtype)
 
 
 def assert_as_specified(weight: torch.Tensor) -> None:
@@ -155,21 +117,32 @@ def test_statistics_are_those_of_the_bf16_value_and_not_of_the_fp32_one() -> Non
     assert codes.float().item() == 448
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda base: base.T,
-        lambda base: base[::2, 1::3],
-        lambda base: base[5:205, 7:],
-        lambda base: base[:1].expand(200, -1),
-    ],
-    ids=["transposed", "strided", "cut out", "expanded"],
-)
-def test_a_view_is_quantized_as_its_copy_would_be(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    base = torch.randn(300, 270, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-    weight = view(base)
-    assert not weight.is_contiguous()
-    assert_as_specified(weight)
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_is_quantized_as_its_copy_would_be(view: str) -> None:
+    assert_as_specified(VIEWS[view](torch.randn(300, 270, generator=torch.Generator().manual_seed(0))))
+
+
+def test_stacked_experts_are_quantized_each_by_itself() -> None:
+    experts = torch.randn(3, 130, 200) * torch.tensor([1.0, 1e-3, 1e3]).view(3, 1, 1)
+    codes, scales = quantize_blockwise(experts)
+    for expert in range(3):
+        alone = quantize_blockwise(experts[expert])
+        assert torch.equal(codes[expert].view(torch.uint8), alone[0].view(torch.uint8))
+        assert torch.equal(scales[expert], alone[1])
+    assert torch.equal(dequantize_blockwise(codes, scales)[1], dequantize_blockwise(codes[1], scales[1]))
+
+
+@settings(deadline=None, max_examples=50)
+@given(weights())
+def test_a_power_of_two_scale_is_the_next_one_not_below_the_raw_one(weight: torch.Tensor) -> None:
+    raw = quantize_blockwise(weight)[1]
+    codes, scales = quantize_blockwise(weight, power_of_two=True)
+    mantissas, _ = torch.frexp(scales)
+    assert bool((mantissas == 0.5).all())
+    assert bool(((scales >= raw) & (scales < 2 * raw)).all())
+    per_weight = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: weight.shape[0], : weight.shape[1]]
+    exact = (weight.to(torch.bfloat16).float() / per_weight).numpy()  # a division by a power of two is exact
+    np.testing.assert_array_equal(codes.view(torch.uint8).numpy(), e4m3.encode(exact))
 
 
 def test_the_input_is_left_as_it_was() -> None:
@@ -196,7 +169,7 @@ def test_a_finite_fp32_value_that_bf16_cannot_hold_is_refused() -> None:
         quantize_blockwise(torch.tensor([[1.0, too_large]]), "w")
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4)])
+@pytest.mark.parametrize("shape", [(), (5,), (1, 2, 3, 4)])
 def test_what_is_no_matrix_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(QuantizationError, match=f"bias has {len(shape)} dimensions"):
         quantize_blockwise(torch.zeros(shape), "bias")

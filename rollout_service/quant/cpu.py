@@ -1,0 +1,103 @@
+"""The quantizer on the CPU, compiled by numba: a block is read twice while it is in the cache, and written once.
+
+Bit for bit ``blockwise.quantize_blockwise``: IEEE division, then E4M3 by integer arithmetic on the quotient's bits.
+Every operation is cast, because numba widens integers to 64 bits, and the compiler then gives up on vectors.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from rollout_service.quant.blockwise import BLOCK, CODES, scale_shape
+
+_U16, _U32, _F32 = np.uint16, np.uint32, np.float32
+_MAGNITUDE_BF16, _MAGNITUDE, _SIGN = _U16(0x7FFF), _U32(0x7FFFFFFF), _U32(0x80)
+_AMAX_FLOOR, _E4M3_MAX = _F32(1e-12), _F32(448.0)
+_NON_FINITE_BF16 = _U16(0x7F80)
+_SMALLEST_NORMAL = _U32(0x3C800000)  # 2^-6
+_EXPONENT_SHIFT = _U32((127 - 7) << 3)  # E4M3's bias is 7, fp32's 127
+_TO_SUBNORMAL, _TO_SUBNORMAL_BITS = _F32(2.0**14), _U32(0x46800000)  # fp32 numbers from 2^14 on are 2^-9 apart
+
+_compiled: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy", cache=True)
+
+
+def quantize_cpu(weight: torch.Tensor, *, power_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes e4m3 and scales fp32 of ``weight`` [N, K] or [E, N, K] on the CPU, of any dtype and strides.
+
+    A block that holds NaN or infinity gets the scale NaN: look at the scales before the codes are used.
+    """
+    weight = weight.detach().to(torch.bfloat16).contiguous()
+    codes = torch.empty(weight.shape, dtype=CODES)
+    scales = torch.empty(scale_shape(tuple(weight.shape)))
+    arrays = weight.view(torch.uint16).numpy(), codes.view(torch.uint8).numpy(), scales.numpy()
+    matrices = [arrays] if weight.dim() == 2 else list(zip(*arrays, strict=True))
+    list(_pool().map(lambda part: _quantize_rows(*part, power_of_two), _parts(matrices)))
+    return codes, scales
+
+
+def _parts(matrices: list[Any]) -> Iterator[tuple[Any, ...]]:
+    """The matrices' rows of blocks, cut into about as many parts as there are threads, or one a matrix."""
+    rows = sum(scales.shape[0] for *_, scales in matrices)
+    per_part = max(1, rows // torch.get_num_threads())
+    for weight, codes, scales in matrices:
+        for first in range(0, scales.shape[0], per_part):
+            yield weight, codes, scales, first, min(first + per_part, scales.shape[0])
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    # not numba's own threads: its default pool may not be entered by two Python threads at once
+    return ThreadPoolExecutor(torch.get_num_threads(), "quantize-cpu")
+
+
+@_compiled
+def _quantize_rows(weight, codes, scales, first, end, power_of_two):
+    """Rows of blocks ``[first, end)``. ``weight``: BF16 bits uint16 [N, K]; ``codes`` uint8 [N, K]; ``scales`` fp32."""
+    rows, columns = weight.shape
+    largest = np.empty(BLOCK, _U16)
+    for i in range(first, end):
+        top, bottom = i * BLOCK, min((i + 1) * BLOCK, rows)
+        for j in range(scales.shape[1]):
+            left, right = j * BLOCK, min((j + 1) * BLOCK, columns)
+            largest[:] = 0
+            for row in range(top, bottom):
+                _keep_largest(weight[row, left:right], largest)
+            scale = _scale(largest.max(), power_of_two)
+            scales[i, j] = scale
+            for row in range(top, bottom):
+                _encode(weight[row, left:right], codes[row, left:right], scale)
+
+
+@_compiled
+def _keep_largest(weights, largest):
+    for k in range(weights.size):
+        magnitude = weights[k] & _MAGNITUDE_BF16
+        largest[k] = magnitude if magnitude > largest[k] else largest[k]
+
+
+@_compiled
+def _scale(amax_bits, power_of_two):
+    if amax_bits >= _NON_FINITE_BF16:
+        return _F32(np.nan)
+    amax = _U32(_U32(amax_bits) << _U32(16)).view(_F32)
+    scale = _F32(max(amax, _AMAX_FLOOR) / _E4M3_MAX)
+    if power_of_two:
+        return _U32(_U32(scale.view(_U32) + _U32(0x7FFFFF)) & _U32(0x7F800000)).view(_F32)
+    return scale
+
+
+@_compiled
+def _encode(weights, codes, scale):
+    for k in range(weights.size):
+        bits = _F32(_U32(_U32(weights[k]) << _U32(16)).view(_F32) / scale).view(_U32)
+        magnitude = _U32(bits & _MAGNITUDE)
+        to_even = _U32(_U32(0x7FFFF) + _U32(_U32(magnitude >> _U32(20)) & _U32(1)))
+        normal = _U32(_U32(_U32(magnitude + to_even) >> _U32(20)) - _EXPONENT_SHIFT)
+        subnormal = _U32(_F32(magnitude.view(_F32) + _TO_SUBNORMAL).view(_U32) - _TO_SUBNORMAL_BITS)
+        code = subnormal if magnitude < _SMALLEST_NORMAL else normal
+        codes[k] = np.uint8(_U32(code | _U32(_U32(bits >> _U32(24)) & _SIGN)))

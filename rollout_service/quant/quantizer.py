@@ -1,0 +1,117 @@
+"""Quantizes many named weights at once, wherever they lie, by the fastest way there is; all give the same bytes."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+import torch
+
+from rollout_service.quant.blockwise import CODES, quantize_blockwise, require_finite, scale_shape
+
+logger = logging.getLogger(__name__)
+
+Device = Literal["auto", "cpu", "cuda"]
+Named = tuple[str, torch.Tensor]
+Quantized = tuple[torch.Tensor, torch.Tensor]
+
+
+class Quantizer:
+    """Blockwise FP8, bit for bit ``quantize_blockwise``.
+
+    Weights on a GPU are quantized there and stay there. Weights on the CPU are quantized on ``device`` and come back;
+    ``auto``: on a GPU where torch sees one. Raises ValueError for ``cuda`` where it sees none.
+    """
+
+    def __init__(self, *, power_of_two: bool = False, device: Device = "auto") -> None:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("quant.device is cuda, but torch sees no GPU here: give this process one, or set auto")
+        self._power_of_two = power_of_two
+        self._cpu_weights_to_gpu = device != "cpu" and torch.cuda.is_available()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def quantize(self, weights: Sequence[Named]) -> list[Quantized]:
+        """Codes e4m3 and scales fp32 of each weight [N, K] or [E, N, K]; all on one device, of any dtype and strides.
+
+        On a GPU the codes of a call share one allocation, and so do the scales; the call returns when they are there.
+        Raises QuantizationError naming the first weight that holds NaN or infinity.
+        """
+        if not weights:
+            return []
+        device = weights[0][1].device
+        if device.type != "cuda" and not self._cpu_weights_to_gpu:
+            return [self._on_cpu(name, weight) for name, weight in weights]
+        return self._on_gpu(weights, device if device.type == "cuda" else torch.device("cuda", 0))
+
+    def _on_cpu(self, name: str, weight: torch.Tensor) -> Quantized:
+        codes, scales = _cpu_quantizer()(weight, self._power_of_two)
+        if not bool(torch.isfinite(scales).all()):
+            require_finite(weight, name)
+        return codes, scales
+
+    def _on_gpu(self, weights: Sequence[Named], gpu: torch.device) -> list[Quantized]:
+        from rollout_service.quant.cuda import GroupedQuantization
+
+        callers = torch.cuda.current_stream(gpu)
+        stream = self._streams.setdefault(gpu, torch.cuda.Stream(gpu))
+        stream.wait_stream(callers)
+        with torch.cuda.device(gpu), torch.cuda.stream(stream):
+            sources = [weight.detach().to(gpu, non_blocking=True) for _, weight in weights]
+            shapes = [tuple(weight.shape) for weight in sources]
+            codes, scales = (
+                _Bucket.of(shapes, CODES, gpu),
+                _Bucket.of([scale_shape(s) for s in shapes], torch.float32, gpu),
+            )
+            GroupedQuantization(sources, codes.views(), scales.views(), power_of_two=self._power_of_two).run()
+            finite = bool(torch.isfinite(scales.storage).all())  # waits for the kernels
+        if not finite:
+            for name, weight in weights:
+                require_finite(weight, name)
+        if not weights[0][1].is_cuda:
+            codes, scales = codes.cpu(), scales.cpu()
+        else:
+            for bucket in (codes, scales):
+                bucket.storage.record_stream(callers)  # it was allocated on ours, and is read on theirs
+        return list(zip(codes.views(), scales.views(), strict=True))
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """One allocation for many tensors."""
+
+    storage: torch.Tensor
+    shapes: tuple[tuple[int, ...], ...]
+    align: int
+    """Each tensor starts at a multiple of so many elements."""
+
+    @classmethod
+    def of(
+        cls, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, align: int = 1
+    ) -> "_Bucket":
+        length = sum(_padded(shape, align) for shape in shapes)
+        return cls(torch.empty(length, dtype=dtype, device=device), tuple(shapes), align)
+
+    def cpu(self) -> "_Bucket":
+        return replace(self, storage=self.storage.cpu())
+
+    def views(self) -> list[torch.Tensor]:
+        pieces = self.storage.split([_padded(shape, self.align) for shape in self.shapes])
+        return [piece[: math.prod(shape)].view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+
+def _padded(shape: tuple[int, ...], align: int) -> int:
+    return -(-math.prod(shape) // align) * align
+
+
+@cache
+def _cpu_quantizer() -> Callable[[torch.Tensor, bool], Quantized]:
+    try:
+        from rollout_service.quant.cpu import quantize_cpu
+    except ModuleNotFoundError as error:
+        if error.name != "numba":
+            raise
+        logger.warning("numba is not installed: weights on the CPU are quantized by plain torch, 50 times slower")
+        return lambda weight, power_of_two: quantize_blockwise(weight, power_of_two=power_of_two)
+    return lambda weight, power_of_two: quantize_cpu(weight, power_of_two=power_of_two)

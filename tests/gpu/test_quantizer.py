@@ -1,0 +1,97 @@
+"""Bit for bit, decided on the hardware: the Triton kernel against the torch reference on the GPU and on the CPU."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_service.errors import QuantizationError
+from rollout_service.quant.blockwise import quantize_blockwise
+from rollout_service.quant.quantizer import Quantizer
+from tests.support.grouped import assert_bytes_of_the_reference
+from tests.support.matrices import VIEWS, bf16_from_bits, every_pair_of_mantissas, weights
+
+GPU = torch.device("cuda")
+BF16_INFINITY = 0x7F80
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.lists(weights(), max_size=4), st.sampled_from(sorted(VIEWS)), st.booleans())
+def test_a_group_of_any_matrices_gets_the_bytes_of_the_reference(
+    group: list[torch.Tensor], view: str, power_of_two: bool
+) -> None:
+    assert_bytes_of_the_reference([VIEWS[view](weight.to(GPU)) for weight in group], power_of_two=power_of_two)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(weights(stacked=True), max_size=4))
+def test_stacked_experts_too(group: list[torch.Tensor]) -> None:
+    assert_bytes_of_the_reference([weight.to(GPU) for weight in group])
+
+
+@pytest.mark.parametrize("view", ["contiguous", "transposed"])
+def test_every_pair_of_mantissas_is_divided_as_the_reference_does(view: str) -> None:
+    assert_bytes_of_the_reference([VIEWS[view](every_pair_of_mantissas().to(GPU))])
+
+
+def test_every_finite_bf16_below_every_amax_exponent() -> None:
+    bits = torch.arange(BF16_INFINITY)
+    finite = bf16_from_bits(torch.cat([bits, bits | 0x8000]).numpy()).to(GPU)
+    for exponent in range(1, 255, 2):
+        amax = bf16_from_bits(torch.tensor([exponent << 7 | 0x35]).numpy()).to(GPU)
+        smaller = finite[finite.abs() <= amax]
+        blocks = torch.zeros(-(-smaller.numel() // 16256) * 16384, dtype=torch.bfloat16, device=GPU).view(-1, 128, 128)
+        blocks[:, 0, :] = amax
+        body = torch.zeros(blocks.shape[0] * 16256, dtype=torch.bfloat16, device=GPU)
+        body[: smaller.numel()] = smaller
+        blocks[:, 1:] = body.view(-1, 127, 128)
+        assert_bytes_of_the_reference([blocks])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_matrices_of_a_real_models_size(dtype: torch.dtype) -> None:
+    shapes = [(4096, 4096), (1024, 4096), (12288, 4096), (4096, 12288), (16, 1536, 2048), (16, 2048, 768), (576, 7168)]
+    assert_bytes_of_the_reference([(torch.randn(shape, device=GPU) * 0.02).to(dtype) for shape in shapes])
+
+
+def test_weights_on_the_cpu_go_to_the_gpu_and_come_back_with_the_same_bytes() -> None:
+    named = [("q", torch.randn(256, 128).bfloat16()), ("odd", torch.randn(5, 3)), ("k", torch.randn(130, 70).half())]
+    for device in ("cuda", "cpu"):
+        for (_, weight), (codes, scales) in zip(named, Quantizer(device=device).quantize(named), strict=True):
+            expected = quantize_blockwise(weight)
+            assert codes.device.type == scales.device.type == "cpu"
+            assert torch.equal(codes.view(torch.uint8), expected[0].view(torch.uint8))
+            assert torch.equal(scales, expected[1])
+
+
+def test_weights_on_the_gpu_stay_there_whatever_the_device_for_cpu_weights() -> None:
+    codes, scales = Quantizer(device="cpu").quantize([("w", torch.randn(128, 128, device=GPU))])[0]
+    assert codes.is_cuda and scales.is_cuda
+
+
+def test_a_weight_that_is_still_being_computed_is_waited_for() -> None:
+    weight = torch.randn(4096, 4096, device=GPU)
+    for _ in range(20):
+        weight = weight @ weight * 0.01
+    quantized = Quantizer().quantize([("w", weight.bfloat16())])[0]
+    expected = quantize_blockwise(weight.bfloat16())
+    assert torch.equal(quantized[0].view(torch.uint8), expected[0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
+def test_the_first_bad_weight_is_named_with_its_index(bad: float) -> None:
+    weights = [(f"w{i}", torch.zeros(300, 300, device=GPU)) for i in range(3)]
+    weights[1][1][299, 131] = bad
+    with pytest.raises(QuantizationError, match=r"^w1\[299, 131\] is"):
+        Quantizer().quantize(weights)
+
+
+def test_nothing_is_allocated_but_the_output_and_a_small_table() -> None:
+    weights = [(str(i), torch.randn(8, 256, 512, device=GPU, dtype=torch.bfloat16)) for i in range(64)]
+    Quantizer().quantize(weights)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    quantized = Quantizer().quantize(weights)
+    peak = torch.cuda.max_memory_allocated() - before
+    output = sum(t.numel() * t.element_size() for pair in quantized for t in pair)
+    assert peak - output < 1 << 20

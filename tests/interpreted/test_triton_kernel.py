@@ -1,0 +1,66 @@
+"""The kernel's indexing, masks and grouping against the reference. Its speed and last bits are decided on a GPU."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_service.quant.blockwise import quantize_blockwise
+from rollout_service.quant.cuda import GroupedQuantization
+from tests.support.grouped import assert_bytes_of_the_reference, outputs
+from tests.support.matrices import weights
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(weights(views=True, stacked=True), max_size=4))
+def test_a_group_of_any_matrices_gets_the_bytes_of_the_reference(group: list[torch.Tensor]) -> None:
+    assert_bytes_of_the_reference(group)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(weights(views=True, stacked=True), max_size=2))
+def test_power_of_two_scales_too(group: list[torch.Tensor]) -> None:
+    assert_bytes_of_the_reference(group, power_of_two=True)
+
+
+def test_equal_layouts_share_a_launch() -> None:
+    experts = [torch.randn(4, 256, 128).bfloat16() for _ in range(3)]
+    others = [torch.randn(128, 256).bfloat16(), torch.randn(128, 256).bfloat16(), torch.randn(128, 256)]
+    launch = assert_bytes_of_the_reference([*experts, *others])
+    assert launch.launches == 3
+
+
+def test_a_prepared_group_sees_the_weights_of_the_moment_it_runs() -> None:
+    weight = torch.randn(128, 256).bfloat16()
+    codes, scales = outputs([weight])
+    prepared = GroupedQuantization([weight], codes, scales)
+    weight.mul_(-3)
+    prepared.run()
+    assert torch.equal(codes[0].view(torch.uint8), quantize_blockwise(weight)[0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3.4e38])
+def test_a_bad_weight_shows_in_the_scale_of_its_block_alone(bad: float) -> None:
+    weight = torch.randn(300, 300)
+    weight[200, 5] = bad
+    codes, scales = outputs([weight])
+    GroupedQuantization([weight], codes, scales).run()
+    assert (~torch.isfinite(scales[0])).nonzero().tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("weight", "codes", "scales", "message"),
+    [
+        (torch.zeros(5), torch.zeros(5), torch.zeros(1), "of 1 dimensions"),
+        (torch.zeros(5, 5).int(), torch.zeros(5, 5), torch.zeros(1, 1), "int32"),
+        (torch.zeros(5, 5), torch.zeros(5, 4), torch.zeros(1, 1), r"needs codes of its shape and scales \[1, 1\]"),
+        (torch.zeros(5, 5), torch.zeros(5, 5), torch.zeros(1, 2), r"\[5, 5\] and \[1, 2\]"),
+        (torch.zeros(5, 5), torch.zeros(5, 5), torch.zeros(1, 1), "codes must be float8_e4m3fn"),
+        (torch.zeros(5, 5), torch.zeros(5, 5).to(torch.float8_e4m3fn).T, torch.zeros(1, 1), "contiguous"),
+    ],
+)
+def test_outputs_that_do_not_fit_are_refused(
+    weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        GroupedQuantization([weight], [codes], [scales])

@@ -1,0 +1,50 @@
+"""The compiled quantizer writes the bytes of the reference."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from rollout_service.quant.blockwise import quantize_blockwise
+from rollout_service.quant.cpu import quantize_cpu
+from tests.support.matrices import every_pair_of_mantissas, weights
+
+
+def assert_bytes_of_the_reference(weight: torch.Tensor, power_of_two: bool = False) -> None:
+    codes, scales = quantize_cpu(weight, power_of_two=power_of_two)
+    expected_codes, expected_scales = quantize_blockwise(weight, power_of_two=power_of_two)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
+
+
+@settings(deadline=None, max_examples=150)
+@given(weights(views=True, stacked=True))
+def test_codes_and_scales_are_bit_for_bit_the_references(weight: torch.Tensor) -> None:
+    assert_bytes_of_the_reference(weight)
+
+
+@settings(deadline=None, max_examples=50)
+@given(weights(views=True, stacked=True))
+def test_power_of_two_scales_are_bit_for_bit_the_references(weight: torch.Tensor) -> None:
+    assert_bytes_of_the_reference(weight, power_of_two=True)
+
+
+def test_every_pair_of_mantissas_is_divided_as_the_reference_does() -> None:
+    assert_bytes_of_the_reference(every_pair_of_mantissas())
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_number_of_threads_changes_nothing(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert_bytes_of_the_reference(torch.randn(2, 700, 130))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3.4e38])
+def test_only_the_block_with_a_bad_weight_gets_the_scale_nan(bad: float) -> None:
+    weight = torch.randn(300, 300)
+    weight[200, 5] = bad
+    nan = quantize_cpu(weight)[1].isnan()
+    assert nan.nonzero().tolist() == [[1, 0]]

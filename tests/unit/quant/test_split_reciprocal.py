@@ -1,0 +1,50 @@
+"""What makes the Triton kernel exact: w·(high + low) is the IEEE quotient w/s, for all w and s there can be.
+
+w is BF16 and s = amax/448 with a BF16 amax. A power of two on either moves the exponents only, so 128 mantissas of w
+times 128 of amax are all cases, but for the one scale of blocks below the floor and for powers of two (where low is 0).
+"""
+
+import ctypes
+import ctypes.util
+
+import numpy as np
+import pytest
+
+from tests.unit.quant import e4m3
+
+FLOOR = np.float32(1e-12)
+MANTISSAS = np.arange(128, 256, dtype=np.float32)
+
+libm = ctypes.CDLL(ctypes.util.find_library("m"))
+libm.fmaf.restype = ctypes.c_float
+libm.fmaf.argtypes = (ctypes.c_float,) * 3
+fma = np.vectorize(libm.fmaf, otypes=[np.float32])
+"""The C library's: rounded once. numpy has none."""
+
+
+def split_reciprocal(scale: np.float32) -> tuple[np.float32, np.float32]:
+    nearest = np.float32(1) / scale
+    high = np.nextafter(nearest, np.float32(0)) if fma(-nearest, scale, 1) < 0 else nearest
+    return high, np.float32(fma(-high, scale, 1)) / scale
+
+
+@pytest.mark.parametrize("amax", [*MANTISSAS, FLOOR])
+def test_the_split_product_is_the_ieee_quotient(amax: np.float32) -> None:
+    scale = np.float32(amax) / np.float32(448)
+    high, low = split_reciprocal(scale)
+    assert low >= 0
+    weights = np.concatenate([MANTISSAS, -MANTISSAS, [np.float32(0.0), np.float32(-0.0)]]).astype(np.float32)
+    product = fma(weights, high, weights * low)
+    np.testing.assert_array_equal(product.view(np.uint32), (weights / scale).view(np.uint32))
+
+
+def test_multiplying_by_the_reciprocal_would_give_other_codes() -> None:
+    """Where a quotient lies halfway between two codes, the product need not."""
+    weights = np.concatenate([MANTISSAS * 2.0**-exponent for exponent in range(20)]).astype(np.float32)
+    differing = 0
+    for amax in MANTISSAS:
+        scale = amax / np.float32(448)
+        smaller = weights[weights <= amax]
+        product = np.minimum(smaller * (np.float32(1) / scale), np.float32(448))
+        differing += bool((e4m3.encode(product) != e4m3.encode(smaller / scale)).any())
+    assert differing > 20
