@@ -1,5 +1,6 @@
 """The ``rollout-service`` command. What a command needs is imported inside it, so that ``--help`` is quick."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -46,6 +47,47 @@ def config(
     except ValueError as error:
         _fail(str(error))
     typer.echo(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False, allow_unicode=True), nl=False)
+
+
+class Indivisible(StrEnum):
+    """``quant.indivisible``."""
+
+    error = "error"
+    keep_bf16 = "keep_bf16"
+
+
+@app.command()
+def inspect(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model's folder, or its config.json alone.")],
+    tp: Annotated[int, typer.Option(min=1, help="GPUs that share one replica: engine.tensor_parallel_size.")] = 1,
+    skip: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="As in quant.skip; may be given again.")
+    ] = None,
+    indivisible: Annotated[
+        Indivisible, typer.Option(help="As quant.indivisible: what to do with layers that no whole blocks fit.")
+    ] = Indivisible.error,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Show what quantization makes of MODEL: which tensors become FP8, which do not and why, and their sizes.
+
+    Reads config.json only; no weights are needed. Fails, naming the layers, if MODEL does not divide into FP8 blocks.
+    """
+    from rich.console import Console
+
+    from rollout_service.config import QuantConfig
+
+    try:
+        from rollout_service.inspect_model import inspect_model, print_report
+    except ModuleNotFoundError as error:
+        _fail(f"inspect needs {error.name}, which comes with an engine: install rollout-service[cpu] or [gpu]")
+    try:
+        report = inspect_model(model, QuantConfig(skip=tuple(skip or ()), indivisible=indivisible.value), tp)
+    except (OSError, ValueError) as error:
+        _fail(str(error))
+    if json:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        print_report(report, Console())
 
 
 @app.command()

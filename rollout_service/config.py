@@ -41,13 +41,28 @@ class QuantConfig(Config):
     """``fp8_block``: E4M3 codes in 128×128 blocks with fp32 scales. ``none``: BF16, as the trainer sent them."""
 
     skip: tuple[str, ...] = ()
-    """More modules to leave in BF16, as ``fnmatch`` patterns over Hugging Face module names, e.g. ``*.layers.0.*``."""
+    """More modules to leave in BF16, as ``fnmatch`` patterns over Hugging Face module names, e.g. ``*.layers.0.*``.
+    What vLLM fuses goes together: ``*.qkv_proj`` or ``*.[qkv]_proj``, and ``*.mlp.experts`` for a layer's experts."""
+
+    scales: Literal["fp32", "power_of_two"] = "fp32"
+    """``fp32``: a block's largest weight becomes exactly the largest code. ``power_of_two``: scales rounded up to a
+    power of two (UE8M0), which Blackwell's kernels and DeepGEMM want and which costs some precision."""
+
+    indivisible: Literal["error", "keep_bf16"] = "error"
+    """What to do with a layer of which a GPU's shard is not a whole number of 128×128 blocks: refuse to start, or
+    leave it in BF16 with all that it is fused with. ``rollout-service inspect`` shows which layers those are."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the ingest quantizes; ``auto``: on a GPU if it sees one. Codes and scales are the same bits everywhere."""
 
     @model_validator(mode="after")
-    def _skip_needs_quantization(self) -> "QuantConfig":
-        if self.weights == "none" and self.skip:
+    def _options_need_quantization(self) -> "QuantConfig":
+        defaults = QuantConfig.model_fields
+        idle = [name for name, value in self if name != "weights" and value != defaults[name].default]
+        if self.weights == "none" and idle:
             raise ValueError(
-                "quant.skip names modules, but quant.weights is none: everything stays in BF16, leave it out"
+                f"quant.{', quant.'.join(idle)}: set, but quant.weights is none and everything stays in BF16: "
+                "leave it out"
             )
         return self
 

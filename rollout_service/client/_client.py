@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, get_args, overload
 
 import httpx
 
@@ -14,7 +14,7 @@ from rollout_service.client._generate import GenerateOptions, Prompt, parse_roll
 from rollout_service.client._http import Http
 from rollout_service.client._retry import Repeat
 from rollout_service.client._tensors import TensorSource, TensorThread, drain
-from rollout_service.client._upload import Progress, Uploader
+from rollout_service.client._upload import Progress, Quantize, Uploader
 from rollout_service.tasks import raise_first_failure
 from rollout_service.types import PauseMode, Rollout, WeightStatus
 from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource, UploadTensor
@@ -170,6 +170,7 @@ class RolloutClient(ControlCalls):
         named_tensors: NamedTensors,
         *,
         tensor_table: Sequence[UploadTensor] | None = None,
+        quantize: Quantize = "service",
         mode: PauseMode = "keep",
         wait: Literal["none", "all"] = "all",
         timeout_s: float = 600.0,
@@ -185,6 +186,7 @@ class RolloutClient(ControlCalls):
         named_tensors: NamedTensors,
         *,
         tensor_table: Sequence[UploadTensor] | None = None,
+        quantize: Quantize = "service",
         mode: PauseMode = "keep",
         wait: Literal["none", "all"] = "all",
         timeout_s: float = 600.0,
@@ -199,6 +201,7 @@ class RolloutClient(ControlCalls):
         named_tensors: NamedTensors,
         *,
         tensor_table: Sequence[UploadTensor] | None = None,
+        quantize: Quantize = "service",
         mode: PauseMode = "keep",
         wait: Literal["none", "all"] = "all",
         timeout_s: float = 600.0,
@@ -208,9 +211,10 @@ class RolloutClient(ControlCalls):
     ) -> Coroutine[Any, Any, WeightStatus | None]:
         """Upload one weight version tensor by tensor, commit it, and wait until every live replica serves it.
 
-        Tensors are bfloat16, float16 or float32 under Hugging Face's names, on any device; the service quantizes.
-        They must not change until this returns. Host memory needed beside them: the largest tensor and about
-        ``parallel_parts + 1`` parts (16 MiB each unless the service is configured otherwise).
+        Tensors are bfloat16, float16 or float32 under Hugging Face's names, on any device; routed experts one by one
+        or stacked as transformers 5 holds them. They must not change until this returns. Host memory needed beside
+        them: the largest tensor and about ``parallel_parts + 1`` parts (16 MiB each unless the service is configured
+        otherwise).
 
         With FSDP, each ``DTensor`` is gathered when its turn comes, which is a collective: call this on every rank of
         the mesh with the same tensors, and ``send=rank == 0``; run no other collective there meanwhile. If sending
@@ -226,6 +230,9 @@ class RolloutClient(ControlCalls):
                 tensor at a time, if ``tensor_table`` is given. Without, it is first read to its end to learn names
                 and shapes: parameters and ``DTensor`` are held as they are, other tensors in host memory.
             tensor_table: What the generator will yield, in that order.
+            quantize: ``service``: send tensors as they are. ``trainer``: quantize them here, on the device they are
+                on, and send codes and scales: the same version, byte for byte, in half the bytes. Up to 256 MiB of
+                tensors are quantized at once, so a generator may not reuse a tensor's memory for the next.
             mode: What happens to rollouts that are running, see ``CommitUpload.mode``.
             wait: ``all``: return once every live replica serves this version. ``none``: once it is committed.
             timeout_s: How long ``wait="all"`` waits.
@@ -236,25 +243,26 @@ class RolloutClient(ControlCalls):
         Raises:
             ValueError: A tensor of another dtype, a name that comes twice, or tensors that differ from the table.
             InvalidManifest: Names or shapes are not the served model's.
-            QuantizationError: A weight is NaN or infinite.
+            QuantizationError: A weight is NaN or infinite. Nothing is committed.
             VersionConflict: The version is not newer than the newest, or was uploaded with other bytes.
             CommitTimeout: Committed, but some replica was not live in time: ``detail`` says which.
         """
         # Not a coroutine function: SyncRolloutClient runs this part in the caller's thread, whose CUDA stream counts.
         if parallel_parts < 1:
             raise ValueError(f"parallel_parts={parallel_parts}: at least one upload at a time is needed")
+        if quantize not in get_args(Quantize):
+            raise ValueError(f"quantize={quantize!r}: the service or the trainer quantizes, say which")
         commit = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s)
         thread = TensorThread()
 
         async def push() -> WeightStatus | None:
             try:
                 source = await thread.call(TensorSource, named_tensors, tensor_table)
-                begin = BeginUpload(version=version, tensors=source.table)
                 if not send:
                     await thread.call(drain, source)
                     return None
                 await self._uploader.send_tensors(
-                    begin, source, thread, parallel_parts=parallel_parts, progress=progress
+                    version, source, thread, quantize=quantize, parallel_parts=parallel_parts, progress=progress
                 )
             finally:
                 thread.close()

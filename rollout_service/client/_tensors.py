@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class TensorSource:
-    """Named tensors with their table. Iterating yields ``(entry, tensor)`` in the table's order, ``DTensor`` gathered.
+    """Named tensors with their table. Iterating yields ``(name, tensor)`` in the table's order, ``DTensor`` gathered.
 
     Raises ValueError as soon as the tensors differ from the table.
     """
@@ -31,14 +31,14 @@ class TensorSource:
         self._pairs = _pairs(named_tensors, known=table is not None)
         self.table = tuple(table) if table is not None else _table(self._pairs)
 
-    def __iter__(self) -> Iterator[tuple[UploadTensor, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         expected = iter(self.table)
         for name, tensor in self._pairs:
             entry = next(expected, None)
             found = describe(name, tensor)
             if found != entry:
                 raise ValueError(f"tensors and table differ: the table says {_spell(entry)}, then came {_spell(found)}")
-            yield entry, gather(tensor)
+            yield name, gather(tensor)
             del tensor  # before a generator makes the next
         if (entry := next(expected, None)) is not None:
             raise ValueError(f"tensors and table differ: the table says {_spell(entry)}, but the tensors ended")
@@ -92,7 +92,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def bytes_of_each(tensors: Iterable[tuple[UploadTensor, torch.Tensor]]) -> Iterator[memoryview]:
+def bytes_of_each(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[memoryview]:
     """Each tensor's bytes; a tensor is let go before the next is gathered."""
     for _, tensor in tensors:
         yield tensor_bytes(tensor)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 import httpx
 import xxhash
@@ -13,16 +14,20 @@ import xxhash
 from rollout_service.client._http import Http, http_timeout, parse
 from rollout_service.client._retry import Repeat
 from rollout_service.client._tensors import TensorSource, TensorThread, bytes_of_each, drain, other_ranks_gather
-from rollout_service.errors import CommitTimeout, RolloutServiceError, VersionConflict
+from rollout_service.errors import CommitTimeout, QuantizationError, RolloutServiceError, VersionConflict
 from rollout_service.tasks import raise_first_failure
 from rollout_service.types import WeightStatus
 from rollout_service.weights.upload import (
     PART_DIGEST_HEADER,
     BeginUpload,
     CommitUpload,
+    TrainerRecipe,
     UploadPlan,
     num_parts,
 )
+
+if TYPE_CHECKING:
+    from rollout_service.weights.convert import Converter
 
 logger = logging.getLogger("rollout_service.client")
 
@@ -32,6 +37,7 @@ COMMIT_GRACE_S = 120.0
 """A commit converts and syncs what is left before it starts to wait for replicas."""
 
 Progress = Callable[[int, int], None]
+Quantize = Literal["service", "trainer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,27 +120,44 @@ class Uploader:
 
     async def send_tensors(
         self,
-        begin: BeginUpload,
+        version: int,
         source: TensorSource,
         thread: TensorThread,
         *,
+        quantize: Quantize,
         parallel_parts: int,
         progress: Progress | None,
     ) -> None:
-        """Announce a version and upload what the service lacks of it. Raises VersionConflict, InvalidManifest."""
+        """Announce a version and upload what the service lacks of it.
+
+        Raises VersionConflict, InvalidManifest, or QuantizationError for weights that the trainer is to quantize.
+        """
         tensors = iter(source)
         try:
+            table, stored = source.table, tensors
+            if quantize == "trainer":
+                converter = await thread.call(_converter, await self._recipe())
+                table, stored = tuple(converter.table(table)), converter.convert(tensors)
+            begin = BeginUpload(version=version, tensors=table)
             plan = await self.begin(begin)
             sender = PartSender(self._http, self._unreachable, begin, plan, self._sent.of(begin), progress)
             if sender.can_tell_what_is_sent():
-                parts = cut_parts(bytes_of_each(tensors), plan.part_bytes)
-                await sender.send(parts, thread, parallel_parts)
+                await sender.send(cut_parts(bytes_of_each(stored), plan.part_bytes), thread, parallel_parts)
+        except QuantizationError as error:
+            raise QuantizationError(
+                f"{error.message}. Version {version} stays staged with the parts that were sent, and is not committed: "
+                f"mend the weights and push it again, or discard({version})",
+                error.detail,
+            ) from error
         except asyncio.CancelledError:
             tensors = iter(())  # who cancels does not wait for other ranks
             raise
         finally:
             if other_ranks_gather():
                 await thread.call(drain, tensors)
+
+    async def _recipe(self) -> TrainerRecipe:
+        return parse(TrainerRecipe, await self._http.send("GET", "/v1/weights/recipe", repeat=Repeat.IDEMPOTENT))
 
 
 class PartSender:
@@ -234,6 +257,12 @@ class PartSender:
         self._done_bytes += len(part.data)
         if self._progress is not None:
             self._progress(self._done_bytes, self._begin.nbytes)
+
+
+def _converter(recipe: TrainerRecipe) -> Converter:
+    from rollout_service.weights.convert import Converter  # needs torch
+
+    return Converter(recipe, device="cpu")  # what is on the CPU stays there: the trainer's GPU may have no room
 
 
 def _part(index: int, data: bytearray) -> Part:

@@ -1,4 +1,4 @@
-"""The weight routes: begin, parts, commit, status. All need authorization; see ``weights/upload.py``."""
+"""The weight routes: recipe, begin, parts, commit, status. All need authorization; see ``weights/upload.py``."""
 
 import httpx
 from fastapi import APIRouter, Request, Response
@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 from rollout_service.errors import NotReady
 from rollout_service.gateway.services import Guarded, call
 from rollout_service.types import Frozen, WeightStatus
-from rollout_service.weights.upload import PART_DIGEST_HEADER, BeginUpload, CommitUpload, UploadPlan
+from rollout_service.weights.upload import PART_DIGEST_HEADER, BeginUpload, CommitUpload, TrainerRecipe, UploadPlan
 
 router = APIRouter(prefix="/v1/weights", tags=["weights"])
 _FORWARDED = (PART_DIGEST_HEADER, "content-length", "content-type", "authorization")
@@ -16,6 +16,12 @@ class Versions(Frozen):
     """Every version on disk or staged, oldest first."""
 
     versions: tuple[WeightStatus, ...]
+
+
+@router.get("/recipe")  # before /{version}, which would take it for a number
+async def recipe(services: Guarded) -> TrainerRecipe:
+    """What becomes of each tensor, for a trainer that quantizes itself."""
+    return await call(services.ingest.recipe.remote())
 
 
 @router.post("")

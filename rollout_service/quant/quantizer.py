@@ -21,7 +21,7 @@ Quantized = tuple[torch.Tensor, torch.Tensor]
 class Quantizer:
     """Blockwise FP8, bit for bit ``quantize_blockwise``.
 
-    Weights on a GPU are quantized there and stay there. Weights on the CPU are quantized on ``device`` and come back;
+    Weights on a GPU are quantized there. Weights on the CPU are quantized on ``device`` and come back;
     ``auto``: on a GPU where torch sees one. Raises ValueError for ``cuda`` where it sees none.
     """
 
@@ -32,10 +32,11 @@ class Quantizer:
         self._cpu_weights_to_gpu = device != "cpu" and torch.cuda.is_available()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def quantize(self, weights: Sequence[Named]) -> list[Quantized]:
+    def quantize(self, weights: Sequence[Named], *, to_cpu: bool = False) -> list[Quantized]:
         """Codes e4m3 and scales fp32 of each weight [N, K] or [E, N, K]; all on one device, of any dtype and strides.
 
-        On a GPU the codes of a call share one allocation, and so do the scales; the call returns when they are there.
+        They lie where the weights do, or on the CPU if asked. On a GPU the codes of a call share one allocation, and
+        so do the scales: one copy brings all of them to the CPU. The call returns when they are written.
         Raises QuantizationError naming the first weight that holds NaN or infinity.
         """
         if not weights:
@@ -43,7 +44,8 @@ class Quantizer:
         device = weights[0][1].device
         if device.type != "cuda" and not self._cpu_weights_to_gpu:
             return [self._on_cpu(name, weight) for name, weight in weights]
-        return self._on_gpu(weights, device if device.type == "cuda" else torch.device("cuda", 0))
+        gpu = device if device.type == "cuda" else torch.device("cuda", 0)
+        return self._on_gpu(weights, gpu, to_cpu=to_cpu or device.type != "cuda")
 
     def _on_cpu(self, name: str, weight: torch.Tensor) -> Quantized:
         codes, scales = _cpu_quantizer()(weight, self._power_of_two)
@@ -51,7 +53,7 @@ class Quantizer:
             require_finite(weight, name)
         return codes, scales
 
-    def _on_gpu(self, weights: Sequence[Named], gpu: torch.device) -> list[Quantized]:
+    def _on_gpu(self, weights: Sequence[Named], gpu: torch.device, *, to_cpu: bool) -> list[Quantized]:
         from rollout_service.quant.cuda import GroupedQuantization
 
         callers = torch.cuda.current_stream(gpu)
@@ -60,16 +62,14 @@ class Quantizer:
         with torch.cuda.device(gpu), torch.cuda.stream(stream):
             sources = [weight.detach().to(gpu, non_blocking=True) for _, weight in weights]
             shapes = [tuple(weight.shape) for weight in sources]
-            codes, scales = (
-                _Bucket.of(shapes, CODES, gpu),
-                _Bucket.of([scale_shape(s) for s in shapes], torch.float32, gpu),
-            )
+            codes = _Bucket.of(shapes, CODES, gpu, align=16)  # the kernel stores 16 bytes at a time
+            scales = _Bucket.of([scale_shape(shape) for shape in shapes], torch.float32, gpu)
             GroupedQuantization(sources, codes.views(), scales.views(), power_of_two=self._power_of_two).run()
             finite = bool(torch.isfinite(scales.storage).all())  # waits for the kernels
         if not finite:
             for name, weight in weights:
                 require_finite(weight, name)
-        if not weights[0][1].is_cuda:
+        if to_cpu:
             codes, scales = codes.cpu(), scales.cpu()
         else:
             for bucket in (codes, scales):

@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import CommitTimeout, LogCorrupt, NotFound, NotReady, RolloutServiceError, VersionConflict
-from rollout_service.quant.recipe import plan
 from rollout_service.types import Fleet, PauseMode, ReplicaStatus, WeightStatus
+from rollout_service.weights.convert import Converter
 from rollout_service.weights.fleet import FleetTable, Wish
 from rollout_service.weights.log import Control, WeightLog
 from rollout_service.weights.manifest import Manifest, Recipe
 from rollout_service.weights.served_model import ServedModel
 from rollout_service.weights.sources import FolderSource, allowed_path
 from rollout_service.weights.staging import StagedVersion
-from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource, UploadPlan
+from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource, TrainerRecipe, UploadPlan
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -32,8 +32,18 @@ class Ingest:
         self._config = config
         self._log = WeightLog(config.weights.root)
         self._model = ServedModel.load(config.model.path)
-        self._plan = plan(self._model.linears, config.quant, config.engine.tensor_parallel_size)
-        self._recipe = Recipe(weights=config.quant.weights, not_converted=self._plan.not_converted)
+        self._plan = self._model.plan(config.quant, config.engine.tensor_parallel_size)
+        self._recipe = Recipe(
+            weights=config.quant.weights, scales=config.quant.scales, not_converted=self._plan.not_converted
+        )
+        self._trainer_recipe = TrainerRecipe(
+            weights=config.quant.weights,
+            scales=config.quant.scales,
+            quantized=tuple(sorted(self._plan.quantized)),
+            keep_float32=tuple(sorted(self._model.keep_float32)),
+            experts=self._model.experts,
+        )
+        self._converter = Converter(self._trainer_recipe, device=config.quant.device)
         self._wish: Wish | None = None
         self._fleet = FleetTable(config.weights.dead_after_s)
         self._staged: dict[int, StagedVersion] = {}
@@ -63,6 +73,10 @@ class Ingest:
         self._wish = self._current_wish()
 
     # --- trainers
+
+    async def recipe(self) -> TrainerRecipe:
+        """What becomes of each tensor of a version."""
+        return self._trainer_recipe
 
     async def begin(self, begin: BeginUpload) -> UploadPlan:
         """Start or resume the upload of a version; see ``weights/upload.py``.
@@ -180,7 +194,7 @@ class Ingest:
         )
 
     async def _stage(self, begin: BeginUpload, source: FolderSource | None) -> StagedVersion:
-        self._model.check_table(begin.tensors if source is None else source.table)
+        self._model.check_table(begin.tensors if source is None else source.table, self._plan)
         failed = self._staged.pop(begin.version, None)
         if failed is not None:
             await failed.discard()
@@ -189,7 +203,7 @@ class Ingest:
             begin,
             self._log.staging(begin.version),
             self._model,
-            self._plan,
+            self._converter,
             self._config.weights.part_bytes,
             self._executor,
         )

@@ -35,6 +35,7 @@ class Recipe(Frozen):
     """How the version was quantized."""
 
     weights: Literal["fp8_block", "none"]
+    scales: Literal["fp32", "power_of_two"] = "fp32"
     block: tuple[int, int] = (128, 128)
     not_converted: tuple[str, ...] = ()
     """Linear modules left in BF16."""
@@ -58,7 +59,8 @@ class Manifest(Frozen):
         """xxh3-128 over what the engines get: equal for equal content, whatever the version or the file layout."""
         content = {
             "fingerprint": self.fingerprint,
-            "recipe": self.recipe.model_dump(mode="json"),
+            # logs written before there was a choice of scales keep their digests
+            "recipe": self.recipe.model_dump(mode="json", exclude={"scales"} if self.recipe.scales == "fp32" else None),
             "kv_scales": self.kv_scales,
             "delta_of": self.delta_of,
             "tensors": sorted((t.name, t.dtype, list(t.shape), t.digest) for t in self.tensors),

@@ -1,16 +1,25 @@
-"""Where the unquantized tensors of a version come from: a folder of safetensors, or the parts of an upload."""
+"""Where the tensors of a version come from: a folder of safetensors, or the parts of an upload."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from rollout_service.errors import Forbidden, InvalidManifest, InvalidRequest, NotFound
-from rollout_service.weights.upload import SourceDtype, UploadTensor, tensor_offsets
+from rollout_service.quant.blockwise import BLOCK
+from rollout_service.quant.recipe import SCALE_SUFFIX
+from rollout_service.weights.upload import DTYPE_BYTES, SourceDtype, UploadTensor, tensor_offsets
 
-_FROM_SAFETENSORS: dict[str, SourceDtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-_TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_FROM_SAFETENSORS: dict[str, SourceDtype] = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F8_E4M3": "float8_e4m3fn",
+}
+_TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -30,7 +39,9 @@ def allowed_path(path: Path, roots: tuple[Path, ...]) -> Path:
 
 
 class FolderSource:
-    """A Hugging Face folder of safetensors. Raises NotFound or InvalidManifest when it cannot be one.
+    """A Hugging Face folder of safetensors, unquantized or published in blockwise FP8.
+
+    Raises NotFound or InvalidManifest when it cannot be one.
 
     ``roots``: where its files must lie once links are followed, or Forbidden is raised; None: anywhere.
     """
@@ -42,26 +53,46 @@ class FolderSource:
                 allowed_path(file, roots)
         self._file_of: dict[str, Path] = {}
         self.table = tuple(tensor for file in files for tensor in self._read_header(file))
-        """Names, dtypes and shapes of all tensors."""
-        self._shapes = {tensor.name: tensor.shape for tensor in self.table}
+        """Names, dtypes and shapes of all tensors, file by file."""
+        self._entries = {tensor.name: tensor for tensor in self.table}
+        if any(tensor.dtype == "float8_e4m3fn" for tensor in self.table):
+            _require_our_blocks(folder / "config.json", roots)
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all tensors, file by file."""
-        return list(self._file_of)
+    def batches(self, batch_bytes: int) -> Iterator[list[str]]:
+        """Names of all tensors, file by file, in lists of about ``batch_bytes``."""
+        names: list[str] = []
+        nbytes = 0
+        for name in self._file_of:
+            names.append(name)
+            nbytes += self._entries[name].nbytes
+            if nbytes >= batch_bytes:
+                yield names
+                names, nbytes = [], 0
+        if names:
+            yield names
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor. Raises InvalidManifest if the files were changed since the table was read, or OSError."""
-        file = self._file_of[name]
-        try:
-            with safe_open(file, framework="pt") as reader:
-                tensor: torch.Tensor = reader.get_tensor(name)
-        except SafetensorError as error:
-            raise InvalidManifest(f"{name} is not in {file} any more: {error}") from error
-        if tuple(tensor.shape) != self._shapes[name]:
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each of these tensors. Raises InvalidManifest if its file was changed since the table was read, or OSError.
+
+        Block scales in BF16, which some publish, are widened to the float32 that they are stored in.
+        """
+        for file, of_file in groupby(names, key=self._file_of.__getitem__):
+            try:
+                with safe_open(file, framework="pt") as reader:
+                    for name in of_file:
+                        yield name, self._checked(name, reader.get_tensor(name))
+            except SafetensorError as error:
+                raise InvalidManifest(f"{file} has changed since its version was begun: {error}") from error
+
+    def _checked(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name.endswith(SCALE_SUFFIX) and tensor.dtype == torch.bfloat16:
+            tensor = tensor.float()
+        entry = self._entries[name]
+        if tuple(tensor.shape) != entry.shape or tensor.dtype != _TORCH[entry.dtype]:
             raise InvalidManifest(
-                f"{name} in {file} was {list(self._shapes[name])} and is {list(tensor.shape)} now: leave the files of "
-                "a source alone until its version is committed"
+                f"{name} in {self._file_of[name]} was {entry.dtype} {list(entry.shape)} and is "
+                f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} now: leave the files of a source "
+                "alone until its version is committed"
             )
         return tensor
 
@@ -97,7 +128,27 @@ def _described(name: str, dtype: str, shape: list[int], file: Path) -> UploadTen
             f"{name} in {file.name} is {dtype}; the ingest takes {', '.join(_FROM_SAFETENSORS)} and quantizes itself",
             {"tensor": name, "dtype": dtype},
         )
-    return UploadTensor(name=name, dtype=_FROM_SAFETENSORS[dtype], shape=tuple(shape))
+    widened = name.endswith(SCALE_SUFFIX) and dtype == "BF16"
+    return UploadTensor(name=name, dtype="float32" if widened else _FROM_SAFETENSORS[dtype], shape=tuple(shape))
+
+
+def _require_our_blocks(config: Path, roots: tuple[Path, ...] | None) -> None:
+    """Compare what a folder of codes says of itself; one that says nothing is judged by its tensors alone."""
+    if not config.is_file():
+        return
+    if roots is not None:
+        allowed_path(config, roots)
+    try:
+        said = json.loads(config.read_bytes()).get("quantization_config") or {}
+        method, block = said.get("quant_method", "fp8"), said.get("weight_block_size", [BLOCK, BLOCK])
+    except (OSError, ValueError, AttributeError) as error:
+        raise InvalidManifest(f"{config} does not say how its codes are to be read: {error}") from error
+    if method != "fp8" or block != [BLOCK, BLOCK]:
+        raise InvalidManifest(
+            f"{config.parent} holds FP8 codes with quant_method={method} and weight_block_size={block}; the engines "
+            f"load fp8 in blocks of {BLOCK}×{BLOCK}: give the unquantized weights",
+            {"quant_method": method, "weight_block_size": block},
+        )
 
 
 def _instead(folder: Path) -> str:
@@ -125,8 +176,12 @@ class PartFiles:
         first = offset // self._part_bytes
         return range(first, max(first, -(-(offset + tensor.nbytes) // self._part_bytes)))
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, assembled from its parts, which must all be there. Raises OSError."""
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each of these tensors, assembled from its parts, which must all be there. Raises OSError."""
+        for name in names:
+            yield name, self._assembled(name)
+
+    def _assembled(self, name: str) -> torch.Tensor:
         tensor, offset = self._place[name]
         buffer = bytearray(tensor.nbytes)
         view, position = memoryview(buffer), offset

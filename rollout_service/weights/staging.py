@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +15,7 @@ from rollout_service.errors import (
     UploadIncomplete,
     VersionConflict,
 )
-from rollout_service.quant.recipe import QuantPlan
-from rollout_service.weights.convert import store, version_slots
+from rollout_service.weights.convert import BATCH_BYTES, Converter, Named, tensor_bytes
 from rollout_service.weights.manifest import StoredTensor
 from rollout_service.weights.served_model import EMBEDDING, LM_HEAD, ServedModel
 from rollout_service.weights.sources import FolderSource, PartFiles
@@ -36,19 +35,19 @@ class StagedVersion:
         begin: BeginUpload,
         folder: Path,
         model: ServedModel,
-        plan: QuantPlan,
+        converter: Converter,
         part_bytes: int,
         executor: Executor,
     ) -> None:
         self.begin, self.part_bytes = begin, part_bytes
         self.missing = set(range(self.num_parts))
-        self._model, self._plan, self._executor = model, plan, executor
+        self._tied, self._converter, self._executor = model.tied, converter, executor
         self._folders = folder, folder.with_name(f"{folder.name}.parts")
         for path in self._folders:
             shutil.rmtree(path, ignore_errors=True)  # what an ingest that died left behind
             path.mkdir(parents=True)
         try:
-            self._writer = VersionWriter(folder, version_slots(model, plan))
+            self._writer = VersionWriter(folder, converter.slots(model.shapes))
         except OSError as error:
             self.remove_files()
             raise RolloutServiceError(f"version {begin.version} cannot be laid out in {folder}: {error}") from error
@@ -75,20 +74,22 @@ class StagedVersion:
         return self._parts.path(part)
 
     def expect_parts(self) -> None:
-        """Convert each tensor once its last part is there."""
+        """Convert each tensor once its last part is there, together with the others of which that part is the last."""
+        empty = []
         for tensor in self.begin.tensors:
             parts = self._parts.parts_of(tensor.name)
             self._lacking[tensor.name] = len(parts)
             for part in parts:
                 self._tensors_of_part[part].append(tensor.name)
             if not parts:
-                self._convert(tensor.name)
+                empty.append(tensor.name)
+        self._convert(empty)
 
     def convert_folder(self, source: FolderSource) -> None:
         """Convert all tensors of a folder in the background."""
         self._source = source
-        for name in source.names:
-            self._convert(name)
+        for names in source.batches(BATCH_BYTES):
+            self._convert(names)
 
     def accept(self, part: int, digest: str, received: Path) -> None:
         """Take in a part whose size and digest were checked. The same part again changes nothing.
@@ -112,8 +113,7 @@ class StagedVersion:
         self.missing.discard(part)
         for name in self._tensors_of_part[part]:
             self._lacking[name] -= 1
-            if self._lacking[name] == 0:
-                self._convert(name)
+        self._convert([name for name in self._tensors_of_part[part] if self._lacking[name] == 0])
 
     async def finish(self) -> tuple[StoredTensor, ...]:
         """Wait for the conversions and sync. Raises UploadIncomplete, or what the first failed conversion raised."""
@@ -148,22 +148,27 @@ class StagedVersion:
         for path in self._folders:
             shutil.rmtree(path, ignore_errors=True)
 
-    def _convert(self, name: str) -> None:
-        self._conversions.append(self._executor.submit(self._store, name))
+    def _convert(self, names: Sequence[str]) -> None:
+        if names:
+            self._conversions.append(self._executor.submit(self._store, names))
 
-    def _store(self, name: str) -> None:
+    def _store(self, names: Sequence[str]) -> None:
         if self._failure is None:
             with self._failures_kept():
-                store(name, self._source.read(name), self._plan, self._writer)
+                self._write(self._source.read(names))
+
+    def _write(self, tensors: Iterable[Named]) -> None:
+        for name, tensor in self._converter.convert(tensors):
+            self._writer.write(name, tensor_bytes(tensor))
 
     def _finish(self) -> tuple[StoredTensor, ...]:
         tensors: tuple[StoredTensor, ...] = ()
         with self._failures_kept():
-            if self._model.tied and LM_HEAD in self._writer.unwritten:
+            if self._tied and LM_HEAD in self._writer.unwritten:
                 # a CPU engine packs its own copy of a tied head and never refreshes it from the embedding
-                store(LM_HEAD, self._source.read(EMBEDDING), self._plan, self._writer)
+                self._write((LM_HEAD, tensor) for _, tensor in self._source.read([EMBEDDING]))
             tensors = self._writer.finish()
-            if self._model.tied:
+            if self._tied:
                 _require_equal_heads(tensors)
         return tensors
 
@@ -173,7 +178,7 @@ class StagedVersion:
             yield
         except RolloutServiceError as error:
             self._failure = error
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError, for a GPU without room among others
             self._failure = RolloutServiceError(f"version {self.begin.version} could not be stored: {error}")
 
 

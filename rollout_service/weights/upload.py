@@ -1,9 +1,14 @@
 """What a trainer and the ingest say to each other while a version is uploaded. Needs neither torch nor ray.
 
+A trainer sends its weights as it has them, under Hugging Face's names (routed experts one by one or stacked), and the
+ingest quantizes. Or it sends a weight of ``TrainerRecipe.quantized`` as what it becomes: ``float8_e4m3fn`` codes under
+the weight's own name on disk, and their ``float32`` block scales [⌈N/128⌉, ⌈K/128⌉] under ``<name>_scale_inv``.
+
 The tensors' raw bytes (little-endian, contiguous, in the order of ``tensors``, nothing between them) are one stream,
 cut into parts of ``part_bytes``; the last part is what is left. Part ``i`` therefore holds the bytes
 ``[i * part_bytes, (i + 1) * part_bytes)`` of the stream, and either side can work that out from the tensor table.
 
+    GET  /v1/weights/recipe                              -> TrainerRecipe
     POST /v1/weights                        BeginUpload  -> UploadPlan
     PUT  /v1/weights/{version}/parts/{i}    raw bytes, header X-Part-Digest: xxh3-128 in hex -> PartReceipt
     POST /v1/weights/{version}/commit       CommitUpload -> WeightStatus
@@ -16,18 +21,32 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from rollout_service.quant.experts import ExpertNaming
 from rollout_service.types import Frozen, PauseMode
 
 PART_DIGEST_HEADER = "X-Part-Digest"
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Dtypes a trainer may send, and their size."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+"""Dtypes a trainer may send, and their size; ``float8_e4m3fn`` are codes, which come with their scales."""
 
-SourceDtype = Literal["float32", "bfloat16", "float16"]
+SourceDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
+
+
+class TrainerRecipe(Frozen):
+    """Reply to ``GET /v1/weights/recipe``: what the ingest makes of each tensor, for a trainer that does it itself."""
+
+    weights: Literal["fp8_block", "none"]
+    scales: Literal["fp32", "power_of_two"] = "fp32"
+    quantized: tuple[str, ...] = ()
+    """Weights that become codes and scales, by their names on disk; all other tensors are BF16,"""
+    keep_float32: tuple[str, ...] = ()
+    """but for these."""
+    experts: ExpertNaming | None = None
+    """Names of routed experts, to take stacked ones apart; None: the model has none."""
 
 
 class UploadTensor(Frozen):
-    """One tensor as the trainer has it: Hugging Face's name, unquantized."""
+    """One tensor of the stream, under Hugging Face's name."""
 
     name: str = Field(min_length=1)
     dtype: SourceDtype

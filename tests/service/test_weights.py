@@ -27,6 +27,23 @@ async def test_weights_are_taken_from_a_path_below_an_allowed_root(
     assert_pure(completion)
 
 
+async def test_a_trainer_that_quantizes_sends_half_the_bytes_and_makes_the_same_version(
+    service: LocalService, client: RolloutClient, next_version: int
+) -> None:
+    weights = telltale_weights(service.config.model.path, next_version)
+    sent: list[int] = []
+    by_trainer = await client.push_weights(
+        next_version, weights, quantize="trainer", progress=lambda _, total: sent.append(total)
+    )
+    assert by_trainer.state == "live"
+    assert sent[-1] < 0.55 * sum(tensor.nbytes for tensor in weights.values())
+    completion = (await client.generate([5, 6], max_tokens=4, temperature=0.0)).completions[0]
+    assert completion.versions == (next_version,)
+    assert_pure(completion)
+    by_service = await client.push_weights(next_version + 1, weights)
+    assert by_service.digest == by_trainer.digest
+
+
 async def test_a_pickle_is_never_opened(client: RolloutClient, sources: Path, next_version: int) -> None:
     folder = sources / "pickled"
     folder.mkdir()

@@ -1,5 +1,6 @@
 """The ``rollout-service`` command, against files and a listening socket."""
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +16,7 @@ import rollout_service
 from rollout_service.cli import app
 from rollout_service.config import ServiceConfig
 from rollout_service.types import Fleet, ReplicaStatus, UpdateTimings
+from tests.support.models import FAMILIES
 
 FLEET = Fleet(
     latest_version=8,
@@ -98,7 +100,7 @@ def test_version_is_the_package_s() -> None:
 
 def test_help_names_every_command() -> None:
     output = run("--help").output
-    assert all(command in output for command in ("version", "config", "fleet"))
+    assert all(command in output for command in ("version", "config", "inspect", "fleet"))
 
 
 def test_config_prints_what_the_service_will_use(serve_config: Callable[[Any], Path]) -> None:
@@ -155,6 +157,69 @@ def test_config_says_why_a_file_is_not_a_deployment(tmp_path: Path, text: str, m
 def test_config_says_which_file_it_cannot_read(tmp_path: Path) -> None:
     result = run("config", tmp_path / "missing.yaml")
     assert result.exit_code == 1 and "missing.yaml" in result.stderr
+
+
+@pytest.fixture
+def moe_config(tmp_path: Path) -> Path:
+    """config.json of a small Qwen3-MoE; there are no weights beside it."""
+    FAMILIES["qwen3_moe"]().save_pretrained(tmp_path / "small-moe")
+    return tmp_path / "small-moe" / "config.json"
+
+
+def rows_of(table: str) -> dict[str, str]:
+    """First cell of each line → the others, with single spaces."""
+    cells = [line.split(maxsplit=1) for line in table.splitlines() if len(line.split()) > 1]
+    return {first: " ".join(others.split()) for first, others in cells}
+
+
+def test_inspect_shows_what_becomes_fp8_and_why_the_rest_does_not(moe_config: Path) -> None:
+    result = run("inspect", moe_config)
+    assert result.exit_code == 0, result.stderr
+    rows = rows_of(result.stdout)
+    assert "small-moe: qwen3_moe" in result.stdout
+    # In BF16 and stored: 16 matrices of 128×256; as codes, with two scales of 4 bytes for each matrix.
+    assert rows["mlp.experts.*.up_proj"] == "16 128×256 1.05 MB 524 kB FP8"
+    assert rows["mlp.gate"].endswith("BF16: router") and rows["lm_head"].endswith("BF16: output head")
+    assert rows["total"].endswith("of BF16")
+    assert run("inspect", moe_config.parent).stdout == result.stdout
+
+
+def test_inspect_names_what_does_not_divide(moe_config: Path) -> None:
+    result = run("inspect", moe_config, "--tp", "2")
+    assert result.exit_code == 1 and result.stdout == ""
+    assert "model.layers.{0-1}.mlp.experts.{0-7}.up_proj [64, 256]" in result.stderr
+    assert "keep_bf16" in result.stderr
+
+
+def test_inspect_shows_what_each_gpu_holds_and_what_stays_in_bf16(moe_config: Path) -> None:
+    result = run("inspect", moe_config, "--tp", "2", "--indivisible", "keep_bf16", "--skip", "*.layers.0.*.o_proj")
+    assert result.exit_code == 0, result.stderr
+    rows = rows_of(result.stdout)
+    assert rows["mlp.experts.*.up_proj"].startswith(
+        "16 128×256 64×256 1.05 MB 1.05 MB BF16: a GPU's shard [64, 256] is"
+    )
+    assert rows["layers.0.self_attn.o_proj"].endswith("BF16: quant.skip *.layers.0.*.o_proj")
+    assert rows["layers.1.self_attn.o_proj"].endswith(" FP8")
+
+
+def test_inspect_gives_the_same_as_json(moe_config: Path) -> None:
+    result = run("inspect", moe_config, "--json", "--skip", "*.layers.1.mlp.experts")
+    report = json.loads(result.stdout)
+    assert report["not_converted"] == ["model.layers.1.mlp.experts"]
+    kinds = {(kind["name"], kind["layers"]): kind for kind in report["kinds"]}
+    assert kinds["mlp.experts.*.up_proj", "0"]["dtype"] == "FP8"
+    assert kinds["mlp.experts.*.up_proj", "1"]["why_not"] == "quant.skip *.layers.1.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "no config.json there"), ("{", "config.json"), ('{"model_type": "unheard-of"}', "unheard-of")],
+)
+def test_inspect_says_why_it_cannot_read_a_model(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 1 and message in result.stderr
 
 
 def test_fleet_shows_every_replica(service_url: str, token_file: Path) -> None:

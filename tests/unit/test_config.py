@@ -55,6 +55,9 @@ def test_a_configuration_cannot_be_changed(section: str) -> None:
         ({"engine": {"gpu_memory_utilization": 1.5}}, "engine.gpu_memory_utilization"),
         ({"engine": {"kv_cache_dtype": "int8"}}, "engine.kv_cache_dtype"),
         ({"quant": {"weights": "int4"}}, "quant.weights"),
+        ({"quant": {"scales": "fp16"}}, "quant.scales"),
+        ({"quant": {"indivisible": "pad"}}, "quant.indivisible"),
+        ({"quant": {"device": "cuda:1"}}, "quant.device"),
         ({"scaling": {"min_replicas": 0}}, "scaling.min_replicas"),
         ({"weights": {"part_bytes": 1}}, "weights.part_bytes"),
         ({"weights": {"keep_versions": 0}}, "weights.keep_versions"),
@@ -63,6 +66,22 @@ def test_a_configuration_cannot_be_changed(section: str) -> None:
 )
 def test_a_value_out_of_range_is_refused_by_field(args: dict[str, Any], where: str) -> None:
     assert where in message_of(args)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"skip": ["*.o_proj"]}, {"scales": "power_of_two"}, {"indivisible": "keep_bf16"}, {"device": "cpu"}],
+    ids=lambda option: next(iter(option)),
+)
+def test_an_option_of_quantization_makes_no_sense_without_it(option: dict[str, Any]) -> None:
+    message = message_of({"quant": {"weights": "none", **option}})
+    assert f"quant.{next(iter(option))}: set, but quant.weights is none" in message
+    ServiceConfig.model_validate({"quant": option})
+
+
+def test_a_default_written_out_is_no_option_set() -> None:
+    written = {"weights": "none", "skip": [], "scales": "fp32", "indivisible": "error", "device": "auto"}
+    assert ServiceConfig.model_validate({"quant": written}).quant.weights == "none"
 
 
 def test_fewer_replicas_at_most_than_at_least_names_both() -> None:

@@ -6,7 +6,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import uvicorn
 import xxhash
@@ -30,6 +30,7 @@ from rollout_service.weights.upload import (
     BeginUpload,
     CommitUpload,
     PartReceipt,
+    TrainerRecipe,
     UploadPlan,
     num_parts,
     part_size,
@@ -62,6 +63,8 @@ class Service:
         """Address announced for parts; None: the service's own."""
         self.token: str | None = None
         self.part_bytes = 1024
+        self.recipe = TrainerRecipe(weights="fp8_block")
+        """What trainers are told; by default that nothing is quantized."""
         self.uploads: dict[int, Upload] = {}
         self.log: list[tuple[str, str]] = []
         """Method and path of every request, those that were refused included."""
@@ -76,6 +79,7 @@ class Service:
         self.before_part: Callable[[int], Awaitable[None]] | None = None
         routes = {
             ("POST", "/inference/v1/generate"): lambda request: self.generate(request),
+            ("GET", "/v1/weights/recipe"): self._recipe,
             ("POST", "/v1/weights"): self._begin,
             ("GET", "/v1/weights"): self._list,
             ("GET", "/v1/weights/{version:int}"): self._get,
@@ -126,6 +130,9 @@ class Service:
         body = await request.json()
         self.bodies.append(body)
         return JSONResponse(generate_reply(body))
+
+    async def _recipe(self, _: Request) -> Response:
+        return JSONResponse(self.recipe.model_dump(mode="json"))
 
     async def _begin(self, request: Request) -> Response:
         begin = BeginUpload.model_validate_json(await request.body())
@@ -225,8 +232,18 @@ async def until_disconnected(request: Request) -> None:
         pass
 
 
+class Served(Protocol):
+    """An ASGI application, and where it is to be found."""
+
+    app: Any
+    url: str
+
+
+AnyServed = TypeVar("AnyServed", bound=Served)
+
+
 @asynccontextmanager
-async def serving(service: Service) -> AsyncIterator[Service]:
+async def serving(service: AnyServed) -> AsyncIterator[AnyServed]:
     """Serve on a free port of this machine, in the running event loop."""
     # asyncio turns Nagle's algorithm off only on a socket that names its protocol; with it on, a reply takes 40 ms.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:

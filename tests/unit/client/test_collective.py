@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from rollout_service.client import RolloutClient
 from rollout_service.client._tensors import tensor_bytes
 from rollout_service.errors import EngineFailed, InvalidManifest
+from rollout_service.weights.convert import Converter
+from rollout_service.weights.upload import TrainerRecipe
 from tests.unit.client.service import Service
-from tests.unit.client.two_ranks import push_three_versions, whole_tensors
+from tests.unit.client.two_ranks import push_all, whole_tensors
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,19 +43,28 @@ async def test_a_dtensor_is_announced_and_sent_whole(service: Service, client: R
 
 
 async def test_two_ranks_gather_and_one_of_them_sends(service: Service, tmp_path: Path) -> None:
-    """Version 1 is refused and version 2 breaks down on the way: neither may leave the other rank in its gather."""
+    """Some versions are refused or break down on the way: none may leave the other rank in its gather."""
+    service.recipe = TrainerRecipe(weights="fp8_block", quantized=("layer1", "layer4"))
     service.answers["POST", "/v1/weights"].append(InvalidManifest("unknown tensor layer0"))
     service.answers["PUT", "/v1/weights/2/parts/0"].append(EngineFailed("out of disk"))
+    service.answers["GET", "/v1/weights/recipe"].append(EngineFailed("no recipe"))
+    service.answers["PUT", "/v1/weights/5/parts/3"].append(EngineFailed("out of disk"))
     store = str(tmp_path / "store")
     second_rank = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.unit.client.two_ranks", store, service.url),
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,
     )
-    outcomes = await push_three_versions(0, store, service.url)
+    outcomes = await push_all(0, store, service.url)
     output, _ = await second_rank.communicate()
 
-    assert outcomes == ["unknown tensor layer0", "out of disk", "live"]
-    assert output.decode() == repr(["took part"] * 3)
-    stream = b"".join(tensor_bytes(tensor) for tensor in whole_tensors().values())
-    assert service.uploads[3].stream == stream
+    assert outcomes == ["unknown tensor layer0", "out of disk", "live", "no recipe", "out of disk", "live"]
+    assert output.decode() == repr(["took part"] * 6)
+    whole = whole_tensors()
+    assert service.uploads[3].stream == stream_of(whole.items())
+    assert service.uploads[6].stream == stream_of(Converter(service.recipe).convert(whole.items()))
+    assert 4 not in service.uploads
+
+
+def stream_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
+    return b"".join(tensor_bytes(tensor) for _, tensor in tensors)

@@ -28,5 +28,16 @@ def test_generating_needs_no_torch() -> None:
     assert run.stdout == "(1,)\nFalse\n"
 
 
+def test_quantizing_for_the_service_needs_torch_but_no_engine() -> None:
+    code = (
+        "import sys, rollout_service.weights.convert as convert\n"
+        "from rollout_service.weights.upload import TrainerRecipe\n"
+        "convert.Converter(TrainerRecipe(weights='none'))\n"
+        "print('torch' in sys.modules, sorted({'ray', 'transformers', 'vllm', 'fastapi'} & sys.modules.keys()))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout == "True []\n"
+
+
 def test_what_is_public_is_named() -> None:
     assert rollout_service.client.__all__ == ["RolloutClient", "SyncRolloutClient"]

@@ -214,7 +214,12 @@ async def test_a_rank_that_does_not_send_reads_all_tensors_and_says_nothing(
 
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
-    [({"parallel_parts": 0}, "parallel_parts"), ({"timeout_s": 0}, "timeout_s"), ({"mode": "stop"}, "mode")],
+    [
+        ({"parallel_parts": 0}, "parallel_parts"),
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"mode": "stop"}, "mode"),
+        ({"quantize": "both"}, "quantize='both'"),
+    ],
 )
 async def test_wrong_options_fail_before_anything_is_sent(
     service: Service, client: RolloutClient, tensors: Tensors, wrong: dict[str, object], complaint: str

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed
@@ -13,6 +14,11 @@ from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
 
 NUM_TENSORS = 6
+PUSHES: tuple[tuple[int, Literal["service", "trainer"]], ...] = (
+    *((version, "service") for version in (1, 2, 3)),
+    *((version, "trainer") for version in (4, 5, 6)),
+)
+"""Versions, and who quantizes them."""
 
 
 def whole_tensors() -> dict[str, torch.Tensor]:
@@ -30,14 +36,14 @@ def join(rank: int, store: str) -> dict[str, DTensor]:
     return {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole_tensors().items()}
 
 
-async def push_three_versions(rank: int, store: str, url: str) -> list[str]:
+async def push_all(rank: int, store: str, url: str) -> list[str]:
     """How each push ended on this rank."""
     outcomes = []
     sharded = await asyncio.to_thread(join, rank, store)
     async with RolloutClient(url) as client:
-        for version in (1, 2, 3):
+        for version, quantize in PUSHES:
             try:
-                status = await client.push_weights(version, sharded, send=rank == 0)
+                status = await client.push_weights(version, sharded, quantize=quantize, send=rank == 0)
                 outcomes.append("took part" if status is None else status.state)
             except RolloutServiceError as error:
                 outcomes.append(error.message)
@@ -47,4 +53,4 @@ async def push_three_versions(rank: int, store: str, url: str) -> list[str]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.stdout.write(repr(asyncio.run(push_three_versions(1, sys.argv[1], sys.argv[2]))))
+    sys.stdout.write(repr(asyncio.run(push_all(1, sys.argv[1], sys.argv[2]))))

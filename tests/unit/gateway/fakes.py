@@ -16,6 +16,16 @@ class RemoteMethod:
 
 
 @dataclass
+class LocalHandle:
+    """A deployment in this process, behind the face of its handle."""
+
+    deployment: object
+
+    def __getattr__(self, method: str) -> RemoteMethod:
+        return RemoteMethod(getattr(self.deployment, method))
+
+
+@dataclass
 class EchoEngine:
     """Completes a prompt with its own reverse, ``n`` times."""
 

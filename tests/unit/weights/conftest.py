@@ -10,6 +10,7 @@ from rollout_service.config import ServiceConfig
 from rollout_service.tiny_model import make_tiny_qwen3, tiny_qwen3_config
 from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.log import WeightLog
+from tests.support.models import make_model
 from tests.unit.weights.trainer import Trainer, config_of, folder_weights
 
 
@@ -31,6 +32,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One layer, and the embedding is the output head: its file has no ``lm_head.weight``."""
     return _saved(tmp_path_factory.mktemp("models") / "tied", tied=True)
+
+
+@pytest.fixture(scope="session")
+def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts; on disk each expert's matrices are by themselves."""
+    return make_model(tmp_path_factory.mktemp("models") / "qwen3-moe", "qwen3_moe")
 
 
 def _saved(path: Path, tied: bool) -> Path:

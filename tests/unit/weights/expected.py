@@ -1,6 +1,7 @@
 """The digest that a version must have, computed without the package: formula, bytes, and JSON."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -9,15 +10,19 @@ import xxhash
 
 from tests.unit.quant import e4m3
 
+QUANTIZED = re.compile(r"(_proj|_proj_with_mqa|\.w[123])\.weight$")
+
 
 def stored(weights: Mapping[str, torch.Tensor], fp8: bool = True) -> Iterator[tuple[str, str, list[int], bytes]]:
-    """Name, dtype, shape and bytes of each tensor that engines load; projections are quantized."""
+    """Name, dtype, shape and bytes of each tensor that engines load, by names on disk; projections are quantized."""
     for name, tensor in weights.items():
         values = tensor.float().numpy()
-        if fp8 and name.endswith("_proj.weight"):
+        if fp8 and QUANTIZED.search(name):
             codes, scales = e4m3.quantize(values)
             yield name, "float8_e4m3fn", list(codes.shape), codes.tobytes()
             yield f"{name}_scale_inv", "float32", list(scales.shape), scales.tobytes()
+        elif name.endswith("e_score_correction_bias"):
+            yield name, "float32", list(values.shape), values.tobytes()
         else:
             upper_half = (e4m3.bf16_rounded(values).view(np.uint32) >> 16).astype(np.uint16)
             yield name, "bfloat16", list(values.shape), upper_half.tobytes()

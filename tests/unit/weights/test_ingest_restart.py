@@ -71,7 +71,7 @@ async def test_a_log_of_another_model_is_refused(
             await restarted(config_of(other, config.weights.root))
 
 
-@pytest.mark.parametrize("quant", [{"weights": "none"}, {"skip": ["*.down_proj"]}])
+@pytest.mark.parametrize("quant", [{"weights": "none"}, {"skip": ["*.down_proj"]}, {"scales": "power_of_two"}])
 async def test_a_log_of_another_quantization_is_refused(
     ingest: Ingest, config: ServiceConfig, quant: dict[str, object]
 ) -> None:

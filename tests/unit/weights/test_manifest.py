@@ -23,6 +23,7 @@ SAME_CONTENT: dict[str, dict[str, Any]] = {
 OTHER_CONTENT: dict[str, dict[str, Any]] = {
     "another model": {"fingerprint": "other"},
     "another recipe": {"recipe": Recipe(weights="none")},
+    "another kind of scales": {"recipe": Recipe(weights="fp8_block", scales="power_of_two")},
     "another module in BF16": {"recipe": Recipe(weights="fp8_block", not_converted=("a",))},
     "a tensor less": {"tensors": (A,)},
     "other bytes": {"tensors": (A, B.model_copy(update={"digest": "bc"}))},

@@ -87,12 +87,15 @@ def test_a_folder_lists_and_reads_the_tensors_of_all_its_files(folder: Path) -> 
     save_file({"b": WEIGHTS["b"]}, folder / "model-00002-of-00002.safetensors")
     (folder / "config.json").write_text("{}")
     source = FolderSource(folder)
-    assert source.names == ["a", "b"]
+    assert list(source.batches(1)) == [["a"], ["b"]]
+    assert list(source.batches(1 << 20)) == [["a", "b"]]
     assert source.table == (
         UploadTensor(name="a", dtype="float32", shape=(2, 3)),
         UploadTensor(name="b", dtype="bfloat16", shape=(4,)),
     )
-    assert all(torch.equal(source.read(name), tensor) for name, tensor in WEIGHTS.items())
+    read = dict(source.read(["b", "a"]))
+    assert list(read) == ["b", "a"]
+    assert all(torch.equal(read[name], tensor) for name, tensor in WEIGHTS.items())
 
 
 def test_a_tensor_in_two_files_is_listed_twice_so_that_the_table_check_sees_it(folder: Path) -> None:
@@ -171,14 +174,15 @@ def test_a_file_that_is_a_link_out_of_the_roots_is_forbidden(root: Path) -> None
 def test_files_that_are_links_within_the_roots_are_read(root: Path) -> None:
     save_file(WEIGHTS, root / "blob")
     (root / "step-1" / "model.safetensors").symlink_to("../blob")
-    assert torch.equal(FolderSource(root / "step-1", (root,)).read("a"), WEIGHTS["a"])
+    [(name, tensor)] = FolderSource(root / "step-1", (root,)).read(["a"])
+    assert name == "a" and torch.equal(tensor, WEIGHTS["a"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e5m2])
 def test_a_tensor_of_a_dtype_that_is_not_taken_is_refused_by_name(folder: Path, dtype: torch.dtype) -> None:
     save_file({"odd.weight": torch.zeros(2).to(dtype)}, folder / "model.safetensors")
     with pytest.raises(
-        InvalidManifest, match=r"odd\.weight in model\.safetensors is \w+; the ingest takes BF16, F16, F32"
+        InvalidManifest, match=r"odd\.weight in model\.safetensors is \w+; the ingest takes BF16, F16, F32, F8_E4M3"
     ):
         FolderSource(folder)
 
@@ -187,16 +191,60 @@ def test_a_file_changed_under_the_reader_is_noticed(folder: Path) -> None:
     save_file(WEIGHTS, folder / "model.safetensors")
     source = FolderSource(folder)
     save_file({"a": WEIGHTS["a"].T.contiguous()}, folder / "model.safetensors")
-    with pytest.raises(InvalidManifest, match=r"a in .* was \[2, 3\] and is \[3, 2\] now"):
-        source.read("a")
-    with pytest.raises(InvalidManifest, match="b is not in"):
-        source.read("b")
+    with pytest.raises(InvalidManifest, match=r"a in .* was float32 \[2, 3\] and is float32 \[3, 2\] now"):
+        list(source.read(["a"]))
+    with pytest.raises(InvalidManifest, match=r"model\.safetensors has changed .*: .*\bb\b"):
+        list(source.read(["b"]))
+    save_file({"a": WEIGHTS["a"].half()}, folder / "model.safetensors")
+    with pytest.raises(InvalidManifest, match=r"a in .* was float32 \[2, 3\] and is float16 \[2, 3\] now"):
+        list(source.read(["a"]))
+
+
+# --- folders of codes
+
+CODES = {"a": torch.zeros(2, 2).to(torch.float8_e4m3fn), "a_scale_inv": torch.ones(1, 1, dtype=torch.bfloat16)}
+
+
+def test_scales_in_bf16_are_listed_and_read_as_float32(folder: Path) -> None:
+    save_file(CODES, folder / "model.safetensors")
+    source = FolderSource(folder)
+    assert {tensor.name: tensor.dtype for tensor in source.table} == {"a": "float8_e4m3fn", "a_scale_inv": "float32"}
+    read = dict(source.read(["a", "a_scale_inv"]))
+    assert (read["a"].dtype, read["a_scale_inv"].dtype) == (torch.float8_e4m3fn, torch.float32)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"quantization_config": "fp8"}', "\xff"])
+def test_codes_beside_a_config_that_says_nothing_sensible_are_refused(folder: Path, text: str) -> None:
+    save_file(CODES, folder / "model.safetensors")
+    (folder / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(InvalidManifest, match=r"config\.json does not say how its codes are to be read"):
+        FolderSource(folder)
+
+
+def test_a_config_that_is_no_file_is_not_opened(folder: Path) -> None:
+    save_file(CODES, folder / "model.safetensors")
+    os.mkfifo(folder / "config.json")
+    assert len(FolderSource(folder).table) == 2
+
+
+def test_a_config_that_is_a_link_out_of_the_roots_is_forbidden(root: Path) -> None:
+    save_file(CODES, root / "step-1" / "model.safetensors")
+    (root.parent / "secret" / "config.json").write_text("{}")
+    (root / "step-1" / "config.json").symlink_to(root.parent / "secret" / "config.json")
+    with pytest.raises(Forbidden, match=r"config\.json is not below"):
+        FolderSource(root / "step-1", (root,))
+
+
+def test_unquantized_weights_need_no_sensible_config(folder: Path) -> None:
+    save_file(WEIGHTS, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "bitsandbytes"}}')
+    assert len(FolderSource(folder).table) == 2
 
 
 # --- parts
 
 SHAPES = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
-DTYPES: list[SourceDtype] = ["float32", "bfloat16", "float16"]
+DTYPES: list[SourceDtype] = ["float32", "bfloat16", "float16", "float8_e4m3fn"]
 TABLES = st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), min_size=1, max_size=6).map(
     lambda drawn: tuple(UploadTensor(name=f"t{i}", dtype=d, shape=s) for i, (d, s) in enumerate(drawn))
 )
@@ -218,7 +266,7 @@ def test_tensors_are_read_across_the_borders_of_parts(
         needed = files.parts_of(tensor.name)
         covered = range(offset // part_bytes, math.ceil((offset + tensor.nbytes) / part_bytes))
         assert set(covered) <= set(needed) and len(needed) <= max(len(covered), 1)
-        read = files.read(tensor.name)
+        [(_, read)] = files.read([tensor.name])
         assert tuple(read.shape) == tensor.shape and str(read.dtype) == f"torch.{tensor.dtype}"
         assert read.flatten().view(torch.uint8).numpy().tobytes() == data[offset : offset + tensor.nbytes]
         offset += tensor.nbytes
@@ -229,4 +277,4 @@ def test_a_part_that_lost_bytes_on_disk_is_an_error_and_not_zeros(folder: Path) 
     files.path(0).write_bytes(b"\1" * 8)
     files.path(1).write_bytes(b"\1" * 7)
     with pytest.raises(OSError, match="part-000001 is shorter than when it came"):
-        files.read("t")
+        list(files.read(["t"]))

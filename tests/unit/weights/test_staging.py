@@ -3,7 +3,7 @@
 import asyncio
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 
 from rollout_service.config import QuantConfig
 from rollout_service.errors import InvalidManifest, NotFound, QuantizationError, RolloutServiceError
-from rollout_service.quant.recipe import plan
+from rollout_service.weights.convert import Converter
 from rollout_service.weights.manifest import StoredTensor
 from rollout_service.weights.served_model import EMBEDDING, LM_HEAD, ServedModel
 from rollout_service.weights.sources import FolderSource
 from rollout_service.weights.staging import StagedVersion
-from rollout_service.weights.upload import BeginUpload, PathSource
+from rollout_service.weights.upload import BeginUpload, PathSource, TrainerRecipe
 from tests.unit.weights.trainer import Weights, begin_of, folder_weights, open_files, settle, stream_of
 
 PART_BYTES = 64 << 10
@@ -42,7 +42,8 @@ def gate(executor: ThreadPoolExecutor) -> Iterator[threading.Event]:
 
 def staged_version(begin: BeginUpload, folder: Path, model: Path, executor: ThreadPoolExecutor) -> StagedVersion:
     served = ServedModel.load(model)
-    return StagedVersion(begin, folder, served, plan(served.linears, QuantConfig()), PART_BYTES, executor)
+    recipe = TrainerRecipe(weights="fp8_block", quantized=tuple(served.plan(QuantConfig()).quantized))
+    return StagedVersion(begin, folder, served, Converter(recipe), PART_BYTES, executor)
 
 
 def accept_all(staged: StagedVersion, weights: Weights) -> None:
@@ -140,7 +141,9 @@ async def test_files_that_change_before_they_are_read_fail_the_version_by_name(
     name = "model.layers.0.mlp.down_proj.weight"
     save_file({**weights, name: weights[name].T.contiguous()}, source / "model.safetensors")
     gate.set()
-    with pytest.raises(InvalidManifest, match=rf"{name} in .* was \[256, 768\] and is \[768, 256\] now"):
+    with pytest.raises(
+        InvalidManifest, match=rf"{name} in .* was bfloat16 \[256, 768\] and is bfloat16 \[768, 256\] now"
+    ):
         await staged.finish()
     await staged.discard()
 
@@ -187,16 +190,16 @@ async def test_discarding_does_not_wait_for_conversions_that_have_not_begun(
 
 
 class HeldSource(FolderSource):
-    """Reads a tensor only when it is let go."""
+    """Reads tensors only when it is let go."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.reading, self.go_on = threading.Event(), threading.Event()
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         self.reading.set()
         assert self.go_on.wait(60)
-        return super().read(name)
+        return super().read(names)
 
 
 async def test_discarding_waits_for_the_conversion_that_runs_or_it_would_write_into_another_file(

@@ -1,0 +1,55 @@
+"""Thousands of module names in a few lines: ``model.layers.{0-47}.mlp.experts.{0-127}.up_proj``."""
+
+import re
+from collections.abc import Iterable
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def collapse(names: Iterable[str]) -> list[str]:
+    """``names`` with those that differ in numbers only written as one, in order of their first appearance.
+
+    Exact: only names that fill the whole range or product of ranges are joined, so that nothing is named that was not
+    given; ``{1,3-5}`` stands for 1, 3, 4 and 5.
+    """
+    alike: dict[str, set[tuple[int, ...]]] = {}
+    for name in names:
+        numbers = tuple(int(number) for number in _NUMBER.findall(name))
+        alike.setdefault(_NUMBER.sub("{}", name), set()).add(numbers)
+    return [line for kind, numbers in alike.items() for line in _written(kind, numbers)]
+
+
+def kind(name: str) -> str:
+    """What a module or tensor is, whichever layer and expert it belongs to: ``mlp.experts.*.up_proj``."""
+    return _NUMBER.sub("*", re.sub(r"^model\.(layers\.\d+\.)?", "", name))
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """``0-3,7`` for 0, 1, 2, 3 and 7."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _written(kind: str, numbers: set[tuple[int, ...]]) -> list[str]:
+    """One line per set of last numbers that several first numbers share."""
+    if numbers == {()}:
+        return [kind]
+    lasts: dict[tuple[int, ...], set[int]] = {}
+    for *first, last in numbers:
+        lasts.setdefault(tuple(first), set()).add(last)
+    if lasts.keys() == {()}:
+        return [kind.format(_braced(lasts[()]))]
+    sharing: dict[str, set[tuple[int, ...]]] = {}
+    for firsts, group in lasts.items():
+        sharing.setdefault(_braced(group), set()).add(firsts)
+    head, _, tail = kind.rpartition("{}")
+    return [line + last + tail for last, firsts in sharing.items() for line in _written(head, firsts)]
+
+
+def _braced(numbers: set[int]) -> str:
+    return str(next(iter(numbers))) if len(numbers) == 1 else f"{{{ranges(numbers)}}}"

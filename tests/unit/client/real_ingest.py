@@ -1,0 +1,61 @@
+"""The real ingest with its real upload routes and the real gateway, over HTTP, without Ray and without an engine."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from fastapi import FastAPI
+
+from rollout_service.gateway.replica import create_app
+from rollout_service.gateway.services import Services
+from rollout_service.web.auth import Authorizer
+from rollout_service.weights.ingest import Ingest
+from rollout_service.weights.log import WeightLog
+from rollout_service.weights.upload_server import create_upload_app
+from tests.unit.client.service import serving
+from tests.unit.gateway.fakes import LocalHandle
+from tests.unit.weights.trainer import config_of
+
+
+@dataclass
+class App:
+    """An application, and its address once it is served."""
+
+    app: FastAPI
+    url: str = ""
+
+
+@dataclass
+class RealIngest:
+    """Its address, and what it has written."""
+
+    url: str
+    ingest: Ingest
+    log: WeightLog
+
+
+@asynccontextmanager
+async def real_ingest(
+    model: Path, root: Path, *, token: str | None = None, **sections: dict[str, object]
+) -> AsyncIterator[RealIngest]:
+    """Version 0 is made from ``model``; there are no replicas, so pushes are to ``wait="none"``."""
+    config = config_of(model, root, **sections)
+    ingest = Ingest(config)
+    await ingest.start()
+    authorizer = Authorizer(token)
+    async with serving(App(create_upload_app(ingest, authorizer))) as uploads, httpx.AsyncClient() as http:
+        ingest.upload_url = uploads.url
+        services = Services(
+            name="model",
+            vocab_size=128,
+            max_model_len=64,
+            tokenizer=None,
+            engine=None,
+            ingest=LocalHandle(ingest),
+            authorizer=authorizer,
+            http=http,
+        )
+        async with serving(App(create_app(services))) as gateway:
+            yield RealIngest(gateway.url, ingest, WeightLog(root))

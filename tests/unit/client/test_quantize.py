@@ -1,0 +1,252 @@
+"""Weights that the trainer quantizes before it sends them, into the real ingest and into one that breaks down."""
+
+from collections.abc import AsyncIterator, Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rollout_service.client import RolloutClient, SyncRolloutClient
+from rollout_service.client._tensors import describe, tensor_bytes
+from rollout_service.errors import EngineFailed, InvalidManifest, QuantizationError, Unauthorized, VersionConflict
+from rollout_service.types import WeightStatus
+from rollout_service.weights.convert import Converter
+from rollout_service.weights.upload import TrainerRecipe
+from tests.support.models import make_model
+from tests.unit.client.real_ingest import RealIngest, real_ingest
+from tests.unit.client.service import Service
+
+Tensors = dict[str, torch.Tensor]
+FAMILIES = ["qwen2", "qwen3_moe", "mixtral", "deepseek_v3"]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder for each of ``FAMILIES``."""
+    folder = tmp_path_factory.mktemp("models")
+    return {family: make_model(folder / family, family) for family in FAMILIES}
+
+
+def module_of(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def moved(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    """Other weights, whose rounding to BF16 matters if ``dtype`` is wider."""
+    return {name: (tensor.to(dtype) * 1.37 + 0.011).to(dtype) for name, tensor in tensors.items()}
+
+
+@pytest.fixture
+async def moe(models: dict[str, Path], tmp_path: Path) -> AsyncIterator[RealIngest]:
+    async with real_ingest(models["qwen3_moe"], tmp_path / "log") as ingest:
+        yield ingest
+
+
+@pytest.fixture
+async def moe_client(moe: RealIngest) -> AsyncIterator[RolloutClient]:
+    async with RolloutClient(moe.url) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def stacked(models: dict[str, Path]) -> Tensors:
+    return dict(module_of(models["qwen3_moe"]).state_dict())
+
+
+async def push(client: RolloutClient, version: int, tensors: object, **options: object) -> WeightStatus:
+    options = {"quantize": "trainer", "wait": "none", **options}
+    return await client.push_weights(version, tensors, **options)  # type: ignore[call-overload, no-any-return]
+
+
+@pytest.mark.parametrize("names", ["on disk", "in memory"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *product(["qwen2", "qwen3_moe"], [torch.bfloat16, torch.float16, torch.float32]),
+        *product(["mixtral", "deepseek_v3"], [torch.float32]),
+    ],
+)
+async def test_whoever_quantizes_the_version_is_the_same(
+    models: dict[str, Path], tmp_path: Path, family: str, names: str, dtype: torch.dtype
+) -> None:
+    on_disk = load_file(models[family] / "model.safetensors")
+    tensors = moved(on_disk if names == "on disk" else module_of(models[family]).state_dict(), dtype)
+    async with real_ingest(models[family], tmp_path / "log") as service, RolloutClient(service.url) as client:
+        first = await client.weights(0)
+        by_service = await push(client, 1, tensors, quantize="service")
+        by_trainer = await push(client, 2, tensors)
+        assert by_trainer.digest == by_service.digest != first.digest
+        service.log.verify(service.log.manifest(2))
+
+
+async def test_scales_of_powers_of_two_are_made_if_the_service_wants_them(
+    models: dict[str, Path], tmp_path: Path, stacked: Tensors
+) -> None:
+    async with (
+        real_ingest(models["qwen3_moe"], tmp_path / "log", quant={"scales": "power_of_two"}) as service,
+        RolloutClient(service.url) as client,
+    ):
+        by_service = await push(client, 1, moved(stacked, torch.bfloat16), quantize="service")
+        assert (await push(client, 2, moved(stacked, torch.bfloat16))).digest == by_service.digest
+
+
+async def test_a_service_that_does_not_quantize_gets_bf16(
+    models: dict[str, Path], tmp_path: Path, stacked: Tensors
+) -> None:
+    async with (
+        real_ingest(models["qwen3_moe"], tmp_path / "log", quant={"weights": "none"}) as service,
+        RolloutClient(service.url) as client,
+    ):
+        assert (await push(client, 1, stacked)).digest == (await client.weights(0)).digest
+
+
+async def test_half_the_bytes_are_sent(moe: RealIngest, moe_client: RolloutClient, stacked: Tensors) -> None:
+    totals: dict[str, int] = {}
+    for version, who in enumerate(("service", "trainer"), start=1):
+        await push(
+            moe_client, version, stacked, quantize=who, progress=lambda _, total, who=who: totals.update({who: total})
+        )
+    assert totals["service"] == sum(tensor.nbytes for tensor in stacked.values())
+    assert 0.5 < totals["trainer"] / totals["service"] < 0.55
+    assert totals["trainer"] == (await moe_client.weights(2)).total_bytes
+
+
+@pytest.mark.parametrize("form", ["module", "generator", "generator with table", "pairs of parameters"])
+async def test_every_form_of_named_tensors_makes_the_same_version(
+    moe: RealIngest, moe_client: RolloutClient, models: dict[str, Path], form: str
+) -> None:
+    on_disk, module = load_file(models["qwen3_moe"] / "model.safetensors"), module_of(models["qwen3_moe"])
+    table = [describe(name, tensor) for name, tensor in on_disk.items()] if form == "generator with table" else None
+    source = {
+        "module": module,
+        "pairs of parameters": list(module.named_parameters()),
+        "generator": iter(on_disk.items()),
+        "generator with table": ((name, tensor.clone()) for name, tensor in on_disk.items()),
+    }[form]
+    status = await push(moe_client, 1, source, tensor_table=table)
+    assert status.digest == (await moe_client.weights(0)).digest
+
+
+async def test_the_blocking_client_does_it_too(threaded_service: Service) -> None:
+    threaded_service.recipe = TrainerRecipe(weights="fp8_block", quantized=("w",))
+    with SyncRolloutClient(threaded_service.url) as client:
+        client.push_weights(1, {"w": torch.ones(256, 256)}, quantize="trainer")
+    assert len(threaded_service.uploads[1].stream) == 256 * 256 + 4 * 4
+
+
+async def test_the_recipe_is_told_only_to_those_who_may_push(models: dict[str, Path], tmp_path: Path) -> None:
+    async with real_ingest(models["qwen2"], tmp_path / "log", token="secret") as service:
+        async with RolloutClient(service.url) as stranger:
+            with pytest.raises(Unauthorized):
+                await push(stranger, 1, module_of(models["qwen2"]))
+        async with RolloutClient(service.url, token="secret") as client:
+            assert (await push(client, 1, module_of(models["qwen2"]))).state == "committed"
+
+
+# --- refused
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.experts.down_proj", "model.embed_tokens.weight"])
+async def test_a_nan_is_named_before_anything_is_committed_and_a_mended_push_goes_on(
+    moe: RealIngest, moe_client: RolloutClient, stacked: Tensors, name: str
+) -> None:
+    broken = {n: t.clone() for n, t in stacked.items()}
+    broken[name][(3,) * broken[name].dim()] = float("nan")
+    stored = name if name in moe.ingest._model.shapes else "model.layers.1.mlp.experts.3.down_proj.weight"
+    with pytest.raises(QuantizationError, match=rf"{stored}\[3, 3\] is nan.*Version 1 stays staged.*discard\(1\)"):
+        await push(moe_client, 1, broken)
+    status = await moe_client.weights(1)
+    assert status.state == "staged" and status.missing_parts
+    assert (await moe_client.fleet()).latest_version == 0
+    assert (await push(moe_client, 1, stacked)).digest == (await moe_client.weights(0)).digest
+
+
+async def test_names_and_shapes_that_do_not_fit_are_refused_before_anything_is_quantized(
+    moe_client: RolloutClient, stacked: Tensors
+) -> None:
+    unfit = dict(stacked)
+    unfit["stranger"] = unfit.pop("model.norm.weight")
+    unfit["model.layers.0.self_attn.q_proj.weight"] = torch.full((2, 2, 2), float("nan"))
+    with pytest.raises(InvalidManifest) as refused:
+        await push(moe_client, 1, unfit)
+    assert refused.value.detail["unknown"] == ["stranger"] and refused.value.detail["missing"] == ["model.norm.weight"]
+    assert "q_proj.weight is [2, 2, 2], the model's is [256, 256]" in refused.value.detail["wrong_shape"][0]
+
+
+async def test_stacked_experts_of_a_shape_that_cannot_be_taken_apart_are_refused_by_name(
+    moe_client: RolloutClient, stacked: Tensors
+) -> None:
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    with pytest.raises(ValueError, match=rf"{name} .*\[8, 255, 256\]"):
+        await push(moe_client, 1, {**stacked, name: stacked[name][:, 1:]})
+
+
+# --- a service that breaks down
+
+
+@pytest.fixture
+def small(service: Service) -> Tensors:
+    """Ten parts of 1024 bytes once they are quantized, and a few bytes of scales."""
+    service.recipe = TrainerRecipe(weights="fp8_block", quantized=tuple(f"layer{i}" for i in range(10)))
+    generator = torch.Generator().manual_seed(0)
+    return {f"layer{i}": torch.randn(16, 64, generator=generator) for i in range(10)}
+
+
+def quantized_stream(service: Service, tensors: Tensors) -> bytes:
+    return b"".join(tensor_bytes(tensor) for _, tensor in Converter(service.recipe).convert(tensors.items()))
+
+
+async def fail_at_part_6(service: Service, client: RolloutClient, tensors: Tensors) -> None:
+    service.answers["PUT", "/v1/weights/5/parts/6"].append(EngineFailed("out of disk"))
+    with pytest.raises(EngineFailed, match="out of disk"):
+        await push(client, 5, tensors, parallel_parts=1)
+    assert sorted(service.uploads[5].parts) == list(range(6))
+    service.log.clear()
+
+
+async def test_a_push_goes_on_where_the_last_one_failed(
+    service: Service, client: RolloutClient, small: Tensors
+) -> None:
+    await fail_at_part_6(service, client, small)
+    await push(client, 5, small)
+    assert sorted(service.parts_sent()) == [6, 7, 8, 9, 10]
+    assert service.uploads[5].stream == quantized_stream(service, small)
+    service.log.clear()
+    await push(client, 5, small)
+    assert service.parts_sent() == []
+
+
+async def test_a_push_of_other_weights_does_not_go_on_with_the_old_ones(
+    service: Service, client: RolloutClient, small: Tensors
+) -> None:
+    await fail_at_part_6(service, client, small)
+    small["layer2"] = small["layer2"] * 1.5
+    with pytest.raises(VersionConflict, match="part 2 of version 5 was uploaded with other bytes"):
+        await push(client, 5, small)
+    assert service.calls("POST", "/v1/weights/5/commit") == 0
+
+
+async def test_a_rank_that_does_not_send_quantizes_nothing(
+    service: Service, client: RolloutClient, small: Tensors
+) -> None:
+    read: list[str] = []
+
+    def generator() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in small.items():
+            read.append(name)
+            yield name, tensor * float("nan")
+
+    assert await push(client, 5, generator(), send=False) is None
+    assert read == list(small) and service.log == []
+
+
+async def test_the_recipe_is_asked_for_only_by_a_trainer_that_quantizes(
+    service: Service, client: RolloutClient, small: Tensors
+) -> None:
+    await push(client, 1, small, quantize="service")
+    assert service.calls("GET", "/v1/weights/recipe") == 0
+    await push(client, 2, small)
+    assert service.calls("GET", "/v1/weights/recipe") == 1

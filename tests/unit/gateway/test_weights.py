@@ -1,0 +1,41 @@
+"""The weight routes that only ask."""
+
+from dataclasses import replace
+
+import httpx
+
+from rollout_service.gateway.replica import create_app
+from rollout_service.gateway.services import Services
+from rollout_service.quant.experts import ExpertNaming
+from rollout_service.web.auth import Authorizer
+from rollout_service.weights.upload import TrainerRecipe
+from tests.unit.gateway.fakes import LocalHandle
+
+RECIPE = TrainerRecipe(weights="fp8_block", scales="power_of_two", quantized=("a", "b"), experts=ExpertNaming())
+
+
+class Ingest:
+    """Knows its recipe."""
+
+    async def recipe(self) -> TrainerRecipe:
+        return RECIPE
+
+
+def http_to(services: Services) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(create_app(services), client=("127.0.0.1", 1))
+    return httpx.AsyncClient(transport=transport, base_url="http://gateway")
+
+
+async def test_the_recipe_is_no_version(services: Services) -> None:
+    async with http_to(replace(services, ingest=LocalHandle(Ingest()))) as http:
+        reply = await http.get("/v1/weights/recipe")
+        assert reply.status_code == 200
+        assert TrainerRecipe.model_validate_json(reply.content) == RECIPE
+
+
+async def test_the_recipe_needs_the_token_when_there_is_one(services: Services) -> None:
+    guarded = replace(services, ingest=LocalHandle(Ingest()), authorizer=Authorizer("secret"))
+    async with http_to(guarded) as http:
+        assert (await http.get("/v1/weights/recipe")).status_code == 401
+        known = await http.get("/v1/weights/recipe", headers={"Authorization": "Bearer secret"})
+        assert known.status_code == 200
