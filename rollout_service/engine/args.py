@@ -1,5 +1,6 @@
 """Our configuration in vLLM's terms."""
 
+import json
 from typing import Any
 
 from vllm import AsyncEngineArgs
@@ -7,16 +8,23 @@ from vllm.config import WeightTransferConfig
 from vllm.platforms import current_platform
 
 from rollout_service.config import ServiceConfig
-from rollout_service.engine.plugin import TRANSFER_BACKEND
+from rollout_service.engine.plugin import CPU_BF16, CPU_BLOCK_FP8, TRANSFER_BACKEND
 from rollout_service.quant.blockwise import BLOCK
+from rollout_service.quant.recipe import QuantPlan
+from rollout_service.weights.served_model import ServedModel
 
-BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+BLOCK_FP8 = {"activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 """vLLM's serialized block-FP8 format: loads our codes and scales as they are, and keeps KV scales loadable
-(the online ``fp8_per_block`` resets them at each update)."""
+(the online ``fp8_per_block`` resets them at each update). On the CPU it is read by our own subclass of vLLM's."""
+
+ROUTER_WEIGHTS = (".gate.weight", ".shared_expert_gate.weight")
 
 
 def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_tokenizer: bool) -> AsyncEngineArgs:
-    """Arguments of one engine. Weights are dummies: the replica loads the newest version before it serves."""
+    """Arguments of one engine. Weights are dummies: the replica loads the newest version before it serves.
+
+    Raises ValueError for a combination that vLLM does not have on this platform.
+    """
     engine = config.engine
     on_cpu = current_platform.is_cpu()
     return AsyncEngineArgs(
@@ -33,7 +41,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         # torch.compile on the CPU keeps the packed weights of before an update (notes/vllm, §3)
         enforce_eager=engine.enforce_eager or on_cpu,
         gpu_memory_utilization=engine.gpu_memory_utilization,
-        hf_overrides=_quantization(config, not_converted),
+        hf_overrides=_quantization(config, not_converted, on_cpu),
         # importance ratios need the distribution that was sampled from, temperature included
         logprobs_mode="processed_logprobs",
         # the model's generation_config.json must not change what a trainer asked for
@@ -41,22 +49,45 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         weight_transfer_config=WeightTransferConfig(backend=TRANSFER_BACKEND),
         enable_prefix_caching=True,
         disable_log_stats=True,
-        **({} if on_cpu else _gpu_only(config)),
+        **_attention(config, on_cpu),
+        **({} if on_cpu or config.quant.weights == "none" else _linear(config)),
     )
 
 
-def _quantization(config: ServiceConfig, not_converted: tuple[str, ...]) -> dict[str, Any]:
+def not_converted(model: ServedModel, plan: QuantPlan) -> tuple[str, ...]:
+    """What vLLM is told to leave in BF16: what the plan leaves, and the routers.
+
+    A router is never in a plan, but vLLM makes an FP8 layer of Qwen3-MoE's unless it stands in this list, as it does in
+    the config.json of the published FP8 checkpoints.
+    """
+    routers = (name.removesuffix(".weight") for name in model.shapes if name.endswith(ROUTER_WEIGHTS))
+    return tuple(sorted({*plan.not_converted, *routers}))
+
+
+def _quantization(config: ServiceConfig, not_converted: tuple[str, ...], on_cpu: bool) -> dict[str, Any]:
     if config.quant.weights == "none":
-        return {}
-    return {"quantization_config": {**BLOCK_FP8, "modules_to_not_convert": list(not_converted)}}
+        return {"quantization_config": {"quant_method": CPU_BF16}} if on_cpu else {}
+    method = CPU_BLOCK_FP8 if on_cpu else "fp8"
+    scheme = {"quant_method": method, "modules_to_not_convert": list(not_converted), **BLOCK_FP8}
+    return {"quantization_config": scheme}
 
 
-def _gpu_only(config: ServiceConfig) -> dict[str, Any]:
+def _attention(config: ServiceConfig, on_cpu: bool) -> dict[str, Any]:
+    latent = "kv_lora_rank" in json.loads((config.model.path / "config.json").read_text())
+    if latent and on_cpu:
+        if config.engine.kv_cache_dtype != "auto":
+            raise ValueError(
+                f"{config.model.path} has latent attention (MLA), whose KV cache vLLM keeps in BF16 on the CPU: set "
+                "engine.kv_cache_dtype: auto"
+            )
+        # the one for AMX frees kv_b_proj, so that no update can be loaded
+        return {"attention_backend": "CPU_MLA"}
     # FlashAttention reads the live KV scales at each call; FlashInfer freezes them at the first one
-    settings: dict[str, Any] = {"attention_backend": "FLASH_ATTN"}
-    if config.quant.weights != "none":
-        settings["kernel_config"] = {"linear_backend": config.engine.linear_backend}
-    return settings
+    return {} if latent or on_cpu else {"attention_backend": "FLASH_ATTN"}
+
+
+def _linear(config: ServiceConfig) -> dict[str, Any]:
+    return {"kernel_config": {"linear_backend": config.engine.linear_backend}}
 
 
 def engine_environment(config: ServiceConfig) -> dict[str, str]:

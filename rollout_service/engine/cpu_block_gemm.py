@@ -1,11 +1,22 @@
-"""Blockwise W8A8 matrix product on the CPU, with the numerics of the GPU kernels.
+"""Blockwise W8A8 linear layers on the CPU, with the numerics of the GPU kernels.
 
 vLLM's own CPU kernels need AMX and leave activations in BF16 (W8A16), so their logprobs say nothing about a GPU's.
 This one quantizes activations 1×128 like CUTLASS and DeepGEMM do and multiplies in fp32: only the speed is emulated.
+The decoded weights cost four bytes a parameter beside the one of the codes: for small models only.
 """
+
+from typing import Any
 
 import torch
 from vllm.model_executor.kernels.linear import Fp8BlockScaledMMLinearKernel, FP8ScaledMMLinearLayerConfig
+from vllm.model_executor.layers.linear import LinearBase, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+from vllm.model_executor.layers.quantization.utils.fp8_utils import (
+    create_fp8_scale_parameter,
+    create_fp8_weight_parameter,
+    validate_fp8_block_shape,
+)
+from vllm.model_executor.parameter import BlockQuantScaleParameter
 from vllm.platforms import current_platform
 
 from rollout_service.quant.blockwise import BLOCK, dequantize_blockwise
@@ -14,8 +25,8 @@ from rollout_service.quant.blockwise import BLOCK, dequantize_blockwise
 class CpuBlockScaledMM(Fp8BlockScaledMMLinearKernel):
     """``y = (A·As) @ (B·Bs)ᵀ`` in fp32; the base class has quantized the activations to ``A``, ``As`` already.
 
-    vLLM makes one instance a layer and calls ``process_weights_after_loading`` at every load of the layer, so ``B·Bs``
-    is kept there: decoding FP8 on a CPU takes 30 times longer than the product itself.
+    There is one instance a layer, and ``process_weights_after_loading`` is called at every load of the layer, so
+    ``B·Bs`` is kept there: decoding FP8 on a CPU takes 30 times longer than the product itself.
     """
 
     @classmethod
@@ -35,11 +46,63 @@ class CpuBlockScaledMM(Fp8BlockScaledMMLinearKernel):
         """Decode the layer's weight, fp32 [N, K], beside the codes and scales that stay as they were loaded."""
         super().process_weights_after_loading(layer)
         params = self._get_layer_params(layer)
-        self._weight = dequantize_blockwise(params.weight.data, params.block_scale.data)
+        self.weight = dequantize_blockwise(params.weight.data, params.block_scale.data)
 
     def apply_block_scaled_mm(
         self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor
     ) -> torch.Tensor:
         """``A`` e4m3 [M, K], ``As`` fp32 [M, K/128], ``B`` e4m3 [N, K], ``Bs`` fp32 [⌈N/128⌉, K/128] → fp32 [M, N]."""
-        activations = (A.float().view(*As.shape, BLOCK) * As.unsqueeze(-1)).view(A.shape)
-        return activations @ self._weight.T
+        return decode_activations(A, As) @ self.weight.T
+
+
+def decode_activations(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """``q·s`` in fp32 [M, K] from codes e4m3 [M, K] and scales fp32 [M, K/128]."""
+    return (codes.float().view(*scales.shape, BLOCK) * scales.unsqueeze(-1)).view(codes.shape)
+
+
+# vLLM chooses a layer's weight loader by the name of its method's class
+@register_weight_loader_v2_supported_method
+class CpuBlockLinearMethod(Fp8LinearMethod):
+    """vLLM's block-FP8 linear method with ``CpuBlockScaledMM`` for the product.
+
+    The base class asks for a kernel in ``create_weights``, and finds none on a CPU without AMX.
+    """
+
+    def create_weights(
+        self,
+        layer: LinearBase,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register ``weight`` e4m3 [N, K] and ``weight_scale_inv`` fp32 [⌈N/128⌉, ⌈K/128⌉] of this rank.
+
+        Raises ValueError if a shard does not divide into blocks.
+        """
+        block, loader = self.weight_block_size, extra_weight_attrs.get("weight_loader")
+        validate_fp8_block_shape(
+            layer, input_size, output_size, input_size_per_partition, output_partition_sizes, block
+        )
+        layer.logical_widths = output_partition_sizes
+        layer.input_size_per_partition = input_size_per_partition
+        layer.output_size_per_partition = sum(output_partition_sizes)
+        layer.orig_dtype = params_dtype
+        layer.weight_block_size = block
+        weight = create_fp8_weight_parameter(layer.output_size_per_partition, input_size_per_partition, loader)
+        scales = create_fp8_scale_parameter(
+            BlockQuantScaleParameter, output_partition_sizes, input_size_per_partition, block, loader
+        )
+        layer.register_parameter("weight", weight)
+        layer.register_parameter("weight_scale_inv", scales)
+        self.fp8_linear = CpuBlockScaledMM(
+            FP8ScaledMMLinearLayerConfig(
+                weight_quant_key=self.weight_quant_key,
+                activation_quant_key=self.activation_quant_key,
+                weight_shape=tuple(weight.shape),
+                input_dtype=self.input_dtype,
+                out_dtype=self.out_dtype,
+            )
+        )

@@ -1,11 +1,15 @@
 """Entry point of group ``vllm.general_plugins``: vLLM calls ``register`` in every process of an engine."""
 
+import importlib
+
 TRANSFER_BACKEND = "rollout_service_log"
 """Name under which our weight-transfer engine is registered with vLLM."""
+CPU_BLOCK_FP8, CPU_BF16 = "rollout_service_cpu_block_fp8", "rollout_service_cpu_bf16"
+"""Names under which the quantization configurations of CPU engines are registered with vLLM."""
 
 
 def register() -> None:
-    """Register the transfer engine and, on the CPU, the block-FP8 kernel. Safe to call again."""
+    """Register the transfer engine and, on the CPU, the quantization configurations. Safe to call again."""
     from rollout_service.engine.orphans import die_with_parent
 
     die_with_parent()
@@ -21,8 +25,6 @@ def register() -> None:
             raise
     if current_platform.is_cpu():
         from rollout_service.engine.amx import request_amx
-        from rollout_service.engine.cpu_block_gemm import CpuBlockScaledMM
-        from rollout_service.engine.vllm_compat import prefer_cpu_block_kernel
 
+        importlib.import_module("rollout_service.engine.cpu_quant")  # it registers itself
         request_amx()
-        prefer_cpu_block_kernel(CpuBlockScaledMM)

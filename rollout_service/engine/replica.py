@@ -7,11 +7,10 @@ from ray import serve
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.admission import AdmissionLimit
-from rollout_service.engine.args import engine_args
+from rollout_service.engine.args import engine_args, not_converted
 from rollout_service.engine.follower import Follower
 from rollout_service.engine.plugin import register
 from rollout_service.errors import TooEarly
-from rollout_service.quant.recipe import plan
 from rollout_service.sampling import GenerateCall
 from rollout_service.types import ReplicaStatus, Rollout
 from rollout_service.weights.served_model import ServedModel
@@ -23,10 +22,10 @@ class EngineReplica:
     async def __init__(self, config: ServiceConfig, ingest: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         register()
         model = ServedModel.load(config.model.path)
-        quantized = plan(model.linears, config.quant, config.engine.tensor_parallel_size)
+        plan = model.plan(config.quant, config.engine.tensor_parallel_size)
         self._config = config
         self._replica_id = serve.get_replica_context().replica_id.unique_id
-        self._engine = EngineAdapter(engine_args(config, quantized.not_converted, model.has_tokenizer))
+        self._engine = EngineAdapter(engine_args(config, not_converted(model, plan), model.has_tokenizer))
         await self._engine.connect()
         self._admission = AdmissionLimit(config.engine.admission_limit)
         self._follower = Follower(

@@ -15,7 +15,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
 from rollout_service.weights.manifest import Manifest, read_manifest
 
@@ -34,7 +38,7 @@ class LogUpdateInfo(WeightTransferUpdateInfo):
 
 
 class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
-    """Loads whole versions; raises RuntimeError when a parameter of the model received nothing."""
+    """Loads whole versions; raises RuntimeError when a parameter, or a part of one, received nothing."""
 
     init_info_cls = LogInitInfo
     update_info_cls = LogUpdateInfo
@@ -45,8 +49,11 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
 
     def start_weight_update(self) -> None:
         """Put the parameters back to checkpoint layout. From here on the engine cannot generate."""
-        self._expected = {name for name, _ in self.model.named_parameters()}
+        served = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
+        # what vLLM derives after loading (the absorbed matrices of latent attention) is served but never loaded; a
+        # tied head is loaded apart only where it is served apart
+        self._expected = served & {name for name, _ in self.model.named_parameters()}
 
     def receive_weights(self, update_info: LogUpdateInfo) -> None:
         """Load every tensor of the version."""
@@ -55,6 +62,9 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         missing = sorted(self._expected - loaded) if loaded is not None else []
         if missing:
             raise RuntimeError(f"{folder} left {len(missing)} parameters without weights: {missing[:5]}")
+        incomplete = incomplete_modules(self.model)
+        if incomplete:
+            raise RuntimeError(f"{folder} left {len(incomplete)} modules incomplete: {incomplete[:5]}")
 
     def finish_weight_update(self) -> None:
         """Process what was loaded into the kernels' layout, in the old storage."""
@@ -62,6 +72,26 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
 
     def shutdown(self) -> None:
         """Nothing is held."""
+
+
+def incomplete_modules(model: torch.nn.Module) -> list[str]:
+    """Modules that received some of their weights and not all, during a reload: one expert of many, q without k.
+
+    The names that ``load_weights`` returns do not tell: one slice counts for the whole parameter there.
+    """
+    return [
+        f"{name} ({info.load_numel} of {wanted} elements)"
+        for name, module in model.named_modules()
+        # padding is never loaded; scales of the KV cache need not be
+        if not isinstance(module, VocabParallelEmbedding) and not is_deferred_attention_layer(module)
+        # a module that is complete has been processed, and its count is back at zero
+        if 0 < (info := get_layerwise_info(module)).load_numel < (wanted := _loadable_elements(module))
+    ]
+
+
+def _loadable_elements(module: torch.nn.Module) -> int:
+    parameters = module.named_parameters(recurse=False)
+    return sum(getattr(p, "weight_loader_numel", p.numel()) for name, p in parameters if name not in SKIP_LOAD_TENSORS)
 
 
 def stored_tensors(folder: Path, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:

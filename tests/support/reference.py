@@ -1,8 +1,10 @@
 """What the engine should compute, written again in plain transformers and fp32: the other side of the logprob tests."""
 
+import re
 from pathlib import Path
 
 import torch
+from torch.nn.functional import linear
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -12,6 +14,8 @@ from rollout_service.quant.recipe import SCALE_SUFFIX
 from rollout_service.weights.manifest import read_manifest
 
 FP8_KV = "sdpa_with_fp8_kv"
+_EXPERT = re.compile(r"(?P<layer>.*)\.(mlp|block_sparse_moe)\.experts\.(?P<expert>\d+)\.(?P<leaf>\w+)\.weight")
+_STACKED = {"gate_proj": "gate_up_proj", "w1": "gate_up_proj", "up_proj": "gate_up_proj", "w3": "gate_up_proj"}
 
 
 def _sdpa_with_fp8_kv(module, query, key, value, *args, **kwargs):  # type: ignore[no-untyped-def]
@@ -29,11 +33,31 @@ def reference_model(model_path: Path, version_folder: Path, *, fp8_activations: 
     )
     stored = dict(stored_tensors(version_folder, read_manifest(version_folder)))
     quantized = {name for name in stored if name + SCALE_SUFFIX in stored}
-    model.load_state_dict({n: _dequantized(n, stored) for n in stored if not n.endswith(SCALE_SUFFIX)})
+    model.load_state_dict(_as_held({n: _dequantized(n, stored) for n in stored if not n.endswith(SCALE_SUFFIX)}))
     if fp8_activations:
         for name in quantized:
-            model.get_submodule(name.removesuffix(".weight")).register_forward_pre_hook(_quantize_input)
+            if not _EXPERT.fullmatch(name):
+                model.get_submodule(name.removesuffix(".weight")).register_forward_pre_hook(_quantize_input)
+        for name, module in model.named_modules():
+            if name.endswith(".experts"):
+                module.forward = _Fp8Experts(module)  # a plain attribute, which hides the method
     return model.eval()
+
+
+class _Fp8Experts:
+    """Forward pass of a layer's stacked experts, the inputs of both products of each rounded to FP8 1×128."""
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        self._gate_up, self._down, self._act = experts.gate_up_proj, experts.down_proj, experts.act_fn
+
+    def __call__(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        output = torch.zeros_like(hidden)
+        inputs = _through_groups(hidden)
+        for token, (experts, weights) in enumerate(zip(top_k_index, top_k_weights, strict=True)):
+            for expert, weight in zip(experts.tolist(), weights, strict=True):
+                gate, up = linear(inputs[token], self._gate_up[expert]).chunk(2)
+                output[token] += weight * linear(_through_groups(self._act(gate) * up), self._down[expert])
+        return output
 
 
 def reference_logprobs(
@@ -50,12 +74,32 @@ def _dequantized(name: str, stored: dict[str, torch.Tensor]) -> torch.Tensor:
     return stored[name].float() if scales is None else dequantize_blockwise(stored[name], scales)
 
 
+def _as_held(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers' own parameters: the experts of a layer stacked, gate above up, whatever the checkpoint says."""
+    held: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[int, list[torch.Tensor]]] = {}
+    for name in sorted(weights):  # gate before up, w1 before w3
+        found = _EXPERT.fullmatch(name)
+        if found:
+            stacked = f"{found['layer']}.mlp.experts.{_STACKED.get(found['leaf'], 'down_proj')}"
+            experts.setdefault(stacked, {}).setdefault(int(found["expert"]), []).append(weights[name])
+        else:
+            held[name.replace(".block_sparse_moe.", ".mlp.")] = weights[name]
+    for name, parts in experts.items():
+        held[name] = torch.stack([torch.cat(parts[expert]) for expert in sorted(parts)])
+    return held
+
+
 def _quantize_input(module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    return (_through_groups(inputs[0]),)
+
+
+def _through_groups(tensor: torch.Tensor) -> torch.Tensor:
     # the engine's activations are BF16 before they are quantized
-    groups = inputs[0].to(torch.bfloat16).float().unflatten(-1, (-1, BLOCK))
+    groups = tensor.to(torch.bfloat16).float().unflatten(-1, (-1, BLOCK))
     scales = (groups.abs().amax(-1, keepdim=True) / E4M3_MAX).clamp(min=1e-12)
     codes = (groups / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return ((codes.float() * scales).flatten(-2),)
+    return (codes.float() * scales).flatten(-2)
 
 
 def _through_e4m3(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,44 @@
+"""What a real engine computes with, seen from inside its worker process; nothing but digests comes out."""
+
+import torch
+import xxhash
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from rollout_service.engine.cpu_block_gemm import CpuBlockLinearMethod
+from rollout_service.engine.cpu_block_moe import CpuBlockMoEMethod
+
+DECODED = ".decoded"
+"""Appended to a parameter's name for the fp32 weights that are multiplied with."""
+
+
+class Probe:
+    """For vLLM's ``worker_extension_cls``: its methods become the worker's, for ``collective_rpc``."""
+
+    def weight_digests(self) -> dict[str, str]:
+        """xxh3-128 of every parameter's bytes, and of what every layer really multiplies with."""
+        model: torch.nn.Module = self.get_model()  # type: ignore[attr-defined]  # the worker's
+        digests = {name: digest(parameter.data) for name, parameter in model.named_parameters()}
+        for name, module in model.named_modules():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, UnquantizedLinearMethod) or isinstance(module, ParallelLMHead):
+                digests[f"{name}.weight"] = digest(_multiplied_with(module))
+            if isinstance(method, CpuBlockLinearMethod):
+                digests[f"{name}.weight{DECODED}"] = digest(method.fp8_linear.weight)
+            if isinstance(method, CpuBlockMoEMethod):
+                digests[f"{name}.w13_weight{DECODED}"] = digest(method.w13)
+                digests[f"{name}.w2_weight{DECODED}"] = digest(method.w2)
+        return digests
+
+
+def _multiplied_with(module: torch.nn.Module) -> torch.Tensor:
+    """The BF16 weight [N, K] that the layer's packed kernel has, whatever its parameter says: its product with 1."""
+    columns = module.embedding_dim if isinstance(module, ParallelLMHead) else module.input_size
+    identity = torch.eye(int(columns), dtype=torch.bfloat16)
+    return module.quant_method.apply(module, identity, bias=None).T
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """xxh3-128 of the tensor's bytes, row-major, with its dtype and shape."""
+    data = tensor.contiguous().flatten().view(torch.uint8).numpy().data
+    return f"{tensor.dtype} {list(tensor.shape)} {xxhash.xxh3_128_hexdigest(data)}"

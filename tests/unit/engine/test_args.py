@@ -1,0 +1,45 @@
+"""What vLLM is told about quantization and attention."""
+
+from pathlib import Path
+
+import pytest
+
+from rollout_service.config import QuantConfig, ServiceConfig
+from rollout_service.engine.args import engine_args, not_converted
+from rollout_service.weights.served_model import ServedModel
+from tests.support.models import make_model
+
+
+def _config(path: Path, **sections: dict[str, object]) -> ServiceConfig:
+    return ServiceConfig.model_validate({"model": {"path": path}, "engine": {"kv_cache_dtype": "auto"}, **sections})
+
+
+def test_a_router_is_never_converted_although_it_stands_in_no_plan(tmp_path: Path) -> None:
+    model = ServedModel.load(make_model(tmp_path, "qwen2_moe"))
+    plan = model.plan(QuantConfig())
+    told = not_converted(model, plan)
+    routers = {f"model.layers.{n}.mlp.{gate}" for n in range(2) for gate in ("gate", "shared_expert_gate")}
+    assert set(told) == routers
+    assert not {f"{name}.weight" for name in told} & plan.quantized
+
+
+def test_a_skipped_module_is_named_to_the_engine(tmp_path: Path) -> None:
+    model = ServedModel.load(make_model(tmp_path, "llama"))
+    plan = model.plan(QuantConfig(skip=("model.layers.1.self_attn.o_proj",)))
+    args = engine_args(_config(tmp_path), not_converted(model, plan), has_tokenizer=False)
+    told = args.hf_overrides["quantization_config"]
+    assert told["modules_to_not_convert"] == ["model.layers.1.self_attn.o_proj"]
+    assert told["weight_block_size"] == [128, 128] and told["activation_scheme"] == "dynamic"
+
+
+def test_without_quantization_nothing_is_said_of_blocks(tmp_path: Path) -> None:
+    make_model(tmp_path, "llama")
+    args = engine_args(_config(tmp_path, quant={"weights": "none"}), (), has_tokenizer=False)
+    assert "weight_block_size" not in args.hf_overrides.get("quantization_config", {})
+
+
+def test_an_fp8_cache_of_latent_attention_is_refused_on_the_cpu(tmp_path: Path) -> None:
+    make_model(tmp_path, "deepseek_v3")
+    with pytest.raises(ValueError, match=r"latent attention.*kv_cache_dtype: auto"):
+        engine_args(_config(tmp_path, engine={"kv_cache_dtype": "fp8_e4m3"}), (), has_tokenizer=False)
+    assert engine_args(_config(tmp_path), (), has_tokenizer=False).attention_backend == "CPU_MLA"
