@@ -69,6 +69,13 @@ def test_weights_on_the_gpu_stay_there_whatever_the_device_for_cpu_weights() -> 
     assert codes.is_cuda and scales.is_cuda
 
 
+def test_all_results_come_to_the_cpu_if_asked() -> None:
+    named = [("w", torch.randn(128, 256, device=GPU)), ("odd", torch.randn(5, 3, device=GPU))]
+    for (_, weight), (codes, scales) in zip(named, Quantizer().quantize(named, to_cpu=True), strict=True):
+        assert codes.device.type == scales.device.type == "cpu"
+        assert torch.equal(codes.view(torch.uint8), quantize_blockwise(weight.cpu())[0].view(torch.uint8))
+
+
 def test_a_weight_that_is_still_being_computed_is_waited_for() -> None:
     weight = torch.randn(4096, 4096, device=GPU)
     for _ in range(20):

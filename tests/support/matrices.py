@@ -61,7 +61,7 @@ def weights(draw: st.DrawFn, views: bool = False, stacked: bool = False) -> torc
 
 
 def every_pair_of_mantissas() -> torch.Tensor:
-    """BF16 [128, 128·128]: block i has the amax of mantissa i, and every smaller BF16 down to 2^-24 of it, both signs."""
+    """BF16 [128, 128·128]: block i has an amax of mantissa i, and every BF16 from there to 2^-24 of it, both signs."""
     mantissas = torch.arange(128, 256, dtype=torch.float32)
     smaller = torch.cat([mantissas * 2.0**-exponent for exponent in range(24)])
     blocks = torch.zeros(128, 128 * 128)
