@@ -23,7 +23,8 @@ def build(config: ServiceConfig) -> Application:
     config = config.resolved()
     if config.model.create == "tiny-qwen3" and not config.model.path.exists():
         make_tiny_qwen3(config.model.path)
-    ingest = _deployment(IngestReplica, "ingest").bind(config)
+    ingest_resources = {"num_cpus": 0, "num_gpus": config.weights.ingest_num_gpus}
+    ingest = _deployment(IngestReplica, "ingest", ray_actor_options=ingest_resources).bind(config)
     engine = _deployment(
         EngineReplica,
         "engine",

@@ -150,6 +150,10 @@ class WeightsConfig(Config):
     part_bytes: int = Field(default=16 << 20, ge=1 << 10, le=256 << 20)
     """Size of an upload's parts that the ingest asks trainers for."""
 
+    ingest_num_gpus: float = Field(default=0, ge=0)
+    """GPUs, or a share of one such as 0.1, that Ray reserves for the ingest to quantize on; 0: it uses the CPU. If an
+    engine is to sit on the same GPU, ``scaling.num_gpus`` must leave that share free."""
+
     source_roots: tuple[Path, ...] = ()
     """Folders below which a ``source: {path}`` may lie; empty: only uploads are taken."""
 
@@ -212,6 +216,15 @@ class ServiceConfig(Config):
     """Where versions live and how they arrive."""
     auth: AuthConfig = AuthConfig()
     """Who may change them."""
+
+    @model_validator(mode="after")
+    def _cuda_needs_a_gpu(self) -> "ServiceConfig":
+        if self.quant.device == "cuda" and self.weights.ingest_num_gpus == 0:
+            raise ValueError(
+                "quant.device is cuda, but weights.ingest_num_gpus is 0, so that Ray shows the ingest no GPU: set it, "
+                "e.g. to 0.1, or quant.device: auto"
+            )
+        return self
 
     @model_validator(mode="after")
     def _remote_uploads_need_a_token(self) -> "ServiceConfig":

@@ -50,7 +50,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         enable_prefix_caching=True,
         disable_log_stats=True,
         **_attention(config, on_cpu),
-        **({} if on_cpu or config.quant.weights == "none" else _linear(config)),
+        **({} if on_cpu or config.quant.weights == "none" else _kernels(config)),
     )
 
 
@@ -86,8 +86,9 @@ def _attention(config: ServiceConfig, on_cpu: bool) -> dict[str, Any]:
     return {} if latent or on_cpu else {"attention_backend": "FLASH_ATTN"}
 
 
-def _linear(config: ServiceConfig) -> dict[str, Any]:
-    return {"kernel_config": {"linear_backend": config.engine.linear_backend}}
+def _kernels(config: ServiceConfig) -> dict[str, Any]:
+    # other expert kernels keep strides or scales of before an update in captured CUDA graphs (vLLM issue 41670)
+    return {"kernel_config": {"linear_backend": config.engine.linear_backend, "moe_backend": "triton"}}
 
 
 def engine_environment(config: ServiceConfig) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The ingest as a Serve deployment: one replica, no GPU needed."""
+"""The ingest as a Serve deployment: one replica, on a share of a GPU where it is given one."""
 
 from rollout_service.config import ServiceConfig
 from rollout_service.web.auth import Authorizer

@@ -34,11 +34,11 @@ class Probe:
 def _multiplied_with(module: torch.nn.Module) -> torch.Tensor:
     """The BF16 weight [N, K] that the layer's packed kernel has, whatever its parameter says: its product with 1."""
     columns = module.embedding_dim if isinstance(module, ParallelLMHead) else module.input_size
-    identity = torch.eye(int(columns), dtype=torch.bfloat16)
+    identity = torch.eye(int(columns), dtype=torch.bfloat16, device=module.weight.device)
     return module.quant_method.apply(module, identity, bias=None).T
 
 
 def digest(tensor: torch.Tensor) -> str:
     """xxh3-128 of the tensor's bytes, row-major, with its dtype and shape."""
-    data = tensor.contiguous().flatten().view(torch.uint8).numpy().data
+    data = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data
     return f"{tensor.dtype} {list(tensor.shape)} {xxhash.xxh3_128_hexdigest(data)}"

@@ -76,7 +76,7 @@ def test_a_value_out_of_range_is_refused_by_field(args: dict[str, Any], where: s
 def test_an_option_of_quantization_makes_no_sense_without_it(option: dict[str, Any]) -> None:
     message = message_of({"quant": {"weights": "none", **option}})
     assert f"quant.{next(iter(option))}: set, but quant.weights is none" in message
-    ServiceConfig.model_validate({"quant": option})
+    ServiceConfig.model_validate({"quant": option, "weights": {"ingest_num_gpus": 0.1}})
 
 
 def test_a_default_written_out_is_no_option_set() -> None:
@@ -187,3 +187,7 @@ def paths_in(value: object) -> list[Path]:
     if isinstance(value, BaseModel):
         return [path for _, part in value for path in paths_in(part)]
     return [path for part in value for path in paths_in(part)] if isinstance(value, tuple) else []
+
+
+def test_quantizing_on_a_gpu_needs_one_for_the_ingest() -> None:
+    assert "weights.ingest_num_gpus is 0" in message_of({"quant": {"device": "cuda"}})

@@ -11,6 +11,7 @@ import yaml
 from ray.serve.deployment import Application
 from ray.serve.schema import ServeDeploySchema
 
+from rollout_service.app import build
 from rollout_service.config import ServiceConfig
 
 PROJECT = Path(__file__).parents[2]
@@ -55,3 +56,11 @@ def test_a_deployment_builds_without_starting_ray(path: Path, tmp_path: Path, mo
     built = build(ServiceConfig.model_validate(application(path)["args"]))
     assert isinstance(built, Application)
     assert not ray.is_initialized()
+
+
+def test_the_ingest_gets_the_share_of_a_gpu_that_is_configured_and_none_by_default() -> None:
+    for share in (0, 0.1):
+        config = ServiceConfig.model_validate({"weights": {"ingest_num_gpus": share}, "model": {"path": "anywhere"}})
+        gateway = build(config)
+        ingest = gateway._bound_deployment.init_args[2]._bound_deployment
+        assert ingest.ray_actor_options["num_gpus"] == share

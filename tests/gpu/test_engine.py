@@ -1,0 +1,36 @@
+"""A real engine on a GPU, with its kernels: it holds what was quantized, and its logprobs are the reference's."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.engine_layout import engine_digests, quantize
+from tests.support.models import random_weights
+from tests.support.one_engine import mean_difference, running
+from tests.support.probe import DECODED
+
+UPDATES = 20
+FP8_MEAN = 0.06
+"""As for the CPU engine, tests/service/test_round_trip.py."""
+
+
+@pytest.mark.parametrize(("family", "kv_cache"), [("qwen3", "auto"), ("qwen3_moe", "fp8_e4m3")])
+async def test_an_engine_holds_exactly_what_was_quantized_after_twenty_updates(
+    family: str, kv_cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {
+        "enforce_eager": True,
+        "linear_backend": "cutlass",
+        "kv_cache_dtype": kv_cache,
+        "gpu_memory_utilization": 0.1,
+    }
+    async with running(family, tmp_path, monkeypatch, **settings) as one:
+        for version in range(1, UPDATES + 2):
+            weights = random_weights(one.config.model.path, seed=version)
+            folder = await one.update(version, weights)
+            if version in (1, UPDATES + 1):
+                held, expected = await one.digests(), engine_digests(quantize(weights))
+                unlike = {name for name in expected if not name.endswith(DECODED) and held.get(name) != expected[name]}
+                assert unlike == set(), re.sub(r"layers\.\d+", "layers.*", str(sorted(unlike)))
+        assert await mean_difference(one, folder, fp8=True) < FP8_MEAN

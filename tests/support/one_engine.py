@@ -1,0 +1,103 @@
+"""One real engine and the ingest before it, without Ray: what commits and loads versions, and samples."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rollout_service.config import ServiceConfig
+from rollout_service.engine.adapter import EngineAdapter
+from rollout_service.engine.args import engine_args, engine_environment, not_converted
+from rollout_service.engine.plugin import register
+from rollout_service.sampling import Sampling
+from rollout_service.types import Completion
+from rollout_service.weights.ingest import Ingest
+from rollout_service.weights.log import WeightLog
+from rollout_service.weights.served_model import ServedModel
+from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource
+from tests.support.models import make_model
+from tests.support.reference import reference_logprobs, reference_model
+
+SAMPLING = Sampling(n=2, max_tokens=16, temperature=1.0, ignore_eos=True)
+PROMPTS = [tuple(range(3 + i, 15 + 2 * i)) for i in range(8)]
+
+
+class OneEngine:
+    """An engine, and the ingest whose versions it loads."""
+
+    def __init__(self, config: ServiceConfig, engine: EngineAdapter, ingest: Ingest) -> None:
+        self.config, self.engine, self._ingest = config, engine, ingest
+
+    async def update(self, version: int, weights: dict[str, torch.Tensor]) -> Path:
+        """Commit a version of these weights and load it; returns its folder."""
+        folder = self.config.model.path.parent / f"trainer-{version}"
+        folder.mkdir()
+        save_file(weights, folder / "model.safetensors")
+        await self._ingest.begin(BeginUpload(version=version, source=PathSource(path=folder)))
+        await self._ingest.commit(version, CommitUpload())
+        stored = WeightLog(self.config.weights.root).folder(version)
+        await self.load(stored, version)
+        return stored
+
+    async def load(self, folder: Path, version: int) -> None:
+        await self.engine.pause("keep")
+        await self.engine.load(folder, version)
+        await self.engine.resume()
+
+    async def digests(self) -> dict[str, str]:
+        """See ``Probe.weight_digests``."""
+        [digests] = await self.engine._llm.collective_rpc("weight_digests")
+        return dict(digests)
+
+    async def sample(self) -> list[tuple[tuple[int, ...], Completion]]:
+        """Prompt and completion, 16 pairs."""
+        rollouts = await asyncio.gather(*(self.engine.generate(f"r{i}", p, SAMPLING) for i, p in enumerate(PROMPTS)))
+        return [(prompt, c) for prompt, completions in zip(PROMPTS, rollouts, strict=True) for c in completions]
+
+
+@asynccontextmanager
+async def running(
+    family: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quant: str = "fp8_block",
+    skip: tuple[str, ...] = (),
+    **engine: Any,
+) -> AsyncIterator[OneEngine]:
+    """An engine of a small model of the family, with nothing but dummy weights. ``engine``: more of its settings."""
+    config = ServiceConfig.model_validate(
+        {
+            "model": {"path": make_model(tmp_path / "model", family)},
+            "quant": {"weights": quant, "skip": skip},
+            # the KV cache in BF16: its rounding is tested in test_engine.py
+            "engine": {"max_model_len": 256, "kv_cache_dtype": "auto", **engine},
+            "weights": {"root": tmp_path / "log", "source_roots": [tmp_path]},
+        }
+    )
+    ingest = Ingest(config)
+    await ingest.start()
+    for name, value in engine_environment(config).items():
+        monkeypatch.setenv(name, value)
+    register()
+    model = ServedModel.load(config.model.path)
+    args = engine_args(config, not_converted(model, model.plan(config.quant)), model.has_tokenizer)
+    args.worker_extension_cls = "tests.support.probe.Probe"
+    adapter = EngineAdapter(args)
+    try:
+        await adapter.connect()
+        yield OneEngine(config, adapter, ingest)
+    finally:
+        adapter.shutdown()
+
+
+async def mean_difference(one: OneEngine, folder: Path, fp8: bool) -> float:
+    """Mean |Δ| of the engine's logprobs from those of the fp32 reference with the version in ``folder``."""
+    reference = reference_model(one.config.model.path, folder, fp8_activations=fp8, fp8_kv=False)
+    pairs = await one.sample()
+    differences = [reference_logprobs(reference, p, c.token_ids, 1.0) - torch.tensor(c.logprobs) for p, c in pairs]
+    return float(torch.cat(differences).abs().mean())
