@@ -5,7 +5,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo serve bench test test-unit test-gpu test-service check format clean distclean
+.PHONY: help setup demo serve bench test test-unit test-gpu test-service test-slow check format clean distclean
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,8 +19,9 @@ demo: setup ## train a small model with GRPO through the service, on the CPU; re
 serve: setup ## run the service of deployments/cpu_rollout.yaml until Ctrl-C
 	@.venv/bin/serve run deployments/cpu_rollout.yaml
 
-bench: setup ## measure the service against the bare engine; results in benchmarks/results/
+bench: setup ## measure the service against the bare engine, and the quantizer; results in benchmarks/results/
 	@$(PYTHON_VENV) -m benchmarks.overhead
+	@$(PYTHON_VENV) -m benchmarks.quantizer
 
 test: check test-unit test-service ## lint, types, unit tests and tests with real engines (under 20 minutes on 2 cores)
 
@@ -32,7 +33,10 @@ test-gpu: setup ## tests that only a GPU can decide
 	@$(PYTHON_VENV) -m pytest tests/gpu
 
 test-service: setup ## tests of a running service with real engines
-	@$(PYTHON_VENV) -m pytest tests/service
+	@$(PYTHON_VENV) -m pytest tests/service -m "not slow"
+
+test-slow: setup ## an engine of every family of models in turn (3 minutes more)
+	@$(PYTHON_VENV) -m pytest tests/service -m slow
 
 check: setup ## lint, format and types
 	@$(PYTHON_VENV) -m ruff check .
