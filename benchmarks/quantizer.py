@@ -284,6 +284,9 @@ def main(repeats: int = 21) -> None:
         console.log(f"{measured.name} {measured.kernel}: {measured.ratio_to_copy:.1%} of copy")
         cases.append(measured)
     console.print(table_of(cases, copy_gb_s))
+    for measured in cases:
+        if (peak := measured.extra.get("peak_bytes_beyond_output")) is not None:
+            console.print(f"{measured.name}: {peak / 1e3:.0f} kB of device memory beyond the output")
     path = results.write("quantizer", {"copy_gb_s": copy_gb_s, "cases": [flat(c) for c in cases]})
     console.print(f"wrote {path}")
 
