@@ -1,0 +1,145 @@
+"""Breaks everything that can break, under load, and says what it cost.
+
+    python -m benchmarks.faults [--only WORDS] [--list]
+
+Real engines on the CPU behind the shipped deployment, two replicas, weights whose every token tells their version.
+Each case injects one fault into concurrent rollouts and waits until the fleet is whole again. All counts of stale
+tokens, lost requests and lost versions are to be zero; the exit status says whether they are.
+"""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import results
+from benchmarks.faults.files import file_cases
+from benchmarks.faults.ground import Ground, ground
+from benchmarks.faults.inputs import input_cases
+from benchmarks.faults.kills import kill_cases, stop_for_a_while
+from benchmarks.faults.load import Load, load
+
+Fault = Callable[[Ground], Awaitable[None]]
+
+STEADY_S = 1.5
+"""Load before the fault."""
+RECOVERY_S = 180.0
+"""After which a case counts as not survived."""
+
+
+@dataclass
+class Outcome:
+    """One line of the matrix."""
+
+    name: str
+    survived: bool = False
+    recover_s: float | None = None
+    stale_tokens: int = 0
+    lost_requests: int = 0
+    lost_versions: int = 0
+    rollouts: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def clean(self) -> bool:
+        """Survived, and nothing stale or lost."""
+        return self.survived and not (self.stale_tokens or self.lost_requests or self.lost_versions)
+
+
+def all_cases() -> Iterator[tuple[str, bool, Fault]]:
+    """Name, whether there is load, and what happens."""
+    yield from kill_cases()
+    yield "a replica stopped for 30 s", True, stop_for_a_while
+    yield from input_cases()
+    yield from file_cases()
+
+
+async def run_case(place: Ground, name: str, under_load: bool, fault: Fault) -> Outcome:
+    """Load, fault, recovery, and the count."""
+    outcome, rollouts = Outcome(name), Load()
+    async with AsyncExitStack() as stack:
+        if under_load:
+            rollouts = await stack.enter_async_context(load(place.service.url))
+            await asyncio.sleep(STEADY_S)
+        started = time.perf_counter()
+        try:
+            await fault(place)
+        except Exception as error:  # noqa: BLE001 - it stands in the table, and fails the run
+            outcome.notes.append(f"{type(error).__name__}: {error}")
+        outcome.recover_s = await place.recovered(started, RECOVERY_S)
+        outcome.survived = outcome.recover_s is not None and not outcome.notes
+    outcome.rollouts = rollouts.rollouts
+    outcome.stale_tokens, outcome.lost_requests = len(rollouts.stale), len(rollouts.lost)
+    outcome.notes += [*rollouts.stale[:3], *rollouts.lost[:3]]
+    outcome.lost_versions = await lost_versions(place)
+    return outcome
+
+
+async def lost_versions(place: Ground) -> int:
+    """1 if the newest version that was said to be committed, or a newer one, is not the newest any more."""
+    fleet = await place.fleet()
+    return int(fleet is None or fleet.latest_version < place.committed)
+
+
+async def run(folder: Path, cases: list[tuple[str, bool, Fault]], say: Callable[[str], None]) -> list[Outcome]:
+    """All cases, on one service as long as it survives them."""
+    outcomes: list[Outcome] = []
+    while len(outcomes) < len(cases):
+        async with ground(folder / str(len(outcomes))) as place:
+            while len(outcomes) < len(cases):
+                outcomes.append(await run_case(place, *cases[len(outcomes)]))
+                say(line(outcomes[-1]))
+                if outcomes[-1].recover_s is None:
+                    break  # the next case starts on new ground
+    return outcomes
+
+
+def line(outcome: Outcome) -> str:
+    """For the log."""
+    seconds = "never" if outcome.recover_s is None else f"{outcome.recover_s:.1f} s"
+    state = "ok  " if outcome.clean else "FAIL"
+    return f"{state} {outcome.name}: recovered {seconds}, {outcome.rollouts} rollouts {'; '.join(outcome.notes)[:300]}"
+
+
+def table_of(outcomes: list[Outcome]) -> Table:
+    """For people."""
+    table = Table(title=f"faults on {results.machine()}")
+    for column in ("case", "survived", "recovered, s", "stale tokens", "lost requests", "lost versions", "rollouts"):
+        table.add_column(column, justify="left" if column == "case" else "right")
+    for o in outcomes:
+        seconds = "" if o.recover_s is None else f"{o.recover_s:.1f}"
+        counts = (o.stale_tokens, o.lost_requests, o.lost_versions, o.rollouts)
+        table.add_row(o.name, "yes" if o.survived else "NO", seconds, *map(str, counts))
+    return table
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Run the cases whose names hold this.")] = "",
+    listed: Annotated[bool, typer.Option("--list", help="Print the cases' names.")] = False,
+) -> None:
+    """Run the matrix, print it, and write benchmarks/results/<machine>/faults.json."""
+    cases = [case for case in all_cases() if only in case[0]]
+    console = Console()
+    if listed or not cases:
+        console.print("\n".join(name for name, *_ in cases) or f"no case holds {only!r}")
+        raise typer.Exit(0 if listed else 2)
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = asyncio.run(run(Path(folder), cases, partial(console.log, markup=False)))
+    console.print(table_of(outcomes))
+    if not only:
+        path = results.write("faults", {"cases": [asdict(outcome) for outcome in outcomes]})
+        console.print(f"wrote {path}")
+    raise typer.Exit(0 if all(outcome.clean for outcome in outcomes) else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

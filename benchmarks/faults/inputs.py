@@ -1,0 +1,195 @@
+"""Trainers that send what they should not, or not all of it, or twice. The service says no, and goes on."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+
+import torch
+import xxhash
+
+from benchmarks.faults.ground import Ground
+from benchmarks.faults.kills import send_half
+from rollout_service.client import RolloutClient
+from rollout_service.client._tensors import TensorSource, bytes_of_each
+from rollout_service.client._upload import PART_DIGEST_HEADER, cut_parts
+from rollout_service.errors import InvalidManifest, QuantizationError, RolloutServiceError, VersionConflict
+from rollout_service.weights.upload import BeginUpload
+
+Fault = Callable[[Ground], Awaitable[None]]
+Weights = dict[str, torch.Tensor]
+LAYER = "model.layers.0."
+
+
+class NotRefused(Exception):
+    """The service took what it should have refused."""
+
+
+def input_cases() -> Iterator[tuple[str, bool, Fault]]:
+    """Name, whether there is load, and what happens."""
+    yield "a flipped byte in a part", True, flipped_part
+    yield "parts twice, late and out of order", True, shuffled_parts
+    yield "a part of another version", True, part_of_another_version
+    yield "commit twice", True, commit_twice
+    yield "an older version", True, older_version
+    yield "the same version with other bytes", True, other_bytes
+    yield "two trainers at once", True, two_trainers
+    yield "a trainer that dies half way", True, dying_trainer
+    yield "ten updates in a row", True, ten_updates
+    for name, damage, error in (
+        ("q without k and v", without("k_proj", "v_proj"), InvalidManifest),
+        ("a missing name", without("layers.1.mlp.up_proj"), InvalidManifest),
+        ("an unknown name", adding_unknown, InvalidManifest),
+        ("a wrong shape", reshaping, InvalidManifest),
+        ("NaN weights", setting(float("nan")), QuantizationError),
+        ("infinite weights", setting(float("inf")), QuantizationError),
+    ):
+        yield name, True, refused_push(damage, error)
+    yield "a wrong dtype", True, wrong_dtype
+
+
+@contextlib.contextmanager
+def refused(*errors: type[RolloutServiceError]) -> Iterator[None]:
+    """The block raises one of ``errors``; raises NotRefused if it does not."""
+    try:
+        yield
+    except errors:
+        return
+    raise NotRefused(f"expected {' or '.join(error.__name__ for error in errors)}")
+
+
+def refused_push(damage: Callable[[Weights], Weights], error: type[RolloutServiceError]) -> Fault:
+    """A push of damaged weights, which is refused; then a sound one, which is not."""
+
+    async def fault(ground: Ground) -> None:
+        version = ground.committed + 1
+        with refused(error):
+            await ground.client.push_weights(version, damage(ground.weights(version)))
+        with contextlib.suppress(RolloutServiceError):
+            await ground.client.discard(version)
+        await ground.push(version)
+
+    return fault
+
+
+def without(*parts: str) -> Callable[[Weights], Weights]:
+    """Leave out the tensors whose names hold one of ``parts``."""
+    return lambda weights: {name: w for name, w in weights.items() if not any(part in name for part in parts)}
+
+
+def adding_unknown(weights: Weights) -> Weights:
+    """One tensor too many."""
+    return {**weights, "model.layers.0.mlp.side_proj.weight": torch.zeros(128, 128, dtype=torch.bfloat16)}
+
+
+def reshaping(weights: Weights) -> Weights:
+    """One tensor transposed."""
+    name = LAYER + "mlp.up_proj.weight"
+    return {**weights, name: weights[name].T.contiguous()}
+
+
+def setting(value: float) -> Callable[[Weights], Weights]:
+    """One weight that is no number."""
+
+    def damage(weights: Weights) -> Weights:
+        weights[LAYER + "mlp.up_proj.weight"][3, 5] = value
+        return weights
+
+    return damage
+
+
+async def wrong_dtype(ground: Ground) -> None:
+    """float64, which the wire does not have."""
+    begin = {"version": ground.committed + 1, "tensors": [{"name": "lm_head.weight", "dtype": "float64", "shape": [1]}]}
+    with refused(RolloutServiceError):
+        await ground.client._control.send("POST", "/v1/weights", json=begin)
+    await ground.push(ground.committed + 1)
+
+
+async def flipped_part(ground: Ground) -> None:
+    """One bit of a part changed on the way; sent again it is taken."""
+    version = ground.committed + 1
+    source = TensorSource(ground.weights(version), None)
+    plan = await ground.client._uploader.begin(BeginUpload(version=version, tensors=source.table))
+    part = next(cut_parts(bytes_of_each(source), plan.part_bytes))
+    damaged = bytes(part.data[:100]) + bytes([part.data[100] ^ 1]) + bytes(part.data[101:])
+    with refused(RolloutServiceError):
+        await put(ground, version, part.index, damaged, part.digest)
+    await ground.push(version)
+
+
+async def shuffled_parts(ground: Ground) -> None:
+    """All parts twice, the last first."""
+    version = ground.committed + 1
+    source = TensorSource(ground.weights(version), None)
+    plan = await ground.client._uploader.begin(BeginUpload(version=version, tensors=source.table))
+    parts = list(cut_parts(bytes_of_each(source), plan.part_bytes))
+    for part in [*reversed(parts), *parts]:
+        await put(ground, version, part.index, bytes(part.data), part.digest)
+    await ground.push(version)
+
+
+async def part_of_another_version(ground: Ground) -> None:
+    """A part sent to a version that nobody began, and to one that is committed."""
+    data = bytes(1000)
+    for version in (ground.committed, ground.committed + 100):
+        with refused(RolloutServiceError):
+            await put(ground, version, 0, data, xxhash.xxh3_128_hexdigest(data))
+    await ground.push(ground.committed + 1)
+
+
+async def commit_twice(ground: Ground) -> None:
+    """The second commit gets the answer of the first."""
+    version = ground.committed + 1
+    await ground.push(version)
+    first = await ground.client.weights(version)
+    again = await ground.client.commit(version)
+    if first.digest != again.digest:
+        raise NotRefused(f"digest {first.digest} became {again.digest}")
+
+
+async def older_version(ground: Ground) -> None:
+    """A version below the newest."""
+    await ground.push(ground.committed + 2)
+    with refused(VersionConflict):
+        await ground.client.push_weights(ground.committed - 1, ground.weights(ground.committed - 1))
+
+
+async def other_bytes(ground: Ground) -> None:
+    """The newest version again, with the weights of another."""
+    with refused(VersionConflict):
+        await ground.client.push_weights(ground.committed, ground.weights(ground.committed + 5))
+
+
+async def two_trainers(ground: Ground) -> None:
+    """Two push different weights as the same version at the same time: one wins."""
+    version = ground.committed + 1
+    async with RolloutClient(ground.service.url) as other:
+        outcomes = await asyncio.gather(
+            ground.client.push_weights(version, ground.weights(version)),
+            other.push_weights(version, ground.weights(version + 7)),
+            return_exceptions=True,
+        )
+    lost = [outcome for outcome in outcomes if isinstance(outcome, VersionConflict)]
+    if len(lost) != 1:
+        raise NotRefused(f"outcomes were {outcomes}")
+    if isinstance(outcomes[0], VersionConflict):  # the other's weights tell another version: push one that tells itself
+        version += 1
+    await ground.push(version)
+
+
+async def dying_trainer(ground: Ground) -> None:
+    """Half of a version, and never more; the next trainer begins with a newer one."""
+    await send_half(ground, ground.committed + 1)
+    await ground.push(ground.committed + 2)
+
+
+async def ten_updates(ground: Ground) -> None:
+    """One right after the other, without waiting for replicas."""
+    for _ in range(10):
+        await ground.push(ground.committed + 1, wait="none")
+
+
+async def put(ground: Ground, version: int, part: int, data: bytes, digest: str) -> None:
+    """One part, as plain HTTP."""
+    route = f"/v1/weights/{version}/parts/{part}"
+    await ground.client._control.send("PUT", route, content=data, headers={PART_DIGEST_HEADER: digest})
