@@ -126,7 +126,7 @@ class RolloutClient(ControlCalls):
             min_tokens=min_tokens,
         )
         body = request_body(prompt, sampling, request_id, min_weight_version)
-        reply = await self._data.send("POST", "/inference/v1/generate", json=body, repeat=Repeat.IF_NOT_ACCEPTED)
+        reply = await self._data.send("POST", "/inference/v1/generate", json=body, repeat=Repeat.IF_LOST)
         return parse_rollout(reply, body)
 
     async def generate_batch(

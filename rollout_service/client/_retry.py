@@ -18,7 +18,8 @@ MAX_RETRY_AFTER_S = 60.0
 """A service that asks for more patience than this is asked again after this long all the same."""
 
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
-_MAYBE_RECEIVED = (httpx.NetworkError, httpx.TimeoutException, httpx.RemoteProtocolError)
+_BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError)
+_MAYBE_RECEIVED = (*_BROKEN, httpx.TimeoutException)
 
 _backoff = wait_random_exponential(multiplier=0.25, max=8)
 
@@ -32,6 +33,9 @@ class Repeat(enum.Enum):
     NEVER = enum.auto()
     IF_NOT_ACCEPTED = enum.auto()
     """Only if the service surely did not accept it: no connection, or a refusal that says when to come back."""
+    IF_LOST = enum.auto()
+    """Likewise, and if its answer is surely lost: a connection that broke, a proxy that lost the gateway. For rollouts:
+    the service cancels those that nobody waits for. Not after a timeout: they may still be at work."""
     IDEMPOTENT = enum.auto()
     """After connection trouble of any kind and the statuses of ``RETRY_STATUS``."""
     IDEMPOTENT_ONCE_CONNECTED = enum.auto()
@@ -44,9 +48,12 @@ def may_retry(outcome: Outcome, repeat: Repeat) -> bool:
         return False
     if isinstance(outcome, _NEVER_SENT):
         return repeat is not Repeat.IDEMPOTENT_ONCE_CONNECTED
-    idempotent = repeat is not Repeat.IF_NOT_ACCEPTED
+    idempotent = repeat in (Repeat.IDEMPOTENT, Repeat.IDEMPOTENT_ONCE_CONNECTED)
     if not isinstance(outcome, httpx.Response):
-        return idempotent and isinstance(outcome, _MAYBE_RECEIVED)
+        broken = _BROKEN if repeat is Repeat.IF_LOST else _MAYBE_RECEIVED
+        return (idempotent or repeat is Repeat.IF_LOST) and isinstance(outcome, broken)
+    if repeat is Repeat.IF_LOST and outcome.is_server_error and not _is_the_services_own(outcome):
+        return True
     if outcome.status_code not in RETRY_STATUS:
         return False
     error = error_of(outcome)
@@ -62,6 +69,11 @@ def error_of(response: httpx.Response) -> RolloutServiceError:
     except ValueError:
         body = response.text
     return from_wire(response.status_code, body)
+
+
+def _is_the_services_own(response: httpx.Response) -> bool:
+    # the class that stands for what no error of ours is
+    return type(error_of(response)) is not RolloutServiceError
 
 
 def retry_after_s(outcome: Outcome) -> float:

@@ -136,7 +136,7 @@ async def test_retries_are_bounded(service: Service) -> None:
     assert service.calls(*GENERATE) == 2
 
 
-async def test_a_connection_that_breaks_after_the_request_is_not_tried_again() -> None:
+async def test_a_rollout_whose_connection_breaks_is_asked_for_again_a_bounded_number_of_times() -> None:
     requests = 0
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -147,11 +147,15 @@ async def test_a_connection_that_breaks_after_the_request_is_not_tried_again() -
 
     server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, RolloutClient(f"http://127.0.0.1:{port}") as client:
+    async with server, RolloutClient(f"http://127.0.0.1:{port}", retries=1) as client:
         with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)) as caught:
             await client.generate([1])
-    assert requests == 1
-    assert "may have accepted" in caught.value.__notes__[0]
+        assert requests == 2
+        assert "kept failing" in caught.value.__notes__[0]
+        with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)) as caught:
+            await client.pause()
+        assert requests == 3
+        assert "may have accepted" in caught.value.__notes__[0]
 
 
 async def test_a_connection_that_is_refused_is_tried_again() -> None:

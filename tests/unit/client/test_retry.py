@@ -51,6 +51,20 @@ def test_a_connection_that_breaks_later_is_tried_again_only_for_idempotent_reque
     assert not may_retry(error, Repeat.IF_NOT_ACCEPTED)
 
 
+@pytest.mark.parametrize("error", BROKEN_LATER, ids=repr)
+def test_a_rollout_is_asked_for_again_after_a_broken_connection_but_not_while_it_may_be_at_work(
+    error: Exception,
+) -> None:
+    assert may_retry(error, Repeat.IF_LOST) == (not isinstance(error, httpx.TimeoutException))
+
+
+@pytest.mark.parametrize("status", [500, 502, 503])
+def test_a_rollout_is_asked_for_again_when_a_proxy_has_lost_the_gateway(status: int) -> None:
+    assert may_retry(bare(status), Repeat.IF_LOST)
+    assert not may_retry(reply(EngineFailed("x")), Repeat.IF_LOST)
+    assert not may_retry(bare(404), Repeat.IF_LOST)
+
+
 @pytest.mark.parametrize("error", OUR_OWN_FAULT, ids=repr)
 def test_what_cannot_get_better_is_not_tried_again(error: BaseException) -> None:
     assert not any(may_retry(error, repeat) for repeat in Repeat)
