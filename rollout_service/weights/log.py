@@ -2,8 +2,10 @@
 
     <root>/LATEST                      {"version", "digest", "mode"}, replaced by atomic rename
     <root>/<version>/manifest.json     beside the safetensors files it lists; immutable
-    <root>/staging/<version>/          an upload that is not committed
+    <root>/<version>/upload.json       digests of the parts it came in
+    <root>/staging/<version>/          an upload that is not committed; its parts are in <version>.parts/
     <root>/CONTROL                     {"paused", "mode"}: what the operator last asked of the fleet
+    <root>/LOCK                        held by the one process that writes
 
 A version exists once LATEST says so or it is older than what LATEST says. One process writes (the ingest), any number
 read. A folder newer than LATEST is what a crash between the two renames left, and counts as not committed.
@@ -20,7 +22,9 @@ from pydantic import ValidationError
 
 from rollout_service.errors import LogCorrupt, NotFound
 from rollout_service.types import Frozen, PauseMode
+from rollout_service.weights.files import sync_folder, write_synced
 from rollout_service.weights.manifest import MANIFEST_FILE, Manifest, StoredTensor, read_manifest
+from rollout_service.weights.record import UploadRecord, write_record
 
 _CHUNK_BYTES = 16 << 20
 _VERSION = re.compile("0|[1-9][0-9]*")
@@ -104,20 +108,34 @@ class WeightLog:
             raise LogCorrupt(f"{path} has digest {manifest.digest}, but LATEST says {head.digest}")
         return manifest
 
-    def commit(self, manifest: Manifest, mode: PauseMode) -> Head:
-        """Make the staged ``manifest.version`` the newest. Its files must be complete and synced already."""
+    def commit(self, manifest: Manifest, mode: PauseMode, record: UploadRecord | None = None) -> Head:
+        """Make the staged ``manifest.version`` the newest. Its files must be complete and synced already.
+
+        ``record``: how it came. Raises OSError; the version is staged then, as before.
+        """
         staged, folder = self.staging(manifest.version), self.folder(manifest.version)
-        _write_synced(staged / MANIFEST_FILE, manifest.model_dump_json(indent=1))
-        _sync_folder(staged)
+        if record is not None:
+            write_record(staged, record)
+        write_synced(staged / MANIFEST_FILE, manifest.model_dump_json(indent=1))
+        sync_folder(staged)
+        self.remove_uncommitted()
+        os.rename(staged, folder)
+        head = Head(version=manifest.version, digest=manifest.digest, mode=mode)
+        try:
+            sync_folder(self.root)
+            self._replace("LATEST", head)
+        except OSError:
+            if self.head() != head:
+                os.rename(folder, staged)
+            raise
+        return head
+
+    def remove_uncommitted(self) -> None:
+        """Remove the folders that a crash left before LATEST was replaced; their parts are staged still."""
         committed = self.versions()
         for version in self._folders():
-            if version not in committed:  # left by a crash before LATEST was replaced
+            if version not in committed:
                 shutil.rmtree(self.folder(version))
-        os.rename(staged, folder)
-        _sync_folder(self.root)
-        head = Head(version=manifest.version, digest=manifest.digest, mode=mode)
-        self._replace("LATEST", head)
-        return head
 
     def drop(self, version: int) -> None:
         """Remove a committed version that is not the newest. Raises ValueError for the newest."""
@@ -125,11 +143,6 @@ class WeightLog:
         if head is not None and head.version == version:
             raise ValueError(f"version {version} is the newest: replicas need it")
         shutil.rmtree(self.folder(version))
-
-    def clear_staging(self) -> None:
-        """Remove every upload that was not committed. Only for a writer that has none: when it starts."""
-        if (self.root / "staging").exists():
-            shutil.rmtree(self.root / "staging")
 
     def verify(self, manifest: Manifest) -> None:
         """Read every byte of a version and compare its digests. Raises LogCorrupt naming the tensor, or OSError."""
@@ -154,9 +167,9 @@ class WeightLog:
     def _replace(self, name: str, content: Frozen) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
         temporary = self.root / f".{name}.tmp"
-        _write_synced(temporary, content.model_dump_json())
+        write_synced(temporary, content.model_dump_json())
         os.replace(temporary, self.root / name)
-        _sync_folder(self.root)
+        sync_folder(self.root)
 
 
 def _verify_tensor(fd: int, tensor: StoredTensor, version: int) -> None:
@@ -173,18 +186,3 @@ def _verify_tensor(fd: int, tensor: StoredTensor, version: int) -> None:
             f"{tensor.digest}: push the weights again under a newer version",
             {"version": version, "tensor": tensor.name, "file": tensor.file},
         )
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

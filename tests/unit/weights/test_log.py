@@ -218,11 +218,3 @@ def test_a_control_that_does_not_parse_is_corrupt(log: WeightLog) -> None:
     (log.root / "CONTROL").write_text('{"paused": ')
     with pytest.raises(LogCorrupt, match="CONTROL does not parse"):
         log.control()
-
-
-def test_clearing_the_staging_leaves_what_is_committed(log: WeightLog) -> None:
-    log.clear_staging()
-    commit(log, 0)
-    stage(log, 1)
-    log.clear_staging()
-    assert not log.staging(1).exists() and log.versions() == [0]
