@@ -51,6 +51,7 @@ class Ingest:
         self._fleet = FleetTable(config.weights.dead_after_s)
         self._writing, self._controlling = asyncio.Lock(), asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._noted: frozenset[str] = frozenset()
         self._endless: list[asyncio.Task[None]] = []
         self._contents: dict[int, tuple[str, int]] = {}
         self._changed = asyncio.Condition()
@@ -87,6 +88,8 @@ class Ingest:
 
     async def _start(self) -> None:
         head = self._log.head()
+        self._noted = self._log.fleet()
+        self._fleet.wait_for(self._noted)
         if head is None:
             logger.info("the log at %s is empty: version 0 is made from %s", self._log.root, self._config.model.path)
             path = self._config.model.path
@@ -205,6 +208,10 @@ class Ingest:
         """A replica's report alone."""
         self._fleet.report(status)
         await self._notify()
+        live = frozenset(replica.replica_id for replica in self._fleet.live())
+        if live != self._noted and self._fleet.is_complete():
+            self._noted = live
+            await self._to_the_end(self._note_fleet())
 
     # --- inside
 
@@ -246,6 +253,8 @@ class Ingest:
 
     async def _remove_old(self) -> None:
         """Drop the versions that no replica needs."""
+        if not self._fleet.is_complete():
+            return
         versions, in_use = self._log.versions(), self._fleet.in_use()
         # a replica that starts reads the newest, or the one before if a commit has just overtaken it
         for version in versions[: -max(2, self._config.weights.keep_versions)]:
@@ -264,6 +273,13 @@ class Ingest:
             await asyncio.sleep(min(60.0, self._config.weights.staged_ttl_s / 4))
             async with self._writing:
                 await self._uploads.expire()
+
+    async def _note_fleet(self) -> None:
+        async with self._controlling:
+            try:
+                await asyncio.to_thread(self._log.set_fleet, self._noted)
+            except OSError as error:  # only an ingest that starts while this lasts would know less
+                logger.warning("could not note which replicas are live: %s", error)
 
     async def _set_control(self, control: Control) -> None:
         async with self._controlling:

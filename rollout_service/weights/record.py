@@ -28,6 +28,9 @@ class UploadRecord(Frozen):
     source_stamp: str = ""
     """Names, sizes and times of the files of a source, hashed: tells whether they were touched since."""
 
+    manifest_digest: str = ""
+    """xxh3-128 of the file manifest.json; empty while the upload is under way."""
+
     @property
     def num_parts(self) -> int:
         """Parts of the whole upload."""

@@ -1,7 +1,11 @@
 """The same version once more: resumed, repeated, contested by another trainer, and found again after a restart."""
 
 import asyncio
+import os
+import shutil
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,14 +13,14 @@ from safetensors.torch import save_file
 
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import LogLocked, NotFound, QuantizationError, VersionConflict
+from rollout_service.errors import InsufficientStorage, LogLocked, NotFound, QuantizationError, VersionConflict
 from rollout_service.types import WeightStatus
 from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.record import RECORD_FILE, read_record
 from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource, upload_digest
 from tests.unit.client.real_ingest import real_ingest
-from tests.unit.weights.trainer import Trainer, Weights, begin_of, changed, config_of, stream_of
+from tests.unit.weights.trainer import Trainer, Weights, begin_of, changed, config_of, replica, stream_of
 
 PART_BYTES = 64 << 10
 
@@ -256,3 +260,91 @@ async def test_a_second_ingest_waits_for_the_first_to_end(model: Path, tmp_path:
     await first.stop()
     assert (await (await second).commit(1, CommitUpload())).state == "committed"
     await (await second).stop()
+
+
+# --- who is live after a restart
+
+
+async def test_after_a_restart_nothing_is_live_or_removed_before_every_replica_has_reported(
+    config: ServiceConfig, weights: Weights
+) -> None:
+    before = await start(config)
+    for name in "ab":
+        await before.report(replica(name, 0))
+    assert (await before.status(0)).state == "live"
+    await before.stop()
+    again = await start(config)
+    await again.report(replica("a", 0))
+    assert (await again.status(0)).state == "committed"
+    for version in (1, 2, 3):
+        await Trainer(again).push(version, weights)
+    assert [status.version for status in await again.versions()] == [0, 1, 2, 3]
+    await again.report(replica("b", 2))
+    assert (await again.status(0)).state == "live"
+    await Trainer(again).push(4, weights)
+    assert [status.version for status in await again.versions()] == [0, 2, 3, 4]
+    await again.stop()
+
+
+# --- a disk that is full
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], check=False).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(folder: Path, leave_bytes: int) -> Path:
+    filler = folder / "filler"
+    free = shutil.disk_usage(folder).free - leave_bytes
+    with filler.open("wb") as stream:
+        os.posix_fallocate(stream.fileno(), 0, free)
+    return filler
+
+
+async def test_a_version_for_which_there_is_no_room_is_refused_with_the_numbers_and_nothing_stays(
+    model: Path, small_disk: Path, weights: Weights
+) -> None:
+    ingest = await start(config_of(model, small_disk / "log"))
+    nbytes = begin_of(1, weights).nbytes
+    for leave_bytes in (100_000, nbytes):  # for neither the version, and for the version without its parts
+        filler = fill(small_disk, leave_bytes)
+        free = shutil.disk_usage(small_disk).free
+        with pytest.raises(InsufficientStorage, match=r"version 1 .* needs \d+ bytes") as refused:
+            await ingest.begin(begin_of(1, weights))
+        assert refused.value.detail["needed_bytes"] > free >= refused.value.detail["free_bytes"] - 8192
+        assert [status.version for status in await ingest.versions()] == [0]
+        assert list((small_disk / "log" / "staging").iterdir()) == []
+        filler.unlink()
+    assert (await Trainer(ingest).push(1, weights)).state == "committed"
+    await ingest.stop()
+
+
+async def test_a_disk_that_fills_up_during_an_upload_or_a_commit_costs_neither_parts_nor_the_version(
+    model: Path, small_disk: Path, weights: Weights
+) -> None:
+    ingest = await start(config_of(model, small_disk / "log"))
+    trainer, parts = Trainer(ingest), parts_of(weights)
+    await trainer.upload(1, weights, order=[0])
+    filler = fill(small_disk, 4096)
+    full = await trainer.put(1, 1, parts[1])
+    assert full.status_code == 507
+    assert full.json()["error"]["detail"]["needed_bytes"] == len(parts[1])
+    filler.unlink()
+    assert set((await ingest.status(1)).missing_parts) == set(range(1, len(parts)))
+    for number in range(1, len(parts)):
+        assert (await trainer.put(1, number, parts[number])).status_code == 200
+    filler = fill(small_disk, 0)
+    with pytest.raises(InsufficientStorage, match="manifest of version 1"):
+        await ingest.commit(1, CommitUpload())
+    assert (await ingest.status(1)).state == "staged" and (await ingest.fleet()).latest_version == 0
+    filler.unlink()
+    assert (await ingest.commit(1, CommitUpload())).state == "committed"
+    WeightLog(small_disk / "log").verify(WeightLog(small_disk / "log").manifest(1))
+    await ingest.stop()
