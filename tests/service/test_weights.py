@@ -94,13 +94,10 @@ async def test_versions_only_grow(service: LocalService, client: RolloutClient, 
 async def test_a_version_pushed_again_is_the_same_version_and_other_bytes_under_it_conflict(
     service: LocalService, client: RolloutClient, telltale: int
 ) -> None:
-    first = await client.status(telltale)
-    async with RolloutClient(service.url) as other:
-        assert (
-            await other.push_weights(telltale, telltale_weights(service.config.model.path, telltale))
-        ).digest == first.digest
-        with pytest.raises(VersionConflict) as refused:
-            await other.push_weights(telltale, telltale_weights(service.config.model.path, telltale + 1))
+    same = telltale_weights(service.config.model.path, telltale)
+    assert (await client.push_weights(telltale, same)).digest == (await client.weights(telltale)).digest
+    with pytest.raises(VersionConflict) as refused:
+        await client.push_weights(telltale, telltale_weights(service.config.model.path, telltale + 1))
     assert len(set(refused.value.detail["digests"])) == 2
 
 
