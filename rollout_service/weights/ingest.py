@@ -6,10 +6,11 @@ Its state is the log plus what replicas report; when it restarts it has both aga
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import CommitTimeout, LogCorrupt, NotReady, RolloutServiceError, VersionConflict
+from rollout_service.errors import CommitTimeout, LogCorrupt, NotFound, NotReady, RolloutServiceError, VersionConflict
 from rollout_service.types import Failure, Fleet, PauseMode, ReplicaStatus, WeightStatus
 from rollout_service.weights.convert import Converter
 from rollout_service.weights.files import DISK_FULL, WriterLock, no_room
@@ -171,7 +172,11 @@ class Ingest:
     async def versions(self) -> list[WeightStatus]:
         """All versions on disk or staged, oldest first."""
         known = {*self._log.versions(), *self._uploads.staged_versions}
-        return [await self.status(version) for version in sorted(known)]
+        found = []
+        for version in sorted(known):
+            with suppress(NotFound):  # one may be dropped while another is read
+                found.append(await self.status(version))
+        return found
 
     # --- operators
 
@@ -268,11 +273,14 @@ class Ingest:
                 raise VersionConflict(f"version {version} is committed; a commit is final: push a newer version")
             await self._uploads.discard(version)
 
+    async def _expire(self) -> None:
+        async with self._writing:
+            await self._uploads.expire()
+
     async def _expire_staged(self) -> None:
         while True:
             await asyncio.sleep(min(60.0, self._config.weights.staged_ttl_s / 4))
-            async with self._writing:
-                await self._uploads.expire()
+            await self._to_the_end(self._expire())
 
     async def _note_fleet(self) -> None:
         async with self._controlling:

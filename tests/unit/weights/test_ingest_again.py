@@ -226,8 +226,8 @@ async def test_an_upload_that_nobody_touches_expires(model: Path, tmp_path: Path
     while [status.version for status in await ingest.versions()] != [0]:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
-    assert list((tmp_path / "log" / "staging").iterdir()) == []
     await ingest.stop()
+    assert list((tmp_path / "log" / "staging").iterdir()) == []
 
 
 async def test_why_a_staged_version_failed_is_in_its_status(ingest: Ingest, trainer: Trainer, weights: Weights) -> None:

@@ -20,7 +20,7 @@ from rollout_service.weights.upload import (
     PathSource,
     UploadPlan,
 )
-from rollout_service.weights.upload_server import create_upload_app
+from rollout_service.weights.upload_server import UploadServer, create_upload_app
 from tests.unit.weights.trainer import Trainer, Weights, begin_of, config_of, open_files, settle, stream_of
 
 
@@ -278,3 +278,18 @@ async def test_a_sender_that_breaks_off_leaves_neither_a_file_nor_a_descriptor(
     assert statuses[0] == 400
     assert received_files(log) == [] and open_files() == before
     assert 0 in (await ingest.status(1)).missing_parts
+
+
+async def test_the_listener_can_be_stopped_and_says_so_to_the_health_check(ingest: Ingest, parts: list[bytes]) -> None:
+    server = UploadServer(create_upload_app(ingest, Authorizer(None)), "127.0.0.1")
+    server.start()
+    digest = {PART_DIGEST_HEADER: xxhash.xxh3_128_hexdigest(parts[0])}
+    async with httpx.AsyncClient() as http:
+        reply = await http.put(f"{server.url}/v1/weights/1/parts/0", content=parts[0], headers=digest)
+        assert reply.status_code == 200
+        await server.check_health()
+        await server.stop()
+        with pytest.raises(httpx.ConnectError):
+            await http.get(server.url)
+    with pytest.raises(RuntimeError, match="has stopped"):
+        await server.check_health()
