@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 import rollout_service
+from rollout_service import cli_log
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -20,6 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+app.add_typer(cli_log.app, name="log")
 
 
 @app.command()

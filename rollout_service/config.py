@@ -145,7 +145,8 @@ class WeightsConfig(Config):
     """Folder of the log. Replicas on other nodes must see it under the same path."""
 
     keep_versions: int = Field(default=2, ge=1)
-    """Committed versions kept on disk; older ones are removed once no live replica serves them."""
+    """Committed versions kept on disk; older ones are removed once no live replica serves them. The one before the
+    newest is kept in any case: a replica that starts may be reading it."""
 
     part_bytes: int = Field(default=16 << 20, ge=1 << 10, le=256 << 20)
     """Size of an upload's parts that the ingest asks trainers for."""
@@ -162,6 +163,12 @@ class WeightsConfig(Config):
 
     poll_s: float = Field(default=5.0, gt=0)
     """Longest time until a replica re-reads the log when no wake-up call reached it."""
+
+    staged_ttl_s: float = Field(default=3600.0, gt=0)
+    """An upload that nobody has touched for so long is dropped. It outlives a restart of the ingest until then."""
+
+    lock_wait_s: float = Field(default=60.0, ge=0)
+    """How long an ingest waits at its start for another one to let go of the log, before it gives up."""
 
     dead_after_s: float = Field(default=20.0, gt=0)
     """A replica that has not reported for so long is not live any more."""

@@ -15,7 +15,9 @@
     ├── TooEarly                  425  no replica serves ``min_weight_version`` yet
     ├── Overloaded                503  the replica's admission limit is reached: retry later
     ├── NotReady                  503  no live replica, or the service is still starting
+    ├── LogLocked                 503  another process writes this weight log
     ├── CommitTimeout             504  committed, but not every replica was live in time
+    ├── InsufficientStorage       507  the disk has no room: says how many bytes are needed and how many are free
     ├── LogCorrupt                500  the weight log on disk is not what its manifest says
     ├── NonFiniteLogprob          500  the engine sampled a token whose logprob is not finite
     └── EngineFailed              500  vLLM died or an update left it unusable: the replica restarts
@@ -125,6 +127,18 @@ class NotReady(RolloutServiceError):
 
     http_status = 503
     retry_after_s = 2.0
+
+
+class LogLocked(RolloutServiceError):
+    """Another process writes this weight log."""
+
+    http_status = 503
+
+
+class InsufficientStorage(RolloutServiceError):
+    """The disk has no room for what was sent; what is staged stays."""
+
+    http_status = 507
 
 
 class CommitTimeout(RolloutServiceError):

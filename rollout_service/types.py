@@ -109,6 +109,14 @@ class ReplicaStatus(Frozen):
     """Seconds since it last reported."""
 
 
+class Failure(Frozen):
+    """An error that was kept to be shown."""
+
+    type: str
+    """Class in ``rollout_service.errors``."""
+    message: str
+
+
 class WeightStatus(Frozen):
     """State of one weight version, from upload to live."""
 
@@ -120,6 +128,8 @@ class WeightStatus(Frozen):
     total_bytes: int = 0
     missing_parts: tuple[int, ...] = ()
     """Parts that a staged upload still lacks."""
+    error: Failure | None = None
+    """Why a staged version cannot be committed: mend the weights and begin it anew."""
     replicas: tuple[ReplicaStatus, ...] = ()
 
 

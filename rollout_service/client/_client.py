@@ -261,12 +261,12 @@ class RolloutClient(ControlCalls):
                 if not send:
                     await thread.call(drain, source)
                     return None
-                await self._uploader.send_tensors(
+                sent = await self._uploader.send_tensors(
                     version, source, thread, quantize=quantize, parallel_parts=parallel_parts, progress=progress
                 )
             finally:
                 thread.close()
-            return await self._uploader.commit(version, commit)
+            return await self._uploader.commit(version, commit.model_copy(update={"upload_digest": sent}))
 
         return push()
 

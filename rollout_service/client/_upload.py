@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import httpx
@@ -19,11 +20,13 @@ from rollout_service.tasks import raise_first_failure
 from rollout_service.types import WeightStatus
 from rollout_service.weights.upload import (
     PART_DIGEST_HEADER,
+    UPLOADER_HEADER,
     BeginUpload,
     CommitUpload,
     TrainerRecipe,
     UploadPlan,
     num_parts,
+    upload_digest,
 )
 
 if TYPE_CHECKING:
@@ -55,20 +58,6 @@ class Part:
                 yield bytes(view[start : start + BODY_CHUNK_BYTES])
 
 
-@dataclass
-class SentParts:
-    """Digests of the parts that this client has uploaded of one version."""
-
-    begin: BeginUpload | None = None
-    digests: dict[int, str] = field(default_factory=dict)
-
-    def of(self, begin: BeginUpload) -> dict[int, str]:
-        """Those of ``begin``; the ones of another upload are forgotten."""
-        if self.begin != begin:
-            self.begin, self.digests = begin, {}
-        return self.digests
-
-
 def cut_parts(stream: Iterable[memoryview], part_bytes: int) -> Iterator[Part]:
     """Cut a stream into parts. Each is a copy: nothing of the stream is held while its next piece is made."""
     index, data, filled = 0, bytearray(part_bytes), 0
@@ -91,7 +80,6 @@ class Uploader:
 
     def __init__(self, http: Http) -> None:
         self._http = http
-        self._sent = SentParts()
         self._unreachable: set[str] = set()
 
     async def begin(self, begin: BeginUpload) -> UploadPlan:
@@ -127,8 +115,8 @@ class Uploader:
         quantize: Quantize,
         parallel_parts: int,
         progress: Progress | None,
-    ) -> None:
-        """Announce a version and upload what the service lacks of it.
+    ) -> str:
+        """Announce a version and upload what the service lacks of it. Returns the digest of the whole upload.
 
         Raises VersionConflict, InvalidManifest, or QuantizationError for weights that the trainer is to quantize.
         """
@@ -138,11 +126,10 @@ class Uploader:
             if quantize == "trainer":
                 converter = await thread.call(_converter, await self._recipe())
                 table, stored = tuple(converter.table(table)), converter.convert(tensors)
-            begin = BeginUpload(version=version, tensors=table)
+            begin = BeginUpload(version=version, tensors=table, uploader=uuid.uuid4().hex)
             plan = await self.begin(begin)
-            sender = PartSender(self._http, self._unreachable, begin, plan, self._sent.of(begin), progress)
-            if sender.can_tell_what_is_sent():
-                await sender.send(cut_parts(bytes_of_each(stored), plan.part_bytes), thread, parallel_parts)
+            sender = PartSender(self._http, self._unreachable, begin, plan, progress)
+            return await sender.send(cut_parts(bytes_of_each(stored), plan.part_bytes), thread, parallel_parts)
         except QuantizationError as error:
             raise QuantizationError(
                 f"{error.message}. Version {version} stays staged with the parts that were sent, and is not committed: "
@@ -169,12 +156,11 @@ class PartSender:
         unreachable: set[str],
         begin: BeginUpload,
         plan: UploadPlan,
-        sent: dict[int, str],
         progress: Progress | None,
     ) -> None:
-        self._http, self._unreachable, self._sent = http, unreachable, sent
+        self._http, self._unreachable = http, unreachable
         self._begin, self._plan = begin, plan
-        self._missing = frozenset(plan.missing_parts)
+        self._digests: list[str] = []
         self._progress = progress
         self._done_bytes = 0
         if plan.state == "staged" and plan.num_parts != num_parts(begin.nbytes, plan.part_bytes):
@@ -184,45 +170,34 @@ class PartSender:
                 {"num_parts": plan.num_parts, "part_bytes": plan.part_bytes, "nbytes": begin.nbytes},
             )
 
-    def can_tell_what_is_sent(self) -> bool:
-        """False, with a warning, if the version was committed by another client: its bytes cannot be compared."""
-        if self._plan.state == "committed" and not self._sent:
-            logger.warning(
-                "version %d is committed already, and not by this client: it stays as it is, nothing was uploaded",
-                self._begin.version,
-            )
-            return False
-        return True
+    async def send(self, parts: Iterator[Part], thread: TensorThread, parallel: int) -> str:
+        """Upload with at most ``parallel`` requests at once; holds one more part than that.
 
-    async def send(self, parts: Iterator[Part], thread: TensorThread, parallel: int) -> None:
-        """Upload with at most ``parallel`` requests at once; holds one more part than that."""
+        Returns the digest of the whole upload.
+        """
         slots = asyncio.Semaphore(parallel)
         async with raise_first_failure() as group:
             while (part := await thread.call(next, parts, None)) is not None:
+                self._digests.append(part.digest)
                 if not self._is_wanted(part):
                     self._advance(part)
                     continue
                 await slots.acquire()
                 upload = group.create_task(self._upload(part))
                 upload.add_done_callback(lambda _: slots.release())
+        return upload_digest(self._digests)
 
     def _is_wanted(self, part: Part) -> bool:
-        """Whether to send a part.
-
-        One that the service has from another client goes out again: only the service can tell that it is the same.
-        Skipping it could mix the weights of two runs under one version.
-        """
-        if part.index in self._missing:
-            return True
-        if part.index not in self._sent:
-            return self._plan.state == "staged"
-        if self._sent[part.index] != part.digest:
+        """Whether to send a part: one that the service has, from whichever client, is the same or a conflict."""
+        known = self._plan.digests.get(part.index)
+        if known is not None and known != part.digest:
             raise VersionConflict(
                 f"part {part.index} of version {self._begin.version} was uploaded with other bytes before: push the "
-                "changed weights as a newer version, or discard() the staged one first",
-                {"part": part.index, "digests": [self._sent[part.index], part.digest]},
+                "changed weights as a newer version"
+                + ("" if self._plan.state == "committed" else ", or discard() the staged one first"),
+                {"part": part.index, "digests": [known, part.digest]},
             )
-        return False
+        return known is None
 
     async def _upload(self, part: Part) -> None:
         route = f"/v1/weights/{self._begin.version}/parts/{part.index}"
@@ -236,7 +211,6 @@ class PartSender:
                 logger.warning("no connection to %s: parts go through %s", direct, self._http.url)
                 self._unreachable.add(direct)
                 await self._put(route, part, Repeat.IDEMPOTENT)
-        self._sent[part.index] = part.digest
         self._advance(part)
 
     async def _put(self, url: str, part: Part, repeat: Repeat) -> None:
@@ -246,6 +220,7 @@ class PartSender:
             content=part,
             headers={
                 PART_DIGEST_HEADER: part.digest,
+                UPLOADER_HEADER: self._begin.uploader,
                 "Content-Length": str(len(part.data)),
                 "Content-Type": "application/octet-stream",
             },

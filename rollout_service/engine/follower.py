@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 _RAY_FAILURES = (RayError, RayServeException)
 """The ingest is away, or answered with an error: the log itself is still there."""
 
+_LONGEST_WAIT_S = 600.0
+"""Between two readings of a version that was found corrupt: someone may mend it."""
+
 
 class Engine(Protocol):
     """What the follower needs of the engine adapter."""
@@ -64,6 +67,8 @@ class Follower:
         self._error: str | None = None
         self._update: UpdateTimings | None = None
         self._sequence = 0
+        self._corrupt: Head | None = None
+        self._wait_s = self._retry_at = 0.0
         self.version: int | None = None
         """The version being served."""
 
@@ -74,7 +79,10 @@ class Follower:
         control = self._log.control()
         self._pause = control.mode if control.paused else None
         while self.version != self._newest().version:
-            await self._to_version(self._newest())
+            try:
+                await self._to_version(self._newest())
+            except NotFound as error:  # newer ones were committed meanwhile
+                logger.info("looking again: %s", error)
         self._state = "ready"
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._act())]
 
@@ -131,10 +139,11 @@ class Follower:
         while True:
             await self._woken.wait()
             self._woken.clear()
+            head: Head | None = None
             try:
                 await self._follow_pause()
                 head = self._newest()
-                if head.version != self.version:
+                if head.version != self.version and not self._backs_off_from(head):
                     await self._to_version(head)
                     await self._report()
             except NotFound as error:  # a newer version was committed and this one dropped meanwhile
@@ -142,8 +151,19 @@ class Follower:
                 self._woken.set()
             except LogCorrupt as error:  # found before the engine was closed: it goes on serving what it has
                 self._state, self._error, self._target = "stale", str(error), None
-                logger.error("staying at version %s: %s", self.version, error)
+                wait_s = self._back_off(head)
+                logger.error("staying at version %s, looking again in %.1f s: %s", self.version, wait_s, error)
                 await self._report()
+
+    def _back_off(self, head: Head | None) -> float:
+        """Do not read a corrupt version again at each poll; returns for how many seconds."""
+        again = self._corrupt is not None and self._corrupt == head
+        self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S) if again else 2 * self._config.poll_s
+        self._corrupt, self._retry_at = head, time.monotonic() + self._wait_s
+        return self._wait_s
+
+    def _backs_off_from(self, head: Head) -> bool:
+        return head == self._corrupt and time.monotonic() < self._retry_at
 
     async def _follow_pause(self) -> None:
         wish = self._wish  # another one may come while the engine pauses
@@ -161,8 +181,9 @@ class Follower:
 
     async def _to_version(self, head: Head) -> None:
         self._state, self._target = "syncing", head.version
-        if self._tasks:
-            await self._report()  # the ingest keeps the files of a version that a replica is loading
+        await (
+            self._report()
+        )  # also before the first one is loaded: the ingest keeps the files of a version that a replica is loading
         stage_s = await self._stage(head)
         closed = time.perf_counter()
         await self._engine.pause(head.mode)
@@ -180,12 +201,16 @@ class Follower:
     async def _stage(self, head: Head) -> float:
         """Read and check every byte while the engine serves; raises LogCorrupt."""
         started = time.perf_counter()
-        manifest = self._log.manifest(head.version)
-        if manifest.fingerprint != self._fingerprint:
-            raise LogCorrupt(f"version {head.version} in {self._log.root} belongs to another model")
         try:
+            manifest = await asyncio.to_thread(self._log.manifest, head.version)
+            if manifest.fingerprint != self._fingerprint:
+                raise LogCorrupt(f"version {head.version} in {self._log.root} belongs to another model")
             await asyncio.to_thread(self._log.verify, manifest)
-        except OSError as error:
+        except (OSError, LogCorrupt) as error:
+            if head.version not in self._log.versions():
+                raise NotFound(f"version {head.version} was removed while it was read") from error
+            if isinstance(error, LogCorrupt):
+                raise
             raise LogCorrupt(f"version {head.version} cannot be read: {error}") from error
         return time.perf_counter() - started
 
@@ -197,6 +222,7 @@ class Follower:
 
     async def _report(self) -> None:
         try:
-            await self._ingest.report.remote(self.status())
-        except _RAY_FAILURES as error:
+            async with asyncio.timeout(self._config.poll_s):
+                await self._ingest.report.remote(self.status())
+        except (*_RAY_FAILURES, TimeoutError) as error:
             logger.warning("could not report to the ingest: %s", error)  # the next sync reports again

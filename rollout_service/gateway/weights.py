@@ -6,10 +6,17 @@ from fastapi import APIRouter, Request, Response
 from rollout_service.errors import NotReady
 from rollout_service.gateway.services import Guarded, call
 from rollout_service.types import Frozen, WeightStatus
-from rollout_service.weights.upload import PART_DIGEST_HEADER, BeginUpload, CommitUpload, TrainerRecipe, UploadPlan
+from rollout_service.weights.upload import (
+    PART_DIGEST_HEADER,
+    UPLOADER_HEADER,
+    BeginUpload,
+    CommitUpload,
+    TrainerRecipe,
+    UploadPlan,
+)
 
 router = APIRouter(prefix="/v1/weights", tags=["weights"])
-_FORWARDED = (PART_DIGEST_HEADER, "content-length", "content-type", "authorization")
+_FORWARDED = (PART_DIGEST_HEADER, UPLOADER_HEADER, "content-length", "content-type", "authorization")
 
 
 class Versions(Frozen):

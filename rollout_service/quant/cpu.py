@@ -33,7 +33,7 @@ def quantize_cpu(weight: torch.Tensor, *, power_of_two: bool = False) -> tuple[t
     """
     weight = weight.detach().to(torch.bfloat16).contiguous()
     codes = torch.empty(weight.shape, dtype=CODES)
-    scales = torch.empty(scale_shape(tuple(weight.shape)))
+    scales = torch.empty(scale_shape(tuple(weight.shape)), dtype=torch.float32)
     arrays = weight.view(torch.uint16).numpy(), codes.view(torch.uint8).numpy(), scales.numpy()
     matrices = [arrays] if weight.dim() == 2 else list(zip(*arrays, strict=True))
     list(_pool().map(lambda part: _quantize_rows(*part, power_of_two), _parts(matrices)))

@@ -19,6 +19,16 @@ class FleetTable:
     def __init__(self, dead_after_s: float) -> None:
         self._dead_after_s = dead_after_s
         self._reports: dict[str, tuple[float, ReplicaStatus]] = {}
+        self._awaited: frozenset[str] = frozenset()
+        self._awaited_until = 0.0
+
+    def wait_for(self, replicas: frozenset[str]) -> None:
+        """Of these, known from before, nothing is known now: until each has reported or must be dead, say nothing."""
+        self._awaited, self._awaited_until = replicas, time.monotonic() + self._dead_after_s
+
+    def is_complete(self) -> bool:
+        """Whether every replica that may be live has reported."""
+        return self._awaited <= self._reports.keys() or time.monotonic() >= self._awaited_until
 
     def report(self, status: ReplicaStatus) -> None:
         """Take in what a replica says of itself."""
@@ -30,6 +40,7 @@ class FleetTable:
     def live(self) -> tuple[ReplicaStatus, ...]:
         """The live replicas, with the age of their reports."""
         now = time.monotonic()
+        self._awaited -= self._reports.keys()
         self._reports = {i: r for i, r in self._reports.items() if now - r[0] < self._dead_after_s}
         return tuple(
             status.model_copy(update={"age_s": round(now - at, 3)}) for _, (at, status) in sorted(self._reports.items())
@@ -38,12 +49,12 @@ class FleetTable:
     def all_serve(self, version: int) -> bool:
         """Whether every live replica serves ``version`` or newer, and there is one."""
         live = self.live()
-        return bool(live) and all(s.version is not None and s.version >= version for s in live)
+        return self.is_complete() and bool(live) and all(s.version is not None and s.version >= version for s in live)
 
     def all_paused(self, paused: bool) -> bool:
         """Whether every live replica is paused (or not), and there is one."""
         live = self.live()
-        return bool(live) and all(status.paused == paused for status in live)
+        return self.is_complete() and bool(live) and all(status.paused == paused for status in live)
 
     def in_use(self) -> set[int]:
         """Versions that a live replica serves or is loading: their files must stay."""

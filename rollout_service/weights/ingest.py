@@ -6,20 +6,22 @@ Its state is the log plus what replicas report; when it restarts it has both aga
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import CommitTimeout, LogCorrupt, NotFound, NotReady, RolloutServiceError, VersionConflict
-from rollout_service.types import Fleet, PauseMode, ReplicaStatus, WeightStatus
+from rollout_service.types import Failure, Fleet, PauseMode, ReplicaStatus, WeightStatus
 from rollout_service.weights.convert import Converter
+from rollout_service.weights.files import DISK_FULL, WriterLock, no_room
 from rollout_service.weights.fleet import FleetTable, Wish
 from rollout_service.weights.log import Control, WeightLog
 from rollout_service.weights.manifest import Manifest, Recipe
+from rollout_service.weights.record import UploadRecord
 from rollout_service.weights.served_model import ServedModel
-from rollout_service.weights.sources import FolderSource, allowed_path
 from rollout_service.weights.staging import StagedVersion
 from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource, TrainerRecipe, UploadPlan
+from rollout_service.weights.uploads import Uploads
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -43,26 +45,57 @@ class Ingest:
             keep_float32=tuple(sorted(self._model.keep_float32)),
             experts=self._model.experts,
         )
-        self._converter = Converter(self._trainer_recipe, device=config.quant.device)
+        converter = Converter(self._trainer_recipe, device=config.quant.device)
+        self._uploads = Uploads(config.weights, self._log, self._model, self._plan, converter)
+        self._lock = WriterLock(config.weights.root)
         self._wish: Wish | None = None
         self._fleet = FleetTable(config.weights.dead_after_s)
-        self._staged: dict[int, StagedVersion] = {}
         self._writing, self._controlling = asyncio.Lock(), asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._noted: frozenset[str] = frozenset()
+        self._endless: list[asyncio.Task[None]] = []
+        self._contents: dict[int, tuple[str, int]] = {}
         self._changed = asyncio.Condition()
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quantize")
-        self.upload_url = ""
+
+    @property
+    def upload_url(self) -> str:
         """Where parts are taken; set by whoever opens the listener."""
+        return self._uploads.upload_url
+
+    @upload_url.setter
+    def upload_url(self, url: str) -> None:
+        self._uploads.upload_url = url
 
     async def start(self) -> None:
-        """Check the log, and make version 0 from the configured model if it is empty."""
+        """Check the log, take up what was staged, and make version 0 from the configured model if the log is empty.
+
+        Raises LogLocked while another process writes the log, LogCorrupt if it is of another model.
+        """
+        await asyncio.to_thread(self._lock.acquire, self._config.weights.lock_wait_s)
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+        self._background(self._expire_staged())
+
+    async def stop(self) -> None:
+        """Let go of the log; what is staged stays on disk. Half a commit is finished first."""
+        for task in self._endless:
+            task.cancel()
+        async with self._writing, self._controlling:
+            await self._uploads.close()
+            self._lock.release()
+
+    async def _start(self) -> None:
         head = self._log.head()
-        await asyncio.to_thread(self._log.clear_staging)
+        self._noted = self._log.fleet()
+        self._fleet.wait_for(self._noted)
         if head is None:
             logger.info("the log at %s is empty: version 0 is made from %s", self._log.root, self._config.model.path)
-            source = PathSource(path=self._config.model.path)
-            await self._stage(BeginUpload(version=0, source=source), FolderSource(source.path))
-            await self._commit(0, "keep")
+            path = self._config.model.path
+            await self._uploads.stage(BeginUpload(version=0, source=PathSource(path=path)), path, roots=())
+            await self._commit(0, CommitUpload())
             return
         manifest = self._log.manifest(head.version)
         if manifest.fingerprint != self._model.fingerprint or manifest.recipe != self._recipe:
@@ -70,6 +103,8 @@ class Ingest:
                 f"the log at {self._log.root} holds version {head.version} of another model or quantization than "
                 f"{self._config.model.path} with quant={self._config.quant.model_dump()}: name another weights.root"
             )
+        await asyncio.to_thread(self._log.remove_uncommitted)
+        await self._uploads.recover()
         self._wish = self._current_wish()
 
     # --- trainers
@@ -79,47 +114,33 @@ class Ingest:
         return self._trainer_recipe
 
     async def begin(self, begin: BeginUpload) -> UploadPlan:
-        """Start or resume the upload of a version; see ``weights/upload.py``.
+        """Start or resume the upload of a version, or be told that it is committed; see ``weights/upload.py``.
 
-        Raises VersionConflict, InvalidManifest, Forbidden or NotFound.
+        Raises VersionConflict, InvalidManifest, InsufficientStorage, Forbidden or NotFound.
         """
         return await self._to_the_end(self._begin(begin))
 
     async def _begin(self, begin: BeginUpload) -> UploadPlan:
         async with self._writing:
-            staged = self._staged.get(begin.version)
-            if staged is not None and staged.failure() is None:
-                if staged.begin != begin:
-                    raise VersionConflict(
-                        f"version {begin.version} is staged with another tensor table: DELETE it to begin anew",
-                        {"version": begin.version},
-                    )
-                return self._upload_plan(staged)
-            self._require_newer(begin.version)
-            source = None
-            if begin.source is not None:
-                roots = self._config.weights.source_roots
-                source = await asyncio.to_thread(FolderSource, allowed_path(begin.source.path, roots), roots)
-            return self._upload_plan(await self._stage(begin, source))
+            return await self._uploads.begin(begin)
 
     def staged(self, version: int) -> StagedVersion:
         """The upload of ``version``. Raises NotFound."""
-        if version not in self._staged:
-            raise NotFound(
-                f"version {version} is not staged (staged: {sorted(self._staged)}): POST /v1/weights first",
-                {"version": version, "staged": sorted(self._staged)},
-            )
-        return self._staged[version]
+        return self._uploads.staged(version)
+
+    async def committed(self, version: int) -> UploadRecord | None:
+        """How a committed version came, if it is in the log."""
+        return await self._uploads.committed(version)
 
     async def commit(self, version: int, request: CommitUpload) -> WeightStatus:
         """Make a staged version the newest; the same commit again gets the same answer.
 
         Raises NotFound, UploadIncomplete, VersionConflict, QuantizationError, or CommitTimeout.
         """
-        await self._to_the_end(self._commit(version, request.mode))
+        await self._to_the_end(self._commit(version, request))
         if request.wait == "all":
             await self.wait_live(version, request.timeout_s)
-        return self._status(version)
+        return await self.status(version)
 
     async def wait_live(self, version: int, timeout_s: float) -> None:
         """Return once every live replica serves ``version`` or newer. Raises CommitTimeout with their table."""
@@ -135,11 +156,27 @@ class Ingest:
 
     async def status(self, version: int) -> WeightStatus:
         """Where ``version`` stands. Raises NotFound."""
-        return self._status(version)
+        if version in self._uploads.staged_versions:
+            return _staged_status(self._uploads.staged(version))
+        if version not in self._contents:  # parsed once, and not here: a mixture of experts has 40 000 entries
+            self._contents[version] = await asyncio.to_thread(self._read_content, version)
+        digest, total_bytes = self._contents[version]
+        return WeightStatus(
+            version=version,
+            state="live" if self._fleet.all_serve(version) else "committed",
+            digest=digest,
+            total_bytes=total_bytes,
+            replicas=self._fleet.live(),
+        )
 
     async def versions(self) -> list[WeightStatus]:
         """All versions on disk or staged, oldest first."""
-        return [self._status(version) for version in sorted({*self._log.versions(), *self._staged})]
+        known = {*self._log.versions(), *self._uploads.staged_versions}
+        found = []
+        for version in sorted(known):
+            with suppress(NotFound):  # one may be dropped while another is read
+                found.append(await self.status(version))
+        return found
 
     # --- operators
 
@@ -176,93 +213,81 @@ class Ingest:
         """A replica's report alone."""
         self._fleet.report(status)
         await self._notify()
+        live = frozenset(replica.replica_id for replica in self._fleet.live())
+        if live != self._noted and self._fleet.is_complete():
+            self._noted = live
+            await self._to_the_end(self._note_fleet())
 
     # --- inside
 
-    def _status(self, version: int) -> WeightStatus:
-        if version in self._staged:
-            staged = self._staged[version]
-            missing = tuple(sorted(staged.missing))
-            return WeightStatus(version=version, state="staged", total_bytes=staged.begin.nbytes, missing_parts=missing)
+    def _read_content(self, version: int) -> tuple[str, int]:
         manifest = self._log.manifest(version)
-        return WeightStatus(
-            version=version,
-            state="live" if self._fleet.all_serve(version) else "committed",
-            digest=manifest.digest,
-            total_bytes=manifest.total_bytes,
-            replicas=self._fleet.live(),
-        )
+        return manifest.digest, manifest.total_bytes
 
-    async def _stage(self, begin: BeginUpload, source: FolderSource | None) -> StagedVersion:
-        self._model.check_table(begin.tensors if source is None else source.table, self._plan)
-        failed = self._staged.pop(begin.version, None)
-        if failed is not None:
-            await failed.discard()
-        staged = await asyncio.to_thread(
-            StagedVersion,
-            begin,
-            self._log.staging(begin.version),
-            self._model,
-            self._converter,
-            self._config.weights.part_bytes,
-            self._executor,
-        )
-        if source is None:
-            staged.expect_parts()
-        else:
-            staged.convert_folder(source)
-        self._staged[begin.version] = staged
-        return staged
-
-    async def _commit(self, version: int, mode: PauseMode) -> None:
+    async def _commit(self, version: int, request: CommitUpload) -> None:
         async with self._writing:
             if version in self._log.versions():
+                _require_meant(await self._uploads.committed(version), request)
                 return
-            self._require_newer(version)
-            staged = self.staged(version)
+            self._uploads.require_newer(version)
+            staged = self._uploads.staged(version)
             if (failure := staged.failure()) is not None:
                 raise failure
+            tensors = await staged.finish(request.upload_digest)
             manifest = Manifest(
-                version=version,
-                fingerprint=self._model.fingerprint,
-                recipe=self._recipe,
-                tensors=await staged.finish(),
+                version=version, fingerprint=self._model.fingerprint, recipe=self._recipe, tensors=tensors
             )
-            await self._append(manifest, mode)
-            await self._remove_overtaken()
+            await self._append(manifest, staged.complete_record(), request.mode)
+            await self._uploads.committed_now(version)
+            await self._remove_old()
 
-    async def _append(self, manifest: Manifest, mode: PauseMode) -> None:
-        staged = self._staged[manifest.version]
+    async def _append(self, manifest: Manifest, record: UploadRecord, mode: PauseMode) -> None:
         try:
-            head = await asyncio.to_thread(self._log.commit, manifest, mode)
+            head = await asyncio.to_thread(self._log.commit, manifest, mode, record)
         except OSError as error:
-            del self._staged[manifest.version]
-            await staged.discard()
+            if error.errno in DISK_FULL:
+                what = f"the manifest of version {manifest.version}, which is staged still,"
+                raise no_room(what, self._log.root, 2 * len(manifest.model_dump_json(indent=1))) from error
             raise RolloutServiceError(
-                f"version {manifest.version} was not committed: {error}: begin it anew"
+                f"version {manifest.version} was not committed: {error}; it is staged still: commit it again"
             ) from error
-        del self._staged[manifest.version]
+        self._contents[head.version] = head.digest, manifest.total_bytes
         logger.info("version %d committed: %.1f MB, digest %s", head.version, manifest.total_bytes / 1e6, head.digest)
         self._wish = self._current_wish()
         await self._notify()
-        await asyncio.to_thread(staged.remove_files)
 
-    async def _remove_overtaken(self) -> None:
-        """Drop staged versions that can be committed no more, and old ones that no replica needs."""
+    async def _remove_old(self) -> None:
+        """Drop the versions that no replica needs."""
+        if not self._fleet.is_complete():
+            return
         versions, in_use = self._log.versions(), self._fleet.in_use()
-        for version in [v for v in self._staged if v < versions[-1]]:
-            await self._staged.pop(version).discard()
-        for version in versions[: -self._config.weights.keep_versions]:
+        # a replica that starts reads the newest, or the one before if a commit has just overtaken it
+        for version in versions[: -max(2, self._config.weights.keep_versions)]:
             if version not in in_use:
                 await asyncio.to_thread(self._log.drop, version)
+                self._contents.pop(version, None)
 
     async def _discard(self, version: int) -> None:
         async with self._writing:
             if version in self._log.versions():
                 raise VersionConflict(f"version {version} is committed; a commit is final: push a newer version")
-            staged = self.staged(version)
-            del self._staged[version]
-            await staged.discard()
+            await self._uploads.discard(version)
+
+    async def _expire(self) -> None:
+        async with self._writing:
+            await self._uploads.expire()
+
+    async def _expire_staged(self) -> None:
+        while True:
+            await asyncio.sleep(min(60.0, self._config.weights.staged_ttl_s / 4))
+            await self._to_the_end(self._expire())
+
+    async def _note_fleet(self) -> None:
+        async with self._controlling:
+            try:
+                await asyncio.to_thread(self._log.set_fleet, self._noted)
+            except OSError as error:  # only an ingest that starts while this lasts would know less
+                logger.warning("could not note which replicas are live: %s", error)
 
     async def _set_control(self, control: Control) -> None:
         async with self._controlling:
@@ -277,24 +302,8 @@ class Ingest:
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
 
-    def _require_newer(self, version: int) -> None:
-        head = self._log.head()
-        if head is not None and version <= head.version:
-            raise VersionConflict(
-                f"version {version} is not newer than the newest committed version {head.version} "
-                f"(digest {head.digest}): versions only grow",
-                {"version": version, "latest_version": head.version, "latest_digest": head.digest},
-            )
-
-    def _upload_plan(self, staged: StagedVersion) -> UploadPlan:
-        return UploadPlan(
-            version=staged.begin.version,
-            state="staged",
-            part_bytes=staged.part_bytes,
-            num_parts=staged.num_parts,
-            missing_parts=tuple(sorted(staged.missing)),
-            upload_url=self.upload_url,
-        )
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        self._endless.append(asyncio.create_task(work))
 
     def _current_wish(self) -> Wish | None:
         head, control = self._log.head(), self._log.control()
@@ -314,3 +323,24 @@ class Ingest:
             except TimeoutError:
                 return reached()
         return True
+
+
+def _staged_status(staged: StagedVersion) -> WeightStatus:
+    failure = staged.failure()
+    return WeightStatus(
+        version=staged.begin.version,
+        state="staged",
+        total_bytes=staged.begin.nbytes,
+        missing_parts=tuple(sorted(staged.missing)),
+        error=None if failure is None else Failure(type=type(failure).__name__, message=failure.message),
+    )
+
+
+def _require_meant(record: UploadRecord | None, request: CommitUpload) -> None:
+    """Raises VersionConflict if a committed version holds other parts than its committer means."""
+    if record is not None and request.upload_digest not in (None, record.upload_digest):
+        raise VersionConflict(
+            f"version {record.begin.version} is committed with parts that hash to {record.upload_digest}, and not to "
+            f"the {request.upload_digest} of this commit: push a newer version",
+            {"version": record.begin.version, "digests": [record.upload_digest, request.upload_digest]},
+        )

@@ -2,8 +2,11 @@
 
     <root>/LATEST                      {"version", "digest", "mode"}, replaced by atomic rename
     <root>/<version>/manifest.json     beside the safetensors files it lists; immutable
-    <root>/staging/<version>/          an upload that is not committed
+    <root>/<version>/upload.json       digests of the parts it came in
+    <root>/staging/<version>/          an upload that is not committed; its parts are in <version>.parts/
     <root>/CONTROL                     {"paused", "mode"}: what the operator last asked of the fleet
+    <root>/FLEET                       {"replicas"}: who was live, for an ingest that starts anew
+    <root>/LOCK                        held by the one process that writes
 
 A version exists once LATEST says so or it is older than what LATEST says. One process writes (the ingest), any number
 read. A folder newer than LATEST is what a crash between the two renames left, and counts as not committed.
@@ -12,6 +15,7 @@ read. A folder newer than LATEST is what a crash between the two renames left, a
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,9 +24,13 @@ from pydantic import ValidationError
 
 from rollout_service.errors import LogCorrupt, NotFound
 from rollout_service.types import Frozen, PauseMode
+from rollout_service.weights.files import sync_folder, write_synced
 from rollout_service.weights.manifest import MANIFEST_FILE, Manifest, StoredTensor, read_manifest
+from rollout_service.weights.record import UploadRecord, read_record, write_record
+from rollout_service.weights.writer import safetensors_header
 
 _CHUNK_BYTES = 16 << 20
+_DROPPED = ".dropped-"
 _VERSION = re.compile("0|[1-9][0-9]*")
 
 
@@ -40,6 +48,12 @@ class Control(Frozen):
 
     paused: bool = False
     mode: PauseMode = "keep"
+
+
+class KnownFleet(Frozen):
+    """What FLEET says."""
+
+    replicas: frozenset[str] = frozenset()
 
 
 _Model = TypeVar("_Model", bound=Frozen)
@@ -65,6 +79,14 @@ class WeightLog:
     def control(self) -> Control:
         """What the operator last asked of the fleet. Raises LogCorrupt."""
         return self._read("CONTROL", Control) or Control()
+
+    def fleet(self) -> frozenset[str]:
+        """Names of the replicas that were live when they were last noted. Raises LogCorrupt."""
+        return (self._read("FLEET", KnownFleet) or KnownFleet()).replicas
+
+    def set_fleet(self, replicas: frozenset[str]) -> None:
+        """Note who is live, durably: an ingest that starts waits for them before it says what all serve."""
+        self._replace("FLEET", KnownFleet(replicas=replicas))
 
     def set_control(self, control: Control) -> None:
         """Remember what the operator asked, durably."""
@@ -104,39 +126,67 @@ class WeightLog:
             raise LogCorrupt(f"{path} has digest {manifest.digest}, but LATEST says {head.digest}")
         return manifest
 
-    def commit(self, manifest: Manifest, mode: PauseMode) -> Head:
-        """Make the staged ``manifest.version`` the newest. Its files must be complete and synced already."""
+    def commit(self, manifest: Manifest, mode: PauseMode, record: UploadRecord | None = None) -> Head:
+        """Make the staged ``manifest.version`` the newest. Its files must be complete and synced already.
+
+        ``record``: how it came. Raises OSError; the version is staged then, as before.
+        """
         staged, folder = self.staging(manifest.version), self.folder(manifest.version)
-        _write_synced(staged / MANIFEST_FILE, manifest.model_dump_json(indent=1))
-        _sync_folder(staged)
+        text = manifest.model_dump_json(indent=1)
+        if record is not None:
+            digest = xxhash.xxh3_128_hexdigest(text.encode())
+            write_record(staged, record.model_copy(update={"manifest_digest": digest}))
+        write_synced(staged / MANIFEST_FILE, text)
+        sync_folder(staged)
+        self.remove_uncommitted()
+        os.rename(staged, folder)
+        head = Head(version=manifest.version, digest=manifest.digest, mode=mode)
+        try:
+            sync_folder(self.root)
+            self._replace("LATEST", head)
+        except OSError:
+            if self.head() != head:
+                os.rename(folder, staged)
+            raise
+        return head
+
+    def remove_uncommitted(self) -> None:
+        """Remove the folders that a crash left before LATEST was replaced; their parts are staged still."""
         committed = self.versions()
         for version in self._folders():
-            if version not in committed:  # left by a crash before LATEST was replaced
+            if version not in committed:
                 shutil.rmtree(self.folder(version))
-        os.rename(staged, folder)
-        _sync_folder(self.root)
-        head = Head(version=manifest.version, digest=manifest.digest, mode=mode)
-        self._replace("LATEST", head)
-        return head
+        for dropped in self.root.glob(f"{_DROPPED}*"):
+            shutil.rmtree(dropped)
 
     def drop(self, version: int) -> None:
         """Remove a committed version that is not the newest. Raises ValueError for the newest."""
         head = self.head()
         if head is not None and head.version == version:
             raise ValueError(f"version {version} is the newest: replicas need it")
-        shutil.rmtree(self.folder(version))
+        dropped = self.root / f"{_DROPPED}{version}"
+        os.rename(self.folder(version), dropped)  # at once, so that no reader takes the half of it for damage
+        shutil.rmtree(dropped)
 
-    def clear_staging(self) -> None:
-        """Remove every upload that was not committed. Only for a writer that has none: when it starts."""
-        if (self.root / "staging").exists():
-            shutil.rmtree(self.root / "staging")
+    def verify(self, manifest: Manifest, progress: Callable[[int], None] = lambda _: None) -> None:
+        """Read every byte of a version and compare its digests: tensors, headers, manifest and record.
 
-    def verify(self, manifest: Manifest) -> None:
-        """Read every byte of a version and compare its digests. Raises LogCorrupt naming the tensor, or OSError."""
+        ``progress`` is called with the bytes of each tensor. Raises LogCorrupt naming the tensor or file, or OSError.
+        """
+        folder = self.folder(manifest.version)
+        record, text = read_record(folder), (folder / MANIFEST_FILE).read_bytes()
+        if record is not None and record.manifest_digest not in ("", xxhash.xxh3_128_hexdigest(text)):
+            raise LogCorrupt(
+                f"{folder / MANIFEST_FILE} does not hash to {record.manifest_digest}: push the weights again under a "
+                "newer version",
+                {"version": manifest.version, "file": MANIFEST_FILE},
+            )
         for file, tensors in manifest.files().items():
-            with (self.folder(manifest.version) / file).open("rb") as stream:
+            with (folder / file).open("rb") as stream:
                 for tensor in tensors:
                     _verify_tensor(stream.fileno(), tensor, manifest.version)
+                    progress(tensor.nbytes)
+                _verify_layout(stream.fileno(), file, tensors, manifest.version)
 
     def _folders(self) -> list[int]:
         if not self.root.is_dir():
@@ -154,9 +204,20 @@ class WeightLog:
     def _replace(self, name: str, content: Frozen) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
         temporary = self.root / f".{name}.tmp"
-        _write_synced(temporary, content.model_dump_json())
+        write_synced(temporary, content.model_dump_json())
         os.replace(temporary, self.root / name)
-        _sync_folder(self.root)
+        sync_folder(self.root)
+
+
+def _verify_layout(fd: int, file: str, tensors: list[StoredTensor], version: int) -> None:
+    header, data_bytes = safetensors_header(tensors)
+    nbytes = os.fstat(fd).st_size
+    if nbytes != len(header) + data_bytes or os.pread(fd, len(header), 0) != header:
+        raise LogCorrupt(
+            f"version {version}: {file} has {nbytes} of {len(header) + data_bytes} bytes, or its header is "
+            "not that of the tensors in the manifest: push the weights again under a newer version",
+            {"version": version, "file": file},
+        )
 
 
 def _verify_tensor(fd: int, tensor: StoredTensor, version: int) -> None:
@@ -173,18 +234,3 @@ def _verify_tensor(fd: int, tensor: StoredTensor, version: int) -> None:
             f"{tensor.digest}: push the weights again under a newer version",
             {"version": version, "tensor": tensor.name, "file": tensor.file},
         )
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

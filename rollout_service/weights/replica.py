@@ -12,9 +12,9 @@ class IngestReplica(Ingest):
     async def __init__(self, config: ServiceConfig) -> None:  # type: ignore[misc]  # Serve awaits constructors
         super().__init__(config)
         app = create_upload_app(self, Authorizer(config.auth.secret()))
-        self._uploads = UploadServer(app, config.weights.upload_host)
-        self._uploads.start()
-        self.upload_url = self._uploads.url
+        self._listener = UploadServer(app, config.weights.upload_host)
+        self._listener.start()
+        self.upload_url = self._listener.url
         await self.start()
 
     async def upload_address(self) -> str:
@@ -23,4 +23,9 @@ class IngestReplica(Ingest):
 
     async def check_health(self) -> None:
         """Serve's health check."""
-        await self._uploads.check_health()
+        await self._listener.check_health()
+
+    async def __del__(self) -> None:  # Serve awaits destructors
+        if hasattr(self, "_listener"):
+            await self._listener.stop()
+            await self.stop()

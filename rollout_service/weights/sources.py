@@ -1,11 +1,14 @@
 """Where the tensors of a version come from: a folder of safetensors, or the parts of an upload."""
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from rollout_service.errors import Forbidden, InvalidManifest, InvalidRequest, NotFound
@@ -20,6 +23,7 @@ _FROM_SAFETENSORS: dict[str, SourceDtype] = {
     "F8_E4M3": "float8_e4m3fn",
 }
 _TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
+_PART_FILE = re.compile(r"part-([0-9]{6,})\.([0-9a-f]{32})")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -165,10 +169,32 @@ class PartFiles:
         self._folder = folder
         self._part_bytes = part_bytes
         self._place = {tensor.name: (tensor, offset) for tensor, offset in tensor_offsets(tensors)}
+        self._paths: dict[int, Path] = {}
 
-    def path(self, part: int) -> Path:
-        """Where a part lies once it is whole."""
-        return self._folder / f"part-{part:06d}"
+    def add(self, part: int, digest: str, received: Path) -> Path | None:
+        """Take in a file as the whole part. Its name keeps the digest, so that a restart can check what it finds.
+
+        Returns the file of other bytes that was the part until now.
+        """
+        replaced, path = self._paths.get(part), self._folder / f"part-{part:06d}.{digest}"
+        received.replace(path)
+        self._paths[part] = path
+        return replaced
+
+    def left_behind(self) -> Iterator[tuple[int, str, Path]]:
+        """Number, digest and file of each part that an earlier process took in and that is still what it was."""
+        found: dict[int, list[tuple[str, Path]]] = defaultdict(list)
+        for path in sorted(self._folder.glob("part-*")):
+            if match := _PART_FILE.fullmatch(path.name):
+                found[int(match[1])].append((match[2], path))
+            else:
+                path.unlink()  # it was on its way
+        for part, files in found.items():
+            if len(files) == 1 and _digest_of(files[0][1]) == files[0][0]:
+                yield part, *files[0]
+            else:  # damaged, or one was just being replaced by the other
+                for _, path in files:
+                    path.unlink()
 
     def parts_of(self, name: str) -> range:
         """The parts that hold bytes of one tensor."""
@@ -188,11 +214,20 @@ class PartFiles:
         while position < offset + tensor.nbytes:
             part, start = divmod(position, self._part_bytes)
             length = min(self._part_bytes - start, offset + tensor.nbytes - position)
-            with self.path(part).open("rb") as stream:
+            path = self._paths[part]
+            with path.open("rb") as stream:
                 stream.seek(start)
                 if stream.readinto(view[position - offset : position - offset + length]) != length:
-                    raise OSError(f"{self.path(part)} is shorter than when it came")
+                    raise OSError(f"{path} is shorter than when it came")
             position += length
         if not buffer:
             return torch.empty(tensor.shape, dtype=_TORCH[tensor.dtype])
         return torch.frombuffer(buffer, dtype=_TORCH[tensor.dtype]).view(tensor.shape)
+
+
+def _digest_of(path: Path) -> str:
+    hasher = xxhash.xxh3_128()
+    with path.open("rb") as stream:
+        while chunk := stream.read(16 << 20):
+            hasher.update(chunk)
+    return hasher.hexdigest()

@@ -1,7 +1,11 @@
 """A version between ``begin`` and ``commit``: what has arrived, what is converted, what went wrong."""
 
 import asyncio
+import errno
+import logging
 import shutil
+import time
+import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
@@ -10,24 +14,30 @@ from pathlib import Path
 
 from rollout_service.errors import (
     InvalidManifest,
+    LogCorrupt,
     NotFound,
     RolloutServiceError,
     UploadIncomplete,
     VersionConflict,
 )
 from rollout_service.weights.convert import BATCH_BYTES, Converter, Named, tensor_bytes
+from rollout_service.weights.files import DISK_FULL, no_room
 from rollout_service.weights.manifest import StoredTensor
+from rollout_service.weights.record import UploadRecord, read_record, write_record
 from rollout_service.weights.served_model import EMBEDDING, LM_HEAD, ServedModel
 from rollout_service.weights.sources import FolderSource, PartFiles
-from rollout_service.weights.upload import BeginUpload, num_parts, part_size
-from rollout_service.weights.writer import VersionWriter
+from rollout_service.weights.upload import BeginUpload, part_size
+from rollout_service.weights.writer import TensorSlot, VersionWriter
+
+logger = logging.getLogger(__name__)
 
 
 class StagedVersion:
     """Converts tensors in ``executor`` as soon as they are complete, so that upload and quantization overlap.
 
     Lives in the ingest's event loop; only the conversions run elsewhere. ``folder`` becomes the version's folder,
-    ``folder.parts`` holds the trainer's bytes until then. Raises RolloutServiceError if the disk has no room for it.
+    ``folder.parts`` holds the trainer's bytes until then, and outlives the process: the same upload begun again has
+    the parts that it had. Raises InsufficientStorage if the disk has no room for both.
     """
 
     def __init__(
@@ -38,40 +48,85 @@ class StagedVersion:
         converter: Converter,
         part_bytes: int,
         executor: Executor,
+        source_stamp: str = "",
     ) -> None:
-        self.begin, self.part_bytes = begin, part_bytes
+        self._folders = folder, parts_folder(folder)
+        record = UploadRecord(begin=begin, part_bytes=part_bytes, source_stamp=source_stamp)
+        self.record = self._left_behind(record) or record
+        self.begin, self.part_bytes = self.record.begin, self.record.part_bytes
         self.missing = set(range(self.num_parts))
         self._tied, self._converter, self._executor = model.tied, converter, executor
-        self._folders = folder, folder.with_name(f"{folder.name}.parts")
-        for path in self._folders:
-            shutil.rmtree(path, ignore_errors=True)  # what an ingest that died left behind
-            path.mkdir(parents=True)
-        try:
-            self._writer = VersionWriter(folder, converter.slots(model.shapes))
-        except OSError as error:
-            self.remove_files()
-            raise RolloutServiceError(f"version {begin.version} cannot be laid out in {folder}: {error}") from error
-        self._parts = PartFiles(self._folders[1], begin.tensors, part_bytes)
+        self._writer = self._layout(converter.slots(model.shapes))
+        self._parts = PartFiles(self._folders[1], self.begin.tensors, self.part_bytes)
         self._source: PartFiles | FolderSource = self._parts
-        self._digests: dict[int, str] = {}
+        self.digests: dict[int, str] = {}
+        """Of the parts that are there."""
+        self.touched_at = time.time()
+        """When something last came."""
+        self._senders: dict[int, str] = {}
+        self._stored: tuple[StoredTensor, ...] | None = None
+        self._closing = False
         self._lacking: dict[str, int] = {}
         self._tensors_of_part: dict[int, list[str]] = defaultdict(list)
         self._conversions: list[Future[None]] = []
         self._failure: RolloutServiceError | None = None
         self._discarded = False
 
+    def _left_behind(self, record: UploadRecord) -> UploadRecord | None:
+        """The record of the same upload, if an ingest that died left it here; removes everything else."""
+        folder, parts = self._folders
+        shutil.rmtree(folder, ignore_errors=True)  # made again from the parts
+        folder.mkdir(parents=True)
+        try:
+            known = read_record(parts)
+        except LogCorrupt as error:
+            logger.warning("what was staged of version %d is dropped: %s", record.begin.version, error)
+            known = None
+        if known is None or not known.begin.describes_what(record.begin) or known.source_stamp != record.source_stamp:
+            shutil.rmtree(parts, ignore_errors=True)
+            parts.mkdir(parents=True)
+            return None
+        return known
+
+    def _layout(self, slots: Iterable[TensorSlot]) -> VersionWriter:
+        folder, parts = self._folders
+        slots, written = list(slots), sum(path.stat().st_size for path in parts.glob("part-*"))
+        stored_bytes, part_bytes = sum(slot.nbytes for slot in slots), self.begin.nbytes - written
+        try:
+            writer = VersionWriter(folder, slots)
+            try:
+                if shutil.disk_usage(parts).free < part_bytes:
+                    raise OSError(errno.ENOSPC, "no room for the parts")
+                write_record(parts, self.record)
+            except OSError:
+                writer.close()
+                raise
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            if not written:
+                shutil.rmtree(parts, ignore_errors=True)
+            what = f"version {self.begin.version} ({stored_bytes} bytes as stored, {part_bytes} of parts to come)"
+            if error.errno in DISK_FULL:
+                raise no_room(what, folder.parent, stored_bytes + part_bytes) from error
+            raise RolloutServiceError(f"{what} cannot be laid out in {folder}: {error}") from error
+        return writer
+
     @property
     def num_parts(self) -> int:
         """Parts of the whole upload."""
-        return num_parts(self.begin.nbytes, self.part_bytes)
+        return self.record.num_parts
+
+    def complete_record(self) -> UploadRecord:
+        """What is to be remembered of the upload once every part is there."""
+        return self.record.model_copy(update={"part_digests": tuple(self.digests[i] for i in range(self.num_parts))})
 
     def part_size(self, part: int) -> int:
         """Bytes that a part must have."""
         return part_size(part, self.begin.nbytes, self.part_bytes)
 
-    def part_path(self, part: int) -> Path:
-        """Where a whole part lies."""
-        return self._parts.path(part)
+    def incoming_path(self, part: int) -> Path:
+        """Where one sender may put a part until it is whole; another file at each call."""
+        return self._folders[1] / f"part-{part:06d}.{uuid.uuid4().hex}.incoming"
 
     def expect_parts(self) -> None:
         """Convert each tensor once its last part is there, together with the others of which that part is the last."""
@@ -84,6 +139,12 @@ class StagedVersion:
             if not parts:
                 empty.append(tensor.name)
         self._convert(empty)
+        touched = [self._folders[1].stat().st_mtime]
+        for number, digest, path in self._parts.left_behind():
+            touched.append(path.stat().st_mtime)
+            self.accept(number, digest, path)
+        if self.digests:
+            self.touched_at = max(touched)
 
     def convert_folder(self, source: FolderSource) -> None:
         """Convert all tensors of a folder in the background."""
@@ -91,44 +152,69 @@ class StagedVersion:
         for names in source.batches(BATCH_BYTES):
             self._convert(names)
 
-    def accept(self, part: int, digest: str, received: Path) -> None:
+    def accept(self, part: int, digest: str, received: Path, uploader: str = "") -> None:
         """Take in a part whose size and digest were checked. The same part again changes nothing.
 
-        Raises VersionConflict if other bytes came under the same number before, NotFound if the version was discarded
-        while the part was on its way.
+        Of two uploaders at once, the one that began the version has its way. Raises VersionConflict if other bytes
+        came under the same number before, NotFound if the version was discarded while the part was on its way.
         """
         if self._discarded:
             raise NotFound(f"version {self.begin.version} was discarded before part {part} was complete: begin anew")
-        known = self._digests.get(part)
-        if known is not None and known != digest:
+        self.touched_at = time.time()
+        known = self.digests.get(part)
+        if known == digest:
+            return
+        if known is not None and not self._gives_way(part, uploader):
             raise VersionConflict(
                 f"part {part} of version {self.begin.version} came with digest {known} before and {digest} now: "
                 "DELETE the staged version to begin anew",
                 {"part": part, "digests": [known, digest]},
             )
-        if known is not None:
-            return
-        received.replace(self.part_path(part))
-        self._digests[part] = digest
+        replaced = self._parts.add(part, digest, received)
+        self.digests[part], self._senders[part] = digest, uploader
         self.missing.discard(part)
-        for name in self._tensors_of_part[part]:
-            self._lacking[name] -= 1
+        if replaced is None:
+            for name in self._tensors_of_part[part]:
+                self._lacking[name] -= 1
+        else:  # once the conversions that may be reading it are through
+            self._conversions.append(self._executor.submit(replaced.unlink))
         self._convert([name for name in self._tensors_of_part[part] if self._lacking[name] == 0])
 
-    async def finish(self) -> tuple[StoredTensor, ...]:
-        """Wait for the conversions and sync. Raises UploadIncomplete, or what the first failed conversion raised."""
+    def _gives_way(self, part: int, uploader: str) -> bool:
+        """Whether what is there came from another than the uploader that began, and that one is sending now."""
+        began = bool(uploader) and uploader == self.begin.uploader
+        return began and self._senders.get(part) != uploader and not self._closing
+
+    def check_upload_digest(self, meant: str | None) -> None:
+        """Raises VersionConflict if a committer means other parts than these."""
+        present = self.complete_record().upload_digest
+        if meant is not None and meant != present:
+            raise VersionConflict(
+                f"version {self.begin.version} was uploaded by two at once: its parts hash to {present}, and not to "
+                f"the {meant} of this commit; nothing was committed",
+                {"version": self.begin.version, "digests": [present, meant]},
+            )
+
+    async def finish(self, meant: str | None = None) -> tuple[StoredTensor, ...]:
+        """Wait for the conversions and sync; once is enough, and again does no harm.
+
+        Raises UploadIncomplete, VersionConflict if ``meant`` is not the upload's digest, or what the first failed
+        conversion raised.
+        """
         if self.missing:
             raise UploadIncomplete(
                 f"version {self.begin.version} lacks {len(self.missing)} of {self.num_parts} parts",
                 {"missing_parts": sorted(self.missing)[:1000]},
             )
+        self.check_upload_digest(meant)
+        self._closing = True
         await asyncio.gather(*map(asyncio.wrap_future, self._conversions))
-        tensors: tuple[StoredTensor, ...] = ()
-        if self._failure is None:
-            tensors = await asyncio.get_running_loop().run_in_executor(self._executor, self._finish)
+        if self._stored is None and self._failure is None:
+            self._stored = await asyncio.get_running_loop().run_in_executor(self._executor, self._finish)
         if self._failure is not None:
             raise self._failure
-        return tensors
+        assert self._stored is not None
+        return self._stored
 
     def failure(self) -> RolloutServiceError | None:
         """What the first conversion that failed raised, if one has: this version is lost and must begin anew."""
@@ -136,12 +222,16 @@ class StagedVersion:
 
     async def discard(self) -> None:
         """Stop converting and remove the files."""
+        await self.leave()
+        await asyncio.to_thread(self.remove_files)
+
+    async def leave(self) -> None:
+        """Stop converting, and leave the parts to the next process."""
         self._discarded = True
         # a conversion that runs cannot be cancelled, and must not write once its file is closed
         running = [conversion for conversion in self._conversions if not conversion.cancel()]
         await asyncio.gather(*map(asyncio.wrap_future, running), return_exceptions=True)
         self._writer.close()
-        await asyncio.to_thread(self.remove_files)
 
     def remove_files(self) -> None:
         """Remove what is left of the folders: after a commit, the trainer's bytes."""
@@ -180,6 +270,11 @@ class StagedVersion:
             self._failure = error
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError, for a GPU without room among others
             self._failure = RolloutServiceError(f"version {self.begin.version} could not be stored: {error}")
+
+
+def parts_folder(folder: Path) -> Path:
+    """Where the parts of the version that is staged in ``folder`` lie."""
+    return folder.with_name(f"{folder.name}.parts")
 
 
 def _require_equal_heads(tensors: tuple[StoredTensor, ...]) -> None:

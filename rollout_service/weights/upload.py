@@ -12,19 +12,28 @@ cut into parts of ``part_bytes``; the last part is what is left. Part ``i`` ther
     POST /v1/weights                        BeginUpload  -> UploadPlan
     PUT  /v1/weights/{version}/parts/{i}    raw bytes, header X-Part-Digest: xxh3-128 in hex -> PartReceipt
     POST /v1/weights/{version}/commit       CommitUpload -> WeightStatus
+
+All of them may be repeated. ``UploadPlan.digests`` lists the parts that the ingest has, of a committed version too, so
+that a client sends what is missing and can tell whether the rest is what it would send. Who sends one part with other
+bytes gets 409 with both digests. When two clients upload the same version at once, the one that began first (by its
+``X-Uploader``) has its way until the other has committed, and ``CommitUpload.upload_digest`` keeps either from
+committing a mixture.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
+import xxhash
 from pydantic import Field, model_validator
 
 from rollout_service.quant.experts import ExpertNaming
 from rollout_service.types import Frozen, PauseMode
 
 PART_DIGEST_HEADER = "X-Part-Digest"
+UPLOADER_HEADER = "X-Uploader"
+"""Names one push of one client, as ``BeginUpload.uploader`` does."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 """Dtypes a trainer may send, and their size; ``float8_e4m3fn`` are codes, which come with their scales."""
@@ -70,6 +79,8 @@ class BeginUpload(Frozen):
     version: int = Field(ge=0)
     tensors: tuple[UploadTensor, ...] = ()
     source: PathSource | None = None
+    uploader: str = ""
+    """A name that no other push has; empty: none."""
 
     @model_validator(mode="after")
     def _tensors_or_source(self) -> "BeginUpload":
@@ -82,6 +93,10 @@ class BeginUpload(Frozen):
         """Length of the whole stream."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    def describes_what(self, other: "BeginUpload") -> bool:
+        """Whether the same stream or source is announced, whoever announces it."""
+        return (self.version, self.tensors, self.source) == (other.version, other.tensors, other.source)
+
 
 class UploadPlan(Frozen):
     """Reply to ``POST /v1/weights``: what the ingest still wants, and where to send it."""
@@ -91,6 +106,8 @@ class UploadPlan(Frozen):
     part_bytes: int
     num_parts: int
     missing_parts: tuple[int, ...]
+    digests: dict[int, str] = Field(default_factory=dict)
+    """xxh3-128 in hex of each part that the ingest has."""
     upload_url: str
     """Address that takes the parts directly; ``PUT`` on the service's own address works too, with one more hop."""
 
@@ -114,6 +131,13 @@ class CommitUpload(Frozen):
     """``all``: answer when every live replica serves this version."""
     timeout_s: float = Field(default=600.0, gt=0)
     """How long ``wait="all"`` waits before 504."""
+    upload_digest: str | None = None
+    """``upload_digest`` of the parts that the caller means; 409 if the ingest has others. None: whatever is there."""
+
+
+def upload_digest(part_digests: Iterable[str]) -> str:
+    """xxh3-128 over the digests of all parts, in order."""
+    return xxhash.xxh3_128_hexdigest("".join(part_digests).encode())
 
 
 def num_parts(nbytes: int, part_bytes: int) -> int:

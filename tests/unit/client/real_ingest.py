@@ -59,3 +59,4 @@ async def real_ingest(
         )
         async with serving(App(create_app(services))) as gateway:
             yield RealIngest(gateway.url, ingest, WeightLog(root))
+    await ingest.stop()

@@ -34,6 +34,7 @@ from rollout_service.weights.upload import (
     UploadPlan,
     num_parts,
     part_size,
+    upload_digest,
 )
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -137,7 +138,7 @@ class Service:
     async def _begin(self, request: Request) -> Response:
         begin = BeginUpload.model_validate_json(await request.body())
         upload = self.uploads.setdefault(begin.version, Upload(begin))
-        if upload.begin != begin:
+        if not upload.begin.describes_what(begin):
             raise VersionConflict(f"version {begin.version} was announced with other tensors")
         total = num_parts(begin.nbytes, self.part_bytes)
         plan = UploadPlan(
@@ -146,6 +147,7 @@ class Service:
             part_bytes=self.part_bytes,
             num_parts=total,
             missing_parts=tuple(part for part in range(total) if part not in upload.parts),
+            digests=upload.digests,
             upload_url=self.upload_url or self.url,
         )
         return JSONResponse(plan.model_dump(mode="json"), 201)
@@ -171,6 +173,8 @@ class Service:
         commit = CommitUpload.model_validate_json(await request.body())
         if len(upload.parts) < num_parts(upload.begin.nbytes, self.part_bytes):
             raise UploadIncomplete(f"version {upload.begin.version} lacks parts")
+        if commit.upload_digest not in (None, upload_digest(digest for _, digest in sorted(upload.digests.items()))):
+            raise VersionConflict(f"version {upload.begin.version} has other parts")
         upload.commit, upload.state = commit, "committed"
         return JSONResponse(self.status(upload).model_dump(mode="json"))
 

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 
 from rollout_service.client import RolloutClient
 from rollout_service.client._tensors import describe, tensor_bytes
 from rollout_service.errors import CommitTimeout, InvalidManifest, Overloaded
 from rollout_service.types import WeightStatus
-from rollout_service.weights.upload import CommitUpload, UploadTensor
-from tests.unit.client.service import Service
+from rollout_service.weights.upload import CommitUpload, UploadTensor, upload_digest
+from tests.unit.client.service import Service, Upload
 
 Tensors = dict[str, torch.Tensor]
 
@@ -38,6 +39,10 @@ def table_of(tensors: Tensors) -> list[UploadTensor]:
     return [describe(name, tensor) for name, tensor in tensors.items()]
 
 
+def digest_of(upload: Upload) -> str:
+    return upload_digest(xxhash.xxh3_128_hexdigest(data) for _, data in sorted(upload.parts.items()))
+
+
 async def test_tensors_arrive_as_one_exact_stream(service: Service, client: RolloutClient, tensors: Tensors) -> None:
     status = await client.push_weights(5, tensors)
 
@@ -46,7 +51,7 @@ async def test_tensors_arrive_as_one_exact_stream(service: Service, client: Roll
     assert upload.stream == stream_of(tensors)
     assert list(upload.begin.tensors) == table_of(tensors)
     assert sorted(service.parts_sent()) == list(range(12))
-    assert upload.commit == CommitUpload(mode="keep", wait="all", timeout_s=600)
+    assert upload.commit == CommitUpload(mode="keep", wait="all", timeout_s=600, upload_digest=digest_of(upload))
 
 
 @pytest.mark.parametrize("form", ["module", "pairs", "generator", "generator with table"])
@@ -66,7 +71,8 @@ async def test_every_form_of_named_tensors_sends_the_same(service: Service, clie
 
 async def test_commit_options_reach_the_service(service: Service, client: RolloutClient, tensors: Tensors) -> None:
     await client.push_weights(5, tensors, mode="abort", wait="none", timeout_s=7)
-    assert service.uploads[5].commit == CommitUpload(mode="abort", wait="none", timeout_s=7)
+    upload = service.uploads[5]
+    assert upload.commit == CommitUpload(mode="abort", wait="none", timeout_s=7, upload_digest=digest_of(upload))
 
 
 async def test_progress_counts_the_bytes_that_have_arrived(

@@ -1,7 +1,6 @@
 """Pushes that do not work at the first go."""
 
 import asyncio
-import logging
 import socket
 
 import httpx
@@ -60,19 +59,21 @@ async def test_a_push_of_other_bytes_does_not_go_on_with_the_old_ones(
     assert service.uploads[5].stream == stream_of(tensors)
 
 
-async def test_parts_of_another_client_are_sent_again_so_that_the_service_compares_them(
+async def test_parts_of_another_client_are_compared_by_digest_and_not_sent_again(
     service: Service, client: RolloutClient, tensors: Tensors
 ) -> None:
     await fail_at_part(service, client, tensors, 6)
     async with RolloutClient(service.url) as restarted:
         await restarted.push_weights(5, tensors)
-    assert sorted(service.parts_sent()) == list(range(10))
+    assert sorted(service.parts_sent()) == [6, 7, 8, 9]
+    assert service.uploads[5].stream == stream_of(tensors)
 
     await fail_at_part_of_version_6(service, client, tensors)
     tensors["layer0"] = tensors["layer0"] + 1
     async with RolloutClient(service.url) as restarted:
-        with pytest.raises(VersionConflict, match="part 0 came with other bytes before"):
+        with pytest.raises(VersionConflict, match="part 0 of version 6 was uploaded with other bytes") as refused:
             await restarted.push_weights(6, tensors)
+    assert refused.value.detail["digests"][0] == service.uploads[6].digests[0] != refused.value.detail["digests"][1]
 
 
 async def fail_at_part_of_version_6(service: Service, client: RolloutClient, tensors: Tensors) -> None:
@@ -109,16 +110,30 @@ async def test_other_bytes_for_a_committed_version_are_a_conflict(
     assert service.parts_sent().count(9) == 1
 
 
-async def test_a_version_that_another_client_committed_is_left_alone_with_a_warning(
-    service: Service, client: RolloutClient, tensors: Tensors, caplog: pytest.LogCaptureFixture
+async def test_a_version_that_another_client_committed_is_compared_and_not_sent(
+    service: Service, client: RolloutClient, tensors: Tensors
 ) -> None:
-    await client.push_weights(5, tensors)
+    first = await client.push_weights(5, tensors)
     service.log.clear()
     async with RolloutClient(service.url) as other:
-        with caplog.at_level(logging.WARNING, "rollout_service.client"):
+        assert await other.push_weights(5, tensors) == first
+        tensors["layer3"] = tensors["layer3"] + 1
+        with pytest.raises(VersionConflict, match="part 3 of version 5"):
             await other.push_weights(5, tensors)
     assert service.parts_sent() == []
-    assert "version 5 is committed already, and not by this client" in caplog.text
+
+
+async def test_a_commit_names_the_bytes_that_it_means(
+    service: Service, client: RolloutClient, tensors: Tensors
+) -> None:
+    async def mixed(part: int) -> None:
+        if part == 9:  # another client's part 2 has taken the place of ours
+            service.uploads[5].digests[2] = "0" * 32
+
+    service.before_part = mixed
+    with pytest.raises(VersionConflict, match="version 5 has other parts"):
+        await client.push_weights(5, tensors, parallel_parts=1)
+    assert service.uploads[5].state == "staged"
 
 
 async def test_parts_go_to_the_address_that_the_service_announces(

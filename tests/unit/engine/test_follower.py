@@ -13,6 +13,7 @@ from rollout_service.engine.follower import Follower
 from rollout_service.errors import EngineFailed, LogCorrupt, NotReady
 from rollout_service.weights.fleet import Wish
 from rollout_service.weights.log import Control, WeightLog
+from rollout_service.weights.manifest import Manifest
 from tests.unit.engine.fakes import FakeEngine, FakeIngest
 from tests.unit.weights.versions import FIRST, commit, flip_a_byte
 
@@ -291,6 +292,71 @@ async def test_a_load_that_fails_ends_following_and_the_replica_is_unhealthy(
         await asyncio.sleep(0)
     assert engine.paused and follower.version == 0
     assert not await follower.wait_version(1, timeout_s=0.01)
+
+
+async def test_a_corrupt_version_is_not_read_again_at_each_poll_but_again_once_it_may_be_mended(
+    follower: Follower, log: WeightLog, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    verify = WeightLog.verify
+
+    def counted(self: WeightLog, manifest: Manifest) -> None:
+        read.append(manifest.version)
+        verify(self, manifest)
+
+    monkeypatch.setattr(WeightLog, "verify", counted)
+    commit(log, 1)
+    path = log.folder(1) / "weights-00001.safetensors"
+    sound = path.read_bytes()
+    flip_a_byte(log, 1, FIRST)
+    await ingest.wish(version=1)
+    await ingest.reported(lambda s: s.state == "stale")
+    for turn in range(200):
+        await ingest.wish(paused=turn % 2 == 0)
+        await asyncio.sleep(0.001)
+    assert 1 <= len(read) <= 10
+    path.write_bytes(sound)
+    await ingest.wish(paused=False)
+    async with asyncio.timeout(LONG_S):
+        while follower.version != 1:
+            follower._woken.set()
+            await asyncio.sleep(0.01)
+
+
+async def test_a_version_that_is_removed_while_a_replica_reads_it_gives_way_to_the_newer_one(
+    follower: Follower, log: WeightLog, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = WeightLog.verify
+
+    def removed_meanwhile(self: WeightLog, manifest: Manifest) -> None:
+        if manifest.version == 1:
+            commit(log, 2)
+            log.drop(1)
+        verify(self, manifest)
+
+    monkeypatch.setattr(WeightLog, "verify", removed_meanwhile)
+    await push(log, ingest, 1)
+    await serving(follower, ingest, 2)
+    assert all(status.error is None for status in ingest.reports)
+
+
+async def test_a_replica_that_starts_says_what_it_reads_and_goes_on_with_the_newer_one_if_that_is_removed(
+    log: WeightLog, engine: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = WeightLog.verify
+
+    def removed_meanwhile(self: WeightLog, manifest: Manifest) -> None:
+        if manifest.version == 0:
+            assert [(s.version, s.target) for s in ingest.reports] == [(None, 0)]
+            commit(log, 1)
+            log.drop(0)
+        verify(self, manifest)
+
+    monkeypatch.setattr(WeightLog, "verify", removed_meanwhile)
+    follower = Follower("r1", engine, ingest, WeightsConfig(root=log.root), fingerprint="model")
+    await follower.start()
+    assert follower.version == 1
+    follower.stop()
 
 
 # --- an ingest that is away

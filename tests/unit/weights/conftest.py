@@ -1,5 +1,6 @@
 """Model folders, and an ingest that has made version 0 from one of them."""
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -55,10 +56,11 @@ def config(model: Path, tmp_path: Path) -> ServiceConfig:
 
 
 @pytest.fixture
-async def ingest(config: ServiceConfig) -> Ingest:
+async def ingest(config: ServiceConfig) -> AsyncIterator[Ingest]:
     ingest = Ingest(config)
     await ingest.start()
-    return ingest
+    yield ingest
+    await ingest.stop()
 
 
 @pytest.fixture

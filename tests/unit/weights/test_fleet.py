@@ -83,3 +83,17 @@ def test_versions_that_are_served_or_being_loaded_are_in_use(table: FleetTable) 
     table.report(replica("a", 1, target=3))
     table.report(replica("b", None, target=2))
     assert table.in_use() == {1, 2, 3}
+
+
+async def test_nothing_is_said_of_all_until_those_known_from_before_have_reported_or_must_be_dead() -> None:
+    table = FleetTable(dead_after_s=60)
+    table.wait_for(frozenset({"a", "b"}))
+    table.report(replica("a", 2))
+    assert not table.all_serve(2) and not table.all_paused(False) and not table.is_complete()
+    table.report(replica("b", 2))
+    assert table.all_serve(2) and table.all_paused(False) and table.is_complete()
+    short = FleetTable(dead_after_s=0.15)
+    short.wait_for(frozenset({"gone"}))
+    assert not short.is_complete()
+    await asyncio.sleep(0.2)
+    assert short.is_complete()

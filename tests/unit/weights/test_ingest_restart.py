@@ -1,12 +1,13 @@
 """What an ingest that died, or a caller that went away, leaves behind."""
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import LogCorrupt, NotFound, RolloutServiceError, UploadIncomplete
+from rollout_service.errors import LogCorrupt, RolloutServiceError, UploadIncomplete
 from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.upload import CommitUpload
@@ -15,54 +16,59 @@ from tests.unit.weights.trainer import Trainer, Weights, begin_of, changed, conf
 LONG_S = 60.0
 
 
-async def restarted(config: ServiceConfig) -> Ingest:
-    ingest = Ingest(config)
-    await ingest.start()
-    return ingest
+Restart = Callable[..., Awaitable[Ingest]]
+
+
+@pytest.fixture
+async def restarted(config: ServiceConfig, ingest: Ingest) -> AsyncIterator[Restart]:
+    """Ends the ingest that runs and starts another on the same log."""
+    running = [ingest]
+
+    async def restart(other: ServiceConfig | None = None) -> Ingest:
+        await running[-1].stop()
+        running.append(Ingest(other or config))
+        await running[-1].start()
+        return running[-1]
+
+    yield restart
+    await running[-1].stop()
 
 
 # --- restarts
 
 
-async def test_a_restart_continues_at_the_same_head(config: ServiceConfig, trainer: Trainer, weights: Weights) -> None:
+async def test_a_restart_continues_at_the_same_head(
+    restarted: Restart, config: ServiceConfig, trainer: Trainer, weights: Weights
+) -> None:
     pushed = await trainer.push(3, weights)
-    again = await restarted(config)
+    again = await restarted()
     assert (await again.fleet()).latest_version == 3
     assert await again.status(3) == pushed
     assert [status.version for status in await again.versions()] == [0, 3]
     assert (await Trainer(again).push(4, weights)).state == "committed"
 
 
-async def test_a_restart_does_not_read_the_models_folder_again(config: ServiceConfig, ingest: Ingest) -> None:
+async def test_a_restart_does_not_read_the_models_folder_again(
+    restarted: Restart, config: ServiceConfig, ingest: Ingest
+) -> None:
     before = await ingest.status(0)
     manifest = config.weights.root / "0" / "manifest.json"
     written = manifest.stat().st_mtime_ns
-    assert await (await restarted(config)).status(0) == before
+    assert await (await restarted()).status(0) == before
     assert manifest.stat().st_mtime_ns == written
 
 
-async def test_an_upload_that_was_under_way_is_gone_with_its_files_and_may_begin_anew(
-    config: ServiceConfig, trainer: Trainer, weights: Weights, log: WeightLog
-) -> None:
-    await trainer.upload(1, weights, order=[0])
-    again = await restarted(config)
-    assert not (log.root / "staging").exists()
-    with pytest.raises(NotFound):
-        await again.commit(1, CommitUpload())
-    assert (await Trainer(again).push(1, weights)).state == "committed"
-
-
-async def test_a_pause_outlives_a_restart(config: ServiceConfig, ingest: Ingest) -> None:
+async def test_a_pause_outlives_a_restart(restarted: Restart, config: ServiceConfig, ingest: Ingest) -> None:
     await ingest.report(replica("a", 0, paused=True))
     await ingest.set_paused(True, "abort", LONG_S)
-    again = await restarted(config)
+    again = await restarted()
     assert (await again.fleet()).paused
     wish = await again.sync(replica("a", 0), None)
     assert wish.paused and wish.pause_mode == "abort"
 
 
 async def test_a_log_of_another_model_is_refused(
-    ingest: Ingest, config: ServiceConfig, tied_model: Path, tiny_model: Path
+    restarted: Restart, ingest: Ingest, config: ServiceConfig, tied_model: Path, tiny_model: Path
 ) -> None:
     for other in (tiny_model, tied_model):
         with pytest.raises(
@@ -73,25 +79,27 @@ async def test_a_log_of_another_model_is_refused(
 
 @pytest.mark.parametrize("quant", [{"weights": "none"}, {"skip": ["*.down_proj"]}, {"scales": "power_of_two"}])
 async def test_a_log_of_another_quantization_is_refused(
-    ingest: Ingest, config: ServiceConfig, quant: dict[str, object]
+    restarted: Restart, ingest: Ingest, config: ServiceConfig, quant: dict[str, object]
 ) -> None:
     with pytest.raises(LogCorrupt, match="another model or quantization"):
         await restarted(config_of(config.model.path, config.weights.root, quant=quant))
 
 
-async def test_a_log_whose_latest_does_not_parse_is_refused(ingest: Ingest, config: ServiceConfig) -> None:
+async def test_a_log_whose_latest_does_not_parse_is_refused(
+    restarted: Restart, ingest: Ingest, config: ServiceConfig
+) -> None:
     (config.weights.root / "LATEST").write_text("{")
     with pytest.raises(LogCorrupt, match="LATEST does not parse"):
-        await restarted(config)
+        await restarted()
 
 
 async def test_a_log_whose_latest_is_gone_is_not_begun_anew(
-    config: ServiceConfig, trainer: Trainer, weights: Weights, log: WeightLog
+    restarted: Restart, config: ServiceConfig, trainer: Trainer, weights: Weights, log: WeightLog
 ) -> None:
     await trainer.push(1, weights)
     (log.root / "LATEST").unlink()
     with pytest.raises(LogCorrupt, match=r"holds the versions \[0, 1\] but no LATEST"):
-        await restarted(config)
+        await restarted()
     assert log.folder(1).exists()
 
 
@@ -150,11 +158,13 @@ async def test_a_commit_that_the_disk_refuses_keeps_the_head_and_the_version_can
 ) -> None:
     await trainer.upload(1, weights)
     (log.root / ".LATEST.tmp").mkdir()
-    with pytest.raises(RolloutServiceError, match=r"version 1 was not committed: .*begin it anew"):
+    with pytest.raises(RolloutServiceError, match=r"version 1 was not committed: .*commit it again"):
         await ingest.commit(1, CommitUpload())
     assert (await ingest.fleet()).latest_version == 0 and log.versions() == [0]
+    assert (await ingest.status(1)).state == "staged" and not log.folder(1).exists()
     (log.root / ".LATEST.tmp").rmdir()
-    assert (await trainer.push(1, weights)).state == "committed"
+    assert (await ingest.commit(1, CommitUpload())).state == "committed"
+    log.verify(log.manifest(1))
 
 
 async def test_versions_that_come_and_go_leave_no_file_open(ingest: Ingest, trainer: Trainer, weights: Weights) -> None:

@@ -7,7 +7,9 @@ import pytest
 
 from rollout_service.errors import LogCorrupt, NotFound
 from rollout_service.weights.log import Control, Head, WeightLog
-from rollout_service.weights.manifest import MANIFEST_FILE
+from rollout_service.weights.manifest import MANIFEST_FILE, Manifest
+from rollout_service.weights.record import UploadRecord
+from rollout_service.weights.upload import BeginUpload, PathSource
 from tests.unit.weights.versions import FIRST, SECOND, commit, flip_a_byte, stage
 
 
@@ -185,6 +187,46 @@ def test_verify_finds_a_file_that_was_cut_off(log: WeightLog) -> None:
         log.verify(log.manifest(0))
 
 
+def commit_with_record(log: WeightLog) -> Manifest:
+    manifest = stage(log, 0)
+    log.commit(
+        manifest, "keep", UploadRecord(begin=BeginUpload(version=0, source=PathSource(path=log.root)), part_bytes=8)
+    )
+    return manifest
+
+
+def test_verify_finds_a_flipped_bit_in_every_byte_of_every_file(log: WeightLog) -> None:
+    manifest = commit_with_record(log)
+    log.verify(manifest)
+    files = sorted(log.folder(0).iterdir())
+    assert [path.name for path in files] == ["manifest.json", "upload.json", "weights-00001.safetensors"]
+    for path in files:
+        sound = path.read_bytes()
+        for position in range(len(sound)):
+            path.write_bytes(sound[:position] + bytes([sound[position] ^ 4]) + sound[position + 1 :])
+            with pytest.raises(LogCorrupt):
+                log.verify(manifest)
+        path.write_bytes(sound)
+    log.verify(manifest)
+
+
+def test_verify_finds_a_file_that_has_grown(log: WeightLog) -> None:
+    commit(log, 0)
+    with (log.folder(0) / "weights-00001.safetensors").open("ab") as stream:
+        stream.write(b"!")
+    with pytest.raises(LogCorrupt, match=r"weights-00001\.safetensors has"):
+        log.verify(log.manifest(0))
+
+
+def test_what_a_crash_left_of_dropping_a_version_is_no_version_and_goes_with_the_next_commit(log: WeightLog) -> None:
+    commit(log, 0)
+    commit(log, 1)
+    log.folder(0).rename(log.root / ".dropped-0")
+    assert log.versions() == [1]
+    commit(log, 2)
+    assert not (log.root / ".dropped-0").exists()
+
+
 def test_verify_does_not_pass_over_a_file_that_is_gone(log: WeightLog) -> None:
     commit(log, 0)
     (log.folder(0) / "weights-00001.safetensors").unlink()
@@ -218,11 +260,3 @@ def test_a_control_that_does_not_parse_is_corrupt(log: WeightLog) -> None:
     (log.root / "CONTROL").write_text('{"paused": ')
     with pytest.raises(LogCorrupt, match="CONTROL does not parse"):
         log.control()
-
-
-def test_clearing_the_staging_leaves_what_is_committed(log: WeightLog) -> None:
-    log.clear_staging()
-    commit(log, 0)
-    stage(log, 1)
-    log.clear_staging()
-    assert not log.staging(1).exists() and log.versions() == [0]

@@ -9,10 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import save_file
 
 from rollout_service.config import QuantConfig
-from rollout_service.errors import InvalidManifest, NotFound, QuantizationError, RolloutServiceError
+from rollout_service.errors import (
+    InsufficientStorage,
+    InvalidManifest,
+    NotFound,
+    QuantizationError,
+    RolloutServiceError,
+)
 from rollout_service.weights.convert import Converter
 from rollout_service.weights.manifest import StoredTensor
 from rollout_service.weights.served_model import EMBEDDING, LM_HEAD, ServedModel
@@ -49,9 +56,9 @@ def staged_version(begin: BeginUpload, folder: Path, model: Path, executor: Thre
 def accept_all(staged: StagedVersion, weights: Weights) -> None:
     stream = stream_of(weights)
     for part in range(staged.num_parts):
-        received = staged.part_path(part).with_suffix(".received")
-        received.write_bytes(stream[part * PART_BYTES : (part + 1) * PART_BYTES])
-        staged.accept(part, f"digest of {part}", received)
+        received, data = staged.incoming_path(part), stream[part * PART_BYTES : (part + 1) * PART_BYTES]
+        received.write_bytes(data)
+        staged.accept(part, xxhash.xxh3_128_hexdigest(data), received)
 
 
 async def uploaded(
@@ -155,7 +162,7 @@ async def test_a_version_that_the_disk_has_no_room_for_is_an_error_and_leaves_no
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with pytest.raises(RolloutServiceError, match=r"version 1 cannot be laid out in .*: .*File too large"):
+        with pytest.raises(InsufficientStorage, match=r"version 1 .* needs \d+ bytes, and .* has \d+ free"):
             staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -235,6 +242,7 @@ async def test_what_an_earlier_upload_left_in_the_folder_is_removed(
         folder.mkdir()
         (folder / "part-000000").write_bytes(b"old")
     staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
-    assert not staged.part_path(0).exists()
+    staged.expect_parts()
+    assert 0 in staged.missing and {path.name for path in (tmp_path / "1.parts").iterdir()} == {"upload.json"}
     assert {path.name for path in (tmp_path / "1").iterdir()} == {"weights-00001.safetensors"}
     await staged.discard()

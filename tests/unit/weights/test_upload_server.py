@@ -20,7 +20,7 @@ from rollout_service.weights.upload import (
     PathSource,
     UploadPlan,
 )
-from rollout_service.weights.upload_server import create_upload_app
+from rollout_service.weights.upload_server import UploadServer, create_upload_app
 from tests.unit.weights.trainer import Trainer, Weights, begin_of, config_of, open_files, settle, stream_of
 
 
@@ -37,7 +37,12 @@ def parts(weights: Weights, plan: UploadPlan) -> list[bytes]:
 
 
 def received_files(log: WeightLog) -> list[str]:
-    return sorted(path.name for path in (log.root / "staging" / "1.parts").iterdir())
+    return sorted(path.stem for path in (log.root / "staging" / "1.parts").iterdir() if path.name != "upload.json")
+
+
+def first_part(log: WeightLog) -> bytes:
+    (path,) = (log.root / "staging" / "1.parts").glob("part-000000.*")
+    return path.read_bytes()
 
 
 async def test_a_part_gets_a_receipt_and_is_missing_no_more(
@@ -83,7 +88,7 @@ async def test_other_bytes_under_the_same_part_conflict_and_the_first_ones_stay(
     error = reply.json()["error"]
     assert error["type"] == "VersionConflict" and "DELETE the staged version" in error["message"]
     assert error["detail"]["digests"][0] == xxhash.xxh3_128_hexdigest(parts[0])
-    assert (log.root / "staging" / "1.parts" / "part-000000").read_bytes() == parts[0]
+    assert first_part(log) == parts[0]
 
 
 async def test_senders_of_one_part_at_once_do_not_mix_their_bytes(
@@ -92,7 +97,7 @@ async def test_senders_of_one_part_at_once_do_not_mix_their_bytes(
     replies = await asyncio.gather(*(trainer.put(1, 0, parts[0]) for _ in range(8)))
     assert {reply.status_code for reply in replies} == {200}
     assert received_files(log) == ["part-000000"]
-    assert (log.root / "staging" / "1.parts" / "part-000000").read_bytes() == parts[0]
+    assert first_part(log) == parts[0]
 
 
 async def test_bytes_that_do_not_hash_to_the_digest_are_refused(
@@ -121,7 +126,7 @@ async def test_a_part_that_is_too_long_is_refused(trainer: Trainer, parts: list[
     assert reply.status_code == 413
     error = reply.json()["error"]
     assert error["type"] == "PayloadTooLarge" and error["detail"] == {"limit_bytes": len(parts[0])}
-    assert error["message"].startswith(f"part-000000 has {len(parts[0])} bytes")
+    assert error["message"].startswith(f"part 0 of version 1 has {len(parts[0])} bytes")
     assert received_files(log) == []
 
 
@@ -162,10 +167,9 @@ async def test_a_part_number_that_is_no_number_is_refused(trainer: Trainer) -> N
 
 
 async def test_a_part_of_a_version_that_is_not_staged_is_not_found(trainer: Trainer, plan: UploadPlan) -> None:
-    for version in (0, 2):
-        reply = await trainer.put(version, 0, b"")
-        assert reply.status_code == 404
-        assert f"version {version} is not staged (staged: [1])" in reply.json()["error"]["message"]
+    reply = await trainer.put(2, 0, b"")
+    assert reply.status_code == 404
+    assert "version 2 is not staged (staged: [1])" in reply.json()["error"]["message"]
 
 
 async def test_a_version_read_from_a_path_takes_no_parts(model: Path, tmp_path: Path) -> None:
@@ -274,3 +278,18 @@ async def test_a_sender_that_breaks_off_leaves_neither_a_file_nor_a_descriptor(
     assert statuses[0] == 400
     assert received_files(log) == [] and open_files() == before
     assert 0 in (await ingest.status(1)).missing_parts
+
+
+async def test_the_listener_can_be_stopped_and_says_so_to_the_health_check(ingest: Ingest, parts: list[bytes]) -> None:
+    server = UploadServer(create_upload_app(ingest, Authorizer(None)), "127.0.0.1")
+    server.start()
+    digest = {PART_DIGEST_HEADER: xxhash.xxh3_128_hexdigest(parts[0])}
+    async with httpx.AsyncClient() as http:
+        reply = await http.put(f"{server.url}/v1/weights/1/parts/0", content=parts[0], headers=digest)
+        assert reply.status_code == 200
+        await server.check_health()
+        await server.stop()
+        with pytest.raises(httpx.ConnectError):
+            await http.get(server.url)
+    with pytest.raises(RuntimeError, match="has stopped"):
+        await server.check_health()

@@ -22,7 +22,7 @@ Weights = Mapping[str, torch.Tensor]
 
 def config_of(model: Path, root: Path, **sections: dict[str, object]) -> ServiceConfig:
     """Small parts, so that a small model has several."""
-    weights = {"root": root, "part_bytes": 64 << 10, **sections.pop("weights", {})}
+    weights = {"root": root, "part_bytes": 64 << 10, "lock_wait_s": 0.2, **sections.pop("weights", {})}
     return ServiceConfig.model_validate({"model": {"path": model}, "weights": weights, **sections})
 
 

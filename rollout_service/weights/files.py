@@ -1,0 +1,85 @@
+"""Durable writes, and the lock that makes one process the only writer."""
+
+import errno
+import fcntl
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Self
+
+from rollout_service.errors import InsufficientStorage, LogLocked
+
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""What the system says when it has no room."""
+_LOCK_POLL_S = 0.05
+
+
+class WriterLock:
+    """An exclusive lock on a log's root. The kernel takes it back when its process ends, however that comes."""
+
+    def __init__(self, root: Path) -> None:
+        self._path = root / "LOCK"
+        self._fd: int | None = None
+
+    def acquire(self, timeout_s: float) -> Self:
+        """Wait at most ``timeout_s`` for another writer to end. Raises LogLocked, naming it."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    holder = os.pread(fd, 100, 0).decode(errors="replace").strip()
+                    os.close(fd)
+                    raise LogLocked(
+                        f"{self._path.parent} is being written by {holder or 'another process'}, and still was after "
+                        f"{timeout_s:g} s: stop that one, or name another weights.root"
+                    ) from None
+            time.sleep(_LOCK_POLL_S)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        self._fd = fd
+        return self
+
+    def release(self) -> None:
+        """Let the next writer in."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write ``text`` and return once it is on disk."""
+    with path.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Return once renames and new files in ``folder`` are on disk."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def no_room(what: str, folder: Path, needed_bytes: int) -> InsufficientStorage:
+    """The error for a disk that is full, with the numbers."""
+    free_bytes = shutil.disk_usage(folder).free
+    return InsufficientStorage(
+        f"{what} needs {needed_bytes} bytes, and {folder} has {free_bytes} free: make room there and send it again; "
+        "what is committed or staged stays",
+        {"needed_bytes": needed_bytes, "free_bytes": free_bytes},
+    )

@@ -1,0 +1,72 @@
+"""What is remembered of an upload: beside its parts while it is staged, beside its manifest once it is committed.
+
+A JSON document and, on a line of its own, the xxh3-128 of it: a record that a crash or a bad disk has damaged is told
+from a sound one.
+"""
+
+import os
+from pathlib import Path
+
+import xxhash
+from pydantic import ValidationError
+
+from rollout_service.errors import LogCorrupt
+from rollout_service.types import Frozen
+from rollout_service.weights.files import sync_folder, write_synced
+from rollout_service.weights.upload import BeginUpload, num_parts, upload_digest
+
+RECORD_FILE = "upload.json"
+
+
+class UploadRecord(Frozen):
+    """How a version came."""
+
+    begin: BeginUpload
+    part_bytes: int
+    part_digests: tuple[str, ...] = ()
+    """xxh3-128 of every part, in order; empty while the upload is under way."""
+    source_stamp: str = ""
+    """Names, sizes and times of the files of a source, hashed: tells whether they were touched since."""
+
+    manifest_digest: str = ""
+    """xxh3-128 of the file manifest.json; empty while the upload is under way."""
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the whole upload."""
+        return num_parts(self.begin.nbytes, self.part_bytes)
+
+    @property
+    def upload_digest(self) -> str:
+        """Of all parts, or of the stamp of a source."""
+        return upload_digest(self.part_digests) if self.begin.source is None else self.source_stamp
+
+
+def source_stamp(folder: Path) -> str:
+    """A hash over names, sizes and times of modification of the safetensors in ``folder``. Raises OSError."""
+    entries = [(path.name, path.stat()) for path in sorted(folder.glob("*.safetensors"))]
+    text = "\n".join(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}" for name, stat in entries)
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def write_record(folder: Path, record: UploadRecord) -> None:
+    """Put ``record`` into ``folder``, durably and at once."""
+    text = record.model_dump_json(exclude_defaults=True)
+    temporary = folder / f".{RECORD_FILE}.tmp"
+    write_synced(temporary, f"{text}\n{xxhash.xxh3_128_hexdigest(text.encode())}\n")
+    os.replace(temporary, folder / RECORD_FILE)
+    sync_folder(folder)
+
+
+def read_record(folder: Path) -> UploadRecord | None:
+    """The record in ``folder``; None if there is none. Raises LogCorrupt for a damaged one."""
+    path = folder / RECORD_FILE
+    try:
+        text, _, digest = path.read_text().rstrip("\n").rpartition("\n")
+        if xxhash.xxh3_128_hexdigest(text.encode()) != digest:
+            raise LogCorrupt(f"{path} does not hash to the digest on its last line")
+        return UploadRecord.model_validate_json(text)
+    except FileNotFoundError:
+        return None
+    except (ValidationError, UnicodeDecodeError) as error:
+        raise LogCorrupt(f"{path} does not parse: {error}") from error

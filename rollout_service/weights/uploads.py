@@ -1,0 +1,235 @@
+"""The versions that are staged: begun or resumed, found again after a restart, dropped when nobody comes back."""
+
+import asyncio
+import logging
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from rollout_service.config import WeightsConfig
+from rollout_service.errors import LogCorrupt, NotFound, RolloutServiceError, VersionConflict
+from rollout_service.quant.recipe import QuantPlan
+from rollout_service.weights.convert import Converter
+from rollout_service.weights.log import WeightLog
+from rollout_service.weights.record import UploadRecord, read_record, source_stamp
+from rollout_service.weights.served_model import ServedModel
+from rollout_service.weights.sources import FolderSource, allowed_path
+from rollout_service.weights.staging import StagedVersion, parts_folder
+from rollout_service.weights.upload import BeginUpload, UploadPlan
+
+logger = logging.getLogger(__name__)
+
+
+class Uploads:
+    """All staged versions of one log. Whoever calls its coroutines lets one finish before the next."""
+
+    def __init__(
+        self, config: WeightsConfig, log: WeightLog, model: ServedModel, plan: QuantPlan, converter: Converter
+    ) -> None:
+        self._config, self._log, self._model, self._plan, self._converter = config, log, model, plan, converter
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quantize")
+        self._staged: dict[int, StagedVersion] = {}
+        self._committed: dict[int, UploadRecord] = {}
+        self.upload_url = ""
+        """Where parts are taken."""
+
+    @property
+    def staged_versions(self) -> list[int]:
+        """Those that are staged, in no order."""
+        return list(self._staged)
+
+    def staged(self, version: int) -> StagedVersion:
+        """The upload of ``version``. Raises NotFound."""
+        if version not in self._staged:
+            raise NotFound(
+                f"version {version} is not staged (staged: {sorted(self._staged)}): POST /v1/weights first",
+                {"version": version, "staged": sorted(self._staged)},
+            )
+        return self._staged[version]
+
+    async def committed(self, version: int) -> UploadRecord | None:
+        """How a committed version came; None for one that is not in the log, or of a log that kept no records."""
+        if version not in self._log.versions():
+            return None
+        if version not in self._committed:
+            record = await asyncio.to_thread(read_record, self._log.folder(version))
+            if record is None:
+                return None
+            self._committed = {version: record, **dict(list(self._committed.items())[:3])}
+        return self._committed[version]
+
+    async def begin(self, begin: BeginUpload) -> UploadPlan:
+        """Start or resume an upload; the plan of a committed one if it is the same.
+
+        Raises VersionConflict, InvalidManifest, InsufficientStorage, Forbidden or NotFound.
+        """
+        staged = self._staged.get(begin.version)
+        resumed = staged if staged is not None and staged.failure() is None else None
+        known = resumed.record if resumed is not None else await self.committed(begin.version)
+        if known is None:
+            self.require_newer(begin.version)
+            return self._plan_of(await self.stage(begin, self._source_of(begin)))
+        await asyncio.to_thread(self._require_same, known, begin, "committed" if resumed is None else "staged")
+        if resumed is None:
+            return self._committed_plan(known)
+        resumed.touched_at = time.time()
+        return self._plan_of(resumed)
+
+    async def stage(
+        self, begin: BeginUpload, folder: Path | None, roots: tuple[Path, ...] | None = None
+    ) -> StagedVersion:
+        """Lay a version out and expect its parts, or convert the tensors of ``folder``."""
+        failed = self._staged.pop(begin.version, None)
+        if failed is not None:
+            await failed.discard()
+        roots = self._config.source_roots if roots is None else roots
+        self._staged[begin.version] = await asyncio.to_thread(self._stage, begin, folder, roots or None)
+        return self._staged[begin.version]
+
+    async def discard(self, version: int) -> None:
+        """Drop a staged version. Raises NotFound."""
+        staged = self.staged(version)
+        del self._staged[version]
+        await staged.discard()
+
+    async def committed_now(self, version: int) -> None:
+        """A staged version has been committed: remove what is left of its upload, and what it has overtaken."""
+        staged = self._staged.pop(version)
+        await asyncio.to_thread(staged.remove_files)
+        for older in [v for v in self._staged if v < version]:
+            logger.warning(
+                "staged version %d is dropped: version %d is committed, and versions only grow", older, version
+            )
+            await self._staged.pop(older).discard()
+
+    async def recover(self) -> None:
+        """Take up what an earlier ingest had staged; what can be committed no more is removed."""
+        staging = self._log.staging(0).parent
+        folders = sorted(staging.iterdir()) if staging.is_dir() else []
+        for parts in (path for path in folders if path.name.endswith(".parts")):
+            await self._recover(parts)
+        # the layouts are made again from the parts; anything else is nobody's
+        kept = {path.name for v in self._staged for path in (self._log.staging(v), parts_folder(self._log.staging(v)))}
+        for path in folders:
+            if path.name not in kept and not (path.name.endswith(".parts") and path.is_dir()):
+                await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+
+    async def expire(self) -> None:
+        """Drop what nobody has touched for too long."""
+        for version, staged in list(self._staged.items()):
+            idle_s = time.time() - staged.touched_at
+            if idle_s > self._config.staged_ttl_s:
+                logger.warning(
+                    "staged version %d is dropped: nothing came for %.0f s (weights.staged_ttl_s=%g); it lacked %d of "
+                    "%d parts", version, idle_s, self._config.staged_ttl_s, len(staged.missing), staged.num_parts,
+                )  # fmt: skip
+                await self.discard(version)
+
+    async def close(self) -> None:
+        """Stop converting and close every file; what is staged stays on disk for the next ingest."""
+        for staged in self._staged.values():
+            await staged.leave()
+        self._executor.shutdown()
+
+    def require_newer(self, version: int) -> None:
+        """Raises VersionConflict for a version that is not newer than the newest committed one."""
+        head = self._log.head()
+        if head is not None and version <= head.version:
+            raise VersionConflict(
+                f"version {version} is not newer than the newest committed version {head.version} "
+                f"(digest {head.digest}): versions only grow",
+                {"version": version, "latest_version": head.version, "latest_digest": head.digest},
+            )
+
+    def _source_of(self, begin: BeginUpload) -> Path | None:
+        return None if begin.source is None else allowed_path(begin.source.path, self._config.source_roots)
+
+    def _stage(self, begin: BeginUpload, folder: Path | None, roots: tuple[Path, ...] | None) -> StagedVersion:
+        source = None if folder is None else FolderSource(folder, roots)
+        stamp = "" if folder is None else source_stamp(folder)
+        self._model.check_table(begin.tensors if source is None else source.table, self._plan)
+        staged = StagedVersion(
+            begin,
+            self._log.staging(begin.version),
+            self._model,
+            self._converter,
+            self._config.part_bytes,
+            self._executor,
+            stamp,
+        )
+        if source is None:
+            staged.expect_parts()
+        else:
+            staged.convert_folder(source)
+        return staged
+
+    async def _recover(self, parts: Path) -> None:
+        try:
+            record = await asyncio.to_thread(read_record, parts)
+            if record is None:
+                raise LogCorrupt(f"{parts} holds no record")
+            version = record.begin.version
+            self.require_newer(version)
+            staged = await self.stage(record.begin, self._source_of(record.begin))
+        except RolloutServiceError as error:
+            if error.http_status == 507:
+                logger.error("%s stays on disk until its upload is begun again: %s", parts, error)
+                return
+            logger.warning("%s is dropped: %s", parts, error)
+            await asyncio.to_thread(shutil.rmtree, parts, ignore_errors=True)
+        else:
+            logger.info(
+                "version %d is staged still, and lacks %d of %d parts", version, len(staged.missing), staged.num_parts
+            )
+
+    def _require_same(self, known: UploadRecord, begin: BeginUpload, state: str) -> None:
+        """Raises VersionConflict if ``begin`` announces something else than is staged or committed."""
+        mine, theirs = _table_digest(known.begin), _table_digest(begin)
+        if known.begin.describes_what(begin) and begin.source is not None:
+            folder = self._source_of(begin)
+            assert folder is not None
+            mine, theirs = known.source_stamp, source_stamp(folder)
+        if mine == theirs:
+            return
+        instead = "push a newer version" if state == "committed" else "DELETE it to begin anew"
+        what = "content under that path" if known.begin.describes_what(begin) else "tensor table"
+        head = self._log.head()
+        raise VersionConflict(
+            f"version {begin.version} is {state} with another {what} ({mine}, and {theirs} now): {instead}",
+            {
+                "version": begin.version,
+                "digests": [mine, theirs],
+                "latest_version": head and head.version,
+                "latest_digest": head and head.digest,
+            },
+        )
+
+    def _plan_of(self, staged: StagedVersion) -> UploadPlan:
+        return UploadPlan(
+            version=staged.begin.version,
+            state="staged",
+            part_bytes=staged.part_bytes,
+            num_parts=staged.num_parts,
+            missing_parts=tuple(sorted(staged.missing)),
+            digests=dict(staged.digests),
+            upload_url=self.upload_url,
+        )
+
+    def _committed_plan(self, record: UploadRecord) -> UploadPlan:
+        return UploadPlan(
+            version=record.begin.version,
+            state="committed",
+            part_bytes=record.part_bytes,
+            num_parts=record.num_parts,
+            missing_parts=(),
+            digests=dict(enumerate(record.part_digests)),
+            upload_url=self.upload_url,
+        )
+
+
+def _table_digest(begin: BeginUpload) -> str:
+    text = begin.model_dump_json(include={"tensors", "source"})
+    return xxhash.xxh3_128_hexdigest(text.encode())
