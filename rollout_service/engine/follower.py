@@ -31,8 +31,8 @@ _RAY_FAILURES = (RayError, RayServeException)
 class Engine(Protocol):
     """What the follower needs of the engine adapter."""
 
-    broken: str | None
-
+    @property
+    def broken(self) -> str | None: ...
     async def pause(self, mode: PauseMode) -> None: ...
     async def resume(self) -> None: ...
     async def load(self, folder: Path, version: int) -> float: ...
@@ -49,10 +49,12 @@ class Follower:
         config: WeightsConfig,
         fingerprint: str,
         running: Callable[[], int] = lambda: 0,
+        draining: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``ingest``: handle of the ingest deployment. ``running``: sequences in flight, for the reports."""
+        """``ingest``: handle of the ingest deployment. For the reports: ``running``, sequences in flight; ``draining``,
+        whether this replica gets no new ones any more."""
         self._replica_id, self._engine, self._ingest, self._config = replica_id, engine, ingest, config
-        self._fingerprint, self._running = fingerprint, running
+        self._fingerprint, self._running, self._draining = fingerprint, running, draining
         self._log = WeightLog(config.root)
         self._wish: Wish | None = None
         self._woken = asyncio.Event()
@@ -81,15 +83,16 @@ class Follower:
     def status(self) -> ReplicaStatus:
         """What this replica says of itself."""
         self._sequence += 1
+        broken = self._engine.broken
         return ReplicaStatus(
             replica_id=self._replica_id,
             sequence=self._sequence,
             version=self.version,
-            state=self._state,
+            state="failed" if broken else "draining" if self._draining() else self._state,
             target=self._target,
             paused=self._pause is not None,
             running=self._running(),
-            error=self._engine.broken or self._error,
+            error=broken or self._error,
             update=self._update,
         )
 
@@ -102,6 +105,14 @@ class Follower:
             except TimeoutError:
                 return False
         return True
+
+    async def caught_up(self) -> None:
+        """Return once the newest version in the log is being served. Raises LogCorrupt or EngineFailed if it cannot."""
+        while self.version != self._newest().version:
+            self.check_health()
+            if self._error is not None:
+                raise LogCorrupt(self._error)
+            await asyncio.sleep(0.05)
 
     def check_health(self) -> None:
         """Raise if following has ended: a replica that follows no more would grow stale unseen."""
