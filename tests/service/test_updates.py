@@ -10,6 +10,8 @@ from rollout_service.local import LocalService
 from tests.support.telltale import assert_pure, telltale_weights, token_of
 
 PROMPT = [5, 6, 7, 9, 11]
+LONG_PROMPT = PROMPT * 60
+"""Longer than two blocks of the prefix cache."""
 
 
 async def test_after_a_push_every_replica_makes_tokens_of_the_new_version_only(
@@ -96,7 +98,7 @@ async def test_many_updates_under_load_never_leave_a_stale_token(
     async def keep_generating() -> int:
         made = 0
         while not done.is_set():
-            rollout = await client.generate(PROMPT, max_tokens=40, temperature=0.0, ignore_eos=True)
+            rollout = await client.generate(LONG_PROMPT, max_tokens=40, temperature=0.0, ignore_eos=True)
             for completion in rollout.completions:
                 assert_pure(completion)
                 made += 1
