@@ -75,8 +75,13 @@ class Follower:
             await asyncio.sleep(0.1)  # the ingest is making version 0
         control = self._log.control()
         self._pause = control.mode if control.paused else None
-        while self.version != self._newest().version:
-            await self._to_version(self._newest())
+        while (head := self._newest()).version != self.version:
+            try:
+                await self._to_version(head)
+            except (LogCorrupt, NotFound) as error:
+                if self._newest().version == head.version:
+                    raise
+                logger.info("version %d was removed for a newer one: %s", head.version, error)
         self._state = "ready"
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._act())]
 

@@ -124,7 +124,8 @@ class Dispatcher:
         if isinstance(refusal, TooEarly):
             return self._limits.version_wait_s
         accepted_before = progress.attempts > 1
-        return self._limits.replica_wait_s if accepted_before or isinstance(refusal, NotReady) else 0.0
+        replaced = isinstance(refusal, NotReady) and "replica_id" in refusal.detail
+        return self._limits.replica_wait_s if accepted_before or replaced else 0.0
 
     async def _last_word(self, call: GenerateCall, refusal: RolloutServiceError) -> RolloutServiceError:
         if not isinstance(refusal, TooEarly):

@@ -11,6 +11,7 @@ from rollout_service.engine.follower import Follower
 from rollout_service.errors import EngineFailed, LogCorrupt
 from rollout_service.weights.fleet import Wish
 from rollout_service.weights.log import WeightLog
+from rollout_service.weights.manifest import Manifest
 from tests.unit.engine.fakes import FakeEngine, FakeIngest
 from tests.unit.weights.versions import FIRST, commit, flip_a_byte
 
@@ -63,6 +64,22 @@ async def test_a_version_committed_while_a_replica_starts_is_loaded_before_it_is
     await asyncio.wait_for(starting, LONG_S)
     assert (follower.status().state, follower.version) == ("ready", 1)
     assert [call for call in engine.calls if "load" in call] == ["load 0", "load 1"]
+
+
+async def test_a_version_that_is_removed_while_a_replica_starts_on_it_gives_way_to_the_newer_one(
+    follower: Follower, log: WeightLog, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = WeightLog.verify
+
+    def overtaken(self: WeightLog, manifest: Manifest) -> None:
+        if manifest.version == 0:
+            commit(log, 1)
+            log.drop(0)
+        verify(self, manifest)
+
+    monkeypatch.setattr(WeightLog, "verify", overtaken)
+    await follower.start()
+    assert follower.version == 1 and engine.calls == ["pause keep", "load 1", "resume"]
 
 
 async def test_a_replica_has_caught_up_once_it_serves_what_was_committed_last(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from rollout_service.config import EngineConfig
 from rollout_service.errors import (
@@ -182,6 +183,11 @@ async def test_a_rollout_that_was_accepted_once_waits_for_a_place() -> None:
 async def test_a_rollout_waits_for_a_replica_that_is_being_replaced() -> None:
     engine = Script([*[refusal(NotReady, "a")] * 2, made(9, replica_id="b")])
     assert (await dispatcher(engine, replica_wait_s=60).complete(call())).attempts == 1
+
+
+async def test_a_deployment_that_cannot_start_is_no_reason_to_wait() -> None:
+    with pytest.raises(NotReady, match="no engine replica can be started"):
+        await dispatcher(Script([DeploymentUnavailableError("engine")]), replica_wait_s=60).complete(call())
 
 
 async def test_a_version_that_nobody_has_is_waited_for_then_refused_with_what_is_live() -> None:
