@@ -37,6 +37,8 @@ class Candidate:
     state: str = "ready"
     load: int = 0
     """Sequences in flight."""
+    turn: int = 0
+    """When it was last chosen, counted in choices."""
 
 
 def ranked(
@@ -49,10 +51,10 @@ def ranked(
     """Ids of all candidates, the best first.
 
     A sound one before a failing one, one that the call has not failed on yet, one with the version, the session's, the
-    one with the fewest sequences.
+    one with the fewest sequences, the one that was chosen longest ago: sessions that begin on an idle fleet spread.
     """
 
-    def cost(candidate: Candidate) -> tuple[bool, bool, bool, int, bool, int, str]:
+    def cost(candidate: Candidate) -> tuple[bool, bool, bool, int, bool, int, int, str]:
         behind = min_version is not None and candidate.version is not None and candidate.version < min_version
         return (
             candidate.state == "failed",
@@ -61,6 +63,7 @@ def ranked(
             _LAST_RESORT.get(candidate.state, 0),
             candidate.replica_id != session_replica,
             candidate.load,
+            candidate.turn,
             candidate.replica_id,
         )
 
@@ -88,6 +91,8 @@ class Ledger:
         self._others: dict[str, tuple[int, int]] = {}
         """Replica → sequences in its last report, and how many of them are not ours."""
         self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._turns: dict[str, int] = {}
+        self._choices = 0
 
     def choose(self, call_id: str, replica_id: str, sequences: int, session: str | None, now: float) -> None:
         """Count a call as in flight from the moment of choice: the next choice may come before it is sent."""
@@ -95,6 +100,8 @@ class Ledger:
             self.complete(call_id)
             self._sent[call_id] = _Sent(replica_id, sequences, now)
             self._own[replica_id] = self._own.get(replica_id, 0) + sequences
+            self._choices += 1
+            self._turns[replica_id] = self._choices
             if session is not None:
                 self._sessions[session] = replica_id
                 self._sessions.move_to_end(session)
@@ -132,12 +139,16 @@ class Ledger:
                 if sent.replica_id not in replica_ids or (not sent.arrived and now - sent.chosen_at > NEVER_SENT_S):
                     self.complete(call_id)
             for replica_id in {*self._own, *self._others}.difference(replica_ids):
-                self._own.pop(replica_id, None)
-                self._others.pop(replica_id, None)
+                for known in (self._own, self._others, self._turns):
+                    known.pop(replica_id, None)
 
     def load(self, replica_id: str) -> int:
         """Sequences in flight on a replica, as far as is known."""
         return self._own.get(replica_id, 0) + self._others.get(replica_id, (0, 0))[1]
+
+    def turn(self, replica_id: str) -> int:
+        """When the replica was last chosen, counted in choices; 0: never."""
+        return self._turns.get(replica_id, 0)
 
     def replica_of(self, session: str | None) -> str | None:
         """Where the session's last call went; that replica may be gone."""
@@ -190,7 +201,8 @@ class RolloutRouter(RequestRouter):
     def _candidate(self, replica: RunningReplica) -> Candidate:
         replica_id, stats = replica.replica_id.unique_id, replica.routing_stats
         state, version = stats.get("state", "ready"), stats.get("version")
-        return Candidate(replica_id, version=version, state=state, load=self._ledger.load(replica_id))
+        load, turn = self._ledger.load(replica_id), self._ledger.turn(replica_id)
+        return Candidate(replica_id, version=version, state=state, load=load, turn=turn)
 
 
 def _call(pending_request: PendingRequest | None) -> Any:

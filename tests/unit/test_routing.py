@@ -14,6 +14,16 @@ def test_the_least_loaded_replica_comes_first() -> None:
     assert ranked(candidates) == ["b", "c", "a"]
 
 
+def test_equally_loaded_replicas_take_turns() -> None:
+    ledger, chosen = Ledger(), []
+    for call in range(6):
+        order = ranked([Candidate(i, load=ledger.load(i), turn=ledger.turn(i)) for i in "abc"])
+        ledger.choose(str(call), order[0], 1, None, now=0)
+        ledger.complete(str(call))
+        chosen.append(order[0])
+    assert chosen == ["a", "b", "c"] * 2
+
+
 def test_a_replica_with_the_version_comes_before_one_that_is_behind_whatever_the_load() -> None:
     candidates = [Candidate("a", version=3, load=0), Candidate("b", version=4, load=50), Candidate("c", version=5)]
     assert ranked(candidates, min_version=4) == ["c", "b", "a"]
