@@ -10,7 +10,7 @@ Serve ships this module to the gateway by value: it imports nothing but the stan
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,8 +88,10 @@ class Ledger:
         self._lock = threading.RLock()
         self._sent: dict[str, _Sent] = {}
         self._own: dict[str, int] = {}
-        self._others: dict[str, tuple[int, int]] = {}
-        """Replica → sequences in its last report, and how many of them are not ours."""
+        self._reports: dict[str, Mapping[str, int]] = {}
+        """Replica → its sequences by the gateway that sent them."""
+        self.origin = ""
+        """The gateway that this router is in: what it has in flight is counted here, and not seconds later."""
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._turns: dict[str, int] = {}
         self._choices = 0
@@ -125,12 +127,10 @@ class Ledger:
             if sent is not None and sent.replica_id in self._own:
                 self._own[sent.replica_id] -= sent.sequences
 
-    def report(self, replica_id: str, running: int) -> None:
-        """Take in a replica's count of all its sequences; Serve repeats it until there is another."""
+    def report(self, replica_id: str, running: Mapping[str, int]) -> None:
+        """Take in a replica's count of all its sequences, by gateway."""
         with self._lock:
-            known = self._others.get(replica_id)
-            if known is None or known[0] != running:
-                self._others[replica_id] = running, max(0, running - self._own.get(replica_id, 0))
+            self._reports[replica_id] = running
 
     def keep_only(self, replica_ids: Collection[str], now: float) -> None:
         """Forget what was in flight on replicas that are gone, and calls that never left."""
@@ -138,13 +138,15 @@ class Ledger:
             for call_id, sent in list(self._sent.items()):
                 if sent.replica_id not in replica_ids or (not sent.arrived and now - sent.chosen_at > NEVER_SENT_S):
                     self.complete(call_id)
-            for replica_id in {*self._own, *self._others}.difference(replica_ids):
-                for known in (self._own, self._others, self._turns):
-                    known.pop(replica_id, None)
+            for replica_id in {*self._own, *self._reports}.difference(replica_ids):
+                self._own.pop(replica_id, None)
+                self._reports.pop(replica_id, None)
+                self._turns.pop(replica_id, None)
 
     def load(self, replica_id: str) -> int:
         """Sequences in flight on a replica, as far as is known."""
-        return self._own.get(replica_id, 0) + self._others.get(replica_id, (0, 0))[1]
+        reported = self._reports.get(replica_id, {})
+        return self._own.get(replica_id, 0) + sum(n for origin, n in reported.items() if origin != self.origin)
 
     def turn(self, replica_id: str) -> int:
         """When the replica was last chosen, counted in choices; 0: never."""
@@ -168,6 +170,7 @@ class RolloutRouter(RequestRouter):
         """One replica a rank: within a rank Serve would count requests, not sequences."""
         call = _call(pending_request)
         session = getattr(call, "session_id", None)
+        self._ledger.origin = getattr(call, "origin", self._ledger.origin)
         order = ranked(
             [self._candidate(replica) for replica in candidate_replicas],
             min_version=getattr(call, "min_weight_version", None),

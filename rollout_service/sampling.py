@@ -62,5 +62,7 @@ class GenerateCall(Frozen):
     """Calls of one session go to one replica while it lives, whose prefix cache has what they share."""
     priority: int = 0
     """vLLM's: lower is earlier."""
+    origin: str = ""
+    """The gateway that sends it, which knows itself what it has in flight where."""
     avoid: tuple[str, ...] = ()
     """Replicas that refused or lost this call: others first."""

@@ -55,7 +55,7 @@ class EngineReplica:
         """
         try:
             self._require_sound()
-            with self._admission.admit(call.sampling.n):
+            with self._admission.admit(call.sampling.n, call.origin):
                 if call.min_weight_version is not None:
                     await self._wait_version(call.min_weight_version)
                 completions = await self._engine.generate(
@@ -78,7 +78,7 @@ class EngineReplica:
         """Serve's hook: what the router knows of this replica."""
         self._stats_asked_at = time.monotonic()
         status = self._follower.status()
-        return {"version": status.version, "state": status.state, "running": status.running}
+        return {"version": status.version, "state": status.state, "running": self._admission.by_origin()}
 
     async def check_health(self) -> None:
         """Serve's health check: fails when the engine is dead or half updated, or follows no more.

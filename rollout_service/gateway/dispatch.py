@@ -8,6 +8,7 @@ replica, and then starts anew from what was there before. Attempts are bounded.
 import asyncio
 import contextvars
 import time
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,7 @@ class Dispatcher:
     def __init__(self, engine: Any, ingest: Any, limits: EngineConfig) -> None:
         """``engine``, ``ingest``: handles of the deployments."""
         self._engine, self._ingest, self._limits = engine, ingest, limits
+        self._origin = uuid.uuid4().hex
 
     async def complete(self, call: GenerateCall, on_abort: OnAbort = "continue") -> Rollout:
         """The ``n`` completions of one prompt. Cancelling cancels them wherever they are made.
@@ -59,6 +61,7 @@ class Dispatcher:
         lost its replica.
         """
         progress = _Progress()
+        call = call.model_copy(update={"origin": self._origin})
         rollout = await self._generated(call, progress)
         if on_abort == "return" or all(c.finish_reason != "abort" for c in rollout.completions):
             return rollout.model_copy(update={"attempts": progress.attempts})

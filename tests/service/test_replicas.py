@@ -26,7 +26,7 @@ async def test_a_kill_under_load_loses_no_request_and_the_successor_serves_the_n
     before = {replica.replica_id for replica in (await client.fleet()).replicas}
     newest = telltale + 1
     async with _load(service, workers=12) as rollouts:
-        await _under_way(client, 12)
+        await _on_each(client, 3)
         descendants(process)[0].kill()
         survivor = await _fleet(client, lambda fleet: len(_sound(fleet)) == 1)
         assert _sound(survivor) < before
@@ -74,8 +74,9 @@ async def _load(service: LocalService, workers: int) -> AsyncIterator[list[Rollo
         done.set()
 
 
-async def _under_way(client: RolloutClient, sequences: int) -> None:
-    while sum(replica.running for replica in (await client.fleet()).replicas) < sequences:
+async def _on_each(client: RolloutClient, sequences: int) -> None:
+    """Wait until each replica has at least so many sequences."""
+    while min(replica.running for replica in (await client.fleet()).replicas) < sequences:
         await asyncio.sleep(0.05)
 
 
