@@ -228,6 +228,14 @@ async def test_only_the_aborted_completions_of_a_rollout_go_on() -> None:
     assert [len(c.token_ids) for c in rollout.completions] == [9, 9, 9]
 
 
+async def test_an_aborted_completion_with_stop_strings_starts_anew() -> None:
+    engine = Script([made(4, end="abort"), made(9, version=4)])
+    sampling = Sampling(max_tokens=9, stop=("x",))
+    rollout = await dispatcher(engine).complete(call().model_copy(update={"sampling": sampling}))
+    assert rollout.completions[0].token_ids == (4,) * 9 and rollout.attempts == 2
+    assert engine.calls[1].prompt_token_ids == (1, 2) and engine.calls[1].sampling == sampling
+
+
 async def test_an_aborted_completion_comes_back_as_it_is_when_asked_for() -> None:
     engine = Script([made(4, end="abort")])
     rollout = await dispatcher(engine).complete(call(), on_abort="return")
