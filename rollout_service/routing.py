@@ -160,6 +160,9 @@ class Ledger:
 class RolloutRouter(RequestRouter):
     """Serve's request router for the engine deployment; calls other than ``generate`` go to the least loaded."""
 
+    # of Serve: how long a replica may take to answer a probe; by default 0.1 s, and a busy machine lost sessions by it
+    queue_len_response_deadline_s = 1.0
+
     def initialize_state(self, **kwargs: Any) -> None:
         """Serve's hook after construction."""
         self._ledger = Ledger()
