@@ -3,13 +3,14 @@
 from typing import Any
 
 from ray import serve
-from ray.serve.config import AutoscalingConfig
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.deployment import Application
 
 from rollout_service.config import ScalingConfig, ServiceConfig
 from rollout_service.engine.args import engine_environment
 from rollout_service.engine.replica import EngineReplica
 from rollout_service.gateway.replica import GatewayReplica
+from rollout_service.routing import STATS_PERIOD_S, RolloutRouter
 from rollout_service.tiny_model import make_tiny_qwen3
 from rollout_service.weights.replica import IngestReplica
 
@@ -30,6 +31,9 @@ def build(config: ServiceConfig) -> Application:
         "engine",
         ray_actor_options=_resources(config),
         graceful_shutdown_timeout_s=config.scaling.drain_timeout_s,
+        request_router_config=RequestRouterConfig(
+            request_router_class=RolloutRouter, request_routing_stats_period_s=STATS_PERIOD_S
+        ),
         **_scaling(config.scaling),
     ).bind(config, ingest)
     return _deployment(GatewayReplica, "gateway").bind(config, engine, ingest)

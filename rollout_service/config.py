@@ -100,6 +100,13 @@ class EngineConfig(Config):
     version_wait_s: float = Field(default=30.0, ge=0)
     """How long a request with ``min_weight_version`` waits for that version before 425."""
 
+    max_attempts: int = Field(default=3, ge=1)
+    """Generations that a completion may take when replicas abort it or die under it; a refusal is none."""
+
+    replica_wait_s: float = Field(default=120.0, ge=0)
+    """How long a rollout waits for a replica that takes it, when all are being replaced, or it was accepted once and
+    all are full; then 503."""
+
     admission_limit: int = Field(default=1024, ge=1)
     """Sequences (a request counts ``n``) that a replica holds, queued ones included, before it answers 503."""
 

@@ -57,4 +57,12 @@ class GenerateCall(Frozen):
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling
     min_weight_version: int | None = None
-    """Wait for weights at least this new, for at most ``engine.version_wait_s``."""
+    """Only weights at least this new may answer."""
+    session_id: str | None = None
+    """Calls of one session go to one replica while it lives, whose prefix cache has what they share."""
+    priority: int = 0
+    """vLLM's: lower is earlier."""
+    origin: str = ""
+    """The gateway that sends it, which knows itself what it has in flight where."""
+    avoid: tuple[str, ...] = ()
+    """Replicas that refused or lost this call: others first."""

@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["keep", "wait", "abort"]
-ReplicaState = Literal["starting", "syncing", "ready", "stale", "failed"]
+OnAbort = Literal["continue", "return"]
+ReplicaState = Literal["starting", "syncing", "ready", "stale", "draining", "failed"]
 VersionState = Literal["staged", "committed", "live"]
 
 
@@ -75,6 +76,9 @@ class Rollout(Frozen):
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]
     replica_id: str
+    """The replica that made the last token."""
+    attempts: int = Field(default=1, ge=1)
+    """How many replicas' generations the most interrupted completion took; 1: nothing was in its way."""
 
 
 class UpdateTimings(Frozen):

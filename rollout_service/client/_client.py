@@ -16,7 +16,7 @@ from rollout_service.client._retry import Repeat
 from rollout_service.client._tensors import TensorSource, TensorThread, drain
 from rollout_service.client._upload import Progress, Quantize, Uploader
 from rollout_service.tasks import raise_first_failure
-from rollout_service.types import PauseMode, Rollout, WeightStatus
+from rollout_service.types import OnAbort, PauseMode, Rollout, WeightStatus
 from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource, UploadTensor
 
 if TYPE_CHECKING:
@@ -95,16 +95,23 @@ class RolloutClient(ControlCalls):
         ignore_eos: bool = False,
         min_tokens: int = 0,
         min_weight_version: int | None = None,
+        session_id: str | None = None,
+        priority: int = 0,
+        on_abort: OnAbort = "continue",
         request_id: str | None = None,
     ) -> Rollout:
         """Sample ``n`` completions of one prompt, given as text or token ids. Parameters have vLLM's names and meaning.
 
-        Never repeated once the service may have accepted it.
+        Sent again if its answer is surely lost (a connection that broke, a gateway that died), never after a timeout.
 
         Args:
             max_tokens: None: what the context leaves.
             stop: Strings that end a completion; they need a tokenizer.
             min_weight_version: Sample from this weight version or a newer one; the service waits a while for it.
+            session_id: Calls of one session go to one replica while it lives, whose prefix cache has what they share.
+            priority: Lower is scheduled earlier.
+            on_abort: When an update, a pause or a lost replica cuts a completion short: ``continue`` on another
+                replica from the tokens it has, or ``return`` it with ``finish_reason="abort"``.
             request_id: Name of this rollout in logs; the service makes one up otherwise.
 
         Raises:
@@ -125,7 +132,15 @@ class RolloutClient(ControlCalls):
             ignore_eos=ignore_eos,
             min_tokens=min_tokens,
         )
-        body = request_body(prompt, sampling, request_id, min_weight_version)
+        body = request_body(
+            prompt,
+            sampling,
+            min_weight_version=min_weight_version,
+            session_id=session_id,
+            priority=priority,
+            on_abort=on_abort,
+            request_id=request_id,
+        )
         reply = await self._data.send("POST", "/inference/v1/generate", json=body, repeat=Repeat.IF_LOST)
         return parse_rollout(reply, body)
 

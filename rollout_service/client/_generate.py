@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import httpx
-from pydantic import BaseModel, FiniteFloat, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from rollout_service.client._http import parse
 from rollout_service.errors import InvalidRequest, RolloutServiceError
 from rollout_service.sampling import Sampling
-from rollout_service.types import Completion, FinishReason, Rollout, Span
+from rollout_service.types import Completion, FinishReason, OnAbort, Rollout, Span
 
 Prompt = str | Sequence[int]
 """Text, which the gateway tokenizes, or token ids."""
@@ -31,6 +31,9 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     min_tokens: int
     min_weight_version: int | None
+    session_id: str | None
+    priority: int
+    on_abort: OnAbort
 
 
 def sampling_of(**parameters: Any) -> Sampling:
@@ -43,9 +46,7 @@ def sampling_of(**parameters: Any) -> Sampling:
         raise InvalidRequest(f"sampling parameters refused: {given}", {"parameters": wrong}) from error
 
 
-def request_body(
-    prompt: Prompt, sampling: Sampling, request_id: str | None, min_weight_version: int | None
-) -> dict[str, Any]:
+def request_body(prompt: Prompt, sampling: Sampling, **options: Any) -> dict[str, Any]:
     """JSON of one request; parameters at their default stay out of it."""
     body: dict[str, Any] = {"sampling_params": sampling.model_dump(mode="json", exclude_defaults=True)}
     body["sampling_params"]["logprobs"] = 0
@@ -53,11 +54,11 @@ def request_body(
         body |= {"prompt": prompt, "output_mode": "text"}
     else:
         body["token_ids"] = token_ids_of(prompt)
-    if request_id is not None:
-        body["request_id"] = request_id
-    if min_weight_version is not None:
-        body["min_weight_version"] = min_weight_version
-    return body
+    return body | {name: value for name, value in options.items() if value != _DEFAULTS.get(name)}
+
+
+_DEFAULTS = {"priority": 0, "on_abort": "continue"}
+"""Of the options that are not sampling parameters; None for the others."""
 
 
 def token_ids_of(prompt: Sequence[int]) -> list[int]:
@@ -90,6 +91,7 @@ def parse_rollout(response: httpx.Response, body: dict[str, Any]) -> Rollout:
         prompt_token_ids=tuple(prompt_token_ids),
         completions=completions,
         replica_id=reply.replica_id,
+        attempts=reply.attempts,
     )
 
 
@@ -132,3 +134,4 @@ class _Reply(BaseModel):
     choices: list[_Choice]
     prompt_token_ids: tuple[int, ...] | None = None
     replica_id: str
+    attempts: int = Field(default=1, ge=1)

@@ -5,6 +5,7 @@ trying again (a later update may be written unquantized into the kernels' tensor
 it answers nothing any more, its health check fails, and the replica is replaced.
 """
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator
@@ -30,8 +31,13 @@ class EngineAdapter:
 
     def __init__(self, args: AsyncEngineArgs) -> None:
         self._llm = AsyncLLM.from_engine_args(args)
-        self.broken: str | None = None
+        self._half_loaded: str | None = None
+        self._generating: set[asyncio.Task[tuple[Completion, ...]]] = set()
+
+    @property
+    def broken(self) -> str | None:
         """Why the engine must be replaced; None while it is sound."""
+        return "the engine's process is dead" if self._llm.errored else self._half_loaded
 
     async def connect(self) -> None:
         """Prepare the weight-transfer engine in the workers, and run two steps on the dummy weights."""
@@ -40,15 +46,30 @@ class EngineAdapter:
         async for _ in self._stream("warm-up", (0,), Sampling(max_tokens=2, ignore_eos=True)):
             pass
 
-    async def generate(self, request_id: str, prompt: tuple[int, ...], sampling: Sampling) -> tuple[Completion, ...]:
+    async def generate(
+        self, request_id: str, prompt: tuple[int, ...], sampling: Sampling, priority: int = 0
+    ) -> tuple[Completion, ...]:
         """The ``n`` completions of one prompt. Cancelling the call aborts them in the engine.
 
         Raises EngineFailed when the engine is dead or broken, InvalidRequest for what vLLM refuses, NonFiniteLogprob.
         """
         self._require_sound()
+        task = asyncio.create_task(self._collect(request_id, prompt, sampling, priority))
+        self._generating.add(task)
+        task.add_done_callback(self._generating.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._half_loaded is None or _cancelled_by_caller():
+                raise
+        raise EngineFailed(f"{request_id} was under way when {self._half_loaded}")
+
+    async def _collect(
+        self, request_id: str, prompt: tuple[int, ...], sampling: Sampling, priority: int
+    ) -> tuple[Completion, ...]:
         final: RequestOutput | None = None
         try:
-            async for output in self._stream(request_id, prompt, sampling):
+            async for output in self._stream(request_id, prompt, sampling, priority):
                 final = output  # the only one, with FINAL_ONLY
         except EngineDeadError as error:
             raise EngineFailed(f"the engine died while it generated {request_id}: retry") from error
@@ -58,8 +79,10 @@ class EngineAdapter:
             raise EngineFailed(f"the engine ended {request_id} without an answer")
         return tuple(completion(output) for output in final.outputs)
 
-    def _stream(self, request_id: str, prompt: tuple[int, ...], sampling: Sampling) -> AsyncGenerator[RequestOutput]:
-        return self._llm.generate(tokens_input(list(prompt)), vllm_sampling(sampling), request_id)
+    def _stream(
+        self, request_id: str, prompt: tuple[int, ...], sampling: Sampling, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput]:
+        return self._llm.generate(tokens_input(list(prompt)), vllm_sampling(sampling), request_id, priority=priority)
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop scheduling. The KV cache is dropped, so nothing computed before is read after: see ``PauseMode``."""
@@ -74,15 +97,17 @@ class EngineAdapter:
         """Load a committed version while paused; returns seconds. Any failure leaves the engine broken."""
         started = time.perf_counter()
         self._require_sound()
-        self.broken = f"version {version} is half loaded"
+        self._half_loaded = f"version {version} is half loaded"
         try:
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"folder": str(folder)}))
             await self._llm.finish_weight_update(weight_version=str(version))
         except Exception as error:
-            self.broken = f"loading version {version} failed: {error}"
-            raise EngineFailed(self.broken) from error
-        self.broken = None
+            self._half_loaded = f"loading version {version} failed: {error}"
+            for task in self._generating:  # kept over the update, they would wait for ever
+                task.cancel()
+            raise EngineFailed(self._half_loaded) from error
+        self._half_loaded = None
         return time.perf_counter() - started
 
     async def check_health(self) -> None:
@@ -100,6 +125,11 @@ class EngineAdapter:
     def _require_sound(self) -> None:
         if self.broken is not None:
             raise EngineFailed(f"this replica is being replaced: {self.broken}")
+
+
+def _cancelled_by_caller() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def vllm_sampling(sampling: Sampling) -> SamplingParams:

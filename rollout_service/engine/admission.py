@@ -4,6 +4,7 @@ Serve's ``max_ongoing_requests`` cannot do it: it queues instead of answering, a
 would hold up the calls that are to resume it.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,10 +18,15 @@ class AdmissionLimit:
         self._limit = limit
         self.running = 0
         """Sequences admitted and not yet answered."""
+        self._by_origin: Counter[str] = Counter()
+
+    def by_origin(self) -> dict[str, int]:
+        """``running``, by the gateway that sent them."""
+        return dict(self._by_origin)
 
     @contextmanager
-    def admit(self, sequences: int) -> Iterator[None]:
-        """Hold ``sequences`` places. Raises Overloaded when they are not free.
+    def admit(self, sequences: int, origin: str = "") -> Iterator[None]:
+        """Hold ``sequences`` places for the gateway ``origin``. Raises Overloaded when they are not free.
 
         A request larger than the limit is admitted when nothing else runs, or it could never be.
         """
@@ -31,7 +37,11 @@ class AdmissionLimit:
                 {"running": self.running, "limit": self._limit, "asked": sequences},
             )
         self.running += sequences
+        self._by_origin[origin] += sequences
         try:
             yield
         finally:
             self.running -= sequences
+            self._by_origin[origin] -= sequences
+            if not self._by_origin[origin]:
+                del self._by_origin[origin]

@@ -48,6 +48,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         generation_config="vllm",
         weight_transfer_config=WeightTransferConfig(backend=TRANSFER_BACKEND),
         enable_prefix_caching=True,
+        scheduling_policy="priority",  # with equal priorities: in order of arrival, as with the other policy
         disable_log_stats=True,
         **_attention(config, on_cpu),
         **({} if on_cpu or config.quant.weights == "none" else _kernels(config)),

@@ -34,8 +34,8 @@ _LONGEST_WAIT_S = 600.0
 class Engine(Protocol):
     """What the follower needs of the engine adapter."""
 
-    broken: str | None
-
+    @property
+    def broken(self) -> str | None: ...
     async def pause(self, mode: PauseMode) -> None: ...
     async def resume(self) -> None: ...
     async def load(self, folder: Path, version: int) -> float: ...
@@ -52,10 +52,12 @@ class Follower:
         config: WeightsConfig,
         fingerprint: str,
         running: Callable[[], int] = lambda: 0,
+        draining: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``ingest``: handle of the ingest deployment. ``running``: sequences in flight, for the reports."""
+        """``ingest``: handle of the ingest deployment. For the reports: ``running``, sequences in flight; ``draining``,
+        whether this replica gets no new ones any more."""
         self._replica_id, self._engine, self._ingest, self._config = replica_id, engine, ingest, config
-        self._fingerprint, self._running = fingerprint, running
+        self._fingerprint, self._running, self._draining = fingerprint, running, draining
         self._log = WeightLog(config.root)
         self._wish: Wish | None = None
         self._woken = asyncio.Event()
@@ -78,26 +80,29 @@ class Follower:
             await asyncio.sleep(0.1)  # the ingest is making version 0
         control = self._log.control()
         self._pause = control.mode if control.paused else None
-        while self.version != self._newest().version:
+        while (head := self._newest()).version != self.version:
             try:
-                await self._to_version(self._newest())
-            except NotFound as error:  # newer ones were committed meanwhile
-                logger.info("looking again: %s", error)
+                await self._to_version(head)
+            except (LogCorrupt, NotFound) as error:
+                if self._newest().version == head.version:
+                    raise
+                logger.info("version %d was removed for a newer one: %s", head.version, error)
         self._state = "ready"
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._act())]
 
     def status(self) -> ReplicaStatus:
         """What this replica says of itself."""
         self._sequence += 1
+        broken = self._engine.broken
         return ReplicaStatus(
             replica_id=self._replica_id,
             sequence=self._sequence,
             version=self.version,
-            state=self._state,
+            state="failed" if broken else "draining" if self._draining() else self._state,
             target=self._target,
             paused=self._pause is not None,
             running=self._running(),
-            error=self._engine.broken or self._error,
+            error=broken or self._error,
             update=self._update,
         )
 
@@ -110,6 +115,14 @@ class Follower:
             except TimeoutError:
                 return False
         return True
+
+    async def caught_up(self) -> None:
+        """Return once the newest version in the log is being served. Raises LogCorrupt or EngineFailed if it cannot."""
+        while self.version != self._newest().version:
+            self.check_health()
+            if self._error is not None:
+                raise LogCorrupt(self._error)
+            await asyncio.sleep(0.05)
 
     def check_health(self) -> None:
         """Raise if following has ended: a replica that follows no more would grow stale unseen."""
@@ -181,9 +194,7 @@ class Follower:
 
     async def _to_version(self, head: Head) -> None:
         self._state, self._target = "syncing", head.version
-        await (
-            self._report()
-        )  # also before the first one is loaded: the ingest keeps the files of a version that a replica is loading
+        await self._report()  # before the first one, too: the ingest keeps what a replica says it is loading
         stage_s = await self._stage(head)
         closed = time.perf_counter()
         await self._engine.pause(head.mode)

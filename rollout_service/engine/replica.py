@@ -1,5 +1,6 @@
 """The engine as a Serve deployment: one vLLM engine that follows the weight log."""
 
+import time
 from typing import Any
 
 from ray import serve
@@ -10,10 +11,16 @@ from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.args import engine_args, not_converted
 from rollout_service.engine.follower import Follower
 from rollout_service.engine.plugin import register
-from rollout_service.errors import TooEarly
+from rollout_service.errors import EngineFailed, NotReady, Overloaded, TooEarly
+from rollout_service.routing import STATS_PERIOD_S
 from rollout_service.sampling import GenerateCall
 from rollout_service.types import ReplicaStatus, Rollout
 from rollout_service.weights.served_model import ServedModel
+
+VERSION_WAIT_S = 0.5
+"""Longest wait for a version here; then the gateway asks again, and another replica may have it by then."""
+DRAINING_AFTER_S = 10 * STATS_PERIOD_S
+"""Serve asks routed replicas for their stats every period, and tells none that it is being removed."""
 
 
 class EngineReplica:
@@ -25,23 +32,37 @@ class EngineReplica:
         plan = model.plan(config.quant, config.engine.tensor_parallel_size)
         self._config = config
         self._replica_id = serve.get_replica_context().replica_id.unique_id
+        self._stats_asked_at: float | None = None
         self._engine = EngineAdapter(engine_args(config, not_converted(model, plan), model.has_tokenizer))
         await self._engine.connect()
         self._admission = AdmissionLimit(config.engine.admission_limit)
         self._follower = Follower(
-            self._replica_id, self._engine, ingest, config.weights, model.fingerprint, lambda: self._admission.running
+            self._replica_id,
+            self._engine,
+            ingest,
+            config.weights,
+            model.fingerprint,
+            lambda: self._admission.running,
+            self._draining,
         )
         await self._follower.start()
 
     async def generate(self, call: GenerateCall) -> Rollout:
         """The completions of one prompt; cancelling the call aborts them.
 
-        Raises Overloaded, TooEarly, InvalidRequest, EngineFailed or NonFiniteLogprob.
+        Raises Overloaded, TooEarly or NotReady when this replica refuses, and EngineFailed when it is lost, with its
+        ``replica_id`` in the detail; InvalidRequest or NonFiniteLogprob.
         """
-        with self._admission.admit(call.sampling.n):
-            if call.min_weight_version is not None:
-                await self._wait_version(call.min_weight_version)
-            completions = await self._engine.generate(call.request_id, call.prompt_token_ids, call.sampling)
+        try:
+            self._require_sound()
+            with self._admission.admit(call.sampling.n, call.origin):
+                if call.min_weight_version is not None:
+                    await self._wait_version(call.min_weight_version)
+                completions = await self._engine.generate(
+                    call.request_id, call.prompt_token_ids, call.sampling, call.priority
+                )
+        except (EngineFailed, NotReady, Overloaded, TooEarly) as error:
+            raise type(error)(error.message, {**error.detail, "replica_id": self._replica_id}) from error
         return Rollout(
             request_id=call.request_id,
             prompt_token_ids=call.prompt_token_ids,
@@ -53,17 +74,36 @@ class EngineReplica:
         """What this replica says of itself."""
         return self._follower.status()
 
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Serve's hook: what the router knows of this replica."""
+        self._stats_asked_at = time.monotonic()
+        status = self._follower.status()
+        return {"version": status.version, "state": status.state, "running": self._admission.by_origin()}
+
     async def check_health(self) -> None:
-        """Serve's health check: fails when the engine is dead or half updated, or follows no more."""
+        """Serve's health check: fails when the engine is dead or half updated, or follows no more.
+
+        The first one is part of starting: a version that was committed meanwhile is loaded before Serve routes here.
+        """
+        if self._stats_asked_at is None:
+            await self._follower.caught_up()
         await self._engine.check_health()
         self._follower.check_health()
 
+    def _draining(self) -> bool:
+        asked_at = self._stats_asked_at
+        return asked_at is not None and time.monotonic() - asked_at > DRAINING_AFTER_S
+
+    def _require_sound(self) -> None:
+        if self._engine.broken is not None:
+            raise NotReady(f"replica {self._replica_id} is being replaced: {self._engine.broken}")
+
     async def _wait_version(self, version: int) -> None:
-        wait_s = self._config.engine.version_wait_s
+        wait_s = min(VERSION_WAIT_S, self._config.engine.version_wait_s)
         if not await self._follower.wait_version(version, wait_s):
             raise TooEarly(
-                f"replica {self._replica_id} serves version {self._follower.version} and min_weight_version={version} "
-                f"did not come within {wait_s} s: push it, or ask for what is live",
+                f"replica {self._replica_id} serves version {self._follower.version}, which is behind "
+                f"min_weight_version={version}: push it, or ask for what is live",
                 {"min_weight_version": version, "live_version": self._follower.version},
             )
 

@@ -8,8 +8,8 @@ from fastapi import APIRouter
 from pydantic import Field, StrictInt
 
 from rollout_service.gateway.generate import spans, usage
-from rollout_service.gateway.prompts import check_model, detokenize, roll_out, tokenize
-from rollout_service.gateway.services import Open, Services
+from rollout_service.gateway.prompts import RolloutOptions, check_model, detokenize, roll_out, tokenize
+from rollout_service.gateway.services import Open, Services, SessionHeader
 from rollout_service.sampling import Sampling
 from rollout_service.tasks import raise_first_failure
 from rollout_service.types import Completion, Rollout
@@ -19,7 +19,7 @@ router = APIRouter(tags=["completions"])
 Prompt = str | list[StrictInt] | list[str] | list[list[StrictInt]]
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(RolloutOptions, Sampling):
     """One or several prompts, as text or ids; sampling parameters stand beside them."""
 
     prompt: Prompt
@@ -35,13 +35,10 @@ class CompletionRequest(Sampling):
     """Add ``token_ids`` and ``prompt_token_ids`` to each choice."""
     return_tokens_as_token_ids: bool | None = False
     """``logprobs.tokens`` reads ``token_id:123`` instead of text."""
-    request_id: str | None = Field(default=None, min_length=1, max_length=256)
-    min_weight_version: int | None = Field(default=None, ge=0)
     user: str | None = None
     stream: Literal[False] | None = False
     echo: Literal[False] | None = False
     best_of: Literal[1] | None = None
-    priority: Literal[0] = 0
 
     def sampling(self) -> Sampling:
         """The sampling parameters alone."""
@@ -51,14 +48,16 @@ class CompletionRequest(Sampling):
 
 
 @router.post("/v1/completions")
-async def completions(body: CompletionRequest, services: Open) -> dict[str, Any]:
+async def completions(body: CompletionRequest, services: Open, x_session_id: SessionHeader = None) -> dict[str, Any]:
     """The completions of all prompts; choice ``i * n + j`` is completion ``j`` of prompt ``i``."""
     check_model(body.model, services)
     identity = body.request_id or f"cmpl-{uuid.uuid4().hex}"
-    sampling = body.sampling()
+    sampling, options = body.sampling(), body.options(x_session_id)
     async with raise_first_failure() as group:
         tasks = [
-            group.create_task(roll_out(prompt, sampling, services, f"{identity}-{i}", body.min_weight_version))
+            group.create_task(
+                roll_out(prompt, sampling, services, options.model_copy(update={"request_id": f"{identity}-{i}"}))
+            )
             for i, prompt in enumerate(_prompts(body, services))
         ]
     rollouts = [task.result() for task in tasks]
@@ -73,6 +72,7 @@ async def completions(body: CompletionRequest, services: Open) -> dict[str, Any]
             for c in rollout.completions
         ],
         "usage": usage(rollouts),
+        "attempts": max((rollout.attempts for rollout in rollouts), default=1),
     }
 
 

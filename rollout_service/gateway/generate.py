@@ -4,32 +4,29 @@ import time
 from typing import Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field, StrictInt, model_validator
+from pydantic import StrictInt, model_validator
 
-from rollout_service.gateway.prompts import check_model, detokenize, roll_out, tokenize
-from rollout_service.gateway.services import Open, Services
+from rollout_service.gateway.prompts import RolloutOptions, check_model, detokenize, roll_out, tokenize
+from rollout_service.gateway.services import Open, Services, SessionHeader
 from rollout_service.sampling import Sampling
-from rollout_service.types import Completion, Frozen, Rollout
+from rollout_service.types import Completion, Rollout
 
 router = APIRouter(tags=["generate"])
 
 
-class GenerateRequest(Frozen):
-    """vLLM's ``GenerateRequest``, as far as it is implemented, plus ``prompt`` and ``min_weight_version``."""
+class GenerateRequest(RolloutOptions):
+    """vLLM's ``GenerateRequest``, as far as it is implemented, plus ``prompt`` and what ``RolloutOptions`` adds."""
 
     token_ids: tuple[StrictInt, ...] | None = None
     prompt: str | None = None
     """Text instead of ``token_ids``; the reply then names the ids it became."""
     sampling_params: Sampling = Sampling()
     model: str | None = None
-    request_id: str | None = Field(default=None, min_length=1, max_length=256)
     output_mode: Literal["tokens", "text"] = "tokens"
     """``text`` adds each completion's text."""
     return_token_ids: bool = False
     """Repeat the prompt's ids in the reply."""
-    min_weight_version: int | None = Field(default=None, ge=0)
     stream: Literal[False] | None = False
-    priority: Literal[0] = 0
 
     @model_validator(mode="after")
     def _ids_or_text(self) -> "GenerateRequest":
@@ -39,11 +36,11 @@ class GenerateRequest(Frozen):
 
 
 @router.post("/inference/v1/generate")
-async def generate(body: GenerateRequest, services: Open) -> dict[str, Any]:
+async def generate(body: GenerateRequest, services: Open, x_session_id: SessionHeader = None) -> dict[str, Any]:
     """The completions of one prompt, with the logprob and the weight version of every token."""
     check_model(body.model, services)
     prompt = tokenize(body.prompt, services) if body.prompt is not None else body.token_ids or ()
-    rollout = await roll_out(prompt, body.sampling_params, services, body.request_id, body.min_weight_version)
+    rollout = await roll_out(prompt, body.sampling_params, services, body.options(x_session_id))
     text = body.output_mode == "text"
     reply: dict[str, Any] = {
         "request_id": rollout.request_id,
@@ -53,6 +50,7 @@ async def generate(body: GenerateRequest, services: Open) -> dict[str, Any]:
         "choices": [_choice(c, services, text) for c in rollout.completions],
         "usage": usage([rollout]),
         "replica_id": rollout.replica_id,
+        "attempts": rollout.attempts,
     }
     if body.return_token_ids or body.prompt is not None:
         reply["prompt_token_ids"] = rollout.prompt_token_ids

@@ -3,10 +3,37 @@
 import uuid
 from collections.abc import Sequence
 
+from pydantic import Field
+
 from rollout_service.errors import InvalidRequest, NotFound
-from rollout_service.gateway.services import Services, call
+from rollout_service.gateway.services import Services
 from rollout_service.sampling import GenerateCall, Sampling
-from rollout_service.types import Rollout
+from rollout_service.types import Frozen, OnAbort, Rollout
+
+
+class RolloutOptions(Frozen):
+    """What a request of either data route may say about where and when it is answered."""
+
+    request_id: str | None = Field(default=None, min_length=1, max_length=256)
+    """The rollout's name in logs."""
+    min_weight_version: int | None = Field(default=None, ge=0)
+    """Only weights at least this new may answer; they are waited for ``engine.version_wait_s``, then 425."""
+    session_id: str | None = Field(default=None, min_length=1, max_length=256)
+    """Requests of one session go to one replica while it lives. Or as header ``X-Session-Id``."""
+    priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
+    """vLLM's: a lower one is scheduled earlier."""
+    on_abort: OnAbort = "continue"
+    """``return``: a completion that an update, a pause or a lost replica cuts short comes back as it is, with
+    ``finish_reason="abort"``, instead of going on elsewhere."""
+
+    def options(self, session_header: str | None) -> "RolloutOptions":
+        """These fields alone, the session from wherever it was named. Raises InvalidRequest for two sessions."""
+        if session_header and self.session_id and session_header != self.session_id:
+            raise InvalidRequest(
+                f"session_id={self.session_id!r} and the header X-Session-Id: {session_header!r} differ: send one"
+            )
+        fields = {name: getattr(self, name) for name in RolloutOptions.model_fields}
+        return RolloutOptions(**{**fields, "session_id": self.session_id or session_header or None})
 
 
 def check_model(name: str | None, services: Services) -> None:
@@ -66,17 +93,18 @@ async def roll_out(
     prompt: tuple[int, ...],
     sampling: Sampling,
     services: Services,
-    request_id: str | None = None,
-    min_weight_version: int | None = None,
+    options: RolloutOptions = RolloutOptions(),  # noqa: B008  # frozen
 ) -> Rollout:
     """Check one prompt and have an engine complete it."""
     check_prompt(prompt, sampling, services)
     if sampling.max_tokens is None:
         sampling = sampling.model_copy(update={"max_tokens": services.max_model_len - len(prompt)})
     request = GenerateCall(
-        request_id=request_id or uuid.uuid4().hex,
+        request_id=options.request_id or uuid.uuid4().hex,
         prompt_token_ids=prompt,
         sampling=sampling,
-        min_weight_version=min_weight_version,
+        min_weight_version=options.min_weight_version,
+        session_id=options.session_id,
+        priority=options.priority,
     )
-    return await call(services.engine.generate.remote(request))
+    return await services.dispatcher.complete(request, options.on_abort)

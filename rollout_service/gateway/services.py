@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import httpx
-from fastapi import Depends, Request
+from fastapi import Depends, Header, Request
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import NotReady, RolloutServiceError
+from rollout_service.gateway.dispatch import Dispatcher
 from rollout_service.web.auth import Authorizer
 from rollout_service.weights.served_model import ServedModel
 
@@ -27,8 +28,8 @@ class Services:
     vocab_size: int
     max_model_len: int
     tokenizer: PreTrainedTokenizerBase | None
-    engine: Any
-    """Handle of the engine deployment."""
+    dispatcher: Dispatcher
+    """To the engines."""
     ingest: Any
     """Handle of the ingest deployment."""
     authorizer: Authorizer
@@ -44,7 +45,7 @@ class Services:
             vocab_size=model.vocab_size,
             max_model_len=config.engine.max_model_len,
             tokenizer=AutoTokenizer.from_pretrained(config.model.path) if model.has_tokenizer else None,
-            engine=engine,
+            dispatcher=Dispatcher(engine, ingest, config.engine),
             ingest=ingest,
             authorizer=Authorizer(config.auth.secret()),
             http=httpx.AsyncClient(timeout=httpx.Timeout(300.0, connect=10.0)),
@@ -52,7 +53,7 @@ class Services:
 
 
 async def call(response: Awaitable[_Reply]) -> _Reply:
-    """Await another deployment's answer, and raise its errors as they were raised there."""
+    """Await the ingest's answer, and raise its errors as they were raised there."""
     try:
         return await response
     except RayTaskError as error:
@@ -60,7 +61,7 @@ async def call(response: Awaitable[_Reply]) -> _Reply:
             raise error.cause from None
         raise
     except (RayActorError, DeploymentUnavailableError) as error:
-        raise NotReady(f"the replica that had this request died: send it again ({error})") from error
+        raise NotReady(f"the ingest died with this request: send it again ({error})") from error
 
 
 def _services(request: Request) -> Services:
@@ -79,3 +80,6 @@ Open = Annotated[Services, Depends(_services)]
 
 Guarded = Annotated[Services, Depends(_authorized)]
 """Parameter of a weight or control route."""
+
+SessionHeader = Annotated[str | None, Header(alias="X-Session-Id", max_length=256)]
+"""Parameter of a data route: the session, for clients that name it in a header."""

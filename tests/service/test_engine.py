@@ -1,6 +1,7 @@
 """The engine adapter around real vLLM engines: are its logprobs right, and does half a version ever serve?"""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from rollout_service.config import ServiceConfig
-from rollout_service.engine.adapter import EngineAdapter
+from rollout_service.engine.adapter import EngineAdapter, completion
 from rollout_service.engine.args import engine_args, engine_environment
 from rollout_service.engine.plugin import register
 from rollout_service.errors import EngineFailed
@@ -20,8 +21,9 @@ from rollout_service.types import Completion
 from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.manifest import MANIFEST_FILE, read_manifest
+from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource
 from tests.support.reference import reference_logprobs, reference_model
-from tests.support.telltale import telltale_weights
+from tests.support.telltale import assert_pure, telltale_weights
 
 TEMPERATURE = 0.8
 SAMPLING = Sampling(n=4, max_tokens=48, temperature=TEMPERATURE, ignore_eos=True)
@@ -63,7 +65,7 @@ async def committed(tmp_path: Path, quant: str, kv_cache_dtype: str) -> ServiceC
             "model": {"path": tmp_path / "model"},
             "quant": {"weights": quant},
             "engine": {"max_model_len": 512, "kv_cache_dtype": kv_cache_dtype},
-            "weights": {"root": tmp_path / "log"},
+            "weights": {"root": tmp_path / "log", "source_roots": [tmp_path], "keep_versions": 3},
         }
     )
     await Ingest(config).start()
@@ -138,8 +140,57 @@ async def test_a_version_that_fails_while_it_is_loaded_leaves_an_engine_that_nev
         kept = tuple(tensor for tensor in manifest.tensors if "layers.2.mlp" not in tensor.name)
         (folder / MANIFEST_FILE).write_text(manifest.model_copy(update={"tensors": kept}).model_dump_json())
         await engine.pause("keep")
+        going = asyncio.create_task(engine.generate("kept", (5, 6), Sampling(max_tokens=4)))
+        await asyncio.sleep(0)  # it is in the engine
         with pytest.raises(EngineFailed, match="loading version 1 failed"):
             await engine.load(folder, 1)
+        with pytest.raises(EngineFailed, match="kept was under way when loading version 1 failed"):
+            await going
         for call in (engine.check_health(), engine.resume(), engine.generate("r", (5, 6), Sampling(max_tokens=1))):
             with pytest.raises(EngineFailed, match="being replaced"):
                 await call
+
+
+async def telltale_versions(tmp_path: Path, versions: range) -> ServiceConfig:
+    """A log with versions whose tokens tell them, and the configuration of an engine that decodes one at a time."""
+    config = await committed(tmp_path, "fp8_block", "fp8_e4m3")
+    ingest = Ingest(config)
+    await ingest.start()
+    for version in versions:
+        source = tmp_path / f"step-{version}"
+        shutil.copytree(config.model.path, source)
+        save_file(telltale_weights(config.model.path, version), source / "model.safetensors")
+        await ingest.begin(BeginUpload(version=version, source=PathSource(path=source)))
+        await ingest.commit(version, CommitUpload())
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"max_num_seqs": 1})})
+
+
+async def test_an_engine_reads_its_prefix_cache_within_a_version_never_across_and_takes_urgent_prompts_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = await telltale_versions(tmp_path, range(1, 3))
+    log, prompt, greedy = WeightLog(config.weights.root), (5, 6, 7) * 100, Sampling(max_tokens=4, temperature=0.0)
+
+    async def cached_tokens() -> int:
+        (output,) = [output async for output in engine._stream("r", prompt, greedy)]
+        assert_pure(completion(output.outputs[0]))
+        return int(output.num_cached_tokens)
+
+    async with running_engine(config, monkeypatch) as engine:
+        for version in (1, 2):
+            await engine.pause("keep")
+            await engine.load(log.folder(version), version)
+            await engine.resume()
+            assert [await cached_tokens() > 200 for _ in range(2)] == [False, True]
+        await engine.pause("keep")
+        finished: list[int] = []
+        waiting = [asyncio.create_task(_finish(engine, priority, finished)) for priority in (0, 5, -5, 1)]
+        await asyncio.sleep(0.5)  # all are in the engine, where nothing is scheduled
+        await engine.resume()
+        await asyncio.gather(*waiting)
+        assert finished == [-5, 0, 1, 5]
+
+
+async def _finish(engine: EngineAdapter, priority: int, finished: list[int]) -> None:
+    await engine.generate(f"p{priority}", (5, 6), Sampling(max_tokens=8, ignore_eos=True), priority)
+    finished.append(priority)

@@ -2,32 +2,46 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
 
 from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
 from rollout_service.local import LocalService
-from rollout_service.types import Fleet
+from rollout_service.types import Fleet, Rollout
 from tests.support.processes import descendants
 from tests.support.telltale import assert_pure, telltale_weights
 
 PROMPT = [5, 6, 7]
+LENGTH = 200
 
 
-async def test_a_replica_that_starts_after_a_commit_serves_that_version_from_its_first_token(
-    service: LocalService, client: RolloutClient, telltale: int
+@pytest.mark.parametrize(
+    "process", ["VLLM::EngineCore", "ray::ServeReplica:rollout:engine"], ids=["engine core", "replica"]
+)
+async def test_a_kill_under_load_loses_no_request_and_the_successor_serves_the_newest_version_from_its_first_token(
+    process: str, service: LocalService, client: RolloutClient, telltale: int
 ) -> None:
     before = {replica.replica_id for replica in (await client.fleet()).replicas}
-    descendants("VLLM::EngineCore")[0].kill()
-    survivor = await _fleet(client, lambda fleet: len(_sound(fleet)) == 1)
-    assert _sound(survivor) < before
     newest = telltale + 1
-    await client.push_weights(newest, telltale_weights(service.config.model.path, newest), wait="none")
-    fleet = await _fleet(client, lambda fleet: len(_sound(fleet)) == 2)
-    (newcomer,) = _sound(fleet) - before
-    made_by_newcomer = [rollout async for rollout in _completions_of(client, newcomer)]
+    async with _load(service, workers=12) as rollouts:
+        await _on_each(client, 3)
+        descendants(process)[0].kill()
+        survivor = await _fleet(client, lambda fleet: len(_sound(fleet)) == 1)
+        assert _sound(survivor) < before
+        await client.push_weights(newest, telltale_weights(service.config.model.path, newest), wait="none")
+        fleet = await _fleet(client, lambda fleet: len(_sound(fleet)) == 2)
+        (newcomer,) = _sound(fleet) - before
+        made_by_newcomer = [rollout async for rollout in _completions_of(client, newcomer)]
     for completion in made_by_newcomer:
         assert completion.versions == (newest,)
         assert_pure(completion)
+    assert max(rollout.attempts for rollout in rollouts) == 2
+    assert {completion.versions for rollout in rollouts for completion in rollout.completions} >= {(newest,)}
+    for rollout in rollouts:
+        assert len(rollout.completions[0].token_ids) == LENGTH
+        assert_pure(rollout.completions[0])
 
 
 async def test_an_ingest_that_restarts_finds_its_versions_and_replicas_again(
@@ -41,6 +55,29 @@ async def test_an_ingest_that_restarts_finds_its_versions_and_replicas_again(
     assert fleet.latest_version == telltale
     status = await client.push_weights(telltale + 1, telltale_weights(service.config.model.path, telltale + 1))
     assert status.state == "live"
+
+
+@asynccontextmanager
+async def _load(service: LocalService, workers: int) -> AsyncIterator[list[Rollout]]:
+    """Rollouts one after the other in each worker until the block ends; the client sends none of them twice."""
+    rollouts: list[Rollout] = []
+    done = asyncio.Event()
+
+    async def work(client: RolloutClient) -> None:
+        while not done.is_set():
+            rollouts.append(await client.generate(PROMPT, max_tokens=LENGTH, temperature=0.0, ignore_eos=True))
+
+    async with RolloutClient(service.url, retries=0) as client, asyncio.TaskGroup() as group:
+        for _ in range(workers):
+            group.create_task(work(client))
+        yield rollouts
+        done.set()
+
+
+async def _on_each(client: RolloutClient, sequences: int) -> None:
+    """Wait until each replica has at least so many sequences."""
+    while min(replica.running for replica in (await client.fleet()).replicas) < sequences:
+        await asyncio.sleep(0.05)
 
 
 def _sound(fleet: Fleet) -> set[str]:

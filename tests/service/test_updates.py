@@ -10,6 +10,8 @@ from rollout_service.local import LocalService
 from tests.support.telltale import assert_pure, telltale_weights, token_of
 
 PROMPT = [5, 6, 7, 9, 11]
+LONG_PROMPT = PROMPT * 60
+"""Longer than two blocks of the prefix cache."""
 
 
 async def test_after_a_push_every_replica_makes_tokens_of_the_new_version_only(
@@ -55,15 +57,37 @@ async def test_mode_wait_lets_running_completions_finish_on_the_old_weights(
     assert_pure(completion)
 
 
-async def test_mode_abort_ends_running_completions_with_what_they_have(
+async def test_mode_abort_moves_running_completions_on_to_the_new_weights(
     service: LocalService, client: RolloutClient, telltale: int
 ) -> None:
     new = telltale + 1
-    rollout = asyncio.create_task(client.generate(PROMPT, max_tokens=450, temperature=0.0, ignore_eos=True))
+    going = [
+        asyncio.create_task(client.generate(PROMPT, n=n, max_tokens=400, temperature=t, seed=7, ignore_eos=True))
+        for n, t in ((1, 0.0), (3, 0.01))
+    ]
+    await _running(client, 4)
+    await client.push_weights(new, telltale_weights(service.config.model.path, new), mode="abort")
+    for rollout in await asyncio.gather(*going):
+        assert rollout.attempts == 2
+        for completion in rollout.completions:
+            assert completion.finish_reason == "length" and len(completion.token_ids) == 400
+            assert completion.versions == (telltale, new)
+            tokens = {span.version: set(completion.token_ids[span.start : span.end]) for span in completion.spans}
+            assert tokens == {telltale: {token_of(telltale)}, new: {token_of(new)}}
+    assert_pure((await going[0]).completions[0])
+
+
+async def test_an_aborted_completion_comes_back_as_it_is_when_asked_for(
+    service: LocalService, client: RolloutClient, telltale: int
+) -> None:
+    new = telltale + 1
+    rollout = asyncio.create_task(
+        client.generate(PROMPT, max_tokens=450, temperature=0.0, ignore_eos=True, on_abort="return")
+    )
     await _running(client, 1)
     await client.push_weights(new, telltale_weights(service.config.model.path, new), mode="abort")
     completion = (await rollout).completions[0]
-    assert completion.finish_reason == "abort"
+    assert completion.finish_reason == "abort" and (await rollout).attempts == 1
     assert len(completion.token_ids) < 450
     assert_pure(completion)
 
@@ -74,7 +98,7 @@ async def test_many_updates_under_load_never_leave_a_stale_token(
     async def keep_generating() -> int:
         made = 0
         while not done.is_set():
-            rollout = await client.generate(PROMPT, max_tokens=40, temperature=0.0, ignore_eos=True)
+            rollout = await client.generate(LONG_PROMPT, max_tokens=40, temperature=0.0, ignore_eos=True)
             for completion in rollout.completions:
                 assert_pure(completion)
                 made += 1

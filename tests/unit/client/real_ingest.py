@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 from fastapi import FastAPI
 
+from rollout_service.gateway.dispatch import Dispatcher
 from rollout_service.gateway.replica import create_app
 from rollout_service.gateway.services import Services
 from rollout_service.web.auth import Authorizer
@@ -52,7 +53,7 @@ async def real_ingest(
             vocab_size=128,
             max_model_len=64,
             tokenizer=None,
-            engine=None,
+            dispatcher=Dispatcher(None, None, config.engine),
             ingest=LocalHandle(ingest),
             authorizer=authorizer,
             http=http,

@@ -219,6 +219,7 @@ def generate_reply(body: dict[str, Any]) -> dict[str, Any]:
         ],
         "usage": {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4},
         "replica_id": "replica-1",
+        "attempts": 2,
     }
     return reply | {"prompt_token_ids": [ord(c) for c in body["prompt"]]} if text else reply
 

@@ -36,6 +36,7 @@ async def test_a_rollout_carries_tokens_logprobs_spans_and_replica(service: Serv
     assert (first.token_ids, first.logprobs) == ((7, 8, 9), (-0.7, -0.8, -0.9))
     assert first.spans == (Span(version=3, start=0, end=2), Span(version=4, start=2, end=3))
     assert (first.finish_reason, first.stop_reason, first.text) == ("length", None, None)
+    assert rollout.attempts == 2
 
 
 async def test_only_what_differs_from_the_defaults_is_sent(service: Service, client: RolloutClient) -> None:
@@ -54,6 +55,9 @@ async def test_only_what_differs_from_the_defaults_is_sent(service: Service, cli
         ignore_eos=True,
         min_tokens=1,
         min_weight_version=7,
+        session_id="s",
+        priority=-1,
+        on_abort="return",
         request_id="r",
     )
     assert service.bodies[0] == {"token_ids": [1, 2], "sampling_params": {"logprobs": 0}}
@@ -74,6 +78,9 @@ async def test_only_what_differs_from_the_defaults_is_sent(service: Service, cli
             "logprobs": 0,
         },
         "min_weight_version": 7,
+        "session_id": "s",
+        "priority": -1,
+        "on_abort": "return",
         "request_id": "r",
     }
 

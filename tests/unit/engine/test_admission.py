@@ -51,3 +51,10 @@ def test_a_request_larger_than_the_limit_runs_alone() -> None:
             pass
     with limit.admit(1), pytest.raises(Overloaded), limit.admit(100):
         pass
+
+
+def test_sequences_are_told_by_the_gateway_that_sent_them() -> None:
+    limit = AdmissionLimit(10)
+    with limit.admit(2, "a"), limit.admit(3, "b"), limit.admit(1, "a"):
+        assert limit.by_origin() == {"a": 3, "b": 3} and limit.running == 6
+    assert limit.by_origin() == {} and limit.running == 0

@@ -5,6 +5,8 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from rollout_service.config import EngineConfig
+from rollout_service.gateway.dispatch import Dispatcher
 from rollout_service.gateway.services import Services
 from rollout_service.tiny_model import character_tokenizer
 from rollout_service.web.auth import Authorizer
@@ -24,7 +26,7 @@ def services(engine: EchoEngine) -> Services:
         vocab_size=len(tokenizer),
         max_model_len=64,
         tokenizer=tokenizer,
-        engine=engine,
+        dispatcher=Dispatcher(engine, ingest=None, limits=EngineConfig()),
         ingest=None,
         authorizer=Authorizer(None),
         http=httpx.AsyncClient(),

@@ -49,7 +49,6 @@ def test_only_the_sampled_tokens_logprob_can_be_asked_for(logprobs: int | None) 
         ("stream", True),
         ("echo", True),
         ("best_of", 2),
-        ("priority", 3),
         ("suffix", "x"),
         ("logit_bias", {"5": 1}),
         ("n", 0),

@@ -73,7 +73,6 @@ def test_a_prompt_is_given_either_as_ids_or_as_text(body: dict[str, Any]) -> Non
     ("field", "value"),
     [
         ("stream", True),
-        ("priority", 1),
         ("output_mode", "logits"),
         ("request_id", ""),
         ("request_id", "x" * 257),

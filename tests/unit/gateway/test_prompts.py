@@ -3,7 +3,7 @@
 import pytest
 
 from rollout_service.errors import InvalidRequest, NotFound
-from rollout_service.gateway.prompts import check_model, check_prompt, detokenize, roll_out, tokenize
+from rollout_service.gateway.prompts import RolloutOptions, check_model, check_prompt, detokenize, roll_out, tokenize
 from rollout_service.gateway.services import Services
 from rollout_service.sampling import Sampling
 from tests.unit.gateway.fakes import EchoEngine
@@ -101,7 +101,7 @@ async def test_without_max_tokens_a_completion_may_fill_the_context(services: Se
 
 async def test_a_rollout_hands_on_what_was_asked(services: Services, engine: EchoEngine) -> None:
     sampling = Sampling(n=2, max_tokens=4, temperature=0.5)
-    rollout = await roll_out((5, 6), sampling, services, request_id="mine", min_weight_version=3)
+    rollout = await roll_out((5, 6), sampling, services, RolloutOptions(request_id="mine", min_weight_version=3))
     call = engine.calls[0]
     assert (call.request_id, call.prompt_token_ids, call.sampling, call.min_weight_version) == (
         "mine",

@@ -1,0 +1,70 @@
+"""How a completion that was cut short goes on elsewhere, and how its pieces become one."""
+
+import xxhash
+
+from rollout_service.sampling import GenerateCall, Sampling
+from rollout_service.types import Completion, Span
+
+_SEEDS = 2**63
+
+
+def remainder(call: GenerateCall, partial: Completion, attempt: int) -> GenerateCall:
+    """The call that makes what ``partial``, one of the call's completions, still lacks."""
+    done = len(partial.token_ids)
+    sampling = call.sampling
+    changes: dict[str, object] = {"n": 1, "min_tokens": max(0, sampling.min_tokens - done)}
+    if sampling.max_tokens is not None:
+        changes["max_tokens"] = sampling.max_tokens - done
+    if sampling.seed is not None:
+        changes["seed"] = _seed(sampling.seed, partial.index, done)
+    return call.model_copy(
+        update={
+            "request_id": f"{call.request_id}-{partial.index}-{attempt}",
+            "prompt_token_ids": call.prompt_token_ids + partial.token_ids,
+            "sampling": sampling.model_copy(update=changes),
+        }
+    )
+
+
+def kept(partial: Completion, sampling: Sampling) -> Completion:
+    """What of ``partial`` can be gone on from: all of it, or nothing.
+
+    Sampling that looks back at the completion's own text or tokens would not see what has become part of a prompt: a
+    stop string that lies across the seam, the penalties on tokens that occurred. Such a completion starts anew.
+    """
+    looks_back = bool(sampling.stop) or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+    return partial.model_copy(update={"token_ids": (), "logprobs": (), "spans": ()}) if looks_back else partial
+
+
+def joined(partial: Completion, rest: Completion) -> Completion:
+    """One completion of a partial one and what was made after it; it ends as ``rest`` ended."""
+    done = len(partial.token_ids)
+    return Completion(
+        index=partial.index,
+        token_ids=partial.token_ids + rest.token_ids,
+        logprobs=partial.logprobs + rest.logprobs,
+        finish_reason=rest.finish_reason,
+        stop_reason=rest.stop_reason,
+        spans=_joined_spans(partial.spans, tuple(_moved(span, done) for span in rest.spans)),
+    )
+
+
+def _moved(span: Span, by: int) -> Span:
+    return Span(version=span.version, start=span.start + by, end=span.end + by)
+
+
+def _joined_spans(first: tuple[Span, ...], second: tuple[Span, ...]) -> tuple[Span, ...]:
+    if first and second and first[-1].version == second[0].version:
+        across = Span(version=first[-1].version, start=first[-1].start, end=second[0].end)
+        return (*first[:-1], across, *second[1:])
+    return first + second
+
+
+def _seed(seed: int, index: int, done: int) -> int:
+    """Another stream of random numbers for the rest: the same one again would repeat the draws of the first tokens.
+
+    Completion ``index`` starts with ``seed + index``, as in vLLM.
+    """
+    if done == 0:
+        return seed + index if seed + index < _SEEDS else seed + index - 2 * _SEEDS
+    return xxhash.xxh3_64_intdigest(f"{seed} {index} {done}".encode()) % _SEEDS

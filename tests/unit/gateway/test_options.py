@@ -1,0 +1,67 @@
+"""Session, priority and what to do with aborted completions, on both data routes."""
+
+import httpx
+import pytest
+
+from rollout_service.errors import InvalidRequest
+from rollout_service.gateway.prompts import RolloutOptions
+from rollout_service.gateway.replica import create_app
+from rollout_service.gateway.services import Services
+from tests.unit.gateway.fakes import EchoEngine
+
+ROUTES = {"/inference/v1/generate": {"token_ids": [5, 6]}, "/v1/completions": {"prompt": [5, 6]}}
+
+
+async def post(services: Services, path: str, header: str | None = None, **fields: object) -> httpx.Response:
+    transport = httpx.ASGITransport(create_app(services), client=("127.0.0.1", 1))
+    headers = {} if header is None else {"X-Session-Id": header}
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+        return await http.post(path, json={**ROUTES[path], **fields}, headers=headers)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_session_may_be_named_in_the_body_or_in_a_header(
+    services: Services, engine: EchoEngine, path: str
+) -> None:
+    await post(services, path, session_id="s1")
+    await post(services, path, header="s2")
+    await post(services, path, header="s3", session_id="s3")
+    await post(services, path)
+    assert [call.session_id for call in engine.calls] == ["s1", "s2", "s3", None]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_two_sessions_for_one_request_are_refused(services: Services, engine: EchoEngine, path: str) -> None:
+    reply = await post(services, path, header="a", session_id="b")
+    assert reply.status_code == 422 and "session_id='b'" in reply.json()["error"]["message"]
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_priority_is_handed_on_and_attempts_come_back(services: Services, engine: EchoEngine, path: str) -> None:
+    reply = await post(services, path, priority=-3)
+    assert reply.json()["attempts"] == 1
+    assert engine.calls[0].priority == -3
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("session_id", ""), ("session_id", "x" * 257), ("priority", 2**31), ("priority", "high"), ("on_abort", "drop")],
+)
+async def test_what_is_out_of_range_is_refused_by_name(
+    services: Services, path: str, field: str, value: object
+) -> None:
+    reply = await post(services, path, **{field: value})
+    assert reply.status_code == 422 and field in reply.json()["error"]["message"]
+
+
+async def test_a_session_in_a_header_that_is_too_long_is_refused(services: Services) -> None:
+    assert (await post(services, "/v1/completions", header="x" * 257)).status_code == 422
+
+
+def test_options_are_those_fields_alone() -> None:
+    given = RolloutOptions(request_id="r", min_weight_version=3, session_id="s", priority=1, on_abort="return")
+    assert given.options(None) == given
+    with pytest.raises(InvalidRequest):
+        given.options("t")
