@@ -166,7 +166,8 @@ def error_classes() -> dict[str, type[RolloutServiceError]]:
     while pending:
         cls = pending.pop()
         found[cls.__name__] = cls
-        pending.extend(cls.__subclasses__())
+        # Ray makes classes of its own below them as it carries errors between processes
+        pending.extend(sub for sub in cls.__subclasses__() if sub.__module__ == __name__)
     return found
 
 
