@@ -40,8 +40,8 @@ class LogRatios:
         return values.where(self.selected, 0.0).sum(-1) / self.selected.sum(-1).clamp(min=1)
 
     def sequence_max(self, values: torch.Tensor) -> torch.Tensor:
-        """Largest over each sequence's tokens, [batch, tokens] → [batch]; 0 for a sequence without any."""
-        return values.masked_fill(~self.selected, -torch.inf).amax(-1).where(self.rows, 0.0)
+        """Largest of values ≥ 0 over each sequence's tokens, [batch, tokens] → [batch]; 0 for one without any."""
+        return values.where(self.selected, 0.0).amax(-1)
 
     def over_tokens(self, values: torch.Tensor) -> torch.Tensor:
         """A value per sequence for each of its tokens, [batch] → [batch, tokens]."""

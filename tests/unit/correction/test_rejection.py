@@ -45,6 +45,15 @@ def test_a_token_is_kept_iff_its_statistic_lies_within_the_bounds(
     )
 
 
+@pytest.mark.parametrize(
+    "recipe", [Rejection("token_k1", 1.0), Rejection("token_k2", 2.0), Rejection("seq_max_k2", 2.0)]
+)
+def test_a_statistic_on_its_bound_is_kept(recipe: Rejection) -> None:
+    on_the_bound = {"k1": 0.0, "k2": -2.0}[recipe.statistic[-2:]]  # nats from the rollout's logprob
+    assert kept([[(on_the_bound - 4.0, -4.0)]], Correction(rejections=(recipe,))) == [[True]]
+    assert kept([[(on_the_bound - 4.5, -4.0)]], Correction(rejections=(recipe,))) == [[False]]
+
+
 def test_the_bounds_of_k1_are_of_rollout_over_trainer() -> None:
     tripled = [[(math.log(0.3), math.log(0.1))]]
     assert kept(tripled, Correction(rejections=(Rejection("token_k1", lower=0.3, upper=1.1),))) == [[True]]

@@ -128,6 +128,11 @@ def test_the_levels_by_hand() -> None:
     assert found["geometric"] == pytest.approx([4, 4])
 
 
+def test_a_weight_on_a_bound_is_within() -> None:
+    recipe = Correction(ImportanceWeights(upper=1.0, lower=1.0, outside="mask"))
+    assert correct([[-1.0, -1.0]], [[-1.0, -1.5]], correction=recipe).weights.tolist() == [[1.0, 0.0]]
+
+
 def test_masked_weights_are_zero_and_their_tokens_stay_in_the_mask() -> None:
     rows = [[(math.log(0.1 * ratio), math.log(0.1)) for ratio in (0.4, 0.6, 4.9, 5.1)]]
     found = correct(*padded(rows), Correction(ImportanceWeights(upper=5.0, lower=0.5, outside="mask")))
