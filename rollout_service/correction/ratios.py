@@ -36,12 +36,12 @@ class LogRatios:
         return bounded(self.log_ratio)
 
     def sequence_mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Mean over each sequence's tokens, [batch, tokens] → [batch]; 0 for a sequence without any."""
-        return values.where(self.selected, 0.0).sum(-1) / self.selected.sum(-1).clamp(min=1)
+        """Mean over each sequence's tokens, [batch, tokens], 0 where masked → [batch]; 0 for one without any."""
+        return values.sum(-1) / self.selected.sum(-1).clamp(min=1)
 
     def sequence_max(self, values: torch.Tensor) -> torch.Tensor:
-        """Largest of values ≥ 0 over each sequence's tokens, [batch, tokens] → [batch]; 0 for one without any."""
-        return values.where(self.selected, 0.0).amax(-1)
+        """Largest of each sequence's values ≥ 0, [batch, tokens], 0 where masked → [batch]; 0 for one without any."""
+        return values.amax(-1)
 
     def over_tokens(self, values: torch.Tensor) -> torch.Tensor:
         """A value per sequence for each of its tokens, [batch] → [batch, tokens]."""

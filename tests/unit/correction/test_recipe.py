@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollout_service.correction import PRESETS, Corrected, Correction, ImportanceWeights, Rejection, Veto, correct
 from tests.unit.correction import expected
-from tests.unit.correction.batches import ROWS, UNUSABLE, flat, padded, ragged, unpadded
+from tests.unit.correction.batches import ROWS, UNUSABLE, flat, near, padded, ragged, unpadded
 from tests.unit.correction.expected import Rows
 
 EVERYTHING = Correction(
@@ -26,10 +26,6 @@ EVERYTHING = Correction(
 )
 RECIPES = st.sampled_from([*PRESETS.values(), EVERYTHING])
 """Thresholds lie on no value that the tests sum in another order."""
-
-
-def near(metrics: dict[str, float]) -> dict[str, object]:
-    return {name: pytest.approx(value, rel=1e-9, abs=1e-9) for name, value in metrics.items()}
 
 
 def assert_same(found: Corrected, wanted: Corrected) -> None:
@@ -172,7 +168,7 @@ def test_metrics_of_weights_do_not_depend_on_what_is_rejected(rows: Rows) -> Non
     )
 
 
-def test_a_batch_that_is_rejected_whole_has_an_empty_mask_and_no_weight(rows: Rows) -> None:
+def test_a_batch_that_is_rejected_whole_has_an_empty_mask_and_no_weight() -> None:
     found = correct(*padded([[(-9.0, -1.0)], [(-1.0, -9.0)]]), PRESETS["geo_rs_token_tis"])
     assert not found.mask.any() and not found.weights.any()
     assert found.metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rollout_service.correction import Correction, Rejection, Veto, correct
 from rollout_service.correction.rejection import Statistic
 from tests.unit.correction import expected
-from tests.unit.correction.batches import ROWS, flat, padded, unpadded
+from tests.unit.correction.batches import ROWS, flat, near, padded, unpadded
 from tests.unit.correction.expected import Rows
 
 STATISTICS = st.sampled_from(get_args(Statistic))
@@ -36,13 +36,8 @@ def test_a_token_is_kept_iff_its_statistic_lies_within_the_bounds(
     assume(low == 0.0 or all(abs(value) > 1e-12 for value in flat(wanted) if value))
     assert kept(rows, Correction(rejections=(recipe,))) == [[low <= value <= high for value in row] for row in wanted]
     metrics = correct(*padded(rows), Correction(rejections=(recipe,))).metrics
-    assert (
-        metrics.items()
-        >= {
-            f"rollout_corr/{name}": pytest.approx(value, rel=1e-6, abs=1e-9)
-            for name, value in expected.of_rejection(rows, statistic, low, high).items()
-        }.items()
-    )
+    of_rejection = expected.of_rejection(rows, statistic, low, high)
+    assert {name: metrics[f"rollout_corr/{name}"] for name in of_rejection} == near(of_rejection)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +86,13 @@ def test_one_token_outside_the_veto_drops_its_sequence(rows: Rows, lower: float 
         sum(tokens) / len(tokens)
     )
     assert found.metrics["rollout_corr/rollout_is_veto_fraction"] == pytest.approx(sum(sequences) / len(sequences))
+
+
+def test_padding_vetoes_nothing_even_where_equal_policies_would() -> None:
+    assert kept([[(-2.0, -1.0)] * 2, [(-2.0, -1.0)]], Correction(veto=Veto(lower=None, upper=0.5))) == [
+        [True] * 2,
+        [True],
+    ]
 
 
 @pytest.mark.parametrize(
