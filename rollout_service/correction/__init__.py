@@ -1,10 +1,28 @@
-"""Correcting a trainer's loss for rollouts that another engine sampled: weights (TIS) and mismatch statistics.
+"""Correcting a trainer's loss for rollouts that another engine sampled: weights, rejection, and mismatch statistics.
 
 A rollout engine computes with other kernels and other number formats than the trainer, so the policy that sampled a
-token is not exactly the one that is trained, even when both hold the same weights. Needs torch only.
+token is not exactly the one that is trained, even when both hold the same weights. ``correct`` applies a recipe
+(``Correction``, or a published one by ``preset``) to a batch. Needs torch only; docs/correction.md explains it.
 """
 
-from rollout_service.correction.importance import truncated_importance_weights
+from rollout_service.correction.batch import Rows
 from rollout_service.correction.mismatch import Mismatch, measure_mismatch
+from rollout_service.correction.presets import PRESETS, preset
+from rollout_service.correction.recipe import Corrected, Correction, correct
+from rollout_service.correction.rejection import Rejection, Veto
+from rollout_service.correction.weights import ImportanceWeights, truncated_importance_weights
 
-__all__ = ["Mismatch", "measure_mismatch", "truncated_importance_weights"]
+__all__ = [
+    "PRESETS",
+    "Corrected",
+    "Correction",
+    "ImportanceWeights",
+    "Mismatch",
+    "Rejection",
+    "Rows",
+    "Veto",
+    "correct",
+    "measure_mismatch",
+    "preset",
+    "truncated_importance_weights",
+]

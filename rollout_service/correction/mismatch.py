@@ -1,10 +1,10 @@
-"""How far the engine that samples is from the policy that is trained, over the sampled tokens."""
+"""The mismatch in two numbers, for those who log no more."""
 
 from dataclasses import dataclass
 
-import torch
-
-from rollout_service.correction.log_ratio import LOG_RATIO_BOUND, masked_log_ratio
+from rollout_service.correction.batch import Rows
+from rollout_service.correction.metrics import mismatch_metrics
+from rollout_service.correction.ratios import compare
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,20 +19,15 @@ class Mismatch:
     """Tokens that the means are over."""
 
 
-def measure_mismatch(trainer_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor) -> Mismatch:
+def measure_mismatch(trainer_logprobs: Rows, rollout_logprobs: Rows, mask: Rows | None = None) -> Mismatch:
     """k1 and k3 between the trainer's and the engine's logprobs of the sampled tokens, computed in fp64.
 
-    All are natural logs [batch, tokens]; ``mask`` is bool or 0/1, and what masked positions hold has no influence.
-    In k3, and only there, ``lr`` is clamped to ±20. The estimators are from Schulman, "Approximating KL Divergence"
-    (2020); the names are those of verl's rollout correction.
+    All are natural logs, [batch, tokens] or ragged; ``mask`` is bool or 0/1, and what masked positions hold has no
+    influence. In k3, and only there, ``lr`` is clamped to ±20. The estimators are from Schulman, "Approximating KL
+    Divergence" (2020); ``correct`` measures the rest.
 
-    Raises ValueError for what ``masked_log_ratio`` refuses.
+    Raises ValueError for what ``as_batch`` refuses.
     """
-    log_ratio, selected = masked_log_ratio(trainer_logprobs, rollout_logprobs, mask)
-    per_token = log_ratio[selected].double()
-    bounded = per_token.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return Mismatch(
-        k1=-per_token.mean().item(),
-        k3=(torch.expm1(bounded) - bounded).mean().item(),
-        tokens=per_token.numel(),
-    )
+    ratios = compare(trainer_logprobs, rollout_logprobs, mask)
+    metrics = mismatch_metrics(ratios)
+    return Mismatch(k1=metrics["kl"], k3=metrics["k3_kl"], tokens=int(ratios.selected.sum()))

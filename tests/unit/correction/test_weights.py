@@ -1,4 +1,4 @@
-"""Truncated importance weights, against the formula written out in plain Python."""
+"""Importance weights, against the formulas written out in plain Python."""
 
 import math
 
@@ -7,7 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.correction import truncated_importance_weights
+from rollout_service.correction import Correction, ImportanceWeights, correct, truncated_importance_weights
+from rollout_service.correction.weights import Level, Outside
+from tests.unit.correction import expected
+from tests.unit.correction.batches import ROWS, flat, padded, unpadded
+from tests.unit.correction.expected import Rows
 
 LOGPROB = st.floats(min_value=-60, max_value=0, width=32)
 UNUSABLE = st.sampled_from([math.nan, math.inf, -math.inf])
@@ -93,3 +97,61 @@ def test_a_cap_that_is_no_positive_number_is_refused(cap: float) -> None:
     logprobs = torch.zeros(1, 2)
     with pytest.raises(ValueError, match="cap="):
         truncated_importance_weights(logprobs, logprobs, torch.ones(1, 2), cap=cap)
+
+
+@given(
+    rows=ROWS,
+    level=st.sampled_from(["token", "sequence", "geometric"]),
+    bounds=st.sampled_from([(None, 2.0), (0.5, 5.0), (0.3, 0.7), (None, math.inf)]),
+    outside=st.sampled_from(["truncate", "mask"]),
+)
+def test_weights_of_every_level_follow_the_formula_and_stay_within_the_bounds(
+    rows: Rows, level: Level, bounds: tuple[float | None, float], outside: Outside
+) -> None:
+    lower, upper = bounds
+    found = correct(*padded(rows), Correction(ImportanceWeights(level, upper, lower, outside))).weights
+    wanted = expected.bounded_weights(rows, level, lower, upper, outside)
+    assert unpadded(found, rows) == [pytest.approx(row, rel=1e-9, abs=1e-12) for row in wanted]
+    assert all(weight <= upper for weight in flat(found.tolist()))
+    if lower is not None:
+        assert all(weight >= lower or (outside == "mask" and weight == 0) for weight in flat(unpadded(found, rows)))
+
+
+def test_the_levels_by_hand() -> None:
+    rows = [[(math.log(0.2), math.log(0.1)), (math.log(0.8), math.log(0.1))]]
+    found = {
+        level: correct(*padded(rows), Correction(ImportanceWeights(level, upper=100.0))).weights[0].tolist()
+        for level in ("token", "sequence", "geometric")
+    }
+    assert found["token"] == pytest.approx([2, 8])
+    assert found["sequence"] == pytest.approx([16, 16])
+    assert found["geometric"] == pytest.approx([4, 4])
+
+
+def test_a_weight_on_a_bound_is_within() -> None:
+    recipe = Correction(ImportanceWeights(upper=1.0, lower=1.0, outside="mask"))
+    assert correct([[-1.0, -1.0]], [[-1.0, -1.5]], correction=recipe).weights.tolist() == [[1.0, 0.0]]
+
+
+def test_masked_weights_are_zero_and_their_tokens_stay_in_the_mask() -> None:
+    rows = [[(math.log(0.1 * ratio), math.log(0.1)) for ratio in (0.4, 0.6, 4.9, 5.1)]]
+    found = correct(*padded(rows), Correction(ImportanceWeights(upper=5.0, lower=0.5, outside="mask")))
+    assert found.weights[0].tolist() == pytest.approx([0, 0.6, 4.9, 0])
+    assert found.mask.all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"level": "batch"}, "level='batch' must be one of token, sequence, geometric"),
+        ({"outside": "clip"}, "outside='clip' must be one of truncate, mask"),
+        ({"upper": 0.0}, "upper=0.0 must be a positive number"),
+        ({"upper": math.nan}, "upper=nan must be a positive number"),
+        ({"upper": "2.0"}, "upper='2.0' must be a positive number"),
+        ({"lower": -1.0}, "lower=-1.0 must be a positive number"),
+        ({"lower": 3.0}, "lower=3.0 is above upper=2.0"),
+    ],
+)
+def test_weights_that_make_no_sense_are_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ImportanceWeights(**arguments)  # type: ignore[arg-type]

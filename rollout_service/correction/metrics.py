@@ -1,0 +1,57 @@
+"""How far apart trainer and rollout are, whatever is done about it: KL, perplexity, χ²."""
+
+import torch
+
+from rollout_service.correction.ratios import LogRatios, bounded
+
+PREFIX = "rollout_corr/"
+"""verl's, so that curves of both lie on one chart."""
+
+
+def mismatch_metrics(ratios: LogRatios) -> dict[str, float]:
+    """verl's off-policy metrics, and what NeMo-RL and SkyRL measure beside them; names without prefix.
+
+    Tokens are averaged over the batch, perplexities over sequences. Every value is finite: what is exponentiated is
+    clamped to ±20 first. With ``lr = trainer − rollout`` and ``ρ = exp(lr)``:
+
+    - ``kl`` mean(−lr), ``k3_kl`` mean(ρ − 1 − lr) (NeMo-RL's ``gen_kl_error``, prime-rl's ``mismatch_kl``)
+    - ``chi2_token`` mean(ρ²) − 1, ``chi2_seq`` mean over sequences of (Π ρ)² − 1
+    - ``training_ppl``, ``rollout_ppl``: mean over sequences of exp(−mean logprob); ``…_log_ppl`` without the exp;
+      ``log_ppl_diff`` their difference per sequence, with ``abs``, ``max``, ``min``; ``ppl_ratio`` mean of its exp
+    - ``token_mult_prob_error`` mean(exp |lr|) (NeMo-RL); ``rollout_train_logprobs_abs_diff_…`` of |lr| (SkyRL)
+    """
+    return _tokens(ratios) | _sequences(ratios)
+
+
+def _tokens(ratios: LogRatios) -> dict[str, float]:
+    log_ratio = ratios.log_ratio[ratios.selected]
+    safe = bounded(log_ratio)
+    distance = log_ratio.abs()
+    return {
+        "kl": -log_ratio.mean().item(),
+        "k3_kl": (torch.expm1(safe) - safe).mean().item(),
+        "chi2_token": torch.expm1(2.0 * safe).mean().item(),
+        "token_mult_prob_error": bounded(distance).exp().mean().item(),
+        "rollout_train_logprobs_abs_diff_mean": distance.mean().item(),
+        "rollout_train_logprobs_abs_diff_max": distance.max().item(),
+        "rollout_train_logprobs_abs_diff_std": distance.std(correction=0).item(),
+    }
+
+
+def _sequences(ratios: LogRatios) -> dict[str, float]:
+    training = -ratios.sequence_mean(ratios.trainer)[ratios.rows]
+    rollout = -ratios.sequence_mean(ratios.rollout)[ratios.rows]
+    difference = -ratios.sequence_mean(ratios.log_ratio)[ratios.rows]
+    product = bounded(ratios.log_ratio.sum(-1)[ratios.rows])
+    return {
+        "training_ppl": bounded(training).exp().mean().item(),
+        "training_log_ppl": training.mean().item(),
+        "rollout_ppl": bounded(rollout).exp().mean().item(),
+        "rollout_log_ppl": rollout.mean().item(),
+        "log_ppl_diff": difference.mean().item(),
+        "log_ppl_abs_diff": difference.abs().mean().item(),
+        "log_ppl_diff_max": difference.max().item(),
+        "log_ppl_diff_min": difference.min().item(),
+        "ppl_ratio": bounded(difference).exp().mean().item(),
+        "chi2_seq": torch.expm1(2.0 * product).mean().item(),
+    }

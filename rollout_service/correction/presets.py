@@ -1,0 +1,56 @@
+"""The published recipes by name, with the bounds that their projects default to. docs/correction.md lists them."""
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from rollout_service.correction.recipe import Correction
+from rollout_service.correction.rejection import Rejection, Veto
+from rollout_service.correction.weights import ImportanceWeights
+
+_TOKEN_TIS = ImportanceWeights(level="token", upper=2.0)
+_SEQ_TIS = ImportanceWeights(level="sequence", upper=2.0)
+_UNBOUNDED = ImportanceWeights(level="token", upper=math.inf)
+_GEO_RS = Rejection("seq_mean_k1", lower=0.999, upper=1.001)
+_K3_RS = Rejection("seq_mean_k3", upper=0.01)
+_SKYRL_OUTLIERS = Veto(lower=1e-4, upper=100.0)
+
+
+def _trainer_over_rollout(lower: float, upper: float) -> dict[str, float]:
+    """Bounds of the ratio π_trainer / π_rollout as k1's, which are of its inverse."""
+    return {"lower": 1.0 / upper, "upper": 1.0 / lower}
+
+
+PRESETS: Mapping[str, Correction] = MappingProxyType(
+    {
+        "metrics_only": Correction(),
+        "token_tis": Correction(_TOKEN_TIS),
+        "seq_tis": Correction(_SEQ_TIS),
+        "icepop": Correction(ImportanceWeights(level="token", lower=0.5, upper=5.0, outside="mask")),
+        "token_mis": Correction(_UNBOUNDED, (Rejection("token_k1", lower=0.5, upper=2.0),), Veto(lower=1e-4)),
+        "seq_mis": Correction(_SEQ_TIS, (Rejection("seq_sum_k1", lower=0.5, upper=2.0),)),
+        "seq_mask_tis": Correction(_UNBOUNDED, (Rejection("seq_mean_k1", **_trainer_over_rollout(0.999, 1.002)),)),
+        "geo_rs": Correction(rejections=(_GEO_RS,)),
+        "geo_rs_token_tis": Correction(_TOKEN_TIS, (_GEO_RS,)),
+        "geo_rs_seq_tis": Correction(_SEQ_TIS, (_GEO_RS,)),
+        "k3_rs": Correction(rejections=(_K3_RS,)),
+        "k3_rs_token_tis": Correction(_TOKEN_TIS, (_K3_RS,)),
+        "k3_rs_seq_tis": Correction(_SEQ_TIS, (_K3_RS,)),
+        "skyrl_token_tis": Correction(_TOKEN_TIS, veto=_SKYRL_OUTLIERS),
+        "skyrl_seq_tis": Correction(ImportanceWeights(level="sequence", upper=5.0), veto=_SKYRL_OUTLIERS),
+        "skyrl_geo_mask": Correction(
+            rejections=(Rejection("seq_mean_k1", **_trainer_over_rollout(0.99, 1.01)),), veto=_SKYRL_OUTLIERS
+        ),
+        "skyrl_product_mask": Correction(
+            rejections=(Rejection("seq_sum_k1", **_trainer_over_rollout(0.5, 2.0)),), veto=_SKYRL_OUTLIERS
+        ),
+    }
+)
+"""Other bounds: ``dataclasses.replace``, or a ``Correction`` of one's own."""
+
+
+def preset(name: str) -> Correction:
+    """The recipe of that name. Raises ValueError, with the names there are, for any other."""
+    if name not in PRESETS:
+        raise ValueError(f"no correction is called {name!r}: there are {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,115 @@
+"""A whole recipe: weights, rejections and a veto, applied to one batch."""
+
+from dataclasses import dataclass
+
+import torch
+
+from rollout_service.correction.batch import Rows
+from rollout_service.correction.metrics import PREFIX, mismatch_metrics
+from rollout_service.correction.ratios import LogRatios, compare
+from rollout_service.correction.rejection import Rejection, Veto
+from rollout_service.correction.rejection_metrics import rejection_metrics, total_rejection_metrics, veto_metrics
+from rollout_service.correction.weight_metrics import normalized, weight_metrics
+from rollout_service.correction.weights import ImportanceWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What is done about the mismatch. Nothing by default: metrics only. All parts look at the batch as it was given.
+
+    Raises TypeError for a part of another type, ValueError for two rejections by one statistic.
+    """
+
+    weights: ImportanceWeights | None = None
+    """None: every token weighs 1."""
+    rejections: tuple[Rejection, ...] = ()
+    """A token stays if every one of them keeps it."""
+    veto: Veto | None = None
+    """A sequence stays if it has no token that the veto names."""
+
+    def __post_init__(self) -> None:
+        _require_type("weights", self.weights, ImportanceWeights)
+        _require_type("veto", self.veto, Veto)
+        if not isinstance(self.rejections, tuple):
+            raise TypeError(f"rejections={self.rejections!r} must be a tuple of Rejection")
+        for rejection in self.rejections:
+            _require_type("rejections", rejection, Rejection)
+        statistics = [rejection.statistic for rejection in self.rejections]
+        twice = {statistic for statistic in statistics if statistics.count(statistic) > 1}
+        if twice:
+            raise ValueError(f"Correction: {', '.join(sorted(twice))} rejects twice: give the tighter bounds only")
+
+
+@dataclass(frozen=True, slots=True)
+class Corrected:
+    """What a trainer multiplies its loss by, divides it by, and logs."""
+
+    weights: torch.Tensor
+    """[batch, tokens], fp32 (fp64 if a logprob was), without gradient; 0 where masked or rejected."""
+    mask: torch.Tensor
+    """The sampled tokens that were not rejected, bool [batch, tokens]. May select none."""
+    metrics: dict[str, float]
+    """``rollout_corr/…``, of the batch as it was given; every value is finite."""
+
+
+def correct(
+    trainer_logprobs: Rows, rollout_logprobs: Rows, mask: Rows | None = None, correction: Correction | None = None
+) -> Corrected:
+    """Weights, mask and metrics of a batch under a recipe; None: metrics only.
+
+    ``trainer_logprobs`` are the trainer's, of the tokens that were sampled, before the optimizer step;
+    ``rollout_logprobs`` came with those tokens. Natural logs, tensors [batch, tokens] of any float dtype or ragged: a
+    1-D tensor or a list of numbers per sequence. ``mask`` is alike, bool or 0/1, and may be left out where one of them
+    is ragged. What masked positions hold, NaN included, has no influence. Computed in fp64.
+
+    Raises ValueError if shapes or lengths differ, if no token is selected, if the mask holds anything but 0 and 1, or
+    if a selected logprob is not finite (with its place); TypeError if ``correction`` is no ``Correction``.
+    """
+    _require_type("correction", correction, Correction)
+    recipe = correction or Correction()
+    ratios = compare(trainer_logprobs, rollout_logprobs, mask)
+    kept, metrics = _reject(recipe, ratios)
+    weights = ratios.selected.double()
+    if recipe.weights is not None:
+        weights, of_weights = _weigh(recipe.weights, ratios)
+        metrics |= of_weights
+    metrics |= mismatch_metrics(ratios)
+    return Corrected(
+        weights=(weights * kept).to(ratios.dtype),
+        mask=kept,
+        metrics={PREFIX + name: value for name, value in metrics.items()},
+    )
+
+
+def _weigh(recipe: ImportanceWeights, ratios: LogRatios) -> tuple[torch.Tensor, dict[str, float]]:
+    """Weights fp64 [batch, tokens], rejected tokens not yet zero, and their metrics."""
+    raw = recipe.ratios(ratios)
+    weights = recipe.bound(raw, ratios.selected)
+    metrics = weight_metrics(recipe, raw, weights, ratios)
+    if not recipe.batch_normalize:
+        return weights, metrics
+    weights, factor = normalized(recipe, weights, ratios)
+    return weights, metrics | factor
+
+
+def _reject(recipe: Correction, ratios: LogRatios) -> tuple[torch.Tensor, dict[str, float]]:
+    """The tokens that every rejection and the veto keep, bool [batch, tokens], and the metrics of each."""
+    kept = ratios.selected
+    metrics: dict[str, float] = {}
+    for rejection in recipe.rejections:
+        measured = rejection.measure(ratios)
+        keeps = rejection.keeps(measured)
+        kept = kept & (keeps if rejection.of_tokens else ratios.over_tokens(keeps))
+        metrics |= rejection_metrics(rejection, measured, ratios)
+    if recipe.veto is not None:
+        catastrophic = recipe.veto.catastrophic(ratios)
+        kept = kept & ~ratios.over_tokens(catastrophic.any(-1))
+        metrics |= veto_metrics(catastrophic, ratios)
+    if recipe.rejections or recipe.veto is not None:
+        metrics |= total_rejection_metrics(kept, ratios)
+    return kept, metrics
+
+
+def _require_type(name: str, value: object, expected: type) -> None:
+    if value is not None and not isinstance(value, expected):
+        raise TypeError(f"{name}={value!r} must be of type {expected.__name__}")

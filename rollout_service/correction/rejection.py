@@ -1,0 +1,114 @@
+"""Which tokens and sequences are left out altogether: divergence beyond a bound, or one hopeless token (veto)."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+import torch
+
+from rollout_service.correction.bounds import require_bounds, require_choice
+from rollout_service.correction.ratios import LogRatios
+
+Statistic: TypeAlias = Literal[
+    "token_k1", "token_k2", "token_k3",
+    "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
+    "seq_max_k2", "seq_max_k3",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Keep what has a small enough estimate of KL(rollout ‖ trainer); take the rest out of the mask.
+
+    Of each token, with ``lr = trainer − rollout`` within ±20: ``k1 = −lr``, ``k2 = lr²/2``, ``k3 = exp(lr) − 1 − lr``
+    (Schulman, "Approximating KL Divergence", 2020). A ``seq_`` statistic joins a sequence's tokens and keeps or drops
+    all of them; ``seq_mean_k1`` is the geometric mean of the ratios, ``seq_sum_k1`` their product. Names and formulas:
+    verl's rollout correction.
+
+    Raises ValueError for an unknown statistic, for bounds that are not positive or are the wrong way round, and for
+    ``lower`` with k2 or k3.
+    """
+
+    statistic: Statistic
+    upper: float
+    """k1: keep up to ``log(upper)``, so this bounds the ratio π_rollout / π_trainer (the inverse of a weight!).
+    k2, k3: keep up to ``upper`` nats."""
+    lower: float | None = None
+    """k1 only: keep from ``log(lower)``. None: 1/``upper``."""
+
+    def __post_init__(self) -> None:
+        require_choice("Rejection", "statistic", self.statistic, get_args(Statistic))
+        owner = f"Rejection {self.statistic}"
+        if not self.is_ratio and self.lower is not None:
+            raise ValueError(f"{owner}: lower={self.lower}, but it is never negative and has only an upper bound")
+        if self.is_ratio and self.lower is None and isinstance(self.upper, int | float) and self.upper < 1:
+            raise ValueError(f"{owner}: upper={self.upper} without lower is a band [1/upper, upper]: give at least 1")
+        require_bounds(owner, self.lower, self.upper)
+
+    @property
+    def is_ratio(self) -> bool:
+        """Whether the bounds are of a ratio, on both sides."""
+        return self.statistic.endswith("k1")
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether single tokens are rejected and not whole sequences."""
+        return self.statistic.startswith("token_")
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The smallest and largest statistic that is kept, in nats."""
+        if not self.is_ratio:
+            return -math.inf, self.upper
+        return math.log(1.0 / self.upper if self.lower is None else self.lower), math.log(self.upper)
+
+    def measure(self, ratios: LogRatios) -> torch.Tensor:
+        """The statistic in nats, fp64: [batch, tokens] for ``token_``, [batch] for ``seq_``."""
+        divergence = _DIVERGENCES[self.statistic[-2:]](ratios.bounded)
+        joined, _, _ = self.statistic.rpartition("_")
+        if joined == "token":
+            return divergence
+        if joined == "seq_sum":
+            return divergence.sum(-1)
+        return ratios.sequence_mean(divergence) if joined == "seq_mean" else ratios.sequence_max(divergence)
+
+    def keeps(self, measured: torch.Tensor) -> torch.Tensor:
+        """Which of them stay, bool, same shape."""
+        smallest, largest = self.limits
+        return (measured >= smallest) & (measured <= largest)
+
+
+@dataclass(frozen=True, slots=True)
+class Veto:
+    """Drop a whole sequence that holds one token with a ratio π_trainer / π_rollout outside [lower, upper].
+
+    ``lower`` alone is slime's veto (1e-4 in verl's early versions too), both are SkyRL's outlier mask. The log-ratio
+    is not clamped here. Raises ValueError for bounds that are not positive, are the wrong way round, or are both None.
+    """
+
+    lower: float | None = 1e-4
+    upper: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.lower is None and self.upper is None:
+            raise ValueError("Veto: neither lower nor upper is given: leave the veto out instead")
+        require_bounds("Veto", self.lower, self.upper)
+
+    def catastrophic(self, ratios: LogRatios) -> torch.Tensor:
+        """The tokens outside, bool [batch, tokens]."""
+        outside = torch.zeros_like(ratios.selected)
+        if self.lower is not None:
+            outside = outside | (ratios.log_ratio < math.log(self.lower))
+        if self.upper is not None:
+            outside = outside | (ratios.log_ratio > math.log(self.upper))
+        return outside & ratios.selected
+
+
+# k3 by expm1: exp(lr) − 1 alone loses every digit of a small ratio.
+_DIVERGENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "k1": torch.neg,
+    "k2": lambda log_ratio: 0.5 * log_ratio.square(),
+    "k3": lambda log_ratio: torch.expm1(log_ratio) - log_ratio,
+}

@@ -1,0 +1,99 @@
+"""What every function refuses, and what it says; ragged rows."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rollout_service.correction import Rows, correct, measure_mismatch, truncated_importance_weights
+
+every = pytest.mark.parametrize("function", [truncated_importance_weights, measure_mismatch, correct])
+Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+
+
+@every
+@pytest.mark.parametrize(
+    "shapes",
+    [((2, 3), (2, 4), (2, 3)), ((2, 3), (2, 3), (3,)), ((2, 3), (2, 3), (2, 1)), ((3,), (3,), (3,))],
+    ids=["logprobs differ", "mask lacks the batch", "mask would broadcast", "no batch"],
+)
+def test_shapes_that_are_not_one_batch_by_tokens_are_refused_with_all_three(
+    function: Function, shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    trainer, engine, mask = (torch.ones(shape) for shape in shapes)
+    with pytest.raises(ValueError, match=r"\[batch, tokens\]") as refusal:
+        function(trainer, engine, mask)
+    assert all(str(list(shape)) in str(refusal.value) for shape in shapes)
+
+
+@every
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
+def test_a_mask_that_selects_nothing_is_refused(function: Function, shape: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="selects no token"):
+        function(torch.zeros(shape), torch.zeros(shape), torch.zeros(shape))
+
+
+@every
+@pytest.mark.parametrize("value", [0.5, 2.0, -1.0, math.nan])
+def test_a_mask_of_anything_but_zero_and_one_is_refused(function: Function, value: float) -> None:
+    with pytest.raises(ValueError, match="only 0 and 1"):
+        function(torch.zeros(1, 2), torch.zeros(1, 2), torch.tensor([[1.0, value]]))
+
+
+@every
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["trainer_logprobs", "rollout_logprobs"])
+def test_a_selected_logprob_that_is_not_finite_is_refused_with_its_place(
+    function: Function, value: float, name: str
+) -> None:
+    logprobs = {"trainer_logprobs": torch.zeros(2, 3), "rollout_logprobs": torch.zeros(2, 3)}
+    logprobs[name][1, 2] = value
+    with pytest.raises(ValueError, match=rf"{name}\[1, 2\] is {value}"):
+        function(logprobs["trainer_logprobs"], logprobs["rollout_logprobs"], torch.ones(2, 3))
+
+
+def test_lists_of_numbers_are_tokens_at_the_start_of_their_rows() -> None:
+    weights = truncated_importance_weights([[-1.0, -2.0], [], [-1.0]], [[-1.0, -1.0], [], [0.0]])
+    assert weights.dtype is torch.float32
+    assert weights.tolist() == [pytest.approx(row) for row in ([1, math.exp(-1)], [0, 0], [math.exp(-1), 0])]
+
+
+def test_the_services_lists_go_with_a_trainers_padded_tensor() -> None:
+    trainer = torch.tensor([[-1.0, -2.0, math.nan, math.nan], [-1.0, math.nan, math.nan, math.nan]])
+    assert measure_mismatch(trainer, [[-1.0, -1.0], [-1.0]]).tokens == 3
+
+
+@pytest.mark.parametrize("mask", [[[1, 0], [1]], torch.tensor([[True, False], [True, False]])])
+def test_a_mask_picks_tokens_of_ragged_rows(mask: Rows) -> None:
+    assert measure_mismatch([[-1.0, -9.0], [-2.0]], [[-1.0, -1.0], [-1.0]], mask).k1 == pytest.approx(0.5)
+
+
+def test_a_mask_that_picks_what_a_ragged_row_does_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"trainer_logprobs\[1, 1\] is nan"):
+        correct([[-1.0, -2.0], [-1.0]], [[-1.0, -2.0], [-1.0]], torch.ones(2, 2))
+
+
+def test_ragged_rows_that_do_not_agree_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="row 1 of rollout_logprobs has 2 tokens and of trainer_logprobs 1"):
+        correct([[-1.0, -2.0], [-1.0]], [[-1.0, -2.0], [-1.0, -1.0]])
+    with pytest.raises(ValueError, match="mask has 1 rows and trainer_logprobs has 2"):
+        correct([[-1.0], [-1.0]], [[-1.0], [-1.0]], [[1]])
+    with pytest.raises(ValueError, match=r"1-D \[tokens\], not \[1, 2\]"):
+        correct([torch.zeros(1, 2)], [torch.zeros(1)])
+
+
+def test_a_ragged_row_longer_than_the_padded_tensor_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[1, 1\], \[1, 2\]"):
+        correct(torch.zeros(1, 1), [[-1.0, -1.0]])
+
+
+def test_padded_logprobs_need_a_mask() -> None:
+    with pytest.raises(ValueError, match="give a mask"):
+        correct(torch.zeros(1, 1), torch.zeros(1, 1))
+
+
+@pytest.mark.parametrize("rows", [[], [[]], [[], []]])
+def test_ragged_rows_without_a_token_are_refused(rows: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match="selects no token"):
+        correct(rows, rows)

@@ -1,0 +1,53 @@
+"""verl's off-policy metrics, against plain Python."""
+
+import math
+
+import pytest
+from hypothesis import given
+
+from rollout_service.correction import correct
+from tests.unit.correction import expected
+from tests.unit.correction.batches import ROWS, padded
+from tests.unit.correction.expected import Rows
+
+
+def measured(rows: Rows) -> dict[str, float]:
+    return {name.removeprefix("rollout_corr/"): value for name, value in correct(*padded(rows)).metrics.items()}
+
+
+@given(rows=ROWS)
+def test_every_metric_follows_its_formula(rows: Rows) -> None:
+    found, wanted = measured(rows), expected.mismatch(rows)
+    assert found.keys() == wanted.keys()
+    assert found == {name: pytest.approx(value, rel=1e-9, abs=1e-9) for name, value in wanted.items()}
+
+
+def test_one_token_by_hand() -> None:
+    found = measured([[(math.log(0.2), math.log(0.1))]])
+    assert found["kl"] == pytest.approx(-math.log(2))
+    assert found["k3_kl"] == pytest.approx(1 - math.log(2))
+    assert found["chi2_token"] == found["chi2_seq"] == pytest.approx(3.0)
+    assert (found["training_ppl"], found["rollout_ppl"]) == pytest.approx((5.0, 10.0))
+    assert found["ppl_ratio"] == pytest.approx(0.5)
+    assert found["token_mult_prob_error"] == pytest.approx(2.0)
+
+
+def test_sequences_are_multiplied_and_tokens_are_not() -> None:
+    doubled = (math.log(0.2), math.log(0.1))
+    found = measured([[doubled, doubled, doubled]])
+    assert found["chi2_token"] == pytest.approx(2**2 - 1)
+    assert found["chi2_seq"] == pytest.approx(2 ** (2 * 3) - 1)
+    assert found["ppl_ratio"] == pytest.approx(0.5)
+
+
+def test_perplexities_are_averaged_over_sequences_and_kl_over_tokens() -> None:
+    found = measured([[(-1.0, -1.0)] * 3, [(-2.0, -1.0)]])
+    assert found["kl"] == pytest.approx(1 / 4)
+    assert found["log_ppl_diff"] == pytest.approx(1 / 2)
+    assert found["training_ppl"] == pytest.approx((math.exp(1) + math.exp(2)) / 2)
+
+
+def test_a_tiny_mismatch_is_not_lost_to_rounding() -> None:
+    found = measured([[(-1.0 + 1e-8, -1.0)]])
+    assert found["k3_kl"] == pytest.approx(0.5e-16, rel=1e-5, abs=0)
+    assert found["chi2_token"] == pytest.approx(2e-8, rel=1e-6, abs=0)

@@ -1,0 +1,191 @@
+"""Whole recipes: what holds for all of them, whatever the batch."""
+
+import dataclasses
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_service.correction import PRESETS, Corrected, Correction, ImportanceWeights, Rejection, Veto, correct
+from tests.unit.correction import expected
+from tests.unit.correction.batches import ROWS, UNUSABLE, flat, near, padded, ragged, unpadded
+from tests.unit.correction.expected import Rows
+
+EVERYTHING = Correction(
+    ImportanceWeights("sequence", upper=3.0, lower=0.1, batch_normalize=True),
+    (
+        Rejection("token_k1", 8.0),
+        Rejection("token_k3", 2.0),
+        Rejection("seq_mean_k2", 1.0),
+        Rejection("seq_max_k3", 4.0),
+    ),
+    Veto(lower=1e-4, upper=100.0),
+)
+RECIPES = st.sampled_from([*PRESETS.values(), EVERYTHING])
+"""Thresholds lie on no value that the tests sum in another order."""
+
+
+def assert_same(found: Corrected, wanted: Corrected) -> None:
+    assert torch.equal(found.mask, wanted.mask)
+    torch.testing.assert_close(found.weights, wanted.weights)
+    assert found.metrics == near(wanted.metrics)
+
+
+@given(rows=ROWS, recipe=RECIPES)
+def test_equal_policies_are_left_as_they_are(rows: Rows, recipe: Correction) -> None:
+    equal = [[(trainer, trainer) for trainer, _ in row] for row in rows]
+    trainer, rollout, mask = padded(equal)
+    found = correct(trainer, rollout, mask, recipe)
+    assert torch.equal(found.mask, mask)
+    assert torch.equal(found.weights, mask.double())
+    zero = {"kl", "k3_kl", "chi2_token", "chi2_seq", "log_ppl_diff", "rollout_train_logprobs_abs_diff_max"}
+    assert {found.metrics[f"rollout_corr/{name}"] for name in zero} == {0.0}
+    assert found.metrics["rollout_corr/ppl_ratio"] == found.metrics["rollout_corr/token_mult_prob_error"] == 1.0
+    rejected = [value for name, value in found.metrics.items() if name.endswith("masked_fraction")]
+    assert rejected == [0.0] * len(rejected)
+
+
+@given(rows=ROWS, recipe=RECIPES, seed=st.integers(0, 1000))
+def test_the_order_of_the_sequences_changes_nothing(rows: Rows, recipe: Correction, seed: int) -> None:
+    order = list(range(len(rows)))
+    random.Random(seed).shuffle(order)
+    straight = correct(*padded(rows), recipe)
+    shuffled = correct(*padded([rows[index] for index in order]), recipe)
+    assert_same(shuffled, dataclasses.replace(straight, weights=straight.weights[order], mask=straight.mask[order]))
+
+
+@given(rows=ROWS, recipe=RECIPES, junk=UNUSABLE | st.floats(-100, 100), extra=st.integers(0, 3))
+def test_what_masked_positions_hold_has_no_influence(rows: Rows, recipe: Correction, junk: float, extra: int) -> None:
+    found = correct(*padded(rows, junk, extra), recipe)
+    wanted = correct(*padded(rows, 0.0), recipe)
+    width = wanted.mask.shape[1]
+    assert not found.mask[:, width:].any() and not found.weights[:, width:].any()
+    assert_same(dataclasses.replace(found, weights=found.weights[:, :width], mask=found.mask[:, :width]), wanted)
+
+
+@given(rows=ROWS, recipe=RECIPES, where=st.integers(0, 5))
+def test_a_sequence_without_tokens_changes_nothing(rows: Rows, recipe: Correction, where: int) -> None:
+    where = min(where, len(rows))
+    found = correct(*padded([*rows[:where], [], *rows[where:]]), recipe)
+    wanted = correct(*padded(rows), recipe)
+    others = [index for index in range(len(rows) + 1) if index != where]
+    assert not found.mask[where].any() and not found.weights[where].any()
+    assert_same(dataclasses.replace(found, weights=found.weights[others], mask=found.mask[others]), wanted)
+
+
+@given(rows=ROWS, recipe=RECIPES)
+def test_ragged_rows_give_what_padded_rows_give(rows: Rows, recipe: Correction) -> None:
+    trainer, rollout, mask = padded(rows)
+    wanted = correct(trainer, rollout, mask, recipe)
+    by_row = ragged(rows)
+    assert_same(correct(*by_row, correction=recipe), wanted)
+    assert_same(correct(trainer, by_row[1], correction=recipe), wanted)
+    assert_same(correct(*by_row, mask, recipe), wanted)
+
+
+@given(rows=ROWS, recipe=RECIPES)
+def test_every_number_is_finite_and_every_share_lies_between_zero_and_one(rows: Rows, recipe: Correction) -> None:
+    far = [[(50 * trainer, 50 * rollout) for trainer, rollout in row] for row in rows]  # down to exp(−2000)
+    found = correct(*padded(far), recipe)
+    assert torch.isfinite(found.weights).all() and (found.weights >= 0).all()
+    assert [name for name, value in found.metrics.items() if not math.isfinite(value)] == []
+    shares = {name: value for name, value in found.metrics.items() if "fraction" in name or "oob" in name}
+    assert [name for name, value in shares.items() if not 0 <= value <= 1] == []
+
+
+@given(rows=ROWS, recipe=RECIPES)
+def test_what_is_rejected_weighs_nothing_and_the_rest_is_of_the_mask(rows: Rows, recipe: Correction) -> None:
+    trainer, rollout, mask = padded(rows)
+    found = correct(trainer, rollout, mask, recipe)
+    assert not (found.mask & ~mask).any()
+    assert not found.weights[~found.mask].any()
+
+
+@pytest.mark.parametrize("recipe", [*PRESETS.values(), EVERYTHING], ids=[*PRESETS, "everything"])
+def test_no_gradient_flows_through_weights_or_metrics(recipe: Correction) -> None:
+    trainer = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    found = correct(trainer, torch.tensor([[-1.0001, -2.0]], requires_grad=True), torch.ones(1, 2), recipe)
+    assert not found.weights.requires_grad
+    (found.weights * trainer).sum().backward()
+    assert trainer.grad is not None
+    assert torch.equal(trainer.grad, found.weights)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rollout", "weights"),
+    [
+        (torch.float16, torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.float32, torch.float64, torch.float64),
+    ],
+)
+def test_logprobs_of_any_dtype_give_weights_of_at_least_fp32(
+    rows: Rows, trainer: torch.dtype, rollout: torch.dtype, weights: torch.dtype
+) -> None:
+    ours, theirs, mask = padded(rows)
+    ours, theirs = ours.to(trainer), theirs.to(rollout)
+    found = correct(ours, theirs, mask, EVERYTHING)
+    assert found.weights.dtype is weights and found.mask.dtype is torch.bool
+    exact = correct(ours.double(), theirs.double(), mask, EVERYTHING)
+    assert found.metrics == exact.metrics
+    assert torch.equal(found.weights, exact.weights.to(weights))
+
+
+def test_half_precision_is_widened_before_it_is_subtracted() -> None:
+    trainer, rollout = torch.tensor([[-8.0]]), torch.tensor([[-0.0078125]])
+    wanted = {"rollout_corr/kl": 8.0 - 0.0078125}  # bf16 would make it 8
+    assert correct(trainer.bfloat16(), rollout.bfloat16(), torch.ones(1, 1)).metrics.items() >= wanted.items()
+
+
+def test_without_a_recipe_only_metrics_come_out(rows: Rows) -> None:
+    trainer, rollout, mask = padded(rows)
+    found = correct(trainer, rollout, mask)
+    assert torch.equal(found.mask, mask) and torch.equal(found.weights, mask.double())
+    assert found.metrics.keys() == {f"rollout_corr/{name}" for name in expected.mismatch(rows)}
+
+
+@given(rows=ROWS)
+def test_a_token_stays_if_every_rejection_and_the_veto_keep_it(rows: Rows) -> None:
+    trainer, rollout, mask = padded(rows)
+    alone = [correct(trainer, rollout, mask, Correction(rejections=(one,))).mask for one in EVERYTHING.rejections]
+    alone.append(correct(trainer, rollout, mask, Correction(veto=EVERYTHING.veto)).mask)
+    together = correct(trainer, rollout, mask, EVERYTHING)
+    assert torch.equal(together.mask, torch.stack(alone).all(0))
+    kept = flat(unpadded(together.mask, rows))
+    lost = [not all(row) for row in unpadded(together.mask, rows) if row]
+    assert together.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 - sum(kept) / len(kept))
+    assert together.metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(sum(lost) / len(lost))
+
+
+def test_metrics_of_weights_do_not_depend_on_what_is_rejected(rows: Rows) -> None:
+    weights = ImportanceWeights("token", upper=2.0)
+    alone = correct(*padded(rows), Correction(weights)).metrics
+    assert (
+        alone.items() <= correct(*padded(rows), Correction(weights, (Rejection("seq_mean_k3", 0.01),))).metrics.items()
+    )
+
+
+def test_a_batch_that_is_rejected_whole_has_an_empty_mask_and_no_weight() -> None:
+    found = correct(*padded([[(-9.0, -1.0)], [(-1.0, -9.0)]]), PRESETS["geo_rs_token_tis"])
+    assert not found.mask.any() and not found.weights.any()
+    assert found.metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
+def test_a_batch_without_any_token_is_refused(shape: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="selects no token"):
+        correct(torch.full(shape, math.nan), torch.zeros(shape), torch.zeros(shape), EVERYTHING)
+
+
+def test_a_recipe_is_refused_where_it_is_written() -> None:
+    with pytest.raises(ValueError, match="token_k1 rejects twice"):
+        Correction(rejections=(Rejection("token_k1", 2.0), Rejection("token_k2", 1.0), Rejection("token_k1", 3.0)))
+    with pytest.raises(TypeError, match="tuple of Rejection"):
+        Correction(rejections=Rejection("token_k1", 2.0))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="ImportanceWeights"):
+        Correction(weights="token")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Correction"):
+        correct([[0.0]], [[0.0]], correction="token_tis")  # type: ignore[arg-type]

@@ -1,0 +1,122 @@
+"""Which tokens and sequences a rejection takes out, and its metrics, against plain Python."""
+
+import math
+from typing import get_args
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from rollout_service.correction import Correction, Rejection, Veto, correct
+from rollout_service.correction.rejection import Statistic
+from tests.unit.correction import expected
+from tests.unit.correction.batches import ROWS, flat, near, padded, unpadded
+from tests.unit.correction.expected import Rows
+
+STATISTICS = st.sampled_from(get_args(Statistic))
+
+
+def kept(rows: Rows, recipe: Correction) -> list[list[float]]:
+    return unpadded(correct(*padded(rows), recipe).mask, rows)
+
+
+@given(rows=ROWS, statistic=STATISTICS, upper=st.floats(1.01, 50), lower=st.none() | st.floats(0.01, 1))
+def test_a_token_is_kept_iff_its_statistic_lies_within_the_bounds(
+    rows: Rows, statistic: Statistic, upper: float, lower: float | None
+) -> None:
+    ratio = statistic.endswith("k1")
+    recipe = Rejection(statistic, upper, lower if ratio else None)
+    low = math.log(1 / upper if lower is None else lower) if ratio else 0.0
+    high = math.log(upper) if ratio else upper
+    wanted = expected.statistic(rows, statistic)
+    # Sums in another order may fall on the other side of a bound.
+    assume(
+        all(abs(value - bound) > 1e-9 * max(1, abs(bound)) for value in flat(wanted) for bound in (low or 1e9, high))
+    )
+    assume(low == 0.0 or all(abs(value) > 1e-12 for value in flat(wanted) if value))
+    assert kept(rows, Correction(rejections=(recipe,))) == [[low <= value <= high for value in row] for row in wanted]
+    metrics = correct(*padded(rows), Correction(rejections=(recipe,))).metrics
+    of_rejection = expected.of_rejection(rows, statistic, low, high)
+    assert {name: metrics[f"rollout_corr/{name}"] for name in of_rejection} == near(of_rejection)
+
+
+@pytest.mark.parametrize(
+    "recipe", [Rejection("token_k1", 1.0), Rejection("token_k2", 2.0), Rejection("seq_max_k2", 2.0)]
+)
+def test_a_statistic_on_its_bound_is_kept(recipe: Rejection) -> None:
+    on_the_bound = {"k1": 0.0, "k2": -2.0}[recipe.statistic[-2:]]  # nats from the rollout's logprob
+    assert kept([[(on_the_bound - 4.0, -4.0)]], Correction(rejections=(recipe,))) == [[True]]
+    assert kept([[(on_the_bound - 4.5, -4.0)]], Correction(rejections=(recipe,))) == [[False]]
+
+
+def test_the_bounds_of_k1_are_of_rollout_over_trainer() -> None:
+    tripled = [[(math.log(0.3), math.log(0.1))]]
+    assert kept(tripled, Correction(rejections=(Rejection("token_k1", lower=0.3, upper=1.1),))) == [[True]]
+    assert kept(tripled, Correction(rejections=(Rejection("token_k1", lower=0.9, upper=3.3),))) == [[False]]
+
+
+def test_one_upper_bound_of_k1_is_a_band_around_one() -> None:
+    recipe = Correction(rejections=(Rejection("token_k1", upper=2.0),))
+    ratios = [0.45, 0.55, 1.9, 2.1]
+    assert kept([[(math.log(ratio / 4), math.log(1 / 4)) for ratio in ratios]], recipe) == [[False, True, True, False]]
+
+
+def test_means_do_not_grow_with_length_and_sums_do() -> None:
+    short, long = [(-1.0, -1.1)] * 2, [(-1.0, -1.1)] * 20
+    mean, total = Rejection("seq_mean_k1", upper=1.2), Rejection("seq_sum_k1", upper=2.0)
+    assert kept([short, long], Correction(rejections=(mean,))) == [[True] * 2, [True] * 20]
+    assert kept([short, long], Correction(rejections=(total,))) == [[True] * 2, [False] * 20]
+
+
+def test_one_token_is_lost_in_a_mean_and_not_in_a_maximum() -> None:
+    row = [(-3.0, -1.0)] + [(-1.0, -1.0)] * 99
+    assert kept([row], Correction(rejections=(Rejection("seq_mean_k2", upper=0.1),))) == [[True] * 100]
+    assert kept([row], Correction(rejections=(Rejection("seq_max_k2", upper=0.1),))) == [[False] * 100]
+
+
+@given(rows=ROWS, lower=st.sampled_from([None, 1e-4, 1e-12]), upper=st.sampled_from([None, 100.0, 1e12]))
+def test_one_token_outside_the_veto_drops_its_sequence(rows: Rows, lower: float | None, upper: float | None) -> None:
+    assume(lower is not None or upper is not None)
+    low, high = math.log(lower or 1e-300), math.log(upper or 1e300)
+    outside = [[not low <= log <= high for log in expected.log_ratios(row)] for row in rows]
+    found = correct(*padded(rows), Correction(veto=Veto(lower, upper)))
+    assert unpadded(found.mask, rows) == [[not any(row)] * len(row) for row in outside]
+    tokens, sequences = flat(outside), [any(row) for row in outside if row]
+    assert found.metrics["rollout_corr/rollout_is_catastrophic_token_fraction"] == pytest.approx(
+        sum(tokens) / len(tokens)
+    )
+    assert found.metrics["rollout_corr/rollout_is_veto_fraction"] == pytest.approx(sum(sequences) / len(sequences))
+
+
+def test_padding_vetoes_nothing_even_where_equal_policies_would() -> None:
+    assert kept([[(-2.0, -1.0)] * 2, [(-2.0, -1.0)]], Correction(veto=Veto(lower=None, upper=0.5))) == [
+        [True] * 2,
+        [True],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"statistic": "seq_max_k1", "upper": 2.0}, "one of token_k1"),
+        ({"statistic": "token_k3", "upper": 2.0, "lower": 0.1}, "only an upper bound"),
+        ({"statistic": "token_k1", "upper": 0.5}, "at least 1"),
+        ({"statistic": "token_k1", "upper": 0.5, "lower": 0.7}, "above upper"),
+        ({"statistic": "token_k2", "upper": 0.0}, "positive"),
+        ({"statistic": "token_k2", "upper": math.nan}, "positive"),
+        ({"statistic": "token_k2", "upper": "0.5_2.0"}, "positive"),
+        ({"statistic": "token_k1", "upper": True}, "positive"),
+    ],
+)
+def test_a_rejection_that_makes_no_sense_is_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Rejection(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "message"),
+    [(None, None, "neither"), (0.0, None, "positive"), (2.0, 1.0, "above upper"), (math.inf, None, "finite")],
+)
+def test_a_veto_that_makes_no_sense_is_refused(lower: float | None, upper: float | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Veto(lower, upper)

@@ -1,0 +1,65 @@
+"""verl's ``rollout_is_…``, against plain Python."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_service.correction import Correction, ImportanceWeights, correct
+from rollout_service.correction.weights import Level, Outside
+from tests.unit.correction import expected
+from tests.unit.correction.batches import ROWS, near, padded, unpadded
+from tests.unit.correction.expected import Rows
+
+LEVELS = st.sampled_from(["token", "sequence", "geometric"])
+BOUNDS = st.sampled_from([(None, 2.0), (0.5, 5.0), (0.3, 0.7), (None, 1e12)])
+
+
+def measured(rows: Rows, recipe: ImportanceWeights) -> dict[str, float]:
+    metrics = correct(*padded(rows), Correction(recipe)).metrics
+    return {name.removeprefix("rollout_corr/"): value for name, value in metrics.items() if "rollout_is" in name}
+
+
+@given(rows=ROWS, level=LEVELS, bounds=BOUNDS, outside=st.sampled_from(["truncate", "mask"]))
+def test_every_metric_follows_its_formula(
+    rows: Rows, level: Level, bounds: tuple[float | None, float], outside: Outside
+) -> None:
+    lower, upper = bounds
+    found = measured(rows, ImportanceWeights(level, upper, lower, outside))
+    wanted = expected.of_weights(rows, level, lower, upper, outside)
+    assert found == near(wanted)
+
+
+def test_the_effective_sample_size_is_the_share_of_tokens_that_count() -> None:
+    one_of_four = [[(0.0, 0.0)], [(-30.0, 0.0)], [(-30.0, 0.0)], [(-30.0, 0.0)]]
+    found = measured(one_of_four, ImportanceWeights("token", upper=2.0, lower=0.5, outside="mask"))
+    assert found["rollout_is_eff_sample_size"] == pytest.approx(0.25)
+    assert found["rollout_is_oob_ratio"] == pytest.approx(0.75)
+
+
+def test_where_every_weight_is_masked_the_effective_sample_size_is_zero() -> None:
+    found = measured([[(-3.0, 0.0)]], ImportanceWeights("token", upper=2.0, lower=0.5, outside="mask"))
+    assert found["rollout_is_eff_sample_size"] == 0.0
+
+
+@given(rows=ROWS, level=LEVELS)
+def test_normalized_weights_have_mean_one_and_the_factor_says_what_they_were_divided_by(
+    rows: Rows, level: Level
+) -> None:
+    plain = correct(*padded(rows), Correction(ImportanceWeights(level, upper=2.0)))
+    found = correct(*padded(rows), Correction(ImportanceWeights(level, upper=2.0, batch_normalize=True)))
+    units = unpadded(found.weights, rows)
+    values = [w for row in units for w in row] if level == "token" else [row[0] for row in units if row]
+    factor = found.metrics["rollout_corr/rollout_is_batch_norm_factor"]
+    if factor != 1.0:
+        assert math.fsum(values) / len(values) == pytest.approx(1.0)
+    assert (found.weights * factor).tolist() == [pytest.approx(row) for row in plain.weights.tolist()]
+    assert plain.metrics.items() <= found.metrics.items()
+
+
+def test_weights_that_are_all_masked_are_not_divided_by_zero() -> None:
+    recipe = ImportanceWeights("token", upper=2.0, lower=0.5, outside="mask", batch_normalize=True)
+    found = correct([[-3.0]], [[0.0]], correction=Correction(recipe))
+    assert found.weights.tolist() == [[0.0]]
+    assert found.metrics["rollout_corr/rollout_is_batch_norm_factor"] == 1.0
