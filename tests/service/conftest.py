@@ -26,7 +26,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Iterator
     folder = tmp_path_factory.mktemp("service")
     overrides = {
         "model": {"path": folder / "tiny-qwen3"},
-        "engine": {"admission_limit": 64, "version_wait_s": 1.0},
+        "engine": {"admission_limit": 64, "version_wait_s": 4.0},
         "scaling": {"min_replicas": 2, "max_replicas": 2},
         "weights": {
             "root": folder / "weights",
