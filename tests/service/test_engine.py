@@ -68,7 +68,9 @@ async def committed(tmp_path: Path, quant: str, kv_cache_dtype: str) -> ServiceC
             "weights": {"root": tmp_path / "log", "source_roots": [tmp_path], "keep_versions": 3},
         }
     )
-    await Ingest(config).start()
+    ingest = Ingest(config)
+    await ingest.start()
+    await ingest.stop()
     return config
 
 

@@ -93,6 +93,7 @@ async def running(
         yield OneEngine(config, adapter, ingest)
     finally:
         adapter.shutdown()
+        await ingest.stop()
 
 
 async def mean_difference(one: OneEngine, folder: Path, fp8: bool) -> float:
