@@ -3,9 +3,10 @@
 from typing import Any
 
 from ray import serve
-from ray.serve.config import AutoscalingConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.deployment import Application
 
+from rollout_service.autoscaling import RolloutAutoscaling
 from rollout_service.config import ScalingConfig, ServiceConfig
 from rollout_service.engine.args import engine_environment
 from rollout_service.engine.replica import EngineReplica
@@ -16,6 +17,8 @@ from rollout_service.weights.replica import IngestReplica
 # Serve's own limit (5) would queue control calls behind paused rollouts; the replica's admission limit decides instead
 UNLIMITED = 1_000_000
 HEALTH_CHECK_PERIOD_S = 5
+LOOK_BACK_S = 15
+"""Serve has replicas note their load five times in it. It sends the notes every 10 s, which nothing public changes."""
 
 
 def build(config: ServiceConfig) -> Application:
@@ -30,7 +33,7 @@ def build(config: ServiceConfig) -> Application:
         "engine",
         ray_actor_options=_resources(config),
         graceful_shutdown_timeout_s=config.scaling.drain_timeout_s,
-        **_scaling(config.scaling),
+        **scaling_options(config.scaling),
     ).bind(config, ingest)
     return _deployment(GatewayReplica, "gateway").bind(config, engine, ingest)
 
@@ -42,15 +45,25 @@ def _deployment(cls: type, name: str, **options: Any) -> Any:
     )
 
 
-def _scaling(scaling: ScalingConfig) -> dict[str, Any]:
-    if scaling.max_replicas == scaling.min_replicas:
+def scaling_options(scaling: ScalingConfig) -> dict[str, Any]:
+    """Options of the engine deployment: a fixed number of replicas, or our policy within its bounds."""
+    if not scaling.autoscaled:
         return {"num_replicas": scaling.min_replicas}
     autoscaling = AutoscalingConfig(
         min_replicas=scaling.min_replicas,
+        # a first engine that cannot start should fail the start of the service, not the first request
+        initial_replicas=max(1, scaling.min_replicas),
         max_replicas=scaling.max_replicas,
-        target_ongoing_requests=scaling.target_ongoing_requests,
-        upscale_delay_s=scaling.upscale_delay_s,
-        downscale_delay_s=scaling.downscale_delay_s,
+        look_back_period_s=LOOK_BACK_S,
+        # the policy has its own delays, which do not count time in which versions move
+        upscale_delay_s=0,
+        downscale_delay_s=0,
+        policy=AutoscalingPolicy(
+            policy_function=RolloutAutoscaling,
+            policy_kwargs=scaling.model_dump(
+                include={"target_sequences", "target_kv_usage", "upscale_delay_s", "downscale_delay_s"}
+            ),
+        ),
     )
     return {"autoscaling_config": autoscaling}
 

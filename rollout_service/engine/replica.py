@@ -9,6 +9,7 @@ from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.args import engine_args, not_converted
 from rollout_service.engine.follower import Follower
+from rollout_service.engine.load import autoscaling_stats
 from rollout_service.engine.plugin import register
 from rollout_service.errors import TooEarly
 from rollout_service.sampling import GenerateCall
@@ -52,6 +53,10 @@ class EngineReplica:
     async def status(self) -> ReplicaStatus:
         """What this replica says of itself."""
         return self._follower.status()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's hook: what the autoscaling policy knows of this replica."""
+        return autoscaling_stats(self._follower.status(), self._engine.scheduler)
 
     async def check_health(self) -> None:
         """Serve's health check: fails when the engine is dead or half updated, or follows no more."""

@@ -45,7 +45,7 @@ class Ingest:
         )
         self._converter = Converter(self._trainer_recipe, device=config.quant.device)
         self._wish: Wish | None = None
-        self._fleet = FleetTable(config.weights.dead_after_s)
+        self._fleet = FleetTable(config.weights.dead_after_s, may_be_empty=config.scaling.min_replicas == 0)
         self._staged: dict[int, StagedVersion] = {}
         self._writing, self._controlling = asyncio.Lock(), asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()

@@ -83,3 +83,11 @@ def test_versions_that_are_served_or_being_loaded_are_in_use(table: FleetTable) 
     table.report(replica("a", 1, target=3))
     table.report(replica("b", None, target=2))
     assert table.in_use() == {1, 2, 3}
+
+
+def test_an_empty_table_is_waited_for_unless_there_may_be_no_replica_at_all(table: FleetTable) -> None:
+    assert not table.all_serve(0) and not table.all_paused(True)
+    scaled_to_zero = FleetTable(dead_after_s=60, may_be_empty=True)
+    assert scaled_to_zero.all_serve(0) and scaled_to_zero.all_paused(True)
+    scaled_to_zero.report(replica("a", 1))
+    assert not scaled_to_zero.all_serve(2) and not scaled_to_zero.all_paused(True)
