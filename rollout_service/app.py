@@ -51,8 +51,9 @@ def scaling_options(scaling: ScalingConfig) -> dict[str, Any]:
         return {"num_replicas": scaling.min_replicas}
     autoscaling = AutoscalingConfig(
         min_replicas=scaling.min_replicas,
-        # a first engine that cannot start should fail the start of the service, not the first request
-        initial_replicas=max(1, scaling.min_replicas),
+        # an engine that cannot start should fail the start of the service, not the first request; above zero Serve
+        # would fall back to this number at each redeployment
+        initial_replicas=1 if scaling.min_replicas == 0 else None,
         max_replicas=scaling.max_replicas,
         look_back_period_s=LOOK_BACK_S,
         # the policy has its own delays, which do not count time in which versions move

@@ -117,12 +117,17 @@ def test_nothing_is_known_of_a_replica_that_is_silent_or_has_not_reported_yet() 
     assert fleet_at_one_moment({}, ["newcomer"], NOW_S) == [None]
 
 
-def test_serve_has_no_delays_of_its_own_and_starts_with_an_engine() -> None:
+def test_serve_has_no_delays_of_its_own_and_starts_with_an_engine_even_where_none_is_kept() -> None:
     scaling = ScalingConfig(min_replicas=0, max_replicas=3, upscale_delay_s=7)
     autoscaling: AutoscalingConfig = scaling_options(scaling)["autoscaling_config"]
     assert (autoscaling.min_replicas, autoscaling.initial_replicas, autoscaling.max_replicas) == (0, 1, 3)
     assert (autoscaling.upscale_delay_s, autoscaling.downscale_delay_s) == (0, 0)
     assert autoscaling.policy.policy_kwargs["upscale_delay_s"] == 7
+
+
+def test_a_redeployment_does_not_fall_back_to_the_number_at_the_start() -> None:
+    scaling = ScalingConfig(min_replicas=1, max_replicas=3)
+    assert scaling_options(scaling)["autoscaling_config"].initial_replicas is None
 
 
 def test_a_fixed_fleet_has_no_policy() -> None:
