@@ -18,7 +18,7 @@ from rollout_service.weights.replica import IngestReplica
 UNLIMITED = 1_000_000
 HEALTH_CHECK_PERIOD_S = 5
 LOOK_BACK_S = 15
-"""Serve has replicas note their load five times in it. It sends the notes every 10 s, which nothing public changes."""
+"""Serve has replicas note their load five times in it. It sends them every 10 s, which nothing public changes."""
 
 
 def build(config: ServiceConfig) -> Application:

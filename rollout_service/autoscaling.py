@@ -113,7 +113,8 @@ def decide(
         return goals.bounded(target), memory
     if direction > 0:
         return wanted, Memory(now_s)
-    return goals.bounded(max(memory.most_wanted, min(1, target - 1))), Memory(now_s)
+    fewest = max(memory.most_wanted, min(1, target - 1))
+    return goals.bounded(min(fewest, target)), Memory(now_s)  # a redeployment may have lowered the target meanwhile
 
 
 class Point(Protocol):

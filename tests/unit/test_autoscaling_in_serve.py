@@ -105,7 +105,7 @@ def test_replicas_are_compared_at_the_last_moment_of_which_all_have_reported() -
 
 
 def test_a_new_replica_counts_from_its_first_report() -> None:
-    raw = metrics(old=[(9.0, {RUNNING: 5.0})], new=[(1.0, {RUNNING: 3.0})])
+    raw = metrics(old=[(9.0, {RUNNING: 5.0})], new=[(4.0, {RUNNING: 3.0}), (1.0, {RUNNING: 8.0})])
     loads = fleet_at_one_moment(raw, ["old", "new"], NOW_S)
     assert [load and load.sequences for load in loads] == [5.0, 3.0]
 
