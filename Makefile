@@ -35,7 +35,7 @@ test-gpu: setup ## tests that only a GPU can decide
 test-service: setup ## tests of a running service with real engines
 	@$(PYTHON_VENV) -m pytest tests/service -m "not slow"
 
-test-slow: setup ## an engine of every family of models in turn (3 minutes more)
+test-slow: setup ## an engine of every family of models in turn, and autoscaling (8 minutes more)
 	@$(PYTHON_VENV) -m pytest tests/service -m slow
 
 check: setup ## lint, format and types

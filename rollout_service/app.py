@@ -3,9 +3,10 @@
 from typing import Any
 
 from ray import serve
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.deployment import Application
 
+from rollout_service.autoscaling import RolloutAutoscaling
 from rollout_service.config import ScalingConfig, ServiceConfig
 from rollout_service.engine.args import engine_environment
 from rollout_service.engine.replica import EngineReplica
@@ -17,6 +18,8 @@ from rollout_service.weights.replica import IngestReplica
 # Serve's own limit (5) would queue control calls behind paused rollouts; the replica's admission limit decides instead
 UNLIMITED = 1_000_000
 HEALTH_CHECK_PERIOD_S = 5
+LOOK_BACK_S = 15
+"""Serve has replicas note their load five times in it. It sends them every 10 s, which nothing public changes."""
 
 
 def build(config: ServiceConfig) -> Application:
@@ -34,7 +37,7 @@ def build(config: ServiceConfig) -> Application:
         request_router_config=RequestRouterConfig(
             request_router_class=RolloutRouter, request_routing_stats_period_s=STATS_PERIOD_S
         ),
-        **_scaling(config.scaling),
+        **scaling_options(config.scaling),
     ).bind(config, ingest)
     return _deployment(GatewayReplica, "gateway").bind(config, engine, ingest)
 
@@ -46,15 +49,26 @@ def _deployment(cls: type, name: str, **options: Any) -> Any:
     )
 
 
-def _scaling(scaling: ScalingConfig) -> dict[str, Any]:
-    if scaling.max_replicas == scaling.min_replicas:
+def scaling_options(scaling: ScalingConfig) -> dict[str, Any]:
+    """Options of the engine deployment: a fixed number of replicas, or our policy within its bounds."""
+    if not scaling.autoscaled:
         return {"num_replicas": scaling.min_replicas}
     autoscaling = AutoscalingConfig(
         min_replicas=scaling.min_replicas,
+        # an engine that cannot start should fail the start of the service, not the first request; above zero Serve
+        # would fall back to this number at each redeployment
+        initial_replicas=1 if scaling.min_replicas == 0 else None,
         max_replicas=scaling.max_replicas,
-        target_ongoing_requests=scaling.target_ongoing_requests,
-        upscale_delay_s=scaling.upscale_delay_s,
-        downscale_delay_s=scaling.downscale_delay_s,
+        look_back_period_s=LOOK_BACK_S,
+        # the policy has its own delays, which do not count time in which versions move
+        upscale_delay_s=0,
+        downscale_delay_s=0,
+        policy=AutoscalingPolicy(
+            policy_function=RolloutAutoscaling,
+            policy_kwargs=scaling.model_dump(
+                include={"target_sequences", "target_kv_usage", "upscale_delay_s", "downscale_delay_s"}
+            ),
+        ),
     )
     return {"autoscaling_config": autoscaling}
 

@@ -114,20 +114,25 @@ class EngineConfig(Config):
 class ScalingConfig(Config):
     """How many replicas, and what each asks Ray for."""
 
-    min_replicas: int = Field(default=1, ge=1)
-    """Replicas kept when idle."""
+    min_replicas: int = Field(default=1, ge=0)
+    """Replicas kept when idle. 0: none, and the first request waits until an engine has started."""
 
     max_replicas: int = Field(default=1, ge=1)
     """Equal to ``min_replicas``: a fixed fleet, no autoscaling."""
 
-    target_ongoing_requests: float = Field(default=64, gt=0)
-    """Requests per replica that the autoscaler aims at."""
+    target_sequences: float = Field(default=128, gt=0)
+    """Running and waiting sequences per replica that the autoscaler aims at; below ``engine.max_num_seqs``, so that a
+    burst is decoded and not queued."""
 
-    upscale_delay_s: float = Field(default=30, ge=0)
-    """How long load must last before a replica is added."""
+    target_kv_usage: float = Field(default=0.8, gt=0, le=1)
+    """Share of a replica's KV cache in use that the autoscaler aims at; above it vLLM soon preempts sequences."""
+
+    upscale_delay_s: float = Field(default=5, ge=0)
+    """How long load must last before replicas are added. Loads arrive every 10 s."""
 
     downscale_delay_s: float = Field(default=600, ge=0)
-    """How long the lack of it must last before one is removed."""
+    """How long the lack of it must last before some are removed; longer than a trainer's step, or every step costs an
+    engine's start. Time in which the fleet is paused or a version is rolled out does not count."""
 
     num_cpus: float = Field(default=1, ge=0)
     """CPUs that Ray reserves for a replica."""
@@ -143,6 +148,11 @@ class ScalingConfig(Config):
         if self.max_replicas < self.min_replicas:
             raise ValueError(f"max_replicas={self.max_replicas} is below min_replicas={self.min_replicas}: raise it")
         return self
+
+    @property
+    def autoscaled(self) -> bool:
+        """Whether the number of replicas may change."""
+        return self.max_replicas > self.min_replicas
 
 
 class WeightsConfig(Config):
@@ -237,6 +247,16 @@ class ServiceConfig(Config):
             raise ValueError(
                 "quant.device is cuda, but weights.ingest_num_gpus is 0, so that Ray shows the ingest no GPU: set it, "
                 "e.g. to 0.1, or quant.device: auto"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_replica_can_ask_for_another(self) -> "ServiceConfig":
+        target, limit = self.scaling.target_sequences, self.engine.admission_limit
+        if self.scaling.autoscaled and target >= limit:
+            raise ValueError(
+                f"scaling.target_sequences={target:g} is not below engine.admission_limit={limit}: a replica answers "
+                "503 before it is loaded enough for a second one to be started; lower the one or raise the other"
             )
         return self
 

@@ -21,6 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from rollout_service.engine.load import SchedulerLog
 from rollout_service.errors import EngineFailed, InvalidRequest, NonFiniteLogprob
 from rollout_service.sampling import Sampling
 from rollout_service.types import Completion, FinishReason, PauseMode, Span
@@ -30,7 +31,9 @@ class EngineAdapter:
     """One vLLM engine. Construct it inside the event loop that will use it; construction takes tens of seconds."""
 
     def __init__(self, args: AsyncEngineArgs) -> None:
-        self._llm = AsyncLLM.from_engine_args(args)
+        self.scheduler = SchedulerLog()
+        """What the engine was doing at its last step."""
+        self._llm = AsyncLLM.from_engine_args(args, stat_loggers=[lambda _config, _index: self.scheduler])
         self._half_loaded: str | None = None
         self._generating: set[asyncio.Task[tuple[Completion, ...]]] = set()
 

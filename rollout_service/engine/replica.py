@@ -10,6 +10,7 @@ from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.args import engine_args, not_converted
 from rollout_service.engine.follower import Follower
+from rollout_service.engine.load import autoscaling_stats
 from rollout_service.engine.plugin import register
 from rollout_service.errors import EngineFailed, NotReady, Overloaded, TooEarly
 from rollout_service.routing import STATS_PERIOD_S
@@ -79,6 +80,10 @@ class EngineReplica:
         self._stats_asked_at = time.monotonic()
         status = self._follower.status()
         return {"version": status.version, "state": status.state, "running": self._admission.by_origin()}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's hook: what the autoscaling policy knows of this replica."""
+        return autoscaling_stats(self._follower.status(), self._engine.scheduler)
 
     async def check_health(self) -> None:
         """Serve's health check: fails when the engine is dead or half updated, or follows no more.

@@ -16,8 +16,9 @@ class Wish(Frozen):
 class FleetTable:
     """The last report of each replica; one that has been silent for ``dead_after_s`` is not in the table any more."""
 
-    def __init__(self, dead_after_s: float) -> None:
-        self._dead_after_s = dead_after_s
+    def __init__(self, dead_after_s: float, may_be_empty: bool = False) -> None:
+        """``may_be_empty``: without a live replica there is nobody to wait for; else one must be about to come."""
+        self._dead_after_s, self._may_be_empty = dead_after_s, may_be_empty
         self._reports: dict[str, tuple[float, ReplicaStatus]] = {}
         self._awaited: frozenset[str] = frozenset()
         self._awaited_until = 0.0
@@ -47,14 +48,16 @@ class FleetTable:
         )
 
     def all_serve(self, version: int) -> bool:
-        """Whether every live replica serves ``version`` or newer, and there is one."""
+        """Whether every live replica serves ``version`` or newer, and there is one if there must be."""
         live = self.live()
-        return self.is_complete() and bool(live) and all(s.version is not None and s.version >= version for s in live)
+        served = all(s.version is not None and s.version >= version for s in live)
+        return self.is_complete() and bool(live or self._may_be_empty) and served
 
     def all_paused(self, paused: bool) -> bool:
-        """Whether every live replica is paused (or not), and there is one."""
+        """Whether every live replica is paused (or not), and there is one if there must be."""
         live = self.live()
-        return self.is_complete() and bool(live) and all(status.paused == paused for status in live)
+        obeyed = all(status.paused == paused for status in live)
+        return self.is_complete() and bool(live or self._may_be_empty) and obeyed
 
     def in_use(self) -> set[int]:
         """Versions that a live replica serves or is loading: their files must stay."""

@@ -49,7 +49,7 @@ class Ingest:
         self._uploads = Uploads(config.weights, self._log, self._model, self._plan, converter)
         self._lock = WriterLock(config.weights.root)
         self._wish: Wish | None = None
-        self._fleet = FleetTable(config.weights.dead_after_s)
+        self._fleet = FleetTable(config.weights.dead_after_s, may_be_empty=config.scaling.min_replicas == 0)
         self._writing, self._controlling = asyncio.Lock(), asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._noted: frozenset[str] = frozenset()

@@ -164,6 +164,7 @@ async def telltale_versions(tmp_path: Path, versions: range) -> ServiceConfig:
         save_file(telltale_weights(config.model.path, version), source / "model.safetensors")
         await ingest.begin(BeginUpload(version=version, source=PathSource(path=source)))
         await ingest.commit(version, CommitUpload())
+    await ingest.stop()
     return config.model_copy(update={"engine": config.engine.model_copy(update={"max_num_seqs": 1})})
 
 

@@ -58,7 +58,9 @@ def test_a_configuration_cannot_be_changed(section: str) -> None:
         ({"quant": {"scales": "fp16"}}, "quant.scales"),
         ({"quant": {"indivisible": "pad"}}, "quant.indivisible"),
         ({"quant": {"device": "cuda:1"}}, "quant.device"),
-        ({"scaling": {"min_replicas": 0}}, "scaling.min_replicas"),
+        ({"scaling": {"min_replicas": -1}}, "scaling.min_replicas"),
+        ({"scaling": {"target_kv_usage": 1.1}}, "scaling.target_kv_usage"),
+        ({"scaling": {"target_ongoing_requests": 64}}, "scaling.target_ongoing_requests"),
         ({"weights": {"part_bytes": 1}}, "weights.part_bytes"),
         ({"weights": {"keep_versions": 0}}, "weights.keep_versions"),
         ({"model": {"create": "llama"}}, "model.create"),
@@ -87,6 +89,14 @@ def test_a_default_written_out_is_no_option_set() -> None:
 def test_fewer_replicas_at_most_than_at_least_names_both() -> None:
     message = message_of({"scaling": {"min_replicas": 4, "max_replicas": 2}})
     assert "max_replicas=2" in message and "min_replicas=4" in message
+
+
+def test_a_target_that_no_replica_could_reach_names_the_admission_limit() -> None:
+    scaling = {"max_replicas": 2, "target_sequences": 64}
+    message = message_of({"scaling": scaling, "engine": {"admission_limit": 64}})
+    assert "target_sequences=64" in message and "admission_limit=64" in message
+    ServiceConfig.model_validate({"scaling": scaling, "engine": {"admission_limit": 65}})
+    ServiceConfig.model_validate({"scaling": {"target_sequences": 64}, "engine": {"admission_limit": 64}})
 
 
 def test_a_fixed_fleet_is_allowed() -> None:

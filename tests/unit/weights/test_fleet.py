@@ -97,3 +97,11 @@ async def test_nothing_is_said_of_all_until_those_known_from_before_have_reporte
     assert not short.is_complete()
     await asyncio.sleep(0.2)
     assert short.is_complete()
+
+
+def test_an_empty_table_is_waited_for_unless_there_may_be_no_replica_at_all(table: FleetTable) -> None:
+    assert not table.all_serve(0) and not table.all_paused(True)
+    scaled_to_zero = FleetTable(dead_after_s=60, may_be_empty=True)
+    assert scaled_to_zero.all_serve(0) and scaled_to_zero.all_paused(True)
+    scaled_to_zero.report(replica("a", 1))
+    assert not scaled_to_zero.all_serve(2) and not scaled_to_zero.all_paused(True)

@@ -1,0 +1,186 @@
+"""How many engines there should be: decided by what the engines are doing, not by how many requests there are.
+
+    replica.record_autoscaling_stats()  →  Serve's controller  →  RolloutAutoscaling  →  decide()
+
+``decide`` is a pure function over plain data. Around it, ``RolloutAutoscaling`` is a custom policy of Ray Serve.
+Serve ships this module to its controller by value: it imports nothing but the standard library and Ray.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+from ray.serve.config import AutoscalingContext
+
+logger = logging.getLogger("ray.serve")
+
+RUNNING, WAITING, KV_USAGE = "sequences_running", "sequences_waiting", "kv_usage"
+VERSION, SERVING = "version", "serving"
+"""Keys of ``record_autoscaling_stats``; ``serving`` is 1 while the replica is ready and not paused, else 0."""
+
+SILENT_AFTER_S = 30.0
+"""Replicas send their points every 10 s; of one that has sent nothing for so long, nothing is known."""
+
+
+@dataclass(frozen=True)
+class ReplicaLoad:
+    """What one replica was doing at one moment."""
+
+    sequences: float
+    """Running and waiting."""
+    kv_usage: float
+    """Share of the KV cache's blocks that sequences hold, 0 to 1."""
+    version: int
+    serving: bool
+    """Ready and not paused: else its load says nothing about the demand."""
+
+
+@dataclass(frozen=True)
+class Goals:
+    """Bounds, targets and delays; the fields of ``ScalingConfig``."""
+
+    min_replicas: int
+    max_replicas: int
+    target_sequences: float
+    target_kv_usage: float
+    upscale_delay_s: float
+    downscale_delay_s: float
+
+    def bounded(self, replicas: int) -> int:
+        """``replicas``, or the nearest bound."""
+        return max(self.min_replicas, min(self.max_replicas, replicas))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one decision leaves for the next."""
+
+    at_s: float
+    """When it was made."""
+    direction: int = 0
+    """1: more replicas have been wanted than there are; -1: fewer; 0: neither."""
+    lasted_s: float = 0.0
+    """For how long. Time in which no decision could be made does not count."""
+    most_wanted: int = 0
+    """The most that were wanted in that time."""
+
+
+def held_because(fleet: Sequence[ReplicaLoad | None]) -> str | None:
+    """Why the number of replicas must stay as it is; None if it may change. ``None`` in ``fleet``: not known."""
+    if not fleet:
+        return "no replica is running yet"
+    known = [load for load in fleet if load is not None]
+    if len(known) < len(fleet):
+        return "a replica has not said what it does"
+    if not all(load.serving for load in known):
+        return "a replica is paused, syncing or not sound"
+    if len({load.version for load in known}) > 1:
+        return "replicas serve different versions"
+    return None
+
+
+def wanted_replicas(fleet: Sequence[ReplicaLoad], goals: Goals) -> int:
+    """The fewest replicas on which neither target is exceeded, within the bounds."""
+    by_sequences = sum(load.sequences for load in fleet) / goals.target_sequences
+    by_kv = sum(load.kv_usage for load in fleet) / goals.target_kv_usage
+    # the tolerance is for sums of shares: 0.3 + 0.5 is a little more than 0.8
+    return goals.bounded(math.ceil(max(by_sequences, by_kv) - 1e-9))
+
+
+def decide(
+    fleet: Sequence[ReplicaLoad | None], target: int, goals: Goals, memory: Memory, now_s: float
+) -> tuple[int, Memory]:
+    """The number of replicas there should be, given that ``target`` are there or being started.
+
+    More come when more have been wanted for ``upscale_delay_s``. Fewer stay when fewer have been wanted for
+    ``downscale_delay_s``: as many as were wanted at most in that time, and the last one goes alone.
+    """
+    known = [load for load in fleet if load is not None]
+    if held_because(fleet) is not None:
+        return goals.bounded(target), replace(memory, at_s=now_s)
+    wanted = wanted_replicas(known, goals)
+    direction = (wanted > target) - (wanted < target)
+    if direction == 0:
+        return target, Memory(now_s)
+    if direction == memory.direction:
+        lasted_s = memory.lasted_s + max(0.0, now_s - memory.at_s)
+        memory = Memory(now_s, direction, lasted_s, max(wanted, memory.most_wanted))
+    else:
+        memory = Memory(now_s, direction, 0.0, wanted)
+    if memory.lasted_s < (goals.upscale_delay_s if direction > 0 else goals.downscale_delay_s):
+        return goals.bounded(target), memory
+    if direction > 0:
+        return wanted, Memory(now_s)
+    fewest = max(memory.most_wanted, min(1, target - 1))
+    return goals.bounded(min(fewest, target)), Memory(now_s)  # a redeployment may have lowered the target meanwhile
+
+
+class Point(Protocol):
+    """One value of a time series, as Serve keeps them."""
+
+    timestamp: float
+    """Unix time in seconds."""
+    value: float
+
+
+def fleet_at_one_moment(
+    metrics: Mapping[str, Mapping[Any, Sequence[Point]]], replicas: Sequence[Any], now_s: float
+) -> list[ReplicaLoad | None]:
+    """Every replica at the last moment of which all have reported: at different ones, versions would always differ."""
+    serving = metrics.get(SERVING, {})
+    ends = {replica: serving[replica][-1].timestamp for replica in replicas if serving.get(replica)}
+    recent = {replica: end for replica, end in ends.items() if now_s - end <= SILENT_AFTER_S}
+    moment = min(recent.values(), default=now_s)
+
+    def then(key: str, replica: Any) -> float:
+        points = metrics[key][replica]
+        return next((p.value for p in reversed(points) if p.timestamp <= moment), points[0].value)
+
+    return [
+        ReplicaLoad(
+            sequences=then(RUNNING, replica) + then(WAITING, replica),
+            kv_usage=then(KV_USAGE, replica),
+            version=int(then(VERSION, replica)),
+            serving=bool(then(SERVING, replica)),
+        )
+        if replica in recent
+        else None
+        for replica in replicas
+    ]
+
+
+class RolloutAutoscaling:
+    """Ray Serve's custom autoscaling policy; one per deployment, in the controller. Serve's own delays must be 0.
+
+    From zero replicas, Serve wakes the first by itself when a call waits at a handle, and does not ask a policy.
+    """
+
+    def __init__(
+        self, target_sequences: float, target_kv_usage: float, upscale_delay_s: float, downscale_delay_s: float
+    ) -> None:
+        self._goals = Goals(0, 0, target_sequences, target_kv_usage, upscale_delay_s, downscale_delay_s)
+        self._held: str | None = None
+
+    def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """Serve's hook, ten times a second: the target, and the state that it hands back at the next call."""
+        goals = replace(
+            self._goals,
+            min_replicas=ctx.capacity_adjusted_min_replicas,
+            max_replicas=ctx.capacity_adjusted_max_replicas,
+        )
+        fleet = fleet_at_one_moment(ctx.raw_metrics or {}, ctx.running_replicas, ctx.current_time)
+        memory = Memory(**ctx.policy_state.get("memory", {"at_s": ctx.current_time}))
+        target, memory = decide(fleet, ctx.target_num_replicas, goals, memory, ctx.current_time)
+        self._log(fleet, ctx.target_num_replicas, target)
+        return target, {"memory": asdict(memory)}
+
+    def _log(self, fleet: Sequence[ReplicaLoad | None], before: int, after: int) -> None:
+        held = held_because(fleet)
+        if held != self._held:
+            logger.info("autoscaling: %s", "free to decide" if held is None else f"holding, for {held}")
+        self._held = held
+        if before != after:
+            loads = ", ".join(f"{load.sequences:.0f} at {load.kv_usage:.0%} KV" for load in fleet if load is not None)
+            logger.info("autoscaling: %d → %d replicas; sequences: %s", before, after, loads)

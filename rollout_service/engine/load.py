@@ -1,0 +1,55 @@
+"""How busy an engine is, for the autoscaler."""
+
+import time
+from typing import Any
+
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.stats import SchedulerStats
+
+from rollout_service.autoscaling import KV_USAGE, RUNNING, SERVING, VERSION, WAITING
+from rollout_service.types import ReplicaStatus
+
+FRESH_S = 5.0
+"""vLLM sends its scheduler's numbers with a step's outputs. After an abort, or while paused, the last ones stay."""
+
+
+class SchedulerLog(StatLoggerBase):
+    """vLLM's interface for loggers: keeps the numbers of the last step."""
+
+    def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
+        self._stats, self._at = SchedulerStats(), -float("inf")
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """vLLM's hook, after each step."""
+        if scheduler_stats is not None:
+            self._stats, self._at = scheduler_stats, time.monotonic()
+
+    def log_engine_initialized(self) -> None:
+        """vLLM's hook; nothing to say."""
+
+    def load(self, admitted: int) -> dict[str, float]:
+        """Sequences running and waiting, and the share of KV blocks in use.
+
+        ``admitted``: sequences that the replica has accepted and not yet answered. They are the truth where the last
+        step is old, and where there are none.
+        """
+        stats = self._stats
+        if admitted == 0:
+            return {RUNNING: 0.0, WAITING: 0.0, KV_USAGE: 0.0}
+        if time.monotonic() - self._at > FRESH_S:
+            return {RUNNING: 0.0, WAITING: float(admitted), KV_USAGE: stats.kv_cache_usage}
+        waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+        return {RUNNING: float(stats.num_running_reqs), WAITING: float(waiting), KV_USAGE: stats.kv_cache_usage}
+
+
+def autoscaling_stats(status: ReplicaStatus, log: SchedulerLog) -> dict[str, float]:
+    """What ``record_autoscaling_stats`` returns: numbers only, or Serve stops asking."""
+    serving = status.state == "ready" and not status.paused and status.error is None
+    version = -1 if status.version is None else status.version
+    return {**log.load(status.running), VERSION: float(version), SERVING: float(serving)}

@@ -1,0 +1,81 @@
+"""Replicas come with load and go with it, and serve nothing but the newest version."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollout_service.client import RolloutClient
+from rollout_service.types import Fleet, Rollout
+from tests.support.own_service import own_service
+from tests.support.telltale import assert_pure, telltale_weights
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+PROMPT = [5, 6, 7]
+
+
+def overrides(folder: Path, **scaling: Any) -> dict[str, dict[str, Any]]:
+    return {
+        "model": {"path": str(folder / "tiny-qwen3")},
+        "weights": {"root": str(folder / "weights"), "poll_s": 1.0, "dead_after_s": 5.0},
+        "scaling": scaling,
+    }
+
+
+async def test_load_brings_a_second_replica_that_never_serves_a_version_older_than_the_newest(tmp_path: Path) -> None:
+    scaling = {"min_replicas": 1, "max_replicas": 2, "target_sequences": 8, "upscale_delay_s": 0}
+    async with own_service(overrides(tmp_path, **scaling)) as (url, process), RolloutClient(url) as client:
+        (first,) = (await client.fleet()).replicas
+        await client.push_weights(1, telltale_weights(tmp_path / "tiny-qwen3", 1))
+        rollouts: list[Rollout] = []
+        async with asyncio.TaskGroup() as group:
+            load = group.create_task(generate_for_ever(client, rollouts))
+            await engines(process, 2)
+            await client.push_weights(2, telltale_weights(tmp_path / "tiny-qwen3", 2))
+            await reached(client, lambda fleet: len(fleet.replicas) == 2)
+            while len({rollout.replica_id for rollout in rollouts}) < 2:
+                await asyncio.sleep(0.2)
+            load.cancel()
+        by_newcomer = [r.completions[0] for r in rollouts if r.replica_id != first.replica_id]
+        assert by_newcomer and all(completion.versions == (2,) for completion in by_newcomer)
+        for rollout in rollouts:
+            assert_pure(rollout.completions[0])
+
+
+async def test_an_idle_fleet_goes_to_zero_takes_a_version_meanwhile_and_wakes_for_a_request(tmp_path: Path) -> None:
+    scaling = {"min_replicas": 0, "max_replicas": 1, "downscale_delay_s": 5}
+    async with own_service(overrides(tmp_path, **scaling)) as (url, _), RolloutClient(url) as client:
+        await reached(client, lambda fleet: not fleet.replicas)
+        status = await client.push_weights(1, telltale_weights(tmp_path / "tiny-qwen3", 1))
+        assert status.replicas == ()
+        rollout = await client.generate(PROMPT, max_tokens=8, temperature=0.0)
+        assert rollout.completions[0].versions == (1,)
+        assert_pure(rollout.completions[0])
+
+
+async def generate_for_ever(client: RolloutClient, rollouts: list[Rollout]) -> None:
+    """Keep 32 sequences under way."""
+    while True:
+        rollouts += await client.generate_batch([PROMPT] * 32, max_tokens=128, temperature=0.0, ignore_eos=True)
+
+
+async def engines(process: psutil.Process, wanted: int) -> None:
+    """Wait until so many engines are running or starting below ``process``."""
+    while sum("VLLM::EngineCore" in " ".join(_command(p)) for p in process.children(recursive=True)) < wanted:
+        await asyncio.sleep(0.2)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+async def reached(client: RolloutClient, condition) -> Fleet:  # type: ignore[no-untyped-def]
+    """The first table of the fleet for which ``condition`` holds."""
+    while not condition(fleet := await client.fleet()):
+        await asyncio.sleep(0.2)
+    return fleet
