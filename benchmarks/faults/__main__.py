@@ -123,11 +123,13 @@ def table_of(outcomes: list[Outcome]) -> Table:
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Run the cases whose names hold this.")] = "",
+    only: Annotated[
+        list[str] | None, typer.Option(help="Run the cases whose names hold this; may be repeated.")
+    ] = None,
     listed: Annotated[bool, typer.Option("--list", help="Print the cases' names.")] = False,
 ) -> None:
-    """Run the matrix, print it, and write benchmarks/results/<machine>/faults.json."""
-    cases = [case for case in all_cases() if only in case[0]]
+    """Run the matrix, print it, and write faults.json, with --only faults_in_part.json, below benchmarks/results/."""
+    cases = [case for case in all_cases() if not only or any(words in case[0] for words in only)]
     console = Console()
     if listed or not cases:
         console.print("\n".join(name for name, *_ in cases) or f"no case holds {only!r}")
@@ -135,9 +137,8 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         outcomes = asyncio.run(run(Path(folder), cases, partial(console.log, markup=False)))
     console.print(table_of(outcomes))
-    if not only:
-        path = results.write("faults", {"cases": [asdict(outcome) for outcome in outcomes]})
-        console.print(f"wrote {path}")
+    path = results.write("faults_in_part" if only else "faults", {"cases": [asdict(outcome) for outcome in outcomes]})
+    console.print(f"wrote {path}")
     raise typer.Exit(0 if all(outcome.clean for outcome in outcomes) else 1)
 
 
