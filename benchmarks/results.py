@@ -25,12 +25,12 @@ def machine() -> str:
     return f"cpu-{psutil.cpu_count()}-cores"
 
 
-def write(name: str, content: dict[str, Any]) -> Path:
-    """Write ``benchmarks/results/<machine>/<name>.json`` with versions, command and processor."""
+def write(name: str, content: dict[str, Any], module: str | None = None) -> Path:
+    """Write ``benchmarks/results/<machine>/<name>.json`` with versions, processor, and the command of ``module``."""
     path = RESULTS / machine() / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     origin = {
-        "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", f"benchmarks.{module or name}", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
         "processor": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
         "python": platform.python_version(),

@@ -137,7 +137,8 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         outcomes = asyncio.run(run(Path(folder), cases, partial(console.log, markup=False)))
     console.print(table_of(outcomes))
-    path = results.write("faults_in_part" if only else "faults", {"cases": [asdict(outcome) for outcome in outcomes]})
+    content = {"cases": [asdict(outcome) for outcome in outcomes]}
+    path = results.write("faults_in_part" if only else "faults", content, module="faults")
     console.print(f"wrote {path}")
     raise typer.Exit(0 if all(outcome.clean for outcome in outcomes) else 1)
 

@@ -7,14 +7,18 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
 import torch
 
 from rollout_service.client import RolloutClient
+from rollout_service.client._retry import error_of
 from rollout_service.errors import RolloutServiceError
 from rollout_service.local import LocalService, running_service
 from rollout_service.types import Fleet
+from rollout_service.weights.upload import PART_DIGEST_HEADER
 from tests.support.processes import descendants
 from tests.support.telltale import telltale_weights
 
@@ -51,6 +55,19 @@ class Ground:
         """Push ``version``; it counts as committed once the service says so."""
         await self.client.push_weights(version, self.weights(version), **options)  # type: ignore[call-overload]
         self.committed = max(self.committed, version)
+
+    async def send(self, method: str, route: str, **request: Any) -> None:
+        """A single plain request, never repeated. Raises what the service answered, if it is an error."""
+        async with httpx.AsyncClient(base_url=self.service.url, timeout=60) as http:
+            response = await http.request(method, route, **request)
+        if not response.is_success:
+            raise error_of(response)
+
+    async def put_part(self, version: int, part: int, data: bytes, digest: str) -> None:
+        """One part of an upload."""
+        await self.send(
+            "PUT", f"/v1/weights/{version}/parts/{part}", content=data, headers={PART_DIGEST_HEADER: digest}
+        )
 
     async def fleet(self) -> Fleet | None:
         """The fleet, or None while nobody answers."""

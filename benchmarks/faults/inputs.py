@@ -11,9 +11,9 @@ from benchmarks.faults.ground import Ground
 from benchmarks.faults.kills import send_half
 from rollout_service.client import RolloutClient
 from rollout_service.client._tensors import TensorSource, bytes_of_each
-from rollout_service.client._upload import PART_DIGEST_HEADER, cut_parts
+from rollout_service.client._upload import cut_parts
 from rollout_service.errors import InvalidManifest, QuantizationError, RolloutServiceError, VersionConflict
-from rollout_service.weights.upload import BeginUpload
+from rollout_service.weights.upload import BeginUpload, CommitUpload
 
 Fault = Callable[[Ground], Awaitable[None]]
 Weights = dict[str, torch.Tensor]
@@ -101,7 +101,7 @@ async def wrong_dtype(ground: Ground) -> None:
     """float64, which the wire does not have."""
     begin = {"version": ground.committed + 1, "tensors": [{"name": "lm_head.weight", "dtype": "float64", "shape": [1]}]}
     with refused(RolloutServiceError):
-        await ground.client._control.send("POST", "/v1/weights", json=begin)
+        await ground.send("POST", "/v1/weights", json=begin)
     await ground.push(ground.committed + 1)
 
 
@@ -113,7 +113,7 @@ async def flipped_part(ground: Ground) -> None:
     part = next(cut_parts(bytes_of_each(source), plan.part_bytes))
     damaged = bytes(part.data[:100]) + bytes([part.data[100] ^ 1]) + bytes(part.data[101:])
     with refused(RolloutServiceError):
-        await put(ground, version, part.index, damaged, part.digest)
+        await ground.put_part(version, part.index, damaged, part.digest)
     await ground.push(version)
 
 
@@ -124,7 +124,7 @@ async def shuffled_parts(ground: Ground) -> None:
     plan = await ground.client._uploader.begin(BeginUpload(version=version, tensors=source.table))
     parts = list(cut_parts(bytes_of_each(source), plan.part_bytes))
     for part in [*reversed(parts), *parts]:
-        await put(ground, version, part.index, bytes(part.data), part.digest)
+        await ground.put_part(version, part.index, bytes(part.data), part.digest)
     await ground.push(version)
 
 
@@ -133,7 +133,7 @@ async def part_of_another_version(ground: Ground) -> None:
     data = bytes(1000)
     for version in (ground.committed, ground.committed + 100):
         with refused(RolloutServiceError):
-            await put(ground, version, 0, data, xxhash.xxh3_128_hexdigest(data))
+            await ground.put_part(version, 0, data, xxhash.xxh3_128_hexdigest(data))
     await ground.push(ground.committed + 1)
 
 
@@ -142,7 +142,7 @@ async def commit_twice(ground: Ground) -> None:
     version = ground.committed + 1
     await ground.push(version)
     first = await ground.client.weights(version)
-    again = await ground.client.commit(version)
+    again = await ground.client._uploader.commit(version, CommitUpload())
     if first.digest != again.digest:
         raise NotRefused(f"digest {first.digest} became {again.digest}")
 
@@ -187,9 +187,3 @@ async def ten_updates(ground: Ground) -> None:
     """One right after the other, without waiting for replicas."""
     for _ in range(10):
         await ground.push(ground.committed + 1, wait="none")
-
-
-async def put(ground: Ground, version: int, part: int, data: bytes, digest: str) -> None:
-    """One part, as plain HTTP."""
-    route = f"/v1/weights/{version}/parts/{part}"
-    await ground.client._control.send("PUT", route, content=data, headers={PART_DIGEST_HEADER: digest})

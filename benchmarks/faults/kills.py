@@ -12,7 +12,7 @@ import psutil
 
 from benchmarks.faults.ground import PROCESSES, Ground, processes
 from rollout_service.client._tensors import TensorSource, bytes_of_each
-from rollout_service.client._upload import PART_DIGEST_HEADER, cut_parts
+from rollout_service.client._upload import cut_parts
 from rollout_service.errors import RolloutServiceError
 from rollout_service.weights.upload import BeginUpload
 
@@ -89,12 +89,7 @@ async def send_half(ground: Ground, version: int) -> None:
     plan = await uploader.begin(BeginUpload(version=version, tensors=source.table))
     for part in cut_parts(bytes_of_each(source), plan.part_bytes):
         if part.index % 2 == 0:
-            await ground.client._control.send(
-                "PUT",
-                f"/v1/weights/{version}/parts/{part.index}",
-                content=bytes(part.data),
-                headers={PART_DIGEST_HEADER: part.digest},
-            )
+            await ground.put_part(version, part.index, bytes(part.data), part.digest)
 
 
 async def push_until_committed(ground: Ground, version: int, timeout_s: float = 120) -> None:
