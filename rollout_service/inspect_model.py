@@ -166,8 +166,7 @@ def _why_not(name: str, model: ServedModel, plan: QuantPlan) -> str:
     """Why a tensor stays as it is; empty for those that are quantized."""
     if name in plan.quantized:
         return ""
-    leaf = _module(name).rpartition(".")[2]
-    if leaf in ("gate", "shared_expert_gate"):
+    if _module(name) in model.routers:
         return "router"
     if name == LM_HEAD:
         return "output head, a copy of the embedding" if model.tied else "output head"

@@ -17,8 +17,6 @@ BLOCK_FP8 = {"activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]
 """vLLM's serialized block-FP8 format: loads our codes and scales as they are, and keeps KV scales loadable
 (the online ``fp8_per_block`` resets them at each update). On the CPU it is read by our own subclass of vLLM's."""
 
-ROUTER_WEIGHTS = (".gate.weight", ".shared_expert_gate.weight")
-
 
 def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_tokenizer: bool) -> AsyncEngineArgs:
     """Arguments of one engine. Weights are dummies: the replica loads the newest version before it serves.
@@ -61,8 +59,7 @@ def not_converted(model: ServedModel, plan: QuantPlan) -> tuple[str, ...]:
     A router is never in a plan, but vLLM makes an FP8 layer of Qwen3-MoE's unless it stands in this list, as it does in
     the config.json of the published FP8 checkpoints.
     """
-    routers = (name.removesuffix(".weight") for name in model.shapes if name.endswith(ROUTER_WEIGHTS))
-    return tuple(sorted({*plan.not_converted, *routers}))
+    return tuple(sorted({*plan.not_converted, *model.routers}))
 
 
 def _quantization(config: ServiceConfig, not_converted: tuple[str, ...], on_cpu: bool) -> dict[str, Any]:

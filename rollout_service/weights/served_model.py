@@ -24,8 +24,8 @@ from rollout_service.weights.upload import UploadTensor
 
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-NEVER_QUANTIZED = ("lm_head", "gate", "shared_expert_gate")
-"""Linear modules, by the last part of their names: the output head and the routers."""
+ROUTERS = ("gate", "shared_expert_gate")
+"""What chooses experts, or scales the shared one; last part of the modules' names."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -82,6 +82,12 @@ class ServedModel:
                 f"only that of {', '.join(FAMILIES)}: set quant.weights: none to serve it in BF16"
             )
         return plan(self.linears, quant, tensor_parallel_size, self.heads)
+
+    @cached_property
+    def routers(self) -> frozenset[str]:
+        """Modules that are never quantized and in no plan: they choose experts, or scale the shared one."""
+        modules = (name.removesuffix(".weight") for name in self.shapes if name.endswith(".weight"))
+        return frozenset(module for module in modules if module.rpartition(".")[2] in ROUTERS)
 
     @property
     def heads(self) -> Heads:
@@ -158,7 +164,7 @@ def _linears(model: torch.nn.Module, stored: dict[str, tuple[Piece, ...]]) -> di
     weights = {
         f"{name}.weight"
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] not in NEVER_QUANTIZED
+        if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] not in ("lm_head", *ROUTERS)
     }
     return {
         piece.name.removesuffix(".weight"): (piece.shape[0], piece.shape[1])

@@ -134,6 +134,20 @@ def test_what_can_be_quantized_is_every_projection_and_nothing_else(family: str,
     assert model.plan(QuantConfig()).quantized == {f"{name}.weight" for name in model.linears}
 
 
+def test_the_routers_are_those_of_the_layers_with_experts(tmp_path: Path) -> None:
+    blocks = {
+        "qwen3": set(),
+        "qwen2_moe": {"mlp.gate", "mlp.shared_expert_gate"},
+        "mixtral": {"block_sparse_moe.gate"},
+    }
+    for family, leaves in blocks.items():
+        FAMILIES[family]().save_pretrained(tmp_path)
+        routers = ServedModel.load(tmp_path).routers
+        assert routers == {f"model.layers.{layer}.{leaf}" for layer in range(2) for leaf in leaves}
+    FAMILIES["deepseek_v3"]().save_pretrained(tmp_path)
+    assert ServedModel.load(tmp_path).routers == {"model.layers.1.mlp.gate"}  # its first layer is dense
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_s_tensors_lie_together_and_so_do_an_expert_s(family: str, tmp_path: Path) -> None:
     FAMILIES[family]().save_pretrained(tmp_path)
