@@ -2,12 +2,13 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import rollout_service
 from rollout_service import cli_log
+from rollout_service.cli_output import fail
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -45,9 +46,9 @@ def config(
         resolved = ServiceConfig.model_validate(application_args(path)).resolved()
     except ValidationError as error:
         problems = "\n".join(f"  {line}" for line in _problems(error))
-        _fail(f"{path} is not a valid configuration:\n{problems}")
+        fail(f"{path} is not a valid configuration:\n{problems}")
     except ValueError as error:
-        _fail(str(error))
+        fail(error)
     typer.echo(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False, allow_unicode=True), nl=False)
 
 
@@ -81,11 +82,11 @@ def inspect(
     try:
         from rollout_service.inspect_model import inspect_model, print_report
     except ModuleNotFoundError as error:
-        _fail(f"inspect needs {error.name}, which comes with an engine: install rollout-service[cpu] or [gpu]")
+        fail(f"inspect needs {error.name}, which comes with an engine: install rollout-service[cpu] or [gpu]")
     try:
         report = inspect_model(model, QuantConfig(skip=tuple(skip or ()), indivisible=indivisible.value), tp)
     except (OSError, ValueError) as error:
-        _fail(str(error))
+        fail(error)
     if json:
         typer.echo(report.model_dump_json(indent=2))
     else:
@@ -108,9 +109,9 @@ def fleet(
         with SyncRolloutClient(url, token=_token(token_file), retries=1) as client:
             table = _fleet_table(client.fleet())
     except (RolloutServiceError, ValueError) as error:
-        _fail(str(error))
+        fail(error)
     except httpx.TransportError as error:
-        _fail("\n".join([f"{url}: {error or type(error).__name__}", *getattr(error, "__notes__", [])]))
+        fail("\n".join([f"{url}: {error or type(error).__name__}", *getattr(error, "__notes__", [])]))
     Console().print(table)
 
 
@@ -148,9 +149,9 @@ def _token(file: Path | None) -> str | None:
     try:
         token = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        _fail(f"cannot read the token: {error}")
+        fail(f"cannot read the token: {error}")
     if not token:
-        _fail(f"the token file {file} is empty")
+        fail(f"the token file {file} is empty")
     return token
 
 
@@ -184,8 +185,3 @@ def _fleet_row(replica: "ReplicaStatus") -> list[str]:
         f"{replica.age_s:.1f}",
         escape(replica.error or ""),
     ]
-
-
-def _fail(message: str) -> NoReturn:
-    typer.echo(f"rollout-service: {message}", err=True)
-    raise typer.Exit(1)

@@ -1,9 +1,12 @@
 """``rollout-service log``: look at a log of weight versions on disk, check it, make room in it."""
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from rollout_service.cli_output import complain, fail
 
 if TYPE_CHECKING:
     from rollout_service.weights.log import WeightLog
@@ -35,7 +38,7 @@ def ls(path: Root) -> None:
                 present = len(list(parts.glob("part-*")))
                 typer.echo(f"  {record.begin.version:>10}  staged     {present} of {record.num_parts} parts")
     except (RolloutServiceError, OSError) as error:
-        _fail(str(error))
+        fail(error)
 
 
 @app.command()
@@ -53,20 +56,20 @@ def verify(
     try:
         versions = log.versions() if version is None else [version]
     except RolloutServiceError as error:
-        _fail(str(error))
+        fail(error)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for number in versions:
             try:
                 manifest = log.manifest(number)
                 task = progress.add_task(f"version {number}", total=manifest.total_bytes)
-                log.verify(manifest, lambda nbytes, task=task: progress.advance(task, nbytes))  # type: ignore[misc]
+                log.verify(manifest, partial(progress.advance, task))
             except (RolloutServiceError, OSError) as error:
                 damaged += 1
-                typer.echo(f"rollout-service: {error}", err=True)
+                complain(error)
             else:
                 typer.echo(f"version {number}: {manifest.total_bytes} bytes are as they were committed")
     if damaged:
-        _fail(f"{damaged} of {len(versions)} versions in {path} are damaged")
+        fail(f"{damaged} of {len(versions)} versions in {path} are damaged")
 
 
 @app.command()
@@ -92,17 +95,12 @@ def gc(
                 typer.echo(f"version {number} is removed")
             typer.echo(f"{len(versions[-keep:])} versions are kept")
     except (RolloutServiceError, OSError) as error:
-        _fail(str(error))
+        fail(error)
 
 
 def _opened(path: Path) -> "WeightLog":
     from rollout_service.weights.log import WeightLog
 
     if not (path / "LATEST").is_file():
-        _fail(f"{path} is not a log of weight versions: it holds no LATEST")
+        fail(f"{path} is not a log of weight versions: it holds no LATEST")
     return WeightLog(path)
-
-
-def _fail(message: str) -> NoReturn:
-    typer.echo(f"rollout-service: {message}", err=True)
-    raise typer.Exit(1)
