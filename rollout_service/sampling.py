@@ -1,6 +1,6 @@
 """How to sample, as a request may ask for it. Needs neither torch, vllm nor ray."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -9,8 +9,8 @@ from rollout_service.types import Frozen
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class Sampling(Frozen):
-    """Sampling parameters under vLLM's names. Fields that vLLM has and we do not implement are refused."""
+class CommonSampling(Frozen):
+    """Sampling parameters that every data route takes under vLLM's names and in vLLM's form."""
 
     n: int = Field(default=1, ge=1, le=4096)
     """Completions of the prompt."""
@@ -34,20 +34,25 @@ class Sampling(Frozen):
     """0 is none."""
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     """Makes this request's samples repeatable on one replica."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a completion; the model needs a tokenizer."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a completion, beside the model's own end of sequence."""
     ignore_eos: bool = False
     """Go on after the end of sequence."""
     logprobs: Literal[0] | None = 0
     """The sampled token's logprob always comes back; other tokens' are not implemented."""
 
     @model_validator(mode="after")
-    def _greedy_is_one_completion(self) -> "Sampling":
+    def _greedy_is_one_completion(self) -> Self:
         if self.temperature == 0 and self.n > 1:
             raise ValueError(f"n={self.n} greedy completions (temperature=0) would all be the same: ask for n=1")
         return self
+
+
+class Sampling(CommonSampling):
+    """Sampling parameters under vLLM's names. Fields that vLLM has and we do not implement are refused."""
+
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion; the model needs a tokenizer."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion, beside the model's own end of sequence."""
 
 
 class GenerateCall(Frozen):

@@ -10,7 +10,7 @@ from pydantic import Field, StrictInt
 from rollout_service.gateway.generate import spans, usage
 from rollout_service.gateway.prompts import RolloutOptions, check_model, detokenize, roll_out, tokenize
 from rollout_service.gateway.services import Open, Services, SessionHeader
-from rollout_service.sampling import Sampling
+from rollout_service.sampling import CommonSampling, Sampling
 from rollout_service.tasks import raise_first_failure
 from rollout_service.types import Completion, Rollout
 
@@ -19,7 +19,7 @@ router = APIRouter(tags=["completions"])
 Prompt = str | list[StrictInt] | list[str] | list[list[StrictInt]]
 
 
-class CompletionRequest(RolloutOptions, Sampling):
+class CompletionRequest(RolloutOptions, CommonSampling):
     """One or several prompts, as text or ids; sampling parameters stand beside them."""
 
     prompt: Prompt
@@ -27,8 +27,8 @@ class CompletionRequest(RolloutOptions, Sampling):
     max_tokens: int | None = Field(default=16, ge=1)
     logprobs: Literal[0] | None = None
     """0 returns the sampled tokens' logprobs."""
-    stop: tuple[str, ...] | str | None = ()  # type: ignore[assignment]  # OpenAI's field takes more than ours
-    stop_token_ids: tuple[int, ...] | None = ()  # type: ignore[assignment]
+    stop: tuple[str, ...] | str | None = ()
+    stop_token_ids: tuple[int, ...] | None = ()
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
     return_token_ids: bool | None = False
@@ -42,7 +42,7 @@ class CompletionRequest(RolloutOptions, Sampling):
 
     def sampling(self) -> Sampling:
         """The sampling parameters alone."""
-        fields = self.model_dump(include=set(Sampling.model_fields) - {"stop", "stop_token_ids"})
+        fields = self.model_dump(include=set(CommonSampling.model_fields))
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         return Sampling(**fields, stop=stop, stop_token_ids=self.stop_token_ids or ())
 
@@ -77,14 +77,12 @@ async def completions(body: CompletionRequest, services: Open, x_session_id: Ses
 
 
 def _prompts(body: CompletionRequest, services: Services) -> list[tuple[int, ...]]:
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [tokenize(prompt, services, body.add_special_tokens)]
-    if prompt and isinstance(prompt[0], int):
-        return [tuple(prompt)]
-    if not prompt:
-        return [()]
-    return [tokenize(p, services, body.add_special_tokens) if isinstance(p, str) else tuple(p) for p in prompt]  # type: ignore[arg-type]
+    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    ids = tuple(token for token in prompts if isinstance(token, int))
+    if ids or not prompts:
+        return [ids]
+    several = (prompt for prompt in prompts if not isinstance(prompt, int))
+    return [tokenize(p, services, body.add_special_tokens) if isinstance(p, str) else tuple(p) for p in several]
 
 
 def _choice(
