@@ -36,7 +36,8 @@ def test_the_shipped_deployments_are_there() -> None:
 
 @every_yaml
 def test_a_deployment_is_a_serve_config(path: Path) -> None:
-    ServeDeploySchema.model_validate(document(path))
+    (read,) = ServeDeploySchema.model_validate(document(path)).applications
+    assert read.model_dump(exclude_unset=True) == application(path)
 
 
 @every_yaml

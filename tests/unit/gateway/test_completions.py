@@ -65,7 +65,14 @@ def test_what_is_not_implemented_or_out_of_range_is_refused_by_name(field: str, 
 
 
 def test_defaults_that_clients_spell_out_are_taken() -> None:
-    request(stream=False, echo=False, best_of=1, priority=0, user="me", frequency_penalty=0, presence_penalty=0)
+    spelled = request(
+        stream=False, echo=False, best_of=1, priority=0, user="me", frequency_penalty=0, presence_penalty=0
+    )
+    assert spelled.model_dump(exclude={"user"}) == {
+        **request().model_dump(exclude={"user"}),
+        "best_of": 1,  # null by default
+    }
+    assert spelled.sampling() == request().sampling()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import pytest
 
 from rollout_service.errors import InvalidRequest, NotFound
+from rollout_service.gateway.generate import GenerateRequest, generate
 from rollout_service.gateway.prompts import RolloutOptions, check_model, check_prompt, detokenize, roll_out, tokenize
 from rollout_service.gateway.services import Services
 from rollout_service.sampling import Sampling
@@ -11,9 +12,10 @@ from tests.unit.gateway.fakes import EchoEngine
 CONTEXT = 64
 
 
-def test_the_served_model_may_be_named_or_not(services: Services) -> None:
-    check_model("tiny", services)
-    check_model(None, services)
+@pytest.mark.parametrize("name", ["tiny", None])
+async def test_the_served_model_may_be_named_or_not(services: Services, name: str | None) -> None:
+    reply = await generate(GenerateRequest(token_ids=(5, 6), model=name), services)
+    assert reply["model"] == "tiny" and reply["choices"][0]["token_ids"] == (6, 5)
 
 
 def test_another_model_is_not_found_and_the_served_one_is_named(services: Services) -> None:

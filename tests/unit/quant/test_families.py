@@ -102,5 +102,8 @@ def test_gpus_that_cannot_have_whole_heads_each_are_refused(query: int, kv: int,
 
 
 @pytest.mark.parametrize(("query", "kv", "ways"), [(16, 4, 1), (16, 4, 4), (16, 4, 8), (14, 2, 2), (32, 4, 16)])
-def test_gpus_that_can_have_whole_heads_are_not(query: int, kv: int, ways: int) -> None:
-    require_whole_heads(Heads(query, kv), ways)
+def test_gpus_that_can_have_whole_heads_get_them(query: int, kv: int, ways: int) -> None:
+    heads, width = Heads(query, kv), 128
+    require_whole_heads(heads, ways)
+    assert shard_shape("q_proj", (query * width, 256), ways, heads) == (query // ways * width, 256)
+    assert shard_shape("k_proj", (kv * width, 256), ways, heads) == (max(kv // ways, 1) * width, 256)

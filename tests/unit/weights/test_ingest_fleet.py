@@ -43,6 +43,8 @@ async def test_a_commit_that_waits_answers_once_every_replica_serves_the_version
 async def test_a_replica_that_skipped_to_a_newer_version_counts_as_serving_the_older(ingest: Ingest) -> None:
     await ingest.report(replica("a", 3))
     await asyncio.wait_for(ingest.wait_live(2, timeout_s=LONG_S), LONG_S)
+    older = await ingest.status(0)
+    assert older.state == "live" and [r.version for r in older.replicas] == [3]
 
 
 async def test_a_commit_that_waited_in_vain_shows_the_table_and_stays_committed(

@@ -1,5 +1,6 @@
 """What a version must bring, worked out from config.json alone."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,11 @@ from transformers import (
 
 from rollout_service.config import QuantConfig
 from rollout_service.errors import InvalidManifest
+from rollout_service.quant.experts import pieces
 from rollout_service.quant.recipe import QuantPlan
 from rollout_service.weights.served_model import EMBEDDING, LM_HEAD, ServedModel
 from rollout_service.weights.upload import UploadTensor
-from tests.support.models import FAMILIES, make_model, stored_shapes
+from tests.support.models import FAMILIES, NUM_EXPERTS, make_model, stored_shapes
 
 BF16 = QuantPlan(frozenset())
 EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
@@ -33,6 +35,13 @@ def served(tiny_model: Path) -> ServedModel:
 
 def table_of(model: ServedModel) -> dict[str, UploadTensor]:
     return {n: UploadTensor(name=n, dtype="bfloat16", shape=shape) for n, shape in model.shapes.items()}
+
+
+def refusal(model: ServedModel, table: Iterable[UploadTensor], plan: QuantPlan) -> dict[str, list[str]]:
+    """What is wrong with ``table``."""
+    with pytest.raises(InvalidManifest) as refused:
+        model.check_table(table, plan)
+    return refused.value.detail
 
 
 def test_names_and_shapes_are_those_of_the_trainers_state_dict(served: ServedModel, tiny_model: Path) -> None:
@@ -52,9 +61,11 @@ def test_facts_that_the_gateway_needs(served: ServedModel, model: Path) -> None:
     assert not ServedModel.load(model).has_tokenizer
 
 
-def test_a_complete_table_is_accepted_in_any_order_and_dtype(served: ServedModel) -> None:
+def test_a_complete_table_is_accepted_in_any_order_and_dtype_and_one_tensor_less_is_not(served: ServedModel) -> None:
     table = [t.model_copy(update={"dtype": "float32"}) for t in reversed(table_of(served).values())]
     served.check_table(table, BF16)
+    for left_out in table:
+        assert refusal(served, [t for t in table if t is not left_out], BF16) == {"missing": [left_out.name]}
 
 
 def test_every_difference_is_reported_at_once(served: ServedModel) -> None:
@@ -174,7 +185,12 @@ def test_the_state_dict_of_a_mixture_of_experts_is_accepted_as_it_is(family: str
     assert any(tensor.dim() == 3 for tensor in held.values())
     model = ServedModel.load(tmp_path)
     table = [UploadTensor(name=n, dtype="bfloat16", shape=tuple(t.shape)) for n, t in held.items()]
-    model.check_table(table, model.plan(QuantConfig()))
+    plan = model.plan(QuantConfig())
+    model.check_table(table, plan)
+    for stacked in (tensor for tensor in table if len(tensor.shape) == 3):
+        matrices = [piece.name for piece in pieces(stacked.name, stacked.shape, model.experts)]
+        assert len(matrices) == NUM_EXPERTS * (2 if "gate_up" in stacked.name else 1)
+        assert refusal(model, [t for t in table if t is not stacked], plan) == {"missing": sorted(matrices)}
 
 
 @pytest.fixture
@@ -182,16 +198,10 @@ def moe(moe_model: Path) -> ServedModel:
     return ServedModel.load(moe_model)
 
 
-def refusal(model: ServedModel, table: dict[str, UploadTensor], plan: QuantPlan) -> dict[str, list[str]]:
-    with pytest.raises(InvalidManifest) as refused:
-        model.check_table(table.values(), plan)
-    return refused.value.detail
-
-
 def test_an_expert_that_comes_twice_under_different_names_is_a_duplicate(moe: ServedModel) -> None:
     table = table_of(moe)
     table[STACKED] = UploadTensor(name=STACKED, dtype="bfloat16", shape=moe.in_memory[STACKED])
-    assert EXPERT in refusal(moe, table, BF16)["duplicate"]
+    assert EXPERT in refusal(moe, table.values(), BF16)["duplicate"]
 
 
 def test_stacked_experts_of_another_shape_are_named_and_not_taken_apart(moe: ServedModel) -> None:
@@ -199,7 +209,7 @@ def test_stacked_experts_of_another_shape_are_named_and_not_taken_apart(moe: Ser
     down = STACKED.replace("gate_up", "down")
     table[STACKED] = UploadTensor(name=STACKED, dtype="bfloat16", shape=(4, 256, 256))
     table[down] = UploadTensor(name=down, dtype="bfloat16", shape=moe.in_memory[down])
-    assert refusal(moe, table, BF16) == {
+    assert refusal(moe, table.values(), BF16) == {
         "wrong_shape": [f"{STACKED} is [4, 256, 256], the model's is {list(moe.in_memory[STACKED])}"]
     }
 
@@ -212,18 +222,20 @@ def test_codes_are_accepted_with_their_scales(moe: ServedModel) -> None:
         scales = f"{name}_scale_inv"
         table[scales] = UploadTensor(name=scales, dtype="float32", shape=(-(-rows // 128), -(-columns // 128)))
     moe.check_table(table.values(), plan)
+    del table[scales]
+    assert refusal(moe, table.values(), plan) == {"missing": [scales]}
 
 
 def test_codes_without_scales_lack_them(moe: ServedModel) -> None:
     table = table_of(moe)
     table[EXPERT] = table[EXPERT].model_copy(update={"dtype": "float8_e4m3fn"})
-    assert refusal(moe, table, moe.plan(QuantConfig())) == {"missing": [f"{EXPERT}_scale_inv"]}
+    assert refusal(moe, table.values(), moe.plan(QuantConfig())) == {"missing": [f"{EXPERT}_scale_inv"]}
 
 
 def test_scales_of_another_shape_or_dtype_or_without_codes_are_refused(moe: ServedModel) -> None:
     table, scales = table_of(moe), f"{EXPERT}_scale_inv"
     table[scales] = UploadTensor(name=scales, dtype="bfloat16", shape=(1, 1))
-    assert refusal(moe, table, moe.plan(QuantConfig())) == {
+    assert refusal(moe, table.values(), moe.plan(QuantConfig())) == {
         "wrong_shape": [f"{scales} is [1, 1], the model's is [1, 2]"],
         "wrong_dtype": [
             f"{scales} is bfloat16, block scales are float32",
@@ -237,7 +249,7 @@ def test_codes_of_what_is_not_quantized_are_refused(moe: ServedModel, name: str)
     table = table_of(moe)
     table[name] = table[name].model_copy(update={"dtype": "float8_e4m3fn"})
     plan = moe.plan(QuantConfig(skip=("*.layers.0.mlp.experts",)))
-    assert refusal(moe, table, plan) == {
+    assert refusal(moe, table.values(), plan) == {
         "wrong_dtype": [f"{name} is float8_e4m3fn, but it is not quantized in this service: send it in bfloat16"]
     }
 
@@ -246,7 +258,7 @@ def test_stacked_codes_are_refused_with_what_to_send_instead(moe: ServedModel) -
     table = {name: tensor for name, tensor in table_of(moe).items() if ".layers.0.mlp.experts." not in name}
     for name in (STACKED, STACKED.replace("gate_up", "down")):
         table[name] = UploadTensor(name=name, dtype="float8_e4m3fn", shape=moe.in_memory[name])
-    (first, second) = refusal(moe, table, moe.plan(QuantConfig()))["wrong_dtype"]
+    (first, second) = refusal(moe, table.values(), moe.plan(QuantConfig()))["wrong_dtype"]
     assert first.startswith(f"{STACKED} is float8_e4m3fn") and "each expert's by themselves" in first
     assert "down_proj" in second
 
@@ -254,7 +266,7 @@ def test_stacked_codes_are_refused_with_what_to_send_instead(moe: ServedModel) -
 def test_scales_are_unknown_where_nothing_is_quantized(moe: ServedModel) -> None:
     table, scales = table_of(moe), f"{EXPERT}_scale_inv"
     table[scales] = UploadTensor(name=scales, dtype="float32", shape=(1, 2))
-    assert refusal(moe, table, BF16) == {"unknown": [scales]}
+    assert refusal(moe, table.values(), BF16) == {"unknown": [scales]}
 
 
 @pytest.mark.parametrize(
