@@ -11,7 +11,7 @@ from rollout_service.weights.manifest import MANIFEST_FILE, read_manifest
 from rollout_service.weights.served_model import LM_HEAD
 from tests.support.engine_layout import engine_digests, quantize
 from tests.support.models import random_weights
-from tests.support.one_engine import mean_difference, running
+from tests.support.one_engine import OneEngine, mean_difference, running
 
 UPDATES = 20
 # Bounds on the mean of |Δ|, the difference of a token's logprob from the fp32 reference, over 256 tokens. Its sources
@@ -37,28 +37,29 @@ def differing(held: dict[str, str], expected: dict[str, str]) -> set[str]:
     return {name for name in held.keys() | expected.keys() if held.get(name) != expected.get(name)}
 
 
+async def updated_many_times(one: OneEngine) -> tuple[dict[str, torch.Tensor], Path]:
+    """Check what the engine holds after the first load and after twenty updates; the last weights and their folder."""
+    for version in range(1, UPDATES + 2):
+        weights = random_weights(one.config.model.path, seed=version)
+        folder = await one.update(version, weights)
+        if version in (1, UPDATES + 1):
+            assert differing(await one.digests(), engine_digests(quantize(with_head(weights)))) == set()
+    assert await mean_difference(one, folder, fp8=True) < FP8_MEAN
+    return weights, folder
+
+
 async def test_a_dense_engine_holds_exactly_what_was_quantized_after_the_first_load_and_after_twenty_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running("qwen2", tmp_path, monkeypatch) as one:
-        for version in range(1, UPDATES + 2):
-            weights = random_weights(one.config.model.path, seed=version)
-            folder = await one.update(version, weights)
-            if version in (1, UPDATES + 1):
-                assert differing(await one.digests(), engine_digests(quantize(with_head(weights)))) == set()
-        assert await mean_difference(one, folder, fp8=True) < FP8_MEAN
+        await updated_many_times(one)
 
 
 async def test_an_engine_of_experts_holds_exactly_what_was_quantized_and_never_half_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running("qwen3_moe", tmp_path, monkeypatch) as one:
-        for version in range(1, UPDATES + 2):
-            weights = random_weights(one.config.model.path, seed=version)
-            folder = await one.update(version, weights)
-            if version in (1, UPDATES + 1):
-                assert differing(await one.digests(), engine_digests(quantize(weights))) == set()
-        assert await mean_difference(one, folder, fp8=True) < FP8_MEAN
+        weights, folder = await updated_many_times(one)
 
         # the checks above can fail: two experts in each other's place are seen by both
         other = await one.update(UPDATES + 2, swapped(weights, 2, 5))

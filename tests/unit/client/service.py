@@ -237,6 +237,43 @@ async def until_disconnected(request: Request) -> None:
         pass
 
 
+class _Event(Protocol):
+    """asyncio's or threading's."""
+
+    def set(self) -> object: ...
+
+
+def until_gone(accepted: _Event, gone: _Event) -> Handler:
+    """A handler that waits instead of answering: it says when a request is here, and when its client has hung up."""
+
+    async def hang(request: Request) -> Response:
+        await request.body()
+        accepted.set()
+        await until_disconnected(request)
+        gone.set()
+        return Response()
+
+    return hang
+
+
+class Crowd:
+    """Counts how many are inside at once, and lets nobody on before ``enough`` have come in."""
+
+    def __init__(self, enough: int) -> None:
+        self.most = 0
+        self._enough, self._inside, self._there = enough, 0, asyncio.Event()
+
+    async def __aenter__(self) -> None:
+        self._inside += 1
+        self.most = max(self.most, self._inside)
+        if self._inside == self._enough:
+            self._there.set()
+        await self._there.wait()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._inside -= 1
+
+
 class Served(Protocol):
     """An ASGI application, and where it is to be found."""
 

@@ -22,7 +22,7 @@ from rollout_service.errors import (
     Unauthorized,
 )
 from rollout_service.types import Span
-from tests.unit.client.service import Service, generate_reply, until_disconnected
+from tests.unit.client.service import Crowd, Service, generate_reply, until_disconnected, until_gone
 
 GENERATE = ("POST", "/inference/v1/generate")
 
@@ -189,15 +189,7 @@ async def test_the_error_says_where_nothing_is_listening() -> None:
 
 async def test_cancelling_a_generation_closes_its_connection(service: Service, client: RolloutClient) -> None:
     accepted, gone = asyncio.Event(), asyncio.Event()
-
-    async def until_gone(request: Request) -> Response:
-        await request.body()
-        accepted.set()
-        await until_disconnected(request)
-        gone.set()
-        return Response()
-
-    service.generate = until_gone
+    service.generate = until_gone(accepted, gone)
     generation = asyncio.create_task(client.generate([1]))
     await accepted.wait()
     generation.cancel()
@@ -258,24 +250,16 @@ async def test_a_batch_keeps_the_order_of_its_prompts(service: Service, client: 
 async def test_a_batch_has_no_more_requests_under_way_than_allowed(
     service: Service, concurrency: int | None, max_connections: int
 ) -> None:
-    running = most = 0
-    two_running = asyncio.Event()
+    crowd = Crowd(2)
 
     async def count(request: Request) -> Response:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        if running == 2:
-            two_running.set()
-        await two_running.wait()
-        body = await request.json()
-        running -= 1
-        return JSONResponse(generate_reply(body))
+        async with crowd:
+            return JSONResponse(generate_reply(await request.json()))
 
     service.generate = count
     async with RolloutClient(service.url, max_connections=max_connections) as client:
         await client.generate_batch([[i] for i in range(8)], concurrency=concurrency)
-    assert most == 2
+    assert crowd.most == 2
 
 
 async def test_the_first_error_of_a_batch_cancels_the_rest(service: Service, client: RolloutClient) -> None:

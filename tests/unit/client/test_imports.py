@@ -7,10 +7,14 @@ import rollout_service.client
 ROOT = Path(rollout_service.__file__).parents[1]
 
 
+def printed_by(code: str) -> str:
+    """What ``code`` prints in a new interpreter."""
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
 def test_the_client_is_imported_without_torch_vllm_and_ray() -> None:
     code = "import sys, rollout_service.client; print(sorted({'torch', 'vllm', 'ray'} & sys.modules.keys()))"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout == "[]\n"
+    assert printed_by(code) == "[]\n"
 
 
 def test_generating_needs_no_torch() -> None:
@@ -24,8 +28,7 @@ def test_generating_needs_no_torch() -> None:
         "print(asyncio.run(RolloutClient('http://a', transport=ok).generate([2])).completions[0].token_ids)\n"
         "print('torch' in sys.modules)\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout == "(1,)\nFalse\n"
+    assert printed_by(code) == "(1,)\nFalse\n"
 
 
 def test_quantizing_for_the_service_needs_torch_but_no_engine() -> None:
@@ -35,8 +38,7 @@ def test_quantizing_for_the_service_needs_torch_but_no_engine() -> None:
         "convert.Converter(TrainerRecipe(weights='none'))\n"
         "print('torch' in sys.modules, sorted({'ray', 'transformers', 'vllm', 'fastapi'} & sys.modules.keys()))"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout == "True []\n"
+    assert printed_by(code) == "True []\n"
 
 
 def test_what_is_public_is_named() -> None:

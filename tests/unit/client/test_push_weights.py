@@ -12,7 +12,7 @@ from rollout_service.client._tensors import describe, tensor_bytes
 from rollout_service.errors import CommitTimeout, InvalidManifest, Overloaded
 from rollout_service.types import WeightStatus
 from rollout_service.weights.upload import CommitUpload, UploadTensor, upload_digest
-from tests.unit.client.service import Service, Upload
+from tests.unit.client.service import Crowd, Service, Upload
 
 Tensors = dict[str, torch.Tensor]
 
@@ -89,21 +89,15 @@ async def test_progress_counts_the_bytes_that_have_arrived(
 async def test_several_parts_travel_at_once_and_no_more_than_allowed(
     service: Service, client: RolloutClient, tensors: Tensors
 ) -> None:
-    running = most = 0
-    three_running = asyncio.Event()
+    crowd = Crowd(3)
 
     async def count(part: int) -> None:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        if running == 3:
-            three_running.set()
-        await three_running.wait()
-        running -= 1
+        async with crowd:
+            pass
 
     service.before_part = count
     await client.push_weights(5, tensors, parallel_parts=3)
-    assert most == 3
+    assert crowd.most == 3
 
 
 async def test_a_generator_is_consumed_no_faster_than_parts_leave(service: Service, client: RolloutClient) -> None:

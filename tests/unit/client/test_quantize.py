@@ -1,6 +1,7 @@
 """Weights that the trainer quantizes before it sends them, into the real ingest and into one that breaks down."""
 
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from itertools import product
 from pathlib import Path
 
@@ -56,6 +57,13 @@ def stacked(models: dict[str, Path]) -> Tensors:
     return dict(module_of(models["qwen3_moe"]).state_dict())
 
 
+@asynccontextmanager
+async def client_of(model: Path, root: Path, **quant: object) -> AsyncIterator[RolloutClient]:
+    """The client of a service that quantizes as ``quant`` says."""
+    async with real_ingest(model, root, quant=quant) as service, RolloutClient(service.url) as client:
+        yield client
+
+
 async def push(client: RolloutClient, version: int, tensors: object, **options: object) -> WeightStatus:
     options = {"quantize": "trainer", "wait": "none", **options}
     return await client.push_weights(version, tensors, **options)  # type: ignore[call-overload, no-any-return]
@@ -85,10 +93,7 @@ async def test_whoever_quantizes_the_version_is_the_same(
 async def test_scales_of_powers_of_two_are_made_if_the_service_wants_them(
     models: dict[str, Path], tmp_path: Path, stacked: Tensors
 ) -> None:
-    async with (
-        real_ingest(models["qwen3_moe"], tmp_path / "log", quant={"scales": "power_of_two"}) as service,
-        RolloutClient(service.url) as client,
-    ):
+    async with client_of(models["qwen3_moe"], tmp_path / "log", scales="power_of_two") as client:
         by_service = await push(client, 1, moved(stacked, torch.bfloat16), quantize="service")
         assert (await push(client, 2, moved(stacked, torch.bfloat16))).digest == by_service.digest
 
@@ -96,10 +101,7 @@ async def test_scales_of_powers_of_two_are_made_if_the_service_wants_them(
 async def test_a_service_that_does_not_quantize_gets_bf16(
     models: dict[str, Path], tmp_path: Path, stacked: Tensors
 ) -> None:
-    async with (
-        real_ingest(models["qwen3_moe"], tmp_path / "log", quant={"weights": "none"}) as service,
-        RolloutClient(service.url) as client,
-    ):
+    async with client_of(models["qwen3_moe"], tmp_path / "log", weights="none") as client:
         assert (await push(client, 1, stacked)).digest == (await client.weights(0)).digest
 
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from rollout_service.client import RolloutClient, SyncRolloutClient
 from rollout_service.errors import NotFound
-from tests.unit.client.service import Service, serving_in_a_thread, until_disconnected
+from tests.unit.client.service import Service, serving_in_a_thread, until_disconnected, until_gone
 
 ASYNC_ONLY = {"aclose"}
 
@@ -82,15 +82,7 @@ def test_several_threads_may_share_it(threaded_service: Service) -> None:
 
 def test_closing_cancels_a_call_of_another_thread() -> None:
     service, accepted, gone = Service(), threading.Event(), threading.Event()
-
-    async def hang(request: Request) -> Response:
-        await request.body()
-        accepted.set()
-        await until_disconnected(request)
-        gone.set()
-        return Response()
-
-    service.generate = hang
+    service.generate = until_gone(accepted, gone)
     outcome: list[str] = []
 
     def call(client: SyncRolloutClient) -> None:

@@ -82,6 +82,19 @@ def mismatch(rows: Rows) -> dict[str, float]:
     }
 
 
+def spread(tokens: list[float], units: list[float], means: list[float]) -> dict[str, float]:
+    """Of all tokens, of whatever is bounded (tokens or sequences), and of the means of sequences."""
+    return {
+        "mean": fmean(tokens),
+        "max": max(units),
+        "min": min(units),
+        "seq_mean": fmean(means),
+        "seq_std": stdev(means) if len(means) > 1 else 0.0,
+        "seq_max": max(means),
+        "seq_min": min(means),
+    }
+
+
 def of_weights(rows: Rows, level: str, lower: float | None, upper: float, outside: str) -> dict[str, float]:
     rows = [row for row in rows if row]
     raw, weights = raw_weights(rows, level), bounded_weights(rows, level, lower, upper, outside)
@@ -91,17 +104,11 @@ def of_weights(rows: Rows, level: str, lower: float | None, upper: float, outsid
     low = 1 / upper if lower is None else lower
     total, squares = math.fsum(tokens), math.fsum(w * w for w in tokens)
     found = {
-        "mean": fmean(tokens),
-        "max": max(shown),
-        "min": min(shown),
+        **spread(tokens, shown, means),
         "std": pstdev(tokens),
         "eff_sample_size": total * total / squares / len(tokens) if squares else 0.0,
         "ratio_fraction_high": fmean(w > upper for w in counted),
         "ratio_fraction_low": fmean(w < low for w in counted),
-        "seq_mean": fmean(means),
-        "seq_std": stdev(means) if len(means) > 1 else 0.0,
-        "seq_max": max(means),
-        "seq_min": min(means),
         "seq_max_deviation": max(abs(mean - 1) for mean in means),
         "seq_fraction_high": fmean(mean > upper for mean in raw_means),
         "seq_fraction_low": fmean(mean < low for mean in raw_means),
@@ -119,16 +126,10 @@ def of_rejection(rows: Rows, name: str, low: float, high: float) -> dict[str, fl
     units = tokens if name.startswith("token") else means
     outside = [[not low <= value <= high for value in row] for row in measured]
     found = {
-        "mean": fmean(tokens),
-        "max": max(units),
-        "min": min(units),
+        **spread(tokens, units, means),
         "std": pstdev(min(max(value, low), high) for value in tokens),
         "fraction_high": fmean(value > high for value in units),
         "fraction_low": fmean(value < low for value in units),
-        "seq_mean": fmean(means),
-        "seq_std": stdev(means) if len(means) > 1 else 0.0,
-        "seq_max": max(means),
-        "seq_min": min(means),
         "seq_max_deviation": max(abs(mean) for mean in means),
         "seq_fraction_high": fmean(mean > high for mean in means),
         "seq_fraction_low": fmean(mean < low for mean in means),

@@ -30,6 +30,12 @@ async def quantized(ingest: Ingest, weights: Weights) -> dict[str, torch.Tensor]
     return dict(Converter(await ingest.recipe()).convert(weights.items()))
 
 
+@pytest.fixture
+async def codes(ingest: Ingest, weights: Weights) -> dict[str, torch.Tensor]:
+    """What a trainer sends that has quantized ``weights``."""
+    return await quantized(ingest, weights)
+
+
 async def test_the_recipe_names_what_is_quantized(ingest: Ingest, weights: Weights) -> None:
     recipe = await ingest.recipe()
     projections = sorted(name for name in weights if name.endswith("_proj.weight"))
@@ -46,9 +52,8 @@ async def test_codes_and_scales_make_the_same_version_as_the_weights(
 
 
 async def test_some_weights_may_come_as_codes_and_others_not(
-    ingest: Ingest, trainer: Trainer, weights: Weights
+    ingest: Ingest, trainer: Trainer, weights: Weights, codes: Weights
 ) -> None:
-    codes = await quantized(ingest, weights)
     mixed = {**weights, UP_PROJ: codes[UP_PROJ], UP_SCALES: codes[UP_SCALES]}
     assert (await trainer.push(1, mixed)).digest == (await ingest.status(0)).digest
 
@@ -84,13 +89,12 @@ def with_a_scale_of_zero(sent: dict[str, torch.Tensor]) -> None:
     ],
 )
 async def test_broken_codes_and_scales_fail_the_version_and_the_one_before_stays_newest(
-    ingest: Ingest, trainer: Trainer, weights: Weights, mistake: Mistake, complaint: str
+    ingest: Ingest, trainer: Trainer, codes: dict[str, torch.Tensor], mistake: Mistake, complaint: str
 ) -> None:
-    sent = await quantized(ingest, weights)
-    mistake(sent)
-    await trainer.upload(1, sent)
+    mistake(codes)
+    await trainer.upload(1, codes)
     with pytest.raises(QuantizationError, match=f"{complaint}: the version is refused; the one before stays live"):
-        await trainer.push(2, sent)
+        await trainer.push(2, codes)
     assert (await ingest.fleet()).latest_version == 0
 
 
@@ -120,12 +124,11 @@ def with_scales_of_other_blocks(sent: dict[str, torch.Tensor]) -> None:
     ],
 )
 async def test_tables_of_codes_that_do_not_fit_are_refused_before_any_part(
-    ingest: Ingest, trainer: Trainer, weights: Weights, mistake: Mistake, complaint: str
+    ingest: Ingest, trainer: Trainer, codes: dict[str, torch.Tensor], mistake: Mistake, complaint: str
 ) -> None:
-    sent = await quantized(ingest, weights)
-    mistake(sent)
+    mistake(codes)
     with pytest.raises(InvalidManifest, match=complaint):
-        await trainer.upload(1, sent)
+        await trainer.upload(1, codes)
     assert [status.version for status in await ingest.versions()] == [0]
 
 

@@ -47,6 +47,15 @@ def gate(executor: ThreadPoolExecutor) -> Iterator[threading.Event]:
     gate.set()
 
 
+@pytest.fixture
+def source(weights: Weights, tmp_path: Path) -> Path:
+    """A trainer's folder with ``weights``."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    save_file(dict(weights), folder / "model.safetensors")
+    return folder
+
+
 def staged_version(begin: BeginUpload, folder: Path, model: Path, executor: ThreadPoolExecutor) -> StagedVersion:
     served = ServedModel.load(model)
     recipe = TrainerRecipe(weights="fp8_block", quantized=tuple(served.plan(QuantConfig()).quantized))
@@ -124,11 +133,8 @@ async def test_a_failure_is_known_before_the_commit(
 
 
 async def test_files_that_vanish_before_they_are_read_fail_the_version_with_a_reason(
-    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
+    model: Path, source: Path, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
 ) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    save_file(dict(weights), source / "model.safetensors")
     staged = from_folder(source, tmp_path / "1", model, executor)
     (source / "model.safetensors").unlink()
     gate.set()
@@ -139,11 +145,8 @@ async def test_files_that_vanish_before_they_are_read_fail_the_version_with_a_re
 
 
 async def test_files_that_change_before_they_are_read_fail_the_version_by_name(
-    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
+    model: Path, weights: Weights, source: Path, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
 ) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    save_file(dict(weights), source / "model.safetensors")
     staged = from_folder(source, tmp_path / "1", model, executor)
     name = "model.layers.0.mlp.down_proj.weight"
     save_file({**weights, name: weights[name].T.contiguous()}, source / "model.safetensors")
