@@ -3,7 +3,8 @@
     RolloutServiceError
     ├── InvalidRequest            422  well-formed, but not something we can do: says what instead
     │   ├── InvalidManifest       422  names, shapes, dtypes or layout differ from the served model's
-    │   └── QuantizationError     422  a tensor that cannot be quantized (NaN, infinity)
+    │   ├── QuantizationError     422  a tensor that cannot be quantized (NaN, infinity)
+    │   └── DigestMismatch        422  bytes do not hash to the digest sent with them
     ├── MalformedRequest          400  not JSON, or cut off
     ├── Unauthorized              401  bearer token missing or wrong
     ├── Forbidden                 403  not from here: non-loopback without a token, path outside the allowed roots
@@ -11,7 +12,6 @@
     ├── VersionConflict           409  other bytes under the same version, or a version that is not newer
     ├── UploadIncomplete          409  commit before every part arrived
     ├── PayloadTooLarge           413  a part larger than its declared size
-    ├── DigestMismatch            422  bytes do not hash to the digest sent with them
     ├── TooEarly                  425  no replica serves ``min_weight_version`` yet
     ├── Overloaded                503  the replica's admission limit is reached: retry later
     ├── NotReady                  503  no live replica, or the service is still starting
