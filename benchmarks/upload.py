@@ -9,37 +9,33 @@ Memory is what each process grows by while it works, sampled every 20 ms, withou
 """
 
 import asyncio
-import multiprocessing
 import os
 import shutil
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 import torch
 import typer
-import uvicorn
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 from benchmarks import results
+from benchmarks.upload_servers import PART_BYTES, process, serve_bare, serve_ingest
 from rollout_service.client import RolloutClient
-from rollout_service.local import free_port
+from rollout_service.client._upload import BODY_CHUNK_BYTES
 
 LAYERS = 20
 """100 MB of BF16 each."""
-PART_BYTES = 16 << 20
 PARALLEL = 4
-CHUNK_BYTES = 1 << 20
 
 
 def make_model(folder: Path) -> int:
@@ -68,102 +64,6 @@ def make_model(folder: Path) -> int:
 def weights_of(folder: Path) -> Path:
     """The model's only file."""
     return folder / "model.safetensors"
-
-
-# --- the other processes
-
-
-def serve_ingest(folder: Path, port: int) -> None:
-    """The ingest, its upload listener, and the gateway's routes in front of it."""
-    asyncio.run(_serve_ingest(folder, port))
-
-
-async def _serve_ingest(folder: Path, port: int) -> None:
-    from rollout_service.config import ServiceConfig
-    from rollout_service.gateway.replica import create_app
-    from rollout_service.gateway.services import Services
-    from rollout_service.web.auth import Authorizer
-    from rollout_service.weights.ingest import Ingest
-    from rollout_service.weights.upload_server import UploadServer, create_upload_app
-
-    config = ServiceConfig.model_validate(
-        {
-            "model": {"path": folder / "model"},
-            "weights": {"root": folder / "log", "source_roots": [folder], "part_bytes": PART_BYTES},
-        }
-    )
-    ingest, authorizer = Ingest(config), Authorizer(None)
-    uploads = UploadServer(create_upload_app(ingest, authorizer), "127.0.0.1")
-    uploads.start()
-    ingest.upload_url = uploads.url
-    await ingest.start()
-    services = Services(
-        name="model",
-        vocab_size=128,
-        max_model_len=64,
-        tokenizer=None,
-        engine=None,
-        ingest=Handle(ingest),
-        authorizer=authorizer,
-        http=httpx.AsyncClient(),
-    )
-    await uvicorn.Server(uvicorn.Config(create_app(services), port=port, log_level="warning")).serve()
-
-
-@dataclass
-class Handle:
-    """An object of this process behind the face of a Serve handle."""
-
-    deployment: object
-
-    def __getattr__(self, method: str) -> Any:
-        return RemoteMethod(getattr(self.deployment, method))
-
-
-@dataclass
-class RemoteMethod:
-    """``method.remote(...)``."""
-
-    remote: Callable[..., Awaitable[Any]]
-
-
-def serve_bare(folder: Path, port: int) -> None:
-    """A PUT that writes its body into a file, and nothing else."""
-    from fastapi import FastAPI, Request
-
-    app = FastAPI()
-
-    @app.put("/{part}")
-    async def put(part: int, request: Request) -> int:
-        with (folder / f"bare-{part}").open("wb") as stream:
-            async for chunk in request.stream():
-                stream.write(chunk)
-            await asyncio.to_thread(os.fsync, stream.fileno())
-        return part
-
-    uvicorn.run(app, port=port, log_level="warning")
-
-
-@contextmanager
-def process(target: Callable[[Path, int], None], folder: Path) -> Iterator[tuple[str, int]]:
-    """A server in a process of its own: its address and process id, once it answers."""
-    port = free_port()
-    server = multiprocessing.get_context("spawn").Process(target=target, args=(folder, port), daemon=True)
-    server.start()
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while True:
-            try:
-                httpx.get(url, timeout=5)
-                break
-            except httpx.TransportError:
-                if not server.is_alive():
-                    raise
-                time.sleep(0.2)
-        yield url, server.pid or 0
-    finally:
-        server.terminate()
-        server.join()
 
 
 # --- what is measured
@@ -212,36 +112,44 @@ def anonymous_bytes(p: psutil.Process) -> int:
     return int(memory.rss - memory.shared)
 
 
-async def bare_put(url: str, weights: dict[str, torch.Tensor]) -> None:
+@dataclass
+class Weights:
+    """Named tensors that lie one after the other in ``stream`` [bytes], which is what they are sent as."""
+
+    tensors: dict[str, torch.Tensor]
+    stream: memoryview
+
+    @classmethod
+    def load(cls, file: Path) -> "Weights":
+        """The tensors of one file, all of one dtype."""
+        loaded = load_file(file)
+        flat = torch.cat([tensor.flatten() for tensor in loaded.values()])
+        pieces = flat.split([tensor.numel() for tensor in loaded.values()])
+        tensors = {name: piece.view(loaded[name].shape) for name, piece in zip(loaded, pieces, strict=True)}
+        return cls(tensors, flat.view(torch.uint8).numpy().data)
+
+
+async def bare_put(url: str, stream: memoryview) -> None:
     """The same parts through the same number of connections."""
     slots = asyncio.Semaphore(PARALLEL)
     async with httpx.AsyncClient(timeout=120) as http, asyncio.TaskGroup() as group:
-        for number, part in enumerate(parts(weights)):
+        for number, start in enumerate(range(0, stream.nbytes, PART_BYTES)):
             await slots.acquire()
-            task = group.create_task(http.put(f"{url}/{number}", content=chunks(part)))
+            part = stream[start : start + PART_BYTES]
+            headers = {"Content-Length": str(part.nbytes)}
+            task = group.create_task(http.put(f"{url}/{number}", content=chunks(part), headers=headers))
             task.add_done_callback(lambda _: slots.release())
 
 
-def parts(weights: dict[str, torch.Tensor]) -> Iterator[bytes]:
-    """The tensors' bytes, cut."""
-    buffer = bytearray()
-    for tensor in weights.values():
-        buffer += tensor.flatten().view(torch.uint8).numpy().data
-        while len(buffer) >= PART_BYTES:
-            yield bytes(buffer[:PART_BYTES])
-            del buffer[:PART_BYTES]
-    yield bytes(buffer)
-
-
-async def chunks(part: bytes) -> AsyncIterator[bytes]:
+async def chunks(part: memoryview) -> AsyncIterator[bytes]:
     """A body in pieces, as the client sends it."""
-    for start in range(0, len(part), CHUNK_BYTES):
-        yield part[start : start + CHUNK_BYTES]
+    for start in range(0, part.nbytes, BODY_CHUNK_BYTES):
+        yield bytes(part[start : start + BODY_CHUNK_BYTES])
 
 
 async def measure(folder: Path, repeats: int, say: Callable[[str], None]) -> list[Door]:
     """All doors, one after the other, ``repeats`` times."""
-    weights = load_file(weights_of(folder / "model"))
+    weights = Weights.load(weights_of(folder / "model"))
     doors = [Door(name) for name in ("file copy", "bare PUT", "parts", "parts, quantized by the trainer", "path")]
     with process(serve_ingest, folder) as (url, ingest_pid), process(serve_bare, folder) as (bare_url, bare_pid):
         memory = Memory({"client": os.getpid(), "ingest": ingest_pid, "bare server": bare_pid})
@@ -259,19 +167,19 @@ async def measure(folder: Path, repeats: int, say: Callable[[str], None]) -> lis
 
 
 async def through(
-    door: str, client: RolloutClient, bare_url: str, weights: dict[str, torch.Tensor], folder: Path, version: int
+    door: str, client: RolloutClient, bare_url: str, weights: Weights, folder: Path, version: int
 ) -> None:
     """One passage."""
     if door == "file copy":
         await asyncio.to_thread(copy_and_sync, weights_of(folder / "model"), folder / "copy")
     elif door == "bare PUT":
-        await bare_put(bare_url, weights)
+        await bare_put(bare_url, weights.stream)
     elif door == "parts":
-        await client.push_weights(version, weights, wait="none", parallel_parts=PARALLEL)
+        await client.push_weights(version, weights.tensors, wait="none", parallel_parts=PARALLEL)
     elif door == "path":
         await client.push_path(version, folder / "model", wait="none")
     else:
-        await client.push_weights(version, weights, quantize="trainer", wait="none", parallel_parts=PARALLEL)
+        await client.push_weights(version, weights.tensors, quantize="trainer", wait="none", parallel_parts=PARALLEL)
 
 
 def copy_and_sync(source: Path, target: Path) -> None:

@@ -85,15 +85,10 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, full_tensor())
 
 
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Little-endian bytes, row-major; without a copy if the tensor is contiguous and on the CPU."""
-    import torch
-
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
 def bytes_of_each(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[memoryview]:
     """Each tensor's bytes; a tensor is let go before the next is gathered."""
+    from rollout_service.weights.convert import tensor_bytes  # needs torch
+
     for _, tensor in tensors:
         yield tensor_bytes(tensor)
         del tensor

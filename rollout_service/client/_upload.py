@@ -48,31 +48,35 @@ class Part:
     """Bytes ``[index * part_bytes, ...)`` of the stream."""
 
     index: int
-    data: bytearray
+    data: memoryview
     digest: str
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         # In chunks, because each layer of the HTTP stack copies what it is given.
-        with memoryview(self.data) as view:
-            for start in range(0, len(view), BODY_CHUNK_BYTES):
-                yield bytes(view[start : start + BODY_CHUNK_BYTES])
+        for start in range(0, self.data.nbytes, BODY_CHUNK_BYTES):
+            yield bytes(self.data[start : start + BODY_CHUNK_BYTES])
 
 
-def cut_parts(stream: Iterable[memoryview], part_bytes: int) -> Iterator[Part]:
-    """Cut a stream into parts. Each is a copy: nothing of the stream is held while its next piece is made."""
-    index, data, filled = 0, bytearray(part_bytes), 0
+def cut_parts(stream: Iterable[memoryview], part_bytes: int, free: list[memoryview] | None = None) -> Iterator[Part]:
+    """Cut a stream into parts. Each is a copy: nothing of the stream is held while its next piece is made.
+
+    ``free``: memory of parts that are done with, to be used again; fresh memory costs more than what is copied.
+    """
+    index, filled = 0, 0
+    data: memoryview | None = None
     for view in stream:
         while view.nbytes:
+            if data is None:
+                data = free.pop() if free else memoryview(bytearray(part_bytes))
             taken = min(view.nbytes, part_bytes - filled)
             data[filled : filled + taken] = view[:taken]
             filled, view = filled + taken, view[taken:]
             if filled == part_bytes:
                 yield _part(index, data)
-                index, data, filled = index + 1, bytearray(part_bytes), 0
+                index, data, filled = index + 1, None, 0
         del view
-    if filled:
-        del data[filled:]
-        yield _part(index, data)
+    if data is not None and filled:
+        yield _part(index, data[:filled])
 
 
 class Uploader:
@@ -129,7 +133,8 @@ class Uploader:
             begin = BeginUpload(version=version, tensors=table, uploader=uuid.uuid4().hex)
             plan = await self.begin(begin)
             sender = PartSender(self._http, self._unreachable, begin, plan, progress)
-            return await sender.send(cut_parts(bytes_of_each(stored), plan.part_bytes), thread, parallel_parts)
+            parts = cut_parts(bytes_of_each(stored), plan.part_bytes, sender.free)
+            return await sender.send(parts, thread, parallel_parts)
         except QuantizationError as error:
             raise QuantizationError(
                 f"{error.message}. Version {version} stays staged with the parts that were sent, and is not committed: "
@@ -160,6 +165,8 @@ class PartSender:
     ) -> None:
         self._http, self._unreachable = http, unreachable
         self._begin, self._plan = begin, plan
+        self.free: list[memoryview] = []
+        """Memory of parts that are done with."""
         self._digests: list[str] = []
         self._progress = progress
         self._done_bytes = 0
@@ -176,15 +183,23 @@ class PartSender:
         Returns the digest of the whole upload.
         """
         slots = asyncio.Semaphore(parallel)
+
+        async def upload(part: Part) -> None:
+            try:
+                await self._upload(part)
+            finally:
+                slots.release()
+            self._reuse(part)
+
         async with raise_first_failure() as group:
             while (part := await thread.call(next, parts, None)) is not None:
                 self._digests.append(part.digest)
                 if not self._is_wanted(part):
                     self._advance(part)
+                    self._reuse(part)
                     continue
                 await slots.acquire()
-                upload = group.create_task(self._upload(part))
-                upload.add_done_callback(lambda _: slots.release())
+                group.create_task(upload(part))
         return upload_digest(self._digests)
 
     def _is_wanted(self, part: Part) -> bool:
@@ -213,6 +228,10 @@ class PartSender:
                 await self._put(route, part, Repeat.IDEMPOTENT)
         self._advance(part)
 
+    def _reuse(self, part: Part) -> None:
+        if part.data.nbytes == self._plan.part_bytes:
+            self.free.append(part.data)
+
     async def _put(self, url: str, part: Part, repeat: Repeat) -> None:
         await self._http.send(
             "PUT",
@@ -221,7 +240,7 @@ class PartSender:
             headers={
                 PART_DIGEST_HEADER: part.digest,
                 UPLOADER_HEADER: self._begin.uploader,
-                "Content-Length": str(len(part.data)),
+                "Content-Length": str(part.data.nbytes),
                 "Content-Type": "application/octet-stream",
             },
             repeat=repeat,
@@ -229,7 +248,7 @@ class PartSender:
         )
 
     def _advance(self, part: Part) -> None:
-        self._done_bytes += len(part.data)
+        self._done_bytes += part.data.nbytes
         if self._progress is not None:
             self._progress(self._done_bytes, self._begin.nbytes)
 
@@ -240,5 +259,5 @@ def _converter(recipe: TrainerRecipe) -> Converter:
     return Converter(recipe, device="cpu")  # what is on the CPU stays there: the trainer's GPU may have no room
 
 
-def _part(index: int, data: bytearray) -> Part:
+def _part(index: int, data: memoryview) -> Part:
     return Part(index, data, xxhash.xxh3_128_hexdigest(data))

@@ -59,8 +59,8 @@ class CpuBlockMoEMethod(Fp8MoEMethod):
 
         Called at every load of the layer, so the decoded weights are never of another version than the codes.
         """
-        self.w13 = _decoded(layer.w13_weight.data, layer.w13_weight_scale_inv.data)
-        self.w2 = _decoded(layer.w2_weight.data, layer.w2_weight_scale_inv.data)
+        self.w13 = dequantize_blockwise(layer.w13_weight.data, layer.w13_weight_scale_inv.data)
+        self.w2 = dequantize_blockwise(layer.w2_weight.data, layer.w2_weight_scale_inv.data)
 
     def apply(
         self,
@@ -88,10 +88,6 @@ class CpuBlockMoEMethod(Fp8MoEMethod):
 
     def _through_e4m3(self, x: torch.Tensor) -> torch.Tensor:
         return decode_activations(*self._quantize(x))
-
-
-def _decoded(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return torch.stack([dequantize_blockwise(q, s) for q, s in zip(codes, scales, strict=True)])
 
 
 def _require_computable(layer: RoutedExperts, quant_config: Fp8Config) -> None:

@@ -57,8 +57,8 @@ def block_scales(amax: torch.Tensor, *, power_of_two: bool) -> torch.Tensor:
 
 def dequantize_blockwise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """``q·s`` in fp32 from codes e4m3 [N, K] or [E, N, K] and scales fp32 of their ``scale_shape``."""
-    blocks = _padded_blocks(codes)
-    return _without_padding(blocks * scales[..., :, None, :, None], codes.shape)
+    blocks = _padded_blocks(codes).mul_(scales[..., :, None, :, None])
+    return _without_padding(blocks, codes.shape)
 
 
 def require_finite(weight: torch.Tensor, name: str) -> None:
@@ -74,12 +74,14 @@ def require_finite(weight: torch.Tensor, name: str) -> None:
 
 
 def _padded_blocks(matrices: torch.Tensor) -> torch.Tensor:
-    """fp32 [..., ⌈N/128⌉, 128, ⌈K/128⌉, 128] of weights (rounded to BF16) or codes, zeros beyond the edges."""
+    """fp32 [..., ⌈N/128⌉, 128, ⌈K/128⌉, 128] of weights (rounded to BF16) or codes, zeros beyond the edges; a copy."""
     *experts, rows, columns = matrices.shape
     *_, block_rows, block_columns = scale_shape(tuple(matrices.shape))
     values = matrices.float() if matrices.dtype == CODES else matrices.to(torch.bfloat16).float()
-    padded = torch.nn.functional.pad(values, (0, block_columns * BLOCK - columns, 0, block_rows * BLOCK - rows))
-    return padded.reshape(*experts, block_rows, BLOCK, block_columns, BLOCK)
+    below, right = block_rows * BLOCK - rows, block_columns * BLOCK - columns
+    if below or right:
+        values = torch.nn.functional.pad(values, (0, right, 0, below))
+    return values.reshape(*experts, block_rows, BLOCK, block_columns, BLOCK)
 
 
 def _without_padding(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:

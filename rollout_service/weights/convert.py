@@ -126,8 +126,8 @@ class Converter:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's bytes, row-major, without a copy where it is contiguous already."""
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
+    """Little-endian bytes, row-major; without a copy if the tensor is contiguous and on the CPU."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _require_scales(name: str, scales: torch.Tensor, power_of_two: bool) -> None:

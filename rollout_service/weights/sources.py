@@ -3,7 +3,7 @@
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from rollout_service.errors import Forbidden, InvalidManifest, InvalidRequest, NotFound
 from rollout_service.quant.blockwise import BLOCK
 from rollout_service.quant.recipe import SCALE_SUFFIX
+from rollout_service.weights.uncached import BLOCK_BYTES, UncachedFile, block_buffer, round_up
 from rollout_service.weights.upload import DTYPE_BYTES, SourceDtype, UploadTensor, tensor_offsets
 
 _FROM_SAFETENSORS: dict[str, SourceDtype] = {
@@ -24,6 +25,7 @@ _FROM_SAFETENSORS: dict[str, SourceDtype] = {
 }
 _TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 _PART_FILE = re.compile(r"part-([0-9]{6,})\.([0-9a-f]{32})")
+_KEPT_BUFFER_BYTES = 256 << 20
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -170,16 +172,23 @@ class PartFiles:
         self._part_bytes = part_bytes
         self._place = {tensor.name: (tensor, offset) for tensor, offset in tensor_offsets(tensors)}
         self._paths: dict[int, Path] = {}
+        self._data: dict[int, memoryview | None] = {}
+        self._buffer = block_buffer(0)
 
-    def add(self, part: int, digest: str, received: Path) -> Path | None:
+    def add(self, part: int, digest: str, received: Path, data: memoryview | None = None) -> Path | None:
         """Take in a file as the whole part. Its name keeps the digest, so that a restart can check what it finds.
 
+        ``data``: what it holds, to be read instead until ``forget``.
         Returns the file of other bytes that was the part until now.
         """
         replaced, path = self._paths.get(part), self._folder / f"part-{part:06d}.{digest}"
         received.replace(path)
-        self._paths[part] = path
+        self._paths[part], self._data[part] = path, data
         return replaced
+
+    def forget(self, part: int) -> None:
+        """Read a part from its file from now on."""
+        self._data[part] = None
 
     def left_behind(self) -> Iterator[tuple[int, str, Path]]:
         """Number, digest and file of each part that an earlier process took in and that is still what it was."""
@@ -202,27 +211,48 @@ class PartFiles:
         first = offset // self._part_bytes
         return range(first, max(first, -(-(offset + tensor.nbytes) // self._part_bytes)))
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each of these tensors, assembled from its parts, which must all be there. Raises OSError."""
-        for name in names:
-            yield name, self._assembled(name)
+    def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each of these tensors, assembled from its parts, which must all be there. Raises OSError.
 
-    def _assembled(self, name: str) -> torch.Tensor:
-        tensor, offset = self._place[name]
-        buffer = bytearray(tensor.nbytes)
-        view, position = memoryview(buffer), offset
-        while position < offset + tensor.nbytes:
-            part, start = divmod(position, self._part_bytes)
-            length = min(self._part_bytes - start, offset + tensor.nbytes - position)
-            path = self._paths[part]
-            with path.open("rb") as stream:
-                stream.seek(start)
-                if stream.readinto(view[position - offset : position - offset + length]) != length:
-                    raise OSError(f"{path} is shorter than when it came")
-            position += length
-        if not buffer:
+        They lie in one buffer, which the next call uses again: be done with them by then.
+        """
+        places = [self._place[name] for name in names]
+        sizes = [_room_for(tensor.nbytes) for tensor, _ in places]
+        if self._buffer.nbytes < sum(sizes):
+            self._buffer = block_buffer(sum(sizes))
+        start = 0
+        for name, size, (tensor, offset) in zip(names, sizes, places, strict=True):
+            yield name, self._assembled(tensor, offset, self._buffer[start : start + size])
+            start += size
+        if self._buffer.nbytes > _KEPT_BUFFER_BYTES:
+            self._buffer = block_buffer(0)
+
+    def _assembled(self, tensor: UploadTensor, offset: int, room: memoryview) -> torch.Tensor:
+        if not tensor.nbytes:
             return torch.empty(tensor.shape, dtype=_TORCH[tensor.dtype])
-        return torch.frombuffer(buffer, dtype=_TORCH[tensor.dtype]).view(tensor.shape)
+        # blocks of the stream become blocks of the buffer, unless parts end, or elements begin, at odd places
+        in_blocks = self._part_bytes % BLOCK_BYTES == 0 and offset % DTYPE_BYTES[tensor.dtype] == 0
+        lead = offset % BLOCK_BYTES if in_blocks else 0
+        position, end = offset, offset + tensor.nbytes
+        while position < end:
+            part, first = divmod(position, self._part_bytes)
+            count = min(self._part_bytes - first, end - position)
+            start = position - offset + lead
+            if (data := self._data[part]) is not None:
+                room[start : start + count] = data[first : first + count]
+            else:
+                inside = first % BLOCK_BYTES if in_blocks else 0
+                target = room[start - inside :][: round_up(inside + count) if in_blocks else count]
+                with UncachedFile.open(self._paths[part]) as file:
+                    if not file.read(target, inside + count, first - inside):
+                        raise OSError(f"{self._paths[part]} is shorter than when it came")
+            position += count
+        return torch.frombuffer(room[lead : lead + tensor.nbytes], dtype=_TORCH[tensor.dtype]).view(tensor.shape)
+
+
+def _room_for(nbytes: int) -> int:
+    # it may begin and end inside a block
+    return round_up(nbytes) + BLOCK_BYTES
 
 
 def _digest_of(path: Path) -> str:

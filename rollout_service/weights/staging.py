@@ -26,6 +26,7 @@ from rollout_service.weights.manifest import StoredTensor
 from rollout_service.weights.record import UploadRecord, read_record, write_record
 from rollout_service.weights.served_model import EMBEDDING, LM_HEAD, ServedModel
 from rollout_service.weights.sources import FolderSource, PartFiles
+from rollout_service.weights.uncached import BufferPool
 from rollout_service.weights.upload import BeginUpload, part_size
 from rollout_service.weights.writer import TensorSlot, VersionWriter
 
@@ -49,6 +50,7 @@ class StagedVersion:
         part_bytes: int,
         executor: Executor,
         source_stamp: str = "",
+        part_memory: BufferPool | None = None,
     ) -> None:
         self._folders = folder, parts_folder(folder)
         record = UploadRecord(begin=begin, part_bytes=part_bytes, source_stamp=source_stamp)
@@ -59,6 +61,8 @@ class StagedVersion:
         self._writer = self._layout(converter.slots(model.shapes))
         self._parts = PartFiles(self._folders[1], self.begin.tensors, self.part_bytes)
         self._source: PartFiles | FolderSource = self._parts
+        self.part_memory = part_memory or BufferPool(0)
+        """Where parts may lie until their tensors are converted, beside their files."""
         self.digests: dict[int, str] = {}
         """Of the parts that are there."""
         self.touched_at = time.time()
@@ -68,6 +72,7 @@ class StagedVersion:
         self._closing = False
         self._lacking: dict[str, int] = {}
         self._tensors_of_part: dict[int, list[str]] = defaultdict(list)
+        self._unconverted: dict[int, int] = defaultdict(int)
         self._conversions: list[Future[None]] = []
         self._failure: RolloutServiceError | None = None
         self._discarded = False
@@ -136,6 +141,7 @@ class StagedVersion:
             self._lacking[tensor.name] = len(parts)
             for part in parts:
                 self._tensors_of_part[part].append(tensor.name)
+                self._unconverted[part] += 1
             if not parts:
                 empty.append(tensor.name)
         self._convert(empty)
@@ -152,8 +158,12 @@ class StagedVersion:
         for names in source.batches(BATCH_BYTES):
             self._convert(names)
 
-    def accept(self, part: int, digest: str, received: Path, uploader: str = "") -> None:
+    def accept(
+        self, part: int, digest: str, received: Path, uploader: str = "", data: memoryview | None = None
+    ) -> None:
         """Take in a part whose size and digest were checked. The same part again changes nothing.
+
+        ``data``: the same bytes in memory, if they are there still.
 
         Of two uploaders at once, the one that began the version has its way. Raises VersionConflict if other bytes
         came under the same number before, NotFound if the version was discarded while the part was on its way.
@@ -170,7 +180,7 @@ class StagedVersion:
                 "DELETE the staged version to begin anew",
                 {"part": part, "digests": [known, digest]},
             )
-        replaced = self._parts.add(part, digest, received)
+        replaced = self._parts.add(part, digest, received, data)
         self.digests[part], self._senders[part] = digest, uploader
         self.missing.discard(part)
         if replaced is None:
@@ -246,6 +256,11 @@ class StagedVersion:
         if self._failure is None:
             with self._failures_kept():
                 self._write(self._source.read(names))
+        if self._source is self._parts:
+            for part in (part for name in names for part in self._parts.parts_of(name)):
+                self._unconverted[part] -= 1
+                if self._unconverted[part] <= 0:
+                    self._parts.forget(part)
 
     def _write(self, tensors: Iterable[Named]) -> None:
         for name, tensor in self._converter.convert(tensors):

@@ -7,7 +7,6 @@ chunks, with back-pressure from the socket. It runs in the ingest's event loop.
 import asyncio
 import logging
 import socket
-from io import FileIO
 
 import uvicorn
 import xxhash
@@ -28,6 +27,7 @@ from rollout_service.weights.files import DISK_FULL, no_room
 from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.record import UploadRecord
 from rollout_service.weights.staging import StagedVersion
+from rollout_service.weights.uncached import UncachedFile, block_buffer
 from rollout_service.weights.upload import PART_DIGEST_HEADER, UPLOADER_HEADER, PartReceipt, part_size
 
 logger = logging.getLogger(__name__)
@@ -90,9 +90,10 @@ async def _receive(request: Request, staged: StagedVersion, place: Place, expect
     # two senders of one part must not write into the same file
     received = staged.incoming_path(place.part)
     try:
-        with received.open("wb", buffering=0) as stream:
-            receipt = place.check(*await _read(request, place, stream), expected)
-        staged.accept(place.part, receipt.digest, received, request.headers.get(UPLOADER_HEADER, ""))
+        data = staged.part_memory.take(place.nbytes)
+        with UncachedFile.create(received) as file:
+            receipt = place.check(*await _read(request, place, file, data), expected)
+        staged.accept(place.part, receipt.digest, received, request.headers.get(UPLOADER_HEADER, ""), data)
     except FileNotFoundError as error:  # its folder is gone
         raise NotFound(
             f"version {place.version} was discarded or committed before part {place.part} was complete"
@@ -119,36 +120,43 @@ async def _compare(request: Request, place: Place, expected: str) -> PartReceipt
     return receipt
 
 
-async def _read(request: Request, place: Place, stream: FileIO | None) -> tuple[int, str]:
-    """Number and digest of a body's bytes, written to ``stream``. Holds two buffers of ``_BUFFER_BYTES`` at most.
+async def _read(
+    request: Request, place: Place, file: UncachedFile | None, buffer: memoryview | None = None
+) -> tuple[int, str]:
+    """Number and digest of a body's bytes, written to ``file``, and kept in ``buffer`` if there is one for the part.
 
     The writing and hashing is done in a thread, so that a slow disk does not keep the event loop; meanwhile nothing
     more is taken from the socket.
     """
-    hasher, nbytes, buffer = xxhash.xxh3_128(), 0, bytearray()
+    hasher, nbytes, flushed, base = xxhash.xxh3_128(), 0, 0, 0
+    keep, buffer = buffer is not None, block_buffer(_BUFFER_BYTES) if buffer is None else buffer
 
     def flush() -> None:
-        hasher.update(buffer)
-        view = memoryview(buffer)
-        while stream is not None and view.nbytes:
-            view = view[stream.write(view) :]
+        filled = buffer[flushed - base :]
+        hasher.update(filled[: nbytes - flushed])
+        if file is not None:
+            file.write(filled, nbytes - flushed, flushed)
 
     try:
         async for chunk in request.stream():
-            nbytes += len(chunk)
-            if nbytes > place.nbytes:
+            rest = memoryview(chunk)
+            if nbytes + rest.nbytes > place.nbytes:
                 raise PayloadTooLarge(
                     f"part {place.part} of version {place.version} has {place.nbytes} bytes, and more came: cut the "
                     "stream as UploadPlan says",
                     {"limit_bytes": place.nbytes},
                 )
-            buffer += chunk
-            if len(buffer) >= _BUFFER_BYTES:
-                await asyncio.to_thread(flush)
-                buffer = bytearray()
+            while rest.nbytes:
+                taken = min(rest.nbytes, flushed + _BUFFER_BYTES - nbytes)
+                buffer[nbytes - base : nbytes - base + taken] = rest[:taken]
+                nbytes, rest = nbytes + taken, rest[taken:]
+                if nbytes - flushed == _BUFFER_BYTES:
+                    await asyncio.to_thread(flush)
+                    flushed = nbytes
+                    base = 0 if keep else nbytes
     except ClientDisconnect as error:
         raise MalformedRequest(f"part {place.part} of version {place.version} was cut off: send it again") from error
-    if buffer:
+    if nbytes > flushed:
         await asyncio.to_thread(flush)
     return nbytes, hasher.hexdigest()
 

@@ -18,9 +18,12 @@ from rollout_service.weights.record import UploadRecord, read_record, source_sta
 from rollout_service.weights.served_model import ServedModel
 from rollout_service.weights.sources import FolderSource, allowed_path
 from rollout_service.weights.staging import StagedVersion, parts_folder
+from rollout_service.weights.uncached import BufferPool
 from rollout_service.weights.upload import BeginUpload, UploadPlan
 
 logger = logging.getLogger(__name__)
+_PART_MEMORY_BYTES = 192 << 20
+"""Parts that are received or wait to be converted; those for which there is no room are read from their files."""
 
 
 class Uploads:
@@ -31,6 +34,7 @@ class Uploads:
     ) -> None:
         self._config, self._log, self._model, self._plan, self._converter = config, log, model, plan, converter
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quantize")
+        self._part_memory = BufferPool(_PART_MEMORY_BYTES)
         self._staged: dict[int, StagedVersion] = {}
         self._committed: dict[int, UploadRecord] = {}
         self.upload_url = ""
@@ -71,12 +75,12 @@ class Uploads:
         known = resumed.record if resumed is not None else await self.committed(begin.version)
         if known is None:
             self.require_newer(begin.version)
-            return self._plan_of(await self.stage(begin, self._source_of(begin)))
+            staged = await self.stage(begin, self._source_of(begin))
+            return self._plan_of(staged.record, staged)
         await asyncio.to_thread(self._require_same, known, begin, "committed" if resumed is None else "staged")
-        if resumed is None:
-            return self._committed_plan(known)
-        resumed.touched_at = time.time()
-        return self._plan_of(resumed)
+        if resumed is not None:
+            resumed.touched_at = time.time()
+        return self._plan_of(known, resumed)
 
     async def stage(
         self, begin: BeginUpload, folder: Path | None, roots: tuple[Path, ...] | None = None
@@ -99,6 +103,7 @@ class Uploads:
         """A staged version has been committed: remove what is left of its upload, and what it has overtaken."""
         staged = self._staged.pop(version)
         await asyncio.to_thread(staged.remove_files)
+        self._part_memory.trim()
         for older in [v for v in self._staged if v < version]:
             logger.warning(
                 "staged version %d is dropped: version %d is committed, and versions only grow", older, version
@@ -159,6 +164,7 @@ class Uploads:
             self._config.part_bytes,
             self._executor,
             stamp,
+            self._part_memory,
         )
         if source is None:
             staged.expect_parts()
@@ -207,25 +213,15 @@ class Uploads:
             },
         )
 
-    def _plan_of(self, staged: StagedVersion) -> UploadPlan:
-        return UploadPlan(
-            version=staged.begin.version,
-            state="staged",
-            part_bytes=staged.part_bytes,
-            num_parts=staged.num_parts,
-            missing_parts=tuple(sorted(staged.missing)),
-            digests=dict(staged.digests),
-            upload_url=self.upload_url,
-        )
-
-    def _committed_plan(self, record: UploadRecord) -> UploadPlan:
+    def _plan_of(self, record: UploadRecord, staged: StagedVersion | None = None) -> UploadPlan:
+        """The reply to ``begin``; ``staged``: None if it is committed."""
         return UploadPlan(
             version=record.begin.version,
-            state="committed",
+            state="committed" if staged is None else "staged",
             part_bytes=record.part_bytes,
             num_parts=record.num_parts,
-            missing_parts=(),
-            digests=dict(enumerate(record.part_digests)),
+            missing_parts=() if staged is None else tuple(sorted(staged.missing)),
+            digests=dict(enumerate(record.part_digests)) if staged is None else dict(staged.digests),
             upload_url=self.upload_url,
         )
 

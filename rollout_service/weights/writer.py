@@ -8,7 +8,9 @@ Format: https://github.com/huggingface/safetensors#format
 import json
 import math
 import os
+import threading
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
@@ -17,6 +19,7 @@ from pydantic import BaseModel
 from rollout_service.weights.manifest import STORED_DTYPE_BYTES, StoredDtype, StoredTensor
 
 MAX_FILE_BYTES = 4 << 30
+_SYNC_BYTES = 128 << 20
 _SAFETENSORS_DTYPE: dict[StoredDtype, str] = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3"}
 
 
@@ -45,6 +48,10 @@ class VersionWriter:
         self._place: dict[str, tuple[str, int]] = {}
         self._written: dict[str, StoredTensor] = {}
         self._fds: dict[str, int] = {}
+        self._syncer = ThreadPoolExecutor(1, "sync")
+        self._syncing: Future[None] | None = None
+        self._unsynced_bytes = 0
+        self._lock = threading.Lock()
         try:
             for number, group in enumerate(_groups(slots, max_file_bytes), start=1):
                 self._open_file(f"weights-{number:05d}.safetensors", group)
@@ -59,10 +66,20 @@ class VersionWriter:
             raise ValueError(f"{name} has {data.nbytes} bytes, its slot {slot.nbytes}")
         file, offset = self._place[name]
         _write_at(self._fds[file], data, offset)
+        self._sync_early(file, data.nbytes)
         digest = xxhash.xxh3_128_hexdigest(data)
         self._written[name] = StoredTensor(
             name=name, dtype=slot.dtype, shape=slot.shape, file=file, offset=offset, nbytes=slot.nbytes, digest=digest
         )
+
+    def _sync_early(self, file: str, nbytes: int) -> None:
+        """Let the disk work while more is written, or the commit would wait for all of it."""
+        with self._lock:
+            self._unsynced_bytes += nbytes
+            if self._unsynced_bytes < _SYNC_BYTES or (self._syncing is not None and not self._syncing.done()):
+                return
+            self._unsynced_bytes = 0
+            self._syncing = self._syncer.submit(os.fdatasync, self._fds[file])
 
     @property
     def unwritten(self) -> list[str]:
@@ -80,6 +97,7 @@ class VersionWriter:
 
     def close(self) -> None:
         """Close the files; what was written stays."""
+        self._syncer.shutdown()  # what it found wrong, the last sync finds too
         for fd in self._fds.values():
             os.close(fd)
         self._fds = {}

@@ -8,15 +8,13 @@ from pathlib import Path
 import httpx
 from fastapi import FastAPI
 
-from rollout_service.gateway.dispatch import Dispatcher
 from rollout_service.gateway.replica import create_app
-from rollout_service.gateway.services import Services
 from rollout_service.web.auth import Authorizer
 from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.upload_server import create_upload_app
+from tests.support.without_ray import services_of
 from tests.unit.client.service import serving
-from tests.unit.gateway.fakes import LocalHandle
 from tests.unit.weights.trainer import config_of
 
 
@@ -48,16 +46,7 @@ async def real_ingest(
     authorizer = Authorizer(token)
     async with serving(App(create_upload_app(ingest, authorizer))) as uploads, httpx.AsyncClient() as http:
         ingest.upload_url = uploads.url
-        services = Services(
-            name="model",
-            vocab_size=128,
-            max_model_len=64,
-            tokenizer=None,
-            dispatcher=Dispatcher(None, None, config.engine),
-            ingest=LocalHandle(ingest),
-            authorizer=authorizer,
-            http=http,
-        )
+        services = services_of(ingest, config, authorizer, http)
         async with serving(App(create_app(services))) as gateway:
             yield RealIngest(gateway.url, ingest, WeightLog(root))
     await ingest.stop()

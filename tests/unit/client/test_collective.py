@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from rollout_service.client import RolloutClient
-from rollout_service.client._tensors import tensor_bytes
 from rollout_service.errors import EngineFailed, InvalidManifest
-from rollout_service.weights.convert import Converter
+from rollout_service.weights.convert import Converter, tensor_bytes
 from rollout_service.weights.upload import TrainerRecipe
 from tests.unit.client.service import Service
 from tests.unit.client.two_ranks import push_all, whole_tensors

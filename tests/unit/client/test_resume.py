@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rollout_service.client import RolloutClient
-from rollout_service.client._tensors import tensor_bytes
 from rollout_service.errors import CommitTimeout, EngineFailed, VersionConflict
+from rollout_service.weights.convert import tensor_bytes
 from tests.unit.client.service import Service, serving
 
 Tensors = dict[str, torch.Tensor]

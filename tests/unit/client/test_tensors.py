@@ -4,8 +4,9 @@ import pytest
 import torch
 import xxhash
 
-from rollout_service.client._tensors import TensorSource, describe, tensor_bytes
+from rollout_service.client._tensors import TensorSource, describe
 from rollout_service.client._upload import cut_parts
+from rollout_service.weights.convert import tensor_bytes
 from rollout_service.weights.upload import UploadTensor
 
 
@@ -134,3 +135,13 @@ def test_a_generator_without_a_table_is_read_first() -> None:
 def test_tensors_that_differ_from_their_table_are_refused(tensors: dict[str, torch.Tensor], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         list(TensorSource(iter(tensors.items()), TABLE))
+
+
+def test_the_memory_of_a_part_that_is_done_with_becomes_a_later_one() -> None:
+    free: list[memoryview] = []
+    parts = cut_parts(views(4, 4, 4, 1), 4, free)
+    first, second = next(parts), next(parts)
+    free.append(first.data)
+    third = next(parts)
+    assert third.data.obj is first.data.obj and second.data.obj is not first.data.obj
+    assert [bytes(part.data) for part in (second, third, next(parts))] == [b"\4\5\6\7", b"\10\11\12\13", b"\14"]

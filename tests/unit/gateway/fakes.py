@@ -1,28 +1,10 @@
 """An engine in this process, behind the face of a Serve handle."""
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from rollout_service.sampling import GenerateCall
 from rollout_service.types import Completion, Rollout, Span
-
-
-@dataclass
-class RemoteMethod:
-    """``method.remote(...)`` as on a Serve handle."""
-
-    remote: Callable[..., Awaitable[Any]]
-
-
-@dataclass
-class LocalHandle:
-    """A deployment in this process, behind the face of its handle."""
-
-    deployment: object
-
-    def __getattr__(self, method: str) -> RemoteMethod:
-        return RemoteMethod(getattr(self.deployment, method))
+from tests.support.without_ray import RemoteMethod
 
 
 @dataclass

@@ -9,7 +9,7 @@ from rollout_service.gateway.services import Services
 from rollout_service.quant.experts import ExpertNaming
 from rollout_service.web.auth import Authorizer
 from rollout_service.weights.upload import TrainerRecipe
-from tests.unit.gateway.fakes import LocalHandle
+from tests.support.without_ray import LocalHandle
 
 RECIPE = TrainerRecipe(weights="fp8_block", scales="power_of_two", quantized=("a", "b"), experts=ExpertNaming())
 

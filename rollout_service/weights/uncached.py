@@ -1,0 +1,139 @@
+"""Files written and read around the page cache (``O_DIRECT``), where their file system can.
+
+The parts of an upload are written once and read at most once. In the cache they would cost a fresh page for every
+4 KiB, and the disk's time again whenever the kernel thinks best, and they would push out the versions that replicas
+read. Where a file system refuses, the cache is used after all.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from pathlib import Path
+from typing import Self
+
+BLOCK_BYTES = 4096
+"""Addresses, offsets and lengths are multiples of this; no disk has larger blocks that O_DIRECT must keep to."""
+
+
+def round_up(nbytes: int) -> int:
+    """To whole blocks."""
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def block_buffer(nbytes: int) -> memoryview:
+    """Zeros at an address that is a multiple of ``BLOCK_BYTES``; at least ``nbytes``, in whole blocks."""
+    return memoryview(_map(nbytes))
+
+
+class BufferPool:
+    """Buffers of ``limit_bytes`` in all, used again: fresh memory costs more than what is copied into it."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._left_bytes = limit_bytes
+        self._free: list[mmap.mmap] = []
+        self._lock = threading.RLock()  # one may come back while this thread takes another
+
+    def take(self, nbytes: int) -> memoryview | None:
+        """A buffer as of ``block_buffer``, with anything in it; None if that would be too much.
+
+        It comes back when nobody refers to this object any more: keep no slice of it for longer.
+        """
+        with self._lock:
+            memory = next((m for m in self._free if len(m) == round_up(nbytes)), None)
+            if memory is not None:
+                self._free.remove(memory)
+            elif nbytes > self._left_bytes:
+                return None
+            else:
+                self._left_bytes -= round_up(nbytes)
+                memory = _map(nbytes)
+        buffer = memoryview(memory)
+        weakref.finalize(buffer, self._take_back, memory)
+        return buffer
+
+    def trim(self) -> None:
+        """Free the memory that is not used."""
+        with self._lock:
+            self._left_bytes += sum(map(len, self._free))
+            self._free = []
+
+    def _take_back(self, memory: mmap.mmap) -> None:
+        with self._lock:
+            self._free.append(memory)
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, max(round_up(nbytes), BLOCK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+class UncachedFile:
+    """An open file. A context manager; for one thread at a time. Every method raises OSError."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    @classmethod
+    def create(cls, path: Path) -> Self:
+        """An empty file to be written."""
+        return cls(_open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """A file to be read."""
+        return cls(_open(path, os.O_RDONLY))
+
+    def write(self, buffer: memoryview, nbytes: int, offset: int) -> None:
+        """The first ``nbytes`` of a ``block_buffer`` at ``offset``, whole blocks; the file ends there if they do not.
+
+        Only the end of a file may be no multiple of ``BLOCK_BYTES``.
+        """
+        done = 0
+        while done < nbytes:
+            try:
+                done += os.pwrite(self._fd, buffer[done : round_up(nbytes)], offset + done)
+            except OSError as error:
+                self._use_the_cache(error)
+        if nbytes % BLOCK_BYTES:
+            os.ftruncate(self._fd, offset + nbytes)
+
+    def read(self, buffer: memoryview, nbytes: int, offset: int) -> bool:
+        """Fill ``buffer`` from ``offset``; whether ``nbytes`` or more came.
+
+        Through the cache, unless it is whole blocks of a ``block_buffer``, and ``offset`` a multiple of them.
+        """
+        done = 0
+        while done < nbytes:
+            try:
+                count = os.preadv(self._fd, [buffer[done:]], offset + done)
+            except OSError as error:
+                self._use_the_cache(error)
+                continue
+            if count == 0:
+                return False
+            done += count
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def _use_the_cache(self, error: OSError) -> None:
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        # also after a write that ended inside a block, whose rest is at no address that could be taken
+        if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+            raise error
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+
+
+def _open(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o644)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, 0o644)
