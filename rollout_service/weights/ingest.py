@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from ray import ObjectRef
+
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import CommitTimeout, LogCorrupt, NotFound, NotReady, RolloutServiceError, VersionConflict
 from rollout_service.types import Failure, Fleet, PauseMode, ReplicaStatus, WeightStatus
@@ -17,6 +19,7 @@ from rollout_service.weights.files import DISK_FULL, WriterLock, no_room
 from rollout_service.weights.fleet import FleetTable, Wish
 from rollout_service.weights.log import Control, WeightLog
 from rollout_service.weights.manifest import Manifest, Recipe
+from rollout_service.weights.offers import LogFile, Newest, Offers
 from rollout_service.weights.record import UploadRecord
 from rollout_service.weights.served_model import ServedModel
 from rollout_service.weights.staging import StagedVersion
@@ -32,7 +35,7 @@ class Ingest:
 
     def __init__(self, config: ServiceConfig) -> None:
         self._config = config
-        self._log = WeightLog(config.weights.root)
+        self._log = WeightLog(config.weights.root_here())
         self._model = ServedModel.load(config.model.path)
         self._plan = self._model.plan(config.quant, config.engine.tensor_parallel_size)
         self._recipe = Recipe(
@@ -47,7 +50,8 @@ class Ingest:
         )
         converter = Converter(self._trainer_recipe, device=config.quant.device)
         self._uploads = Uploads(config.weights, self._log, self._model, self._plan, converter)
-        self._lock = WriterLock(config.weights.root)
+        self._lock = WriterLock(self._log.root)
+        self._offers = Offers(self._log)
         self._wish: Wish | None = None
         self._fleet = FleetTable(config.weights.dead_after_s, may_be_empty=config.scaling.min_replicas == 0)
         self._writing, self._controlling = asyncio.Lock(), asyncio.Lock()
@@ -89,6 +93,7 @@ class Ingest:
 
     async def _start(self) -> None:
         head = self._log.head()
+        self._log.sign()
         self._noted = self._log.fleet()
         self._fleet.wait_for(self._noted)
         if head is None:
@@ -143,7 +148,10 @@ class Ingest:
         return await self.status(version)
 
     async def wait_live(self, version: int, timeout_s: float) -> None:
-        """Return once every live replica serves ``version`` or newer. Raises CommitTimeout with their table."""
+        """Return once every live replica serves ``version`` or newer. Raises CommitTimeout with their table.
+
+        Replicas that start are not waited for: they take no request before they are at the newest version.
+        """
         if not await self._wait(lambda: self._fleet.all_serve(version), timeout_s):
             raise CommitTimeout(
                 f"version {version} is committed, but after {timeout_s} s not all replicas serve it; they go on trying",
@@ -194,7 +202,7 @@ class Ingest:
         return self._wish is not None and self._wish.paused and self._fleet.all_paused(True)
 
     async def fleet(self) -> Fleet:
-        """The live replicas beside the newest version."""
+        """The live replicas, those that start included, beside the newest version."""
         if self._wish is None:
             raise NotReady("version 0 is still being made from the model's folder")
         return Fleet(latest_version=self._wish.version, paused=self._wish.paused, replicas=self._fleet.live())
@@ -212,13 +220,33 @@ class Ingest:
     async def report(self, status: ReplicaStatus) -> None:
         """A replica's report alone."""
         self._fleet.report(status)
+        await self._fleet_changed()
+
+    async def goodbye(self, replica_id: str) -> None:
+        """A replica ends: nobody waits for it any more, and it is not in the fleet's table."""
+        self._fleet.leave(replica_id)
+        await self._fleet_changed()
+
+    async def newest(self) -> Newest:
+        """The newest version and which log it is in. Raises NotReady before version 0 is made."""
+        return await asyncio.to_thread(self._offers.newest)
+
+    async def files(self, version: int) -> tuple[LogFile, ...]:
+        """The files of a committed version, for a node without the log. Raises NotFound."""
+        return await asyncio.to_thread(self._offers.files, version)
+
+    async def chunk(self, version: int, file: str, index: int) -> list[ObjectRef]:
+        """One chunk of a file, see ``weights/offers.py``. Raises NotFound or LogCorrupt."""
+        return await self._offers.chunk(version, file, index)
+
+    # --- inside
+
+    async def _fleet_changed(self) -> None:
         await self._notify()
         live = frozenset(replica.replica_id for replica in self._fleet.live())
         if live != self._noted and self._fleet.is_complete():
             self._noted = live
             await self._to_the_end(self._note_fleet())
-
-    # --- inside
 
     def _read_content(self, version: int) -> tuple[str, int]:
         manifest = self._log.manifest(version)
