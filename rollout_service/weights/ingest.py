@@ -5,7 +5,7 @@ Its state is the log plus what replicas report; when it restarts it has both aga
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from rollout_service.weights.log import Control, WeightLog
 from rollout_service.weights.manifest import Manifest, Recipe
 from rollout_service.weights.offers import LogFile, Newest, Offers
 from rollout_service.weights.record import UploadRecord
+from rollout_service.weights.ref_source import Bucket, RefSource
 from rollout_service.weights.served_model import ServedModel
 from rollout_service.weights.staging import StagedVersion
 from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource, TrainerRecipe, UploadPlan
@@ -128,6 +129,20 @@ class Ingest:
     async def _begin(self, begin: BeginUpload) -> UploadPlan:
         async with self._writing:
             return await self._uploads.begin(begin)
+
+    async def push_refs(self, version: int, buckets: Sequence[Bucket], request: CommitUpload) -> WeightStatus:
+        """Take weights from Ray's object store and commit them; trainers call ``rollout_service.client.ray_refs``.
+
+        The same weights again get the same answer. Raises NotFound for a lost object, and what ``begin`` and ``commit``
+        raise.
+        """
+        source = await asyncio.to_thread(RefSource, buckets)
+        await self._to_the_end(self._begin_refs(version, source))
+        return await self.commit(version, request.model_copy(update={"upload_digest": source.digest}))
+
+    async def _begin_refs(self, version: int, source: RefSource) -> UploadPlan:
+        async with self._writing:
+            return await self._uploads.begin_refs(version, source)
 
     def staged(self, version: int) -> StagedVersion:
         """The upload of ``version``. Raises NotFound."""

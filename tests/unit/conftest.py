@@ -9,6 +9,6 @@ import ray
 @pytest.fixture(scope="session")
 def object_store() -> Iterator[None]:
     """Ray on this machine, of which this process is the driver."""
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
     yield
     ray.shutdown()
