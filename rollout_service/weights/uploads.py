@@ -217,8 +217,9 @@ class Uploads:
         if mine == theirs:
             return
         instead = "push a newer version" if state == "committed" else "DELETE it to begin anew"
-        objects = isinstance(known.begin.source, ObjectSource) and isinstance(begin.source, ObjectSource)
-        what = "content" if objects or known.begin.describes_what(begin) else "tensor table or source"
+        what = "content under that path" if known.begin.describes_what(begin) else "tensor table"
+        if isinstance(begin.source, ObjectSource):
+            what = "content"
         head = self._log.head()
         raise VersionConflict(
             f"version {begin.version} is {state} with another {what} ({mine}, and {theirs} now): {instead}",
