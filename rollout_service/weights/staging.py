@@ -147,7 +147,7 @@ class StagedVersion:
         if self.digests:
             self.touched_at = max(touched)
 
-    def convert_source(self, source: FolderSource | RefSource) -> None:
+    def convert_folder(self, source: FolderSource | RefSource) -> None:
         """Convert all tensors of a folder or of objects in the background."""
         self._source = source
         for names in source.batches(BATCH_BYTES):

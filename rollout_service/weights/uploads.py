@@ -185,7 +185,7 @@ class Uploads:
         if source is None:
             staged.expect_parts()
         else:
-            staged.convert_source(source)
+            staged.convert_folder(source)
         return staged
 
     async def _recover(self, parts: Path) -> None:
