@@ -27,7 +27,11 @@ def build(config: ServiceConfig) -> Application:
     config = config.resolved()
     if config.model.create == "tiny-qwen3" and not config.model.path.exists():
         make_tiny_qwen3(config.model.path)
-    ingest_resources = {"num_cpus": 0, "num_gpus": config.weights.ingest_num_gpus}
+    ingest_resources = {
+        "num_cpus": 0,
+        "num_gpus": config.weights.ingest_num_gpus,
+        "resources": config.weights.ingest_resources,
+    }
     ingest = _deployment(IngestReplica, "ingest", ray_actor_options=ingest_resources).bind(config)
     engine = _deployment(
         EngineReplica,

@@ -4,6 +4,7 @@ Every field has a default that works on one machine; unknown fields are an error
 directory that the service is started from.
 """
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -159,7 +160,13 @@ class WeightsConfig(Config):
     """The log of weight versions and the ingest in front of it."""
 
     root: Path = Path("out/weights")
-    """Folder of the log. Replicas on other nodes must see it under the same path."""
+    """Folder of the log, on the ingest's node. Environment variables in it, such as ``$SCRATCH``, are those of each
+    node, as they were when Ray was started there.
+
+    Replicas that find the ingest's log under this path read it; so do those on other nodes if it is on a shared file
+    system. A node that does not see it needs a folder of its own there: its replicas fetch what they need through
+    Ray's object store into ``<root>/copies``, once per node, and keep the newest version, the one before, and what
+    they serve. Nothing says which is which but a file that ingest and replicas compare."""
 
     keep_versions: int = Field(default=2, ge=1)
     """Committed versions kept on disk; older ones are removed once no live replica serves them. The one before the
@@ -171,6 +178,10 @@ class WeightsConfig(Config):
     ingest_num_gpus: float = Field(default=0, ge=0)
     """GPUs, or a share of one such as 0.1, that Ray reserves for the ingest to quantize on; 0: it uses the CPU. If an
     engine is to sit on the same GPU, ``scaling.num_gpus`` must leave that share free."""
+
+    ingest_resources: dict[str, float] = Field(default_factory=dict)
+    """Ray resources that the ingest needs, to keep it on the node that has the log when ``root`` is a local disk of a
+    cluster: e.g. ``{"node:__internal_head__": 0.001}`` for the head node."""
 
     source_roots: tuple[Path, ...] = ()
     """Folders below which a ``source: {path}`` may lie; empty: only uploads are taken."""
@@ -189,6 +200,16 @@ class WeightsConfig(Config):
 
     dead_after_s: float = Field(default=20.0, gt=0)
     """A replica that has not reported for so long is not live any more."""
+
+    def root_here(self) -> Path:
+        """``root`` on this node. Raises ValueError if it names an environment variable that is not set here."""
+        expanded = os.path.expandvars(self.root)
+        if "$" in expanded:
+            raise ValueError(
+                f"weights.root is {self.root}, and on {os.uname().nodename} that is {expanded}: set the variable where "
+                "Ray is started"
+            )
+        return Path(expanded).absolute()
 
     @model_validator(mode="after")
     def _polls_before_declared_dead(self) -> "WeightsConfig":
@@ -272,12 +293,13 @@ class ServiceConfig(Config):
 
     def resolved(self) -> "ServiceConfig":
         """The same with absolute paths, fit to be sent to other processes."""
+        root = self.weights.root
         return self.model_copy(
             update={
                 "model": self.model.model_copy(update={"path": self.model.path.absolute()}),
                 "weights": self.weights.model_copy(
                     update={
-                        "root": self.weights.root.absolute(),
+                        "root": root if str(root).startswith("$") else root.absolute(),
                         "source_roots": tuple(p.resolve() for p in self.weights.source_roots),
                     }
                 ),

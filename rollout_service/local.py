@@ -51,6 +51,7 @@ def running_service(
     config = load_config(path, overrides)
     port = port or free_port()
     ray.init(
+        "local",  # never a cluster that happens to run on this machine
         num_cpus=LOGICAL_CPUS,
         namespace="serve",
         include_dashboard=False,

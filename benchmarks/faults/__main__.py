@@ -27,6 +27,7 @@ from benchmarks.faults.ground import Ground, ground
 from benchmarks.faults.inputs import input_cases
 from benchmarks.faults.kills import kill_cases, stop_for_a_while
 from benchmarks.faults.load import Load, load
+from benchmarks.faults.nodes import node_cases
 
 Fault = Callable[[Ground], Awaitable[None]]
 
@@ -61,6 +62,7 @@ def all_cases() -> Iterator[tuple[str, bool, Fault]]:
     yield "a replica stopped for 30 s", True, stop_for_a_while
     yield from input_cases()
     yield from file_cases()
+    yield from node_cases()
 
 
 async def run_case(place: Ground, name: str, under_load: bool, fault: Fault) -> Outcome:

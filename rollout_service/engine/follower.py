@@ -3,6 +3,7 @@
     listen:  report to the ingest, long-poll it            (keeps reporting while an update runs)
     act:     newest version in the log differs from ours → stage while serving → pause → load → resume → report
 
+On a node without the log, the newest version is what the ingest says, and staging fetches it first (weights/copies.py).
 The log is read anew at each turn, so a lost wake-up, a restarted ingest or a skipped version only cost time.
 """
 
@@ -10,25 +11,24 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
-
 from rollout_service.config import WeightsConfig
-from rollout_service.errors import EngineFailed, LogCorrupt, NotFound
+from rollout_service.errors import EngineFailed, InsufficientStorage, LogCorrupt, NotFound, NotReady
 from rollout_service.types import PauseMode, ReplicaState, ReplicaStatus, UpdateTimings
+from rollout_service.weights.copies import RAY_FAILURES, Copies
 from rollout_service.weights.fleet import Wish
 from rollout_service.weights.log import Head, WeightLog
 
 logger = logging.getLogger(__name__)
 
-_RAY_FAILURES = (RayError, RayServeException)
-"""The ingest is away, or answered with an error: the log itself is still there."""
-
 _LONGEST_WAIT_S = 600.0
 """Between two readings of a version that was found corrupt: someone may mend it."""
+
+_GOODBYE_S = 2.0
+"""A replica waits no longer for the ingest when it ends: the whole service may be ending."""
 
 
 class Engine(Protocol):
@@ -53,12 +53,14 @@ class Follower:
         fingerprint: str,
         running: Callable[[], int] = lambda: 0,
         draining: Callable[[], bool] = lambda: False,
+        copies: Copies | None = None,
     ) -> None:
         """``ingest``: handle of the ingest deployment. For the reports: ``running``, sequences in flight; ``draining``,
-        whether this replica gets no new ones any more."""
+        whether this replica gets no new ones any more. ``copies``: of this node, if it does not see the log."""
         self._replica_id, self._engine, self._ingest, self._config = replica_id, engine, ingest, config
         self._fingerprint, self._running, self._draining = fingerprint, running, draining
-        self._log = WeightLog(config.root)
+        self._copies = copies
+        self._log = WeightLog(config.root_here()) if copies is None else copies.log
         self._wish: Wish | None = None
         self._woken = asyncio.Event()
         self._moved = asyncio.Condition()
@@ -76,14 +78,19 @@ class Follower:
 
     async def start(self) -> None:
         """Load the newest version, then follow. Returns when the engine may serve; raises what loading raises."""
-        while self._log.head() is None:
+        while self._copies is None and self._log.head() is None:
             await asyncio.sleep(0.1)  # the ingest is making version 0
-        control = self._log.control()
+        control = self._log.control() if self._copies is None else self._copies.newest.control
         self._pause = control.mode if control.paused else None
         while (head := self._newest()).version != self.version:
             try:
                 await self._to_version(head)
+                await self._look()
+            except NotReady as error:
+                logger.warning("version %d is not here yet: %s", head.version, error)
+                await asyncio.sleep(self._config.poll_s)
             except (LogCorrupt, NotFound) as error:
+                await self._look()
                 if self._newest().version == head.version:
                     raise
                 logger.info("version %d was removed for a newer one: %s", head.version, error)
@@ -118,7 +125,7 @@ class Follower:
 
     async def caught_up(self) -> None:
         """Return once the newest version in the log is being served. Raises LogCorrupt or EngineFailed if it cannot."""
-        while self.version != self._newest().version:
+        while await self._is_behind():
             self.check_health()
             if self._error is not None:
                 raise LogCorrupt(self._error)
@@ -135,11 +142,18 @@ class Follower:
         for task in self._tasks:
             task.cancel()
 
+    async def leave(self) -> None:
+        """Follow no more, and tell the ingest that this replica ends."""
+        self.stop()
+        with suppress(*RAY_FAILURES, TimeoutError):  # it then finds out by itself
+            async with asyncio.timeout(_GOODBYE_S):
+                await self._ingest.goodbye.remote(self._replica_id)
+
     async def _listen(self) -> None:
         while True:
             try:
                 wish = await self._ingest.sync.remote(self.status(), self._wish)
-            except _RAY_FAILURES as error:
+            except RAY_FAILURES as error:
                 poll_s = self._config.poll_s
                 logger.warning("the ingest does not answer (%s); reading the log every %s s", error, poll_s)
                 await asyncio.sleep(poll_s)
@@ -155,18 +169,26 @@ class Follower:
             head: Head | None = None
             try:
                 await self._follow_pause()
-                head = self._newest()
+                head = await self._looked()
                 if head.version != self.version and not self._backs_off_from(head):
                     await self._to_version(head)
                     await self._report()
             except NotFound as error:  # a newer version was committed and this one dropped meanwhile
                 logger.info("looking again: %s", error)
                 self._woken.set()
-            except LogCorrupt as error:  # found before the engine was closed: it goes on serving what it has
-                self._state, self._error, self._target = "stale", str(error), None
+            except NotReady as error:  # the next poll looks again
+                logger.warning("staying at version %s: %s", self.version, error)
+                if head is not None:
+                    await self._stay(error)
+            except (LogCorrupt, InsufficientStorage) as error:
                 wait_s = self._back_off(head)
                 logger.error("staying at version %s, looking again in %.1f s: %s", self.version, wait_s, error)
-                await self._report()
+                await self._stay(error)
+
+    async def _stay(self, error: Exception) -> None:
+        """Say why a version was not loaded. The engine was not closed for it, and goes on with what it has."""
+        self._state, self._error, self._target = "stale", str(error), None
+        await self._report()
 
     def _back_off(self, head: Head | None) -> float:
         """Do not read a corrupt version again at each poll; returns for how many seconds."""
@@ -207,11 +229,27 @@ class Follower:
             self._moved.notify_all()
         self._update = UpdateTimings(stage_s=stage_s, closed_s=closed_s, load_s=load_s)
         self._state, self._target, self._error = "ready", None, None
+        if self._copies is not None:
+            self._copies.release(but=head.version)
         logger.info("version %d: staged %.3f s, closed %.3f s", head.version, stage_s, closed_s)
 
     async def _stage(self, head: Head) -> float:
-        """Read and check every byte while the engine serves; raises LogCorrupt."""
+        """Have every byte here and check it while the engine serves; raises LogCorrupt, or what fetching raises."""
         started = time.perf_counter()
+        if self._copies is None:
+            await self._check(head)
+            return time.perf_counter() - started
+        await self._copies.fetch(head)
+        try:
+            await self._check(head)
+        except LogCorrupt as error:
+            logger.warning("fetching version %d anew: %s", head.version, error)
+            await self._copies.forget(head.version)
+            await self._copies.fetch(head)
+            await self._check(head)
+        return time.perf_counter() - started
+
+    async def _check(self, head: Head) -> None:
         try:
             manifest = await asyncio.to_thread(self._log.manifest, head.version)
             if manifest.fingerprint != self._fingerprint:
@@ -223,9 +261,24 @@ class Follower:
             if isinstance(error, LogCorrupt):
                 raise
             raise LogCorrupt(f"version {head.version} cannot be read: {error}") from error
-        return time.perf_counter() - started
+
+    async def _look(self) -> None:
+        if self._copies is not None:
+            await self._copies.look()
+
+    async def _is_behind(self) -> bool:
+        try:
+            return self.version != (await self._looked()).version
+        except NotReady:  # nobody knows
+            return True
+
+    async def _looked(self) -> Head:
+        await self._look()
+        return self._newest()
 
     def _newest(self) -> Head:
+        if self._copies is not None:
+            return self._copies.newest.head
         head = self._log.head()
         if head is None:
             raise LogCorrupt(f"{self._log.root}/LATEST is gone")
@@ -235,5 +288,5 @@ class Follower:
         try:
             async with asyncio.timeout(self._config.poll_s):
                 await self._ingest.report.remote(self.status())
-        except (*_RAY_FAILURES, TimeoutError) as error:
+        except (*RAY_FAILURES, TimeoutError) as error:
             logger.warning("could not report to the ingest: %s", error)  # the next sync reports again

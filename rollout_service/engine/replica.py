@@ -12,10 +12,12 @@ from rollout_service.engine.args import engine_args, not_converted
 from rollout_service.engine.follower import Follower
 from rollout_service.engine.load import autoscaling_stats
 from rollout_service.engine.plugin import register
+from rollout_service.engine.starting import Announcement
 from rollout_service.errors import EngineFailed, NotReady, Overloaded, TooEarly
 from rollout_service.routing import STATS_PERIOD_S
 from rollout_service.sampling import GenerateCall
 from rollout_service.types import ReplicaStatus, Rollout
+from rollout_service.weights.copies import copies_for
 from rollout_service.weights.served_model import ServedModel
 
 VERSION_WAIT_S = 0.5
@@ -34,19 +36,26 @@ class EngineReplica:
         self._config = config
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._stats_asked_at: float | None = None
-        self._engine = EngineAdapter(engine_args(config, not_converted(model, plan), model.has_tokenizer))
-        await self._engine.connect()
         self._admission = AdmissionLimit(config.engine.admission_limit)
-        self._follower = Follower(
-            self._replica_id,
-            self._engine,
-            ingest,
-            config.weights,
-            model.fingerprint,
-            lambda: self._admission.running,
-            self._draining,
-        )
-        await self._follower.start()
+        with Announcement(self._replica_id, ingest, config.weights.poll_s) as announcement:
+            self._engine = EngineAdapter(engine_args(config, not_converted(model, plan), model.has_tokenizer))
+            try:
+                await self._engine.connect()
+                self._follower = Follower(
+                    self._replica_id,
+                    self._engine,
+                    ingest,
+                    config.weights,
+                    model.fingerprint,
+                    lambda: self._admission.running,
+                    self._draining,
+                    await copies_for(config.weights.root_here(), ingest, config.weights.poll_s),
+                )
+                announcement.status = self._follower.status
+                await self._follower.start()
+            except BaseException:
+                self._engine.shutdown()
+                raise
 
     async def generate(self, call: GenerateCall) -> Rollout:
         """The completions of one prompt; cancelling the call aborts them.
@@ -112,6 +121,8 @@ class EngineReplica:
                 {"min_weight_version": version, "live_version": self._follower.version},
             )
 
-    def __del__(self) -> None:
-        if hasattr(self, "_engine"):  # the constructor may have failed before
+    async def __del__(self) -> None:  # Serve awaits destructors
+        if hasattr(self, "_follower"):  # the constructor may have failed before, or be running still
+            await self._follower.leave()
+        if hasattr(self, "_engine"):
             self._engine.shutdown()

@@ -14,12 +14,17 @@ class Wish(Frozen):
 
 
 class FleetTable:
-    """The last report of each replica; one that has been silent for ``dead_after_s`` is not in the table any more."""
+    """The last report of each replica; it leaves the table when it says so, or was silent for ``dead_after_s``.
+
+    A replica that has not served yet stands in the table, but nobody waits for it: it gets no request before it is at
+    the newest version.
+    """
 
     def __init__(self, dead_after_s: float, may_be_empty: bool = False) -> None:
         """``may_be_empty``: without a live replica there is nobody to wait for; else one must be about to come."""
         self._dead_after_s, self._may_be_empty = dead_after_s, may_be_empty
         self._reports: dict[str, tuple[float, ReplicaStatus]] = {}
+        self._left: dict[str, float] = {}
         self._awaited: frozenset[str] = frozenset()
         self._awaited_until = 0.0
 
@@ -33,10 +38,19 @@ class FleetTable:
 
     def report(self, status: ReplicaStatus) -> None:
         """Take in what a replica says of itself."""
+        if status.replica_id in self._left:
+            return  # overtaken by its goodbye
         known = self._reports.get(status.replica_id)
         if known is not None and known[1].sequence > status.sequence:
             return
         self._reports[status.replica_id] = (time.monotonic(), status)
+
+    def leave(self, replica_id: str) -> None:
+        """Take a replica out at once, because it ends."""
+        now = time.monotonic()
+        self._left = {i: at for i, at in self._left.items() if now - at < self._dead_after_s} | {replica_id: now}
+        self._reports.pop(replica_id, None)
+        self._awaited -= {replica_id}
 
     def live(self) -> tuple[ReplicaStatus, ...]:
         """The live replicas, with the age of their reports."""
@@ -48,16 +62,16 @@ class FleetTable:
         )
 
     def all_serve(self, version: int) -> bool:
-        """Whether every live replica serves ``version`` or newer, and there is one if there must be."""
-        live = self.live()
-        served = all(s.version is not None and s.version >= version for s in live)
-        return self.is_complete() and bool(live or self._may_be_empty) and served
+        """Whether every replica that has served serves ``version`` or newer, and there is one if there must be."""
+        versions = [status.version for status in self.live() if status.version is not None]
+        served = all(known >= version for known in versions)
+        return self.is_complete() and bool(versions or self._may_be_empty) and served
 
     def all_paused(self, paused: bool) -> bool:
-        """Whether every live replica is paused (or not), and there is one if there must be."""
-        live = self.live()
-        obeyed = all(status.paused == paused for status in live)
-        return self.is_complete() and bool(live or self._may_be_empty) and obeyed
+        """Whether every replica that has served is paused (or not), and there is one if there must be."""
+        states = [status.paused for status in self.live() if status.version is not None]
+        obeyed = all(state == paused for state in states)
+        return self.is_complete() and bool(states or self._may_be_empty) and obeyed
 
     def in_use(self) -> set[int]:
         """Versions that a live replica serves or is loading: their files must stay."""

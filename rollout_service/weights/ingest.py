@@ -5,9 +5,11 @@ Its state is the log plus what replicas report; when it restarts it has both aga
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
+
+from ray import ObjectRef
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import CommitTimeout, LogCorrupt, NotFound, NotReady, RolloutServiceError, VersionConflict
@@ -17,7 +19,9 @@ from rollout_service.weights.files import DISK_FULL, WriterLock, no_room
 from rollout_service.weights.fleet import FleetTable, Wish
 from rollout_service.weights.log import Control, WeightLog
 from rollout_service.weights.manifest import Manifest, Recipe
+from rollout_service.weights.offers import LogFile, Newest, Offers
 from rollout_service.weights.record import UploadRecord
+from rollout_service.weights.ref_source import Bucket, RefSource
 from rollout_service.weights.served_model import ServedModel
 from rollout_service.weights.staging import StagedVersion
 from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource, TrainerRecipe, UploadPlan
@@ -32,7 +36,7 @@ class Ingest:
 
     def __init__(self, config: ServiceConfig) -> None:
         self._config = config
-        self._log = WeightLog(config.weights.root)
+        self._log = WeightLog(config.weights.root_here())
         self._model = ServedModel.load(config.model.path)
         self._plan = self._model.plan(config.quant, config.engine.tensor_parallel_size)
         self._recipe = Recipe(
@@ -47,7 +51,8 @@ class Ingest:
         )
         converter = Converter(self._trainer_recipe, device=config.quant.device)
         self._uploads = Uploads(config.weights, self._log, self._model, self._plan, converter)
-        self._lock = WriterLock(config.weights.root)
+        self._lock = WriterLock(self._log.root)
+        self._offers = Offers(self._log)
         self._wish: Wish | None = None
         self._fleet = FleetTable(config.weights.dead_after_s, may_be_empty=config.scaling.min_replicas == 0)
         self._writing, self._controlling = asyncio.Lock(), asyncio.Lock()
@@ -89,6 +94,7 @@ class Ingest:
 
     async def _start(self) -> None:
         head = self._log.head()
+        self._log.sign()
         self._noted = self._log.fleet()
         self._fleet.wait_for(self._noted)
         if head is None:
@@ -124,6 +130,20 @@ class Ingest:
         async with self._writing:
             return await self._uploads.begin(begin)
 
+    async def push_refs(self, version: int, buckets: Sequence[Bucket], request: CommitUpload) -> WeightStatus:
+        """Take weights from Ray's object store and commit them; trainers call ``rollout_service.client.ray_refs``.
+
+        The same weights again get the same answer. Raises NotFound for a lost object, and what ``begin`` and ``commit``
+        raise.
+        """
+        source = await asyncio.to_thread(RefSource, buckets)
+        await self._to_the_end(self._begin_refs(version, source))
+        return await self.commit(version, request.model_copy(update={"upload_digest": source.digest}))
+
+    async def _begin_refs(self, version: int, source: RefSource) -> UploadPlan:
+        async with self._writing:
+            return await self._uploads.begin_refs(version, source)
+
     def staged(self, version: int) -> StagedVersion:
         """The upload of ``version``. Raises NotFound."""
         return self._uploads.staged(version)
@@ -143,7 +163,10 @@ class Ingest:
         return await self.status(version)
 
     async def wait_live(self, version: int, timeout_s: float) -> None:
-        """Return once every live replica serves ``version`` or newer. Raises CommitTimeout with their table."""
+        """Return once every live replica serves ``version`` or newer. Raises CommitTimeout with their table.
+
+        Replicas that start are not waited for: they take no request before they are at the newest version.
+        """
         if not await self._wait(lambda: self._fleet.all_serve(version), timeout_s):
             raise CommitTimeout(
                 f"version {version} is committed, but after {timeout_s} s not all replicas serve it; they go on trying",
@@ -194,7 +217,7 @@ class Ingest:
         return self._wish is not None and self._wish.paused and self._fleet.all_paused(True)
 
     async def fleet(self) -> Fleet:
-        """The live replicas beside the newest version."""
+        """The live replicas, those that start included, beside the newest version."""
         if self._wish is None:
             raise NotReady("version 0 is still being made from the model's folder")
         return Fleet(latest_version=self._wish.version, paused=self._wish.paused, replicas=self._fleet.live())
@@ -212,13 +235,33 @@ class Ingest:
     async def report(self, status: ReplicaStatus) -> None:
         """A replica's report alone."""
         self._fleet.report(status)
+        await self._fleet_changed()
+
+    async def goodbye(self, replica_id: str) -> None:
+        """A replica ends: nobody waits for it any more, and it is not in the fleet's table."""
+        self._fleet.leave(replica_id)
+        await self._fleet_changed()
+
+    async def newest(self) -> Newest:
+        """The newest version and which log it is in. Raises NotReady before version 0 is made."""
+        return await asyncio.to_thread(self._offers.newest)
+
+    async def files(self, version: int) -> tuple[LogFile, ...]:
+        """The files of a committed version, for a node without the log. Raises NotFound."""
+        return await asyncio.to_thread(self._offers.files, version)
+
+    async def chunk(self, version: int, file: str, index: int) -> list[ObjectRef]:
+        """One chunk of a file, see ``weights/offers.py``. Raises NotFound or LogCorrupt."""
+        return await self._offers.chunk(version, file, index)
+
+    # --- inside
+
+    async def _fleet_changed(self) -> None:
         await self._notify()
         live = frozenset(replica.replica_id for replica in self._fleet.live())
         if live != self._noted and self._fleet.is_complete():
             self._noted = live
             await self._to_the_end(self._note_fleet())
-
-    # --- inside
 
     def _read_content(self, version: int) -> tuple[str, int]:
         manifest = self._log.manifest(version)

@@ -6,6 +6,8 @@
     <root>/staging/<version>/          an upload that is not committed; its parts are in <version>.parts/
     <root>/CONTROL                     {"paused", "mode"}: what the operator last asked of the fleet
     <root>/FLEET                       {"replicas"}: who was live, for an ingest that starts anew
+    <root>/ORIGIN                      {"log", "writer"}: who reads what the ingest names here shares its log
+    <root>/copies/<log>/               on a node that does not: a log of the versions that it has fetched
     <root>/LOCK                        held by the one process that writes
 
 A version exists once LATEST says so or it is older than what LATEST says. One process writes (the ingest), any number
@@ -15,6 +17,7 @@ read. A folder newer than LATEST is what a crash between the two renames left, a
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -50,6 +53,15 @@ class Control(Frozen):
     mode: PauseMode = "keep"
 
 
+class Origin(Frozen):
+    """What ORIGIN says."""
+
+    log: str
+    """Made with the log, and kept."""
+    writer: str
+    """Made anew by each ingest that starts: a clone of an older state of the log has another."""
+
+
 class KnownFleet(Frozen):
     """What FLEET says."""
 
@@ -83,6 +95,17 @@ class WeightLog:
     def fleet(self) -> frozenset[str]:
         """Names of the replicas that were live when they were last noted. Raises LogCorrupt."""
         return (self._read("FLEET", KnownFleet) or KnownFleet()).replicas
+
+    def origin(self) -> Origin | None:
+        """Which log this is; None before an ingest has signed it. Raises LogCorrupt."""
+        return self._read("ORIGIN", Origin)
+
+    def sign(self) -> Origin:
+        """Say durably that this process writes the log."""
+        known = self.origin()
+        origin = Origin(log=known.log if known else uuid.uuid4().hex, writer=uuid.uuid4().hex)
+        self._replace("ORIGIN", origin)
+        return origin
 
     def set_fleet(self, replicas: frozenset[str]) -> None:
         """Note who is live, durably: an ingest that starts waits for them before it says what all serve."""
@@ -168,12 +191,40 @@ class WeightLog:
         os.rename(self.folder(version), dropped)  # at once, so that no reader takes the half of it for damage
         shutil.rmtree(dropped)
 
-    def verify(self, manifest: Manifest, progress: Callable[[int], None] = lambda _: None) -> None:
+    def adopt(self, head: Head) -> None:
+        """Take in the staged ``head.version`` as it was committed elsewhere; LATEST never goes back to an older one.
+
+        Its files must be complete and synced already. Raises OSError.
+        """
+        self.remove_uncommitted()
+        known = self.head()
+        os.rename(self.staging(head.version), self.folder(head.version))
+        sync_folder(self.root)
+        if known is None or known.version < head.version:
+            self._replace("LATEST", head)
+
+    def withdraw(self, version: int) -> None:
+        """Remove a version that was adopted, the newest too: LATEST then names the one before, if there is one.
+
+        Raises OSError, or pydantic.ValidationError if the manifest of that one is damaged.
+        """
+        os.rename(self.folder(version), self.root / f"{_DROPPED}{version}")
+        head, left = self.head(), self.versions()
+        if not left:
+            (self.root / "LATEST").unlink()
+        elif head is not None and head.version == version:
+            self._replace("LATEST", Head(version=left[-1], digest=read_manifest(self.folder(left[-1])).digest))
+        self.remove_uncommitted()
+
+    def verify(
+        self, manifest: Manifest, progress: Callable[[int], None] = lambda _: None, *, folder: Path | None = None
+    ) -> None:
         """Read every byte of a version and compare its digests: tensors, headers, manifest and record.
 
-        ``progress`` is called with the bytes of each tensor. Raises LogCorrupt naming the tensor or file, or OSError.
+        ``progress`` is called with the bytes of each tensor. ``folder``: where it lies, if not committed yet. Raises
+        LogCorrupt naming the tensor or file, or OSError.
         """
-        folder = self.folder(manifest.version)
+        folder = folder or self.folder(manifest.version)
         record, text = read_record(folder), (folder / MANIFEST_FILE).read_bytes()
         if record is not None and record.manifest_digest not in ("", xxhash.xxh3_128_hexdigest(text)):
             raise LogCorrupt(

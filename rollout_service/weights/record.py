@@ -26,7 +26,8 @@ class UploadRecord(Frozen):
     part_digests: tuple[str, ...] = ()
     """xxh3-128 of every part, in order; empty while the upload is under way."""
     source_stamp: str = ""
-    """Names, sizes and times of the files of a source, hashed: tells whether they were touched since."""
+    """Names, sizes and times of the files of a source, hashed: tells whether they were touched since. Of objects, the
+    digest of what they hold."""
 
     manifest_digest: str = ""
     """xxh3-128 of the file manifest.json; empty while the upload is under way."""

@@ -24,6 +24,7 @@ from rollout_service.weights.convert import BATCH_BYTES, Converter, Named, tenso
 from rollout_service.weights.files import DISK_FULL, no_room
 from rollout_service.weights.manifest import StoredTensor
 from rollout_service.weights.record import UploadRecord, read_record, write_record
+from rollout_service.weights.ref_source import RefSource
 from rollout_service.weights.served_model import EMBEDDING, LM_HEAD, ServedModel
 from rollout_service.weights.sources import FolderSource, PartFiles
 from rollout_service.weights.uncached import BufferPool
@@ -60,7 +61,7 @@ class StagedVersion:
         self._tied, self._converter, self._executor = model.tied, converter, executor
         self._writer = self._layout(converter.slots(model.shapes))
         self._parts = PartFiles(self._folders[1], self.begin.tensors, self.part_bytes)
-        self._source: PartFiles | FolderSource = self._parts
+        self._source: PartFiles | FolderSource | RefSource = self._parts
         self.part_memory = part_memory or BufferPool(0)
         """Where parts may lie until their tensors are converted, beside their files."""
         self.digests: dict[int, str] = {}
@@ -152,8 +153,8 @@ class StagedVersion:
         if self.digests:
             self.touched_at = max(touched)
 
-    def convert_folder(self, source: FolderSource) -> None:
-        """Convert all tensors of a folder in the background."""
+    def convert_folder(self, source: FolderSource | RefSource) -> None:
+        """Convert all tensors of a folder or of objects in the background."""
         self._source = source
         for names in source.batches(BATCH_BYTES):
             self._convert(names)

@@ -73,12 +73,19 @@ class PathSource(Frozen):
     path: Path
 
 
+class ObjectSource(Frozen):
+    """Objects in Ray's store, see ``weights/ref_source.py``. Only taken through the ingest's Python handle."""
+
+    digest: str
+    """xxh3-128 over what they hold."""
+
+
 class BeginUpload(Frozen):
     """Body of ``POST /v1/weights``: either a tensor table to be followed by parts, or a source."""
 
     version: int = Field(ge=0)
     tensors: tuple[UploadTensor, ...] = ()
-    source: PathSource | None = None
+    source: PathSource | ObjectSource | None = None
     uploader: str = ""
     """A name that no other push has; empty: none."""
 

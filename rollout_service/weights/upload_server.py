@@ -65,7 +65,7 @@ class Place:
     def __init__(self, record: UploadRecord, part: int) -> None:
         self.record, self.version, self.part = record, record.begin.version, part
         if record.begin.source is not None:
-            raise InvalidRequest(f"version {self.version} is read from {record.begin.source.path}: it takes no parts")
+            raise InvalidRequest(f"version {self.version} is read from {record.begin.source}: it takes no parts")
         if not 0 <= part < record.num_parts:
             raise NotFound(f"version {self.version} has parts 0 to {record.num_parts - 1}, not {part}")
         self.nbytes = part_size(part, record.begin.nbytes, record.part_bytes)

@@ -4,22 +4,24 @@ import asyncio
 import logging
 import shutil
 import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
 
 from rollout_service.config import WeightsConfig
-from rollout_service.errors import LogCorrupt, NotFound, RolloutServiceError, VersionConflict
+from rollout_service.errors import InvalidRequest, LogCorrupt, NotFound, RolloutServiceError, VersionConflict
 from rollout_service.quant.recipe import QuantPlan
 from rollout_service.weights.convert import Converter
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.record import UploadRecord, read_record, source_stamp
+from rollout_service.weights.ref_source import RefSource
 from rollout_service.weights.served_model import ServedModel
 from rollout_service.weights.sources import FolderSource, allowed_path
 from rollout_service.weights.staging import StagedVersion, parts_folder
 from rollout_service.weights.uncached import BufferPool
-from rollout_service.weights.upload import BeginUpload, UploadPlan
+from rollout_service.weights.upload import BeginUpload, ObjectSource, PathSource, UploadPlan
 
 logger = logging.getLogger(__name__)
 _PART_MEMORY_BYTES = 192 << 20
@@ -70,12 +72,22 @@ class Uploads:
 
         Raises VersionConflict, InvalidManifest, InsufficientStorage, Forbidden or NotFound.
         """
+        return await self._begin(begin, lambda: self.stage(begin, self._source_of(begin)))
+
+    async def begin_refs(self, version: int, source: RefSource) -> UploadPlan:
+        """Convert what a trainer has put into Ray's object store; the plan of what is staged or committed if it is
+        the same. Raises VersionConflict, InvalidManifest or InsufficientStorage.
+        """
+        begin = BeginUpload(version=version, source=ObjectSource(digest=source.digest))
+        return await self._begin(begin, lambda: self._stage_anew(begin, source, source.digest))
+
+    async def _begin(self, begin: BeginUpload, stage: Callable[[], Awaitable[StagedVersion]]) -> UploadPlan:
         staged = self._staged.get(begin.version)
         resumed = staged if staged is not None and staged.failure() is None else None
         known = resumed.record if resumed is not None else await self.committed(begin.version)
         if known is None:
             self.require_newer(begin.version)
-            staged = await self.stage(begin, self._source_of(begin))
+            staged = await stage()
             return self._plan_of(staged.record, staged)
         await asyncio.to_thread(self._require_same, known, begin, "committed" if resumed is None else "staged")
         if resumed is not None:
@@ -86,11 +98,18 @@ class Uploads:
         self, begin: BeginUpload, folder: Path | None, roots: tuple[Path, ...] | None = None
     ) -> StagedVersion:
         """Lay a version out and expect its parts, or convert the tensors of ``folder``."""
+        roots = self._config.source_roots if roots is None else roots
+        source = None if folder is None else await asyncio.to_thread(FolderSource, folder, roots or None)
+        stamp = "" if folder is None else await asyncio.to_thread(source_stamp, folder)
+        return await self._stage_anew(begin, source, stamp)
+
+    async def _stage_anew(
+        self, begin: BeginUpload, source: FolderSource | RefSource | None, stamp: str
+    ) -> StagedVersion:
         failed = self._staged.pop(begin.version, None)
         if failed is not None:
             await failed.discard()
-        roots = self._config.source_roots if roots is None else roots
-        self._staged[begin.version] = await asyncio.to_thread(self._stage, begin, folder, roots or None)
+        self._staged[begin.version] = await asyncio.to_thread(self._stage, begin, source, stamp)
         return self._staged[begin.version]
 
     async def discard(self, version: int) -> None:
@@ -150,11 +169,14 @@ class Uploads:
             )
 
     def _source_of(self, begin: BeginUpload) -> Path | None:
+        if isinstance(begin.source, ObjectSource):
+            raise InvalidRequest(
+                "objects in Ray's store are named by references, which only the ingest's Python handle takes: push "
+                "them with rollout_service.client.ray_refs, or give a path or tensors"
+            )
         return None if begin.source is None else allowed_path(begin.source.path, self._config.source_roots)
 
-    def _stage(self, begin: BeginUpload, folder: Path | None, roots: tuple[Path, ...] | None) -> StagedVersion:
-        source = None if folder is None else FolderSource(folder, roots)
-        stamp = "" if folder is None else source_stamp(folder)
+    def _stage(self, begin: BeginUpload, source: FolderSource | RefSource | None, stamp: str) -> StagedVersion:
         self._model.check_table(begin.tensors if source is None else source.table, self._plan)
         staged = StagedVersion(
             begin,
@@ -194,7 +216,7 @@ class Uploads:
     def _require_same(self, known: UploadRecord, begin: BeginUpload, state: str) -> None:
         """Raises VersionConflict if ``begin`` announces something else than is staged or committed."""
         mine, theirs = _table_digest(known.begin), _table_digest(begin)
-        if known.begin.describes_what(begin) and begin.source is not None:
+        if known.begin.describes_what(begin) and isinstance(begin.source, PathSource):
             folder = self._source_of(begin)
             assert folder is not None
             mine, theirs = known.source_stamp, source_stamp(folder)
@@ -202,6 +224,8 @@ class Uploads:
             return
         instead = "push a newer version" if state == "committed" else "DELETE it to begin anew"
         what = "content under that path" if known.begin.describes_what(begin) else "tensor table"
+        if isinstance(begin.source, ObjectSource):
+            what = "content"
         head = self._log.head()
         raise VersionConflict(
             f"version {begin.version} is {state} with another {what} ({mine}, and {theirs} now): {instead}",
@@ -227,5 +251,7 @@ class Uploads:
 
 
 def _table_digest(begin: BeginUpload) -> str:
+    if isinstance(begin.source, ObjectSource):
+        return begin.source.digest
     text = begin.model_dump_json(include={"tensors", "source"})
     return xxhash.xxh3_128_hexdigest(text.encode())

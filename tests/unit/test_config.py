@@ -201,3 +201,14 @@ def paths_in(value: object) -> list[Path]:
 
 def test_quantizing_on_a_gpu_needs_one_for_the_ingest() -> None:
     assert "weights.ingest_num_gpus is 0" in message_of({"quant": {"device": "cuda"}})
+
+
+def test_variables_in_the_root_are_those_of_the_node_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ServiceConfig.model_validate({"weights": {"root": "$NODE_DISK/weights"}}).resolved()
+    monkeypatch.setenv("NODE_DISK", "/mnt/first")
+    assert config.weights.root_here() == Path("/mnt/first/weights")
+    monkeypatch.setenv("NODE_DISK", "/mnt/second")
+    assert config.weights.root_here() == Path("/mnt/second/weights")
+    monkeypatch.delenv("NODE_DISK")
+    with pytest.raises(ValueError, match=r"weights\.root is \$NODE_DISK/weights, and on .* set the variable"):
+        config.weights.root_here()

@@ -6,9 +6,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rollout_service.engine.follower import Follower
 from rollout_service.errors import EngineFailed
 from rollout_service.types import PauseMode, ReplicaStatus
 from rollout_service.weights.fleet import Wish
+from rollout_service.weights.log import WeightLog
+from tests.unit.weights.versions import commit
+
+LONG_S = 30.0
 
 
 class Gate:
@@ -78,7 +83,10 @@ class FakeIngest:
         self.away: Exception | None = None
         """Raised by every call while it is set."""
         self.reports: list[ReplicaStatus] = []
+        self.left: list[str] = []
+        """Replicas that said goodbye."""
         self.sync, self.report = RemoteMethod(self._sync), RemoteMethod(self._report)
+        self.goodbye = RemoteMethod(self._goodbye)
 
     async def wish(self, **changes: object) -> None:
         """Change what replicas should be like, and wake them."""
@@ -107,6 +115,11 @@ class FakeIngest:
         self.reports.append(status)
         await self._notify()
 
+    async def _goodbye(self, replica_id: str) -> None:
+        if self.away is not None:
+            raise self.away
+        self.left.append(replica_id)
+
     async def leave(self, error: Exception) -> None:
         """Fail every call, those that wait included."""
         self.away = error
@@ -115,3 +128,13 @@ class FakeIngest:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+
+async def push(log: WeightLog, ingest: FakeIngest, version: int) -> None:
+    commit(log, version)
+    await ingest.wish(version=version)
+
+
+async def serving(follower: Follower, ingest: FakeIngest, version: int) -> None:
+    await ingest.reported(lambda s: s.version == version and s.state == "ready")
+    assert follower.version == version

@@ -2,37 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
+from ray.exceptions import ActorDiedError
 
 from rollout_service.config import WeightsConfig
 from rollout_service.engine.follower import Follower
 from rollout_service.errors import EngineFailed, LogCorrupt
-from rollout_service.weights.fleet import Wish
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.manifest import Manifest
-from tests.unit.engine.fakes import FakeEngine, FakeIngest
+from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest
 from tests.unit.weights.versions import FIRST, commit, flip_a_byte
-
-LONG_S = 30.0
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> WeightLog:
-    log = WeightLog(tmp_path / "log")
-    commit(log, 0)
-    return log
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def ingest() -> FakeIngest:
-    return FakeIngest(Wish(version=0, paused=False, pause_mode="keep"))
 
 
 @pytest.fixture
@@ -135,3 +115,16 @@ async def test_a_replica_that_gets_no_calls_any_more_is_draining_and_goes_on_fol
     commit(log, 1)
     await ingest.wish(version=1)
     await ingest.reported(lambda s: s.version == 1 and s.state == "draining")
+
+
+async def test_a_replica_that_ends_says_goodbye(follower: Follower, ingest: FakeIngest) -> None:
+    await follower.start()
+    await follower.leave()
+    assert ingest.left == ["r1"]
+
+
+async def test_a_replica_ends_without_the_ingest_too(follower: Follower, ingest: FakeIngest) -> None:
+    await follower.start()
+    await ingest.leave(ActorDiedError())
+    await asyncio.wait_for(follower.leave(), LONG_S)
+    assert ingest.left == []

@@ -57,10 +57,10 @@ def test_reports_say_how_old_they_are(table: FleetTable) -> None:
 
 @pytest.mark.parametrize(
     ("versions", "served"),
-    [([], False), ([1], False), ([2], True), ([3], True), ([2, 1], False), ([2, None], False), ([2, 3], True)],
+    [([], False), ([1], False), ([2], True), ([3], True), ([2, 1], False), ([2, 3], True)],
 )
 def test_a_version_is_live_when_every_replica_serves_it_or_a_newer_one(
-    table: FleetTable, versions: list[int | None], served: bool
+    table: FleetTable, versions: list[int], served: bool
 ) -> None:
     for number, version in enumerate(versions):
         table.report(replica(f"replica-{number}", version))
@@ -77,6 +77,34 @@ def test_the_fleet_is_paused_or_running_when_every_replica_is(
     for number, is_paused in enumerate(paused):
         table.report(replica(f"replica-{number}", 1, paused=is_paused))
     assert (table.all_paused(True), table.all_paused(False)) == (all_paused, all_running)
+
+
+def test_a_replica_that_starts_is_in_the_table_and_is_not_waited_for(table: FleetTable) -> None:
+    table.report(replica("newcomer", None, state="starting"))
+    assert [status.state for status in table.live()] == ["starting"]
+    assert not table.all_serve(0) and not table.all_paused(True) and not table.all_paused(False)
+    table.report(replica("old", 2, paused=True))
+    assert table.all_serve(2) and table.all_paused(True)
+    table.report(replica("newcomer", 1, sequence=1))
+    assert not table.all_serve(2) and not table.all_paused(True)
+
+
+def test_a_replica_that_says_goodbye_leaves_at_once_whatever_of_it_is_still_on_its_way(table: FleetTable) -> None:
+    table.report(replica("gone", 1, sequence=4))
+    table.report(replica("stays", 2))
+    table.leave("gone")
+    assert table.all_serve(2) and table.in_use() == {2}
+    table.report(replica("gone", 1, sequence=5))
+    assert [status.replica_id for status in table.live()] == ["stays"]
+
+
+def test_a_replica_known_from_before_that_says_goodbye_is_not_awaited() -> None:
+    table = FleetTable(dead_after_s=60, may_be_empty=True)
+    table.wait_for(frozenset({"a", "b"}))
+    table.leave("a")
+    assert not table.is_complete()
+    table.leave("b")
+    assert table.is_complete() and table.all_serve(5)
 
 
 def test_versions_that_are_served_or_being_loaded_are_in_use(table: FleetTable) -> None:

@@ -190,3 +190,37 @@ async def test_a_dead_replica_keeps_nothing(model: Path, tmp_path: Path, weights
     for version in (1, 2):
         await Trainer(ingest).push(version, weights)
     assert await versions(ingest) == [1, 2]
+
+
+# --- coming and going
+
+
+async def test_a_commit_does_not_wait_for_a_replica_that_starts(ingest: Ingest) -> None:
+    await ingest.report(replica("old", 1))
+    await ingest.report(replica("newcomer", None, state="starting"))
+    await asyncio.wait_for(ingest.wait_live(1, timeout_s=LONG_S), LONG_S)
+    assert [(r.replica_id, r.state) for r in (await ingest.fleet()).replicas] == [
+        ("newcomer", "starting"),
+        ("old", "ready"),
+    ]
+
+
+async def test_a_commit_that_waits_for_a_replica_is_answered_when_that_one_says_goodbye(
+    ingest: Ingest, log: WeightLog
+) -> None:
+    await ingest.report(replica("ends", 0))
+    await ingest.report(replica("stays", 1))
+    assert log.fleet() == {"ends", "stays"}
+    waiting = asyncio.create_task(ingest.wait_live(1, timeout_s=LONG_S))
+    await settle()
+    assert not waiting.done()
+    await ingest.goodbye("ends")
+    await asyncio.wait_for(waiting, LONG_S)
+    assert [r.replica_id for r in (await ingest.fleet()).replicas] == ["stays"]
+    assert log.fleet() == {"stays"}
+
+
+async def test_a_node_without_the_log_is_told_what_is_newest(ingest: Ingest, log: WeightLog) -> None:
+    newest = await ingest.newest()
+    assert newest.head == log.head() and newest.origin == log.origin()
+    assert {file.name for file in await ingest.files(0)} == {path.name for path in log.folder(0).iterdir()}

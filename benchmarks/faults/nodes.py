@@ -1,0 +1,149 @@
+"""A Ray node without the log is killed and another one joins.
+
+    python -m benchmarks.faults.nodes FOLDER
+
+It needs a cluster of its own, so the case runs in a process of its own and prints what it found as a line of JSON.
+"""
+
+import asyncio
+import filecmp
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from benchmarks.faults.ground import Ground
+from benchmarks.faults.kills import push_until_committed
+from benchmarks.faults.load import load
+from rollout_service.client import RolloutClient
+from rollout_service.types import Fleet
+from rollout_service.weights.log import WeightLog
+from tests.support.two_nodes import HEAD, Nodes, service_on_two_nodes
+
+NAME = "kill a node without the log, generating"
+RECOVERY_S = 180.0
+FIRST, SECOND = "second", "third"
+"""Nodes beside the head, one after the other."""
+
+
+@dataclass
+class NodesOutcome:
+    """What came of it; fields as in the matrix."""
+
+    survived: bool = False
+    recover_s: float | None = None
+    stale_tokens: int = 0
+    lost_requests: int = 0
+    lost_versions: int = 0
+    rollouts: int = 0
+    notes: list[str] = field(default_factory=list)
+    copied_versions: list[int] = field(default_factory=list)
+    """Versions that reached a node through the object store, whole."""
+
+    @property
+    def clean(self) -> bool:
+        """Survived, and nothing stale or lost."""
+        return self.survived and not (self.stale_tokens or self.lost_requests or self.lost_versions)
+
+
+def node_cases() -> Iterator[tuple[str, bool, Callable[[Ground], Awaitable[None]]]]:
+    """Name, whether there is load on the common ground, and what happens."""
+    yield NAME, False, on_its_own_ground
+
+
+async def on_its_own_ground(_: Ground) -> None:
+    """Run the case in a process of its own. Raises RuntimeError with what it found unless that is clean."""
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = await run_apart(Path(folder))
+    if not outcome.clean:
+        raise RuntimeError(f"on two nodes: {asdict(outcome)}")
+
+
+async def run_apart(folder: Path) -> NodesOutcome:
+    """What the case finds below ``folder``, run in a process of its own. Raises RuntimeError if that one fails."""
+    with tempfile.TemporaryDirectory(prefix="ray-") as ray_folder:  # short: sockets lie in it
+        process = await asyncio.create_subprocess_exec(
+            # Ray notes a cluster's address there, where any other ray.init() on this machine would find it
+            *("env", f"RAY_TMPDIR={ray_folder}"),
+            *(sys.executable, "-m", "benchmarks.faults.nodes", str(folder)),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        output, _ = await process.communicate()
+    if process.returncode != 0:
+        raise RuntimeError(f"the service on two nodes ended with status {process.returncode}")
+    return NodesOutcome(**json.loads(output.splitlines()[-1]))
+
+
+async def two_nodes(folder: Path) -> NodesOutcome:
+    """Push under load, kill the node that fetches, push, and let another one take its place."""
+    outcome = NodesOutcome()
+    with service_on_two_nodes(folder, FIRST) as (service, nodes):
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(RolloutClient(service.url, retries=12))
+            place = Ground(service, client, committed=0)
+            await place.push(1)
+            _note_copy(outcome, nodes, FIRST, 1)
+            async with load(service.url) as rollouts:
+                outcome.recover_s = await _kill_and_replace(place, nodes, outcome)
+            fleet = await place.fleet()
+    outcome.rollouts, outcome.stale_tokens, outcome.lost_requests = (
+        rollouts.rollouts, len(rollouts.stale), len(rollouts.lost),
+    )  # fmt: skip
+    outcome.notes += [*rollouts.stale[:3], *rollouts.lost[:3]]
+    outcome.lost_versions = int(fleet is None or fleet.latest_version < place.committed)
+    outcome.survived = outcome.recover_s is not None and not outcome.notes
+    return outcome
+
+
+async def _kill_and_replace(place: Ground, nodes: Nodes, outcome: NodesOutcome) -> float | None:
+    """Seconds until the replica that is left served a new version alone, plus those until there were two again."""
+    for version in (2, 3):
+        await place.push(version)
+        _note_copy(outcome, nodes, FIRST, version)
+    killed = time.perf_counter()
+    nodes.kill(FIRST)
+    await push_until_committed(place, 4)  # the gateway may have been there, too
+    if not await _fleet(place, lambda fleet: [r.version for r in fleet.replicas if r.state == "ready"] == [4]):
+        outcome.notes.append("the replica that was left did not go on")
+        return None
+    alone_s = time.perf_counter() - killed
+    joined = time.perf_counter()
+    nodes.add(SECOND)
+    whole_s = await place.recovered(joined, RECOVERY_S)
+    if whole_s is None:
+        return None
+    _note_copy(outcome, nodes, SECOND, 4)
+    await place.push(5)
+    _note_copy(outcome, nodes, SECOND, 5)
+    return alone_s + whole_s
+
+
+async def _fleet(place: Ground, reached: Callable[[Fleet], bool]) -> bool:
+    """Wait for a state of the fleet."""
+    deadline = time.perf_counter() + RECOVERY_S
+    while time.perf_counter() < deadline:
+        fleet = await place.fleet()
+        if fleet is not None and reached(fleet):
+            return True
+        await asyncio.sleep(0.2)
+    return False
+
+
+def _note_copy(outcome: NodesOutcome, nodes: Nodes, name: str, version: int) -> None:
+    """The node's own copy of a version that all serve must be the newest there and the same as in the log."""
+    copies, original = nodes.copies(name), WeightLog(nodes.root(HEAD))
+    head, files = copies.head(), [path.name for path in original.folder(version).iterdir()]
+    same, *different = filecmp.cmpfiles(original.folder(version), copies.folder(version), files, shallow=False)
+    if head is None or head.version != version or any(different) or not same:
+        outcome.notes.append(f"{name}: version {version} is not whole: LATEST {head}, differing {different}")
+    else:
+        outcome.copied_versions.append(version)
+
+
+if __name__ == "__main__":
+    found = asyncio.run(two_nodes(Path(sys.argv[1])))
+    print(json.dumps(asdict(found)), flush=True)

@@ -1,0 +1,44 @@
+"""Weights of a trainer in the service's own Ray cluster, pushed by reference.
+
+    ingest = serve.get_deployment_handle("ingest", app_name="rollout")
+    refs = [ray.put(dict_of_tensors) for dict_of_tensors in buckets]
+    await push_refs(ingest, step, refs)
+
+Importing this needs neither ray nor torch; calling it does. Whoever has the handle is trusted: unlike HTTP, Ray moves
+Python objects.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from rollout_service.types import PauseMode, WeightStatus
+from rollout_service.weights.upload import CommitUpload
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+async def push_refs(
+    ingest: Any,
+    version: int,
+    refs: Mapping[str, Any] | Iterable[Any] | Any,
+    *,
+    mode: PauseMode = "keep",
+    wait: Literal["none", "all"] = "all",
+    timeout_s: float = 600.0,
+) -> WeightStatus:
+    """Push a whole version; the same weights again get the same answer, whatever their order or their buckets.
+
+    ``ingest``: handle of the ingest's deployment. ``refs``: ``{name: ray.ObjectRef of a tensor}``, or one
+    ``ObjectRef`` of a dict of tensors, or several of such dicts, each a bucket. Names are Hugging Face's, tensors are
+    those of ``RolloutClient.push_weights``. The ingest holds one bucket in memory at a time; the process that put the
+    objects must live until the answer. ``mode``, ``wait`` and ``timeout_s`` as for ``push_weights``.
+
+    Raises ValueError if ``refs`` are not references; NotFound for a lost object, by the name of its bucket;
+    InvalidManifest, QuantizationError, VersionConflict, InsufficientStorage, CommitTimeout; NotReady if the ingest died
+    meanwhile: push again.
+    """
+    from rollout_service.weights.ref_source import buckets_of, push
+
+    return await push(ingest, version, buckets_of(refs), CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s))

@@ -1,0 +1,40 @@
+"""A follower between a real log on disk and a small engine and ingest in this process."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rollout_service.config import WeightsConfig
+from rollout_service.engine.follower import Follower
+from rollout_service.weights.fleet import Wish
+from rollout_service.weights.log import WeightLog
+from tests.unit.engine.fakes import FakeEngine, FakeIngest
+from tests.unit.weights.versions import commit
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> WeightLog:
+    log = WeightLog(tmp_path / "log")
+    commit(log, 0)
+    return log
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def ingest() -> FakeIngest:
+    return FakeIngest(Wish(version=0, paused=False, pause_mode="keep"))
+
+
+@pytest.fixture
+async def follower(log: WeightLog, engine: FakeEngine, ingest: FakeIngest) -> AsyncIterator[Follower]:
+    """Started: it serves version 0 and follows."""
+    follower = Follower("r1", engine, ingest, WeightsConfig(root=log.root, poll_s=0.01), fingerprint="model")
+    await follower.start()
+    engine.calls.clear()
+    yield follower
+    follower.stop()

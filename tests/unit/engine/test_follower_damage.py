@@ -1,0 +1,166 @@
+"""A replica follows a log that is damaged, and goes on without the ingest."""
+
+import asyncio
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
+from ray.serve.exceptions import DeploymentUnavailableError
+
+from rollout_service.config import WeightsConfig
+from rollout_service.engine.follower import Follower
+from rollout_service.errors import EngineFailed, NotReady
+from rollout_service.weights.log import WeightLog
+from rollout_service.weights.manifest import Manifest
+from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push, serving
+from tests.unit.weights.versions import FIRST, commit, flip_a_byte
+
+
+async def test_a_corrupt_version_leaves_the_replica_on_the_old_one_and_says_why(
+    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    commit(log, 1)
+    flip_a_byte(log, 1, FIRST)
+    await ingest.wish(version=1)
+    status = await ingest.reported(lambda s: s.state == "stale")
+    assert status.version == 0 and status.target is None
+    assert status.error is not None and FIRST in status.error and "version 1" in status.error
+    follower.check_health()
+    await push(log, ingest, 2)
+    await serving(follower, ingest, 2)
+    assert follower.status().error is None and [c for c in engine.calls if "load" in c] == ["load 2"]
+
+
+async def test_a_version_whose_files_are_gone_leaves_the_replica_on_the_old_one(
+    follower: Follower, log: WeightLog, ingest: FakeIngest
+) -> None:
+    commit(log, 1)
+    (log.folder(1) / "weights-00001.safetensors").unlink()
+    await ingest.wish(version=1)
+    status = await ingest.reported(lambda s: s.state == "stale")
+    assert status.version == 0 and status.error is not None and "cannot be read" in status.error
+
+
+async def test_a_version_of_another_model_leaves_the_replica_on_the_old_one(
+    follower: Follower, log: WeightLog, ingest: FakeIngest
+) -> None:
+    commit(log, 1, fingerprint="other")
+    await ingest.wish(version=1)
+    status = await ingest.reported(lambda s: s.state == "stale")
+    assert status.error is not None and "another model" in status.error
+
+
+async def test_a_load_that_fails_ends_following_and_the_replica_is_unhealthy(
+    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    follower.check_health()
+    engine.fail_load = "version 1 is half loaded"
+    await push(log, ingest, 1)
+    await ingest.reported(lambda s: s.error == "version 1 is half loaded")
+    while True:
+        try:
+            follower.check_health()
+        except EngineFailed as error:
+            assert "r1 stopped following the log: version 1 is half loaded" in str(error)
+            break
+        await asyncio.sleep(0)
+    assert engine.paused and follower.version == 0
+    assert not await follower.wait_version(1, timeout_s=0.01)
+
+
+async def test_a_corrupt_version_is_not_read_again_at_each_poll_but_again_once_it_may_be_mended(
+    follower: Follower, log: WeightLog, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    verify = WeightLog.verify
+
+    def counted(self: WeightLog, manifest: Manifest) -> None:
+        read.append(manifest.version)
+        verify(self, manifest)
+
+    monkeypatch.setattr(WeightLog, "verify", counted)
+    commit(log, 1)
+    path = log.folder(1) / "weights-00001.safetensors"
+    sound = path.read_bytes()
+    flip_a_byte(log, 1, FIRST)
+    await ingest.wish(version=1)
+    await ingest.reported(lambda s: s.state == "stale")
+    for turn in range(200):
+        await ingest.wish(paused=turn % 2 == 0)
+        await asyncio.sleep(0.001)
+    assert 1 <= len(read) <= 10
+    path.write_bytes(sound)
+    await ingest.wish(paused=False)
+    async with asyncio.timeout(LONG_S):
+        while follower.version != 1:
+            follower._woken.set()
+            await asyncio.sleep(0.01)
+
+
+async def test_a_version_that_is_removed_while_a_replica_reads_it_gives_way_to_the_newer_one(
+    follower: Follower, log: WeightLog, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = WeightLog.verify
+
+    def removed_meanwhile(self: WeightLog, manifest: Manifest) -> None:
+        if manifest.version == 1:
+            commit(log, 2)
+            log.drop(1)
+        verify(self, manifest)
+
+    monkeypatch.setattr(WeightLog, "verify", removed_meanwhile)
+    await push(log, ingest, 1)
+    await serving(follower, ingest, 2)
+    assert all(status.error is None for status in ingest.reports)
+
+
+async def test_a_replica_that_starts_says_what_it_reads_and_goes_on_with_the_newer_one_if_that_is_removed(
+    log: WeightLog, engine: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = WeightLog.verify
+
+    def removed_meanwhile(self: WeightLog, manifest: Manifest) -> None:
+        if manifest.version == 0:
+            assert [(s.version, s.target) for s in ingest.reports] == [(None, 0)]
+            commit(log, 1)
+            log.drop(0)
+        verify(self, manifest)
+
+    monkeypatch.setattr(WeightLog, "verify", removed_meanwhile)
+    follower = Follower("r1", engine, ingest, WeightsConfig(root=log.root), fingerprint="model")
+    await follower.start()
+    assert follower.version == 1
+    follower.stop()
+
+
+# --- an ingest that is away
+
+
+def task_error() -> RayError:
+    return RayTaskError("sync", "traceback", NotReady("not yet"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ActorDiedError(), ActorUnavailableError("away", None), task_error(), DeploymentUnavailableError("ingest")],
+    ids=lambda error: type(error).__name__,
+)
+async def test_an_ingest_that_is_away_does_not_stop_the_replica_from_following_the_log(
+    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, error: Exception
+) -> None:
+    await ingest.leave(error)
+    commit(log, 1)
+    assert await follower.wait_version(1, timeout_s=LONG_S)
+    follower.check_health()
+    ingest.away = None
+    await serving(follower, ingest, 1)
+    await ingest.wish(paused=True)
+    await ingest.reported(lambda s: s.paused)
+
+
+async def test_an_error_that_is_not_rays_ends_following_instead_of_being_passed_over(
+    follower: Follower, ingest: FakeIngest
+) -> None:
+    await ingest.leave(TypeError("a bug"))
+    await asyncio.sleep(0.01)
+    with pytest.raises(EngineFailed, match="a bug"):
+        follower.check_health()
