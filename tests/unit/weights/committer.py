@@ -1,0 +1,25 @@
+"""An ingest in a process of its own. For each version on its input it stages the model's weights, then commits them."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from rollout_service.weights.ingest import Ingest
+from rollout_service.weights.upload import CommitUpload
+from tests.unit.weights.trainer import Trainer, config_of, folder_weights
+
+
+async def main(model: Path, root: Path) -> None:
+    ingest = Ingest(config_of(model, root))
+    await ingest.start()
+    trainer, weights = Trainer(ingest), folder_weights(model)
+    for line in sys.stdin:
+        await trainer.upload(int(line), weights)
+        print("staged", flush=True)
+        sys.stdin.readline()
+        await ingest.commit(int(line), CommitUpload())
+        print("committed", flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
