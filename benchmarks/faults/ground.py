@@ -97,7 +97,9 @@ class Ground:
 
     async def send(self, method: str, route: str, **request: Any) -> None:
         """A single plain request, never repeated. Raises what the service answered, if it is an error."""
-        async with httpx.AsyncClient(base_url=self.service.url, timeout=60) as http:
+        token = self.service.config.auth.secret()
+        authorization = {} if token is None else {"Authorization": f"Bearer {token}"}
+        async with httpx.AsyncClient(base_url=self.service.url, headers=authorization, timeout=60) as http:
             response = await http.request(method, route, **request)
         if not response.is_success:
             raise error_of(response)

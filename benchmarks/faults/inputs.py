@@ -163,7 +163,7 @@ async def other_bytes(ground: Ground) -> None:
 async def two_trainers(ground: Ground) -> None:
     """Two push different weights as the same version at the same time: one wins."""
     version = ground.committed + 1
-    async with RolloutClient(ground.service.url) as other:
+    async with RolloutClient(ground.service.url, token=ground.service.config.auth.secret()) as other:
         outcomes = await asyncio.gather(
             ground.client.push_weights(version, ground.weights(version)),
             other.push_weights(version, ground.weights(version + 7)),

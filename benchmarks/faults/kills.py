@@ -9,12 +9,12 @@ from functools import partial
 import psutil
 
 from benchmarks.faults.ground import ENGINE_PROCESSES, PROCESSES, Case, Ground, below, processes
-from tests.support.moments import MomentMissed, has_mapped, has_open, resume, stop_at, wait_for
 from rollout_service.client._tensors import TensorSource, bytes_of_each
 from rollout_service.client._upload import cut_parts
 from rollout_service.errors import RolloutServiceError
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.upload import BeginUpload
+from tests.support.moments import MomentMissed, has_mapped, has_open, resume, stop_at, wait_for
 
 ATTEMPTS = 10
 """Versions pushed until a moment is hit."""

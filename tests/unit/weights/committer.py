@@ -15,10 +15,15 @@ async def main(model: Path, root: Path) -> None:
     trainer, weights = Trainer(ingest), folder_weights(model)
     for line in sys.stdin:
         await trainer.upload(int(line), weights)
-        print("staged", flush=True)
-        sys.stdin.readline()
+        _tell("staged")
+        sys.stdin.readline()  # until the test is ready
         await ingest.commit(int(line), CommitUpload())
-        print("committed", flush=True)
+        _tell("committed")
+
+
+def _tell(state: str) -> None:
+    sys.stdout.write(f"{state}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import pytest
 
 from rollout_service.config import ServiceConfig
 from rollout_service.weights.ingest import Ingest
