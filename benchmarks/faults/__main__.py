@@ -10,9 +10,8 @@ tokens, lost requests and lost versions are to be zero; the exit status says whe
 import asyncio
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -22,91 +21,54 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import results
+from benchmarks.faults.disk import disk_cases
 from benchmarks.faults.files import file_cases
-from benchmarks.faults.ground import Ground, ground
+from benchmarks.faults.ground import Case, Skipped
 from benchmarks.faults.inputs import input_cases
-from benchmarks.faults.kills import kill_cases, stop_for_a_while
-from benchmarks.faults.load import Load, load
+from benchmarks.faults.kills import kill_cases
 from benchmarks.faults.nodes import node_cases
-
-Fault = Callable[[Ground], Awaitable[None]]
-
-STEADY_S = 1.5
-"""Load before the fault."""
-RECOVERY_S = 180.0
-"""After which a case counts as not survived."""
+from benchmarks.faults.outcome import Outcome, run_case
+from benchmarks.faults.scale import scale_cases
 
 
-@dataclass
-class Outcome:
-    """One line of the matrix."""
-
-    name: str
-    survived: bool = False
-    recover_s: float | None = None
-    stale_tokens: int = 0
-    lost_requests: int = 0
-    lost_versions: int = 0
-    rollouts: int = 0
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def clean(self) -> bool:
-        """Survived, and nothing stale or lost."""
-        return self.survived and not (self.stale_tokens or self.lost_requests or self.lost_versions)
-
-
-def all_cases() -> Iterator[tuple[str, bool, Fault]]:
-    """Name, whether there is load, and what happens."""
+def all_cases() -> Iterator[Case]:
+    """The matrix. A case that needs another service than its neighbours names its ``ground``."""
     yield from kill_cases()
-    yield "a replica stopped for 30 s", True, stop_for_a_while
     yield from input_cases()
     yield from file_cases()
+    yield from disk_cases()
+    yield from scale_cases()
     yield from node_cases()
 
 
-async def run_case(place: Ground, name: str, under_load: bool, fault: Fault) -> Outcome:
-    """Load, fault, recovery, and the count."""
-    outcome, rollouts = Outcome(name), Load()
-    async with AsyncExitStack() as stack:
-        if under_load:
-            rollouts = await stack.enter_async_context(load(place.service.url))
-            await asyncio.sleep(STEADY_S)
-        started = time.perf_counter()
-        try:
-            await fault(place)
-        except Exception as error:  # noqa: BLE001 - it stands in the table, and fails the run
-            outcome.notes.append(f"{type(error).__name__}: {error}")
-        outcome.recover_s = await place.recovered(started, RECOVERY_S)
-        outcome.survived = outcome.recover_s is not None and not outcome.notes
-    outcome.rollouts = rollouts.rollouts
-    outcome.stale_tokens, outcome.lost_requests = len(rollouts.stale), len(rollouts.lost)
-    outcome.notes += [*rollouts.stale[:3], *rollouts.lost[:3]]
-    outcome.lost_versions = await lost_versions(place)
-    return outcome
-
-
-async def lost_versions(place: Ground) -> int:
-    """1 if the newest version that was said to be committed, or a newer one, is not the newest any more."""
-    fleet = await place.fleet()
-    return int(fleet is None or fleet.latest_version < place.committed)
-
-
-async def run(folder: Path, cases: list[tuple[str, bool, Fault]], say: Callable[[str], None]) -> list[Outcome]:
-    """All cases, on one service as long as it survives them."""
+async def run(folder: Path, cases: list[Case], say: Callable[[str], None]) -> list[Outcome]:
+    """All cases, those in a row with the same ground on one service as long as it survives them."""
     outcomes: list[Outcome] = []
+
+    def tell(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        say(line(outcome))
+
     while len(outcomes) < len(cases):
-        async with ground(folder / str(len(outcomes))) as place:
-            while len(outcomes) < len(cases):
-                outcomes.append(await run_case(place, *cases[len(outcomes)]))
-                say(line(outcomes[-1]))
-                if outcomes[-1].recover_s is None:
-                    break  # the next case starts on new ground
+        first = cases[len(outcomes)]
+        if first.apart is not None:
+            tell(await first.apart(folder / str(len(outcomes))))
+            continue
+        try:
+            async with first.ground(folder / str(len(outcomes))) as place:
+                while len(outcomes) < len(cases) and cases[len(outcomes)].ground == first.ground:
+                    tell(await run_case(place, cases[len(outcomes)]))
+                    if outcomes[-1].recover_s is None:
+                        break  # the next case starts on new ground
+        except Skipped as error:
+            tell(Outcome(first.name, skipped=str(error)))
     return outcomes
 
 
 def line(outcome: Outcome) -> str:
     """For the log."""
+    if outcome.skipped:
+        return f"skip {outcome.name}: {outcome.skipped}"
     seconds = "never" if outcome.recover_s is None else f"{outcome.recover_s:.1f} s"
     state = "ok  " if outcome.clean else "FAIL"
     return f"{state} {outcome.name}: recovered {seconds}, {outcome.rollouts} rollouts {'; '.join(outcome.notes)[:300]}"
@@ -120,7 +82,8 @@ def table_of(outcomes: list[Outcome]) -> Table:
     for o in outcomes:
         seconds = "" if o.recover_s is None else f"{o.recover_s:.1f}"
         counts = (o.stale_tokens, o.lost_requests, o.lost_versions, o.rollouts)
-        table.add_row(o.name, "yes" if o.survived else "NO", seconds, *map(str, counts))
+        survived = "skipped" if o.skipped else "yes" if o.survived else "NO"
+        table.add_row(o.name, survived, seconds, *([""] * 4 if o.skipped else map(str, counts)))
     return table
 
 
@@ -131,18 +94,19 @@ def main(
     listed: Annotated[bool, typer.Option("--list", help="Print the cases' names.")] = False,
 ) -> None:
     """Run the matrix, print it, and write faults.json, with --only faults_in_part.json, below benchmarks/results/."""
-    cases = [case for case in all_cases() if not only or any(words in case[0] for words in only)]
+    cases = [case for case in all_cases() if not only or any(words in case.name for words in only)]
     console = Console()
     if listed or not cases:
-        console.print("\n".join(name for name, *_ in cases) or f"no case holds {only!r}")
+        console.print("\n".join(case.name for case in cases) or f"no case holds {only!r}")
         raise typer.Exit(0 if listed else 2)
+    started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         outcomes = asyncio.run(run(Path(folder), cases, partial(console.log, markup=False)))
     console.print(table_of(outcomes))
-    content = {"cases": [asdict(outcome) for outcome in outcomes]}
+    content = {"total_s": round(time.perf_counter() - started), "cases": [asdict(outcome) for outcome in outcomes]}
     path = results.write("faults_in_part" if only else "faults", content, module="faults")
     console.print(f"wrote {path}")
-    raise typer.Exit(0 if all(outcome.clean for outcome in outcomes) else 1)
+    raise typer.Exit(0 if all(outcome.clean or outcome.skipped for outcome in outcomes) else 1)
 
 
 if __name__ == "__main__":

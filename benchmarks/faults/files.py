@@ -1,27 +1,34 @@
 """The log's files damaged behind the service's back, just before a replica must read them."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
-from benchmarks.faults.ground import Ground
-from benchmarks.faults.kills import kill_one
+from benchmarks.faults.ground import Case, Ground
 
-Fault = Callable[[Ground], Awaitable[None]]
-
-
-def file_cases() -> Iterator[tuple[str, bool, Fault]]:
-    """Name, whether there is load, and what happens."""
-    yield "a flipped byte in a file of the log", True, damaged(flip)
-    yield "a truncated file of the log", True, damaged(truncate)
+DAMAGED_S = 15.0
+"""Between the kill and the version that heals: the successor reads the damaged one meanwhile."""
 
 
-def damaged(damage: Callable[[Path], None]) -> Fault:
-    """Damage the newest version, then kill an engine: its successor must not serve it. A newer version heals."""
+def file_cases() -> Iterator[Case]:
+    """A bit and a length."""
+    yield Case("a flipped byte in a file of the log", damaged(flip))
+    yield Case("a truncated file of the log", damaged(truncate))
+
+
+def damaged(damage: Callable[[Path], None]) -> Callable[[Ground], Awaitable[None]]:
+    """Damage the newest version and kill an engine: its successor must not serve it. A newer version heals."""
 
     async def fault(ground: Ground) -> None:
-        files = sorted(ground.log.glob(f"*{ground.committed}/*.safetensors"))
-        damage(files[-1])
-        kill_one("engine core")
+        known = await ground.replica_ids()
+        damage(max((ground.log / str(ground.committed)).glob("*.safetensors")))
+        await ground.kill("engine core")
+        await asyncio.sleep(DAMAGED_S)
+        if newcomers := await ground.replica_ids() - known:
+            ready = [r for r in (await ground.client.fleet()).replicas if r.replica_id in newcomers]
+            ground.note(f"the successor said {[(r.state, r.version) for r in ready]}")
+            if any(r.state == "ready" for r in ready):
+                raise AssertionError("a replica is ready at a version whose bytes are damaged")
         await ground.push(ground.committed + 1, wait="none")
 
     return fault

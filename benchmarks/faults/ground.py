@@ -1,11 +1,12 @@
-"""A running service whose weights tell their version, and the ways to reach its processes and its files."""
+"""A case, and the running service it happens to: weights that tell their version, its processes, its files."""
 
 import asyncio
 import contextlib
+import random
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import httpx
 import psutil
 import torch
 
+from benchmarks.faults.load import CONCURRENCY
 from rollout_service.client import RolloutClient
 from rollout_service.client._retry import error_of
 from rollout_service.errors import RolloutServiceError
@@ -32,6 +34,10 @@ PROCESSES = {
     "ingest": "ray::ServeReplica:rollout:ingest",
 }
 """What can be killed → how its process is called."""
+ENGINE_PROCESSES = ("vllm worker", "engine core", "replica")
+"""Of these, the death of one is the end of its replica."""
+SETTLE_S = 1.0
+"""How long the fleet must be sound before it counts as recovered."""
 
 
 @dataclass
@@ -41,6 +47,39 @@ class Ground:
     service: LocalService
     client: RolloutClient
     committed: int
+    replicas: int = REPLICAS
+    """How many a sound fleet has."""
+    settle_s: float = SETTLE_S
+    notes: list[str] = field(default_factory=list)
+    """What the case has to say of its fault."""
+    gone: frozenset[int] = frozenset()
+    """Processes that were killed."""
+    replaced: frozenset[str] = frozenset()
+    """Replicas of which one was killed: a sound fleet has others."""
+
+    def begin(self) -> None:
+        """Forget the case before."""
+        self.settle_s, self.notes, self.gone, self.replaced = SETTLE_S, [], frozenset(), frozenset()
+
+    def note(self, text: str) -> None:
+        """For the table."""
+        self.notes.append(text)
+
+    async def kill(self, victim: str) -> None:
+        """SIGKILL for one process of the kind."""
+        process, known = random.choice(processes(victim)), await self.replica_ids()
+        process.kill()
+        self.killed(victim, process, known)
+
+    def killed(self, victim: str, process: psutil.Process, known: frozenset[str]) -> None:
+        """``process`` was killed when the fleet had the replicas ``known``: recovered means that it was replaced."""
+        self.gone |= {process.pid}
+        if victim in ENGINE_PROCESSES:
+            self.replaced = known
+
+    async def replica_ids(self) -> frozenset[str]:
+        """Those in the table."""
+        return frozenset(replica.replica_id for replica in (await self.client.fleet()).replicas)
 
     @property
     def log(self) -> Path:
@@ -58,7 +97,9 @@ class Ground:
 
     async def send(self, method: str, route: str, **request: Any) -> None:
         """A single plain request, never repeated. Raises what the service answered, if it is an error."""
-        async with httpx.AsyncClient(base_url=self.service.url, timeout=60) as http:
+        token = self.service.config.auth.secret()
+        authorization = {} if token is None else {"Authorization": f"Bearer {token}"}
+        async with httpx.AsyncClient(base_url=self.service.url, headers=authorization, timeout=60) as http:
             response = await http.request(method, route, **request)
         if not response.is_success:
             raise error_of(response)
@@ -78,11 +119,12 @@ class Ground:
     async def recovered(self, started: float, timeout_s: float) -> float | None:
         """Seconds from ``started`` until every replica is sound at the newest version and makes rollouts of it.
 
-        Sound means for longer than a dead replica may still stand in the fleet's table. None if that is never.
+        Sound for ``settle_s``, that is, and with a new replica in the place of one whose process was killed: the dead
+        one stands in the table as it was for a while. None if that is never.
         """
         since: float | None = None
         deadline = time.perf_counter() + timeout_s
-        while since is None or time.perf_counter() - since < self.service.config.weights.dead_after_s + 2:
+        while since is None or time.perf_counter() - since < self.settle_s:
             if time.perf_counter() > deadline:
                 return None
             if not await self._sound():
@@ -94,9 +136,11 @@ class Ground:
 
     async def _sound(self) -> bool:
         fleet = await self.fleet()
-        if fleet is None or fleet.latest_version < self.committed or len(fleet.replicas) != REPLICAS:
+        if fleet is None or fleet.latest_version < self.committed or len(fleet.replicas) != self.replicas:
             return False
         if any(r.state != "ready" or r.version != fleet.latest_version for r in fleet.replicas):
+            return False
+        if {replica.replica_id for replica in fleet.replicas} == self.replaced or not self._whole():
             return False
         try:
             await self.client.generate([5, 6], max_tokens=2, min_weight_version=self.committed)
@@ -104,27 +148,65 @@ class Ground:
             return False
         return True
 
+    def _whole(self) -> bool:
+        """Whether every kind of process runs, and none of those that were killed."""
+        wanted = {kind: self.replicas if kind in ENGINE_PROCESSES else 1 for kind in PROCESSES}
+        running = {kind: {process.pid for process in descendants(PROCESSES[kind])} for kind in PROCESSES}
+        return all(len(running[kind]) == wanted[kind] and not running[kind] & self.gone for kind in PROCESSES)
 
-@contextmanager
-def _service(folder: Path) -> Iterator[LocalService]:
-    overrides = {
+
+def ground(folder: Path, replicas: int = REPLICAS, **overrides: dict[str, Any]) -> AbstractAsyncContextManager[Ground]:
+    """The shipped CPU deployment, two replicas unless ``overrides`` say so, at a version that tells itself."""
+    sections: dict[str, dict[str, Any]] = {
         "model": {"path": folder / "tiny-qwen3"},
         "engine": {"admission_limit": 256},
-        "scaling": {"min_replicas": REPLICAS, "max_replicas": REPLICAS},
+        "scaling": {"min_replicas": replicas, "max_replicas": replicas},
         "weights": {"root": folder / "log", "part_bytes": 256 << 10, "poll_s": 1.0, "dead_after_s": 5.0},
     }
-    with running_service(DEPLOYMENT, overrides) as running:
-        yield running
+    for section, fields in overrides.items():
+        sections[section] |= fields
+    return _ground(sections, replicas)
 
 
 @asynccontextmanager
-async def ground(folder: Path) -> AsyncIterator[Ground]:
-    """The shipped CPU deployment with two replicas at a version that tells itself."""
-    with _service(folder) as service:
+async def _ground(sections: dict[str, dict[str, Any]], replicas: int) -> AsyncIterator[Ground]:
+    with running_service(DEPLOYMENT, sections) as service:
         async with RolloutClient(service.url, retries=12) as client:
-            place = Ground(service, client, committed=0)
+            place = Ground(service, client, committed=0, replicas=replicas)
             await place.push(1)
             yield place
+
+
+MakesGround = Callable[[Path], AbstractAsyncContextManager[Ground]]
+
+
+class Skipped(Exception):
+    """This machine cannot run the case; the message says why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the matrix."""
+
+    name: str
+    fault: Callable[[Ground], Awaitable[None]]
+    """Breaks something and returns when it is up to the service to recover; raises if the service did wrong."""
+    concurrency: int = CONCURRENCY
+    """Rollouts that are under way at any time; 0: none."""
+    ground: MakesGround = ground
+    """What it happens to, made in an empty folder. Cases in a row with the same share it, as long as it lives.
+    Raises Skipped."""
+    apart: Callable[[Path], Awaitable[Any]] | None = None
+    """Instead of all that: the whole case below an empty folder, in a process of its own; returns its ``Outcome``."""
+
+
+def below(replica: psutil.Process, kind: str) -> psutil.Process:
+    """The process of ``kind`` that belongs to ``replica``, or itself. Raises LookupError."""
+    family = {process.pid for process in [replica, *replica.children(recursive=True)]}
+    for process in processes(kind):
+        if process.pid in family:
+            return process
+    raise LookupError(f"replica {replica.pid} has no process called {PROCESSES[kind]}…")
 
 
 def processes(name: str) -> list[psutil.Process]:

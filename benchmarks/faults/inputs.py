@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import torch
 import xxhash
 
-from benchmarks.faults.ground import Ground
+from benchmarks.faults.ground import Case, Ground
 from benchmarks.faults.kills import send_half
 from rollout_service.client import RolloutClient
 from rollout_service.client._tensors import TensorSource, bytes_of_each
@@ -24,17 +24,17 @@ class NotRefused(Exception):
     """The service took what it should have refused."""
 
 
-def input_cases() -> Iterator[tuple[str, bool, Fault]]:
-    """Name, whether there is load, and what happens."""
-    yield "a flipped byte in a part", True, flipped_part
-    yield "parts twice, late and out of order", True, shuffled_parts
-    yield "a part of another version", True, part_of_another_version
-    yield "commit twice", True, commit_twice
-    yield "an older version", True, older_version
-    yield "the same version with other bytes", True, other_bytes
-    yield "two trainers at once", True, two_trainers
-    yield "a trainer that dies half way", True, dying_trainer
-    yield "ten updates in a row", True, ten_updates
+def input_cases() -> Iterator[Case]:
+    """What trainers do wrong."""
+    yield Case("a flipped byte in a part", flipped_part)
+    yield Case("parts twice, late and out of order", shuffled_parts)
+    yield Case("a part of another version", part_of_another_version)
+    yield Case("commit twice", commit_twice)
+    yield Case("an older version", older_version)
+    yield Case("the same version with other bytes", other_bytes)
+    yield Case("two trainers at once", two_trainers)
+    yield Case("a trainer that dies half way", dying_trainer)
+    yield Case("ten updates in a row", ten_updates)
     for name, damage, error in (
         ("q without k and v", without("k_proj", "v_proj"), InvalidManifest),
         ("a missing name", without("layers.1.mlp.up_proj"), InvalidManifest),
@@ -43,8 +43,8 @@ def input_cases() -> Iterator[tuple[str, bool, Fault]]:
         ("NaN weights", setting(float("nan")), QuantizationError),
         ("infinite weights", setting(float("inf")), QuantizationError),
     ):
-        yield name, True, refused_push(damage, error)
-    yield "a wrong dtype", True, wrong_dtype
+        yield Case(name, refused_push(damage, error))
+    yield Case("a wrong dtype", wrong_dtype)
 
 
 @contextlib.contextmanager
@@ -163,7 +163,7 @@ async def other_bytes(ground: Ground) -> None:
 async def two_trainers(ground: Ground) -> None:
     """Two push different weights as the same version at the same time: one wins."""
     version = ground.committed + 1
-    async with RolloutClient(ground.service.url) as other:
+    async with RolloutClient(ground.service.url, token=ground.service.config.auth.secret()) as other:
         outcomes = await asyncio.gather(
             ground.client.push_weights(version, ground.weights(version)),
             other.push_weights(version, ground.weights(version + 7)),

@@ -1,85 +1,192 @@
-"""Every process killed at every moment."""
+"""Every process killed at every moment, and a proof of the moment in the case's notes."""
 
 import asyncio
 import random
-import threading
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import psutil
 
-from benchmarks.faults.ground import PROCESSES, Ground, processes
+from benchmarks.faults.ground import ENGINE_PROCESSES, PROCESSES, Case, Ground, below, processes
 from rollout_service.client._tensors import TensorSource, bytes_of_each
 from rollout_service.client._upload import cut_parts
 from rollout_service.errors import RolloutServiceError
+from rollout_service.weights.log import WeightLog
 from rollout_service.weights.upload import BeginUpload
+from tests.support.moments import MomentMissed, has_mapped, has_open, resume, stop_at, wait_for
 
-Fault = Callable[[Ground], Awaitable[None]]
-
-POLL_S = 0.0002
-"""How often the log is looked at for the moment of a rename."""
-UPDATE_S = 0.15
-"""An update of the small model closes an engine for about half of that after its commit."""
+ATTEMPTS = 10
+"""Versions pushed until a moment is hit."""
+MOMENT_S, COMMIT_S = 3.0, 60.0
 
 
-def kill_cases() -> Iterator[tuple[str, bool, Fault]]:
-    """Name, whether there is load, and what happens."""
+def kill_cases() -> Iterator[Case]:
+    """Five processes at six moments, and a replica that stands still."""
     for victim in PROCESSES:
-        yield f"kill {victim}, idle", False, partial(at_once, victim)
-        yield f"kill {victim}, generating", True, partial(at_once, victim)
-        yield f"kill {victim}, staging", True, partial(while_staging, victim)
-        yield f"kill {victim}, updating", True, partial(while_updating, victim)
-        yield f"kill {victim}, before the rename", True, partial(around_the_rename, victim, before=True)
-        yield f"kill {victim}, after the rename", True, partial(around_the_rename, victim, before=False)
+        yield Case(f"kill {victim}, idle", partial(while_idle, victim), concurrency=0)
+        yield Case(f"kill {victim}, generating", partial(while_generating, victim))
+        staging = while_reading if victim in ENGINE_PROCESSES else while_uploading
+        yield Case(f"kill {victim}, staging", partial(staging, victim))
+        yield Case(f"kill {victim}, between start and finish of an update", partial(while_loading, victim))
+        yield Case(f"kill {victim}, before the rename", partial(before_the_rename, victim))
+        yield Case(f"kill {victim}, after the rename", partial(after_the_rename, victim))
+    yield Case("a replica stopped for 30 s", stop_for_a_while)
 
 
-def kill_one(victim: str) -> None:
-    """SIGKILL for one process of the kind."""
-    random.choice(processes(victim)).kill()
+async def while_idle(victim: str, ground: Ground) -> None:
+    """Kill while no sequence is in any engine."""
+    while await _running(ground) != [0] * ground.replicas:
+        await asyncio.sleep(0.1)
+    await ground.kill(victim)
+    ground.note("no sequence was running")
 
 
-async def at_once(victim: str, ground: Ground) -> None:
-    """Kill now."""
-    kill_one(victim)
+async def while_generating(victim: str, ground: Ground) -> None:
+    """Kill while every engine has sequences."""
+    while min(running := await _running(ground)) == 0:
+        await asyncio.sleep(0.05)
+    await ground.kill(victim)
+    ground.note(f"{running} sequences were running")
 
 
-async def while_staging(victim: str, ground: Ground) -> None:
-    """Kill when half of a version's parts have been sent; the trainer then sends the version again."""
+async def _running(ground: Ground) -> list[int]:
+    return [replica.running for replica in (await ground.client.fleet()).replicas]
+
+
+async def while_uploading(victim: str, ground: Ground) -> None:
+    """Kill when half of a version's parts are staged; the trainer then sends the version again."""
     version = ground.committed + 1
     await send_half(ground, version)
-    kill_one(victim)
+    staged = await ground.client.weights(version)
+    await ground.kill(victim)
+    ground.note(f"version {version} was {staged.state} and lacked {len(staged.missing_parts)} parts")
     await push_until_committed(ground, version)
 
 
-async def while_updating(victim: str, ground: Ground) -> None:
-    """Kill at a random moment of the first tenths of a second after a commit, in which the engines load it."""
-    version = ground.committed + 1
-    await ground.push(version, wait="none")
-    await asyncio.sleep(random.uniform(0, UPDATE_S))
-    kill_one(victim)
+async def while_reading(victim: str, ground: Ground) -> None:
+    """Kill while the victim's replica reads a new version and serves the one before."""
+
+    def aim(version: int) -> Aim:
+        replica = random.choice(processes("replica"))
+        folder = ground.log / str(version)
+        return Aim(
+            stopped=replica,
+            begins=lambda: newest(ground) == version,
+            reached=lambda: has_open(replica, folder),
+            victim=below(replica, victim),
+            told=f"the replica had files of version {version} open",
+        )
+
+    await kill_at(ground, victim, aim)
 
 
-async def around_the_rename(victim: str, ground: Ground, *, before: bool) -> None:
-    """Kill as soon as the version's folder is complete, or as soon as LATEST names it."""
-    version = ground.committed + 1
-    watching = threading.Thread(target=_kill_at_the_rename, args=(victim, ground.log, version, before), daemon=True)
-    watching.start()
-    await push_until_committed(ground, version)
-    await asyncio.to_thread(watching.join, 10)
+async def while_loading(victim: str, ground: Ground) -> None:
+    """Kill while a worker has a new version's file mapped: it does between start and finish of an update only."""
+
+    def aim(version: int) -> Aim:
+        replica = random.choice(processes("replica"))
+        worker, folder = below(replica, "vllm worker"), ground.log / str(version)
+        return Aim(
+            stopped=worker,
+            begins=lambda: newest(ground) == version,
+            reached=lambda: has_mapped(worker, folder),
+            victim=below(replica, victim) if victim in ENGINE_PROCESSES else processes(victim)[0],
+            told=f"the worker had a file of version {version} mapped",
+        )
+
+    await kill_at(ground, victim, aim)
 
 
-def _kill_at_the_rename(victim: str, log: Path, version: int, before: bool) -> None:
-    found = random.choice(processes(victim))
-    latest, deadline = log / "LATEST", time.monotonic() + 60
-    before_it = latest.read_bytes()
-    while time.monotonic() < deadline:
-        complete = any(manifest.is_file() for manifest in log.glob(f"*{version}/manifest.json"))
-        if (complete and before) or latest.read_bytes() != before_it:
-            found.kill()
+async def before_the_rename(victim: str, ground: Ground) -> None:
+    """Kill when a version's folder is complete, and LATEST still names the one before."""
+
+    def aim(version: int) -> Aim:
+        log = WeightLog(ground.log)
+        staged, committed = log.staging(version), log.folder(version)
+
+        def complete() -> bool:
+            manifest = any((folder / "manifest.json").is_file() for folder in (staged, committed))
+            return manifest and newest(ground) < version
+
+        return Aim(
+            stopped=processes("ingest")[0],
+            begins=staged.is_dir,
+            reached=complete,
+            victim=random.choice(processes(victim)),
+            told=f"version {version} had its manifest, LATEST named {newest(ground)}",
+        )
+
+    await kill_at(ground, victim, aim)
+
+
+async def after_the_rename(victim: str, ground: Ground) -> None:
+    """Kill as soon as LATEST names a version, before anybody is told so."""
+
+    def aim(version: int) -> Aim:
+        return Aim(
+            stopped=processes("ingest")[0],
+            begins=WeightLog(ground.log).staging(version).is_dir,
+            reached=lambda: newest(ground) == version,
+            victim=random.choice(processes(victim)),
+            told=f"LATEST named version {version}, its trainer had no answer yet",
+            unanswered=True,
+        )
+
+    await kill_at(ground, victim, aim)
+
+
+@dataclass(frozen=True)
+class Aim:
+    """Whom to stop in which state, and whom to kill then."""
+
+    stopped: psutil.Process
+    begins: Callable[[], bool]
+    """From when on it is worth while to look closely."""
+    reached: Callable[[], bool]
+    victim: psutil.Process
+    told: str
+    """What is known of the moment, if it is hit."""
+    unanswered: bool = False
+    """The push must not have been answered by then."""
+
+
+async def kill_at(ground: Ground, victim: str, aim_at: Callable[[int], Aim]) -> None:
+    """Push versions until one's moment is hit, kill in it, and push on until that version is committed.
+
+    Raises MomentMissed after ``ATTEMPTS`` versions.
+    """
+    for _ in range(ATTEMPTS):
+        version = ground.committed + 1
+        aim = aim_at(version)
+        known = await ground.replica_ids()
+        pushing = asyncio.create_task(push_until_committed(ground, version))
+        hit = await asyncio.to_thread(_strike, aim, pushing)
+        if hit:
+            ground.killed(victim, aim.victim, known)
+            ground.note(aim.told)
+        await pushing
+        if hit:
             return
-        time.sleep(POLL_S)
+    raise MomentMissed(f"{ATTEMPTS} versions were pushed, and the moment was never seen")
+
+
+def _strike(aim: Aim, pushing: asyncio.Task[None]) -> bool:
+    if not wait_for(aim.begins, COMMIT_S) or not stop_at(aim.stopped, aim.reached, MOMENT_S):
+        return False
+    try:
+        if aim.unanswered and pushing.done():
+            return False
+        aim.victim.kill()
+    finally:
+        resume(aim.stopped)
+    return True
+
+
+def newest(ground: Ground) -> int:
+    """What LATEST says."""
+    head = WeightLog(ground.log).head()
+    return -1 if head is None else head.version
 
 
 async def send_half(ground: Ground, version: int) -> None:
@@ -107,15 +214,18 @@ async def stop_for_a_while(ground: Ground, seconds: float = 30.0) -> None:
     """A replica and its engine stand still, then go on; a version is committed meanwhile."""
     replica = random.choice(processes("replica"))
     stopped = [replica, *replica.children(recursive=True)]
-    _signal(stopped, psutil.Process.suspend)
+    ground.settle_s = ground.service.config.weights.dead_after_s + 2  # if Serve replaces it, it stays in the table
+    _each(stopped, psutil.Process.suspend)
     try:
         await push_until_committed(ground, ground.committed + 1)
         await asyncio.sleep(seconds)
+        still = [process for process in stopped if process.is_running()]
+        ground.note(f"{len(still)} of {len(stopped)} processes still there after {seconds:g} s")
     finally:
-        _signal(stopped, psutil.Process.resume)
+        _each(stopped, psutil.Process.resume)
 
 
-def _signal(stopped: list[psutil.Process], send: Callable[[psutil.Process], None]) -> None:
+def _each(stopped: list[psutil.Process], send: Callable[[psutil.Process], None]) -> None:
     for process in stopped:
         if process.is_running():
             send(process)

@@ -10,7 +10,7 @@ from rollout_service.errors import RolloutServiceError
 from rollout_service.types import Rollout
 from tests.support.telltale import assert_pure
 
-CONCURRENCY = 16
+CONCURRENCY, EASED = 16, 4
 PROMPT, MAX_TOKENS = [5, 6, 7, 8], 48
 
 
@@ -23,6 +23,13 @@ class Load:
     """What was wrong with completions that hold a stale token."""
     lost: list[str] = field(default_factory=list)
     """Errors of requests that were not answered although the client asked again and again."""
+
+    eased: bool = False
+    """Whether only ``EASED`` are under way: enough to see who serves what while an engine starts on the same cores."""
+
+    def ease(self) -> None:
+        """From now on only ``EASED`` at a time."""
+        self.eased = True
 
     async def once(self, client: RolloutClient) -> None:
         """One request."""
@@ -45,17 +52,17 @@ class Load:
 
 
 @asynccontextmanager
-async def load(url: str, concurrency: int = CONCURRENCY) -> AsyncIterator[Load]:
+async def load(url: str, concurrency: int) -> AsyncIterator[Load]:
     """``concurrency`` requests at any time until the block ends; those under way are waited for."""
     result, stop = Load(), asyncio.Event()
 
-    async def work(client: RolloutClient) -> None:
-        while not stop.is_set():
+    async def work(client: RolloutClient, number: int) -> None:
+        while not stop.is_set() and not (result.eased and number >= EASED):
             await result.once(client)
 
     async with RolloutClient(url, retries=12) as client, asyncio.TaskGroup() as group:
-        for _ in range(concurrency):
-            group.create_task(work(client))
+        for number in range(concurrency):
+            group.create_task(work(client, number))
         try:
             yield result
         finally:

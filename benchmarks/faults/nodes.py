@@ -11,56 +11,41 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.faults.ground import Ground
+from benchmarks.faults.ground import Case, Ground, Skipped
 from benchmarks.faults.kills import push_until_committed
 from benchmarks.faults.load import load
+from benchmarks.faults.outcome import RECOVERY_S, Outcome
 from rollout_service.client import RolloutClient
 from rollout_service.types import Fleet
 from rollout_service.weights.log import WeightLog
 from tests.support.two_nodes import HEAD, Nodes, service_on_two_nodes
 
 NAME = "kill a node without the log, generating"
-RECOVERY_S = 180.0
 FIRST, SECOND = "second", "third"
 """Nodes beside the head, one after the other."""
 
 
 @dataclass
-class NodesOutcome:
-    """What came of it; fields as in the matrix."""
+class NodesOutcome(Outcome):
+    """One line of the matrix, and what reached the nodes without the log."""
 
-    survived: bool = False
-    recover_s: float | None = None
-    stale_tokens: int = 0
-    lost_requests: int = 0
-    lost_versions: int = 0
-    rollouts: int = 0
-    notes: list[str] = field(default_factory=list)
     copied_versions: list[int] = field(default_factory=list)
     """Versions that reached a node through the object store, whole."""
 
-    @property
-    def clean(self) -> bool:
-        """Survived, and nothing stale or lost."""
-        return self.survived and not (self.stale_tokens or self.lost_requests or self.lost_versions)
+
+def node_cases() -> Iterator[Case]:
+    """One, on a cluster of its own."""
+    yield Case(NAME, on_the_common_ground, apart=run_apart)
 
 
-def node_cases() -> Iterator[tuple[str, bool, Callable[[Ground], Awaitable[None]]]]:
-    """Name, whether there is load on the common ground, and what happens."""
-    yield NAME, False, on_its_own_ground
-
-
-async def on_its_own_ground(_: Ground) -> None:
-    """Run the case in a process of its own. Raises RuntimeError with what it found unless that is clean."""
-    with tempfile.TemporaryDirectory() as folder:
-        outcome = await run_apart(Path(folder))
-    if not outcome.clean:
-        raise RuntimeError(f"on two nodes: {asdict(outcome)}")
+async def on_the_common_ground(_: Ground) -> None:
+    """Never: there is one node."""
+    raise Skipped("it needs two nodes")
 
 
 async def run_apart(folder: Path) -> NodesOutcome:
@@ -80,7 +65,7 @@ async def run_apart(folder: Path) -> NodesOutcome:
 
 async def two_nodes(folder: Path) -> NodesOutcome:
     """Push under load, kill the node that fetches, push, and let another one take its place."""
-    outcome = NodesOutcome()
+    outcome = NodesOutcome(NAME)
     with service_on_two_nodes(folder, FIRST) as (service, nodes):
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(RolloutClient(service.url, retries=12))

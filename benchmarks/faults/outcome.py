@@ -1,0 +1,67 @@
+"""One case under load, and what came of it."""
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from benchmarks.faults.ground import Case, Ground
+from benchmarks.faults.load import Load, load
+
+STEADY_S = 1.5
+"""Load before the fault."""
+EASE_S = 3.0
+"""Full load goes on so long after the fault."""
+RECOVERY_S = 180.0
+"""After which a case counts as not survived."""
+
+
+@dataclass
+class Outcome:
+    """One line of the matrix."""
+
+    name: str
+    survived: bool = False
+    recover_s: float | None = None
+    stale_tokens: int = 0
+    lost_requests: int = 0
+    lost_versions: int = 0
+    rollouts: int = 0
+    notes: list[str] = field(default_factory=list)
+    """What proves the moment of the fault, and what went wrong."""
+    skipped: str = ""
+    """Why this machine cannot run it; nothing was shown then."""
+
+    @property
+    def clean(self) -> bool:
+        """Survived, and nothing stale or lost."""
+        return self.survived and not (self.stale_tokens or self.lost_requests or self.lost_versions)
+
+
+async def run_case(place: Ground, case: Case) -> Outcome:
+    """Load, fault, recovery, and the count."""
+    outcome, rollouts = Outcome(case.name), Load()
+    place.begin()
+    async with AsyncExitStack() as stack:
+        if case.concurrency:
+            rollouts = await stack.enter_async_context(load(place.service.url, case.concurrency))
+            await asyncio.sleep(STEADY_S)
+        started = time.perf_counter()
+        try:
+            await case.fault(place)
+        except Exception as error:  # noqa: BLE001 - it stands in the table, and fails the run
+            outcome.notes.append(f"{type(error).__name__}: {error}")
+        asyncio.get_running_loop().call_later(EASE_S, rollouts.ease)
+        outcome.recover_s = await place.recovered(started, RECOVERY_S)
+        outcome.survived = outcome.recover_s is not None and not outcome.notes
+    outcome.rollouts = rollouts.rollouts
+    outcome.stale_tokens, outcome.lost_requests = len(rollouts.stale), len(rollouts.lost)
+    outcome.notes += [*place.notes, *rollouts.stale[:3], *rollouts.lost[:3]]
+    outcome.lost_versions = await lost_versions(place)
+    return outcome
+
+
+async def lost_versions(place: Ground) -> int:
+    """1 if the newest version that was said to be committed, or a newer one, is not the newest any more."""
+    fleet = await place.fleet()
+    return int(fleet is None or fleet.latest_version < place.committed)
