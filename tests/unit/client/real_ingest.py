@@ -11,6 +11,8 @@ from fastapi import FastAPI
 from rollout_service.gateway.dispatch import Dispatcher
 from rollout_service.gateway.replica import create_app
 from rollout_service.gateway.services import Services
+from rollout_service.monitor.feed import RolloutFeed
+from rollout_service.monitor.monitor import Monitor
 from rollout_service.web.auth import Authorizer
 from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.log import WeightLog
@@ -48,6 +50,7 @@ async def real_ingest(
     authorizer = Authorizer(token)
     async with serving(App(create_upload_app(ingest, authorizer))) as uploads, httpx.AsyncClient() as http:
         ingest.upload_url = uploads.url
+        monitor = LocalHandle(Monitor(config.monitor))
         services = Services(
             name="model",
             vocab_size=128,
@@ -57,6 +60,8 @@ async def real_ingest(
             ingest=LocalHandle(ingest),
             authorizer=authorizer,
             http=http,
+            monitor=monitor,
+            feed=RolloutFeed(monitor, 0),
         )
         async with serving(App(create_app(services))) as gateway:
             yield RealIngest(gateway.url, ingest, WeightLog(root))
