@@ -3,7 +3,7 @@
 import asyncio
 import math
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
 from rollout_service.client._http import Http, parse
@@ -25,6 +25,7 @@ class Values(Protocol):
 PerCompletion = Values | Sequence[Values] | Sequence[Sequence[float]]
 """One row per completion, rollout by rollout: padded [completions, tokens], or ragged."""
 _Row = tuple[Completion, list[float], list[bool] | None]
+_Chunk = list[tuple[Rollout, list[_Row]]]
 
 
 class MismatchCalls:
@@ -32,14 +33,14 @@ class MismatchCalls:
 
     _control: Http
 
-    async def report_mismatch(
+    def report_mismatch(
         self,
         rollouts: Sequence[Rollout],
         trainer_logprobs: PerCompletion,
         mask: PerCompletion | None = None,
         *,
         by_request_id: bool = False,
-    ) -> MismatchReceipt:
+    ) -> Coroutine[Any, Any, MismatchReceipt]:
         """Tell the service which logprobs the trainer computes for what it sampled; it keeps statistics of them.
 
         Args:
@@ -56,8 +57,12 @@ class MismatchCalls:
             NotFound: ``by_request_id``, and some rollouts are not remembered; earlier parts of a batch of more than
                 100 000 tokens have been counted by then.
         """
+        # Not a coroutine function: SyncRolloutClient runs this part in the caller's thread, whose CUDA stream counts.
+        return self._send(list(_chunks(rollouts, _rows(rollouts, trainer_logprobs, mask))), by_request_id)
+
+    async def _send(self, chunks: list[_Chunk], by_request_id: bool) -> MismatchReceipt:
         name, receipts = uuid.uuid4().hex, []
-        for number, chunk in enumerate(_chunks(rollouts, _rows(rollouts, trainer_logprobs, mask))):
+        for number, chunk in enumerate(chunks):
             body = await asyncio.to_thread(_body, f"{name}-{number}", chunk, by_request_id)
             reply = await self._control.send("POST", "/v1/mismatch", json=body, repeat=Repeat.IDEMPOTENT)
             receipts.append(parse(MismatchReceipt, reply))
@@ -75,36 +80,38 @@ class MismatchCalls:
 
 def _rows(rollouts: Sequence[Rollout], trainer: PerCompletion, mask: PerCompletion | None) -> list[_Row]:
     """Completion, the trainer's logprobs, the mask; of every completion."""
-    completions = [(rollout, completion) for rollout in rollouts for completion in rollout.completions]
-    for name, values in (("trainer_logprobs", trainer), ("mask", mask)):
-        if values is not None and len(values) != len(completions):
-            raise ValueError(f"{name} has {len(values)} rows, but the rollouts have {len(completions)} completions")
+    completions = [completion for rollout in rollouts for completion in rollout.completions]
+    scored = _lists("trainer_logprobs", trainer, completions)
+    chosen = _lists("mask", mask, completions) if mask is not None else [None] * len(completions)
     rows: list[_Row] = []
-    for i, (rollout, completion) in enumerate(completions):
-        where = f"completion {completion.index} of rollout {rollout.request_id}"
-        chosen = None if mask is None else [bool(value) for value in _row(mask, i, completion, "mask", where)]
-        logprobs = [float(value) for value in _row(trainer, i, completion, "trainer_logprobs", where)]
-        if chosen is not None:
-            logprobs = [value if counts else 0.0 for value, counts in zip(logprobs, chosen, strict=True)]
+    for i, (completion, logprobs, counts) in enumerate(zip(completions, scored, chosen, strict=True)):
+        if counts is not None:
+            logprobs = [value if count else 0.0 for value, count in zip(logprobs, counts, strict=True)]
         wrong = next((at for at, value in enumerate(logprobs) if not math.isfinite(value)), None)
         if wrong is not None:
-            raise ValueError(f"trainer_logprobs of {where}: token {wrong} is {logprobs[wrong]}, but it was sampled")
-        rows.append((completion, logprobs, chosen))
+            raise ValueError(f"trainer_logprobs[{i}][{wrong}] is {logprobs[wrong]}, but the token was sampled")
+        rows.append((completion, logprobs, None if counts is None else [bool(count) for count in counts]))
     return rows
 
 
-def _row(values: PerCompletion, i: int, completion: Completion, name: str, where: str) -> list[Any]:
-    row, num_tokens = values[i], len(completion.token_ids)
-    padded = getattr(values, "ndim", 1) == 2
-    if len(row) < num_tokens or (len(row) > num_tokens and not padded):
-        raise ValueError(f"{name}[{i}] has {len(row)} entries, but {where} has {num_tokens} tokens")
-    row = row[:num_tokens]
-    return list(row) if isinstance(row, Sequence) else row.tolist()
+def _lists(name: str, values: PerCompletion, completions: list[Completion]) -> list[list[Any]]:
+    """One list of plain numbers for each completion, without padding."""
+    if len(values) != len(completions):
+        raise ValueError(f"{name} has {len(values)} rows, but the rollouts have {len(completions)} completions")
+    padded = not isinstance(values, Sequence)
+    rows = values if isinstance(values, Sequence) else values.tolist()
+    found = []
+    for i, (row, completion) in enumerate(zip(rows, completions, strict=True)):
+        num_tokens = len(completion.token_ids)
+        if len(row) < num_tokens or (len(row) > num_tokens and not padded):
+            raise ValueError(f"{name}[{i}] has {len(row)} entries, but its completion has {num_tokens} tokens")
+        found.append(list(row[:num_tokens]) if isinstance(row, Sequence) else row.tolist())
+    return found
 
 
-def _chunks(rollouts: Sequence[Rollout], rows: list[_Row]) -> Iterator[list[tuple[Rollout, list[_Row]]]]:
+def _chunks(rollouts: Sequence[Rollout], rows: list[_Row]) -> Iterator[_Chunk]:
     """Whole rollouts with their rows, up to TOKENS_PER_REPORT at once."""
-    chunk: list[tuple[Rollout, list[_Row]]] = []
+    chunk: _Chunk = []
     num_tokens = position = 0
     for rollout in rollouts:
         own = rows[position : position + len(rollout.completions)]
@@ -119,7 +126,7 @@ def _chunks(rollouts: Sequence[Rollout], rows: list[_Row]) -> Iterator[list[tupl
         yield chunk
 
 
-def _body(report_id: str, chunk: list[tuple[Rollout, list[_Row]]], by_request_id: bool) -> dict[str, Any]:
+def _body(report_id: str, chunk: _Chunk, by_request_id: bool) -> dict[str, Any]:
     """JSON of a ``MismatchReport``."""
     return {
         "report_id": report_id,
