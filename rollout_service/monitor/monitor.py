@@ -83,19 +83,7 @@ class Monitor:
 
     async def suspicions(self) -> dict[int, tuple[Suspicion, ...]]:
         """What is suspect, by version."""
-        suspect: dict[int, tuple[Suspicion, ...]] = {}
-        for row in self._table.rows():
-            if row.suspect_since is not None and row.replica_id is not None:
-                suspicion = Suspicion(
-                    replica_id=row.replica_id,
-                    source=row.source,
-                    since=row.suspect_since,
-                    tokens=row.tokens,
-                    k3=row.k3,
-                    prob_error=row.prob_error,
-                )
-                suspect[row.version] = (*suspect.get(row.version, ()), suspicion)
-        return suspect
+        return self._table.suspicions()
 
     def _statistics(self, rollout: Rows, reference: Rows, mask: Rows | None) -> Statistics:
         ratios = compare(reference, rollout, mask)

@@ -10,7 +10,7 @@ from rollout_service.types import MismatchRow, MismatchSource
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 SKETCH_K = 12
-"""Relative-error quantiles, sharp at the upper end: about 1% of ``1 − rank``, 11 KB after ten million tokens."""
+"""Relative-error quantiles, sharp at the upper end: within a few percent of ``1 − rank``; 11 KB after 10⁷ tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rollout_service.monitor.statistics import Statistics
-from rollout_service.types import MismatchRow, MismatchSource
+from rollout_service.types import MismatchRow, MismatchSource, Suspicion
 
 ROWS_PER_VERSION = 512
 """Replicas that crash and restart have a new name each time: above this the row that was idle longest goes."""
@@ -59,6 +59,23 @@ class VersionTable:
             for key, entry in sorted(self._entries(), key=lambda item: item[0])
             if wanted(key)
         ]
+
+    def suspicions(self) -> dict[int, tuple[Suspicion, ...]]:
+        """What is suspect, by version."""
+        suspect: dict[int, tuple[Suspicion, ...]] = {}
+        for key, entry in self._entries():
+            if entry.suspect_since is not None:
+                sums = entry.statistics.sums
+                suspicion = Suspicion(
+                    replica_id=key.replica_id,
+                    source=key.source,
+                    since=entry.suspect_since,
+                    tokens=sums.tokens,
+                    k3=sums.mean_k3,
+                    prob_error=sums.mean_prob_error,
+                )
+                suspect[key.version] = (*suspect.get(key.version, ()), suspicion)
+        return suspect
 
     def merged(self, wanted: Callable[[Key], bool] = lambda _: True) -> list[MismatchRow]:
         """One per version and source over all replicas that are wanted (``replica_id`` None), oldest first."""

@@ -9,6 +9,7 @@ import pytest
 from rollout_service.client import RolloutClient
 from rollout_service.errors import InvalidRequest, NotFound
 from rollout_service.types import Rollout
+from tests.support.processes import descendants
 
 PROMPTS = [[5 + i, 6] for i in range(16)]
 
@@ -93,3 +94,15 @@ async def test_rollouts_go_on_while_reports_are_counted(client: RolloutClient, t
 async def test_the_routes_need_the_token(client: RolloutClient, http: httpx.AsyncClient, method: str) -> None:
     reply = await http.request(method, "/v1/mismatch", headers={"Authorization": "Bearer wrong"})
     assert reply.status_code == 401
+
+
+async def test_rollouts_and_updates_do_not_need_the_monitor(client: RolloutClient, telltale: int) -> None:
+    (monitor,) = descendants("ray::ServeReplica:rollout:monitor")
+    monitor.suspend()
+    try:
+        rollouts = await rollouts_of(client, telltale)
+        status = await client.weights(telltale)
+    finally:
+        monitor.resume()
+    assert len(rollouts) == len(PROMPTS)
+    assert (status.state, status.suspect) == ("live", None)
