@@ -1,6 +1,7 @@
 """What a trainer reports of the mismatch, in as many requests as it takes."""
 
 import asyncio
+import itertools
 import math
 import uuid
 from collections.abc import Coroutine, Iterator, Sequence
@@ -11,7 +12,7 @@ from rollout_service.client._retry import Repeat
 from rollout_service.types import Completion, MismatchReceipt, MismatchTable, Rollout
 
 TOKENS_PER_REPORT = 100_000
-"""About 4 MB of JSON. One rollout is never divided."""
+"""About 4 MB of JSON. One completion is never divided."""
 
 
 class Values(Protocol):
@@ -24,8 +25,8 @@ class Values(Protocol):
 
 PerCompletion = Values | Sequence[Values] | Sequence[Sequence[float]]
 """One row per completion, rollout by rollout: padded [completions, tokens], or ragged."""
-_Row = tuple[Completion, list[float], list[bool] | None]
-_Chunk = list[tuple[Rollout, list[_Row]]]
+_Row = tuple[Rollout, Completion, list[float], list[bool] | None]
+"""One completion, the trainer's logprobs and the mask."""
 
 
 class MismatchCalls:
@@ -58,9 +59,9 @@ class MismatchCalls:
                 100 000 tokens have been counted by then.
         """
         # Not a coroutine function: SyncRolloutClient runs this part in the caller's thread, whose CUDA stream counts.
-        return self._send(list(_chunks(rollouts, _rows(rollouts, trainer_logprobs, mask))), by_request_id)
+        return self._send(list(_chunks(_rows(rollouts, trainer_logprobs, mask))), by_request_id)
 
-    async def _send(self, chunks: list[_Chunk], by_request_id: bool) -> MismatchReceipt:
+    async def _send(self, chunks: list[list[_Row]], by_request_id: bool) -> MismatchReceipt:
         name, receipts = uuid.uuid4().hex, []
         for number, chunk in enumerate(chunks):
             body = await asyncio.to_thread(_body, f"{name}-{number}", chunk, by_request_id)
@@ -79,18 +80,19 @@ class MismatchCalls:
 
 
 def _rows(rollouts: Sequence[Rollout], trainer: PerCompletion, mask: PerCompletion | None) -> list[_Row]:
-    """Completion, the trainer's logprobs, the mask; of every completion."""
-    completions = [completion for rollout in rollouts for completion in rollout.completions]
+    """A row for every completion. Raises ValueError."""
+    owners = [(rollout, completion) for rollout in rollouts for completion in rollout.completions]
+    completions = [completion for _, completion in owners]
     scored = _lists("trainer_logprobs", trainer, completions)
     chosen = _lists("mask", mask, completions) if mask is not None else [None] * len(completions)
     rows: list[_Row] = []
-    for i, (completion, logprobs, counts) in enumerate(zip(completions, scored, chosen, strict=True)):
+    for i, (owner, logprobs, counts) in enumerate(zip(owners, scored, chosen, strict=True)):
         if counts is not None:
             logprobs = [value if count else 0.0 for value, count in zip(logprobs, counts, strict=True)]
         wrong = next((at for at, value in enumerate(logprobs) if not math.isfinite(value)), None)
         if wrong is not None:
             raise ValueError(f"trainer_logprobs[{i}][{wrong}] is {logprobs[wrong]}, but the token was sampled")
-        rows.append((completion, logprobs, None if counts is None else [bool(count) for count in counts]))
+        rows.append((*owner, logprobs, None if counts is None else [bool(count) for count in counts]))
     return rows
 
 
@@ -109,41 +111,37 @@ def _lists(name: str, values: PerCompletion, completions: list[Completion]) -> l
     return found
 
 
-def _chunks(rollouts: Sequence[Rollout], rows: list[_Row]) -> Iterator[_Chunk]:
-    """Whole rollouts with their rows, up to TOKENS_PER_REPORT at once."""
-    chunk: _Chunk = []
-    num_tokens = position = 0
-    for rollout in rollouts:
-        own = rows[position : position + len(rollout.completions)]
-        position += len(own)
-        size = sum(len(logprobs) for _, logprobs, _ in own)
+def _chunks(rows: list[_Row]) -> Iterator[list[_Row]]:
+    """Up to TOKENS_PER_REPORT at once."""
+    chunk: list[_Row] = []
+    num_tokens = 0
+    for row in rows:
+        size = len(row[2])
         if chunk and num_tokens + size > TOKENS_PER_REPORT:
             yield chunk
             chunk, num_tokens = [], 0
-        chunk.append((rollout, own))
+        chunk.append(row)
         num_tokens += size
     if chunk:
         yield chunk
 
 
-def _body(report_id: str, chunk: _Chunk, by_request_id: bool) -> dict[str, Any]:
+def _body(report_id: str, chunk: list[_Row], by_request_id: bool) -> dict[str, Any]:
     """JSON of a ``MismatchReport``."""
-    return {
-        "report_id": report_id,
-        "rollouts": [
-            {
-                "request_id": rollout.request_id,
-                "replica_id": rollout.replica_id,
-                "completions": [_completion(*row, by_request_id) for row in rows],
-            }
-            for rollout, rows in chunk
-        ],
-    }
+    grouped = [list(rows) for _, rows in itertools.groupby(chunk, key=lambda row: id(row[0]))]
+    rollouts = [
+        {
+            "request_id": rows[0][0].request_id,
+            "replica_id": rows[0][0].replica_id,
+            "completions": [_completion(row, by_request_id) for row in rows],
+        }
+        for rows in grouped
+    ]
+    return {"report_id": report_id, "rollouts": rollouts}
 
 
-def _completion(
-    completion: Completion, logprobs: list[float], mask: list[bool] | None, by_request_id: bool
-) -> dict[str, Any]:
+def _completion(row: _Row, by_request_id: bool) -> dict[str, Any]:
+    _, completion, logprobs, mask = row
     body: dict[str, Any] = {"trainer_logprobs": logprobs}
     if mask is not None:
         body["mask"] = mask

@@ -97,13 +97,18 @@ async def test_by_request_id_needs_rollouts_that_are_remembered(client: RolloutC
     assert (await client.report_mismatch(ROLLOUTS, TRAINER, by_request_id=True)).tokens == 6
 
 
-async def test_a_large_batch_is_sent_in_several_reports(
-    client: RolloutClient, monkeypatch: pytest.MonkeyPatch, monitor: Monitor
+@pytest.mark.parametrize("by_request_id", [False, True])
+async def test_a_large_batch_is_sent_in_several_reports_that_may_divide_a_rollout(
+    client: RolloutClient, monkeypatch: pytest.MonkeyPatch, monitor: Monitor, by_request_id: bool
 ) -> None:
-    monkeypatch.setattr(_mismatch, "TOKENS_PER_REPORT", 10)  # rollouts of 4 and 2 tokens in turn
-    receipt = await client.report_mismatch(ROLLOUTS * 3, TRAINER * 3)
+    await monitor.remember([RecentRollout.of(each) for each in ROLLOUTS])
+    monkeypatch.setattr(_mismatch, "TOKENS_PER_REPORT", 7)  # completions of 3, 1, 2 and 0 tokens in turn
+    receipt = await client.report_mismatch(ROLLOUTS * 3, TRAINER * 3, by_request_id=by_request_id)
     assert receipt.tokens == 18
-    assert [receipt.tokens for receipt in monitor._receipts.values()] == [10, 8]
+    assert [receipt.tokens for receipt in monitor._receipts.values()] == [6, 6, 6]
+    monkeypatch.setattr(_mismatch, "TOKENS_PER_REPORT", 3)
+    await client.report_mismatch(ROLLOUTS, TRAINER, by_request_id=by_request_id)
+    assert [receipt.tokens for receipt in monitor._receipts.values()][3:] == [3, 3]
     assert (await client.mismatch(3)).versions[0].k1 == pytest.approx(K1)
 
 
