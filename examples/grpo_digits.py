@@ -7,7 +7,8 @@ The loop every RL trainer has, in plain PyTorch:
     1. ask the service for n completions of each prompt           client.generate_batch
     2. score them, and compare each with the others of its prompt  advantages
     3. step the policy, correcting for FP8                         policy_loss
-    4. push the new weights; rollouts of the next step come from them   client.push_weights
+    4. tell the service how far its engines were from the trainer  client.report_mismatch
+    5. push the new weights; rollouts of the next step come from them   client.push_weights
 
 The service runs on this machine: Ray Serve, a vLLM engine with blockwise FP8 weights and FP8 KV cache, and the ingest
 that quantizes what we push. The trainer is this process; it knows the service's address and nothing else.
@@ -101,9 +102,12 @@ def train(client: SyncRolloutClient, model_path: Path, steps: int, seed: int, re
 
             # 2. and 3. Rewards, advantages, one optimizer step.
             batch = make_batch(prompts, rollouts, tokenizer)
-            mismatch = optimize(model, optimizer, batch)
+            mismatch, logprobs = optimize(model, optimizer, batch)
 
-            # 4. New weights, quantized once by the ingest; push_weights returns when every replica serves them.
+            # 4. The service keeps the mismatch of every version and replica, and says when one is suspect.
+            client.report_mismatch(rollouts, logprobs)
+
+            # 5. New weights, quantized once by the ingest; push_weights returns when every replica serves them.
             started = time.perf_counter()
             version += 1
             client.push_weights(version, in_bf16(model))
@@ -147,8 +151,8 @@ def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
 
-def optimize(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batch) -> Mismatch:
-    """One step of policy gradient; returns how far the rollout policy was from the trainer's."""
+def optimize(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batch) -> tuple[Mismatch, torch.Tensor]:
+    """One step of policy gradient; returns how far the rollout policy was from the trainer's, whose logprobs [B, T]."""
     length = batch.mask.shape[1]
     logits = model(batch.tokens[:, :-1], use_cache=False, logits_to_keep=length).logits / TEMPERATURE
     logprobs = logits.log_softmax(-1).gather(-1, batch.tokens[:, -length:, None])[..., 0]
@@ -163,7 +167,7 @@ def optimize(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Ba
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return measure_mismatch(logprobs.detach(), batch.rollout_logprobs, batch.mask)
+    return measure_mismatch(logprobs.detach(), batch.rollout_logprobs, batch.mask), logprobs.detach()
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int) -> None:

@@ -11,6 +11,7 @@ from rollout_service.config import ScalingConfig, ServiceConfig
 from rollout_service.engine.args import engine_environment
 from rollout_service.engine.replica import EngineReplica
 from rollout_service.gateway.replica import GatewayReplica
+from rollout_service.monitor.replica import MonitorReplica
 from rollout_service.routing import STATS_PERIOD_S, RolloutRouter
 from rollout_service.tiny_model import make_tiny_qwen3
 from rollout_service.weights.replica import IngestReplica
@@ -23,7 +24,7 @@ LOOK_BACK_S = 15
 
 
 def build(config: ServiceConfig) -> Application:
-    """Gateway → engines, with the ingest beside them. Makes the model first if ``model.create`` says so."""
+    """Gateway → engines, ingest and monitor beside them. Makes the model first if ``model.create`` says so."""
     config = config.resolved()
     if config.model.create == "tiny-qwen3" and not config.model.path.exists():
         make_tiny_qwen3(config.model.path)
@@ -43,7 +44,8 @@ def build(config: ServiceConfig) -> Application:
         ),
         **scaling_options(config.scaling),
     ).bind(config, ingest)
-    return _deployment(GatewayReplica, "gateway").bind(config, engine, ingest)
+    monitor = _deployment(MonitorReplica, "monitor").bind(config.monitor)
+    return _deployment(GatewayReplica, "gateway").bind(config, engine, ingest, monitor)
 
 
 def _deployment(cls: type, name: str, **options: Any) -> Any:

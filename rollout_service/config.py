@@ -221,6 +221,30 @@ class WeightsConfig(Config):
         return self
 
 
+class MonitorConfig(Config):
+    """What is kept of the mismatch between engines and trainer, and from where on it is suspect."""
+
+    keep_versions: int = Field(default=64, ge=1)
+    """Versions whose statistics are kept, about 12 KB for each replica of each; the oldest go."""
+
+    remember_tokens: int = Field(default=1 << 22, ge=0)
+    """Recent rollouts kept for reports that name only their request ids, 4 bytes a token; a rollout and each of its
+    completions count 256 tokens more. 0: none, and reports must bring the rollouts' logprobs."""
+
+    ratio_bound: float = Field(default=2.0, gt=1, allow_inf_nan=False)
+    """C: tokens whose probability ratio lies outside [1/C, C] are counted, and weights are cut off at C for the
+    effective sample size. That of the trainer's TIS, if it has one."""
+
+    suspect_k3: float = Field(default=0.01, gt=0, allow_inf_nan=False)
+    """A version whose k3 on a replica is above this is suspect, in nats per token."""
+
+    suspect_prob_error: float = Field(default=1.05, gt=1, allow_inf_nan=False)
+    """Likewise for mean(exp |trainer − rollout|)."""
+
+    min_tokens: int = Field(default=2000, ge=1)
+    """Tokens that a replica must have sampled from a version before that is judged."""
+
+
 class AuthConfig(Config):
     """Who may move weights and pause engines."""
 
@@ -259,6 +283,8 @@ class ServiceConfig(Config):
     """How many."""
     weights: WeightsConfig = WeightsConfig()
     """Where versions live and how they arrive."""
+    monitor: MonitorConfig = MonitorConfig()
+    """How the mismatch is measured."""
     auth: AuthConfig = AuthConfig()
     """Who may change them."""
 

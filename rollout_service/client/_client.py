@@ -12,6 +12,7 @@ import httpx
 from rollout_service.client._control import CONTROL_CONNECTIONS, CONTROL_READ_S, ControlCalls
 from rollout_service.client._generate import GenerateOptions, Prompt, parse_rollout, request_body, sampling_of
 from rollout_service.client._http import Http
+from rollout_service.client._mismatch import MismatchCalls
 from rollout_service.client._retry import Repeat
 from rollout_service.client._tensors import TensorSource, TensorThread, drain
 from rollout_service.client._upload import Progress, Quantize, Uploader
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from rollout_service.client._tensors import NamedTensors
 
 
-class RolloutClient(ControlCalls):
+class RolloutClient(ControlCalls, MismatchCalls):
     """Talks to one rollout service. Use it as ``async with RolloutClient(url) as client:``, in one event loop.
 
     Generations, and weight and control calls, have connection pools of their own, so that neither waits for the

@@ -64,6 +64,8 @@ class SyncRolloutClient:
     generate_batch = _blocking(RolloutClient.generate_batch)
     push_weights = _blocking(RolloutClient.push_weights)
     push_path = _blocking(RolloutClient.push_path)
+    report_mismatch = _blocking(RolloutClient.report_mismatch)
+    mismatch = _blocking(RolloutClient.mismatch)
     discard = _blocking(RolloutClient.discard)
     wait_live = _blocking(RolloutClient.wait_live)
     weights = _blocking(RolloutClient.weights)

@@ -1,8 +1,6 @@
 """How far apart trainer and rollout are, whatever is done about it: KL, perplexity, χ²."""
 
-import torch
-
-from rollout_service.correction.ratios import LogRatios, bounded
+from rollout_service.correction.ratios import LogRatios, bounded, chi2, k3, mult_prob_error
 
 PREFIX = "rollout_corr/"
 """verl's, so that curves of both lie on one chart."""
@@ -25,13 +23,12 @@ def mismatch_metrics(ratios: LogRatios) -> dict[str, float]:
 
 def _tokens(ratios: LogRatios) -> dict[str, float]:
     log_ratio = ratios.log_ratio[ratios.selected]
-    safe = bounded(log_ratio)
     distance = log_ratio.abs()
     return {
         "kl": -log_ratio.mean().item(),
-        "k3_kl": (torch.expm1(safe) - safe).mean().item(),
-        "chi2_token": torch.expm1(2.0 * safe).mean().item(),
-        "token_mult_prob_error": bounded(distance).exp().mean().item(),
+        "k3_kl": k3(log_ratio).mean().item(),
+        "chi2_token": chi2(log_ratio).mean().item(),
+        "token_mult_prob_error": mult_prob_error(log_ratio).mean().item(),
         "rollout_train_logprobs_abs_diff_mean": distance.mean().item(),
         "rollout_train_logprobs_abs_diff_max": distance.max().item(),
         "rollout_train_logprobs_abs_diff_std": distance.std(correction=0).item(),
@@ -42,7 +39,7 @@ def _sequences(ratios: LogRatios) -> dict[str, float]:
     training = -ratios.sequence_mean(ratios.trainer)[ratios.rows]
     rollout = -ratios.sequence_mean(ratios.rollout)[ratios.rows]
     difference = -ratios.sequence_mean(ratios.log_ratio)[ratios.rows]
-    product = bounded(ratios.log_ratio.sum(-1)[ratios.rows])
+    product = ratios.log_ratio.sum(-1)[ratios.rows]
     return {
         "training_ppl": bounded(training).exp().mean().item(),
         "training_log_ppl": training.mean().item(),
@@ -53,5 +50,5 @@ def _sequences(ratios: LogRatios) -> dict[str, float]:
         "log_ppl_diff_max": difference.max().item(),
         "log_ppl_diff_min": difference.min().item(),
         "ppl_ratio": bounded(difference).exp().mean().item(),
-        "chi2_seq": torch.expm1(2.0 * product).mean().item(),
+        "chi2_seq": chi2(product).mean().item(),
     }

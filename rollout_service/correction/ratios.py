@@ -58,6 +58,22 @@ def compare(trainer_logprobs: Rows, rollout_logprobs: Rows, mask: Rows | None) -
     return LogRatios(trainer, rollout, trainer - rollout, selected, torch.promote_types(widest, torch.float32))
 
 
+def k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    """``exp(lr) − 1 − lr`` of each, any shape, within ±20 (Schulman, "Approximating KL Divergence", 2020)."""
+    safe = bounded(log_ratio)
+    return torch.expm1(safe) - safe  # exp(lr) − 1 alone loses every digit of a small ratio
+
+
+def chi2(log_ratio: torch.Tensor) -> torch.Tensor:
+    """``ρ² − 1`` of each, any shape, ``lr`` within ±20 (verl)."""
+    return torch.expm1(2.0 * bounded(log_ratio))
+
+
+def mult_prob_error(log_ratio: torch.Tensor) -> torch.Tensor:
+    """``exp |lr|`` of each, any shape, within ±20 (NeMo-RL)."""
+    return bounded(log_ratio.abs()).exp()
+
+
 def bounded(log: torch.Tensor) -> torch.Tensor:
     """``log`` clamped to ±20, safe to exponentiate; any shape."""
     return log.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from rollout_service.correction.bounds import require_bounds, require_choice
-from rollout_service.correction.ratios import LogRatios
+from rollout_service.correction.ratios import LogRatios, k3
 
 Statistic: TypeAlias = Literal[
     "token_k1", "token_k2", "token_k3",
@@ -106,9 +106,8 @@ class Veto:
         return outside & ratios.selected
 
 
-# k3 by expm1: exp(lr) − 1 alone loses every digit of a small ratio.
 _DIVERGENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "k1": torch.neg,
     "k2": lambda log_ratio: 0.5 * log_ratio.square(),
-    "k3": lambda log_ratio: torch.expm1(log_ratio) - log_ratio,
+    "k3": k3,
 }

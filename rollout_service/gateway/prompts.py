@@ -107,4 +107,6 @@ async def roll_out(
         session_id=options.session_id,
         priority=options.priority,
     )
-    return await services.dispatcher.complete(request, options.on_abort)
+    rollout = await services.dispatcher.complete(request, options.on_abort)
+    services.feed.note(rollout)
+    return rollout

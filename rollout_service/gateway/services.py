@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import NotReady, RolloutServiceError
 from rollout_service.gateway.dispatch import Dispatcher
+from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.web.auth import Authorizer
 from rollout_service.weights.served_model import ServedModel
 
@@ -35,9 +36,13 @@ class Services:
     authorizer: Authorizer
     http: httpx.AsyncClient
     """To the ingest's upload listener."""
+    monitor: Any
+    """Handle of the monitor deployment."""
+    feed: RolloutFeed
+    """Tells the monitor of rollouts."""
 
     @classmethod
-    def create(cls, config: ServiceConfig, engine: Any, ingest: Any) -> "Services":
+    def create(cls, config: ServiceConfig, engine: Any, ingest: Any, monitor: Any) -> "Services":
         """Read the model's facts and the token."""
         model = ServedModel.load(config.model.path)
         return cls(
@@ -49,11 +54,13 @@ class Services:
             ingest=ingest,
             authorizer=Authorizer(config.auth.secret()),
             http=httpx.AsyncClient(timeout=httpx.Timeout(300.0, connect=10.0)),
+            monitor=monitor,
+            feed=RolloutFeed(monitor, config.monitor.remember_tokens),
         )
 
 
-async def call(response: Awaitable[_Reply]) -> _Reply:
-    """Await the ingest's answer, and raise its errors as they were raised there."""
+async def call(response: Awaitable[_Reply], of: str = "ingest") -> _Reply:
+    """Await the answer of the ingest, or of another deployment, and raise its errors as they were raised there."""
     try:
         return await response
     except RayTaskError as error:
@@ -61,7 +68,7 @@ async def call(response: Awaitable[_Reply]) -> _Reply:
             raise error.cause from None
         raise
     except (RayActorError, DeploymentUnavailableError) as error:
-        raise NotReady(f"the ingest died with this request: send it again ({error})") from error
+        raise NotReady(f"the {of} died with this request: send it again ({error})") from error
 
 
 def _services(request: Request) -> Services:

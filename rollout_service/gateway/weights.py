@@ -4,6 +4,7 @@ import httpx
 from fastapi import APIRouter, Request, Response
 
 from rollout_service.errors import NotReady
+from rollout_service.gateway.mismatch import with_suspicions
 from rollout_service.gateway.services import Guarded, call
 from rollout_service.types import Frozen, WeightStatus
 from rollout_service.weights.upload import (
@@ -61,13 +62,14 @@ async def commit(version: int, services: Guarded, body: CommitUpload | None = No
 @router.get("")
 async def versions(services: Guarded) -> Versions:
     """All versions."""
-    return Versions(versions=await call(services.ingest.versions.remote()))
+    return Versions(versions=await with_suspicions(await call(services.ingest.versions.remote()), services))
 
 
 @router.get("/{version}")
 async def status(version: int, services: Guarded) -> WeightStatus:
     """Where one version stands, and which replicas serve it."""
-    return await call(services.ingest.status.remote(version))
+    (found,) = await with_suspicions([await call(services.ingest.status.remote(version))], services)
+    return found
 
 
 @router.delete("/{version}", status_code=204)

@@ -1,5 +1,8 @@
 """Every error leaves as ``{"error": {"type", "message", "detail"}}``, whichever library raised it."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -39,17 +42,23 @@ async def _service_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    problems = [_problem(item["loc"], item["type"], item["msg"]) for item in error.errors()]
+    return error_response(validation_error(f"{request.method} {request.url.path}", error.errors()))
+
+
+def validation_error(route: str, problems_found: Sequence[Any]) -> RolloutServiceError:
+    """What pydantic says of a body, in the service's words."""
+    problems = [_problem(item["loc"], item["type"], item["msg"]) for item in problems_found]
     summary = "; ".join(f"{field} {problem}" for field, problem in problems[:8])
-    malformed = any(item["type"] == "json_invalid" for item in error.errors())
+    malformed = any(item["type"] == "json_invalid" for item in problems_found)
     cls = MalformedRequest if malformed else InvalidRequest
     fields = [{"field": field, "problem": problem} for field, problem in problems]
-    return error_response(cls(f"{request.method} {request.url.path}: {summary}", {"fields": fields}))
+    return cls(f"{route}: {summary}", {"fields": fields})
 
 
 def _problem(location: tuple[int | str, ...], kind: str, message: str) -> tuple[str, str]:
     if kind == "json_invalid":
-        return "the body", f"is not JSON ({message}, at character {location[-1]})"
+        at = f", at character {location[-1]}" if location else ""
+        return "the body", f"is not JSON ({message}{at})"
     if kind in ("model_attributes_type", "missing") and location == ("body",):
         return "the body", "must be a JSON object sent with Content-Type: application/json"
     field = ".".join(str(part) for part in location if part != "body") or "the body"

@@ -35,6 +35,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Iterator
             "poll_s": 1.0,
             "dead_after_s": 5.0,
         },
+        "monitor": {"min_tokens": 50},
         "auth": {"token": TOKEN},
     }
     with running_service(PROJECT / "deployments/cpu_rollout.yaml", overrides) as running:

@@ -9,6 +9,8 @@ import httpx
 from rollout_service.config import ServiceConfig
 from rollout_service.gateway.dispatch import Dispatcher
 from rollout_service.gateway.services import Services
+from rollout_service.monitor.feed import RolloutFeed
+from rollout_service.monitor.monitor import Monitor
 from rollout_service.web.auth import Authorizer
 from rollout_service.weights.ingest import Ingest
 
@@ -32,6 +34,7 @@ class LocalHandle:
 
 def services_of(ingest: Ingest, config: ServiceConfig, authorizer: Authorizer, http: httpx.AsyncClient) -> Services:
     """What a gateway's routes stand on, with ``ingest`` in this process and nothing that generates."""
+    monitor = LocalHandle(Monitor(config.monitor))
     return Services(
         name="model",
         vocab_size=128,
@@ -41,4 +44,6 @@ def services_of(ingest: Ingest, config: ServiceConfig, authorizer: Authorizer, h
         ingest=LocalHandle(ingest),
         authorizer=authorizer,
         http=http,
+        monitor=monitor,
+        feed=RolloutFeed(monitor, 0),
     )

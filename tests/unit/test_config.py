@@ -64,6 +64,9 @@ def test_a_configuration_cannot_be_changed(section: str) -> None:
         ({"weights": {"part_bytes": 1}}, "weights.part_bytes"),
         ({"weights": {"keep_versions": 0}}, "weights.keep_versions"),
         ({"model": {"create": "llama"}}, "model.create"),
+        ({"monitor": {"keep_versions": 0}}, "monitor.keep_versions"),
+        ({"monitor": {"ratio_bound": 1}}, "monitor.ratio_bound"),
+        ({"monitor": {"suspect_prob_error": 1}}, "monitor.suspect_prob_error"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_field(args: dict[str, Any], where: str) -> None:

@@ -7,7 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rollout_service.types import Completion, Fleet, ReplicaStatus, Rollout, Span, UpdateTimings, WeightStatus
+from rollout_service.types import (
+    Completion,
+    Fleet,
+    MismatchReceipt,
+    MismatchRow,
+    MismatchTable,
+    ReplicaStatus,
+    Rollout,
+    Span,
+    Suspicion,
+    UpdateTimings,
+    WeightStatus,
+)
 
 STATUS = ReplicaStatus(
     replica_id="engine#1",
@@ -31,11 +43,31 @@ ROLLOUT = Rollout(
     ),
     replica_id="engine#1",
 )
+SUSPICION = Suspicion(replica_id="engine#1", source="shadow", since=1.5e9, tokens=9, k3=0.5, prob_error=1.2)
+ROW = MismatchRow(
+    version=3,
+    replica_id=None,
+    source="trainer",
+    tokens=9,
+    sequences=0,
+    k1=-0.1,
+    k3=0.1,
+    chi2_token=0.2,
+    chi2_seq=None,
+    ess_ratio=0.9,
+    prob_error=1.2,
+    abs_diff_max=3.0,
+    outside_ratio=0.1,
+    quantiles={0.5: 0.01, 0.999: 2.0},
+)
 NOUNS = [
     ROLLOUT,
     STATUS,
     WeightStatus(version=3, state="live", digest="ab", total_bytes=10, replicas=(STATUS,)),
+    WeightStatus(version=3, state="live", suspect=(SUSPICION,)),
     Fleet(latest_version=3, paused=False, replicas=(STATUS,)),
+    MismatchTable(rows=(ROW,), versions=(ROW,)),
+    MismatchReceipt(tokens=3),
 ]
 
 

@@ -5,11 +5,14 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from rollout_service.config import EngineConfig
+from rollout_service.config import EngineConfig, MonitorConfig
 from rollout_service.gateway.dispatch import Dispatcher
 from rollout_service.gateway.services import Services
+from rollout_service.monitor.feed import RolloutFeed
+from rollout_service.monitor.monitor import Monitor
 from rollout_service.tiny_model import character_tokenizer
 from rollout_service.web.auth import Authorizer
+from tests.support.without_ray import LocalHandle
 from tests.unit.gateway.fakes import EchoEngine
 
 
@@ -19,7 +22,12 @@ def engine() -> EchoEngine:
 
 
 @pytest.fixture
-def services(engine: EchoEngine) -> Services:
+def monitor() -> LocalHandle:
+    return LocalHandle(Monitor(MonitorConfig(min_tokens=4)))
+
+
+@pytest.fixture
+def services(engine: EchoEngine, monitor: LocalHandle) -> Services:
     tokenizer = character_tokenizer()
     return Services(
         name="tiny",
@@ -30,6 +38,8 @@ def services(engine: EchoEngine) -> Services:
         ingest=None,
         authorizer=Authorizer(None),
         http=httpx.AsyncClient(),
+        monitor=monitor,
+        feed=RolloutFeed(monitor, MonitorConfig().remember_tokens),
     )
 
 

@@ -1,0 +1,151 @@
+"""What a trainer reports of the mismatch, in as many requests as it takes."""
+
+import asyncio
+import itertools
+import math
+import uuid
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, Protocol
+
+from rollout_service.client._http import Http, parse
+from rollout_service.client._retry import Repeat
+from rollout_service.types import Completion, MismatchReceipt, MismatchTable, Rollout
+
+TOKENS_PER_REPORT = 100_000
+"""About 4 MB of JSON. One completion is never divided."""
+
+
+class Values(Protocol):
+    """A tensor or an array, of any device and dtype."""
+
+    def __getitem__(self, index: Any) -> Any: ...
+    def __len__(self) -> int: ...
+    def tolist(self) -> list[Any]: ...
+
+
+PerCompletion = Values | Sequence[Values] | Sequence[Sequence[float]]
+"""One row per completion, rollout by rollout: padded [completions, tokens], or ragged."""
+_Row = tuple[Rollout, Completion, list[float], list[bool] | None]
+"""One completion, the trainer's logprobs and the mask."""
+
+
+class MismatchCalls:
+    """The part of RolloutClient that is about the mismatch."""
+
+    _control: Http
+
+    def report_mismatch(
+        self,
+        rollouts: Sequence[Rollout],
+        trainer_logprobs: PerCompletion,
+        mask: PerCompletion | None = None,
+        *,
+        by_request_id: bool = False,
+    ) -> Coroutine[Any, Any, MismatchReceipt]:
+        """Tell the service which logprobs the trainer computes for what it sampled; it keeps statistics of them.
+
+        Args:
+            rollouts: As the service returned them.
+            trainer_logprobs: Natural logs of the sampled tokens, at the temperature that they were sampled with and
+                before the optimizer step: one row per completion, rollout by rollout. [completions, tokens], padded at
+                the end, or ragged: lists, 1-D tensors.
+            mask: Which tokens count, of the same form; None: all. What stands elsewhere has no influence.
+            by_request_id: Leave the rollouts' own logprobs out: the service remembers them for a while. Half the bytes.
+
+        Raises:
+            ValueError: Rows that do not match the completions, or a trainer's logprob that is not finite.
+            InvalidRequest: A logprob that is none, such as a positive one.
+            NotFound: ``by_request_id``, and some rollouts are not remembered; earlier parts of a batch of more than
+                100 000 tokens have been counted by then.
+        """
+        # Not a coroutine function: SyncRolloutClient runs this part in the caller's thread, whose CUDA stream counts.
+        return self._send(list(_chunks(_rows(rollouts, trainer_logprobs, mask))), by_request_id)
+
+    async def _send(self, chunks: list[list[_Row]], by_request_id: bool) -> MismatchReceipt:
+        name, receipts = uuid.uuid4().hex, []
+        for number, chunk in enumerate(chunks):
+            body = await asyncio.to_thread(_body, f"{name}-{number}", chunk, by_request_id)
+            reply = await self._control.send("POST", "/v1/mismatch", json=body, repeat=Repeat.IDEMPOTENT)
+            receipts.append(parse(MismatchReceipt, reply))
+        return MismatchReceipt(
+            tokens=sum(receipt.tokens for receipt in receipts),
+            too_old_tokens=sum(receipt.too_old_tokens for receipt in receipts),
+        )
+
+    async def mismatch(self, version: int | None = None) -> MismatchTable:
+        """The mismatch of one weight version, or of all that the service keeps, per replica and merged."""
+        params = {} if version is None else {"version": str(version)}
+        reply = await self._control.send("GET", "/v1/mismatch", params=params, repeat=Repeat.IDEMPOTENT)
+        return parse(MismatchTable, reply)
+
+
+def _rows(rollouts: Sequence[Rollout], trainer: PerCompletion, mask: PerCompletion | None) -> list[_Row]:
+    """A row for every completion. Raises ValueError."""
+    owners = [(rollout, completion) for rollout in rollouts for completion in rollout.completions]
+    completions = [completion for _, completion in owners]
+    scored = _lists("trainer_logprobs", trainer, completions)
+    chosen = _lists("mask", mask, completions) if mask is not None else [None] * len(completions)
+    rows: list[_Row] = []
+    for i, (owner, logprobs, counts) in enumerate(zip(owners, scored, chosen, strict=True)):
+        if counts is not None:
+            logprobs = [value if count else 0.0 for value, count in zip(logprobs, counts, strict=True)]
+        wrong = next((at for at, value in enumerate(logprobs) if not math.isfinite(value)), None)
+        if wrong is not None:
+            raise ValueError(f"trainer_logprobs[{i}][{wrong}] is {logprobs[wrong]}, but the token was sampled")
+        rows.append((*owner, logprobs, None if counts is None else [bool(count) for count in counts]))
+    return rows
+
+
+def _lists(name: str, values: PerCompletion, completions: list[Completion]) -> list[list[Any]]:
+    """One list of plain numbers for each completion, without padding."""
+    if len(values) != len(completions):
+        raise ValueError(f"{name} has {len(values)} rows, but the rollouts have {len(completions)} completions")
+    padded = not isinstance(values, Sequence)
+    rows = values if isinstance(values, Sequence) else values.tolist()
+    found = []
+    for i, (row, completion) in enumerate(zip(rows, completions, strict=True)):
+        num_tokens = len(completion.token_ids)
+        if len(row) < num_tokens or (len(row) > num_tokens and not padded):
+            raise ValueError(f"{name}[{i}] has {len(row)} entries, but its completion has {num_tokens} tokens")
+        found.append(list(row[:num_tokens]) if isinstance(row, Sequence) else row.tolist())
+    return found
+
+
+def _chunks(rows: list[_Row]) -> Iterator[list[_Row]]:
+    """Up to TOKENS_PER_REPORT at once."""
+    chunk: list[_Row] = []
+    num_tokens = 0
+    for row in rows:
+        size = len(row[2])
+        if chunk and num_tokens + size > TOKENS_PER_REPORT:
+            yield chunk
+            chunk, num_tokens = [], 0
+        chunk.append(row)
+        num_tokens += size
+    if chunk:
+        yield chunk
+
+
+def _body(report_id: str, chunk: list[_Row], by_request_id: bool) -> dict[str, Any]:
+    """JSON of a ``MismatchReport``."""
+    grouped = [list(rows) for _, rows in itertools.groupby(chunk, key=lambda row: id(row[0]))]
+    rollouts = [
+        {
+            "request_id": rows[0][0].request_id,
+            "replica_id": rows[0][0].replica_id,
+            "completions": [_completion(row, by_request_id) for row in rows],
+        }
+        for rows in grouped
+    ]
+    return {"report_id": report_id, "rollouts": rollouts}
+
+
+def _completion(row: _Row, by_request_id: bool) -> dict[str, Any]:
+    _, completion, logprobs, mask = row
+    body: dict[str, Any] = {"trainer_logprobs": logprobs}
+    if mask is not None:
+        body["mask"] = mask
+    if by_request_id:
+        return body | {"index": completion.index}
+    spans = [span.model_dump() for span in completion.spans]
+    return body | {"rollout_logprobs": completion.logprobs, "spans": spans}

@@ -1,0 +1,68 @@
+"""``/v1/mismatch``: trainers report their logprobs, and read how far the engines were. Both need authorization."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Sequence
+from typing import Annotated, TypeVar
+
+from fastapi import APIRouter, Query, Request
+
+from rollout_service.errors import NotReady, PayloadTooLarge, RolloutServiceError
+from rollout_service.gateway.services import Guarded, Services, call
+from rollout_service.monitor.report import REPORT_BYTES
+from rollout_service.types import MismatchReceipt, MismatchSource, MismatchTable, WeightStatus
+
+router = APIRouter(prefix="/v1/mismatch", tags=["mismatch"])
+logger = logging.getLogger(__name__)
+ANSWER_S = 60.0
+SUSPICIONS_S = 2.0
+"""The state of a version is told without the monitor's part when that takes longer."""
+_Reply = TypeVar("_Reply")
+
+
+@router.post("")
+async def report(request: Request, services: Guarded) -> MismatchReceipt:
+    """Count a ``MismatchReport``. Its JSON is read in the monitor's process: here it would hold up rollouts."""
+    body = await _read(request)
+    await services.feed.flushed()  # a report that names a request id must not overtake its rollout
+    return await _answer(services.monitor.report.remote(body), ANSWER_S)
+
+
+@router.get("")
+async def table(
+    services: Guarded,
+    version: Annotated[int | None, Query(ge=0)] = None,
+    replica: str | None = None,
+    source: MismatchSource | None = None,
+) -> MismatchTable:
+    """The statistics per version, replica and source, and merged over replicas."""
+    return await _answer(services.monitor.table.remote(version, replica, source), ANSWER_S)
+
+
+async def with_suspicions(versions: Sequence[WeightStatus], services: Services) -> tuple[WeightStatus, ...]:
+    """``versions`` with what the monitor holds against them, or as they are if it does not answer."""
+    try:
+        suspicions = await _answer(services.monitor.suspicions.remote(), SUSPICIONS_S)
+    except RolloutServiceError as error:
+        logger.warning("versions are shown without what is suspect: %s", error)
+        return tuple(versions)
+    return tuple(status.model_copy(update={"suspect": suspicions.get(status.version, ())}) for status in versions)
+
+
+async def _answer(response: Awaitable[_Reply], timeout_s: float) -> _Reply:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await call(response, of="monitor")
+    except TimeoutError as error:
+        raise NotReady(f"the monitor did not answer within {timeout_s:g} s: send it again") from error
+
+
+async def _read(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > REPORT_BYTES:
+            raise PayloadTooLarge(
+                f"a report has at most {REPORT_BYTES} bytes: send the batch in several", {"limit_bytes": REPORT_BYTES}
+            )
+    return bytes(body)

@@ -1,0 +1,118 @@
+"""The monitor: takes reports in, keeps their statistics, and says which versions are suspect.
+
+All it knows is in memory: after a restart it begins anew.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from rollout_service.config import MonitorConfig
+from rollout_service.correction.batch import Rows
+from rollout_service.correction.ratios import compare
+from rollout_service.monitor.judge import Judge
+from rollout_service.monitor.recent import RecentRollout, RecentRollouts
+from rollout_service.monitor.report import MismatchReport
+from rollout_service.monitor.scoring import found, parse_report, score
+from rollout_service.monitor.statistics import Statistics
+from rollout_service.monitor.table import Key, VersionTable
+from rollout_service.types import MismatchReceipt, MismatchRow, MismatchSource, MismatchTable, Suspicion
+
+REPORT_IDS = 10_000
+"""Reports whose receipts are remembered, to count each once."""
+
+
+class Monitor:
+    """Every public coroutine is callable through the deployment's handle."""
+
+    def __init__(self, config: MonitorConfig) -> None:
+        self._config = config
+        self._table = VersionTable(config.keep_versions)
+        self._recent = RecentRollouts(config.remember_tokens)
+        self._judge = Judge(config)
+        self._receipts: OrderedDict[str, MismatchReceipt] = OrderedDict()
+        self._reporting = asyncio.Lock()
+
+    async def report(self, body: bytes) -> MismatchReceipt:
+        """Count a trainer's report (JSON of ``MismatchReport``), all of it or nothing.
+
+        Raises InvalidRequest, MalformedRequest, or NotFound for request ids that are not remembered.
+        """
+        async with self._reporting:  # one at a time: a report that is sent again must see the first one's receipt
+            report = await asyncio.to_thread(parse_report, body)
+            known = None if report.report_id is None else self._receipts.get(report.report_id)
+            if known is not None:
+                return known.model_copy(update={"repeated": True})
+            remembered = found(report, self._recent)
+            scored = await asyncio.to_thread(score, report, remembered, self._config.ratio_bound)
+            return self._count(report, scored)
+
+    async def observe(
+        self,
+        source: MismatchSource,
+        version: int,
+        replica_id: str,
+        rollout_logprobs: Rows,
+        reference_logprobs: Rows,
+        mask: Rows | None = None,
+    ) -> None:
+        """Count whole sequences that ``version`` sampled on one replica and ``source`` scored.
+
+        Logprobs are natural logs, [sequences, tokens] with a mask, or ragged. Raises ValueError for what
+        ``correction.batch.as_batch`` refuses.
+        """
+        statistics = await asyncio.to_thread(self._statistics, rollout_logprobs, reference_logprobs, mask)
+        self._add(Key(version, replica_id, source), statistics)
+
+    async def remember(self, rollouts: Sequence[RecentRollout]) -> None:
+        """Keep rollouts for reports that name their request ids only."""
+        self._recent.remember(rollouts)
+
+    async def rows(
+        self, version: int | None = None, replica_id: str | None = None, source: MismatchSource | None = None
+    ) -> list[MismatchRow]:
+        """The statistics of each version, replica and source, oldest version first; None: all."""
+        return self._table.rows(lambda key: _matches(key, version, replica_id, source))
+
+    async def table(
+        self, version: int | None = None, replica_id: str | None = None, source: MismatchSource | None = None
+    ) -> MismatchTable:
+        """The rows, and the same merged over replicas."""
+        merged = self._table.merged(lambda key: _matches(key, version, replica_id, source))
+        return MismatchTable(rows=tuple(await self.rows(version, replica_id, source)), versions=tuple(merged))
+
+    async def suspicions(self) -> dict[int, tuple[Suspicion, ...]]:
+        """What is suspect, by version."""
+        return self._table.suspicions()
+
+    def _statistics(self, rollout: Rows, reference: Rows, mask: Rows | None) -> Statistics:
+        ratios = compare(reference, rollout, mask)
+        tokens = ratios.log_ratio[ratios.selected].cpu()
+        return Statistics.of(tokens, ratios.log_ratio.sum(-1)[ratios.rows].cpu(), self._config.ratio_bound)
+
+    def _count(self, report: MismatchReport, scored: dict[Key, Statistics]) -> MismatchReceipt:
+        taken = [self._add(key, statistics) for key, statistics in scored.items()]
+        tokens = [statistics.sums.tokens for statistics in scored.values()]
+        receipt = MismatchReceipt(
+            tokens=sum(tokens),
+            too_old_tokens=sum(count for count, kept in zip(tokens, taken, strict=True) if not kept),
+        )
+        if report.report_id is not None:
+            self._receipts[report.report_id] = receipt
+            if len(self._receipts) > REPORT_IDS:
+                self._receipts.popitem(last=False)
+        return receipt
+
+    def _add(self, key: Key, statistics: Statistics) -> bool:
+        entry = self._table.add(key, statistics)
+        if entry is not None:
+            self._judge.judge(key, entry)
+        return entry is not None
+
+
+def _matches(key: Key, version: int | None, replica_id: str | None, source: MismatchSource | None) -> bool:
+    return (
+        (version is None or key.version == version)
+        and (replica_id is None or key.replica_id == replica_id)
+        and (source is None or key.source == source)
+    )

@@ -1,0 +1,86 @@
+"""What the service remembers of recent rollouts, so that a report need name only their request ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from rollout_service.types import Completion, Rollout
+
+OVERHEAD_TOKENS = 256
+"""What a rollout, and each of its completions, counts beside its tokens: objects around the arrays, about 1 KiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecentCompletion:
+    """Its logprobs and where its versions end."""
+
+    logprobs: NDArray[np.float32]
+    """[tokens]; engines compute them in fp32."""
+    versions: NDArray[np.int64]
+    """[spans]"""
+    ends: NDArray[np.int32]
+    """[spans], the token after each span's last."""
+
+    @classmethod
+    def of(cls, completion: Completion) -> RecentCompletion:
+        """Copy what is needed."""
+        return cls(
+            np.asarray(completion.logprobs, np.float32),
+            np.asarray([span.version for span in completion.spans], np.int64),
+            np.asarray([span.end for span in completion.spans], np.int32),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RecentRollout:
+    """One rollout by its request id."""
+
+    request_id: str
+    replica_id: str
+    completions: dict[int, RecentCompletion]
+    """By index."""
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> RecentRollout:
+        """Copy what is needed."""
+        completions = {completion.index: RecentCompletion.of(completion) for completion in rollout.completions}
+        return cls(rollout.request_id, rollout.replica_id, completions)
+
+    @property
+    def cost_tokens(self) -> int:
+        """What it counts of ``monitor.remember_tokens``."""
+        return OVERHEAD_TOKENS + sum(len(c.logprobs) + OVERHEAD_TOKENS for c in self.completions.values())
+
+
+class RecentRollouts:
+    """The newest rollouts up to ``limit_tokens``. A request id that comes again means the newer rollout."""
+
+    def __init__(self, limit_tokens: int) -> None:
+        self._limit_tokens = limit_tokens
+        self._rollouts: dict[str, RecentRollout] = {}
+        self._cost_tokens = 0
+
+    def remember(self, rollouts: Iterable[RecentRollout]) -> None:
+        """Take them in, and forget the oldest that there is no room for."""
+        for rollout in rollouts:
+            self._forget(rollout.request_id)
+            self._rollouts[rollout.request_id] = rollout
+            self._cost_tokens += rollout.cost_tokens
+        while self._cost_tokens > self._limit_tokens:
+            self._forget(next(iter(self._rollouts)))
+
+    def get(self, request_id: str) -> RecentRollout | None:
+        """The rollout, or None if it is not remembered (any more)."""
+        return self._rollouts.get(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        gone = self._rollouts.pop(request_id, None)
+        if gone is not None:
+            self._cost_tokens -= gone.cost_tokens

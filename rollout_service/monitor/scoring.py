@@ -1,0 +1,157 @@
+"""From a report's numbers to log-ratios per version and replica, or an error that names the number."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from rollout_service.errors import InvalidRequest, NotFound
+from rollout_service.monitor.recent import RecentCompletion, RecentRollout, RecentRollouts
+from rollout_service.monitor.report import MismatchReport, ReportedCompletion, ReportedRollout
+from rollout_service.monitor.statistics import Statistics
+from rollout_service.monitor.table import Key
+from rollout_service.types import Span
+from rollout_service.web.errors import validation_error
+
+Doubles: TypeAlias = NDArray[np.float64]
+POSITIVE_BY_ROUNDING = 1e-3
+"""A logprob above this is none: a loss, a logit, or one that was negated."""
+LARGEST = float(np.finfo(np.float32).max) / 4  # so that a difference is finite in fp32 too
+IDS_SHOWN = 16
+
+
+def parse_report(body: bytes) -> MismatchReport:
+    """The report in a request's body. Raises InvalidRequest, or MalformedRequest for what is no JSON."""
+    try:
+        return MismatchReport.model_validate_json(body)
+    except ValidationError as error:
+        raise validation_error("POST /v1/mismatch", error.errors(include_url=False)) from None
+
+
+def found(report: MismatchReport, recent: RecentRollouts) -> dict[str, RecentRollout]:
+    """The remembered rollouts that the report leans on. Raises NotFound with all that are not remembered."""
+    ids = {
+        rollout.request_id: recent.get(rollout.request_id)
+        for rollout in report.rollouts
+        if rollout.request_id is not None and any(c.rollout_logprobs is None for c in rollout.completions)
+    }
+    missing = [request_id for request_id, rollout in ids.items() if rollout is None]
+    if missing:
+        raise NotFound(
+            f"{len(missing)} of {len(ids)} rollouts are not remembered ({', '.join(missing[:IDS_SHOWN])}): send "
+            "rollout_logprobs, spans and replica_id with them, or raise monitor.remember_tokens",
+            {"request_ids": missing},
+        )
+    return {request_id: rollout for request_id, rollout in ids.items() if rollout is not None}
+
+
+def score(report: MismatchReport, remembered: dict[str, RecentRollout], ratio_bound: float) -> dict[Key, Statistics]:
+    """Statistics of each version and replica in the report. Raises InvalidRequest at the first number that is none."""
+    groups: dict[Key, _Group] = defaultdict(_Group)
+    for i, rollout in enumerate(report.rollouts):
+        for j, completion in enumerate(rollout.completions):
+            where = f"rollouts[{i}].completions[{j}]"
+            replica_id, sampled, spans = _sampled(where, rollout, j, remembered)
+            _collect(groups, replica_id, spans, *_log_ratio(where, completion, sampled))
+    return {
+        key: Statistics.of(
+            torch.from_numpy(np.concatenate(group.tokens)), torch.tensor(group.sums, dtype=torch.float64), ratio_bound
+        )
+        for key, group in groups.items()
+    }
+
+
+@dataclass
+class _Group:
+    tokens: list[Doubles] = field(default_factory=list)
+    """Log-ratios."""
+    sums: list[float] = field(default_factory=list)
+    """Of whole sequences."""
+
+
+def _collect(
+    groups: dict[Key, _Group],
+    replica_id: str,
+    spans: list[tuple[int, int, int]],
+    log_ratio: Doubles,
+    selected: NDArray[np.bool_],
+) -> None:
+    """Each token to its own version; the sequence to a version only if all its tokens are that one's."""
+    parts: dict[Key, list[Doubles]] = defaultdict(list)
+    for version, start, end in spans:
+        tokens = log_ratio[start:end][selected[start:end]]
+        if len(tokens):
+            parts[Key(version, replica_id, "trainer")].append(tokens)
+    for key, tokens_of in parts.items():
+        groups[key].tokens += tokens_of
+        if len(parts) == 1:
+            groups[key].sums.append(float(sum(tokens.sum() for tokens in tokens_of)))
+
+
+def _sampled(
+    where: str, rollout: ReportedRollout, position: int, remembered: dict[str, RecentRollout]
+) -> tuple[str, Doubles, list[tuple[int, int, int]]]:
+    """Replica, rollout logprobs [tokens], and spans as (version, start, end)."""
+    completion = rollout.completions[position]
+    if completion.rollout_logprobs is not None and completion.spans is not None:
+        assert rollout.replica_id is not None, "the report would have been refused"
+        _require_cover(where, completion.spans, len(completion.rollout_logprobs))
+        spans = [(span.version, span.start, span.end) for span in completion.spans]
+        return rollout.replica_id, np.asarray(completion.rollout_logprobs, np.float64), spans
+    assert rollout.request_id is not None, "the report would have been refused"
+    recent = remembered[rollout.request_id]
+    index = position if completion.index is None else completion.index
+    known = recent.completions.get(index)
+    if known is None:
+        raise InvalidRequest(
+            f"{where}: rollout {rollout.request_id} has no completion {index}: it has {sorted(recent.completions)}"
+        )
+    return recent.replica_id, known.logprobs.astype(np.float64), list(_spans(known))
+
+
+def _spans(completion: RecentCompletion) -> Iterator[tuple[int, int, int]]:
+    start = 0
+    for version, end in zip(completion.versions.tolist(), completion.ends.tolist(), strict=True):
+        yield version, start, end
+        start = end
+
+
+def _require_cover(where: str, spans: tuple[Span, ...], num_tokens: int) -> None:
+    position = 0
+    for span in spans:
+        if span.start != position:
+            break
+        position = span.end
+    else:
+        if position == num_tokens:
+            return
+    raise InvalidRequest(f"{where}.spans do not cover the {num_tokens} tokens one after the other: {spans}")
+
+
+def _log_ratio(where: str, completion: ReportedCompletion, sampled: Doubles) -> tuple[Doubles, NDArray[np.bool_]]:
+    """``trainer − rollout`` [tokens], and which tokens count."""
+    trainer = np.asarray(completion.trainer_logprobs, np.float64)
+    lengths = {"trainer_logprobs": len(trainer), "mask": len(sampled if completion.mask is None else completion.mask)}
+    for name, length in lengths.items():
+        if length != len(sampled):
+            raise InvalidRequest(f"{where}.{name} has {length} entries, but {len(sampled)} tokens were sampled")
+    selected = np.ones(len(sampled), bool) if completion.mask is None else np.asarray(completion.mask, bool)
+    trainer, sampled = np.where(selected, trainer, 0.0), np.where(selected, sampled, 0.0)
+    _require_logprobs(f"{where}.trainer_logprobs", trainer)
+    _require_logprobs(f"{where}.rollout_logprobs", sampled)
+    return trainer - sampled, selected
+
+
+def _require_logprobs(where: str, logprobs: Doubles) -> None:
+    wrong = ~((logprobs <= POSITIVE_BY_ROUNDING) & (logprobs >= -LARGEST))  # NaN is in no order
+    if wrong.any():
+        first = int(wrong.argmax())
+        raise InvalidRequest(
+            f"{where}[{first}] is {logprobs[first]:g} ({int(wrong.sum())} such of {len(logprobs)}): a token that was "
+            f"sampled has a finite natural logprob, at most {POSITIVE_BY_ROUNDING:g} above 0 by rounding"
+        )

@@ -1,0 +1,96 @@
+"""Statistics per (version, replica, source), of bounded size however long the service runs."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rollout_service.monitor.statistics import Statistics
+from rollout_service.types import MismatchRow, MismatchSource, Suspicion
+
+ROWS_PER_VERSION = 512
+"""Replicas that crash and restart have a new name each time: above this the row that was idle longest goes."""
+
+
+class Key(NamedTuple):
+    """Whose tokens a row is about, and who scored them."""
+
+    version: int
+    replica_id: str
+    source: MismatchSource
+
+
+@dataclass
+class Entry:
+    """One row."""
+
+    statistics: Statistics = field(default_factory=Statistics)
+    suspect_since: float | None = None
+    """Unix time."""
+
+
+class VersionTable:
+    """Holds the newest ``keep_versions`` versions that were reported; older ones go, with all their replicas."""
+
+    def __init__(self, keep_versions: int) -> None:
+        self._keep_versions = keep_versions
+        self._versions: dict[int, dict[Key, Entry]] = {}
+
+    def add(self, key: Key, statistics: Statistics) -> Entry | None:
+        """Merge into the row of ``key`` and return it, or None if its version is older than all that are kept."""
+        if key.version not in self._versions:
+            if len(self._versions) >= self._keep_versions:
+                oldest = min(self._versions)
+                if key.version < oldest:
+                    return None
+                del self._versions[oldest]
+            self._versions[key.version] = {}
+        rows = self._versions[key.version]
+        entry = rows.pop(key, None) or Entry()
+        rows[key] = entry  # last: the first one is the one that was idle longest
+        entry.statistics.merge(statistics)
+        if len(rows) > ROWS_PER_VERSION:
+            del rows[next(iter(rows))]
+        return entry
+
+    def rows(self, wanted: Callable[[Key], bool] = lambda _: True) -> list[MismatchRow]:
+        """One per key that is wanted, oldest version first."""
+        return [
+            entry.statistics.row(*key, suspect_since=entry.suspect_since)
+            for key, entry in sorted(self._entries(), key=lambda item: item[0])
+            if wanted(key)
+        ]
+
+    def suspicions(self) -> dict[int, tuple[Suspicion, ...]]:
+        """What is suspect, by version."""
+        suspect: dict[int, tuple[Suspicion, ...]] = {}
+        for key, entry in self._entries():
+            if entry.suspect_since is not None:
+                sums = entry.statistics.sums
+                suspicion = Suspicion(
+                    replica_id=key.replica_id,
+                    source=key.source,
+                    since=entry.suspect_since,
+                    tokens=sums.tokens,
+                    k3=sums.mean_k3,
+                    prob_error=sums.mean_prob_error,
+                )
+                suspect[key.version] = (*suspect.get(key.version, ()), suspicion)
+        return suspect
+
+    def merged(self, wanted: Callable[[Key], bool] = lambda _: True) -> list[MismatchRow]:
+        """One per version and source over all replicas that are wanted (``replica_id`` None), oldest first."""
+        joined: dict[tuple[int, MismatchSource], Entry] = {}
+        for key, entry in self._entries():
+            if wanted(key):
+                into = joined.setdefault((key.version, key.source), Entry())
+                into.statistics.merge(entry.statistics)
+                since = [at for at in (into.suspect_since, entry.suspect_since) if at is not None]
+                into.suspect_since = min(since, default=None)
+        return [
+            entry.statistics.row(version, None, source, entry.suspect_since)
+            for (version, source), entry in sorted(joined.items(), key=lambda item: item[0])
+        ]
+
+    def _entries(self) -> Iterator[tuple[Key, Entry]]:
+        for rows in self._versions.values():
+            yield from rows.items()

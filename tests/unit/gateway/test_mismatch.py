@@ -1,0 +1,113 @@
+"""The mismatch routes, and what is suspect beside the state of a version."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+from ray.exceptions import RayActorError
+
+from rollout_service.gateway.mismatch import REPORT_BYTES
+from rollout_service.gateway.services import Services
+from rollout_service.types import MismatchReceipt, MismatchTable, Suspicion, WeightStatus
+from rollout_service.web.auth import Authorizer
+from tests.support.without_ray import LocalHandle
+from tests.unit.gateway.test_weights import http_to
+from tests.unit.monitor.reports import body, full, span
+
+
+class Ingest:
+    """Knows two versions."""
+
+    async def versions(self) -> list[WeightStatus]:
+        return [await self.status(version) for version in (3, 4)]
+
+    async def status(self, version: int) -> WeightStatus:
+        return WeightStatus(version=version, state="live")
+
+
+class Away:
+    """A monitor that died."""
+
+    async def suspicions(self) -> dict[int, tuple[Suspicion, ...]]:
+        raise RayActorError()
+
+    async def report(self, _: bytes) -> MismatchReceipt:
+        raise RayActorError()
+
+
+async def test_a_rollout_of_the_service_is_reported_by_its_id_and_shows(services: Services) -> None:
+    async with http_to(services) as http:
+        rollout = (await http.post("/inference/v1/generate", json={"token_ids": [5, 6, 7]})).json()
+        trainer = [entry["logprob"] - 0.25 for entry in rollout["choices"][0]["logprobs"]["content"]]
+        report = body({"trainer_logprobs": trainer}, request_id=rollout["request_id"])
+        receipt = MismatchReceipt.model_validate_json((await http.post("/v1/mismatch", content=report)).content)
+        assert receipt.tokens == 3
+        table = MismatchTable.model_validate_json((await http.get("/v1/mismatch")).content)
+    (row,) = table.rows
+    assert (row.version, row.replica_id, row.tokens, row.k1) == (7, "r1", 3, 0.25)
+    assert row.quantiles == {0.5: 0.25, 0.9: 0.25, 0.99: 0.25, 0.999: 0.25}
+
+
+async def test_rows_are_filtered_by_the_query(services: Services) -> None:
+    async with http_to(services) as http:
+        for version in (3, 4):
+            await http.post("/v1/mismatch", content=body(full([-1.0], [-1.0], [span(version, 0, 1)])))
+
+        async def versions(**query: str) -> list[int]:
+            return [row["version"] for row in (await http.get("/v1/mismatch", params=query)).json()["rows"]]
+
+        assert await versions() == [3, 4]
+        assert await versions(version="4") == [4]
+        assert await versions(replica="r1", source="trainer") == [3, 4]
+        assert await versions(replica="r2") == [] == await versions(source="shadow")
+        assert (await http.get("/v1/mismatch", params={"source": "me"})).status_code == 422
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "says"),
+    [
+        (b"{", 400, "the body is not JSON"),
+        (b"{}", 422, "rollouts Field required"),
+        (body(full([1.0], [-1.0])), 422, "rollouts[0].completions[0].trainer_logprobs[0] is 1 "),
+        (body(full([float("nan")], [-1.0])), 422, "trainer_logprobs[0] is nan"),
+        (body({"trainer_logprobs": []}, request_id="gone"), 404, "not remembered (gone)"),
+        (b" " * (REPORT_BYTES + 1), 413, "send the batch in several"),
+    ],
+)
+async def test_a_report_that_cannot_be_counted_says_why(
+    services: Services, content: bytes, status: int, says: str
+) -> None:
+    async with http_to(services) as http:
+        reply = await http.post("/v1/mismatch", content=content)
+    assert reply.status_code == status and says in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_both_routes_need_the_token_when_there_is_one(services: Services, method: str) -> None:
+    async with http_to(replace(services, authorizer=Authorizer("secret"))) as http:
+        assert (await http.request(method, "/v1/mismatch", content=body(full([], [], [])))).status_code == 401
+        headers = {"Authorization": "Bearer secret"}
+        reply = await http.request(method, "/v1/mismatch", content=body(full([], [], [])), headers=headers)
+        assert reply.status_code == 200
+
+
+async def test_a_version_says_that_it_is_suspect_and_others_that_they_are_not(services: Services) -> None:
+    async with http_to(replace(services, ingest=LocalHandle(Ingest()))) as http:
+        await http.post("/v1/mismatch", content=body(full([-1.0] * 4, [-2.0] * 4)))
+        shown = WeightStatus.model_validate_json((await http.get("/v1/weights/3")).content)
+        listed = (await http.get("/v1/weights")).json()["versions"]
+    assert shown.suspect is not None and [suspicion.replica_id for suspicion in shown.suspect] == ["r1"]
+    assert [len(version["suspect"]) for version in listed] == [1, 0]
+
+
+async def test_versions_are_shown_while_the_monitor_is_away(
+    services: Services, caplog: pytest.LogCaptureFixture
+) -> None:
+    away = replace(services, ingest=LocalHandle(Ingest()), monitor=LocalHandle(Away()))
+    with caplog.at_level(logging.WARNING, "rollout_service.gateway.mismatch"):
+        async with http_to(away) as http:
+            shown = (await http.get("/v1/weights/3")).json()
+            reported = await http.post("/v1/mismatch", content=body(full([], [], [])))
+    assert shown["state"] == "live" and shown["suspect"] is None
+    assert reported.status_code == 503 and "the monitor died" in reported.json()["error"]["message"]
+    assert len(caplog.records) == 1

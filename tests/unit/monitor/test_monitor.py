@@ -1,0 +1,115 @@
+"""The monitor as the gateway and the shadow see it."""
+
+import asyncio
+
+import pytest
+import torch
+
+from rollout_service.config import MonitorConfig
+from rollout_service.correction import measure_mismatch
+from rollout_service.errors import InvalidRequest, NotFound
+from rollout_service.monitor.monitor import REPORT_IDS, Monitor
+from rollout_service.monitor.recent import RecentRollout
+from tests.unit.monitor.reports import body, full, rollout, span
+
+
+@pytest.fixture
+def monitor() -> Monitor:
+    return Monitor(MonitorConfig(keep_versions=2, min_tokens=4))
+
+
+async def test_a_report_shows_in_its_row_and_in_the_version_s(monitor: Monitor) -> None:
+    receipt = await monitor.report(body(full([-1.0, -2.0], [-1.5, -1.0])))
+    assert (receipt.tokens, receipt.too_old_tokens, receipt.repeated) == (2, 0, False)
+    table = await monitor.table()
+    (row,), (merged,) = table.rows, table.versions
+    assert (row.version, row.replica_id, row.source, row.tokens) == (3, "r1", "trainer", 2)
+    assert merged.model_dump(exclude={"replica_id"}) == row.model_dump(exclude={"replica_id"})
+    assert row.k3 == measure_mismatch(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]]), torch.ones(1, 2)).k3
+
+
+async def test_a_report_of_the_same_name_counts_once(monitor: Monitor) -> None:
+    sent = body(full([-1.0], [-1.5]), report_id="step-4")
+    receipts = await asyncio.gather(*(monitor.report(sent) for _ in range(5)))
+    assert sorted(receipt.repeated for receipt in receipts) == [False, True, True, True, True]
+    assert {receipt.tokens for receipt in receipts} == {1}
+    assert [row.tokens for row in await monitor.rows()] == [1]
+
+
+async def test_a_report_without_a_name_counts_each_time(monitor: Monitor) -> None:
+    for _ in range(3):
+        assert not (await monitor.report(body(full([-1.0], [-1.5])))).repeated
+    assert [row.tokens for row in await monitor.rows()] == [3]
+
+
+async def test_a_report_that_was_refused_may_be_mended_under_its_name(monitor: Monitor) -> None:
+    with pytest.raises(InvalidRequest):
+        await monitor.report(body(full([-1.0], [-1.0]), full([9.0], [-1.0]), report_id="a"))
+    assert await monitor.rows() == []
+    assert not (await monitor.report(body(full([-1.0], [-1.0]), report_id="a"))).repeated
+
+
+async def test_only_so_many_names_are_kept(monitor: Monitor) -> None:
+    for i in range(REPORT_IDS + 50):
+        await monitor.report(body(full([], [], []), report_id=str(i)))
+    assert len(monitor._receipts) == REPORT_IDS
+    assert (await monitor.report(body(full([], [], []), report_id=str(REPORT_IDS)))).repeated
+    assert not (await monitor.report(body(full([], [], []), report_id="0"))).repeated
+
+
+async def test_tokens_of_versions_that_are_gone_are_said_to_be_in_no_row(monitor: Monitor) -> None:
+    for version in (5, 6):
+        await monitor.report(body(full([-1.0], [-1.0], [span(version, 0, 1)])))
+    receipt = await monitor.report(body(full([-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0], [span(4, 0, 2), span(5, 2, 3)])))
+    assert (receipt.tokens, receipt.too_old_tokens) == (3, 2)
+    assert [(row.version, row.tokens) for row in await monitor.rows()] == [(5, 2), (6, 1)]
+
+
+async def test_a_rollout_is_reported_by_its_id_once_the_monitor_was_told_of_it(monitor: Monitor) -> None:
+    by_id = body({"trainer_logprobs": [-1.0, -2.0]}, request_id="a")
+    with pytest.raises(NotFound, match="not remembered"):
+        await monitor.report(by_id)
+    await monitor.remember([RecentRollout.of(rollout("a", [-1.5, -1.0]))])
+    assert (await monitor.report(by_id)).tokens == 2
+
+
+async def test_what_a_shadow_scored_has_rows_of_its_own(monitor: Monitor) -> None:
+    await monitor.report(body(full([-1.0], [-1.5])))
+    await monitor.observe("shadow", 3, "r1", [[-1.0, -2.0], [-0.5]], [[-1.25, -2.0], [-0.5]])
+    sources = {row.source: (row.tokens, row.sequences, row.k1) for row in await monitor.rows(version=3)}
+    assert sources["trainer"] == (1, 1, -0.5)
+    assert sources["shadow"] == (3, 2, 0.25 / 3)
+    assert [row.source for row in (await monitor.table(source="shadow")).versions] == ["shadow"]
+
+
+async def test_a_shadow_may_mask_padding(monitor: Monitor) -> None:
+    logprobs = torch.tensor([[-1.0, torch.nan], [-1.0, -2.0]])
+    await monitor.observe("shadow", 3, "r1", logprobs, logprobs, torch.tensor([[1, 0], [1, 1]]))
+    (row,) = await monitor.rows()
+    assert (row.tokens, row.sequences, row.k3) == (3, 2, 0.0)
+
+
+@pytest.mark.parametrize("source", ["trainer", "shadow"])
+async def test_what_is_suspect_names_the_replica_and_who_scored_it(monitor: Monitor, source: str) -> None:
+    right, wrong = [-1.0] * 4, [-1.5] * 4
+    if source == "trainer":
+        await monitor.report(body(full(right, wrong)))
+        await monitor.report(body(full(right, right), replica_id="r2"))
+    else:
+        await monitor.observe("shadow", 3, "r1", [wrong], [right])
+        await monitor.observe("shadow", 3, "r2", [right], [right])
+    suspicions = await monitor.suspicions()
+    (suspicion,) = suspicions.pop(3)
+    assert suspicions == {}
+    assert (suspicion.replica_id, suspicion.source, suspicion.tokens) == ("r1", source, 4)
+    rows = {row.replica_id: row.suspect_since for row in await monitor.rows()}
+    assert rows == {"r1": suspicion.since, "r2": None}
+    assert [row.suspect_since for row in (await monitor.table()).versions] == [suspicion.since]
+
+
+async def test_rows_are_those_that_are_asked_for(monitor: Monitor) -> None:
+    await monitor.report(body(full([-1.0], [-1.0], [span(1, 0, 1)])))
+    await monitor.report(body(full([-1.0], [-1.0], [span(2, 0, 1)]), replica_id="r2"))
+    assert [row.version for row in await monitor.rows(replica_id="r2")] == [2]
+    assert [row.replica_id for row in await monitor.rows(version=1)] == ["r1"]
+    assert await monitor.rows(source="shadow") == []

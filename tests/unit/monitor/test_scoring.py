@@ -1,0 +1,103 @@
+"""Every token counts for its own version, and a number that is none is named."""
+
+from typing import Any
+
+import pytest
+
+from rollout_service.errors import InvalidRequest, MalformedRequest, NotFound
+from rollout_service.monitor.recent import RecentRollout, RecentRollouts
+from rollout_service.monitor.scoring import found, parse_report, score
+from rollout_service.monitor.statistics import Sums
+from tests.unit.monitor.batches import BOUND, statistics_of
+from tests.unit.monitor.reports import body, full, rollout, span
+
+
+def scored(body: bytes, recent: RecentRollouts | None = None) -> dict[int, Sums]:
+    """Sums by version."""
+    report = parse_report(body)
+    statistics = score(report, found(report, recent or RecentRollouts(0)), BOUND)
+    assert {(key.replica_id, key.source) for key in statistics} <= {("r1", "trainer")}
+    return {key.version: each.sums for key, each in statistics.items()}
+
+
+def test_a_sequence_of_one_version_counts_as_tokens_and_as_a_sequence() -> None:
+    sums = scored(body(full([-1.0, -2.0], [-1.5, -1.0]), full([-0.5], [-0.25])))
+    assert sums == {3: statistics_of([[(-1.0, -1.5), (-2.0, -1.0)], [(-0.5, -0.25)]]).sums}
+
+
+def test_a_sequence_of_two_versions_counts_each_token_for_its_own_and_for_neither_as_a_sequence() -> None:
+    sums = scored(body(full([-1.0, -2.0, -3.0], [-1.5, -1.0, -3.0], [span(3, 0, 1), span(4, 1, 3)])))
+    assert (sums[3].tokens, sums[3].sequences, sums[3].k1) == (1, 0, -0.5)
+    assert (sums[4].tokens, sums[4].sequences, sums[4].k1) == (2, 0, 1.0)
+
+
+def test_masked_tokens_have_no_influence_whatever_stands_there() -> None:
+    spans = [span(3, 0, 2), span(4, 2, 3)]
+    masked = full([float("nan"), -2.0, 7.0], [-1.0, -1.0, float("inf")], spans, mask=[False, True, False])
+    assert scored(body(masked)) == {3: statistics_of([[(-2.0, -1.0)]]).sums}
+
+
+def test_a_completion_without_a_token_that_counts_is_in_no_row() -> None:
+    assert scored(body(full([], [], []), full([-1.0], [-1.0], mask=[False]))) == {}
+
+
+def test_a_remembered_rollout_gives_the_same_as_one_in_full() -> None:
+    logprobs = [[-0.5, -1.25], [-2.0]]
+    trainer = [[-0.75, -1.0], [-2.5]]
+    recent = RecentRollouts(10_000)
+    recent.remember([RecentRollout.of(rollout("a", *logprobs))])
+    by_id = body(*({"trainer_logprobs": row} for row in trainer), request_id="a", replica_id=None)
+    in_full = body(*(full(*rows) for rows in zip(trainer, logprobs, strict=True)))
+    assert scored(by_id, recent) == scored(in_full)
+
+
+def test_a_completion_of_a_remembered_rollout_may_be_named_by_its_index() -> None:
+    recent = RecentRollouts(10_000)
+    recent.remember([RecentRollout.of(rollout("a", [-0.5], [-2.0]))])
+    assert scored(body({"trainer_logprobs": [-2.5], "index": 1}, request_id="a"), recent)[3].k1 == 0.5
+    with pytest.raises(InvalidRequest, match=r"rollout a has no completion 2: it has \[0, 1\]"):
+        scored(body({"trainer_logprobs": [-2.5], "index": 2}, request_id="a"), recent)
+
+
+def test_all_rollouts_that_are_not_remembered_are_named() -> None:
+    report = parse_report(
+        b'{"rollouts": [{"request_id": "a", "completions": [{"trainer_logprobs": []}]},'
+        b' {"request_id": "b", "completions": [{"trainer_logprobs": []}]}]}'
+    )
+    with pytest.raises(NotFound, match=r"2 of 2 rollouts are not remembered \(a, b\)") as missing:
+        found(report, RecentRollouts(0))
+    assert missing.value.detail == {"request_ids": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("completion", "says"),
+    [
+        (full([-1.0], [-1.0, -1.0]), r"\.trainer_logprobs has 1 entries, but 2 tokens were sampled"),
+        (full([-1.0], [-1.0], mask=[]), r"\.mask has 0 entries, but 1 tokens"),
+        (full([-1.0, 0.01], [-1.0, -1.0]), r"\.trainer_logprobs\[1\] is 0.01 \(1 such of 2\)"),
+        (full([float("nan")], [-1.0]), r"\.trainer_logprobs\[0\] is nan"),
+        (full([-1.0], [float("-inf")]), r"\.rollout_logprobs\[0\] is -inf"),
+        (full([-1e300], [-1.0]), r"\.trainer_logprobs\[0\] is -1e\+300"),
+        (full([-1.0, -1.0], [-1.0, -1.0], [span(3, 0, 1)]), r"\.spans do not cover the 2 tokens"),
+        (full([-1.0, -1.0], [-1.0, -1.0], [span(3, 1, 2)]), r"\.spans do not cover the 2 tokens"),
+        (full([-1.0], [-1.0], []), r"\.spans do not cover the 1 tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_place(completion: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"rollouts\[0\]\.completions\[1\]" + says):
+        scored(body(full([-1.0], [-1.0]), completion))
+
+
+def test_a_logprob_just_above_zero_is_rounding() -> None:
+    assert scored(body(full([1e-6], [0.0])))[3].tokens == 1
+
+
+@pytest.mark.parametrize("malformed", [b"", b"{", b"\xff"])
+def test_what_is_no_json_is_refused_as_such(malformed: bytes) -> None:
+    with pytest.raises(MalformedRequest, match="the body is not JSON"):
+        parse_report(malformed)
+
+
+def test_a_field_that_does_not_exist_is_named() -> None:
+    with pytest.raises(InvalidRequest, match=r"rollouts.0.weight_version is not a field here"):
+        parse_report(body(full([-1.0], [-1.0]), weight_version=3))

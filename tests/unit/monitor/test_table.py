@@ -1,0 +1,75 @@
+"""A table that stays as small as it was told to."""
+
+from rollout_service.monitor.statistics import Statistics
+from rollout_service.monitor.table import ROWS_PER_VERSION, Key, VersionTable
+from tests.unit.monitor.batches import statistics_of
+
+ONE = statistics_of([[(-1.0, -1.5)]])
+TWO = statistics_of([[(-1.0, -1.0), (-2.0, -1.0)]])
+
+
+def add(table: VersionTable, version: int, replica_id: str = "a", statistics: Statistics = ONE) -> bool:
+    return table.add(Key(version, replica_id, "trainer"), statistics) is not None
+
+
+def test_a_hundred_thousand_versions_leave_the_newest_and_all_their_replicas() -> None:
+    table = VersionTable(keep_versions=3)
+    for version in range(100_000):
+        for replica_id in ("a", "b") if version % 1000 else ("a", f"died-{version}"):
+            assert add(table, version, replica_id)
+    assert [(row.version, row.replica_id) for row in table.rows()] == [
+        (version, replica_id) for version in (99_997, 99_998, 99_999) for replica_id in ("a", "b")
+    ]
+    assert sum(len(rows) for rows in table._versions.values()) == 6
+
+
+def test_a_version_that_is_older_than_all_kept_is_not_taken() -> None:
+    table = VersionTable(keep_versions=2)
+    assert add(table, 5) and add(table, 7)
+    assert not add(table, 4)
+    assert add(table, 6)
+    assert [row.version for row in table.rows()] == [6, 7]
+
+
+def test_reports_of_one_replica_are_joined_and_those_of_others_are_not() -> None:
+    table = VersionTable(keep_versions=2)
+    add(table, 1, "a", ONE)
+    add(table, 1, "b", TWO)
+    add(table, 1, "a", TWO)
+    table.add(Key(1, "a", "shadow"), ONE)
+    assert [(row.replica_id, row.source, row.tokens) for row in table.rows()] == [
+        ("a", "shadow", 1),
+        ("a", "trainer", 3),
+        ("b", "trainer", 2),
+    ]
+
+
+def test_replicas_are_merged_per_version_and_source_and_stay_as_they_were() -> None:
+    table = VersionTable(keep_versions=2)
+    add(table, 1, "a", ONE)
+    add(table, 1, "b", TWO)
+    table.add(Key(1, "a", "shadow"), ONE)
+    for _ in range(2):
+        shadow, trainer = table.merged()
+        assert (shadow.replica_id, shadow.source, shadow.tokens) == (None, "shadow", 1)
+        assert (trainer.replica_id, trainer.source, trainer.tokens) == (None, "trainer", 3)
+        assert trainer.k1 == (-0.5 + 0.0 + 1.0) / 3
+        assert trainer.abs_diff_max == 1.0
+
+
+def test_only_what_is_wanted_is_shown() -> None:
+    table = VersionTable(keep_versions=2)
+    add(table, 1, "a")
+    add(table, 2, "b")
+    assert [row.version for row in table.rows(lambda key: key.replica_id == "b")] == [2]
+    assert [row.version for row in table.merged(lambda key: key.version == 1)] == [1]
+
+
+def test_replicas_that_come_and_go_within_a_version_are_bounded_and_the_busy_one_stays() -> None:
+    table = VersionTable(keep_versions=1)
+    for i in range(2 * ROWS_PER_VERSION):
+        add(table, 1, f"crashed-{i}")
+        add(table, 1, "busy")
+    rows = {row.replica_id: row for row in table.rows()}
+    assert len(rows) == ROWS_PER_VERSION
+    assert rows["busy"].tokens == 2 * ROWS_PER_VERSION
