@@ -94,6 +94,11 @@ class EngineConfig(Config):
     linear_backend: str = "auto"
     """vLLM's ``kernel_config.linear_backend``; ``cutlass`` needs no compilation at start on Hopper."""
 
+    staging: Literal["auto", "device", "host", "none"] = "auto"
+    """Where a replica puts the next version while it still serves. ``device``: in GPU memory beside the weights, as
+    large as they are, out of ``gpu_memory_utilization``; closed for milliseconds. ``host``: in pinned memory, closed
+    for as long as PCIe takes. ``none``: it is read from the files while closed. ``auto``: ``device`` on a GPU."""
+
     seed: int = 0
     """Seeds the engine; requests may carry their own."""
 

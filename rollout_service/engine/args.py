@@ -8,7 +8,8 @@ from vllm.config import WeightTransferConfig
 from vllm.platforms import current_platform
 
 from rollout_service.config import ServiceConfig
-from rollout_service.engine.plugin import CPU_BF16, CPU_BLOCK_FP8, TRANSFER_BACKEND
+from rollout_service.engine.plugin import CPU_BF16, CPU_BLOCK_FP8, STAGING_KEY, TRANSFER_BACKEND
+from rollout_service.engine.worker import VersionStaging
 from rollout_service.quant.blockwise import BLOCK
 from rollout_service.quant.recipe import QuantPlan
 from rollout_service.weights.served_model import ServedModel
@@ -47,6 +48,8 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         # the model's generation_config.json must not change what a trainer asked for
         generation_config="vllm",
         weight_transfer_config=WeightTransferConfig(backend=TRANSFER_BACKEND),
+        worker_extension_cls=f"{VersionStaging.__module__}.{VersionStaging.__qualname__}",
+        additional_config=_staging(config, on_cpu),
         enable_prefix_caching=True,
         scheduling_policy="priority",  # with equal priorities: in order of arrival, as with the other policy
         disable_log_stats=True,
@@ -63,6 +66,18 @@ def not_converted(model: ServedModel, plan: QuantPlan) -> tuple[str, ...]:
     """
     routers = (name.removesuffix(".weight") for name in model.shapes if name.endswith(ROUTER_WEIGHTS))
     return tuple(sorted({*plan.not_converted, *routers}))
+
+
+def _staging(config: ServiceConfig, on_cpu: bool) -> dict[str, str]:
+    kind = config.engine.staging
+    if kind == "auto":
+        kind = "none" if on_cpu else "device"
+    if kind != "none" and on_cpu:
+        raise ValueError(
+            f"engine.staging is {kind}, and vLLM's CPU kernels keep packed copies of weights that only its own reload "
+            "renews: set it to auto"
+        )
+    return {} if kind == "none" else {STAGING_KEY: kind}
 
 
 def _quantization(config: ServiceConfig, not_converted: tuple[str, ...], on_cpu: bool) -> dict[str, Any]:
