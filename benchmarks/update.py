@@ -42,6 +42,7 @@ from rollout_service.weights.upload import TrainerRecipe
 from rollout_service.weights.writer import VersionWriter
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 400
+DOORS = ["native", "device", "host", "files"]
 
 
 @dataclass
@@ -144,23 +145,17 @@ async def report(adapter: EngineAdapter) -> dict[str, Any]:
     return dict(answer)
 
 
-async def forget(adapter: EngineAdapter) -> None:
-    """Have the next version loaded by vLLM's own way."""
-    await adapter._llm.collective_rpc("forget_load_plan")
-
-
 async def measure(config: ServiceConfig, folder: Path, cases: dict[str, Case], repeats: int, concurrent: int) -> None:
     """The doors of one kind of staging."""
     model = ServedModel.load(config.model.path)
     version = 0
     async with engine(config, model) as adapter:
         for door, case in cases.items():
+            await adapter._llm.collective_rpc("plan_loads", args=(door != "native",))
             await update(adapter, folder, version := version + 1, Case("", "", 0, 0))  # the first warms up, and teaches
             async with load(adapter, concurrent):
                 await asyncio.sleep(1.0)
                 for _ in range(repeats):
-                    if door == "native":
-                        await forget(adapter)
                     await update(adapter, folder, version := version + 1, case)
                     await asyncio.sleep(0.3)
             last = await report(adapter)
@@ -183,9 +178,12 @@ def copy_limit_s(nbytes: int) -> float:
     return statistics.median(seconds) * nbytes / (4 << 30)
 
 
-def configs(model: Path, eager: bool) -> Iterator[tuple[ServiceConfig, tuple[str, ...]]]:
+def configs(model: Path, eager: bool, doors: list[str]) -> Iterator[tuple[ServiceConfig, tuple[str, ...]]]:
     """One engine for each kind of staging, and the doors that are measured with it."""
-    for staging, doors in (("device", ("native", "device")), ("host", ("host",)), ("none", ("files",))):
+    for staging, offered in (("device", ("native", "device")), ("host", ("host",)), ("none", ("files",))):
+        wanted = tuple(door for door in offered if door in doors)
+        if not wanted:
+            continue
         settings = {
             "model": {"path": model},
             "engine": {
@@ -196,7 +194,7 @@ def configs(model: Path, eager: bool) -> Iterator[tuple[ServiceConfig, tuple[str
                 "gpu_memory_utilization": 0.85,
             },
         }
-        yield ServiceConfig.model_validate(settings), doors
+        yield ServiceConfig.model_validate(settings), wanted
 
 
 def table_of(cases: list[Case]) -> Table:
@@ -215,6 +213,7 @@ def table_of(cases: list[Case]) -> Table:
 def main(
     model: Annotated[list[str] | None, typer.Option(help="qwen3-8b or qwen3-30b-a3b; may be repeated.")] = None,
     layers: Annotated[int | None, typer.Option(help="Fewer layers than the published model.")] = None,
+    door: Annotated[list[str] | None, typer.Option(help="native, device, host or files; may be repeated.")] = None,
     repeats: int = 5,
     concurrent: int = 64,
     eager: Annotated[bool, typer.Option(help="No torch.compile and no CUDA graphs: engines start sooner.")] = False,
@@ -227,7 +226,7 @@ def main(
         for shape in model or ["qwen3-8b"]:
             path = write_config(shape, Path(name) / shape, layers)
             served, version = ServedModel.load(path), Path(name) / f"{shape}-version"
-            for config, doors in configs(path, eager):
+            for config, doors in configs(path, eager, door or DOORS):
                 os.environ.update(engine_environment(config))  # noqa: TID251 - the engine's parent is this process
                 if not version.exists():
                     manifest = write_version(served, config, version)

@@ -167,9 +167,17 @@ def _loadable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter
 def _require_nothing_derived(model: torch.nn.Module) -> None:
     """Tensors beside parameters and buffers may be made from weights (as latent attention's absorbed matrices are)."""
     for name, module in model.named_modules():
-        derived = [key for key, value in vars(module).items() if isinstance(value, torch.Tensor) and key != "kv_cache"]
+        derived = [
+            key
+            for key, value in vars(module).items()
+            if isinstance(value, torch.Tensor) and not (is_deferred_attention_layer(module) and _is_of_kv_cache(key))
+        ]
         if derived:
             raise NoPlan(f"{name} holds tensors that may be made from weights: {derived[:3]}")
+
+
+def _is_of_kv_cache(attribute: str) -> bool:
+    return attribute == "kv_cache" or "_scale" in attribute
 
 
 def _require_same(name: str, parameter: torch.nn.Parameter, copies: list[Copy], area: torch.Tensor) -> None:

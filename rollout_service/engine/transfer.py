@@ -62,6 +62,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         # now, before vLLM measures how much memory is left for the KV cache
         self._area = StagingArea(kind, model, device) if kind is not None else None
         self._plan: LoadPlan | None = None
+        self._may_plan = True
         self._recorder: CopyRecorder | None = None
         self._layerwise: Staged | None = None
         self._is_layerwise = False
@@ -81,9 +82,9 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         """Whether that is done. Raises ValueError or OSError when it failed."""
         return self._area is None or self._area.is_done()
 
-    def forget_plan(self) -> None:
-        """Have the next version loaded layerwise."""
-        self._plan = None
+    def plan_loads(self, allowed: bool) -> None:
+        """Whether versions may be loaded by a plan; the next one is layerwise in either case."""
+        self._plan, self._may_plan = None, allowed
 
     def start_weight_update(self) -> None:
         """Nothing yet: which way it goes depends on the version."""
@@ -133,7 +134,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
 
     def _recorded(self, staged: Staged | None) -> AbstractContextManager[object]:
         self._recorder = None
-        if self._area is None or staged is None:
+        if self._area is None or staged is None or not self._may_plan:
             return nullcontext()
         self._recorder = CopyRecorder(self.model, self._area.memory)
         return self._recorder

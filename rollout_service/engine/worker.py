@@ -21,6 +21,6 @@ class VersionStaging:
         """How the last version was loaded; see ``LogWeightTransferEngine.report``."""
         return dict(self.weight_transfer_engine.report)
 
-    def forget_load_plan(self) -> None:
-        """Load the next version by vLLM's layerwise reload, and learn from it again."""
-        self.weight_transfer_engine.forget_plan()
+    def plan_loads(self, allowed: bool) -> None:
+        """Whether versions may be loaded by a plan, or all by vLLM's layerwise reload."""
+        self.weight_transfer_engine.plan_loads(allowed)
