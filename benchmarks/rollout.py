@@ -166,8 +166,10 @@ def write_weights(folder: Path) -> None:
     torch.cuda.empty_cache()
 
 
-def settings_of(mode: str, model: Path, folder: Path, work: Work, envelope_gb: float | None) -> dict[str, Any]:
-    """The configuration of one mode."""
+def settings_of(
+    mode: str, model: Path, folder: Path, work: Work, envelope_gb: float | None, more: dict[str, Any]
+) -> dict[str, Any]:
+    """The configuration of one mode; ``more``: of the engine's."""
     gpu_gb = torch.cuda.get_device_properties(0).total_memory / 1e9
     prompt_tokens = max(map(len, work.prompts)) + 8
     engine = {
@@ -180,7 +182,7 @@ def settings_of(mode: str, model: Path, folder: Path, work: Work, envelope_gb: f
     return {
         "model": {"path": str(model)},
         "quant": MODES[mode].get("quant", {}),
-        "engine": engine | MODES[mode]["engine"],
+        "engine": engine | MODES[mode]["engine"] | more,
         "scaling": {"num_gpus": 0.9},
         "weights": {"root": str(folder / f"log-{mode}"), "ingest_num_gpus": 0.1},
     }
@@ -218,12 +220,16 @@ def main(
     out: int = 512,
     repeats: int = 3,
     envelope_gb: float | None = None,
+    attention: str = "auto",
+    block_size: int | None = None,
+    staging: str = "auto",
     layers: Annotated[int | None, typer.Option(help="Fewer layers than the published model.")] = None,
     folder: Annotated[Path, typer.Option(help="Where weights and versions are put.")] = Path("/dev/shm"),
     name: Annotated[str, typer.Option(help="Of the result's file.")] = "rollout",
 ) -> None:
     """Measure, print the table, and write benchmarks/results/<machine>/<name>.json."""
     console, cases = Console(), list[Case]()
+    more = {"attention_backend": attention, "block_size": block_size, "staging": staging}
     work = make_work(groups, n, (prompt_min, prompt_max), out, repeats)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         path = write_config(model, Path(temporary) / model, layers)
@@ -231,7 +237,7 @@ def main(
         if set(sides) != {"bare"}:
             write_weights(path)
         for each in mode or ["fp8kv"]:
-            settings = settings_of(each, path, Path(temporary), work, envelope_gb)
+            settings = settings_of(each, path, Path(temporary), work, envelope_gb, more)
             found = [Case(model, each, s, envelope_gb) for s in SIDES if s in sides]
             through_service = [case for case in found if case.side != "bare"]
             if through_service:
@@ -244,7 +250,7 @@ def main(
                 console.log(json.dumps(case.as_json()))
     console.print(table_of(cases))
     shape = {"groups": groups, "n": n, "prompt_tokens": [prompt_min, prompt_max], "output_tokens": out}
-    content = {"shape": shape, "layers": layers, "cases": [case.as_json() for case in cases]}
+    content = {"shape": shape, "engine": more, "layers": layers, "cases": [case.as_json() for case in cases]}
     console.print(f"wrote {results.write(name, content, module='rollout')}")
 
 

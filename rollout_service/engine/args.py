@@ -18,6 +18,8 @@ BLOCK_FP8 = {"activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]
 """vLLM's serialized block-FP8 format: loads our codes and scales as they are, and keeps KV scales loadable
 (the online ``fp8_per_block`` resets them at each update). On the CPU it is read by our own subclass of vLLM's."""
 
+_NO_CHOICE = "there is one kernel for the CPU, and vLLM picks the one for latent attention"
+
 ROUTER_WEIGHTS = (".gate.weight", ".shared_expert_gate.weight")
 
 
@@ -37,6 +39,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.max_num_seqs,
         kv_cache_dtype=engine.kv_cache_dtype,
+        block_size=engine.block_size,
         tensor_parallel_size=engine.tensor_parallel_size,
         distributed_executor_backend="mp" if engine.tensor_parallel_size > 1 else None,
         # torch.compile on the CPU keeps the packed weights of before an update (notes/vllm, §3)
@@ -98,8 +101,11 @@ def _attention(config: ServiceConfig, on_cpu: bool) -> dict[str, Any]:
             )
         # the one for AMX frees kv_b_proj, so that no update can be loaded
         return {"attention_backend": "CPU_MLA"}
+    backend = config.engine.attention_backend
+    if backend != "auto" and (latent or on_cpu):
+        raise ValueError(f"engine.attention_backend is {backend}: {_NO_CHOICE}: set it to auto")
     # FlashAttention reads the live KV scales at each call; FlashInfer freezes them at the first one
-    return {} if latent or on_cpu else {"attention_backend": "FLASH_ATTN"}
+    return {} if latent or on_cpu else {"attention_backend": "FLASH_ATTN" if backend == "auto" else backend}
 
 
 def _kernels(config: ServiceConfig) -> dict[str, Any]:
