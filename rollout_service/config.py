@@ -95,6 +95,17 @@ class EngineConfig(Config):
     linear_backend: str = "auto"
     """vLLM's ``kernel_config.linear_backend``; ``cutlass`` needs no compilation at start on Hopper."""
 
+    attention_backend: Literal["auto", "FLASH_ATTN", "TRITON_ATTN"] = "auto"
+    """vLLM's attention kernels on a GPU; ``auto``: FlashAttention. Both read live KV scales; others freeze them."""
+
+    block_size: int | None = Field(default=None, ge=16)
+    """Tokens of a page of the KV cache; None: vLLM's own choice."""
+
+    staging: Literal["auto", "device", "host", "none"] = "auto"
+    """Where a replica puts the next version while it still serves. ``device``: in GPU memory beside the weights, as
+    large as they are, out of ``gpu_memory_utilization``; closed for milliseconds. ``host``: in pinned memory, closed
+    for as long as PCIe takes. ``none``: it is read from the files while closed. ``auto``: ``device`` on a GPU."""
+
     seed: int = 0
     """Seeds the engine; requests may carry their own."""
 

@@ -26,6 +26,8 @@ from rollout_service.errors import EngineFailed, InvalidRequest, NonFiniteLogpro
 from rollout_service.sampling import Sampling
 from rollout_service.types import Completion, FinishReason, PauseMode, Span
 
+_STAGING_POLL_S = 0.02
+
 
 class EngineAdapter:
     """One vLLM engine. Construct it inside the event loop that will use it; construction takes tens of seconds."""
@@ -95,6 +97,19 @@ class EngineAdapter:
         """Schedule again. Raises EngineFailed if broken: half a version is never served."""
         self._require_sound()
         await self._llm.resume_generation()
+
+    async def stage(self, folder: Path) -> None:
+        """Read a committed version into the workers' staging areas while the engine serves, if it has any.
+
+        Raises EngineFailed when the engine is dead, or a worker could not read it.
+        """
+        self._require_sound()
+        try:
+            await self._llm.collective_rpc("stage_version", args=(str(folder),))
+            while not all(await self._llm.collective_rpc("version_is_staged")):
+                await asyncio.sleep(_STAGING_POLL_S)
+        except Exception as error:
+            raise EngineFailed(f"{folder} could not be staged: {error}") from error
 
     async def load(self, folder: Path, version: int) -> float:
         """Load a committed version while paused; returns seconds. Any failure leaves the engine broken."""

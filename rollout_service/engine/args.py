@@ -8,7 +8,8 @@ from vllm.config import WeightTransferConfig
 from vllm.platforms import current_platform
 
 from rollout_service.config import ServiceConfig
-from rollout_service.engine.plugin import CPU_BF16, CPU_BLOCK_FP8, TRANSFER_BACKEND
+from rollout_service.engine.plugin import CPU_BF16, CPU_BLOCK_FP8, STAGING_KEY, TRANSFER_BACKEND
+from rollout_service.engine.worker import VersionStaging
 from rollout_service.quant.blockwise import BLOCK
 from rollout_service.quant.recipe import QuantPlan
 from rollout_service.weights.served_model import ServedModel
@@ -16,6 +17,8 @@ from rollout_service.weights.served_model import ServedModel
 BLOCK_FP8 = {"activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 """vLLM's serialized block-FP8 format: loads our codes and scales as they are, and keeps KV scales loadable
 (the online ``fp8_per_block`` resets them at each update). On the CPU it is read by our own subclass of vLLM's."""
+
+_NO_CHOICE = "there is one kernel for the CPU, and vLLM picks the one for latent attention"
 
 
 def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_tokenizer: bool) -> AsyncEngineArgs:
@@ -34,6 +37,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.max_num_seqs,
         kv_cache_dtype=engine.kv_cache_dtype,
+        block_size=engine.block_size,
         tensor_parallel_size=engine.tensor_parallel_size,
         distributed_executor_backend="mp" if engine.tensor_parallel_size > 1 else None,
         # torch.compile on the CPU keeps the packed weights of before an update (notes/vllm, §3)
@@ -45,6 +49,8 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         # the model's generation_config.json must not change what a trainer asked for
         generation_config="vllm",
         weight_transfer_config=WeightTransferConfig(backend=TRANSFER_BACKEND),
+        worker_extension_cls=f"{VersionStaging.__module__}.{VersionStaging.__qualname__}",
+        additional_config=_staging(config, on_cpu),
         enable_prefix_caching=True,
         scheduling_policy="priority",  # with equal priorities: in order of arrival, as with the other policy
         disable_log_stats=True,
@@ -60,6 +66,18 @@ def not_converted(model: ServedModel, plan: QuantPlan) -> tuple[str, ...]:
     the config.json of the published FP8 checkpoints.
     """
     return tuple(sorted({*plan.not_converted, *model.routers}))
+
+
+def _staging(config: ServiceConfig, on_cpu: bool) -> dict[str, str]:
+    kind = config.engine.staging
+    if kind == "auto":
+        kind = "none" if on_cpu else "device"
+    if kind != "none" and on_cpu:
+        raise ValueError(
+            f"engine.staging is {kind}, and vLLM's CPU kernels keep packed copies of weights that only its own reload "
+            "renews: set it to auto"
+        )
+    return {} if kind == "none" else {STAGING_KEY: kind}
 
 
 def _quantization(config: ServiceConfig, not_converted: tuple[str, ...], on_cpu: bool) -> dict[str, Any]:
@@ -80,8 +98,11 @@ def _attention(config: ServiceConfig, on_cpu: bool) -> dict[str, Any]:
             )
         # the one for AMX frees kv_b_proj, so that no update can be loaded
         return {"attention_backend": "CPU_MLA"}
+    backend = config.engine.attention_backend
+    if backend != "auto" and (latent or on_cpu):
+        raise ValueError(f"engine.attention_backend is {backend}: {_NO_CHOICE}: set it to auto")
     # FlashAttention reads the live KV scales at each call; FlashInfer freezes them at the first one
-    return {} if latent or on_cpu else {"attention_backend": "FLASH_ATTN"}
+    return {} if latent or on_cpu else {"attention_backend": "FLASH_ATTN" if backend == "auto" else backend}
 
 
 def _kernels(config: ServiceConfig) -> dict[str, Any]:

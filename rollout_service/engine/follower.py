@@ -38,6 +38,7 @@ class Engine(Protocol):
     def broken(self) -> str | None: ...
     async def pause(self, mode: PauseMode) -> None: ...
     async def resume(self) -> None: ...
+    async def stage(self, folder: Path) -> None: ...
     async def load(self, folder: Path, version: int) -> float: ...
 
 
@@ -234,11 +235,19 @@ class Follower:
         logger.info("version %d: staged %.3f s, closed %.3f s", head.version, stage_s, closed_s)
 
     async def _stage(self, head: Head) -> float:
-        """Have every byte here and check it while the engine serves; raises LogCorrupt, or what fetching raises."""
+        """Have every byte here and next to the model, checked, while the engine serves; returns seconds.
+
+        Raises LogCorrupt, or what fetching or the engine raises.
+        """
         started = time.perf_counter()
+        await self._fetch(head)
+        await self._engine.stage(self._log.folder(head.version))
+        return time.perf_counter() - started
+
+    async def _fetch(self, head: Head) -> None:
         if self._copies is None:
             await self._check(head)
-            return time.perf_counter() - started
+            return
         await self._copies.fetch(head)
         try:
             await self._check(head)
@@ -247,7 +256,6 @@ class Follower:
             await self._copies.forget(head.version)
             await self._copies.fetch(head)
             await self._check(head)
-        return time.perf_counter() - started
 
     async def _check(self, head: Head) -> None:
         try:

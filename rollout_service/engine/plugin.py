@@ -4,6 +4,8 @@ import importlib
 
 TRANSFER_BACKEND = "rollout_service_log"
 """Name under which our weight-transfer engine is registered with vLLM."""
+STAGING_KEY = "rollout_service_staging"
+"""Where vLLM's ``additional_config`` says which staging area the transfer engine has; missing: none."""
 CPU_BLOCK_FP8, CPU_BF16 = "rollout_service_cpu_block_fp8", "rollout_service_cpu_bf16"
 """Names under which the quantization configurations of CPU engines are registered with vLLM."""
 

@@ -1,12 +1,15 @@
 """Our weight-transfer engine: loads a committed version from the log's files into a running vLLM worker.
 
-Registered with vLLM by ``plugin.py`` under ``TRANSFER_BACKEND``. vLLM's layerwise reload does the work between
-``start`` and ``finish``; only the folder's path travels through the RPC (vLLM 0.32 cannot pass tensors there).
+Registered with vLLM by ``plugin.py`` under ``TRANSFER_BACKEND``. Only the folder's path travels through the RPC (vLLM
+0.32 cannot pass tensors there).
 """
 
+import logging
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -21,7 +24,12 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
+from rollout_service.engine.load_plan import CopyRecorder, LoadPlan, NoPlan
+from rollout_service.engine.plugin import STAGING_KEY
+from rollout_service.engine.staging_area import Staged, StagingArea
 from rollout_service.weights.manifest import Manifest, read_manifest
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -38,40 +46,110 @@ class LogUpdateInfo(WeightTransferUpdateInfo):
 
 
 class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
-    """Loads whole versions; raises RuntimeError when a parameter, or a part of one, received nothing."""
+    """Loads whole versions; raises RuntimeError when a parameter, or a part of one, received nothing.
+
+    With a staging area, a version is read into it before the engine closes, and the first one teaches a ``LoadPlan``.
+    Later ones of the same layout are copied by that plan; without one, vLLM's layerwise reload loads each.
+    """
 
     init_info_cls = LogInitInfo
     update_info_cls = LogUpdateInfo
     supports_draft_weight_update = False
 
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        kind = vllm_config.additional_config.get(STAGING_KEY)
+        # now, before vLLM measures how much memory is left for the KV cache
+        self._area = StagingArea(kind, model, device) if kind is not None else None
+        self._plan: LoadPlan | None = None
+        self._may_plan = True
+        self._recorder: CopyRecorder | None = None
+        self._layerwise: Staged | None = None
+        self._is_layerwise = False
+        self.report: dict[str, Any] = {}
+        """How the last version was loaded: ``way`` (``plan`` or ``layerwise``), ``copies`` of the plan, ``no_plan``:
+        why there is none."""
+
     def init_transfer_engine(self, init_info: LogInitInfo) -> None:
         """Nothing to connect to."""
 
+    def stage(self, folder: Path) -> None:
+        """Begin to read a version while the engine serves."""
+        if self._area is not None:
+            self._area.start(folder)
+
+    def is_staged(self) -> bool:
+        """Whether that is done. Raises ValueError or OSError when it failed."""
+        return self._area is None or self._area.is_done()
+
+    def plan_loads(self, allowed: bool) -> None:
+        """Whether versions may be loaded by a plan; the next one is layerwise in either case."""
+        self._plan, self._may_plan = None, allowed
+
     def start_weight_update(self) -> None:
-        """Put the parameters back to checkpoint layout. From here on the engine cannot generate."""
+        """Nothing yet: which way it goes depends on the version."""
+
+    def receive_weights(self, update_info: LogUpdateInfo) -> None:
+        """Load every tensor of the version. From here on the engine cannot generate."""
+        folder = Path(update_info.folder)
+        staged = self._area.staged(folder) if self._area is not None else None
+        if staged is not None and self._plan is not None and self._plan.layout == staged.layout:
+            self._plan.run()
+            self.report = {"way": "plan", "copies": self._plan.num_copies}
+        else:
+            self._load_layerwise(folder, staged)
+
+    def finish_weight_update(self) -> None:
+        """Process what was loaded into the kernels' layout, in the old storage; after a plan there is nothing to do."""
+        if self._is_layerwise:
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._is_layerwise = False
+            self._learn()
+
+    def shutdown(self) -> None:
+        """Let the reading end."""
+        if self._area is not None:
+            self._area.finish()
+
+    def _load_layerwise(self, folder: Path, staged: Staged | None) -> None:
         served = {name for name, _ in self.model.named_parameters()}
+        self._is_layerwise, self._layerwise = True, staged
         initialize_layerwise_reload(self.model)
         # what vLLM derives after loading (the absorbed matrices of latent attention) is served but never loaded; a
         # tied head is loaded apart only where it is served apart
-        self._expected = served & {name for name, _ in self.model.named_parameters()}
-
-    def receive_weights(self, update_info: LogUpdateInfo) -> None:
-        """Load every tensor of the version."""
-        folder = Path(update_info.folder)
-        loaded = self.model.load_weights(stored_tensors(folder, read_manifest(folder)))
-        missing = sorted(self._expected - loaded) if loaded is not None else []
+        expected = served & {name for name, _ in self.model.named_parameters()}
+        with self._recorded(staged):
+            loaded = self.model.load_weights(self._tensors(folder, staged))
+        missing = sorted(expected - loaded) if loaded is not None else []
         if missing:
             raise RuntimeError(f"{folder} left {len(missing)} parameters without weights: {missing[:5]}")
         incomplete = incomplete_modules(self.model)
         if incomplete:
             raise RuntimeError(f"{folder} left {len(incomplete)} modules incomplete: {incomplete[:5]}")
 
-    def finish_weight_update(self) -> None:
-        """Process what was loaded into the kernels' layout, in the old storage."""
-        finalize_layerwise_reload(self.model, self.model_config)
+    def _tensors(self, folder: Path, staged: Staged | None) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._area is None or staged is None:
+            return stored_tensors(folder, read_manifest(folder))
+        return self._area.tensors(staged)
 
-    def shutdown(self) -> None:
-        """Nothing is held."""
+    def _recorded(self, staged: Staged | None) -> AbstractContextManager[object]:
+        self._recorder = None
+        if self._area is None or staged is None or not self._may_plan:
+            return nullcontext()
+        self._recorder = CopyRecorder(self.model, self._area.memory)
+        return self._recorder
+
+    def _learn(self) -> None:
+        """Make the plan for the next versions, if there can be one."""
+        self.report, self._plan = {"way": "layerwise"}, None
+        recorder, staged, self._recorder, self._layerwise = self._recorder, self._layerwise, None, None
+        if self._area is None or recorder is None or staged is None:
+            return
+        try:
+            self._plan = LoadPlan.build(staged.layout, recorder.copies, self.model, self._area.memory)
+        except NoPlan as reason:
+            logger.warning("versions are loaded by vLLM's layerwise reload: %s", reason)
+            self.report["no_plan"] = str(reason)
 
 
 def incomplete_modules(model: torch.nn.Module) -> list[str]:

@@ -45,6 +45,7 @@ class OneEngine:
         return stored
 
     async def load(self, folder: Path, version: int) -> None:
+        await self.engine.stage(folder)
         await self.engine.pause("keep")
         await self.engine.load(folder, version)
         await self.engine.resume()
@@ -53,6 +54,11 @@ class OneEngine:
         """See ``Probe.weight_digests``."""
         [digests] = await self.engine._llm.collective_rpc("weight_digests")
         return dict(digests)
+
+    async def load_report(self) -> dict[str, Any]:
+        """How the last version was loaded; see ``LogWeightTransferEngine.report``."""
+        [report] = await self.engine._llm.collective_rpc("load_report")
+        return dict(report)
 
     async def sample(self) -> list[tuple[tuple[int, ...], Completion]]:
         """Prompt and completion, 16 pairs."""

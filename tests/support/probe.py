@@ -7,12 +7,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from rollout_service.engine.cpu_block_gemm import CpuBlockLinearMethod
 from rollout_service.engine.cpu_block_moe import CpuBlockMoEMethod
+from rollout_service.engine.worker import VersionStaging
 
 DECODED = ".decoded"
 """Appended to a parameter's name for the fp32 weights that are multiplied with."""
 
 
-class Probe:
+class Probe(VersionStaging):
     """For vLLM's ``worker_extension_cls``: its methods become the worker's, for ``collective_rpc``."""
 
     def weight_digests(self) -> dict[str, str]:

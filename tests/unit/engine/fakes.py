@@ -53,6 +53,9 @@ class FakeEngine:
         self.calls.append("resume")
         self.paused = False
 
+    async def stage(self, folder: Path) -> None:
+        assert (folder / "manifest.json").is_file()
+
     async def load(self, folder: Path, version: int) -> float:
         assert self.paused and (folder / "manifest.json").is_file()
         await self.loading.passed()

@@ -1,0 +1,82 @@
+"""Many copies between fixed addresses in a few kernel launches.
+
+A mixture of experts has tens of thousands of tensors: copied one by one, their launches take longer than their bytes.
+The source may be pinned host memory, which a GPU reads by its address.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+TILE_BYTES = 32 << 10
+"""What one program of the kernel copies at most."""
+_WIDTHS = {16: tl.int64, 4: tl.int32, 1: tl.int8}
+"""Bytes that addresses and sizes are multiples of → the type to copy in; 16: two ``int64`` a load."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """``rows`` runs of ``row_bytes`` each, from address ``source`` on to ``target`` on, each with its stride."""
+
+    source: int
+    target: int
+    row_bytes: int
+    rows: int = 1
+    source_stride_bytes: int = 0
+    target_stride_bytes: int = 0
+
+
+@triton.jit
+def copy_tiles(table, DTYPE: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr):
+    """One tile a program; ``table`` int64 [tiles, 3]: source and target addresses, and elements of ``DTYPE``.
+
+    ``PAIRS``: addresses are multiples of two elements, and so are sizes.
+    """
+    entry = table + 3 * tl.program_id(0).to(tl.int64)
+    source = tl.load(entry).to(tl.pointer_type(DTYPE))
+    target = tl.load(entry + 1).to(tl.pointer_type(DTYPE))
+    size = tl.load(entry + 2)
+    if PAIRS:
+        source = tl.multiple_of(source, 16)
+        target = tl.multiple_of(target, 16)
+        size = tl.multiple_of(size, 2)
+    element = tl.arange(0, TILE)
+    inside = element < size
+    tl.store(target + element, tl.load(source + element, mask=inside), mask=inside)
+
+
+class GroupedCopy:
+    """Copies between fixed storage, as often as it is run. The caller keeps the storage alive."""
+
+    def __init__(self, copies: Iterable[Rows], device: torch.device) -> None:
+        tiles = np.concatenate([np.zeros((0, 3), np.int64), *map(_tiles, copies)])
+        aligned = np.bitwise_or.reduce(tiles, axis=1)
+        width = np.select([aligned % 16 == 0, aligned % 4 == 0], [16, 4], 1)
+        self._launches = []
+        for nbytes, dtype in _WIDTHS.items():
+            table = tiles[width == nbytes]
+            if len(table):
+                element_bytes = min(nbytes, 8)
+                table[:, 2] //= element_bytes
+                self._launches.append((torch.from_numpy(table).to(device), dtype, element_bytes))
+
+    def run(self) -> None:
+        """Queue the kernels on the current stream."""
+        for table, dtype, element_bytes in self._launches:
+            copy_tiles[(len(table),)](
+                table, DTYPE=dtype, PAIRS=element_bytes == 8, TILE=TILE_BYTES // element_bytes, num_warps=8
+            )
+
+
+def _tiles(copy: Rows) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    """[tiles, 3]: source, target, bytes."""
+    row = np.arange(copy.rows, dtype=np.int64)[:, None]
+    start = np.arange(0, copy.row_bytes, TILE_BYTES, dtype=np.int64)[None, :]
+    size = np.broadcast_to(np.minimum(TILE_BYTES, copy.row_bytes - start), (copy.rows, start.shape[1]))
+    source = copy.source + row * copy.source_stride_bytes + start
+    target = copy.target + row * copy.target_stride_bytes + start
+    return np.stack([source.ravel(), target.ravel(), size.ravel()], axis=1)

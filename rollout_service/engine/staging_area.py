@@ -1,0 +1,154 @@
+"""Memory next to a worker's model that the next version is read into while the engine serves."""
+
+import hashlib
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from rollout_service.weights.manifest import Manifest, StoredTensor, read_manifest
+
+logger = logging.getLogger(__name__)
+
+StagingKind = Literal["device", "host"]
+ALIGNMENT_BYTES = 256
+BOUNCE_BYTES = 32 << 20
+"""Pinned memory through which files reach the device, twice: one half is read into while the other is copied."""
+_SLACK_BYTES = 16 << 20
+"""For alignment, and for what a version holds and the model does not: a tied head."""
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8_e4m3fn": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A version that lies in the area."""
+
+    folder: Path
+    manifest: Manifest
+    offsets: dict[str, int]
+    """File → where its first tensor lies in the area."""
+    layout: str
+    """Equal for versions of equal names, dtypes, shapes and places in the area."""
+
+
+class StagingArea:
+    """Holds one version: ``device`` memory, from which it is loaded at the GPU's speed, or pinned ``host`` memory."""
+
+    def __init__(self, kind: StagingKind, model: torch.nn.Module, device: torch.device) -> None:
+        parameters = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
+        nbytes = sum(parameters.values()) + _SLACK_BYTES
+        self._device = device
+        if kind == "device":
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self._stream = torch.cuda.Stream(device)
+        else:
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._staged: Staged | None = None
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, folder: Path) -> None:
+        """Begin to read a version's files, in a thread of its own. What was staged before is gone."""
+        self.finish()
+        self._staged = self._error = None
+        self._thread = threading.Thread(target=self._run, args=(folder,), name="stage", daemon=True)
+        self._thread.start()
+
+    def is_done(self) -> bool:
+        """Whether the reading has ended. Raises what ended it, if it failed."""
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def finish(self) -> None:
+        """Wait until nothing is read any more."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def staged(self, folder: Path) -> Staged | None:
+        """The version in ``folder``, if it lies here completely."""
+        if self._thread is not None and self._thread.is_alive():
+            return None
+        return self._staged if self._staged is not None and self._staged.folder == folder else None
+
+    def tensors(self, staged: Staged) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors of the version, as views of the area."""
+        for tensor, start in _places(staged.manifest, staged.offsets):
+            view = self.memory[start : start + tensor.nbytes].view(_DTYPES[tensor.dtype]).view(tensor.shape)
+            yield tensor.name, view
+
+    def _run(self, folder: Path) -> None:
+        try:
+            self._staged = self._read(folder)
+        except Exception as error:  # noqa: BLE001 - ``is_done`` raises it to who waits
+            self._error = error
+
+    def _read(self, folder: Path) -> Staged:
+        manifest = read_manifest(folder)
+        offsets, position = {}, 0
+        for file, tensors in manifest.files().items():
+            offsets[file] = position
+            nbytes = tensors[-1].offset + tensors[-1].nbytes - tensors[0].offset
+            position += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if position > self.memory.numel():
+            raise ValueError(
+                f"version {manifest.version} has {position} bytes, and the staging area {self.memory.numel()}: "
+                "it holds more than the model has"
+            )
+        for file, tensors in manifest.files().items():
+            end = tensors[-1].offset + tensors[-1].nbytes
+            self._read_file(folder / file, tensors[0].offset, end, offsets[file])
+        return Staged(folder, manifest, offsets, layout_of(manifest, offsets))
+
+    def _read_file(self, path: Path, start: int, end: int, offset: int) -> None:
+        with path.open("rb", buffering=0) as stream:
+            stream.seek(start)
+            target = self.memory[offset : offset + end - start]
+            if target.device.type == "cpu":
+                _read_into(stream, target, path)
+            else:
+                self._bounce(stream, target, path)
+
+    def _bounce(self, stream: FileIO, target: torch.Tensor, path: Path) -> None:
+        halves = [torch.empty(BOUNCE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        free = [torch.cuda.Event() for _ in halves]
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            for number, piece in enumerate(target.split(BOUNCE_BYTES)):
+                half = halves[number % 2][: piece.numel()]
+                free[number % 2].synchronize()
+                _read_into(stream, half, path)
+                piece.copy_(half, non_blocking=True)
+                free[number % 2].record()
+            self._stream.synchronize()
+
+
+def _read_into(stream: FileIO, target: torch.Tensor, path: Path) -> None:
+    view = memoryview(target.numpy().data)
+    while view.nbytes:
+        count = stream.readinto(view)
+        if not count:
+            raise ValueError(f"{path} ends {view.nbytes} bytes early")
+        view = view[count:]
+
+
+def _places(manifest: Manifest, offsets: dict[str, int]) -> Iterator[tuple[StoredTensor, int]]:
+    """Each tensor with its first byte in the area."""
+    for file, tensors in manifest.files().items():
+        for tensor in tensors:
+            yield tensor, offsets[file] + tensor.offset - tensors[0].offset
+
+
+def layout_of(manifest: Manifest, offsets: dict[str, int]) -> str:
+    """A digest over what lies where."""
+    digest = hashlib.sha256()
+    for tensor, start in _places(manifest, offsets):
+        digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape} {start}\n".encode())
+    return digest.hexdigest()
