@@ -115,7 +115,7 @@ class ErrorSums:
         """
         error = self._k.add(k, counts_k)
         self._v.add(v, counts_k)
-        squares, pairs = _logit_error(q.float() * counts_q[:, None, :, None], error, counts_q, counts_k)
+        squares, pairs = _logit_error(torch.where(counts_q[:, None, :, None], q.float(), 0), error, counts_q, counts_k)
         self._logit = self._logit + squares * scaling**2
         self._pairs = self._pairs + pairs
 
@@ -144,7 +144,7 @@ class _TensorSums:
 
     def add(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """The error of x [batch, num_kv_heads, tokens, head_dim], zero where nothing counts."""
-        x = x.float() * counts[:, None, :, None]
+        x = torch.where(counts[:, None, :, None], x.float(), 0)
         error = fp8_round_trip(x, self._scale) - x
         self._squares = self._squares + x.double().square().sum((0, 2))
         self._error_squares = self._error_squares + error.double().square().sum((0, 2))

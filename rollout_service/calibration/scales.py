@@ -99,7 +99,10 @@ def percentile_over_micro_batches(amax: npt.ArrayLike, percentile: float) -> Ama
 
     The smallest observed value that at least ``percentile`` % of the micro-batches do not exceed.
     """
-    return np.asarray(np.percentile(np.asarray(amax, np.float64), percentile, axis=0, method="inverted_cdf"))
+    ordered = np.sort(np.asarray(amax, np.float64), axis=0)
+    # numpy's percentile divides by 100 first: 0.999 · 1000 comes out above 999, and the largest would be taken
+    rank = math.ceil(round(percentile * len(ordered) / 100, 9))
+    return np.asarray(ordered[max(rank, 1) - 1])
 
 
 def scales_from_amax(
@@ -154,19 +157,13 @@ def _checked(layer: str, observed: npt.ArrayLike) -> Amax:
             f"{layer}: amax has shape {list(amax.shape)}, wanted [num_micro_batches ≥ 1, 3] of q, k, v"
         )
     if not np.isfinite(amax).all():  # before the percentile, which could leave it out
-        raise InvalidRequest(
-            f"{layer}: q, k or v has NaN or infinity in {int((~np.isfinite(amax)).any(1).sum())} passes"
-        )
+        passes = int((~np.isfinite(amax)).any(1).sum())
+        raise InvalidRequest(f"{layer}: q, k or v has NaN or infinity in {passes} of {len(amax)} micro-batches")
     return amax
 
 
 def _require_usable(largest: Mapping[str, Amax]) -> None:
-    dead = [
-        f"{layer}.{x}"
-        for layer, amax in largest.items()
-        for x, value in zip(TENSORS, amax, strict=True)
-        if not value > 0
-    ]
+    dead = [f"{layer}.{TENSORS[i]}" for layer, amax in largest.items() for i in np.flatnonzero(amax <= 0)]
     if dead:
         raise InvalidRequest(
             f"{len(dead)} tensors were zero throughout, which gives no scale: {dead[:5]}. Was the model loaded?",

@@ -70,7 +70,7 @@ def test_keys_beyond_448_saturate_with_unit_scales_and_not_with_calibrated_ones(
     amax = float(k.abs().max())
     unit, calibrated = ErrorSums(UNIT), ErrorSums(LayerScales(q=1, k=amax / 448, v=1))
     for sums in (unit, calibrated):
-        sums.add(k * 1e-3, k, k * 0.01, ALL, ALL, 0.25)
+        sums.add(k * 1e-5, k, k * 0.01, ALL, ALL, 0.25)
     assert unit.result().k_saturated == pytest.approx(saturated_share(k, 1.0))
     assert list(unfit_layers({"l": unit.result()})) == ["l"]
     assert unfit_layers({"l": calibrated.result()}) == {}

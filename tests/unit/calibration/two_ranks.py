@@ -1,4 +1,4 @@
-"""Two ranks of FSDP2 that observe different tokens. ``python -m tests.unit.calibration.two_ranks STORE`` is the second."""
+"""Two ranks of FSDP2 on different tokens. ``python -m tests.unit.calibration.two_ranks STORE`` is the second."""
 
 import sys
 from datetime import timedelta
