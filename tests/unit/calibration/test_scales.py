@@ -1,0 +1,98 @@
+"""From largest absolute values to scales, by hand; and their file."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from rollout_service.calibration import KVScales, LayerScales, ScaledFrom, scales_from_amax
+from rollout_service.calibration.scales import percentile_over_micro_batches
+from rollout_service.errors import InvalidRequest
+
+ONE = {"layers.0": [[448.0, 896.0, 4.48]]}
+
+
+def test_a_scale_is_amax_times_margin_over_448() -> None:
+    scales = scales_from_amax([ONE], model="m", tokens=3)
+    assert scales.layers["layers.0"] == LayerScales(q=1.05, k=2 * 1.05, v=4.48 * 1.05 / 448)
+
+
+def test_the_percentile_is_the_nearest_rank() -> None:
+    amax = np.arange(1.0, 11.0)[:, None]
+    assert [percentile_over_micro_batches(amax, p)[0] for p in (10, 11, 50, 90, 91, 99.9)] == [1, 2, 5, 9, 10, 10]
+
+
+def test_of_a_thousand_micro_batches_the_default_leaves_the_largest_out() -> None:
+    amax = {"layers.0": [[1.0, 1.0, 1.0]] * 999 + [[100.0, 1.0, 1.0]]}
+    scales = scales_from_amax([amax], model="m", tokens=1, how=ScaledFrom(margin=448))
+    assert scales.layers["layers.0"].q == 1
+    assert scales_from_amax([amax], model="m", tokens=1, how=ScaledFrom(percentile=100, margin=448)).layers[
+        "layers.0"
+    ].q == pytest.approx(100)
+
+
+def test_the_largest_rank_counts_and_ranks_may_hold_other_layers() -> None:
+    ranks = [{"l.2": torch.tensor([[1.0, 5.0, 1.0]])}, {"l.2": [[2.0, 3.0, 1.0]], "l.10": [[1.0, 1.0, 1.0]]}]
+    scales = scales_from_amax(ranks, model="m", tokens=1, how=ScaledFrom(margin=448))
+    assert list(scales.layers) == ["l.2", "l.10"]
+    assert scales.layers["l.2"] == LayerScales(q=2, k=5, v=1)
+    assert scales.provenance.ranks == 2
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_one_pass_with_a_number_that_is_none_is_refused_with_its_layer(bad: float) -> None:
+    with pytest.raises(InvalidRequest, match=r"l\.0: .*1 of 2000 micro-batches"):
+        scales_from_amax([{"l.0": [[1.0, 1.0, 1.0]] * 1999 + [[1.0, bad, 1.0]]}], model="m", tokens=1)
+
+
+def test_what_gives_no_scale_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"zero throughout.*l\.0\.v"):
+        scales_from_amax([{"l.0": [[1.0, 1.0, 0.0]]}], model="m", tokens=1)
+    with pytest.raises(InvalidRequest, match="forward pass"):
+        scales_from_amax([{}], model="m", tokens=0)
+    with pytest.raises(InvalidRequest, match=r"\[3\]"):
+        scales_from_amax([{"l.0": [1.0, 1.0, 1.0]}], model="m", tokens=1)
+
+
+def test_the_names_are_those_of_a_checkpoint() -> None:
+    assert list(scales_from_amax([ONE], model="m", tokens=3).named()) == [f"layers.0.{x}_scale" for x in "qkv"]
+
+
+def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
+    scales = scales_from_amax([ONE], model="m", tokens=3)
+    scales.save(tmp_path / "scales.json")
+    assert KVScales.load(tmp_path / "scales.json") == scales
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ('"format": 1', '"format": 2', "format"),
+        ('"q": 1.05', '"q": 0', "layers.layers.0.q"),
+        ('"q": 1.05', '"q": null', "layers.layers.0.q"),
+        ('"k":', '"kk":', "layers.layers.0.k"),
+        ("{", "", "file"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_with_the_place(tmp_path: Path, old: str, new: str, why: str) -> None:
+    path = tmp_path / "scales.json"
+    scales_from_amax([ONE], model="m", tokens=3).save(path)
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(InvalidRequest, match=why):
+        KVScales.load(path)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_scale_is_positive_and_finite(bad: float) -> None:
+    with pytest.raises(ValidationError):
+        LayerScales(q=1, k=bad, v=1)
+
+
+def test_scales_of_another_model_name_what_is_missing_and_unknown() -> None:
+    scales = scales_from_amax([ONE], model="m", tokens=3)
+    scales.require_layers(["layers.0"])
+    with pytest.raises(InvalidRequest, match=r"missing \['layers.1'\], unknown \['layers.0'\]"):
+        scales.require_layers(["layers.1"])
