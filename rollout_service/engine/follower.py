@@ -18,6 +18,8 @@ from ray.serve.exceptions import RayServeException
 
 from rollout_service.config import WeightsConfig
 from rollout_service.errors import EngineFailed, LogCorrupt, NotFound
+from rollout_service.metrics import table
+from rollout_service.metrics.process import count_update, record
 from rollout_service.types import PauseMode, ReplicaState, ReplicaStatus, UpdateTimings
 from rollout_service.weights.fleet import Wish
 from rollout_service.weights.log import Head, WeightLog
@@ -164,6 +166,7 @@ class Follower:
                 self._woken.set()
             except LogCorrupt as error:  # found before the engine was closed: it goes on serving what it has
                 self._state, self._error, self._target = "stale", str(error), None
+                record(table.UPDATES, outcome="unreadable")
                 wait_s = self._back_off(head)
                 logger.error("staying at version %s, looking again in %.1f s: %s", self.version, wait_s, error)
                 await self._report()
@@ -206,6 +209,7 @@ class Follower:
             self.version = head.version
             self._moved.notify_all()
         self._update = UpdateTimings(stage_s=stage_s, closed_s=closed_s, load_s=load_s)
+        count_update(self._update, self._log.folder(head.version))
         self._state, self._target, self._error = "ready", None, None
         logger.info("version %d: staged %.3f s, closed %.3f s", head.version, stage_s, closed_s)
 

@@ -7,6 +7,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 
 from rollout_service.autoscaling import KV_USAGE, RUNNING, SERVING, VERSION, WAITING
+from rollout_service.metrics.process import set_load
 from rollout_service.types import ReplicaStatus
 
 FRESH_S = 5.0
@@ -53,3 +54,9 @@ def autoscaling_stats(status: ReplicaStatus, log: SchedulerLog) -> dict[str, flo
     serving = status.state == "ready" and not status.paused and status.error is None
     version = -1 if status.version is None else status.version
     return {**log.load(status.running), VERSION: float(version), SERVING: float(serving)}
+
+
+def show_load(status: ReplicaStatus, log: SchedulerLog) -> None:
+    """Export the same for Prometheus; vLLM's own gauges vanish while it idles or is paused."""
+    load = log.load(status.running)
+    set_load(load[RUNNING], load[WAITING], load[KV_USAGE])

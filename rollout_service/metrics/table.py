@@ -115,16 +115,22 @@ KV_USAGE = _process("kv_usage_ratio", "gauge", "ratio", (), "Share of the KV cac
 
 # --- ingest
 
-UPLOAD_PARTS = _process("upload_parts_total", "counter", "", (), "Parts taken in, those that came twice only once.")
+UPLOAD_PARTS = _process("upload_parts_total", "counter", "", (), "Parts received and checked.")
 UPLOAD_BYTES = _process("upload_bytes_total", "counter", "bytes", (), "Bytes of these parts.")
 QUANTIZE_SECONDS = _process(
     "quantize_seconds_total", "counter", "seconds", (),
     "Time in which tensors were read, quantized and written. With the bytes: the ingest's GB/s.",
 )  # fmt: skip
 QUANTIZE_BYTES = _process(
-    "quantize_bytes_total", "counter", "bytes", (), "Bytes of the tensors that came out of it, as they are stored."
+    "quantize_bytes_total", "counter", "bytes", (), "Bytes of the tensors that went into it, as the trainer sent them."
 )
-COMMITS = _process("commits_total", "counter", "", ("outcome",), "Commits: ok, or the class of the error in errors.py.")
+COMMITS = _process(
+    "commits_total",
+    "counter",
+    "",
+    ("outcome",),
+    "Commits, repeated ones and version 0 among them: ok, or the class of the error in errors.py.",
+)
 COMMIT_SECONDS = _process(
     "commit_seconds", "histogram", "seconds", (),
     "From a commit's beginning until the version is the newest: waits for the last conversions, and syncs the files.",
@@ -143,6 +149,11 @@ REPLICAS = _service(
 )
 REPLICAS_MIN = _service("replicas_min", "gauge", "", (), "scaling.min_replicas.")
 REPLICAS_MAX = _service("replicas_max", "gauge", "", (), "scaling.max_replicas.")
+REPLICA_STARTS = _service("replica_starts_total", "counter", "", (), "Replicas that came since the ingest started.")
+REPLICA_FAILURES = _service(
+    "replica_failures_total", "counter", "", (),
+    "Replicas that failed (dead engine, half a version), or went without having drained.",
+)  # fmt: skip
 REPLICA_VERSION = _service("replica_version", "gauge", "versions", ("replica",), "The version that a replica serves.")
 STALENESS_VERSIONS = _service(
     "replica_staleness_versions", "gauge", "versions", ("replica",),
@@ -272,7 +283,7 @@ VLLM = (
 SERVE = (
     _serve(
         "autoscaling_target_replicas", "gauge", "",
-        "XX",
+        "Replicas that Serve is to have; of the engine deployment: what our policy decided. Actual: rollout_replicas.",
     ),
     _serve("deployment_replica_starts_total", "counter", "", "Replicas started, restarts included."),
     _serve("deployment_replica_healthy", "gauge", "", "1 while a replica's health check passes."),

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import CommitTimeout, LogCorrupt, NotFound, NotReady, RolloutServiceError, VersionConflict
+from rollout_service.metrics.process import counted_commit
+from rollout_service.metrics.state import Observer, ServiceState
 from rollout_service.types import Failure, Fleet, PauseMode, ReplicaStatus, WeightStatus
 from rollout_service.weights.convert import Converter
 from rollout_service.weights.files import DISK_FULL, WriterLock, no_room
@@ -50,6 +52,7 @@ class Ingest:
         self._lock = WriterLock(config.weights.root)
         self._wish: Wish | None = None
         self._fleet = FleetTable(config.weights.dead_after_s, may_be_empty=config.scaling.min_replicas == 0)
+        self._observer = Observer(self._log, config.scaling)
         self._writing, self._controlling = asyncio.Lock(), asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._noted: frozenset[str] = frozenset()
@@ -91,6 +94,7 @@ class Ingest:
         head = self._log.head()
         self._noted = self._log.fleet()
         self._fleet.wait_for(self._noted)
+        self._observer.known(self._noted)
         if head is None:
             logger.info("the log at %s is empty: version 0 is made from %s", self._log.root, self._config.model.path)
             path = self._config.model.path
@@ -199,6 +203,11 @@ class Ingest:
             raise NotReady("version 0 is still being made from the model's folder")
         return Fleet(latest_version=self._wish.version, paused=self._wish.paused, replicas=self._fleet.live())
 
+    async def state(self) -> ServiceState:
+        """What ``GET /metrics`` is made of. Raises NotReady until there is a version 0."""
+        self._observe()
+        return await self._observer.state(await self.fleet(), tuple(await self.versions()))
+
     # --- replicas
 
     async def sync(self, status: ReplicaStatus, seen: Wish | None) -> Wish:
@@ -212,6 +221,7 @@ class Ingest:
     async def report(self, status: ReplicaStatus) -> None:
         """A replica's report alone."""
         self._fleet.report(status)
+        self._observe()
         await self._notify()
         live = frozenset(replica.replica_id for replica in self._fleet.live())
         if live != self._noted and self._fleet.is_complete():
@@ -224,6 +234,7 @@ class Ingest:
         manifest = self._log.manifest(version)
         return manifest.digest, manifest.total_bytes
 
+    @counted_commit
     async def _commit(self, version: int, request: CommitUpload) -> None:
         async with self._writing:
             if version in self._log.versions():
@@ -281,6 +292,10 @@ class Ingest:
         while True:
             await asyncio.sleep(min(60.0, self._config.weights.staged_ttl_s / 4))
             await self._to_the_end(self._expire())
+
+    def _observe(self) -> None:
+        if self._fleet.is_complete():
+            self._observer.saw(self._fleet.live())
 
     async def _note_fleet(self) -> None:
         async with self._controlling:
