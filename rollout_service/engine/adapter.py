@@ -20,9 +20,8 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
-from rollout_service.engine.load import SchedulerLog
+from rollout_service.engine.load import RayStats, SchedulerLog
 from rollout_service.errors import EngineFailed, InvalidRequest, NonFiniteLogprob
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
@@ -36,7 +35,7 @@ class EngineAdapter:
     def __init__(self, args: AsyncEngineArgs) -> None:
         self.scheduler = SchedulerLog()
         """What the engine was doing at its last step."""
-        loggers = [lambda _config, _index: self.scheduler, RayPrometheusStatLogger]
+        loggers = [lambda _config, _index: self.scheduler, RayStats]
         self._llm = AsyncLLM.from_engine_args(args, stat_loggers=loggers)
         self._half_loaded: str | None = None
         self._generating: set[asyncio.Task[tuple[Completion, ...]]] = set()

@@ -9,7 +9,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -123,7 +123,8 @@ def _count_answer(rollout: Rollout) -> None:
 def count_update(timings: UpdateTimings, folder: Path) -> None:
     """Count a replica's update to the version in ``folder``."""
     record(table.UPDATES, outcome="ok")
-    record(table.UPDATE_BYTES, sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+    with suppress(FileNotFoundError):  # an ingest that holds this replica for dead removes what it served
+        record(table.UPDATE_BYTES, sum(path.stat().st_size for path in folder.glob("*.safetensors")))
     for stage, seconds in stages(timings).items():
         record(table.UPDATE_SECONDS, seconds, stage=stage)
 

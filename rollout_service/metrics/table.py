@@ -96,8 +96,8 @@ CONTINUATIONS = _process(
 
 UPDATES = _process(
     "updates_total", "counter", "", ("outcome",),
-    "Weight versions that a replica went to: ok, unreadable (it goes on with the version before) or failed (half "
-    "loaded; it is replaced).",
+    "Weight versions that a replica went to: ok, unreadable (it goes on with the version before, and tries again) or "
+    "failed (half loaded; it is replaced).",
 )  # fmt: skip
 UPDATE_SECONDS = _process(
     "update_seconds", "histogram", "seconds", ("stage",),
@@ -277,7 +277,10 @@ VLLM = (
     _vllm("request_success_total", "counter", "", "Sequences that ended, by finished_reason.", ("finished_reason",)),
     _vllm("request_queue_time_seconds", "histogram", "seconds", "From arrival in the engine to the first step."),
     _vllm("time_to_first_token_seconds", "histogram", "seconds", "From arrival in the engine to the first token."),
-    _vllm("inter_token_latency_seconds", "histogram", "seconds", "Between two tokens of a sequence."),
+    _vllm(
+        "request_time_per_output_token_seconds", "histogram", "seconds",
+        "Mean time between a sequence's tokens. inter_token_latency_seconds costs too much and is left out.",
+    ),
     _vllm("e2e_request_latency_seconds", "histogram", "seconds", "From arrival in the engine to the last token."),
 )  # fmt: skip
 SERVE = (
