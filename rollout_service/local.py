@@ -26,6 +26,8 @@ class LocalService:
 
     url: str
     config: ServiceConfig
+    metrics_targets: tuple[str, ...]
+    """URLs that Prometheus scrapes: the service's, and that of each node's Ray agent; see docs/metrics.md."""
 
 
 def load_config(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> ServiceConfig:
@@ -51,7 +53,7 @@ def running_service(
     config = load_config(path, overrides)
     port = port or free_port()
     ray.init(
-        "local",  # never a cluster that happens to run on this machine
+        address="local",  # another cluster on this machine is none of ours
         num_cpus=LOGICAL_CPUS,
         namespace="serve",
         include_dashboard=False,
@@ -63,10 +65,15 @@ def running_service(
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(build(config), name=APPLICATION, route_prefix="/")
-        yield LocalService(url=f"http://127.0.0.1:{port}", config=config.resolved())
+        url = f"http://127.0.0.1:{port}"
+        yield LocalService(url=url, config=config.resolved(), metrics_targets=(f"{url}/metrics", *_agents()))
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+def _agents() -> list[str]:
+    return [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in ray.nodes()]
 
 
 def free_port() -> int:

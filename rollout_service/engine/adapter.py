@@ -21,8 +21,10 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from rollout_service.engine.load import SchedulerLog
+from rollout_service.engine.load import RayStats, SchedulerLog
 from rollout_service.errors import EngineFailed, InvalidRequest, NonFiniteLogprob
+from rollout_service.metrics import table
+from rollout_service.metrics.process import record
 from rollout_service.sampling import Sampling
 from rollout_service.types import Completion, FinishReason, PauseMode, Span
 
@@ -35,7 +37,8 @@ class EngineAdapter:
     def __init__(self, args: AsyncEngineArgs) -> None:
         self.scheduler = SchedulerLog()
         """What the engine was doing at its last step."""
-        self._llm = AsyncLLM.from_engine_args(args, stat_loggers=[lambda _config, _index: self.scheduler])
+        loggers = [lambda _config, _index: self.scheduler, RayStats]
+        self._llm = AsyncLLM.from_engine_args(args, stat_loggers=loggers)
         self._half_loaded: str | None = None
         self._generating: set[asyncio.Task[tuple[Completion, ...]]] = set()
 
@@ -122,6 +125,7 @@ class EngineAdapter:
             await self._llm.finish_weight_update(weight_version=str(version))
         except Exception as error:
             self._half_loaded = f"loading version {version} failed: {error}"
+            record(table.UPDATES, outcome="failed")
             for task in self._generating:  # kept over the update, they would wait for ever
                 task.cancel()
             raise EngineFailed(self._half_loaded) from error

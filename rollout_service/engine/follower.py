@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 from rollout_service.config import WeightsConfig
 from rollout_service.errors import EngineFailed, InsufficientStorage, LogCorrupt, NotFound, NotReady
+from rollout_service.metrics import table
+from rollout_service.metrics.process import count_update, record
 from rollout_service.types import PauseMode, ReplicaState, ReplicaStatus, UpdateTimings
 from rollout_service.weights.copies import RAY_FAILURES, Copies
 from rollout_service.weights.fleet import Wish
@@ -182,6 +184,7 @@ class Follower:
                 if head is not None:
                     await self._stay(error)
             except (LogCorrupt, InsufficientStorage) as error:
+                record(table.UPDATES, outcome="unreadable")
                 wait_s = self._back_off(head)
                 logger.error("staying at version %s, looking again in %.1f s: %s", self.version, wait_s, error)
                 await self._stay(error)
@@ -229,6 +232,7 @@ class Follower:
             self.version = head.version
             self._moved.notify_all()
         self._update = UpdateTimings(stage_s=stage_s, closed_s=closed_s, load_s=load_s)
+        count_update(self._update, self._log.folder(head.version))
         self._state, self._target, self._error = "ready", None, None
         if self._copies is not None:
             self._copies.release(but=head.version)

@@ -10,7 +10,7 @@ from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.args import engine_args, not_converted
 from rollout_service.engine.follower import Follower
-from rollout_service.engine.load import autoscaling_stats
+from rollout_service.engine.load import autoscaling_stats, show_load
 from rollout_service.engine.plugin import register
 from rollout_service.engine.starting import Announcement
 from rollout_service.errors import EngineFailed, NotReady, Overloaded, TooEarly
@@ -88,6 +88,7 @@ class EngineReplica:
         """Serve's hook: what the router knows of this replica."""
         self._stats_asked_at = time.monotonic()
         status = self._follower.status()
+        show_load(status, self._engine.scheduler)
         return {"version": status.version, "state": status.state, "running": self._admission.by_origin()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

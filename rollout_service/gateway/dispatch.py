@@ -18,6 +18,8 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from rollout_service.config import EngineConfig
 from rollout_service.errors import EngineFailed, NotReady, Overloaded, RolloutServiceError, TooEarly
 from rollout_service.gateway.partials import joined, kept, remainder
+from rollout_service.metrics import table
+from rollout_service.metrics.process import outcome_of, record
 from rollout_service.sampling import GenerateCall
 from rollout_service.tasks import raise_first_failure
 from rollout_service.types import Completion, Fleet, OnAbort, Rollout
@@ -83,6 +85,7 @@ class Dispatcher:
         progress = _Progress(attempts)
         while completion.finish_reason == "abort" and progress.attempts < self._limits.max_attempts:
             progress.attempts += 1
+            record(table.CONTINUATIONS, cause="abort")
             base = kept(completion, call.sampling)
             try:
                 rollout = await self._generated(remainder(call, base, progress.attempts), progress)
@@ -104,6 +107,7 @@ class Dispatcher:
                         {"attempts": progress.attempts},
                     ) from lost.error
                 progress.attempts += 1
+                record(table.CONTINUATIONS, cause="lost")
                 progress.lost_on += (lost.replica_id,) if lost.replica_id else ()
 
     async def _taken(self, call: GenerateCall, progress: _Progress) -> Rollout:
@@ -114,6 +118,7 @@ class Dispatcher:
             try:
                 return await self._sent(call.model_copy(update={"avoid": tuple(sorted(refused))}))
             except _REFUSALS as refusal:
+                record(table.REFUSALS, reason=outcome_of(refusal))
                 replica_id = refusal.detail.get("replica_id")
                 if replica_id is not None and replica_id not in refused:
                     refused.add(replica_id)

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from rollout_service.errors import InvalidRequest, NotFound
 from rollout_service.gateway.services import Services
+from rollout_service.metrics.process import counted_rollout
 from rollout_service.sampling import GenerateCall, Sampling
 from rollout_service.types import Frozen, OnAbort, Rollout
 
@@ -89,6 +90,7 @@ def _check_length(prompt_tokens: int, sampling: Sampling, max_model_len: int) ->
         raise InvalidRequest(f"min_tokens={sampling.min_tokens} is above max_tokens={sampling.max_tokens}")
 
 
+@counted_rollout
 async def roll_out(
     prompt: tuple[int, ...],
     sampling: Sampling,

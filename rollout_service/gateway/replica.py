@@ -7,7 +7,7 @@ from ray import serve
 
 from rollout_service import __version__
 from rollout_service.config import ServiceConfig
-from rollout_service.gateway import completions, control, generate, mismatch, models, weights
+from rollout_service.gateway import completions, control, generate, metrics, mismatch, models, weights
 from rollout_service.gateway.services import Services
 from rollout_service.web.errors import install_error_handlers
 
@@ -17,7 +17,7 @@ def create_app(services: Services) -> FastAPI:
     app = FastAPI(title="rollout service", version=__version__)
     app.state.services = services
     install_error_handlers(app)
-    for surface in (generate, completions, models, weights, mismatch, control):
+    for surface in (generate, completions, models, weights, mismatch, control, metrics):
         app.include_router(surface.router)
     return app
 

@@ -13,6 +13,8 @@ from ray import ObjectRef
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import CommitTimeout, LogCorrupt, NotFound, NotReady, RolloutServiceError, VersionConflict
+from rollout_service.metrics.process import counted_commit
+from rollout_service.metrics.state import Observer, ServiceState
 from rollout_service.types import Failure, Fleet, PauseMode, ReplicaStatus, WeightStatus
 from rollout_service.weights.convert import Converter
 from rollout_service.weights.files import DISK_FULL, WriterLock, no_room
@@ -55,6 +57,7 @@ class Ingest:
         self._offers = Offers(self._log)
         self._wish: Wish | None = None
         self._fleet = FleetTable(config.weights.dead_after_s, may_be_empty=config.scaling.min_replicas == 0)
+        self._observer = Observer(self._log, config.scaling)
         self._writing, self._controlling = asyncio.Lock(), asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._noted: frozenset[str] = frozenset()
@@ -97,6 +100,7 @@ class Ingest:
         self._log.sign()
         self._noted = self._log.fleet()
         self._fleet.wait_for(self._noted)
+        self._observer.known(self._noted)
         if head is None:
             logger.info("the log at %s is empty: version 0 is made from %s", self._log.root, self._config.model.path)
             path = self._config.model.path
@@ -222,6 +226,11 @@ class Ingest:
             raise NotReady("version 0 is still being made from the model's folder")
         return Fleet(latest_version=self._wish.version, paused=self._wish.paused, replicas=self._fleet.live())
 
+    async def state(self) -> ServiceState:
+        """What ``GET /metrics`` is made of. Raises NotReady until there is a version 0."""
+        self._observe()
+        return await self._observer.state(await self.fleet(), tuple(await self.versions()))
+
     # --- replicas
 
     async def sync(self, status: ReplicaStatus, seen: Wish | None) -> Wish:
@@ -257,6 +266,7 @@ class Ingest:
     # --- inside
 
     async def _fleet_changed(self) -> None:
+        self._observe()
         await self._notify()
         live = frozenset(replica.replica_id for replica in self._fleet.live())
         if live != self._noted and self._fleet.is_complete():
@@ -267,6 +277,7 @@ class Ingest:
         manifest = self._log.manifest(version)
         return manifest.digest, manifest.total_bytes
 
+    @counted_commit
     async def _commit(self, version: int, request: CommitUpload) -> None:
         async with self._writing:
             if version in self._log.versions():
@@ -324,6 +335,10 @@ class Ingest:
         while True:
             await asyncio.sleep(min(60.0, self._config.weights.staged_ttl_s / 4))
             await self._to_the_end(self._expire())
+
+    def _observe(self) -> None:
+        if self._fleet.is_complete():
+            self._observer.saw(self._fleet.live())
 
     async def _note_fleet(self) -> None:
         async with self._controlling:

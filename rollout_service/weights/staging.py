@@ -20,6 +20,7 @@ from rollout_service.errors import (
     UploadIncomplete,
     VersionConflict,
 )
+from rollout_service.metrics.process import counted_conversion
 from rollout_service.weights.convert import BATCH_BYTES, Converter, Named, tensor_bytes
 from rollout_service.weights.files import DISK_FULL, no_room
 from rollout_service.weights.manifest import StoredTensor
@@ -264,7 +265,7 @@ class StagedVersion:
                     self._parts.forget(part)
 
     def _write(self, tensors: Iterable[Named]) -> None:
-        for name, tensor in self._converter.convert(tensors):
+        for name, tensor in counted_conversion(self._converter.convert, tensors):
             self._writer.write(name, tensor_bytes(tensor))
 
     def _finish(self) -> tuple[StoredTensor, ...]:

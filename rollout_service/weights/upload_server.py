@@ -21,6 +21,7 @@ from rollout_service.errors import (
     PayloadTooLarge,
     VersionConflict,
 )
+from rollout_service.metrics.process import count_part
 from rollout_service.web.auth import Authorizer
 from rollout_service.web.errors import install_error_handlers
 from rollout_service.weights.files import DISK_FULL, no_room
@@ -104,6 +105,7 @@ async def _receive(request: Request, staged: StagedVersion, place: Place, expect
         raise no_room(f"part {place.part} of version {place.version}", received.parent, place.nbytes) from error
     finally:
         received.unlink(missing_ok=True)
+    count_part(receipt.nbytes)
     return receipt
 
 

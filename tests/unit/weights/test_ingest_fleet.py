@@ -224,3 +224,22 @@ async def test_a_node_without_the_log_is_told_what_is_newest(ingest: Ingest, log
     newest = await ingest.newest()
     assert newest.head == log.head() and newest.origin == log.origin()
     assert {file.name for file in await ingest.files(0)} == {path.name for path in log.folder(0).iterdir()}
+
+
+# --- metrics
+
+
+async def test_the_state_for_metrics_has_the_fleet_the_versions_and_the_time_of_each_commit(
+    ingest: Ingest, trainer: Trainer, weights: Weights
+) -> None:
+    await ingest.report(replica("a", 0))
+    await trainer.push(1, weights)
+    await ingest.report(replica("a", 1, sequence=1))
+    await ingest.report(replica("b", 0, state="failed"))
+    await ingest.report(replica("a", 1, sequence=2, state="failed"))
+    state = await ingest.state()
+    assert {status.replica_id for status in state.fleet.replicas} == {"a", "b"}
+    assert [status.version for status in state.versions] == [0, 1]
+    assert state.committed_at[0] <= state.committed_at[1] <= state.at
+    assert state.log_bytes > sum(status.total_bytes for status in state.versions)
+    assert (state.replica_starts, state.replica_failures) == (2, 1)

@@ -1,0 +1,172 @@
+"""The service's state as Prometheus' text: ``GET /metrics``.
+
+Made anew from the state at each scrape, in a registry of its own: a version that was removed or a replica that died is
+gone from the next one, which Ray's metrics cannot promise (see process.py).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol, get_args
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from rollout_service.metrics import table
+from rollout_service.metrics.process import stages
+from rollout_service.metrics.state import ServiceState
+from rollout_service.metrics.table import OURS, Metric
+from rollout_service.types import ReplicaState, ReplicaStatus, VersionState, WeightStatus
+
+MEASURED_VERSIONS = 8
+"""Newest versions of which the mismatch is shown; ``GET /v1/mismatch`` has all that are kept."""
+
+
+class MismatchStatistics(Protocol):
+    """One row of ``GET /v1/mismatch``: what a replica sampled with a version, against what scored it."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def replica_id(self) -> str | None: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def sequences(self) -> int: ...
+    @property
+    def k1(self) -> float: ...
+    @property
+    def k3(self) -> float: ...
+    @property
+    def chi2_token(self) -> float: ...
+    @property
+    def ess_ratio(self) -> float: ...
+    @property
+    def prob_error(self) -> float: ...
+    @property
+    def abs_diff_max(self) -> float: ...
+    @property
+    def outside_ratio(self) -> float: ...
+    @property
+    def quantiles(self) -> Mapping[float, float]: ...
+    @property
+    def suspect_since(self) -> float | None: ...
+
+
+def exposition(state: ServiceState, mismatch: Iterable[MismatchStatistics] = ()) -> bytes:
+    """Prometheus' text format, version 0.0.4. Of ``mismatch``, rows of live replicas and the newest versions count."""
+    samples = _Samples()
+    _service(samples, state)
+    for status in state.fleet.replicas:
+        _replica(samples, status, state)
+    for version in state.versions:
+        _version(samples, version, state)
+    _mismatch(samples, _current(tuple(mismatch), {status.replica_id for status in state.fleet.replicas}))
+    registry = CollectorRegistry()
+    registry.register(samples)
+    return generate_latest(registry)
+
+
+class _Samples(Collector):
+    """All families of the service, and the samples of one scrape."""
+
+    def __init__(self) -> None:
+        self._families = {metric.name: _family(metric) for metric in OURS if metric.source == "service"}
+
+    def collect(self) -> Iterable[Family]:
+        """prometheus_client's hook."""
+        return self._families.values()
+
+    def add(self, metric: Metric, value: float, *labels: object) -> None:
+        self._families[metric.name].add_metric([str(label) for label in labels], value)
+
+
+def _family(metric: Metric) -> GaugeMetricFamily | CounterMetricFamily:
+    if metric.kind == "counter":
+        return CounterMetricFamily(metric.name, metric.description, labels=metric.labels)
+    return GaugeMetricFamily(metric.name, metric.description, labels=metric.labels)
+
+
+def _service(samples: _Samples, state: ServiceState) -> None:
+    fleet = state.fleet
+    samples.add(table.LATEST_VERSION, fleet.latest_version)
+    if fleet.latest_version in state.committed_at:
+        samples.add(table.LATEST_COMMITTED, state.committed_at[fleet.latest_version])
+    samples.add(table.PAUSED, fleet.paused)
+    for name in get_args(ReplicaState):
+        samples.add(table.REPLICAS, sum(status.state == name for status in fleet.replicas), name)
+    samples.add(table.REPLICAS_MIN, state.replicas_min)
+    samples.add(table.REPLICAS_MAX, state.replicas_max)
+    samples.add(table.REPLICA_STARTS, state.replica_starts)
+    samples.add(table.REPLICA_FAILURES, state.replica_failures)
+    samples.add(table.STAGED_UPLOADS, sum(version.state == "staged" for version in state.versions))
+    samples.add(table.LOG_BYTES, state.log_bytes)
+    samples.add(table.LOG_FREE_BYTES, state.log_free_bytes)
+
+
+def _replica(samples: _Samples, status: ReplicaStatus, state: ServiceState) -> None:
+    replica = status.replica_id
+    for name in get_args(ReplicaState):
+        samples.add(table.REPLICA_STATE, status.state == name, replica, name)
+    samples.add(table.REPLICA_ERROR, status.error is not None, replica)
+    samples.add(table.REPLICA_PAUSED, status.paused, replica)
+    samples.add(table.REPLICA_SEQUENCES, status.running, replica)
+    samples.add(table.REPLICA_REPORT_AGE, status.age_s, replica)
+    if status.update is not None:
+        for stage, seconds in stages(status.update).items():
+            samples.add(table.REPLICA_UPDATE_SECONDS, seconds, replica, stage)
+    if status.version is None:
+        return
+    samples.add(table.REPLICA_VERSION, status.version, replica)
+    samples.add(table.STALENESS_VERSIONS, max(0, state.fleet.latest_version - status.version), replica)
+    samples.add(table.STALENESS_SECONDS, _behind_s(status.version, state), replica)
+    for version in state.versions:
+        if version.version == status.version:
+            samples.add(table.REPLICA_UPDATE_BYTES, version.total_bytes, replica)
+
+
+def _behind_s(version: int, state: ServiceState) -> float:
+    newer = [at for other, at in state.committed_at.items() if other > version]
+    return max(0.0, state.at - min(newer)) if newer else 0.0
+
+
+def _version(samples: _Samples, status: WeightStatus, state: ServiceState) -> None:
+    version = status.version
+    for name in get_args(VersionState):
+        samples.add(table.VERSION_STATE, status.state == name, version, name)
+    samples.add(table.VERSION_BYTES, status.total_bytes, version)
+    if status.state == "staged":
+        samples.add(table.STAGED_MISSING, len(status.missing_parts), version)
+        samples.add(table.STAGED_FAILED, status.error is not None, version)
+    elif version in state.committed_at:
+        samples.add(table.VERSION_COMMITTED, state.committed_at[version], version)
+
+
+def _current(rows: Sequence[MismatchStatistics], live: set[str]) -> list[MismatchStatistics]:
+    newest = sorted({row.version for row in rows})[-MEASURED_VERSIONS:]
+    return [row for row in rows if row.version in newest and row.replica_id in live]
+
+
+def _mismatch(samples: _Samples, rows: Sequence[MismatchStatistics]) -> None:
+    suspect: dict[tuple[int, str | None], list[float]] = {}
+    for row in rows:
+        labels = row.version, row.replica_id, row.source
+        samples.add(table.MISMATCH_TOKENS, row.tokens, *labels)
+        samples.add(table.MISMATCH_SEQUENCES, row.sequences, *labels)
+        samples.add(table.MISMATCH_K1, row.k1, *labels)
+        samples.add(table.MISMATCH_K3, row.k3, *labels)
+        samples.add(table.MISMATCH_CHI2, row.chi2_token, *labels)
+        samples.add(table.MISMATCH_ESS, row.ess_ratio, *labels)
+        samples.add(table.MISMATCH_PROB_ERROR, row.prob_error, *labels)
+        samples.add(table.MISMATCH_MAX, row.abs_diff_max, *labels)
+        samples.add(table.MISMATCH_OUTSIDE, row.outside_ratio, *labels)
+        for quantile, value in row.quantiles.items():
+            samples.add(table.MISMATCH_ABS_DIFF, value, *labels, quantile)
+        since = suspect.setdefault((row.version, row.replica_id), [])
+        since += [] if row.suspect_since is None else [row.suspect_since]
+    for labels_of_version, since in suspect.items():
+        samples.add(table.VERSION_SUSPECT, bool(since), *labels_of_version)
+        if since:
+            samples.add(table.SUSPECT_SINCE, min(since), *labels_of_version)

@@ -1,0 +1,106 @@
+"""What the ingest tells of the whole when it is asked for metrics."""
+
+import asyncio
+import shutil
+import time
+from pathlib import Path
+
+from rollout_service.config import ScalingConfig
+from rollout_service.types import Fleet, Frozen, ReplicaState, ReplicaStatus, WeightStatus
+from rollout_service.weights.log import WeightLog
+from rollout_service.weights.manifest import MANIFEST_FILE
+
+_REMEMBERED = 1024
+"""Times of commits that are kept; those of older versions are forgotten."""
+_OVER = ("draining", "failed")
+
+
+class ServiceState(Frozen):
+    """The service at one moment."""
+
+    at: float
+    """Unix time, in seconds."""
+    fleet: Fleet
+    versions: tuple[WeightStatus, ...]
+    """On disk or staged, oldest first."""
+    committed_at: dict[int, float]
+    """Version → Unix time in seconds; versions that are not on disk any more among them."""
+    replicas_min: int
+    replicas_max: int
+    replica_starts: int
+    """Replicas that came since the ingest started."""
+    replica_failures: int
+    """Those that failed, or went without having drained."""
+    log_bytes: int
+    log_free_bytes: int
+
+
+class Observer:
+    """Keeps of the fleet and the log what a look at them does not show."""
+
+    def __init__(self, log: WeightLog, scaling: ScalingConfig) -> None:
+        self._log, self._scaling = log, scaling
+        self._committed_at: dict[int, float] = {}
+        self._states: dict[str, ReplicaState] = {}
+        self._starts = self._failures = 0
+
+    def known(self, replicas: frozenset[str]) -> None:
+        """These were there before: they do not count as started."""
+        self._states.update(dict.fromkeys(replicas, "ready"))
+
+    def saw(self, live: tuple[ReplicaStatus, ...]) -> None:
+        """Count who came, failed or went; to be called with every report, once all are known that may be live."""
+        states = {status.replica_id: status.state for status in live}
+        self._starts += len(states.keys() - self._states.keys())
+        for replica_id, before in self._states.items():
+            now = states.get(replica_id, "failed")
+            self._failures += now == "failed" and before not in _OVER
+        self._states = states
+
+    def left(self, replica_id: str) -> None:
+        """It said that it ends: that is no failure."""
+        if replica_id in self._states:
+            self._states[replica_id] = "draining"
+
+    async def state(self, fleet: Fleet, versions: tuple[WeightStatus, ...]) -> ServiceState:
+        """The service now."""
+        committed = [status.version for status in versions if status.state != "staged"]
+        for version, at in (await asyncio.to_thread(self._commit_times, committed)).items():
+            self._committed_at[version] = at
+        for version in sorted(self._committed_at)[:-_REMEMBERED]:
+            del self._committed_at[version]
+        log_bytes = await asyncio.to_thread(_folder_bytes, self._log.root)
+        return ServiceState(
+            at=time.time(),
+            fleet=fleet,
+            versions=versions,
+            committed_at=dict(self._committed_at),
+            replicas_min=self._scaling.min_replicas,
+            replicas_max=self._scaling.max_replicas,
+            replica_starts=self._starts,
+            replica_failures=self._failures,
+            log_bytes=log_bytes,
+            log_free_bytes=shutil.disk_usage(self._log.root).free,
+        )
+
+    def _commit_times(self, versions: list[int]) -> dict[int, float]:
+        """The manifest is the last file that a commit writes before the version exists."""
+        found = {}
+        for version in versions:
+            if version not in self._committed_at:
+                stat = _stat(self._log.folder(version) / MANIFEST_FILE)
+                found.update({} if stat is None else {version: stat[0]})
+        return found
+
+
+def _folder_bytes(folder: Path) -> int:
+    return sum(stat[1] for path in folder.rglob("*") if (stat := _stat(path)) is not None)
+
+
+def _stat(path: Path) -> tuple[float, int] | None:
+    """Time of the last change and bytes of a file; None if it is gone, or no file."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return (found.st_mtime, found.st_size) if path.is_file() else None

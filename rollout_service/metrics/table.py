@@ -1,0 +1,303 @@
+"""Every metric of the service, declared once. docs/metrics.md is made from these tables, and tests hold both against
+what a running service exports.
+
+Prometheus' conventions: seconds, bytes and ratios; counters end in ``_total``. No label is unbounded: no request ids,
+and of versions those that are on disk, staged, served or among the newest measured.
+"""
+
+from typing import Literal
+
+from rollout_service.types import Frozen
+
+Kind = Literal["counter", "gauge", "histogram"]
+Unit = Literal["seconds", "bytes", "ratio", "tokens", "versions", "nats", ""]
+Source = Literal["process", "service", "vllm", "serve"]
+
+_LATENCY_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
+_UPDATE_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+
+
+class Metric(Frozen):
+    """One metric."""
+
+    name: str
+    """As Prometheus sees it."""
+    kind: Kind
+    unit: Unit
+    """Base unit of the value; empty: a number without one."""
+    source: Source
+    """``process``: counted by each process of ours and exported by its node's Ray agent. ``service``: state of the
+    whole, at ``GET /metrics`` of the service. ``vllm``, ``serve``: theirs, exported by the Ray agents."""
+    description: str
+    labels: tuple[str, ...] = ()
+    """Without those that Ray adds: see docs/metrics.md."""
+    buckets: tuple[float, ...] = ()
+    """Upper bounds of a histogram's buckets."""
+
+
+def _process(
+    name: str, kind: Kind, unit: Unit, labels: tuple[str, ...], description: str, buckets: tuple[float, ...] = ()
+) -> Metric:
+    return Metric(
+        name=f"ray_rollout_{name}",
+        kind=kind,
+        unit=unit,
+        source="process",
+        description=description,
+        labels=labels,
+        buckets=buckets,
+    )
+
+
+def _service(name: str, kind: Kind, unit: Unit, labels: tuple[str, ...], description: str) -> Metric:
+    return Metric(
+        name=f"rollout_{name}", kind=kind, unit=unit, source="service", description=description, labels=labels
+    )
+
+
+# --- gateway: one request is one prompt, with its n completions
+
+REQUESTS = _process(
+    "requests_total", "counter", "", ("outcome",),
+    "Prompts, by how they ended: ok, cancelled by the client, or the class of the error in errors.py. Overloaded and "
+    "NotReady are 503s, TooEarly 425s.",
+)  # fmt: skip
+TIME_TO_LAST_TOKEN = _process(
+    "time_to_last_token_seconds", "histogram", "seconds", (),
+    "From a checked prompt to its last completion's last token, waiting and further attempts included; of those that "
+    "were answered.",
+    _LATENCY_S,
+)  # fmt: skip
+COMPLETIONS = _process(
+    "completions_total", "counter", "", ("finish_reason",), "Completions given to clients: stop, length or abort."
+)
+MIXED_COMPLETIONS = _process(
+    "mixed_completions_total", "counter", "", (), "Completions that more than one weight version sampled."
+)
+PROMPT_TOKENS = _process(
+    "prompt_tokens_total", "counter", "tokens", (), "Tokens of answered prompts, each prompt once."
+)
+COMPLETION_TOKENS = _process(
+    "completion_tokens_total", "counter", "tokens", (),
+    "Tokens given to clients. vLLM counts those that it made: the difference was thrown away.",
+)  # fmt: skip
+REFUSALS = _process(
+    "refusals_total", "counter", "", ("reason",),
+    "Answers of a replica that took no request: Overloaded (full), TooEarly (behind min_weight_version), NotReady "
+    "(being replaced). The gateway then asks another one.",
+)  # fmt: skip
+CONTINUATIONS = _process(
+    "continuations_total", "counter", "", ("cause",),
+    "Attempts after the first: abort (a completion was cut off by an update or pause and goes on from its tokens) or "
+    "lost (the replica died under the request, which begins anew).",
+)  # fmt: skip
+
+# --- engine replica
+
+UPDATES = _process(
+    "updates_total", "counter", "", ("outcome",),
+    "Weight versions that a replica went to: ok, unreadable (it goes on with the version before, and tries again) or "
+    "failed (half loaded; it is replaced).",
+)  # fmt: skip
+UPDATE_SECONDS = _process(
+    "update_seconds", "histogram", "seconds", ("stage",),
+    "One replica's time for one version. stage: reading and checking while it serves; closed: from pause to resume, no "
+    "token is made; load: the part of closed in which vLLM loads.",
+    _UPDATE_S,
+)  # fmt: skip
+UPDATE_BYTES = _process("update_bytes_total", "counter", "bytes", (), "Bytes of the versions that a replica loaded.")
+
+SEQUENCES = _process(
+    "sequences", "gauge", "", ("state",),
+    "Sequences in an engine, running or waiting: what the autoscaler sees. Unlike vLLM's gauges, there while it idles.",
+)  # fmt: skip
+KV_USAGE = _process("kv_usage_ratio", "gauge", "ratio", (), "Share of the KV cache's blocks that sequences hold.")
+
+# --- ingest
+
+UPLOAD_PARTS = _process("upload_parts_total", "counter", "", (), "Parts received and checked.")
+UPLOAD_BYTES = _process("upload_bytes_total", "counter", "bytes", (), "Bytes of these parts.")
+QUANTIZE_SECONDS = _process(
+    "quantize_seconds_total", "counter", "seconds", (),
+    "Time in which tensors were read, quantized and written. With the bytes: the ingest's GB/s.",
+)  # fmt: skip
+QUANTIZE_BYTES = _process(
+    "quantize_bytes_total", "counter", "bytes", (), "Bytes of the tensors that went into it, as the trainer sent them."
+)
+COMMITS = _process(
+    "commits_total",
+    "counter",
+    "",
+    ("outcome",),
+    "Commits, repeated ones and version 0 among them: ok, or the class of the error in errors.py.",
+)
+COMMIT_SECONDS = _process(
+    "commit_seconds", "histogram", "seconds", (),
+    "From a commit's beginning until the version is the newest: waits for the last conversions, and syncs the files.",
+    _UPDATE_S,
+)  # fmt: skip
+
+# --- state of the whole
+
+LATEST_VERSION = _service("latest_version", "gauge", "versions", (), "The newest committed version.")
+LATEST_COMMITTED = _service(
+    "latest_version_committed_timestamp_seconds", "gauge", "seconds", (), "When it was committed, in Unix time."
+)
+PAUSED = _service("paused", "gauge", "", (), "1 while the operator wants the fleet paused.")
+REPLICAS = _service(
+    "replicas", "gauge", "", ("state",), "Live replicas by state; every state is there, with 0 if none."
+)
+REPLICAS_MIN = _service("replicas_min", "gauge", "", (), "scaling.min_replicas.")
+REPLICAS_MAX = _service("replicas_max", "gauge", "", (), "scaling.max_replicas.")
+REPLICA_STARTS = _service("replica_starts_total", "counter", "", (), "Replicas that came since the ingest started.")
+REPLICA_FAILURES = _service(
+    "replica_failures_total", "counter", "", (),
+    "Replicas that failed (dead engine, half a version), or went without having drained.",
+)  # fmt: skip
+REPLICA_VERSION = _service("replica_version", "gauge", "versions", ("replica",), "The version that a replica serves.")
+STALENESS_VERSIONS = _service(
+    "replica_staleness_versions", "gauge", "versions", ("replica",),
+    "How far its version's number is below the newest's: trainer steps if every step is pushed.",
+)  # fmt: skip
+STALENESS_SECONDS = _service(
+    "replica_staleness_seconds", "gauge", "seconds", ("replica",),
+    "How long a version newer than its own has been committed; 0 at the newest.",
+)  # fmt: skip
+REPLICA_STATE = _service(
+    "replica_state", "gauge", "", ("replica", "state"), "1 at the state it is in, 0 at the others."
+)
+REPLICA_ERROR = _service(
+    "replica_error", "gauge", "", ("replica",), "1 if it says why it is not at the newest version or is being replaced."
+)
+REPLICA_PAUSED = _service("replica_paused", "gauge", "", ("replica",), "1 if it has obeyed a pause.")
+REPLICA_SEQUENCES = _service(
+    "replica_sequences", "gauge", "", ("replica",),
+    "Sequences it has admitted and not answered; at engine.admission_limit it refuses.",
+)  # fmt: skip
+REPLICA_REPORT_AGE = _service(
+    "replica_report_age_seconds", "gauge", "seconds", ("replica",),
+    "Since its last report. At weights.dead_after_s it leaves all of these metrics.",
+)  # fmt: skip
+REPLICA_UPDATE_SECONDS = _service(
+    "replica_update_seconds", "gauge", "seconds", ("replica", "stage"),
+    "Its last update, by stage as in ray_rollout_update_seconds.",
+)  # fmt: skip
+REPLICA_UPDATE_BYTES = _service(
+    "replica_update_bytes",
+    "gauge",
+    "bytes",
+    ("replica",),
+    "Bytes of the version that it serves, while that is on disk.",
+)
+VERSION_STATE = _service(
+    "version_state", "gauge", "", ("version", "state"),
+    "1 at the state it is in: staged, committed, or live on every replica. Versions on disk or staged.",
+)  # fmt: skip
+VERSION_BYTES = _service("version_bytes", "gauge", "bytes", ("version",), "Bytes of its tensors, as stored or to come.")
+VERSION_COMMITTED = _service(
+    "version_committed_timestamp_seconds", "gauge", "seconds", ("version",), "When it was committed, in Unix time."
+)
+STAGED_UPLOADS = _service("staged_uploads", "gauge", "", (), "Versions begun and not committed.")
+STAGED_MISSING = _service("staged_missing_parts", "gauge", "", ("version",), "Parts that a staged version still lacks.")
+STAGED_FAILED = _service(
+    "staged_failed",
+    "gauge",
+    "",
+    ("version",),
+    "1 if it cannot be committed: a tensor could not be converted or stored.",
+)
+LOG_BYTES = _service("log_bytes", "gauge", "bytes", (), "Size of all files below weights.root.")
+LOG_FREE_BYTES = _service("log_free_bytes", "gauge", "bytes", (), "Free bytes on that disk.")
+
+# --- mismatch, per version, replica and who scored (source: trainer, shadow); lr = scored - sampled logprob
+
+_ROW = ("version", "replica", "source")
+MISMATCH_TOKENS = _service("mismatch_tokens_total", "counter", "tokens", _ROW, "Tokens measured.")
+MISMATCH_SEQUENCES = _service(
+    "mismatch_sequences_total", "counter", "", _ROW, "Completions measured that one version sampled from end to end."
+)
+MISMATCH_K1 = _service(
+    "mismatch_k1", "gauge", "nats", _ROW, "mean(-lr): KL of engine against trainer, unbiased, signed."
+)
+MISMATCH_K3 = _service(
+    "mismatch_k3", "gauge", "nats", _ROW,
+    "mean(exp(lr) - 1 - lr): the same KL, never negative and less noisy. Above 0.01 be careful.",
+)  # fmt: skip
+MISMATCH_CHI2 = _service(
+    "mismatch_chi2", "gauge", "", _ROW, "mean(exp(2 lr)) - 1, over tokens: the variance of importance weights."
+)
+MISMATCH_ESS = _service(
+    "mismatch_ess_ratio", "gauge", "ratio", _ROW,
+    "Effective sample size of truncated weights as a share of the tokens: 1 is on-policy.",
+)  # fmt: skip
+MISMATCH_PROB_ERROR = _service(
+    "mismatch_prob_error", "gauge", "ratio", _ROW,
+    "mean(exp |lr|), the token multiplicative probability error: 1 is none, above 1.05 is suspect.",
+)  # fmt: skip
+MISMATCH_MAX = _service("mismatch_abs_diff_max", "gauge", "nats", _ROW, "Largest |lr| seen.")
+MISMATCH_OUTSIDE = _service(
+    "mismatch_ratio_outside", "gauge", "ratio", _ROW, "Share of tokens with exp(lr) outside [1/C, C]: what TIS clips."
+)
+MISMATCH_ABS_DIFF = _service(
+    "mismatch_abs_diff", "gauge", "nats", (*_ROW, "quantile"), "|lr| at the quantiles 0.5, 0.9, 0.99 and 0.999."
+)
+VERSION_SUSPECT = _service(
+    "version_suspect", "gauge", "", ("version", "replica"),
+    "1 if a replica's mismatch with this version is above a threshold, from any source; 0 if measured and below.",
+)  # fmt: skip
+SUSPECT_SINCE = _service(
+    "version_suspect_timestamp_seconds", "gauge", "seconds", ("version", "replica"), "Since when, in Unix time."
+)
+
+# --- theirs, of which dashboards and docs speak; many more are exported
+
+
+def _vllm(name: str, kind: Kind, unit: Unit, description: str, labels: tuple[str, ...] = ()) -> Metric:
+    return Metric(name=f"ray_vllm_{name}", kind=kind, unit=unit, source="vllm", description=description, labels=labels)
+
+
+def _serve(name: str, kind: Kind, unit: Unit, description: str, labels: tuple[str, ...] = ()) -> Metric:
+    return Metric(
+        name=f"ray_serve_{name}", kind=kind, unit=unit, source="serve", description=description, labels=labels
+    )
+
+
+VLLM = (
+    _vllm("num_requests_running", "gauge", "", "Sequences in the running batch; gone 20 s after the last step."),
+    _vllm("num_requests_waiting", "gauge", "", "Sequences that wait for a place in it; gone likewise."),
+    _vllm("kv_cache_usage_perc", "gauge", "ratio", "Share of KV blocks in use, 0 to 1; gone likewise."),
+    _vllm("prefix_cache_queries_total", "counter", "tokens", "Prompt tokens looked up in the prefix cache."),
+    _vllm("prefix_cache_hits_total", "counter", "tokens", "Those that were found: prefill saved."),
+    _vllm(
+        "num_preemptions_total", "counter", "",
+        "Sequences thrown out of the KV cache and recomputed: it is too small for this load.",
+    ),
+    _vllm("prompt_tokens_total", "counter", "tokens", "Prompt tokens prefilled."),
+    _vllm("generation_tokens_total", "counter", "tokens", "Tokens sampled, those that nobody got included."),
+    _vllm("request_success_total", "counter", "", "Sequences that ended, by finished_reason.", ("finished_reason",)),
+    _vllm("request_queue_time_seconds", "histogram", "seconds", "From arrival in the engine to the first step."),
+    _vllm("time_to_first_token_seconds", "histogram", "seconds", "From arrival in the engine to the first token."),
+    _vllm(
+        "request_time_per_output_token_seconds", "histogram", "seconds",
+        "Mean time between a sequence's tokens. inter_token_latency_seconds costs too much and is left out.",
+    ),
+    _vllm("e2e_request_latency_seconds", "histogram", "seconds", "From arrival in the engine to the last token."),
+)  # fmt: skip
+SERVE = (
+    _serve(
+        "autoscaling_target_replicas", "gauge", "",
+        "Replicas that Serve is to have; of the engine deployment: what our policy decided. Actual: rollout_replicas.",
+    ),
+    _serve("deployment_replica_starts_total", "counter", "", "Replicas started, restarts included."),
+    _serve("deployment_replica_healthy", "gauge", "", "1 while a replica's health check passes."),
+    _serve(
+        "deployment_queued_queries", "gauge", "",
+        "Calls that wait in a handle for a replica: with deployment=\"engine\", before admission.",
+    ),
+    _serve("num_http_requests_total", "counter", "", "HTTP requests, by route, method and status_code."),
+)  # fmt: skip
+
+OURS = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+"""Every metric that this project exports."""
+METRICS = OURS + VLLM + SERVE
+"""All of the above."""

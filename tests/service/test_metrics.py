@@ -1,0 +1,123 @@
+"""A plain scrape sees what every process counted, and the state of the whole."""
+
+import asyncio
+from collections.abc import Iterable
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from rollout_service.client import RolloutClient
+from rollout_service.local import LocalService
+from rollout_service.metrics.table import OURS, SERVE, VLLM
+from tests.support.telltale import telltale_weights
+
+PROMPT = [5, 6, 7, 9, 11] * 60  # longer than two blocks of the prefix cache
+ADDED_BY_RAY = {
+    "Component", "NodeAddress", "SessionName", "Version", "WorkerId", "application", "deployment", "replica",
+    "otel_scope_name", "otel_scope_schema_url", "otel_scope_version",
+}  # fmt: skip
+RARE = {"ray_vllm_num_preemptions_total"}
+"""Nothing here makes vLLM preempt."""
+
+
+async def scraped(targets: Iterable[str]) -> list[Sample]:
+    """All samples of the targets, as Prometheus would read them: no token."""
+    async with httpx.AsyncClient(timeout=60) as http:
+        replies = [(await http.get(url)).raise_for_status() for url in targets]
+    return [
+        sample
+        for reply in replies
+        for family in text_string_to_metric_families(reply.text)
+        for sample in family.samples
+    ]
+
+
+def total(samples: list[Sample], name: str, **labels: str) -> float:
+    return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
+
+
+def base_name(sample: Sample) -> str:
+    """The metric of a histogram's series."""
+    for suffix in ("_bucket", "_count", "_sum"):
+        if sample.name.endswith(suffix) and "seconds" in sample.name:
+            return sample.name.removesuffix(suffix)
+    return sample.name
+
+
+async def rolled_out(service: LocalService, client: RolloutClient, samples: list[Sample]) -> list[Sample]:
+    """What the agents show once they know of sixteen more rollouts than in ``samples``, and of an update."""
+    for _ in range(2):  # the second finds the first's prompts in the prefix cache
+        await client.generate_batch([PROMPT] * 8, n=2, max_tokens=16, ignore_eos=True)
+    version = (await client.fleet()).latest_version + 1
+    await client.push_weights(version, telltale_weights(service.config.model.path, version))
+    wanted = {
+        ("ray_rollout_requests_total", "outcome", "ok"): 16,
+        ("ray_rollout_completions_total", "finish_reason", "length"): 32,
+        ("ray_rollout_updates_total", "outcome", "ok"): 2,
+        ("ray_rollout_commits_total", "outcome", "ok"): 1,
+    }
+    before = {key: total(samples, key[0], **{key[1]: key[2]}) for key in wanted}
+    while True:  # Ray reports every 10 s; that it never does is what the test's time limit is for
+        after = await scraped(service.metrics_targets[1:])
+        if all(total(after, key[0], **{key[1]: key[2]}) >= before[key] + more for key, more in wanted.items()):
+            return after
+        await asyncio.sleep(1)
+
+
+async def test_rollouts_and_an_update_move_what_the_processes_count(
+    service: LocalService, client: RolloutClient
+) -> None:
+    before = await scraped(service.metrics_targets[1:])
+    after = await rolled_out(service, client, before)
+
+    def moved(name: str, **labels: str) -> float:
+        return total(after, name, **labels) - total(before, name, **labels)
+
+    assert moved("ray_rollout_prompt_tokens_total") >= 16 * len(PROMPT)
+    assert moved("ray_rollout_completion_tokens_total") >= 16 * 2 * 16
+    assert moved("ray_rollout_time_to_last_token_seconds_count") >= 16
+    assert moved("ray_rollout_upload_bytes_total") >= moved("ray_rollout_quantize_bytes_total") > 0
+    assert moved("ray_rollout_quantize_seconds_total") > 0
+    assert moved("ray_rollout_update_seconds_count", stage="closed") >= 2
+    assert moved("ray_vllm_generation_tokens_total") >= 16 * 2 * 16
+    replicas = {replica.replica_id for replica in (await client.fleet()).replicas}
+    updated = {s.labels["replica"] for s in after if s.name == "ray_rollout_updates_total"}
+    idle = {s.labels["replica"] for s in after if s.name == "ray_rollout_sequences"}
+    generated = {s.labels["ReplicaId"] for s in after if s.name == "ray_vllm_generation_tokens_total"}
+    assert replicas == idle and replicas <= updated and generated & replicas
+
+
+async def test_every_metric_of_ours_is_in_the_table_with_its_labels_and_those_of_others_exist(
+    service: LocalService, client: RolloutClient
+) -> None:
+    samples = await rolled_out(service, client, await scraped(service.metrics_targets[1:]))
+    declared = {metric.name: set(metric.labels) for metric in OURS}
+    for sample in samples:
+        if sample.name.startswith("ray_rollout_"):
+            assert set(sample.labels) - ADDED_BY_RAY - {"le"} == declared[base_name(sample)], sample
+    names = {base_name(sample) for sample in samples}
+    assert {metric.name for metric in VLLM + SERVE} - names - RARE == set()
+    assert "ray_vllm_inter_token_latency_seconds" not in names  # observed for each token, it would cost too much
+
+
+async def test_one_scrape_of_the_service_says_where_the_fleet_is(service: LocalService, client: RolloutClient) -> None:
+    version = (await client.fleet()).latest_version + 1
+    await client.push_weights(version, telltale_weights(service.config.model.path, version))
+    fleet = await client.fleet()
+    samples = await scraped(service.metrics_targets[:1])
+
+    def by_replica(name: str) -> dict[str, float]:
+        return {s.labels["replica"]: s.value for s in samples if s.name == name}
+
+    ids = [replica.replica_id for replica in fleet.replicas]
+    assert total(samples, "rollout_latest_version") == version
+    assert by_replica("rollout_replica_version") == dict.fromkeys(ids, version)
+    assert by_replica("rollout_replica_staleness_seconds") == dict.fromkeys(ids, 0.0)
+    assert total(samples, "rollout_replicas", state="ready") == len(ids) == 2
+    assert total(samples, "rollout_replica_starts_total") >= 2
+    assert total(samples, "rollout_version_state", version=str(version), state="live") == 1
+    for replica in fleet.replicas:
+        assert replica.update is not None
+        closed = total(samples, "rollout_replica_update_seconds", replica=replica.replica_id, stage="closed")
+        assert closed == replica.update.closed_s

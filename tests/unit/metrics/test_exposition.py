@@ -1,0 +1,139 @@
+"""``GET /metrics``: exact, of what is there now, and readable by Prometheus."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from rollout_service.metrics.exposition import MEASURED_VERSIONS, MismatchStatistics, exposition
+from rollout_service.metrics.state import ServiceState
+from rollout_service.metrics.table import OURS
+from rollout_service.types import Failure, Fleet, ReplicaStatus, UpdateTimings, WeightStatus
+
+NOW = 1000.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the monitor's table."""
+
+    version: int
+    replica_id: str | None = "a"
+    source: str = "trainer"
+    suspect_since: float | None = None
+    tokens: int = 5000
+    sequences: int = 40
+    k1: float = -0.001
+    k3: float = 0.002
+    chi2_token: float = 0.004
+    ess_ratio: float = 0.97
+    prob_error: float = 1.02
+    abs_diff_max: float = 3.0
+    outside_ratio: float = 0.01
+    quantiles: Mapping[float, float] = field(default_factory=lambda: {0.5: 0.01, 0.999: 1.5})
+
+
+def state(*replicas: ReplicaStatus, versions: tuple[WeightStatus, ...] = (), latest: int = 9) -> ServiceState:
+    return ServiceState(
+        at=NOW,
+        fleet=Fleet(latest_version=latest, paused=False, replicas=replicas),
+        versions=versions,
+        committed_at={5: 700.0, 8: 900.0, 9: 940.0},
+        replicas_min=1,
+        replicas_max=4,
+        replica_starts=3,
+        replica_failures=1,
+        log_bytes=4096,
+        log_free_bytes=1 << 30,
+    )
+
+
+def replica(name: str, version: int | None, **fields: object) -> ReplicaStatus:
+    return ReplicaStatus.model_validate({"replica_id": name, "version": version, "state": "ready", **fields})
+
+
+def samples(of: ServiceState, *rows: MismatchStatistics) -> list[Sample]:
+    text = exposition(of, rows).decode()
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def values(found: list[Sample], name: str) -> dict[tuple[str, ...], float]:
+    return {tuple(sample.labels.values()): sample.value for sample in found if sample.name == name}
+
+
+def full() -> tuple[ServiceState, Row]:
+    """A state that has something of everything."""
+    timings = UpdateTimings(stage_s=0.5, closed_s=0.25, load_s=0.2)
+    versions = (
+        WeightStatus(version=8, state="live", total_bytes=80),
+        WeightStatus(version=9, state="committed", total_bytes=90),
+        WeightStatus(version=10, state="staged", total_bytes=100, missing_parts=(1, 2)),
+    )
+    return state(replica("a", 8, update=timings, running=7, age_s=0.5), versions=versions), Row(9, suspect_since=950.0)
+
+
+def test_everything_in_the_table_is_exported_with_its_labels_and_nothing_else_is() -> None:
+    declared = {metric.name: set(metric.labels) for metric in OURS if metric.source == "service"}
+    assert {sample.name: set(sample.labels) for sample in samples(full()[0], full()[1])} == declared
+
+
+def test_every_family_has_its_type_and_its_help() -> None:
+    families = {f.name: f for f in text_string_to_metric_families(exposition(full()[0]).decode())}
+    for metric in (metric for metric in OURS if metric.source == "service"):
+        family = families[metric.name.removesuffix("_total")]
+        assert (family.type, family.documentation) == (metric.kind, metric.description)
+
+
+def test_staleness_counts_from_the_first_version_that_a_replica_lacks() -> None:
+    found = samples(state(replica("new", 9), replica("old", 5), replica("starting", None, state="starting")))
+    assert values(found, "rollout_replica_version") == {("new",): 9, ("old",): 5}
+    assert values(found, "rollout_replica_staleness_versions") == {("new",): 0, ("old",): 4}
+    assert values(found, "rollout_replica_staleness_seconds") == {("new",): 0, ("old",): NOW - 900.0}
+    states = values(found, "rollout_replicas")
+    assert states[("ready",)] == 2 and states[("starting",)] == 1 and states[("failed",)] == 0
+
+
+def test_a_replica_that_died_and_a_version_that_was_removed_are_gone_from_the_next_scrape() -> None:
+    before = state(replica("a", 8), replica("b", 9), versions=(WeightStatus(version=8, state="committed"),))
+    after = state(replica("b", 9), versions=(WeightStatus(version=9, state="live"),))
+    rows = [Row(9, "a"), Row(9, "b")]
+    assert {s.labels["replica"] for s in samples(before, *rows) if "replica" in s.labels} == {"a", "b"}
+    assert {s.labels["replica"] for s in samples(after, *rows) if "replica" in s.labels} == {"b"}
+    assert set(values(samples(after), "rollout_version_bytes")) == {("9",)}
+
+
+def test_of_ever_growing_versions_the_newest_measured_are_shown() -> None:
+    rows = [Row(version) for version in range(100)]
+    found = samples(state(replica("a", 99)), *rows)
+    versions = {s.labels["version"] for s in found if s.name == "rollout_mismatch_k3"}
+    assert versions == {str(version) for version in range(100 - MEASURED_VERSIONS, 100)}
+
+
+def test_rows_merged_over_replicas_are_not_shown_beside_the_replicas() -> None:
+    found = samples(state(replica("a", 9)), Row(9), Row(9, replica_id=None))
+    assert [s.labels["replica"] for s in found if s.name == "rollout_mismatch_k3"] == ["a"]
+
+
+def test_a_version_is_suspect_on_a_replica_if_either_source_says_so() -> None:
+    rows = [Row(9, "a"), Row(9, "a", "shadow", suspect_since=960.0), Row(9, "b"), Row(8, "a", suspect_since=910.0)]
+    found = samples(state(replica("a", 9), replica("b", 9)), *rows)
+    flags = {(s.labels["version"], s.labels["replica"]): s.value for s in found if s.name == "rollout_version_suspect"}
+    assert flags == {("9", "a"): 1, ("9", "b"): 0, ("8", "a"): 1}
+    since = [s.value for s in found if s.name == "rollout_version_suspect_timestamp_seconds"]
+    assert sorted(since) == [910.0, 960.0]
+
+
+@pytest.mark.parametrize(("error", "failed"), [(None, 0), (Failure(type="QuantizationError", message="NaN"), 1)])
+def test_a_staged_version_says_what_it_lacks_and_whether_it_is_lost(error: Failure | None, failed: int) -> None:
+    staged = WeightStatus(version=10, state="staged", missing_parts=(3, 4, 7), error=error)
+    found = samples(state(versions=(staged,)))
+    assert values(found, "rollout_staged_uploads") == {(): 1}
+    assert values(found, "rollout_staged_missing_parts") == {("10",): 3}
+    assert values(found, "rollout_staged_failed") == {("10",): failed}
+
+
+def test_names_that_replicas_give_themselves_are_escaped() -> None:
+    odd = 'a"b\\c\nd'
+    assert values(samples(state(replica(odd, 9))), "rollout_replica_version") == {(odd,): 9}

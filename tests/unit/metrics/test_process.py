@@ -1,0 +1,156 @@
+"""What one process counts, and under which labels."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from ray.exceptions import RayTaskError
+
+from rollout_service.errors import InvalidManifest, Overloaded, error_classes
+from rollout_service.metrics import process, table
+from rollout_service.metrics.process import (
+    RaySink,
+    count_part,
+    count_update,
+    counted_commit,
+    counted_conversion,
+    counted_rollout,
+    outcome_of,
+    record,
+    set_load,
+)
+from rollout_service.types import Completion, Rollout, Span, UpdateTimings
+from tests.unit.metrics.counts import Counts
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
+    counts = Counts()
+    monkeypatch.setattr(process, "sink", counts)
+    return counts
+
+
+def completion(index: int, *versions: int, end: str = "length") -> Completion:
+    """Two tokens of each version."""
+    return Completion(
+        index=index,
+        token_ids=(1, 2) * len(versions),
+        logprobs=(-0.5, -0.5) * len(versions),
+        finish_reason=end,  # type: ignore[arg-type]
+        spans=tuple(Span(version=v, start=2 * i, end=2 * i + 2) for i, v in enumerate(versions)),
+    )
+
+
+async def test_an_answered_rollout_counts_its_tokens_its_ends_and_its_time(counts: Counts) -> None:
+    completions = (completion(0, 1), completion(1, 1, 2), completion(2, 1, end="stop"))
+    rollout = Rollout(request_id="x", prompt_token_ids=(5, 6, 7), completions=completions, replica_id="a")
+
+    @counted_rollout
+    async def roll_out() -> Rollout:
+        return rollout
+
+    assert await roll_out() is rollout
+    assert counts.total(table.REQUESTS, "ok") == 1
+    assert counts.total(table.PROMPT_TOKENS) == 3
+    assert counts.total(table.COMPLETION_TOKENS) == 8
+    assert counts.total(table.COMPLETIONS, "length") == 2 and counts.total(table.COMPLETIONS, "stop") == 1
+    assert counts.total(table.MIXED_COMPLETIONS) == 1
+    assert len(counts.values[(table.TIME_TO_LAST_TOKEN.name,)]) == 1
+
+
+async def test_a_rollout_that_failed_counts_its_error_and_no_time(counts: Counts) -> None:
+    @counted_rollout
+    async def roll_out() -> Rollout:
+        raise Overloaded("full")
+
+    with pytest.raises(Overloaded):
+        await roll_out()
+    assert counts.values == {(table.REQUESTS.name, "Overloaded"): [1.0]}
+
+
+async def test_a_rollout_that_was_cancelled_counts_as_that(counts: Counts) -> None:
+    @counted_rollout
+    async def roll_out() -> Rollout:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    task = asyncio.create_task(roll_out())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert counts.values == {(table.REQUESTS.name, "cancelled"): [1.0]}
+
+
+async def test_commits_count_by_outcome_and_take_time_only_if_they_succeed(counts: Counts) -> None:
+    @counted_commit
+    async def commit(version: int) -> int:
+        if version == 2:
+            raise InvalidManifest("no")
+        return version
+
+    assert await commit(1) == 1
+    with pytest.raises(InvalidManifest):
+        await commit(2)
+    assert counts.total(table.COMMITS, "ok") == counts.total(table.COMMITS, "InvalidManifest") == 1
+    assert len(counts.values[(table.COMMIT_SECONDS.name,)]) == 1
+
+
+def test_a_conversion_counts_the_bytes_that_went_in_once_the_last_came_out(counts: Counts) -> None:
+    tensors = [("a", torch.zeros(4, dtype=torch.bfloat16)), ("b", torch.zeros(8, dtype=torch.bfloat16))]
+    converted = counted_conversion(lambda given: ((name, tensor.float()) for name, tensor in given), tensors)
+    assert next(converted)[0] == "a" and not counts.values
+    assert [name for name, _ in converted] == ["b"]
+    assert counts.total(table.QUANTIZE_BYTES) == 24
+    assert counts.total(table.QUANTIZE_SECONDS) > 0
+
+
+def test_an_update_counts_its_bytes_and_the_seconds_of_each_stage(counts: Counts, tmp_path: Path) -> None:
+    (tmp_path / "model-1.safetensors").write_bytes(bytes(100))
+    (tmp_path / "model-2.safetensors").write_bytes(bytes(11))
+    (tmp_path / "manifest.json").write_bytes(bytes(1000))
+    count_update(UpdateTimings(stage_s=3.0, closed_s=2.0, load_s=1.5), tmp_path)
+    assert counts.total(table.UPDATES, "ok") == 1
+    assert counts.total(table.UPDATE_BYTES) == 111
+    assert [counts.total(table.UPDATE_SECONDS, stage) for stage in ("stage", "closed", "load")] == [3.0, 2.0, 1.5]
+
+
+def test_parts_count_with_their_bytes(counts: Counts) -> None:
+    count_part(10)
+    count_part(5)
+    assert counts.total(table.UPLOAD_PARTS) == 2 and counts.total(table.UPLOAD_BYTES) == 15
+
+
+def test_an_idle_engine_shows_zeros_and_not_nothing(counts: Counts) -> None:
+    set_load(0.0, 0.0, 0.0)
+    assert counts.values == {
+        (table.SEQUENCES.name, "running"): [0.0],
+        (table.SEQUENCES.name, "waiting"): [0.0],
+        (table.KV_USAGE.name,): [0.0],
+    }
+
+
+def test_an_outcome_is_a_class_of_the_error_tree_or_one_word() -> None:
+    from_another_process = RayTaskError("generate", "", Overloaded("full")).as_instanceof_cause()
+    assert outcome_of(from_another_process) == "Overloaded"
+    assert outcome_of(asyncio.CancelledError()) == "cancelled"
+    assert outcome_of(OSError(28, "disk full")) == outcome_of(KeyError("x")) == "Exception"
+    assert all(outcome_of(cls("x")) == name for name, cls in error_classes().items())
+
+
+@pytest.mark.parametrize("labels", [{}, {"outcome": "ok", "version": "3"}, {"version": "3"}])
+def test_labels_that_were_not_declared_are_refused(labels: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="has the labels"):
+        record(table.REQUESTS, **labels)
+
+
+def test_a_metric_of_the_services_state_cannot_be_counted_by_a_process() -> None:
+    with pytest.raises(ValueError, match="of a service"):
+        record(table.LATEST_VERSION, 3)
+
+
+def test_without_a_cluster_counting_does_nothing_and_harms_nothing() -> None:
+    sink = RaySink()
+    for metric in (table.REQUESTS, table.SEQUENCES, table.UPDATE_SECONDS):
+        sink.record(metric, 1.0, dict.fromkeys(metric.labels, "x"))

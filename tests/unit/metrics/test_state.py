@@ -1,0 +1,97 @@
+"""What the ingest remembers for metrics."""
+
+import os
+from pathlib import Path
+
+from rollout_service.config import ScalingConfig
+from rollout_service.metrics.state import Observer
+from rollout_service.types import Fleet, ReplicaStatus, WeightStatus
+from rollout_service.weights.log import WeightLog
+from rollout_service.weights.manifest import MANIFEST_FILE
+
+FLEET = Fleet(latest_version=1, paused=False, replicas=())
+
+
+def observer(root: Path) -> Observer:
+    return Observer(WeightLog(root), ScalingConfig(min_replicas=2, max_replicas=5))
+
+
+def live(*replicas: str, **states: str) -> tuple[ReplicaStatus, ...]:
+    """Ready ones, and others by state."""
+    named = {**dict.fromkeys(replicas, "ready"), **states}
+    return tuple(ReplicaStatus.model_validate({"replica_id": r, "version": 1, "state": s}) for r, s in named.items())
+
+
+async def counts(observer: Observer) -> tuple[int, int]:
+    """Starts and failures."""
+    state = await observer.state(FLEET, ())
+    return state.replica_starts, state.replica_failures
+
+
+async def test_each_replica_starts_once_however_often_it_reports(tmp_path: Path) -> None:
+    seen = observer(tmp_path)
+    seen.saw(live("a"))
+    seen.saw(live("a", "b"))
+    seen.saw(live("a", "b"))
+    assert await counts(seen) == (2, 0)
+
+
+async def test_a_replica_fails_once_whether_it_says_so_or_falls_silent(tmp_path: Path) -> None:
+    seen = observer(tmp_path)
+    seen.saw(live("a", "b", "c"))
+    seen.saw(live("b", "c", a="failed"))
+    seen.saw(live("b", "c", a="failed"))
+    seen.saw(live("c"))  # the failed one is gone as expected, b died
+    assert await counts(seen) == (3, 2)
+
+
+async def test_a_replica_that_drained_or_said_goodbye_did_not_fail(tmp_path: Path) -> None:
+    seen = observer(tmp_path)
+    seen.saw(live("a", "b"))
+    seen.saw(live("b", a="draining"))
+    seen.left("b")
+    seen.left("unknown")
+    seen.saw(())
+    assert await counts(seen) == (2, 0)
+
+
+async def test_replicas_known_from_before_a_restart_of_the_ingest_are_not_new(tmp_path: Path) -> None:
+    seen = observer(tmp_path)
+    seen.known(frozenset({"a", "b"}))
+    seen.saw(live("a", "c"))
+    assert await counts(seen) == (1, 1)
+
+
+def commit(root: Path, version: int, at: float) -> WeightStatus:
+    """A version as the log has it, but for its tensors."""
+    folder = root / str(version)
+    folder.mkdir()
+    (folder / MANIFEST_FILE).write_bytes(bytes(10))
+    os.utime(folder / MANIFEST_FILE, (at, at))
+    return WeightStatus(version=version, state="live")
+
+
+async def test_the_time_of_a_commit_is_remembered_when_the_version_is_removed(tmp_path: Path) -> None:
+    seen = observer(tmp_path)
+    staged = WeightStatus(version=3, state="staged")
+    await seen.state(FLEET, (commit(tmp_path, 1, at=100.0), commit(tmp_path, 2, at=200.0), staged))
+    (tmp_path / "1" / MANIFEST_FILE).unlink()
+    state = await seen.state(FLEET, (WeightStatus(version=2, state="live"),))
+    assert state.committed_at == {1: 100.0, 2: 200.0}
+
+
+async def test_only_so_many_times_are_remembered(tmp_path: Path) -> None:
+    seen = observer(tmp_path)
+    versions = tuple(commit(tmp_path, version, at=float(version)) for version in range(1030))
+    state = await seen.state(FLEET, versions)
+    assert len(state.committed_at) == 1024 and min(state.committed_at) == 6
+
+
+async def test_the_log_is_as_large_as_its_files(tmp_path: Path) -> None:
+    seen = observer(tmp_path)
+    commit(tmp_path, 1, at=1.0)
+    (tmp_path / "staging").mkdir()
+    (tmp_path / "staging" / "part-0").write_bytes(bytes(90))
+    state = await seen.state(FLEET, ())
+    assert state.log_bytes == 100 and state.log_free_bytes > 0
+    assert (state.replicas_min, state.replicas_max) == (2, 5)
