@@ -11,7 +11,7 @@ from rollout_service.gateway.services import Services
 from rollout_service.metrics.state import ServiceState
 from rollout_service.types import Fleet
 from rollout_service.web.auth import Authorizer
-from tests.unit.gateway.fakes import LocalHandle
+from tests.support.without_ray import LocalHandle
 
 STATE = ServiceState(
     at=10.0,
