@@ -53,7 +53,7 @@ def running_service(
     config = load_config(path, overrides)
     port = port or free_port()
     ray.init(
-        address="local",  # another cluster on this machine is none of ours
+        "local",  # never a cluster that happens to run on this machine
         num_cpus=LOGICAL_CPUS,
         namespace="serve",
         include_dashboard=False,

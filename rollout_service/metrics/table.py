@@ -64,8 +64,8 @@ REQUESTS = _process(
 )  # fmt: skip
 TIME_TO_LAST_TOKEN = _process(
     "time_to_last_token_seconds", "histogram", "seconds", (),
-    "From a checked prompt to its last completion's last token, waiting and further attempts included; of those that "
-    "were answered.",
+    "From a prompt's arrival at the gateway to its last completion's last token, waiting and further attempts "
+    "included; of those that were answered.",
     _LATENCY_S,
 )  # fmt: skip
 COMPLETIONS = _process(
