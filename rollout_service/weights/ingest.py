@@ -22,7 +22,7 @@ from rollout_service.weights.fleet import FleetTable, Wish
 from rollout_service.weights.log import Control, WeightLog
 from rollout_service.weights.manifest import Manifest, Recipe
 from rollout_service.weights.offers import LogFile, Newest, Offers
-from rollout_service.weights.record import UploadRecord
+from rollout_service.weights.record import UploadRecord, require_meant
 from rollout_service.weights.ref_source import Bucket, RefSource
 from rollout_service.weights.served_model import ServedModel
 from rollout_service.weights.staging import StagedVersion
@@ -249,6 +249,7 @@ class Ingest:
     async def goodbye(self, replica_id: str) -> None:
         """A replica ends: nobody waits for it any more, and it is not in the fleet's table."""
         self._fleet.leave(replica_id)
+        self._observer.left(replica_id)
         await self._fleet_changed()
 
     async def newest(self) -> Newest:
@@ -281,7 +282,7 @@ class Ingest:
     async def _commit(self, version: int, request: CommitUpload) -> None:
         async with self._writing:
             if version in self._log.versions():
-                _require_meant(await self._uploads.committed(version), request)
+                require_meant(await self._uploads.committed(version), request)
                 return
             self._uploads.require_newer(version)
             staged = self._uploads.staged(version)
@@ -392,13 +393,3 @@ def _staged_status(staged: StagedVersion) -> WeightStatus:
         missing_parts=tuple(sorted(staged.missing)),
         error=None if failure is None else Failure(type=type(failure).__name__, message=failure.message),
     )
-
-
-def _require_meant(record: UploadRecord | None, request: CommitUpload) -> None:
-    """Raises VersionConflict if a committed version holds other parts than its committer means."""
-    if record is not None and request.upload_digest not in (None, record.upload_digest):
-        raise VersionConflict(
-            f"version {record.begin.version} is committed with parts that hash to {record.upload_digest}, and not to "
-            f"the {request.upload_digest} of this commit: push a newer version",
-            {"version": record.begin.version, "digests": [record.upload_digest, request.upload_digest]},
-        )

@@ -10,10 +10,10 @@ from pathlib import Path
 import xxhash
 from pydantic import ValidationError
 
-from rollout_service.errors import LogCorrupt
+from rollout_service.errors import LogCorrupt, VersionConflict
 from rollout_service.types import Frozen
 from rollout_service.weights.files import sync_folder, write_synced
-from rollout_service.weights.upload import BeginUpload, num_parts, upload_digest
+from rollout_service.weights.upload import BeginUpload, CommitUpload, num_parts, upload_digest
 
 RECORD_FILE = "upload.json"
 
@@ -71,3 +71,13 @@ def read_record(folder: Path) -> UploadRecord | None:
         return None
     except (ValidationError, UnicodeDecodeError) as error:
         raise LogCorrupt(f"{path} does not parse: {error}") from error
+
+
+def require_meant(record: UploadRecord | None, request: CommitUpload) -> None:
+    """Raises VersionConflict if a committed version holds other parts than its committer means."""
+    if record is not None and request.upload_digest not in (None, record.upload_digest):
+        raise VersionConflict(
+            f"version {record.begin.version} is committed with parts that hash to {record.upload_digest}, and not to "
+            f"the {request.upload_digest} of this commit: push a newer version",
+            {"version": record.begin.version, "digests": [record.upload_digest, request.upload_digest]},
+        )
