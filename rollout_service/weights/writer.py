@@ -78,8 +78,14 @@ class VersionWriter:
             self._unsynced_bytes += nbytes
             if self._unsynced_bytes < _SYNC_BYTES or (self._syncing is not None and not self._syncing.done()):
                 return
+            self._require_synced()
             self._unsynced_bytes = 0
             self._syncing = self._syncer.submit(os.fdatasync, self._fds[file])
+
+    def _require_synced(self) -> None:
+        # Linux says once that a page could not be written: a later sync of the same file would succeed
+        if self._syncing is not None:
+            self._syncing.result()
 
     @property
     def unwritten(self) -> list[str]:
@@ -87,9 +93,13 @@ class VersionWriter:
         return [name for name in self._slots if name not in self._written]
 
     def finish(self) -> tuple[StoredTensor, ...]:
-        """Sync the files to disk and return what they hold. Raises ValueError while slots are unwritten."""
+        """Sync the files to disk and return what they hold.
+
+        Raises ValueError while slots are unwritten, OSError for what the disk did not take.
+        """
         if self.unwritten:
             raise ValueError(f"{len(self.unwritten)} tensors were never written: {self.unwritten[:5]}")
+        self._require_synced()
         for fd in self._fds.values():
             os.fsync(fd)
         self.close()
@@ -97,7 +107,7 @@ class VersionWriter:
 
     def close(self) -> None:
         """Close the files; what was written stays."""
-        self._syncer.shutdown()  # what it found wrong, the last sync finds too
+        self._syncer.shutdown()
         for fd in self._fds.values():
             os.close(fd)
         self._fds = {}

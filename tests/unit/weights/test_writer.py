@@ -1,5 +1,6 @@
 """Files laid out beforehand and filled in any order are what the safetensors library reads."""
 
+import errno
 import os
 import random
 import resource
@@ -131,3 +132,20 @@ def test_a_disk_without_room_is_an_error_at_once_and_leaves_no_file_open(tmp_pat
     with pytest.raises(OSError, match="File too large"):
         VersionWriter(tmp_path, slots_of(1, little_room), max_file_bytes=4)
     assert open_files() == before
+
+
+def test_a_disk_that_fails_while_more_is_written_fails_the_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "the disk took not all of it")
+
+    # Linux tells such an error to one sync only: the last one, which is not replaced here, would not find it
+    monkeypatch.setattr(os, "fdatasync", fail)
+    monkeypatch.setattr("rollout_service.weights.writer._SYNC_BYTES", 1)
+    slot = TensorSlot(name="tensor", dtype="float32", shape=(2,))
+    writer = VersionWriter(tmp_path, [slot])
+    writer.write(slot.name, memoryview(random_bytes(slot)))
+    with pytest.raises(OSError, match="not all of it"):
+        writer.finish()
+    writer.close()
