@@ -25,10 +25,15 @@ def machine() -> str:
     return f"cpu-{psutil.cpu_count()}-cores"
 
 
+def path(name: str) -> Path:
+    """Where the results of that name lie for this machine."""
+    return RESULTS / machine() / f"{name}.json"
+
+
 def write(name: str, content: dict[str, Any], module: str | None = None) -> Path:
     """Write ``benchmarks/results/<machine>/<name>.json`` with versions, processor, and the command of ``module``."""
-    path = RESULTS / machine() / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path(name)
+    file.parent.mkdir(parents=True, exist_ok=True)
     origin = {
         "command": " ".join(["python", "-m", f"benchmarks.{module or name}", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
@@ -36,8 +41,8 @@ def write(name: str, content: dict[str, Any], module: str | None = None) -> Path
         "python": platform.python_version(),
         "versions": dict(_versions()),
     }
-    path.write_text(json.dumps(origin | content, indent=1) + "\n")
-    return path
+    file.write_text(json.dumps(origin | content, indent=1) + "\n")
+    return file
 
 
 def _versions() -> Iterator[tuple[str, str]]:

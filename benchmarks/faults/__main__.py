@@ -1,6 +1,6 @@
 """Breaks everything that can break, under load, and says what it cost.
 
-    python -m benchmarks.faults [--only WORDS] [--list]
+    python -m benchmarks.faults [--only WORDS] [--list] [--rest]
 
 Real engines on the CPU behind the shipped deployment, two replicas, weights whose every token tells their version.
 Each case injects one fault into concurrent rollouts and waits until the fleet is whole again. All counts of stale
@@ -8,11 +8,12 @@ tokens, lost requests and lost versions are to be zero; the exit status says whe
 """
 
 import asyncio
+import dataclasses
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -41,13 +42,13 @@ def all_cases() -> Iterator[Case]:
     yield from node_cases()
 
 
-async def run(folder: Path, cases: list[Case], say: Callable[[str], None]) -> list[Outcome]:
+async def run(folder: Path, cases: list[Case], say: Callable[[Outcome], None]) -> list[Outcome]:
     """All cases, those in a row with the same ground on one service as long as it survives them."""
     outcomes: list[Outcome] = []
 
     def tell(outcome: Outcome) -> None:
         outcomes.append(outcome)
-        say(line(outcome))
+        say(outcome)
 
     while len(outcomes) < len(cases):
         first = cases[len(outcomes)]
@@ -92,21 +93,60 @@ def main(
         list[str] | None, typer.Option(help="Run the cases whose names hold this; may be repeated.")
     ] = None,
     listed: Annotated[bool, typer.Option("--list", help="Print the cases' names.")] = False,
+    rest: Annotated[
+        bool, typer.Option("--rest", help="Run the cases that are not clean in faults.json, and keep the others there.")
+    ] = False,
 ) -> None:
-    """Run the matrix, print it, and write faults.json, with --only faults_in_part.json, below benchmarks/results/."""
+    """Run the matrix, print it, and write faults.json, with --only faults_in_part.json, below benchmarks/results/.
+
+    The file is written after every case: a run that was stopped goes on with --rest.
+    """
     cases = [case for case in all_cases() if not only or any(words in case.name for words in only)]
     console = Console()
     if listed or not cases:
         console.print("\n".join(case.name for case in cases) or f"no case holds {only!r}")
         raise typer.Exit(0 if listed else 2)
-    started = time.perf_counter()
+    record = Record("faults_in_part" if only else "faults", [case.name for case in cases], kept(cases) if rest else [])
+    todo = [case for case in cases if case.name not in record.names]
+
+    def say(outcome: Outcome) -> None:
+        console.log(line(outcome), markup=False)
+        record.add(outcome)
+
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = asyncio.run(run(Path(folder), cases, partial(console.log, markup=False)))
-    console.print(table_of(outcomes))
-    content = {"total_s": round(time.perf_counter() - started), "cases": [asdict(outcome) for outcome in outcomes]}
-    path = results.write("faults_in_part" if only else "faults", content, module="faults")
-    console.print(f"wrote {path}")
-    raise typer.Exit(0 if all(outcome.clean or outcome.skipped for outcome in outcomes) else 1)
+        asyncio.run(run(Path(folder), todo, say))
+    console.print(table_of(record.outcomes))
+    console.print(f"wrote {record.path}")
+    raise typer.Exit(0 if all(outcome.clean or outcome.skipped for outcome in record.outcomes) else 1)
+
+
+class Record:
+    """The results' file, written anew with each case."""
+
+    def __init__(self, name: str, order: list[str], outcomes: list[Outcome]) -> None:
+        self.outcomes, self.path = outcomes, Path()
+        self._name, self._order, self._started = name, order, time.perf_counter()
+
+    @property
+    def names(self) -> set[str]:
+        """Cases that have an outcome."""
+        return {outcome.name for outcome in self.outcomes}
+
+    def add(self, outcome: Outcome) -> None:
+        """In the matrix's order."""
+        self.outcomes = sorted([*self.outcomes, outcome], key=lambda o: self._order.index(o.name))
+        seconds = round(time.perf_counter() - self._started)
+        content = {"total_s": seconds, "cases": [asdict(outcome) for outcome in self.outcomes]}
+        self.path = results.write(self._name, content, module="faults")
+
+
+def kept(cases: list[Case]) -> list[Outcome]:
+    """The clean outcomes of an earlier run of the whole matrix on this machine."""
+    path = results.path("faults")
+    found = json.loads(path.read_text())["cases"] if path.exists() else []
+    fields = {field.name for field in dataclasses.fields(Outcome)}
+    outcomes = [Outcome(**{key: value for key, value in case.items() if key in fields}) for case in found]
+    return [outcome for outcome in outcomes if outcome.clean and outcome.name in {case.name for case in cases}]
 
 
 if __name__ == "__main__":
