@@ -106,6 +106,7 @@ async def bare(config: ServiceConfig, work: Work, case: Case) -> None:
     engine = EngineAdapter(args)
     try:
         await engine.connect()
+        await engine._llm.update_weight_version("0")  # the dummy weights' label is no version
         case.start_s = time.perf_counter() - started
         cache = engine._llm.vllm_config.cache_config
         case.kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
