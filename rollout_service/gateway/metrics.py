@@ -3,6 +3,7 @@
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
+from rollout_service.gateway.mismatch import measured
 from rollout_service.gateway.services import Open, call
 from rollout_service.metrics.exposition import exposition
 
@@ -13,4 +14,4 @@ router = APIRouter(tags=["metrics"])
 async def metrics(services: Open) -> Response:
     """What one process knows exactly; what each process counts is at the metrics ports of Ray's agents."""
     state = await call(services.ingest.state.remote())
-    return Response(exposition(state), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    return Response(exposition(state, await measured(services)), media_type=CONTENT_TYPE_PLAIN_0_0_4)
