@@ -26,7 +26,8 @@ NOW = Row(
             "replica alone: a broken update, replace the replica. All of them: the version, the quantization or the "
             "trainer's temperature, mask or tokenizer; compare with the version before, stop training on its rollouts.",
             [Query(f"max by (version, replica) (rollout_version_suspect{{{REPLICA}}})", "v{{version}} {{replica}}")],
-            warn_above=1, steps=True,
+            warn_above=1,
+            steps=True,
         ),
         Panel(
             "Suspect for",
@@ -47,12 +48,16 @@ NOW = Row(
             "old. The statistics of a version are over all of its tokens.",
             [
                 Query(f"sum by (source) ({rate('rollout_mismatch_tokens_total', REPLICA)})", "tokens by {{source}}"),
-                Query(f"sum by (source) ({rate('rollout_mismatch_sequences_total', REPLICA)})", "sequences by {{source}}", right=True),
+                Query(
+                    f"sum by (source) ({rate('rollout_mismatch_sequences_total', REPLICA)})",
+                    "sequences by {{source}}",
+                    right=True,
+                ),
             ],
             right_unit="cps",
         ),
     ],
-)  # fmt: skip
+)
 
 KL = Row(
     "KL: how far, and is it the version or one replica?",
@@ -65,7 +70,8 @@ KL = Row(
             "from the others at the same version is a broken replica; a slow rise over all versions is the trainer "
             "drifting where FP8 hurts: use TIS, or leave layers in BF16 (quant.skip).",
             [Query(statistic("k3"), EACH)],
-            warn_above=SUSPECT_K3, logarithmic=True,
+            warn_above=SUSPECT_K3,
+            logarithmic=True,
         ),
         Panel(
             "k3 of the newest version",
@@ -93,7 +99,12 @@ KL = Row(
             "Quantiles 0.5, 0.9, 0.99 and 0.999 of |trainer - rollout| in nats. A median near 0 below a high 0.999 is "
             "noise on a few uncertain tokens, as FP8 makes it. A median that moves is wrong everywhere: weights, "
             "temperature or tokenizer.",
-            [Query(f"{statistic('abs_diff', 'version, replica, source, quantile')} and {AT_NEWEST}", "q{{quantile}} {{replica}} {{source}}")],
+            [
+                Query(
+                    f"{statistic('abs_diff', 'version, replica, source, quantile')} and {AT_NEWEST}",
+                    "q{{quantile}} {{replica}} {{source}}",
+                )
+            ],
             logarithmic=True,
         ),
         Panel(
@@ -111,13 +122,15 @@ KL = Row(
             "buys throughput: when k3 rises at the same throughput nothing was gained, look at the version.",
             [
                 Query(f"max by (source) ({statistic('k3')} and {AT_NEWEST})", "k3 by {{source}}"),
-                Query(f"sum({rate('ray_rollout_completion_tokens_total', APPLICATION)})", "tokens to clients", right=True),
+                Query(
+                    f"sum({rate('ray_rollout_completion_tokens_total', APPLICATION)})", "tokens to clients", right=True
+                ),
                 Query(f"sum({rate('ray_vllm_generation_tokens_total', VLLM)})", "tokens sampled", right=True),
             ],
             right_unit="cps",
         ),
     ],
-)  # fmt: skip
+)
 
 WEIGHTS = Row(
     "Correction: what do importance weights cost?",
@@ -142,9 +155,10 @@ WEIGHTS = Row(
             "Probability error",
             "none",
             "mean(exp |lr|), the token multiplicative probability error: 1 is none. Above 1.05 a large model is "
-            "suspect; a tiny one in FP8 lies there when all is well: set monitor.suspect_prob_error from good versions.",
+            "suspect; a tiny one in FP8 lies there when all is well: take monitor.suspect_prob_error from good ones.",
             [Query(statistic("prob_error"), EACH)],
-            warn_above=SUSPECT_PROB_ERROR, signed=True,
+            warn_above=SUSPECT_PROB_ERROR,
+            signed=True,
         ),
         Panel(
             "chi² of tokens",
@@ -172,9 +186,10 @@ WEIGHTS = Row(
                 Query(f"max(rollout_mismatch_prob_error{{{REPLICA}}})", "worst probability error"),
                 Query(f"max(rollout_replica_staleness_versions{{{REPLICA}}})", "versions behind", right=True),
             ],
-            right_unit="short", signed=True,
+            right_unit="short",
+            signed=True,
         ),
     ],
-)  # fmt: skip
+)
 
 ROWS = (NOW, KL, WEIGHTS)

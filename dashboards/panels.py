@@ -165,6 +165,4 @@ _LEGEND = (
     .show_legend(True)
     .calcs(["lastNotNull"])
 )
-_TOOLTIP = (
-    common_builders.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI).sort(common.SortOrder.DESCENDING)
-)
+_TOOLTIP = common_builders.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI).sort(common.SortOrder.DESCENDING)

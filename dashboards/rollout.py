@@ -66,8 +66,14 @@ THROUGHPUT = Row(
             "length: cut off at max_tokens; where a trainer's share of it grows, its policy rambles or max_tokens is "
             "too small. abort: given as they were when cut off.",
             [
-                Query(f"sum by (finish_reason) ({rate('ray_rollout_completions_total', APPLICATION)})", "{{finish_reason}}"),
-                Query(f"sum({rate('ray_rollout_mixed_completions_total', APPLICATION)}){OR_NOTHING_YET}", "of several versions"),
+                Query(
+                    f"sum by (finish_reason) ({rate('ray_rollout_completions_total', APPLICATION)})",
+                    "{{finish_reason}}",
+                ),
+                Query(
+                    f"sum({rate('ray_rollout_mixed_completions_total', APPLICATION)}){OR_NOTHING_YET}",
+                    "of several versions",
+                ),
             ],
         ),
         Panel(
@@ -78,8 +84,14 @@ THROUGHPUT = Row(
             "death lost (lost). Lasting Overloaded: add replicas or raise engine.admission_limit. lost: see the "
             "engines' log.",
             [
-                Query(f"sum by (reason) ({rate('ray_rollout_refusals_total', APPLICATION)}){OR_NOTHING_YET}", "refused: {{reason}}"),
-                Query(f"sum by (cause) ({rate('ray_rollout_continuations_total', APPLICATION)}){OR_NOTHING_YET}", "continued: {{cause}}"),
+                Query(
+                    f"sum by (reason) ({rate('ray_rollout_refusals_total', APPLICATION)}){OR_NOTHING_YET}",
+                    "refused: {{reason}}",
+                ),
+                Query(
+                    f"sum by (cause) ({rate('ray_rollout_continuations_total', APPLICATION)}){OR_NOTHING_YET}",
+                    "continued: {{cause}}",
+                ),
             ],
         ),
         Panel(
@@ -87,10 +99,15 @@ THROUGHPUT = Row(
             "reqps",
             "Through Serve's proxy, by status. 5xx other than 503 are faults of ours; 401 and 403 a client without the "
             "token; 422 a client that asks for what is not there.",
-            [Query(f"sum by (route, status_code) ({rate('ray_serve_num_http_requests_total', APPLICATION)})", "{{route}} {{status_code}}")],
+            [
+                Query(
+                    f"sum by (route, status_code) ({rate('ray_serve_num_http_requests_total', APPLICATION)})",
+                    "{{route}} {{status_code}}",
+                )
+            ],
         ),
     ],
-)  # fmt: skip
+)
 
 LATENCY = Row(
     "Latency: where does the time of a rollout go?",
@@ -133,11 +150,15 @@ LATENCY = Row(
         Panel(
             "Sequences that ended in the engine",
             "cps",
-            "By vLLM's reason. abort beside no update: clients hang up.",
-            [Query(f"sum by (finished_reason) ({rate('ray_vllm_request_success_total', VLLM)})", "{{finished_reason}}")],
+            "By vLLM's reason. abort outside updates and pauses: clients hang up, and their tokens are lost.",
+            [
+                Query(
+                    f"sum by (finished_reason) ({rate('ray_vllm_request_success_total', VLLM)})", "{{finished_reason}}"
+                )
+            ],
         ),
     ],
-)  # fmt: skip
+)
 
 FLEET = Row(
     "Fleet: is every replica well, and are there enough?",
@@ -148,7 +169,8 @@ FLEET = Row(
             "ready ones take rollouts. starting or syncing for longer than an engine's start: see its log. failed: it "
             "is being replaced. stale: it cannot reach the newest version and takes no request that needs it.",
             [Query(f"sum by (state) (rollout_replicas{{{SERVICE}}})", "{{state}}")],
-            stacked=True, steps=True,
+            stacked=True,
+            steps=True,
         ),
         Panel(
             "State of each replica",
@@ -156,7 +178,8 @@ FLEET = Row(
             "The state that a replica is in. One that is neither ready nor draining for long says why in GET "
             "/v1/fleet.",
             [Query(f"sum by (replica, state) (rollout_replica_state{{{REPLICA}}}) == 1", "{{replica}}: {{state}}")],
-            stacked=True, steps=True,
+            stacked=True,
+            steps=True,
         ),
         Panel(
             "Trouble of replicas",
@@ -243,7 +266,12 @@ FLEET = Row(
             "cps",
             "Sequences thrown out of the KV cache and computed again. Anything lasting costs throughput: lower "
             "scaling.target_sequences or engine.max_num_seqs.",
-            [Query(f"sum by (ReplicaId) ({rate('ray_vllm_num_preemptions_total', VLLM)}){OR_NOTHING_YET}", "{{ReplicaId}}")],
+            [
+                Query(
+                    f"sum by (ReplicaId) ({rate('ray_vllm_num_preemptions_total', VLLM)}){OR_NOTHING_YET}",
+                    "{{ReplicaId}}",
+                )
+            ],
         ),
         Panel(
             "Prefill",
@@ -253,4 +281,4 @@ FLEET = Row(
             [Query(f"sum by (ReplicaId) ({rate('ray_vllm_prompt_tokens_total', VLLM)})", "{{ReplicaId}}")],
         ),
     ],
-)  # fmt: skip
+)

@@ -1,6 +1,6 @@
 """The dashboard of the fleet: versions, updates, uploads and autoscaling."""
 
-from dashboards.panels import APPLICATION, ENGINE, OR_NOTHING_YET, REPLICA, SERVICE, Panel, Query, Row
+from dashboards.panels import APPLICATION, ENGINE, REPLICA, SERVICE, Panel, Query, Row
 from dashboards.rollout import quantiles, rate
 
 VERSIONS = Row(
@@ -23,7 +23,8 @@ VERSIONS = Row(
             "more off-policy than the trainer may expect: use min_weight_version, or find out why updates take longer "
             "than steps.",
             [Query(f"max by (replica) (rollout_replica_staleness_versions{{{REPLICA}}})", "{{replica}}")],
-            warn_above=2, steps=True,
+            warn_above=2,
+            steps=True,
         ),
         Panel(
             "Staleness in seconds",
@@ -38,7 +39,11 @@ VERSIONS = Row(
             "s",
             "Since its commit: a saw's teeth, as long as a trainer's step. Rising without end: the trainer pushes no "
             "more, or its uploads fail.",
-            [Query(f"time() - max(rollout_latest_version_committed_timestamp_seconds{{{SERVICE}}})", "since the commit")],
+            [
+                Query(
+                    f"time() - max(rollout_latest_version_committed_timestamp_seconds{{{SERVICE}}})", "since the commit"
+                )
+            ],
         ),
         Panel(
             "Versions on disk",
@@ -46,7 +51,8 @@ VERSIONS = Row(
             "By state. live: on every replica. More committed ones than weights.keep_versions: a replica still serves "
             "an old one.",
             [Query(f"sum by (state) (rollout_version_state{{{SERVICE}}})", "{{state}}")],
-            stacked=True, steps=True,
+            stacked=True,
+            steps=True,
         ),
         Panel(
             "Time between commits",
@@ -75,7 +81,7 @@ VERSIONS = Row(
             logarithmic=True,
         ),
     ],
-)  # fmt: skip
+)
 
 UPDATES = Row(
     "Updates: what does a new version cost a replica?",
@@ -95,7 +101,8 @@ UPDATES = Row(
             "a trainer's step: their ratio is the share of throughput that updates cost.",
             [
                 Query(
-                    f"histogram_quantile(0.9, sum by (le, stage) ({rate('ray_rollout_update_seconds_bucket', ENGINE)}))",
+                    f"histogram_quantile(0.9, sum by (le, stage) "
+                    f"({rate('ray_rollout_update_seconds_bucket', ENGINE)}))",
                     "{{stage}}",
                 )
             ],
@@ -128,7 +135,7 @@ UPDATES = Row(
             ],
         ),
     ],
-)  # fmt: skip
+)
 
 UPLOADS = Row(
     "Uploads: how do versions come in?",
@@ -143,7 +150,7 @@ UPLOADS = Row(
         Panel(
             "Parts",
             "cps",
-            "Per second. Very many small ones: raise weights.part_bytes.",
+            "Parts received per second. Hundreds of them cost more than their bytes: raise weights.part_bytes.",
             [Query(f"sum({rate('ray_rollout_upload_parts_total', APPLICATION)})", "parts")],
         ),
         Panel(
@@ -185,7 +192,7 @@ UPLOADS = Row(
             ],
         ),
     ],
-)  # fmt: skip
+)
 
 AUTOSCALING = Row(
     "Autoscaling: does the fleet follow the load?",
@@ -221,7 +228,7 @@ AUTOSCALING = Row(
             "In the gateways' handles, before admission. Above 0 for long: no replica runs, or all are being replaced.",
             [
                 Query(
-                    f'sum by (deployment) (ray_serve_deployment_queued_queries{{{APPLICATION}}})',
+                    f"sum by (deployment) (ray_serve_deployment_queued_queries{{{APPLICATION}}})",
                     "{{deployment}}",
                 )
             ],
@@ -232,12 +239,16 @@ AUTOSCALING = Row(
             "Replicas of each deployment whose health check passes, and how often one was started, by Serve. engine "
             "below ready replicas: Serve is about to replace one.",
             [
-                Query(f"sum by (deployment) (ray_serve_deployment_replica_healthy{{{APPLICATION}}})", "{{deployment}} healthy"),
                 Query(
-                    f"sum by (deployment) (ray_serve_deployment_replica_starts_total{{{APPLICATION}}})", "{{deployment}} started"
+                    f"sum by (deployment) (ray_serve_deployment_replica_healthy{{{APPLICATION}}})",
+                    "{{deployment}} healthy",
+                ),
+                Query(
+                    f"sum by (deployment) (ray_serve_deployment_replica_starts_total{{{APPLICATION}}})",
+                    "{{deployment}} started",
                 ),
             ],
             steps=True,
         ),
     ],
-)  # fmt: skip
+)

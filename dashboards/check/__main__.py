@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -72,7 +72,7 @@ def _static(tools: Tools, say: Say) -> None:
 
 
 def _against_a_service(tools: Tools, folder: Path, updates: int, step_s: float, say: Say) -> Answers:
-    overrides = {
+    overrides: dict[str, dict[str, Any]] = {
         "scaling": {"min_replicas": 2, "max_replicas": 2},
         "engine": {"admission_limit": 128, "version_wait_s": 2.0},
         "weights": {"root": folder / "weights"},

@@ -62,7 +62,9 @@ class Answers:
     @property
     def empty(self) -> list[str]:
         """What should have samples and has none: queries of panels, alerts, variables."""
-        panels = [f"{each.query.name}: {each.query.legend}" for each in self.panels if not (each.samples or each.excuse)]
+        panels = [
+            f"{each.query.name}: {each.query.legend}" for each in self.panels if not (each.samples or each.excuse)
+        ]
         alerts = [each.alert.name for each in self.alerts if not each.samples]
         return panels + alerts + [f"variable {name}" for name, values in self.variables.items() if not values]
 

@@ -1,7 +1,6 @@
 """Debian's Prometheus: found or fetched, started on loopback, asked over HTTP."""
 
 import json
-import os
 import shutil
 import subprocess
 import time
@@ -18,6 +17,7 @@ from rollout_service.local import free_port
 
 Say = Callable[[str], None]
 START_S, STOP_S = 60.0, 20.0
+_DOWNLOAD = "apt-get", "download", "prometheus"
 
 
 class PrometheusUnavailable(RuntimeError):
@@ -43,23 +43,31 @@ def found_or_fetched(folder: Path, say: Say) -> Tools:
     It is unpacked and not installed: that needs no root, and starts no daemon at port 9090.
     Raises PrometheusUnavailable.
     """
-    names = "prometheus", "promtool"
-    found = [shutil.which(name, path=os.defpath + os.pathsep + str(folder / "usr/bin")) or shutil.which(name) for name in names]
-    if not all(found):
-        say(f"no prometheus on PATH: fetching Debian's package into {folder}")
+    tools = _found(folder)
+    if tools is None:
+        say(f"no prometheus and promtool on PATH: fetching Debian's package into {folder}")
         _fetch(folder)
-        found = [shutil.which(name, path=str(folder / "usr/bin")) for name in names]
-    if not (found[0] and found[1]):
-        raise PrometheusUnavailable(f"{folder}/usr/bin has no prometheus and promtool: install Prometheus yourself")
-    return Tools(found[0], found[1])
+        tools = _found(folder)
+    if tools is None:
+        raise PrometheusUnavailable(f"Debian's package has no prometheus and promtool in {folder}: put them on PATH")
+    return tools
+
+
+def _found(folder: Path) -> Tools | None:
+    programs = [
+        shutil.which(name) or shutil.which(name, path=folder / "usr/bin") for name in ("prometheus", "promtool")
+    ]
+    return Tools(programs[0], programs[1]) if programs[0] and programs[1] else None
 
 
 def _fetch(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        if not _quietly(["apt-get", "download", "prometheus"], folder):
+        if not _quietly(_DOWNLOAD, folder):
             _quietly(["apt-get", "update"], folder)  # lists may be missing; without root this fails, and so below
-            subprocess.run(["apt-get", "download", "prometheus"], cwd=folder, check=True, capture_output=True, text=True)
+            subprocess.run(
+                ["apt-get", "download", "prometheus"], cwd=folder, check=True, capture_output=True, text=True
+            )
         for package in folder.glob("prometheus_*.deb"):
             subprocess.run(["dpkg", "-x", package.name, "."], cwd=folder, check=True, capture_output=True, text=True)
             package.unlink()
@@ -69,8 +77,8 @@ def _fetch(folder: Path) -> None:
         ) from error
     except subprocess.CalledProcessError as error:
         raise PrometheusUnavailable(
-            f"{' '.join(error.cmd)}: {error.stderr.strip()[-500:]}\nrun `apt-get update` as root, or put prometheus and "
-            "promtool on PATH"
+            f"{' '.join(error.cmd)}: {error.stderr.strip()[-500:]}\nrun `apt-get update` as root, or put "
+            "prometheus and promtool on PATH"
         ) from error
 
 
@@ -84,7 +92,7 @@ def configured(shipped: Path, folder: Path, service: str, agents: Sequence[str],
     ``agents``: host:port of Ray's agents, written into a discovery file of Ray's format.
     """
     config = yaml.safe_load(shipped.read_text())
-    config["global"] = {name: f"{interval_s}s" for name in config["global"]}
+    config["global"] = dict.fromkeys(config["global"], f"{interval_s}s")
     config["rule_files"] = [str((shipped.parent / name).absolute()) for name in config["rule_files"]]
     discovery = folder / "prom_metrics_service_discovery.json"
     discovery.write_text(json.dumps([{"labels": {"job": "ray"}, "targets": list(agents)}]))

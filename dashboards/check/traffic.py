@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from dashboards.check.prometheus import Say
 from rollout_service.client import RolloutClient
 from rollout_service.errors import QuantizationError, RolloutServiceError, TooEarly
 from rollout_service.types import Rollout
-
 
 NOISE_NATS = 0.03
 """Standard deviation of the trainer's logprobs around the engines', as FP8 would have it."""
