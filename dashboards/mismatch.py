@@ -43,18 +43,22 @@ NOW = Row(
         ),
         Panel(
             "Tokens measured",
-            "cps",
-            "Per second, by who scored them. 0 of trainer: it calls report_mismatch no more, and what is shown here is "
-            "old. The statistics of a version are over all of its tokens.",
+            "short",
+            "What the numbers of each version rest on, by who scored them, on all replicas. Below "
+            "monitor.min_tokens per replica a version is not judged. The newest version without a line: the trainer "
+            "calls report_mismatch no more, and what is shown here is old.",
             [
-                Query(f"sum by (source) ({rate('rollout_mismatch_tokens_total', REPLICA)})", "tokens by {{source}}"),
                 Query(
-                    f"sum by (source) ({rate('rollout_mismatch_sequences_total', REPLICA)})",
-                    "sequences by {{source}}",
+                    f"sum by (version, source) (rollout_mismatch_tokens_total{{{REPLICA}}})", "v{{version}} {{source}}"
+                ),
+                Query(
+                    f"sum by (version, source) (rollout_mismatch_sequences_total{{{REPLICA}}})",
+                    "sequences of v{{version}} {{source}}",
                     right=True,
                 ),
             ],
-            right_unit="cps",
+            right_unit="short",
+            steps=True,
         ),
     ],
 )

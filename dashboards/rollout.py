@@ -264,7 +264,8 @@ FLEET = Row(
         Panel(
             "Preemptions",
             "cps",
-            "Sequences thrown out of the KV cache and computed again. Anything lasting costs throughput: lower "
+            "Sequences thrown out of the KV cache and computed again. Each update does so to those that run; between "
+            "updates the cache is too small and throughput is lost: lower "
             "scaling.target_sequences or engine.max_num_seqs.",
             [
                 Query(

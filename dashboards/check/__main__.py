@@ -9,6 +9,7 @@ A panel without samples is a failure. Result: out/dashboards.json; the exit stat
 import asyncio
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,7 +20,15 @@ from rich.console import Console
 
 from dashboards.check import plot, schema
 from dashboards.check.answers import Answers, asked
-from dashboards.check.prometheus import Prometheus, Say, Tools, configured, found_or_fetched, running
+from dashboards.check.prometheus import (
+    Prometheus,
+    PrometheusUnavailable,
+    Say,
+    Tools,
+    configured,
+    found_or_fetched,
+    running,
+)
 from dashboards.check.queries import FOLDER
 from dashboards.check.report import printed, written
 from dashboards.check.traffic import Traffic
@@ -29,11 +38,11 @@ from rollout_service.local import LocalService, running_service
 PROJECT = FOLDER.parent
 OUT = PROJECT / "out"
 DEPLOYMENT = PROJECT / "deployments/cpu_rollout.yaml"
-SCRAPE_S = 1
+SCRAPE_S = 2
 LAST_REPORT_S = 22.0
 """Until what processes counted last has come through Ray, which reports every 10 s."""
 
-console = Console(highlight=False)
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def main(
@@ -56,6 +65,9 @@ def main(
     except KeyboardInterrupt:
         say("interrupted: what was started is stopped")
         raise typer.Exit(130) from None
+    except (PrometheusUnavailable, subprocess.CalledProcessError) as error:
+        say(f"[red]not checked[/red]: {error}")
+        raise typer.Exit(1) from None
     printed(answers, console)
     say(f"written to {written(answers, OUT / 'dashboards.json').relative_to(PROJECT)}")
     if plot_file:

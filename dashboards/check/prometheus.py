@@ -98,7 +98,7 @@ def configured(shipped: Path, folder: Path, service: str, agents: Sequence[str],
     discovery.write_text(json.dumps([{"labels": {"job": "ray"}, "targets": list(agents)}]))
     jobs = {job["job_name"]: job for job in config["scrape_configs"]}
     jobs["rollout-service"]["static_configs"] = [{"targets": [service]}]
-    jobs["ray"]["file_sd_configs"] = [{"files": [str(discovery.absolute())]}]
+    jobs["ray"]["file_sd_configs"][0]["files"] = [str(discovery.absolute())]
     path = folder / "prometheus.yml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     return path

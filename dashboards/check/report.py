@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from dashboards.check.answers import DOES_NOT_HAPPEN, NEEDS_GPU, Answers
+from dashboards.check.answers import Answers
 
 
 def printed(answers: Answers, console: Console) -> None:
@@ -29,8 +29,7 @@ def printed(answers: Answers, console: Console) -> None:
 
 
 def written(answers: Answers, path: Path) -> Path:
-    """``{"panels", "alerts", "empty", "needs_gpu", ...}``; ``empty`` and ``needs_gpu`` are names."""
-    excused = {each.query.name: each.excuse for each in answers.panels if each.excuse}
+    """``{"panels", "alerts", "empty", "needs_gpu"}``; ``empty`` and ``needs_gpu`` are names."""
     content = {
         "panels": [
             {
@@ -47,8 +46,7 @@ def written(answers: Answers, path: Path) -> Path:
             for each in answers.alerts
         ],
         "empty": answers.empty,
-        "needs_gpu": [name for name, reason in excused.items() if reason in NEEDS_GPU.values()],
-        "does_not_happen": {name: reason for name, reason in excused.items() if reason in DOES_NOT_HAPPEN.values()},
+        "needs_gpu": [each.query.name for each in answers.panels if each.excuse],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")

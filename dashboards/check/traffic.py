@@ -18,6 +18,8 @@ NOISE_NATS = 0.03
 """Standard deviation of the trainer's logprobs around the engines', as FP8 would have it."""
 BROKEN_NATS = 0.6
 """What the trainer is off at the last version, so that it is suspect."""
+PREFIX = 280
+"""Tokens that the prompts of a batch share: two blocks of a CPU engine's prefix cache, and some more."""
 BURST = 400
 """Completions asked for at once, more than the replicas admit."""
 
@@ -83,7 +85,7 @@ class Traffic:
         return {name: _moved(tensor, generator) for name, tensor in self._weights.items()}
 
     def _prompts(self, count: int) -> list[list[int]]:
-        prefix = [self._random.randrange(8, 40) for _ in range(40)]  # longer than a block of the prefix cache
+        prefix = [self._random.randrange(8, 40) for _ in range(PREFIX)]
         return [[*prefix, self._random.randrange(8, 40)] for _ in range(count)]
 
     def _scored(self, logprobs: Iterable[float], off: float) -> list[float]:

@@ -21,7 +21,8 @@ def test_only_targets_and_intervals_of_the_shipped_configuration_are_replaced(tm
     assert made["global"] == {"scrape_interval": "1s", "evaluation_interval": "1s"}
     assert [Path(file).name for file in made["rule_files"]] == shipped["rule_files"]
     before = shipped["scrape_configs"]
-    service["static_configs"], ray["file_sd_configs"] = before[0]["static_configs"], before[1]["file_sd_configs"]
+    service["static_configs"] = before[0]["static_configs"]
+    ray["file_sd_configs"][0]["files"] = before[1]["file_sd_configs"][0]["files"]
     made["global"], made["rule_files"] = shipped["global"], shipped["rule_files"]
     assert made == shipped
 
@@ -33,7 +34,7 @@ def program(folder: Path, name: str, text: str) -> None:
 
 def test_a_machine_without_debians_tools_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(PrometheusUnavailable, match="apt-get is not here.*put prometheus and promtool on PATH"):
+    with pytest.raises(PrometheusUnavailable, match=r"apt-get is not here.*put prometheus and promtool on PATH"):
         found_or_fetched(tmp_path / "tools", lambda _: None)
 
 
