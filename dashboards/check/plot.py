@@ -13,7 +13,8 @@ PANELS = (
     ("mismatch", "Effective sample size", "share"),
     ("mismatch", "KL against throughput", "nats per token"),
 )
-LEGENDS = 8
+LOGARITHMIC = ("k3 per version and replica", "KL against throughput")
+LEGENDS = 10
 
 
 def drawn(answers: Answers, path: Path) -> Path:
@@ -28,18 +29,19 @@ def drawn(answers: Answers, path: Path) -> Path:
         found = [each for each in answers.panels if (each.query.dashboard, each.query.panel) == (dashboard, panel)]
         _draw(axes, found)
         axes.set_title(f"{dashboard}: {panel}", fontsize=11)
-        axes.set(xlabel="s", ylabel=unit)
+        axes.set(xlabel="s", ylabel=unit, yscale="log" if panel in LOGARITHMIC else "linear")
     figure.savefig(path, dpi=80)
     return path
 
 
 def _draw(axes: Any, found: list[PanelAnswer]) -> None:
-    begin = min(each.samples[0][0] for answer in found for each in answer.series)
+    begin = min((each.samples[0][0] for answer in found for each in answer.series), default=0.0)
     right = None
     for answer in found:
         on = axes
         if answer.query.legend.startswith("tokens "):
             on = right = right or axes.twinx()
+            on.set_ylabel("tokens/s, dashed")
         for each in answer.series:
             label = answer.query.legend
             for name, value in each.labels.items():
