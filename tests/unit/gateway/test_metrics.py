@@ -9,7 +9,7 @@ from rollout_service.errors import NotReady
 from rollout_service.gateway.replica import create_app
 from rollout_service.gateway.services import Services
 from rollout_service.metrics.state import ServiceState
-from rollout_service.types import Fleet, MismatchRow, ReplicaStatus
+from rollout_service.types import Fleet, MismatchTable, ReplicaStatus
 from rollout_service.web.auth import Authorizer
 from tests.support.without_ray import LocalHandle
 
@@ -64,7 +64,7 @@ async def test_without_a_state_the_scrape_fails_rather_than_showing_an_old_one(s
 class Away:
     """A monitor that died."""
 
-    async def rows(self) -> list[MismatchRow]:
+    async def table(self, *which: object) -> MismatchTable:
         raise NotReady("the monitor died")
 
 
