@@ -21,11 +21,14 @@ class Alert:
     lasting: str
     summary: str
     action: str
+    also: str = ""
+    """Another expression that makes it fire."""
 
     @property
     def expr(self) -> str:
         """The rule's expression."""
-        return f"absent({self.value})" if self.condition == "absent" else f"{self.value} {self.condition}"
+        expr = f"absent({self.value})" if self.condition == "absent" else f"{self.value} {self.condition}"
+        return f"{expr} or {self.also}" if self.also else expr
 
 
 ALERTS = (
@@ -82,6 +85,7 @@ ALERTS = (
         "rollout_latest_version", "absent", "1m",
         "the service does not answer /metrics, or its ingest is away",
         "Rollouts go on without an ingest, updates do not. See the ingest's log; Serve starts it again by itself.",
+        also='up{job="rollout-service"} == 0',
     ),
     Alert(
         "RolloutProcessesUnseen", "ticket",
