@@ -26,7 +26,7 @@ bench: setup ## measure the service against the bare engine, and the quantizer; 
 dashboards: setup ## make dashboards/*.json and alerts.yml anew from dashboards/*.py
 	@$(PYTHON_VENV) -m dashboards.generate
 
-dashboards-check: setup ## every panel and alert against a real Prometheus and a running service (about 4 minutes)
+dashboards-check: setup ## every panel and alert against a real Prometheus and a running service (about 5 minutes)
 	@$(PYTHON_VENV) -m dashboards.check
 
 test: check test-unit test-service ## lint, types, unit tests and tests with real engines (under 20 minutes on 2 cores)

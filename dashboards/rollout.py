@@ -115,8 +115,8 @@ LATENCY = Row(
         Panel(
             "Time to last token",
             "s",
-            "From a prompt's arrival at the gateway to its last completion's last token, with all waiting. p99 is what a "
-            "synchronous trainer waits for. Growing while tokens per second stay: the queue grows, add replicas.",
+            "From a prompt's arrival at the gateway to its last completion's last token, with all waiting. p99 is what "
+            "a synchronous trainer waits for. Growing while tokens per second stay: the queue grows, add replicas.",
             quantiles("ray_rollout_time_to_last_token_seconds", APPLICATION),
         ),
         Panel(
