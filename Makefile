@@ -5,7 +5,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo serve bench test test-unit test-gpu test-service test-slow check format clean distclean
+.PHONY: help setup demo serve bench dashboards dashboards-check test test-unit test-gpu test-service test-slow check format clean distclean
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,6 +22,12 @@ serve: setup ## run the service of deployments/cpu_rollout.yaml until Ctrl-C
 bench: setup ## measure the service against the bare engine, and the quantizer; results in benchmarks/results/
 	@$(PYTHON_VENV) -m benchmarks.overhead
 	@$(PYTHON_VENV) -m benchmarks.quantizer
+
+dashboards: setup ## make dashboards/*.json and alerts.yml anew from dashboards/*.py
+	@$(PYTHON_VENV) -m dashboards.generate
+
+dashboards-check: setup ## every panel and alert against a real Prometheus and a running service (about 5 minutes)
+	@$(PYTHON_VENV) -m dashboards.check
 
 test: check test-unit test-service ## lint, types, unit tests and tests with real engines (under 20 minutes on 2 cores)
 

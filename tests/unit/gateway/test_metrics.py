@@ -9,13 +9,13 @@ from rollout_service.errors import NotReady
 from rollout_service.gateway.replica import create_app
 from rollout_service.gateway.services import Services
 from rollout_service.metrics.state import ServiceState
-from rollout_service.types import Fleet
+from rollout_service.types import Fleet, MismatchTable, ReplicaStatus
 from rollout_service.web.auth import Authorizer
 from tests.support.without_ray import LocalHandle
 
 STATE = ServiceState(
     at=10.0,
-    fleet=Fleet(latest_version=41, paused=True, replicas=()),
+    fleet=Fleet(latest_version=41, paused=True, replicas=(ReplicaStatus(replica_id="r1", version=41, state="ready"),)),
     versions=(),
     committed_at={41: 5.0},
     replicas_min=0,
@@ -59,3 +59,18 @@ async def test_it_is_prometheus_text_of_the_ingests_state(services: Services) ->
 
 async def test_without_a_state_the_scrape_fails_rather_than_showing_an_old_one(services: Services) -> None:
     assert (await get(services, StartingIngest())).status_code == 503
+
+
+class Away:
+    """A monitor that died."""
+
+    async def table(self, *which: object) -> MismatchTable:
+        raise NotReady("the monitor died")
+
+
+async def test_the_mismatch_is_shown_while_the_monitor_answers_and_all_else_without_it(services: Services) -> None:
+    await services.monitor.observe.remote("trainer", 41, "r1", [[-1.0, -2.0]], [[-1.1, -2.1]])
+    measured = await get(services, Ingest())
+    alone = await get(replace(services, monitor=LocalHandle(Away())), Ingest())
+    assert 'rollout_mismatch_tokens_total{replica="r1",source="trainer",version="41"} 2.0' in measured.text
+    assert "rollout_mismatch_tokens_total{" not in alone.text and "rollout_latest_version 41.0" in alone.text

@@ -1,0 +1,1 @@
+"""Grafana dashboards, alert rules and what starts them: docs/dashboards.md."""
