@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request
 from rollout_service.errors import NotReady, PayloadTooLarge, RolloutServiceError
 from rollout_service.gateway.services import Guarded, Services, call
 from rollout_service.monitor.report import REPORT_BYTES
-from rollout_service.types import MismatchReceipt, MismatchSource, MismatchTable, WeightStatus
+from rollout_service.types import MismatchReceipt, MismatchRow, MismatchSource, MismatchTable, WeightStatus
 
 router = APIRouter(prefix="/v1/mismatch", tags=["mismatch"])
 logger = logging.getLogger(__name__)
@@ -47,6 +47,15 @@ async def with_suspicions(versions: Sequence[WeightStatus], services: Services) 
         logger.warning("versions are shown without what is suspect: %s", error)
         return tuple(versions)
     return tuple(status.model_copy(update={"suspect": suspicions.get(status.version, ())}) for status in versions)
+
+
+async def rows_or_none(services: Services) -> list[MismatchRow]:
+    """All rows, or none if the monitor does not answer."""
+    try:
+        return await _answer(services.monitor.rows.remote(), SUSPICIONS_S)
+    except RolloutServiceError as error:
+        logger.warning("metrics are shown without the mismatch: %s", error)
+        return []
 
 
 async def _answer(response: Awaitable[_Reply], timeout_s: float) -> _Reply:

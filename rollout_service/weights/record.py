@@ -10,7 +10,7 @@ from pathlib import Path
 import xxhash
 from pydantic import ValidationError
 
-from rollout_service.errors import LogCorrupt
+from rollout_service.errors import LogCorrupt, VersionConflict
 from rollout_service.types import Frozen
 from rollout_service.weights.files import sync_folder, write_synced
 from rollout_service.weights.upload import BeginUpload, num_parts, upload_digest
@@ -41,6 +41,15 @@ class UploadRecord(Frozen):
     def upload_digest(self) -> str:
         """Of all parts, or of the stamp of a source."""
         return upload_digest(self.part_digests) if self.begin.source is None else self.source_stamp
+
+    def require_meant(self, digest: str | None) -> None:
+        """Raises VersionConflict if a committed version holds other parts than its committer means (None: any)."""
+        if digest not in (None, self.upload_digest):
+            raise VersionConflict(
+                f"version {self.begin.version} is committed with parts that hash to {self.upload_digest}, and not to "
+                f"the {digest} of this commit: push a newer version",
+                {"version": self.begin.version, "digests": [self.upload_digest, digest]},
+            )
 
 
 def source_stamp(folder: Path) -> str:
