@@ -1,4 +1,4 @@
-"""A version whose quantized weights are wrong while the unquantized ones are right: what a defect in the quantizer makes.
+"""A version whose quantized weights are wrong and whose unquantized ones are right: a defect in the quantizer.
 
 Written into both logs by their own writer, with right digests: nothing in the service could refuse it. The ingest is
 not asked, and must not write at that moment; replicas find the version when they next read the log

@@ -25,7 +25,10 @@ LOOK_BACK_S = 15
 
 
 def build(config: ServiceConfig) -> Application:
-    """Gateway → engines, ingest, monitor and perhaps a shadow beside them. Makes the model first if ``model.create`` says so."""
+    """Gateway → engines; ingest, monitor and perhaps a shadow beside them.
+
+    Makes the model first if ``model.create`` says so.
+    """
     config = config.resolved()
     if config.model.create == "tiny-qwen3" and not config.model.path.exists():
         make_tiny_qwen3(config.model.path)

@@ -257,7 +257,7 @@ class MonitorConfig(Config):
 
 
 class ShadowConfig(Config):
-    """A reference engine that re-scores a sample of finished rollouts with the unquantized weights: docs/mismatch.md."""
+    """A reference engine that re-scores a sample of finished rollouts, with unquantized weights: docs/mismatch.md."""
 
     share: float = Field(default=0.0, ge=0, le=1)
     """Share of the rollouts that are re-scored. 0: no shadow is started, and nothing is kept unquantized."""
@@ -276,7 +276,7 @@ class ShadowConfig(Config):
     """Completions that it scores at once."""
 
     max_queue_tokens: int = Field(default=1 << 18, ge=1)
-    """Prompts and completions that may wait for it in each gateway; beyond that new ones are not scored, and counted."""
+    """Prompts and completions that may wait for it in each gateway; beyond that, new ones are counted, not scored."""
 
     version_wait_s: float = Field(default=30.0, ge=0)
     """How long what a newer version sampled waits until the shadow has loaded it, before it is given up."""

@@ -35,7 +35,7 @@ class EngineAdapter:
     """One vLLM engine. Construct it inside the event loop that will use it; construction takes tens of seconds."""
 
     def __init__(self, args: AsyncEngineArgs, *, exports: bool = True) -> None:
-        """``exports``: whether vLLM's metrics are; those of an engine that serves nobody would count among the fleet's."""
+        """``exports``: vLLM's metrics; those of an engine that serves nobody would count among the fleet's."""
         self.scheduler = SchedulerLog()
         """What the engine was doing at its last step."""
         loggers = [lambda _config, _index: self.scheduler, *([RayStats] if exports else [])]

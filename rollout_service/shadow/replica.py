@@ -41,7 +41,7 @@ def shadow_config(config: ServiceConfig) -> ServiceConfig:
 
 
 class ShadowReplica:
-    """Answers nobody but the gateways. Serves without a version: there may be none for long, see weights/unquantized.py.
+    """Answers nobody but the gateways. Is there without a version, too: there may be none for long.
 
     Raises ValueError where it does not see the log.
     """

@@ -32,7 +32,7 @@ class ScoreCall(Frozen):
 
 def is_sampled(request_id: str, share: float) -> bool:
     """Whether a rollout is among the ``share`` that is scored: by its name, so the same everywhere and every time."""
-    return xxhash.xxh3_64_intdigest(request_id) < share * 2.0**64
+    return xxhash.xxh3_64_intdigest(request_id.encode(errors="surrogatepass")) < share * 2.0**64
 
 
 def is_comparable(sampling: Sampling) -> bool:

@@ -53,14 +53,13 @@ class Scorer:
                 record(table.SHADOW_COMPLETIONS, len(of_version), outcome="version")
 
     async def _is_at(self, version: int) -> bool:
-        at = self._follower.version
-        if (at is None or at < version) and version > self._given_up:
-            if not await self._follower.wait_version(version, self._version_wait_s):
-                self._given_up = version
-                logger.warning(
-                    "the shadow has had no version %d for %g s and measures nothing of it: it is at %s",
-                    version, self._version_wait_s, self._follower.version,
-                )  # fmt: skip
+        wait_s = self._version_wait_s if version > self._given_up else 0.0
+        if not await self._follower.wait_version(version, wait_s) and version > self._given_up:
+            self._given_up = version
+            logger.warning(
+                "the shadow has waited %g s for version %d and measures nothing of it: it is at %s",
+                wait_s, version, self._follower.version,
+            )  # fmt: skip
         return self._follower.version == version
 
     async def _score(self, version: int, calls: list[ScoreCall]) -> None:

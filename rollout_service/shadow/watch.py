@@ -1,4 +1,4 @@
-"""Stands before a follower where the ingest would: wakes it for versions of a log, and keeps what it reports to itself."""
+"""Stands before a follower where the ingest would: wakes it for new versions, and keeps its reports to itself."""
 
 import asyncio
 import time

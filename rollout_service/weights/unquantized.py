@@ -1,4 +1,4 @@
-"""The newest versions as the trainer sent them, in BF16, for the shadow: a log of its own in ``<weights.root>/unquantized``.
+"""The newest versions as the trainer sent them, in BF16, for the shadow: a log in ``<weights.root>/unquantized``.
 
 It only ever serves to measure. Whatever goes wrong here costs the comparison of that version and never the version.
 """
