@@ -75,7 +75,8 @@ class Bench:
         """The shadow's row of ``version`` once it has so many tokens."""
         until, row = time.monotonic() + PATIENCE_S, None
         while time.monotonic() < until:
-            row = next(iter((await self.client.mismatch(version, source="shadow")).rows), None)
+            rows = (await self.client.mismatch(version)).rows
+            row = next((row for row in rows if row.source == "shadow"), None)
             if (row.tokens if row else 0) >= tokens:
                 return row
             await asyncio.sleep(0.1)
