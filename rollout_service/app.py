@@ -13,6 +13,7 @@ from rollout_service.engine.replica import EngineReplica
 from rollout_service.gateway.replica import GatewayReplica
 from rollout_service.monitor.replica import MonitorReplica
 from rollout_service.routing import STATS_PERIOD_S, RolloutRouter
+from rollout_service.shadow.replica import ShadowReplica
 from rollout_service.tiny_model import make_tiny_qwen3
 from rollout_service.weights.replica import IngestReplica
 
@@ -24,7 +25,10 @@ LOOK_BACK_S = 15
 
 
 def build(config: ServiceConfig) -> Application:
-    """Gateway → engines, ingest and monitor beside them. Makes the model first if ``model.create`` says so."""
+    """Gateway → engines; ingest, monitor and perhaps a shadow beside them.
+
+    Makes the model first if ``model.create`` says so.
+    """
     config = config.resolved()
     if config.model.create == "tiny-qwen3" and not config.model.path.exists():
         make_tiny_qwen3(config.model.path)
@@ -45,7 +49,8 @@ def build(config: ServiceConfig) -> Application:
         **scaling_options(config.scaling),
     ).bind(config, ingest)
     monitor = _deployment(MonitorReplica, "monitor").bind(config.monitor)
-    return _deployment(GatewayReplica, "gateway").bind(config, engine, ingest, monitor)
+    shadow = _shadow(config).bind(config, ingest, monitor) if config.shadow.share else None
+    return _deployment(GatewayReplica, "gateway").bind(config, engine, ingest, monitor, shadow)
 
 
 def _deployment(cls: type, name: str, **options: Any) -> Any:
@@ -53,6 +58,16 @@ def _deployment(cls: type, name: str, **options: Any) -> Any:
     return serve.deployment(
         cls, name=name, max_ongoing_requests=UNLIMITED, health_check_period_s=HEALTH_CHECK_PERIOD_S, **options
     )
+
+
+def _shadow(config: ServiceConfig) -> Any:
+    resources = {
+        "num_cpus": config.shadow.num_cpus,
+        "num_gpus": config.shadow.num_gpus,
+        "resources": config.weights.ingest_resources,  # it reads the log
+        "runtime_env": {"env_vars": engine_environment(config)},
+    }
+    return _deployment(ShadowReplica, "shadow", ray_actor_options=resources)
 
 
 def scaling_options(scaling: ScalingConfig) -> dict[str, Any]:

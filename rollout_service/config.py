@@ -256,6 +256,32 @@ class MonitorConfig(Config):
     """Tokens that a replica must have sampled from a version before that is judged."""
 
 
+class ShadowConfig(Config):
+    """A reference engine that re-scores a sample of finished rollouts, with unquantized weights: docs/mismatch.md."""
+
+    share: float = Field(default=0.0, ge=0, le=1)
+    """Share of the rollouts that are re-scored. 0: no shadow is started, and nothing is kept unquantized."""
+
+    num_cpus: float = Field(default=1, ge=0)
+    """CPUs that Ray reserves for the shadow."""
+
+    num_gpus: float = Field(default=0, ge=0)
+    """GPUs that Ray reserves for it: ``engine.tensor_parallel_size`` on a GPU host, 0 on the CPU."""
+
+    gpu_memory_utilization: float = Field(default=0.8, gt=0, le=1)
+    """Share of its GPU's memory for weights and KV cache; the logits of whole prompts come on top. Not used on the
+    CPU."""
+
+    max_num_seqs: int = Field(default=16, ge=1)
+    """Completions that it scores at once."""
+
+    max_queue_tokens: int = Field(default=1 << 18, ge=1)
+    """Prompts and completions that may wait for it in each gateway; beyond that, new ones are counted, not scored."""
+
+    version_wait_s: float = Field(default=30.0, ge=0)
+    """How long what a newer version sampled waits until the shadow has loaded it, before it is given up."""
+
+
 class AuthConfig(Config):
     """Who may move weights and pause engines."""
 
@@ -296,6 +322,8 @@ class ServiceConfig(Config):
     """Where versions live and how they arrive."""
     monitor: MonitorConfig = MonitorConfig()
     """How the mismatch is measured."""
+    shadow: ShadowConfig = ShadowConfig()
+    """A reference engine to measure it without a trainer."""
     auth: AuthConfig = AuthConfig()
     """Who may change them."""
 
@@ -305,6 +333,15 @@ class ServiceConfig(Config):
             raise ValueError(
                 "quant.device is cuda, but weights.ingest_num_gpus is 0, so that Ray shows the ingest no GPU: set it, "
                 "e.g. to 0.1, or quant.device: auto"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shadow_differs_from_the_engines(self) -> "ServiceConfig":
+        if self.shadow.share and self.quant.weights == "none":
+            raise ValueError(
+                f"shadow.share={self.shadow.share:g}, but quant.weights is none: the engines serve the unquantized "
+                "weights themselves; set it to 0, or quant.weights: fp8_block"
             )
         return self
 

@@ -34,13 +34,14 @@ _STAGING_POLL_S = 0.02
 class EngineAdapter:
     """One vLLM engine. Construct it inside the event loop that will use it; construction takes tens of seconds."""
 
-    def __init__(self, args: AsyncEngineArgs) -> None:
+    def __init__(self, args: AsyncEngineArgs, *, exports: bool = True) -> None:
+        """``exports``: vLLM's metrics; those of an engine that serves nobody would count among the fleet's."""
         self.scheduler = SchedulerLog()
         """What the engine was doing at its last step."""
-        loggers = [lambda _config, _index: self.scheduler, RayStats]
+        loggers = [lambda _config, _index: self.scheduler, *([RayStats] if exports else [])]
         self._llm = AsyncLLM.from_engine_args(args, stat_loggers=loggers)
         self._half_loaded: str | None = None
-        self._generating: set[asyncio.Task[tuple[Completion, ...]]] = set()
+        self._generating: set[asyncio.Task[RequestOutput]] = set()
 
     @property
     def broken(self) -> str | None:
@@ -51,7 +52,7 @@ class EngineAdapter:
         """Prepare the weight-transfer engine in the workers, and run two steps on the dummy weights."""
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         # the first forward passes compile and allocate for seconds; no rollout should wait for that
-        async for _ in self._stream("warm-up", (0,), Sampling(max_tokens=2, ignore_eos=True)):
+        async for _ in self._stream("warm-up", (0,), vllm_sampling(Sampling(max_tokens=2, ignore_eos=True))):
             pass
 
     async def generate(
@@ -61,6 +62,24 @@ class EngineAdapter:
 
         Raises EngineFailed when the engine is dead or broken, InvalidRequest for what vLLM refuses, NonFiniteLogprob.
         """
+        output = await self._output(request_id, prompt, vllm_sampling(sampling), priority)
+        return tuple(completion(each) for each in output.outputs)
+
+    async def score(self, request_id: str, token_ids: tuple[int, ...]) -> tuple[tuple[float, ...], int]:
+        """Natural-log probability of each token but the first, given those before it, [tokens - 1], and the version.
+
+        They are the model's own: at temperature 1, nothing cut off. The version is the one that the engine had at the
+        end. Raises what ``generate`` raises.
+        """
+        # vLLM tells the logprobs of a prompt with its first token
+        sampling = vllm_sampling(Sampling(max_tokens=1, ignore_eos=True), prompt_logprobs=0)
+        output = await self._output(request_id, token_ids, sampling)
+        [sampled] = output.outputs
+        return prompt_logprobs(output), completion(sampled).spans[0].version
+
+    async def _output(
+        self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, priority: int = 0
+    ) -> RequestOutput:
         self._require_sound()
         task = asyncio.create_task(self._collect(request_id, prompt, sampling, priority))
         self._generating.add(task)
@@ -73,8 +92,8 @@ class EngineAdapter:
         raise EngineFailed(f"{request_id} was under way when {self._half_loaded}")
 
     async def _collect(
-        self, request_id: str, prompt: tuple[int, ...], sampling: Sampling, priority: int
-    ) -> tuple[Completion, ...]:
+        self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, priority: int
+    ) -> RequestOutput:
         final: RequestOutput | None = None
         try:
             async for output in self._stream(request_id, prompt, sampling, priority):
@@ -85,12 +104,12 @@ class EngineAdapter:
             raise InvalidRequest(str(error)) from error
         if final is None:
             raise EngineFailed(f"the engine ended {request_id} without an answer")
-        return tuple(completion(output) for output in final.outputs)
+        return final
 
     def _stream(
-        self, request_id: str, prompt: tuple[int, ...], sampling: Sampling, priority: int = 0
+        self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, priority: int = 0
     ) -> AsyncGenerator[RequestOutput]:
-        return self._llm.generate(tokens_input(list(prompt)), vllm_sampling(sampling), request_id, priority=priority)
+        return self._llm.generate(tokens_input(list(prompt)), sampling, request_id, priority=priority)
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop scheduling. The KV cache is dropped, so nothing computed before is read after: see ``PauseMode``."""
@@ -154,13 +173,17 @@ def _cancelled_by_caller() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def vllm_sampling(sampling: Sampling) -> SamplingParams:
-    """vLLM's parameters: only the sampled token's logprob, and one message when all completions are done."""
+def vllm_sampling(sampling: Sampling, prompt_logprobs: int | None = None) -> SamplingParams:
+    """vLLM's parameters: only the sampled token's logprob, and one message when all completions are done.
+
+    ``prompt_logprobs`` 0: those of the prompt's tokens, too; of no others.
+    """
     return SamplingParams(
         **sampling.model_dump(exclude={"stop", "stop_token_ids", "logprobs"}),
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
         logprobs=0,
+        prompt_logprobs=prompt_logprobs,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -198,3 +221,17 @@ def sampled_logprobs(output: CompletionOutput) -> tuple[float, ...]:
                 {"position": position, "token_id": output.token_ids[position]},
             )
     return values
+
+
+def prompt_logprobs(output: RequestOutput) -> tuple[float, ...]:
+    """Natural-log probability of each token of a prompt but the first, [tokens - 1]. Raises NonFiniteLogprob."""
+    flat = output.prompt_logprobs
+    if not isinstance(flat, FlatLogprobs) or len(flat.logprobs) != len(flat.start_indices) - 1:
+        raise EngineFailed(f"vLLM returned prompt logprobs as {type(flat).__name__}, not one for each token")
+    for position, value in enumerate(flat.logprobs, start=1):
+        if not math.isfinite(value):
+            raise NonFiniteLogprob(
+                f"token {position} of the prompt has logprob {value}: the weights are likely broken",
+                {"position": position},
+            )
+    return tuple(flat.logprobs)

@@ -49,13 +49,13 @@ async def with_suspicions(versions: Sequence[WeightStatus], services: Services) 
     return tuple(status.model_copy(update={"suspect": suspicions.get(status.version, ())}) for status in versions)
 
 
-async def measured(services: Services) -> tuple[MismatchRow, ...]:
-    """The rows per replica, for ``GET /metrics``; none if the monitor does not answer."""
+async def rows_or_none(services: Services) -> list[MismatchRow]:
+    """All rows, or none if the monitor does not answer."""
     try:
-        return (await _answer(services.monitor.table.remote(None, None, None), SUSPICIONS_S)).rows
+        return await _answer(services.monitor.rows.remote(), SUSPICIONS_S)
     except RolloutServiceError as error:
         logger.warning("metrics are shown without the mismatch: %s", error)
-        return ()
+        return []
 
 
 async def _answer(response: Awaitable[_Reply], timeout_s: float) -> _Reply:

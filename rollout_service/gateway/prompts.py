@@ -111,4 +111,5 @@ async def roll_out(
     )
     rollout = await services.dispatcher.complete(request, options.on_abort)
     services.feed.note(rollout)
+    services.shadow.note(rollout, sampling)
     return rollout

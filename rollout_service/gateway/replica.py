@@ -26,8 +26,8 @@ def create_app(services: Services) -> FastAPI:
 class GatewayReplica:
     """Holds the handles; the routes do the rest."""
 
-    def __init__(self, config: ServiceConfig, engine: Any, ingest: Any, monitor: Any) -> None:
-        self._services = Services.create(config, engine, ingest, monitor)
+    def __init__(self, config: ServiceConfig, engine: Any, ingest: Any, monitor: Any, shadow: Any) -> None:
+        self._services = Services.create(config, engine, ingest, monitor, shadow)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self._services)

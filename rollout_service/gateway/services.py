@@ -14,6 +14,7 @@ from rollout_service.config import ServiceConfig
 from rollout_service.errors import NotReady, RolloutServiceError
 from rollout_service.gateway.dispatch import Dispatcher
 from rollout_service.monitor.feed import RolloutFeed
+from rollout_service.shadow.feed import ShadowFeed
 from rollout_service.web.auth import Authorizer
 from rollout_service.weights.served_model import ServedModel
 
@@ -40,10 +41,12 @@ class Services:
     """Handle of the monitor deployment."""
     feed: RolloutFeed
     """Tells the monitor of rollouts."""
+    shadow: ShadowFeed
+    """Has some of them scored."""
 
     @classmethod
-    def create(cls, config: ServiceConfig, engine: Any, ingest: Any, monitor: Any) -> "Services":
-        """Read the model's facts and the token."""
+    def create(cls, config: ServiceConfig, engine: Any, ingest: Any, monitor: Any, shadow: Any) -> "Services":
+        """Read the model's facts and the token. ``shadow``: None if there is none."""
         model = ServedModel.load(config.model.path)
         return cls(
             name=config.model.name,
@@ -56,6 +59,7 @@ class Services:
             http=httpx.AsyncClient(timeout=httpx.Timeout(300.0, connect=10.0)),
             monitor=monitor,
             feed=RolloutFeed(monitor, config.monitor.remember_tokens),
+            shadow=ShadowFeed(shadow, config.shadow),
         )
 
 

@@ -92,6 +92,19 @@ CONTINUATIONS = _process(
     "lost (the replica died under the request, which begins anew).",
 )  # fmt: skip
 
+# --- shadow, if there is one
+
+SHADOW_COMPLETIONS = _process(
+    "shadow_completions_total", "counter", "", ("outcome",),
+    "Completions of the rollouts that the shadow is to score: scored; not scored because of sampling (a temperature, "
+    "penalty or cut-off: their logprobs are not the model's own), mixed (of several versions), version (the shadow has "
+    "gone on, or has no such version), full (its queue), lost (it was away) or failed.",
+)  # fmt: skip
+SHADOW_QUEUE = _process(
+    "shadow_queue_tokens", "gauge", "tokens", (),
+    "Prompts and completions that wait in a gateway for the shadow; at shadow.max_queue_tokens they are not scored.",
+)  # fmt: skip
+
 # --- engine replica
 
 UPDATES = _process(

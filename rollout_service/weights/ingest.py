@@ -15,17 +15,18 @@ from rollout_service.config import ServiceConfig
 from rollout_service.errors import CommitTimeout, LogCorrupt, NotFound, NotReady, RolloutServiceError, VersionConflict
 from rollout_service.metrics.process import counted_commit
 from rollout_service.metrics.state import Observer, ServiceState
-from rollout_service.types import Failure, Fleet, PauseMode, ReplicaStatus, WeightStatus
+from rollout_service.types import Fleet, PauseMode, ReplicaStatus, WeightStatus
 from rollout_service.weights.convert import Converter
 from rollout_service.weights.files import DISK_FULL, WriterLock, no_room
 from rollout_service.weights.fleet import FleetTable, Wish
 from rollout_service.weights.log import Control, WeightLog
 from rollout_service.weights.manifest import Manifest, Recipe
 from rollout_service.weights.offers import LogFile, Newest, Offers
-from rollout_service.weights.record import UploadRecord, require_meant
+from rollout_service.weights.record import UploadRecord
 from rollout_service.weights.ref_source import Bucket, RefSource
 from rollout_service.weights.served_model import ServedModel
 from rollout_service.weights.staging import StagedVersion
+from rollout_service.weights.unquantized import UnquantizedLog, remove_unquantized
 from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource, TrainerRecipe, UploadPlan
 from rollout_service.weights.uploads import Uploads
 
@@ -52,7 +53,8 @@ class Ingest:
             experts=self._model.experts,
         )
         converter = Converter(self._trainer_recipe, device=config.quant.device)
-        self._uploads = Uploads(config.weights, self._log, self._model, self._plan, converter)
+        unquantized = UnquantizedLog(self._log.root, self._model) if config.shadow.share else None
+        self._uploads = Uploads(config.weights, self._log, self._model, self._plan, converter, unquantized)
         self._lock = WriterLock(self._log.root)
         self._offers = Offers(self._log)
         self._wish: Wish | None = None
@@ -96,6 +98,8 @@ class Ingest:
             self._lock.release()
 
     async def _start(self) -> None:
+        if not self._config.shadow.share:
+            await asyncio.to_thread(remove_unquantized, self._log.root)
         head = self._log.head()
         self._log.sign()
         self._noted = self._log.fleet()
@@ -184,7 +188,7 @@ class Ingest:
     async def status(self, version: int) -> WeightStatus:
         """Where ``version`` stands. Raises NotFound."""
         if version in self._uploads.staged_versions:
-            return _staged_status(self._uploads.staged(version))
+            return self._uploads.staged(version).status()
         if version not in self._contents:  # parsed once, and not here: a mixture of experts has 40 000 entries
             self._contents[version] = await asyncio.to_thread(self._read_content, version)
         digest, total_bytes = self._contents[version]
@@ -282,7 +286,8 @@ class Ingest:
     async def _commit(self, version: int, request: CommitUpload) -> None:
         async with self._writing:
             if version in self._log.versions():
-                require_meant(await self._uploads.committed(version), request)
+                if (record := await self._uploads.committed(version)) is not None:
+                    record.require_meant(request.upload_digest)
                 return
             self._uploads.require_newer(version)
             staged = self._uploads.staged(version)
@@ -382,14 +387,3 @@ class Ingest:
             except TimeoutError:
                 return reached()
         return True
-
-
-def _staged_status(staged: StagedVersion) -> WeightStatus:
-    failure = staged.failure()
-    return WeightStatus(
-        version=staged.begin.version,
-        state="staged",
-        total_bytes=staged.begin.nbytes,
-        missing_parts=tuple(sorted(staged.missing)),
-        error=None if failure is None else Failure(type=type(failure).__name__, message=failure.message),
-    )

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from rollout_service.errors import LogCorrupt, VersionConflict
 from rollout_service.types import Frozen
 from rollout_service.weights.files import sync_folder, write_synced
-from rollout_service.weights.upload import BeginUpload, CommitUpload, num_parts, upload_digest
+from rollout_service.weights.upload import BeginUpload, num_parts, upload_digest
 
 RECORD_FILE = "upload.json"
 
@@ -41,6 +41,15 @@ class UploadRecord(Frozen):
     def upload_digest(self) -> str:
         """Of all parts, or of the stamp of a source."""
         return upload_digest(self.part_digests) if self.begin.source is None else self.source_stamp
+
+    def require_meant(self, digest: str | None) -> None:
+        """Raises VersionConflict if a committed version holds other parts than its committer means (None: any)."""
+        if digest not in (None, self.upload_digest):
+            raise VersionConflict(
+                f"version {self.begin.version} is committed with parts that hash to {self.upload_digest}, and not to "
+                f"the {digest} of this commit: push a newer version",
+                {"version": self.begin.version, "digests": [self.upload_digest, digest]},
+            )
 
 
 def source_stamp(folder: Path) -> str:
@@ -71,13 +80,3 @@ def read_record(folder: Path) -> UploadRecord | None:
         return None
     except (ValidationError, UnicodeDecodeError) as error:
         raise LogCorrupt(f"{path} does not parse: {error}") from error
-
-
-def require_meant(record: UploadRecord | None, request: CommitUpload) -> None:
-    """Raises VersionConflict if a committed version holds other parts than its committer means."""
-    if record is not None and request.upload_digest not in (None, record.upload_digest):
-        raise VersionConflict(
-            f"version {record.begin.version} is committed with parts that hash to {record.upload_digest}, and not to "
-            f"the {request.upload_digest} of this commit: push a newer version",
-            {"version": record.begin.version, "digests": [record.upload_digest, request.upload_digest]},
-        )

@@ -21,6 +21,7 @@ from rollout_service.errors import (
     VersionConflict,
 )
 from rollout_service.metrics.process import counted_conversion
+from rollout_service.types import Failure, WeightStatus
 from rollout_service.weights.convert import BATCH_BYTES, Converter, Named, tensor_bytes
 from rollout_service.weights.files import DISK_FULL, no_room
 from rollout_service.weights.manifest import StoredTensor
@@ -29,6 +30,7 @@ from rollout_service.weights.ref_source import RefSource
 from rollout_service.weights.served_model import EMBEDDING, LM_HEAD, ServedModel
 from rollout_service.weights.sources import FolderSource, PartFiles
 from rollout_service.weights.uncached import BufferPool
+from rollout_service.weights.unquantized import UnquantizedCopy
 from rollout_service.weights.upload import BeginUpload, part_size
 from rollout_service.weights.writer import TensorSlot, VersionWriter
 
@@ -53,6 +55,7 @@ class StagedVersion:
         executor: Executor,
         source_stamp: str = "",
         part_memory: BufferPool | None = None,
+        copy: UnquantizedCopy | None = None,
     ) -> None:
         self._folders = folder, parts_folder(folder)
         record = UploadRecord(begin=begin, part_bytes=part_bytes, source_stamp=source_stamp)
@@ -60,6 +63,7 @@ class StagedVersion:
         self.begin, self.part_bytes = self.record.begin, self.record.part_bytes
         self.missing = set(range(self.num_parts))
         self._tied, self._converter, self._executor = model.tied, converter, executor
+        self._copy = copy
         self._writer = self._layout(converter.slots(model.shapes))
         self._parts = PartFiles(self._folders[1], self.begin.tensors, self.part_bytes)
         self._source: PartFiles | FolderSource | RefSource = self._parts
@@ -228,6 +232,22 @@ class StagedVersion:
         assert self._stored is not None
         return self._stored
 
+    def keep_copy(self) -> None:
+        """The version has been committed: so is its unquantized copy, if there is one."""
+        if self._copy is not None:
+            self._copy.commit()
+
+    def status(self) -> WeightStatus:
+        """As it is shown."""
+        failure = self.failure()
+        return WeightStatus(
+            version=self.begin.version,
+            state="staged",
+            total_bytes=self.begin.nbytes,
+            missing_parts=tuple(sorted(self.missing)),
+            error=None if failure is None else Failure(type=type(failure).__name__, message=failure.message),
+        )
+
     def failure(self) -> RolloutServiceError | None:
         """What the first conversion that failed raised, if one has: this version is lost and must begin anew."""
         return self._failure
@@ -244,11 +264,15 @@ class StagedVersion:
         running = [conversion for conversion in self._conversions if not conversion.cancel()]
         await asyncio.gather(*map(asyncio.wrap_future, running), return_exceptions=True)
         self._writer.close()
+        if self._copy is not None:
+            self._copy.close()
 
     def remove_files(self) -> None:
         """Remove what is left of the folders: after a commit, the trainer's bytes."""
         for path in self._folders:
             shutil.rmtree(path, ignore_errors=True)
+        if self._copy is not None:
+            self._copy.remove_files()
 
     def _convert(self, names: Sequence[str]) -> None:
         if names:
@@ -265,6 +289,8 @@ class StagedVersion:
                     self._parts.forget(part)
 
     def _write(self, tensors: Iterable[Named]) -> None:
+        if self._copy is not None:
+            tensors = self._copy.taken(tensors)
         for name, tensor in counted_conversion(self._converter.convert, tensors):
             self._writer.write(name, tensor_bytes(tensor))
 

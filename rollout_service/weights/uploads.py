@@ -21,6 +21,7 @@ from rollout_service.weights.served_model import ServedModel
 from rollout_service.weights.sources import FolderSource, allowed_path
 from rollout_service.weights.staging import StagedVersion, parts_folder
 from rollout_service.weights.uncached import BufferPool
+from rollout_service.weights.unquantized import UnquantizedLog
 from rollout_service.weights.upload import BeginUpload, ObjectSource, PathSource, UploadPlan
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,16 @@ class Uploads:
     """All staged versions of one log. Whoever calls its coroutines lets one finish before the next."""
 
     def __init__(
-        self, config: WeightsConfig, log: WeightLog, model: ServedModel, plan: QuantPlan, converter: Converter
+        self,
+        config: WeightsConfig,
+        log: WeightLog,
+        model: ServedModel,
+        plan: QuantPlan,
+        converter: Converter,
+        unquantized: UnquantizedLog | None = None,
     ) -> None:
+        """``unquantized``: None if no shadow will ask for versions as they came."""
+        self._unquantized = unquantized
         self._config, self._log, self._model, self._plan, self._converter = config, log, model, plan, converter
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quantize")
         self._part_memory = BufferPool(_PART_MEMORY_BYTES)
@@ -121,6 +130,7 @@ class Uploads:
     async def committed_now(self, version: int) -> None:
         """A staged version has been committed: remove what is left of its upload, and what it has overtaken."""
         staged = self._staged.pop(version)
+        await asyncio.to_thread(staged.keep_copy)
         await asyncio.to_thread(staged.remove_files)
         self._part_memory.trim()
         for older in [v for v in self._staged if v < version]:
@@ -131,6 +141,8 @@ class Uploads:
 
     async def recover(self) -> None:
         """Take up what an earlier ingest had staged; what can be committed no more is removed."""
+        if self._unquantized is not None:
+            await asyncio.to_thread(self._unquantized.recover)
         staging = self._log.staging(0).parent
         folders = sorted(staging.iterdir()) if staging.is_dir() else []
         for parts in (path for path in folders if path.name.endswith(".parts")):
@@ -177,7 +189,8 @@ class Uploads:
         return None if begin.source is None else allowed_path(begin.source.path, self._config.source_roots)
 
     def _stage(self, begin: BeginUpload, source: FolderSource | RefSource | None, stamp: str) -> StagedVersion:
-        self._model.check_table(begin.tensors if source is None else source.table, self._plan)
+        table = begin.tensors if source is None else source.table
+        self._model.check_table(table, self._plan)
         staged = StagedVersion(
             begin,
             self._log.staging(begin.version),
@@ -187,6 +200,7 @@ class Uploads:
             self._executor,
             stamp,
             self._part_memory,
+            None if self._unquantized is None else self._unquantized.begin(begin.version, table),
         )
         if source is None:
             staged.expect_parts()

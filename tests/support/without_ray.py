@@ -6,11 +6,12 @@ from typing import Any
 
 import httpx
 
-from rollout_service.config import ServiceConfig
+from rollout_service.config import ServiceConfig, ShadowConfig
 from rollout_service.gateway.dispatch import Dispatcher
 from rollout_service.gateway.services import Services
 from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.monitor.monitor import Monitor
+from rollout_service.shadow.feed import ShadowFeed
 from rollout_service.web.auth import Authorizer
 from rollout_service.weights.ingest import Ingest
 
@@ -46,4 +47,5 @@ def services_of(ingest: Ingest, config: ServiceConfig, authorizer: Authorizer, h
         http=http,
         monitor=monitor,
         feed=RolloutFeed(monitor, 0),
+        shadow=ShadowFeed(None, ShadowConfig()),
     )

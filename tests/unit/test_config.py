@@ -67,6 +67,8 @@ def test_a_configuration_cannot_be_changed(section: str) -> None:
         ({"monitor": {"keep_versions": 0}}, "monitor.keep_versions"),
         ({"monitor": {"ratio_bound": 1}}, "monitor.ratio_bound"),
         ({"monitor": {"suspect_prob_error": 1}}, "monitor.suspect_prob_error"),
+        ({"shadow": {"share": 1.5}}, "shadow.share"),
+        ({"shadow": {"max_queue_tokens": 0}}, "shadow.max_queue_tokens"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_field(args: dict[str, Any], where: str) -> None:
@@ -100,6 +102,11 @@ def test_a_target_that_no_replica_could_reach_names_the_admission_limit() -> Non
     assert "target_sequences=64" in message and "admission_limit=64" in message
     ServiceConfig.model_validate({"scaling": scaling, "engine": {"admission_limit": 65}})
     ServiceConfig.model_validate({"scaling": {"target_sequences": 64}, "engine": {"admission_limit": 64}})
+
+
+def test_a_shadow_of_unquantized_engines_would_compare_like_with_like() -> None:
+    message = message_of({"quant": {"weights": "none"}, "shadow": {"share": 0.05}})
+    assert "shadow.share=0.05" in message and "quant.weights is none" in message
 
 
 def test_a_fixed_fleet_is_allowed() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout_service.client import RolloutClient, SyncRolloutClient, _mismatch
-from rollout_service.config import EngineConfig, MonitorConfig
+from rollout_service.config import EngineConfig, MonitorConfig, ShadowConfig
 from rollout_service.errors import InvalidRequest, NotFound
 from rollout_service.gateway.dispatch import Dispatcher
 from rollout_service.gateway.replica import create_app
@@ -16,6 +16,7 @@ from rollout_service.gateway.services import Services
 from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.monitor.monitor import Monitor
 from rollout_service.monitor.recent import RecentRollout
+from rollout_service.shadow.feed import ShadowFeed
 from rollout_service.types import MismatchReceipt
 from rollout_service.web.auth import Authorizer
 from tests.support.without_ray import LocalHandle
@@ -46,6 +47,7 @@ def transport(monitor: Monitor) -> httpx.ASGITransport:
         http=httpx.AsyncClient(),
         monitor=handle,
         feed=RolloutFeed(handle, 0),
+        shadow=ShadowFeed(None, ShadowConfig()),
     )
     return httpx.ASGITransport(create_app(services), client=("127.0.0.1", 1))
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from rollout_service.config import EngineConfig, MonitorConfig
+from rollout_service.config import EngineConfig, MonitorConfig, ShadowConfig
 from rollout_service.gateway.dispatch import Dispatcher
 from rollout_service.gateway.services import Services
 from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.monitor.monitor import Monitor
+from rollout_service.shadow.feed import ShadowFeed
 from rollout_service.tiny_model import character_tokenizer
 from rollout_service.web.auth import Authorizer
 from tests.support.without_ray import LocalHandle
@@ -40,6 +41,7 @@ def services(engine: EchoEngine, monitor: LocalHandle) -> Services:
         http=httpx.AsyncClient(),
         monitor=monitor,
         feed=RolloutFeed(monitor, MonitorConfig().remember_tokens),
+        shadow=ShadowFeed(None, ShadowConfig()),
     )
 
 

@@ -1,0 +1,1 @@
+"""The shadow: scores a sample of finished rollouts with the same version unquantized, and tells the monitor."""

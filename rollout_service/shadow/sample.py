@@ -1,0 +1,55 @@
+"""Which rollouts the shadow scores, and what it is told of each. Needs neither torch, vllm nor ray."""
+
+import xxhash
+
+from rollout_service.sampling import Sampling
+from rollout_service.types import Frozen, Rollout
+
+_UNCHANGED = Sampling().model_dump(
+    include={
+        "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
+    }
+)  # fmt: skip
+"""What leaves the model's own distribution as it is; so does a ``top_k`` below 1."""
+
+
+class ScoreCall(Frozen):
+    """One completion that one version sampled from end to end on one replica."""
+
+    version: int
+    replica_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    """[tokens]"""
+    logprobs: tuple[float, ...]
+    """[tokens], natural logs, as the replica sampled them."""
+
+    @property
+    def cost_tokens(self) -> int:
+        """Tokens that are prefilled to score it."""
+        return len(self.prompt_token_ids) + len(self.token_ids)
+
+
+def is_sampled(request_id: str, share: float) -> bool:
+    """Whether a rollout is among the ``share`` that is scored: by its name, so the same everywhere and every time."""
+    return xxhash.xxh3_64_intdigest(request_id.encode(errors="surrogatepass")) < share * 2.0**64
+
+
+def is_comparable(sampling: Sampling) -> bool:
+    """Whether logprobs are those of the model's own distribution, which is all that scoring a prompt can tell."""
+    return sampling.top_k < 1 and sampling.model_dump(include=set(_UNCHANGED)) == _UNCHANGED
+
+
+def calls_of(rollout: Rollout) -> list[ScoreCall]:
+    """Its completions that one version sampled; empty ones left out."""
+    return [
+        ScoreCall(
+            version=completion.spans[0].version,
+            replica_id=rollout.replica_id,
+            prompt_token_ids=rollout.prompt_token_ids,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+        )
+        for completion in rollout.completions
+        if len(completion.spans) == 1
+    ]

@@ -1,0 +1,89 @@
+"""Scores completions with the version that sampled them, or not at all."""
+
+import asyncio
+import logging
+import uuid
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rollout_service.errors import InvalidRequest, NonFiniteLogprob
+from rollout_service.metrics import table
+from rollout_service.metrics.process import record
+from rollout_service.shadow.sample import ScoreCall
+
+logger = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """What the scorer needs of the engine adapter."""
+
+    async def score(self, request_id: str, token_ids: tuple[int, ...]) -> tuple[tuple[float, ...], int]: ...
+
+
+class Follows(Protocol):
+    """What it needs of the follower."""
+
+    version: int | None
+
+    async def wait_version(self, version: int, timeout_s: float) -> bool: ...
+
+
+class Scorer:
+    """Tells the monitor how far apart replicas and the unquantized engine are."""
+
+    def __init__(
+        self, engine: Engine, follower: Follows, monitor: Any, version_wait_s: float, max_model_len: int
+    ) -> None:
+        """``monitor``: handle of its deployment. ``max_model_len``: longest context of the engine, in tokens."""
+        self._engine, self._follower, self._monitor = engine, follower, monitor
+        self._version_wait_s, self._max_prompt = version_wait_s, max_model_len - 1
+        self._given_up = -1
+        """A version that did not come when it was waited for: none up to it is waited for again."""
+
+    async def score(self, calls: Sequence[ScoreCall]) -> None:
+        """Score all of them and report them. Raises EngineFailed, or RayActorError if the monitor is away."""
+        by_version: dict[int, list[ScoreCall]] = defaultdict(list)
+        for call in calls:
+            by_version[call.version].append(call)
+        for version, of_version in sorted(by_version.items()):
+            if await self._is_at(version):
+                await self._score(version, of_version)
+            else:
+                record(table.SHADOW_COMPLETIONS, len(of_version), outcome="version")
+
+    async def _is_at(self, version: int) -> bool:
+        wait_s = self._version_wait_s if version > self._given_up else 0.0
+        if not await self._follower.wait_version(version, wait_s) and version > self._given_up:
+            self._given_up = version
+            logger.warning(
+                "the shadow has waited %g s for version %d and measures nothing of it: it is at %s",
+                wait_s, version, self._follower.version,
+            )  # fmt: skip
+        return self._follower.version == version
+
+    async def _score(self, version: int, calls: list[ScoreCall]) -> None:
+        # the engine is at this version or has gone on since: the version of the last token tells which
+        results = await asyncio.gather(*map(self._reference, calls))
+        rows: dict[str, list[tuple[tuple[float, ...], tuple[float, ...]]]] = defaultdict(list)
+        outcomes: dict[str, int] = defaultdict(int)
+        for call, result in zip(calls, results, strict=True):
+            outcome = "failed" if result is None else "scored" if result[1] == version else "version"
+            outcomes[outcome] += 1
+            if result is not None and outcome == "scored" and result[0]:
+                rows[call.replica_id].append((call.logprobs[: len(result[0])], result[0]))
+        for replica_id, pairs in rows.items():
+            sampled, reference = [list(pair[0]) for pair in pairs], [list(pair[1]) for pair in pairs]
+            await self._monitor.observe.remote("shadow", version, replica_id, sampled, reference)
+        for outcome, count in outcomes.items():
+            record(table.SHADOW_COMPLETIONS, count, outcome=outcome)
+
+    async def _reference(self, call: ScoreCall) -> tuple[tuple[float, ...], int] | None:
+        """Logprobs of the completion's tokens, but for one that fills the context, and the version they are of."""
+        tokens = (call.prompt_token_ids + call.token_ids)[: self._max_prompt]
+        try:
+            logprobs, version = await self._engine.score(f"shadow-{uuid.uuid4().hex}", tokens)
+        except (InvalidRequest, NonFiniteLogprob) as error:
+            logger.warning("a completion of version %d could not be scored: %s", call.version, error)
+            return None
+        return logprobs[len(call.prompt_token_ids) - 1 :], version

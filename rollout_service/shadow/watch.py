@@ -1,0 +1,42 @@
+"""Stands before a follower where the ingest would: wakes it for new versions, and keeps its reports to itself."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_service.types import ReplicaStatus
+from rollout_service.weights.fleet import Wish
+from rollout_service.weights.log import WeightLog
+
+LOOK_S = 0.2
+"""Between two looks at the log."""
+
+
+@dataclass(frozen=True)
+class _Method:
+    """``method.remote(...)`` as on a handle."""
+
+    remote: Callable[..., Awaitable[Any]]
+
+
+class LogWatch:
+    """The shadow is no replica of the fleet: nobody waits for it, it is in no table, and no pause is meant for it."""
+
+    def __init__(self, log: WeightLog, poll_s: float) -> None:
+        """``poll_s``: longest time until ``sync`` answers."""
+        self._log, self._poll_s = log, poll_s
+        self.sync, self.report = _Method(self._sync), _Method(self._report)
+
+    async def _sync(self, status: ReplicaStatus, seen: Wish | None) -> Wish:
+        until = time.monotonic() + self._poll_s
+        while True:
+            head = self._log.head()
+            wish = Wish(version=-1 if head is None else head.version, paused=False, pause_mode="keep")
+            if wish != seen or time.monotonic() > until:
+                return wish
+            await asyncio.sleep(LOOK_S)
+
+    async def _report(self, status: ReplicaStatus) -> None:
+        pass

@@ -1,0 +1,92 @@
+"""The shadow tells FP8 noise from a broken update, with no trainer in sight."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import load_file
+
+from benchmarks.broken_version import commit_broken
+from rollout_service.client import RolloutClient
+from rollout_service.types import MismatchRow, Rollout
+from tests.support.own_service import own_service
+
+GOOD_VERSIONS = 5
+TOKENS = 48
+PROMPTS = [[5 + i, 6, 7, 9 + i] for i in range(40)]
+
+
+@asynccontextmanager
+async def watched(folder: Path) -> AsyncIterator[tuple[str, RolloutClient]]:
+    """A service whose shadow scores half of the rollouts."""
+    overrides = {
+        "model": {"path": str(folder / "tiny-qwen3")},
+        "weights": {"root": str(folder / "weights"), "poll_s": 1.0},
+        "monitor": {"min_tokens": 500, "suspect_prob_error": 1.1},
+        "shadow": {"share": 0.5},
+    }
+    async with own_service(overrides) as (url, _), RolloutClient(url) as client:
+        yield url, client
+
+
+async def rolled_out(client: RolloutClient, version: int) -> list[Rollout]:
+    return await client.generate_batch(PROMPTS, max_tokens=TOKENS, ignore_eos=True, min_weight_version=version)
+
+
+async def scored(client: RolloutClient, version: int) -> MismatchRow:
+    """The shadow's row once it is judged; that it never is is what the test's time limit is for."""
+    while True:
+        for row in (await client.mismatch(version)).rows:
+            if row.source == "shadow" and row.tokens >= 500:
+                return row
+        await asyncio.sleep(0.2)
+
+
+def trained(weights: dict[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
+    """As after some optimizer steps: every matrix moved by about a percent."""
+    generator = torch.Generator().manual_seed(step)
+    noise = {n: torch.randn(t.shape, generator=generator) for n, t in weights.items()}
+    return {
+        n: (t.float() + 0.01 * noise[n] * t.float().std()).bfloat16() for n, t in weights.items() if t.ndim == 2
+    } | {n: t for n, t in weights.items() if t.ndim < 2}
+
+
+async def suspects_on_metrics(url: str) -> set[tuple[str, str]]:
+    async with httpx.AsyncClient() as http:
+        text = (await http.get(f"{url}/metrics")).raise_for_status().text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {
+        (sample.labels["version"], sample.labels["replica"])
+        for sample in samples
+        if sample.name == "rollout_version_suspect" and sample.value == 1
+    }
+
+
+async def test_good_versions_are_not_suspect_and_one_with_a_layers_scales_doubled_is(tmp_path: Path) -> None:
+    async with watched(tmp_path) as (url, client):
+        weights = load_file(tmp_path / "tiny-qwen3" / "model.safetensors")
+        [replica] = [replica.replica_id for replica in (await client.fleet()).replicas]
+        for version in range(1, GOOD_VERSIONS + 1):
+            await client.push_weights(version, trained(weights, version))
+            await rolled_out(client, version)
+            row = await scored(client, version)
+            assert (row.replica_id, row.suspect_since) == (replica, None), row
+            assert 0 < row.k3 < 0.01 and 1 < row.prob_error < 1.1, row
+        assert await suspects_on_metrics(url) == set()
+
+        broken = GOOD_VERSIONS + 1
+        commit_broken(tmp_path / "weights", broken, layer=1)
+        await rolled_out(client, broken)
+        row = await scored(client, broken)
+        status = await client.weights(broken)
+        assert status.state == "live" and status.suspect is not None
+        [suspicion] = status.suspect
+        assert (suspicion.replica_id, suspicion.source, suspicion.since) == (replica, "shadow", row.suspect_since)
+        assert await suspects_on_metrics(url) == {(str(broken), replica)}
+        # the shadow is no replica
+        assert [each.replica_id for each in (await client.fleet()).replicas] == [replica]
+        assert [each.replica_id for each in status.replicas] == [replica]
