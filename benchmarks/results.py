@@ -26,11 +26,15 @@ def machine() -> str:
 
 
 def write(name: str, content: dict[str, Any], module: str | None = None) -> Path:
-    """Write ``benchmarks/results/<machine>/<name>.json`` with versions, processor, and the command of ``module``."""
+    """Write ``benchmarks/results/<machine>/<name>.json`` with versions, processor, and the command of ``module``.
+
+    ``module``: one of ``benchmarks``, or another with its package, as ``examples.tis_ablation``; None: ``name``.
+    """
+    module = module or name
     path = RESULTS / machine() / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     origin = {
-        "command": " ".join(["python", "-m", f"benchmarks.{module or name}", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", module if "." in module else f"benchmarks.{module}", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
         "processor": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
         "python": platform.python_version(),
