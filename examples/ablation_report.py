@@ -127,11 +127,12 @@ def markdown(runs: Sequence[Run], titles: dict[str, str]) -> str:
         cells += [f"{summary['k3']['mean']:.2g} ± {summary['k3']['sd']:.1g}", f"{summary['ess']['mean']:.4f}"]
         cells += [percent(summary["clipped"]["mean"]), f"{summary['suspect']['mean']:.0%}"]
         lines.append(f"| {titles[arm]} | {' | '.join(cells)} |")
-    lines += ["", "| with TIS minus without, per seed | final reward | mean reward | accuracy: trainer | service |"]
-    lines.append("|---|---|---|---|---|")
-    for pair, columns_ in differences(runs).items():
-        cells = [", ".join(f"{value:+.3f}" for value in values) for values in columns_.values()]
-        lines.append(f"| {pair.partition('_')[0].replace('fp8', 'FP8')} | {' | '.join(cells)} |")
+    if gains := differences(runs):
+        lines += ["", "| with TIS minus without, per seed | final reward | mean reward | accuracy: trainer | service |"]
+        lines.append("|---|---|---|---|---|")
+    for pair, gain in gains.items():
+        cells = [", ".join(f"{value:+.3f}" for value in values) for values in gain.values()]
+        lines.append(f"| {titles[pair.rpartition(' ')[2]]} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
