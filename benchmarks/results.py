@@ -26,15 +26,11 @@ def machine() -> str:
 
 
 def write(name: str, content: dict[str, Any], module: str | None = None) -> Path:
-    """Write ``benchmarks/results/<machine>/<name>.json`` with versions, processor, and the command of ``module``.
-
-    ``module``: one of ``benchmarks``, or another with its package, as ``examples.tis_ablation``; None: ``name``.
-    """
-    module = module or name
+    """Write ``benchmarks/results/<machine>/<name>.json`` with versions, processor, and the command of ``module``."""
     path = RESULTS / machine() / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     origin = {
-        "command": " ".join(["python", "-m", module if "." in module else f"benchmarks.{module}", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", _full_name(module or name), *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
         "processor": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
         "python": platform.python_version(),
@@ -42,6 +38,11 @@ def write(name: str, content: dict[str, Any], module: str | None = None) -> Path
     }
     path.write_text(json.dumps(origin | content, indent=1) + "\n")
     return path
+
+
+def _full_name(module: str) -> str:
+    """That of a module of ``benchmarks``; others come with their package, as ``examples.tis_ablation``."""
+    return module if "." in module else f"benchmarks.{module}"
 
 
 def _versions() -> Iterator[tuple[str, str]]:
