@@ -43,7 +43,7 @@ SERVICES: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Laid over the deployment's YAML."""
 COARSE_LEVELS = 5
-"""Of 3, 5, 7 and 15, the one that brings k3 to tens of times FP8's, and still lets the model answer."""
+"""Chosen by k3 in a trial with seed 0: 2 with 3 levels, which ruin the model, 0.05 with 5, and 0.02 with 7."""
 HELD_OUT = 256
 """Questions for the accuracy at the end."""
 HELD_OUT_SEED = 1_000_000
