@@ -1,1 +1,1 @@
-"""Trainers that use the service; ``grpo_digits`` is what ``make demo`` runs."""
+"""Trainers that use the service. ``grpo`` is the loop, ``grpo_digits`` what ``make demo`` runs."""

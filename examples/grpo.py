@@ -1,0 +1,184 @@
+"""GRPO with rollouts from the service: a tutorial in one file.
+
+The loop every RL trainer has, in plain PyTorch:
+
+    1. ask the service for n completions of each prompt           client.generate_batch
+    2. score them, and compare each with the others of its prompt  group_advantages
+    3. step the policy, correcting for FP8                         optimize
+    4. tell the service how far its engines were from the trainer  client.report_mismatch
+    5. push the new weights; rollouts of the next step come from them   client.push_weights
+
+``grpo_digits`` (``make demo``) runs it once, ``tis_ablation`` with and without the correction.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from examples.digits_task import make_prompts, reward
+from rollout_service.client import SyncRolloutClient
+from rollout_service.correction import Correction, correct, preset
+from rollout_service.types import Rollout
+
+PROMPTS_PER_STEP = 32
+COMPLETIONS_PER_PROMPT = 16
+TEMPERATURE = 1.0
+LEARNING_RATE = 2e-4
+MAX_TOKENS = 8
+
+TIS = preset("token_tis")
+"""Truncated importance sampling: each token weighs trainer / rollout probability, cut off at 2."""
+
+
+@dataclass
+class Batch:
+    """Rollouts of one step as tensors; B = prompts × completions, T = longest completion, padded."""
+
+    tokens: torch.Tensor
+    """Prompt and completion, int64 [B, P + T]."""
+    mask: torch.Tensor
+    """Which of the T positions are tokens, bool [B, T]."""
+    rollout_logprobs: torch.Tensor
+    """As the service returned them, fp32 [B, T]."""
+    advantages: torch.Tensor
+    """fp32 [B, 1]."""
+    mean_reward: float
+
+
+@dataclass
+class Step:
+    """What one step has done."""
+
+    version: int
+    """That sampled the batch."""
+    batch: Batch
+    logprobs: torch.Tensor
+    """The trainer's, before the optimizer step, fp32 [B, T]."""
+    metrics: dict[str, float]
+    """``rollout_corr/…``, of the correction that was trained with."""
+    rollout_s: float
+    update_s: float
+    """From the first byte pushed until every replica serves the version."""
+
+
+def in_bf16(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The weights as they travel: Hugging Face's names, half the bytes of the fp32 masters."""
+    return {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+
+
+def train(
+    client: SyncRolloutClient,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    steps: int,
+    seed: int,
+    *,
+    correction: Correction = TIS,
+    pushed: Callable[[PreTrainedModel], dict[str, torch.Tensor]] = in_bf16,
+) -> Iterator[Step]:
+    """``steps`` of GRPO on ``model``, in place, as an iterator over them: a step is done when it is yielded.
+
+    ``seed`` is that of the prompts; ``pushed`` makes a weight version of the model. Versions go on from the service's
+    newest, the first being the model as it is given, so that one service can serve several trainings in turn.
+
+    Raises RuntimeError if a completion was not sampled from the weights pushed last, and what the client raises.
+    """
+    rng = random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    version = client.fleet().latest_version + 1
+    client.push_weights(version, pushed(model))
+    for step in range(steps):
+        set_learning_rate(optimizer, step, steps)
+
+        # 1. Rollouts. The service names the weights of every token: nothing here may be stale.
+        started = time.perf_counter()
+        prompts = make_prompts(rng, PROMPTS_PER_STEP)
+        rollouts = client.generate_batch(
+            prompts,
+            n=COMPLETIONS_PER_PROMPT,
+            max_tokens=MAX_TOKENS,
+            temperature=TEMPERATURE,
+            min_weight_version=version,
+        )
+        require_version(rollouts, version)
+        rollout_s = time.perf_counter() - started
+
+        # 2. and 3. Rewards, advantages, one optimizer step.
+        batch = make_batch(prompts, rollouts, tokenizer)
+        logprobs, metrics = optimize(model, optimizer, batch, correction)
+
+        # 4. The service keeps the mismatch of every version and replica, and says when one is suspect.
+        client.report_mismatch(rollouts, logprobs)
+
+        # 5. New weights, quantized once by the ingest; push_weights returns when every replica serves them.
+        started = time.perf_counter()
+        client.push_weights(version + 1, pushed(model))
+        yield Step(version, batch, logprobs, metrics, rollout_s, time.perf_counter() - started)
+        version += 1
+
+
+def make_batch(prompts: list[str], rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase) -> Batch:
+    """Score the completions and pad them to one length."""
+    completions = [completion for rollout in rollouts for completion in rollout.completions]
+    longest = max(len(completion.token_ids) for completion in completions)
+    tokens, mask, logprobs = [], [], []
+    for rollout in rollouts:
+        for completion in rollout.completions:
+            padding = longest - len(completion.token_ids)
+            tokens.append([*rollout.prompt_token_ids, *completion.token_ids, *[tokenizer.pad_token_id] * padding])
+            mask.append([True] * len(completion.token_ids) + [False] * padding)
+            logprobs.append([*completion.logprobs, *[0.0] * padding])
+    rewards = torch.tensor(
+        [[reward(p, c.text or "") for c in r.completions] for p, r in zip(prompts, rollouts, strict=True)]
+    )
+    return Batch(
+        tokens=torch.tensor(tokens),
+        mask=torch.tensor(mask),
+        rollout_logprobs=torch.tensor(logprobs),
+        advantages=group_advantages(rewards).view(-1, 1),
+        mean_reward=float(rewards.mean()),
+    )
+
+
+def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
+    """GRPO's advantage [prompts, n]: how much better a completion is than the others of its prompt (DeepSeekMath)."""
+    return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+
+
+def optimize(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batch, correction: Correction
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """One step of policy gradient; returns the trainer's logprobs [B, T] before it, and the correction's metrics."""
+    length = batch.mask.shape[1]
+    logits = model(batch.tokens[:, :-1], use_cache=False, logits_to_keep=length).logits / TEMPERATURE
+    logprobs = logits.log_softmax(-1).gather(-1, batch.tokens[:, -length:, None])[..., 0]
+
+    # The engine sampled from FP8 weights, activations and cache; we differentiate the full-precision policy. Truncated
+    # importance sampling weighs each token by trainer / rollout probability, cut off at C, so that the gradient is that
+    # of the policy which we train and not of the one that happened to sample.
+    corrected = correct(logprobs.detach(), batch.rollout_logprobs, batch.mask, correction)
+    loss = -(corrected.weights * batch.advantages * logprobs).sum() / corrected.mask.sum().clamp(min=1)
+
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return logprobs.detach(), corrected.metrics
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int) -> None:
+    """Five steps of warm-up, then linear decay to a fifth."""
+    for group in optimizer.param_groups:
+        group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / 5) * (1 - 0.8 * step / steps)
+
+
+def require_version(rollouts: list[Rollout], version: int) -> None:
+    """Every token of every completion was made by the weights that were pushed last. Raises RuntimeError otherwise."""
+    for rollout in rollouts:
+        for completion in rollout.completions:
+            if completion.versions != (version,):
+                raise RuntimeError(f"pushed version {version}, but a completion names {completion.spans}")
