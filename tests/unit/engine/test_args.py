@@ -43,3 +43,10 @@ def test_an_fp8_cache_of_latent_attention_is_refused_on_the_cpu(tmp_path: Path) 
     with pytest.raises(ValueError, match=r"latent attention.*kv_cache_dtype: auto"):
         engine_args(_config(tmp_path, engine={"kv_cache_dtype": "fp8_e4m3"}), (), has_tokenizer=False)
     assert engine_args(_config(tmp_path), (), has_tokenizer=False).attention_backend == "CPU_MLA"
+
+
+@pytest.mark.parametrize("field", [{"staging": "device"}, {"staging": "host"}, {"attention_backend": "TRITON_ATTN"}])
+def test_what_only_a_gpu_has_is_refused_on_the_cpu(tmp_path: Path, field: dict[str, object]) -> None:
+    make_model(tmp_path, "llama")
+    with pytest.raises(ValueError, match=f"engine.{next(iter(field))} is .*: set it to auto"):
+        engine_args(_config(tmp_path, engine=field), (), has_tokenizer=False)
