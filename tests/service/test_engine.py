@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from rollout_service.config import ServiceConfig
-from rollout_service.engine.adapter import EngineAdapter, completion
+from rollout_service.engine.adapter import EngineAdapter, completion, vllm_sampling
 from rollout_service.engine.args import engine_args, engine_environment
 from rollout_service.engine.plugin import register
 from rollout_service.errors import EngineFailed
@@ -172,7 +172,8 @@ async def test_an_engine_reads_its_prefix_cache_within_a_version_never_across_an
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = await telltale_versions(tmp_path, range(1, 3))
-    log, prompt, greedy = WeightLog(config.weights.root), (5, 6, 7) * 100, Sampling(max_tokens=4, temperature=0.0)
+    log, prompt = WeightLog(config.weights.root), (5, 6, 7) * 100
+    greedy = vllm_sampling(Sampling(max_tokens=4, temperature=0.0))
 
     async def cached_tokens() -> int:
         (output,) = [output async for output in engine._stream("r", prompt, greedy)]
