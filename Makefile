@@ -31,7 +31,7 @@ dashboards-check: setup ## every panel and alert against a real Prometheus and a
 
 test: check test-unit test-service ## lint, types, unit tests and tests with real engines (under 20 minutes on 2 cores)
 
-test-unit: setup ## tests without an engine (under a minute)
+test-unit: setup ## tests without an engine (3 minutes)
 	@$(PYTHON_VENV) -m pytest tests/unit
 	@TRITON_INTERPRET=1 $(PYTHON_VENV) -m pytest tests/interpreted
 
@@ -41,7 +41,7 @@ test-gpu: setup ## tests that only a GPU can decide
 test-service: setup ## tests of a running service with real engines
 	@$(PYTHON_VENV) -m pytest tests/service -m "not slow"
 
-test-slow: setup ## an engine of every family of models in turn, and autoscaling (8 minutes more)
+test-slow: setup ## an engine of every family, autoscaling, two nodes, the ablation (20 minutes more)
 	@$(PYTHON_VENV) -m pytest tests/service -m slow
 
 check: setup ## lint, format and types
