@@ -81,7 +81,7 @@ def service_on_two_nodes(folder: Path, second: str) -> Iterator[tuple[LocalServi
         nodes.add(second)
         serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
         serve.run(build(config), name=APPLICATION, route_prefix="/")
-        yield LocalService(url=f"http://127.0.0.1:{port}", config=config.resolved()), nodes
+        yield LocalService(f"http://127.0.0.1:{port}", config.resolved(), metrics_targets=()), nodes
     finally:
         serve.shutdown()
         ray.shutdown()
