@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.faults.ground import Case, Ground, Skipped
 from benchmarks.faults.kills import push_until_committed
-from benchmarks.faults.load import load
+from benchmarks.faults.load import CONCURRENCY, load
 from benchmarks.faults.outcome import RECOVERY_S, Outcome
 from rollout_service.client import RolloutClient
 from rollout_service.types import Fleet
@@ -72,7 +72,7 @@ async def two_nodes(folder: Path) -> NodesOutcome:
             place = Ground(service, client, committed=0)
             await place.push(1)
             _note_copy(outcome, nodes, FIRST, 1)
-            async with load(service.url) as rollouts:
+            async with load(service.url, CONCURRENCY) as rollouts:
                 outcome.recover_s = await _kill_and_replace(place, nodes, outcome)
             fleet = await place.fleet()
     outcome.rollouts, outcome.stale_tokens, outcome.lost_requests = (
