@@ -32,6 +32,7 @@ from benchmarks import results
 from benchmarks.upload_servers import PART_BYTES, process, serve_bare, serve_ingest
 from rollout_service.client import RolloutClient
 from rollout_service.client._upload import BODY_CHUNK_BYTES
+from rollout_service.config import WeightsConfig
 
 LAYERS = 20
 """100 MB of BF16 each."""
@@ -158,6 +159,7 @@ async def measure(folder: Path, repeats: int, say: Callable[[str], None]) -> lis
             for _ in range(repeats):
                 for door in doors:
                     version += 1
+                    remove_old(folder)
                     with memory.watched(door):
                         started = time.perf_counter()
                         await through(door.name, client, bare_url, weights, folder, version)
@@ -173,13 +175,23 @@ async def through(
     if door == "file copy":
         await asyncio.to_thread(copy_and_sync, weights_of(folder / "model"), folder / "copy")
     elif door == "bare PUT":
-        await bare_put(bare_url, weights.stream)
+        await bare_put(f"{bare_url}/{version}", weights.stream)
     elif door == "parts":
         await client.push_weights(version, weights.tensors, wait="none", parallel_parts=PARALLEL)
     elif door == "path":
         await client.push_path(version, folder / "model", wait="none")
     else:
         await client.push_weights(version, weights.tensors, quantize="trainer", wait="none", parallel_parts=PARALLEL)
+
+
+def remove_old(folder: Path) -> None:
+    """Of bare pushes, keep as many as the log keeps versions.
+
+    The files of each are new, as a version's are: what is written over an old file gets pages that are warm.
+    """
+    kept = WeightsConfig().keep_versions
+    for old in sorted((folder / "bare").glob("*"))[:-kept]:
+        shutil.rmtree(old)
 
 
 def copy_and_sync(source: Path, target: Path) -> None:

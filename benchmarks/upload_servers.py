@@ -42,12 +42,14 @@ async def _serve_ingest(folder: Path, port: int) -> None:
 
 
 def serve_bare(folder: Path, port: int) -> None:
-    """A PUT that writes its body into a file and syncs it, and nothing else."""
+    """A PUT that writes its body into a new file and syncs it, and nothing else."""
     app = FastAPI()
 
-    @app.put("/{part}")
-    async def put(part: int, request: Request) -> int:
-        with (folder / f"bare-{part}").open("wb", buffering=0) as stream:
+    @app.put("/{push}/{part}")
+    async def put(push: int, part: int, request: Request) -> int:
+        target = folder / "bare" / f"{push:06d}"
+        target.mkdir(parents=True, exist_ok=True)
+        with (target / str(part)).open("xb", buffering=0) as stream:
             async for chunk in request.stream():
                 stream.write(chunk)
             await asyncio.to_thread(os.fsync, stream.fileno())

@@ -22,7 +22,7 @@ from rollout_service.types import WeightStatus
 from rollout_service.weights.convert import tensor_bytes
 from rollout_service.weights.upload import DTYPE_BYTES, CommitUpload, SourceDtype, UploadTensor
 
-_DTYPES: dict[torch.dtype, SourceDtype] = {getattr(torch, name): name for name in DTYPE_BYTES}  # type: ignore[misc]
+_DTYPES: dict[torch.dtype, SourceDtype] = {getattr(torch, name): name for name in DTYPE_BYTES}
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ PART_DIGEST_HEADER = "X-Part-Digest"
 UPLOADER_HEADER = "X-Uploader"
 """Names one push of one client, as ``BeginUpload.uploader`` does."""
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+DTYPE_BYTES: dict["SourceDtype", int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 """Dtypes a trainer may send, and their size; ``float8_e4m3fn`` are codes, which come with their scales."""
 
 SourceDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
