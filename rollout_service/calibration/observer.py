@@ -218,9 +218,9 @@ def _observed_attention(kernel: str, see: Callable[..., None]) -> Iterator[None]
 def _eager_function(module: torch.nn.Module) -> Callable[..., Any]:
     """What a model's attention uses where the registry has nothing: the function of its own file."""
     for cls in type(module).__mro__:  # FSDP2 puts a class of its own before the model's
-        function = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
+        function: Callable[..., Any] | None = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
         if function is not None:
-            return function  # type: ignore[no-any-return]
+            return function
     raise InvalidRequest(
         f"{type(module).__name__} has no eager attention: load the model with attn_implementation='sdpa'"
     )

@@ -2,8 +2,8 @@
 
 import hashlib
 import logging
-import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -48,48 +48,40 @@ class StagingArea:
             self._stream = torch.cuda.Stream(device)
         else:
             self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._staged: Staged | None = None
-        self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
+        self._reader = ThreadPoolExecutor(1, "stage")
+        self._reading: Future[Staged] | None = None
 
     def start(self, folder: Path) -> None:
         """Begin to read a version's files, in a thread of its own. What was staged before is gone."""
         self.finish()
-        self._staged = self._error = None
-        self._thread = threading.Thread(target=self._run, args=(folder,), name="stage", daemon=True)
-        self._thread.start()
+        self._reading = self._reader.submit(self._read, folder)
 
     def is_done(self) -> bool:
         """Whether the reading has ended. Raises what ended it, if it failed."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._reading is None:
+            return True
+        if not self._reading.done():
             return False
-        if self._error is not None:
-            raise self._error
+        self._reading.result()
         return True
 
     def finish(self) -> None:
         """Wait until nothing is read any more."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._reading is not None:
+            wait([self._reading])
 
     def staged(self, folder: Path) -> Staged | None:
         """The version in ``folder``, if it lies here completely."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._reading is None or not self._reading.done() or self._reading.exception() is not None:
             return None
-        return self._staged if self._staged is not None and self._staged.folder == folder else None
+        staged = self._reading.result()
+        return staged if staged.folder == folder else None
 
     def tensors(self, staged: Staged) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors of the version, as views of the area."""
         for tensor, start in _places(staged.manifest, staged.offsets):
             view = self.memory[start : start + tensor.nbytes].view(_DTYPES[tensor.dtype]).view(tensor.shape)
             yield tensor.name, view
-
-    def _run(self, folder: Path) -> None:
-        try:
-            self._staged = self._read(folder)
-        except Exception as error:  # noqa: BLE001 - ``is_done`` raises it to who waits
-            self._error = error
 
     def _read(self, folder: Path) -> Staged:
         manifest = read_manifest(folder)

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 from ray.exceptions import RayTaskError
 
@@ -20,6 +21,7 @@ from rollout_service.metrics.process import (
     record,
     set_load,
 )
+from rollout_service.metrics.table import Metric
 from rollout_service.types import Completion, Rollout, Span, UpdateTimings
 from tests.unit.metrics.counts import Counts
 
@@ -150,7 +152,8 @@ def test_a_metric_of_the_services_state_cannot_be_counted_by_a_process() -> None
         record(table.LATEST_VERSION, 3)
 
 
-def test_without_a_cluster_counting_does_nothing_and_harms_nothing() -> None:
-    sink = RaySink()
-    for metric in (table.REQUESTS, table.SEQUENCES, table.UPDATE_SECONDS):
-        sink.record(metric, 1.0, dict.fromkeys(metric.labels, "x"))
+@pytest.mark.parametrize("metric", [table.REQUESTS, table.SEQUENCES, table.UPDATE_SECONDS], ids=lambda m: m.kind)
+def test_without_a_cluster_counting_does_nothing_and_harms_nothing(metric: Metric) -> None:
+    assert not ray.is_initialized()
+    RaySink().record(metric, 1.0, dict.fromkeys(metric.labels, "x"))
+    assert not ray.is_initialized()
