@@ -20,8 +20,8 @@ REPLICA = f'{SERVICE}, replica=~"$replica"'
 """Selects what the state of the whole says of replicas."""
 APPLICATION = 'application=~"$application"'
 """Selects what processes count."""
-ENGINE = f'{APPLICATION}, replica=~"$replica"'
-"""Selects what engine replicas count."""
+ENGINE = f'{APPLICATION}, deployment="engine", replica=~"$replica"'
+"""Selects what engine replicas count. The shadow follows versions, too, and counts the same."""
 VLLM = 'ReplicaId=~"$replica"'
 """Selects vLLM's own."""
 OR_NOTHING_YET = " or vector(0)"

@@ -16,7 +16,7 @@ router = APIRouter(prefix="/v1/mismatch", tags=["mismatch"])
 logger = logging.getLogger(__name__)
 ANSWER_S = 60.0
 SUSPICIONS_S = 2.0
-"""The state of a version is told without the monitor's part when that takes longer."""
+"""What is shown of versions is shown without the monitor's part when that takes longer."""
 _Reply = TypeVar("_Reply")
 
 
@@ -41,21 +41,25 @@ async def table(
 
 async def with_suspicions(versions: Sequence[WeightStatus], services: Services) -> tuple[WeightStatus, ...]:
     """``versions`` with what the monitor holds against them, or as they are if it does not answer."""
-    try:
-        suspicions = await _answer(services.monitor.suspicions.remote(), SUSPICIONS_S)
-    except RolloutServiceError as error:
-        logger.warning("versions are shown without what is suspect: %s", error)
+    suspicions = await _answer_if_any(
+        services.monitor.suspicions.remote(), "versions are shown without what is suspect"
+    )
+    if suspicions is None:
         return tuple(versions)
     return tuple(status.model_copy(update={"suspect": suspicions.get(status.version, ())}) for status in versions)
 
 
 async def rows_or_none(services: Services) -> list[MismatchRow]:
     """All rows, or none if the monitor does not answer."""
+    return await _answer_if_any(services.monitor.rows.remote(), "metrics are shown without the mismatch") or []
+
+
+async def _answer_if_any(response: Awaitable[_Reply], meanwhile: str) -> _Reply | None:
     try:
-        return await _answer(services.monitor.rows.remote(), SUSPICIONS_S)
+        return await _answer(response, SUSPICIONS_S)
     except RolloutServiceError as error:
-        logger.warning("metrics are shown without the mismatch: %s", error)
-        return []
+        logger.warning("%s: %s", meanwhile, error)
+        return None
 
 
 async def _answer(response: Awaitable[_Reply], timeout_s: float) -> _Reply:

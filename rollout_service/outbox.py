@@ -1,0 +1,92 @@
+"""Tells another deployment of things in the background: a bounded queue, and one task that empties it."""
+
+import asyncio
+import contextvars
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Generic, Protocol, TypeVar
+
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.exceptions import RayServeException
+
+
+class HasCost(Protocol):
+    """Something that takes up room."""
+
+    @property
+    def cost_tokens(self) -> int:
+        """Of a queue's room."""
+
+
+_Item = TypeVar("_Item", bound=HasCost)
+
+
+class Outbox(Generic[_Item]):
+    """Nobody waits for what is put here; what does not fit, or does not arrive, is dropped and said."""
+
+    def __init__(
+        self,
+        send: Callable[[list[_Item]], Awaitable[object]],
+        dropped: Callable[[int, str], None],
+        *,
+        room_tokens: int,
+        batch_tokens: int,
+        send_s: float,
+        sent: Callable[[], None] = lambda: None,
+        queued: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
+        """``send`` gets one batch at a time, of at most ``batch_tokens`` unless a single item is larger.
+
+        ``dropped`` gets a number of items and why: the queue had ``room_tokens`` and was full, or the batch did not
+        arrive within ``send_s``. ``sent`` is called after each batch that did, ``queued`` with what the queue holds
+        whenever that changes.
+        """
+        self._send, self._dropped, self._sent, self._queued = send, dropped, sent, queued
+        self._room_tokens, self._batch_tokens, self._send_s = room_tokens, batch_tokens, send_s
+        self._queue: deque[_Item] = deque()
+        self._queued_tokens = 0
+        self._sender: asyncio.Task[None] | None = None
+
+    def put(self, item: _Item) -> None:
+        """Queue an item; returns at once."""
+        if self._queued_tokens + item.cost_tokens > self._room_tokens:
+            self._dropped(1, FULL)
+            return
+        self._queue.append(item)
+        self._count(item.cost_tokens)
+        if self._sender is None or self._sender.done():
+            # not in the request's context: Serve cancels with a request what was called in it
+            self._sender = asyncio.get_running_loop().create_task(self._empty(), context=contextvars.Context())
+
+    async def flushed(self, timeout_s: float) -> None:
+        """Return once what was put here before has been sent or dropped, or after ``timeout_s``."""
+        if self._sender is not None and not self._sender.done():
+            await asyncio.wait([self._sender], timeout=timeout_s)
+
+    async def _empty(self) -> None:
+        while self._queue:
+            batch = self._batch()
+            try:
+                async with asyncio.timeout(self._send_s):
+                    await self._send(batch)
+            except (RayActorError, RayTaskError, RayServeException, TimeoutError) as error:
+                self._dropped(len(batch), repr(error))
+            else:
+                self._sent()
+
+    def _batch(self) -> list[_Item]:
+        batch = [self._queue.popleft()]
+        tokens = batch[0].cost_tokens
+        while self._queue and tokens + self._queue[0].cost_tokens <= self._batch_tokens:
+            batch.append(self._queue.popleft())
+            tokens += batch[-1].cost_tokens
+        self._count(-tokens)
+        return batch
+
+    def _count(self, tokens: int) -> None:
+        self._queued_tokens += tokens
+        self._queued(self._queued_tokens)
+
+
+FULL = "its queue is full"
+"""Why an item was dropped."""
