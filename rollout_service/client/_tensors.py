@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from rollout_service.weights.upload import DTYPE_BYTES, SourceDtype, UploadTensor
+from rollout_service.weights.upload import DTYPE_BYTES, UploadTensor
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,7 @@ def describe(name: str, tensor: torch.Tensor) -> UploadTensor:
             f"tensor {name} is {dtype}, but weights are sent as {', '.join(DTYPE_BYTES)}: cast it first, "
             "e.g. tensor.to(torch.bfloat16), or leave it out if it is no weight"
         )
-    return UploadTensor(name=name, dtype=cast(SourceDtype, dtype), shape=tuple(tensor.shape))
+    return UploadTensor(name=name, dtype=dtype, shape=tuple(tensor.shape))
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:
