@@ -97,8 +97,8 @@ class EngineConfig(Config):
     """No torch.compile and no CUDA graphs. Always on for the CPU."""
 
     cuda_graph_sizes: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(default=None, min_length=1)
-    """Batches of so many tokens are captured as CUDA graphs; a step runs as the next larger one, beyond the largest
-    without a graph. None: vLLM's own 35 to 51 sizes. Fewer start sooner, and pad more. Not on the CPU."""
+    """Batches of so many tokens become CUDA graphs, and a step runs as the next larger one. None: vLLM's own sizes, up
+    to 51. Fewer start sooner and pad more. Not on the CPU."""
 
     linear_backend: str = "auto"
     """vLLM's ``kernel_config.linear_backend``; ``cutlass`` needs no compilation at start on Hopper."""
@@ -133,10 +133,8 @@ class EngineConfig(Config):
     @model_validator(mode="after")
     def _graphs_are_not_eager(self) -> "EngineConfig":
         if self.enforce_eager and self.cuda_graph_sizes is not None:
-            raise ValueError(
-                f"engine.cuda_graph_sizes={list(self.cuda_graph_sizes)}, but engine.enforce_eager captures no CUDA "
-                "graphs: leave one of them out"
-            )
+            sizes = list(self.cuda_graph_sizes)
+            raise ValueError(f"engine.cuda_graph_sizes={sizes}, but engine.enforce_eager captures none: leave one out")
         return self
 
 
