@@ -6,7 +6,8 @@
 Random weights of published shapes. All sides have the engine arguments that the service makes of one configuration, and
 the same prompts: ``--groups`` distinct ones with ``--n`` completions each, all at once, temperature 1, no end of
 sequence. ``--envelope-gb`` is all the GPU memory that an engine may use. Modes: ``bf16``, ``fp8`` (weights), ``fp8kv``
-(weights and KV cache).
+(weights and KV cache). Where a service was measured, the bare engine gets the version that it served; alone it runs on
+vLLM's dummy weights. Each run adds its cases to the same file, which says what they are to each other.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +31,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from benchmarks import results
+from benchmarks.rollout_results import earlier_cases, joined, ratios
 from benchmarks.shapes import write_config
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
@@ -38,6 +41,7 @@ from rollout_service.engine.args import engine_args, engine_environment, not_con
 from rollout_service.engine.plugin import register
 from rollout_service.local import APPLICATION, running_service
 from rollout_service.sampling import GenerateCall, Sampling
+from rollout_service.weights.log import WeightLog
 from rollout_service.weights.served_model import ServedModel
 
 MODES: dict[str, dict[str, dict[str, Any]]] = {
@@ -98,7 +102,7 @@ class Work:
 
 
 async def bare(config: ServiceConfig, work: Work, case: Case) -> None:
-    """The engine alone, with dummy weights."""
+    """The engine alone, with the version that the service left in the log, or with dummy weights."""
     os.environ.update(engine_environment(config))  # noqa: TID251 - the engine's parent is this process
     register()
     model, started = ServedModel.load(config.model.path), time.perf_counter()
@@ -106,13 +110,25 @@ async def bare(config: ServiceConfig, work: Work, case: Case) -> None:
     engine = EngineAdapter(args)
     try:
         await engine.connect()
-        await engine._llm.update_weight_version("0")  # the dummy weights' label is no version
         case.start_s = time.perf_counter() - started
+        await load_version(engine, WeightLog(config.weights.root_here()))
         cache = engine._llm.vllm_config.cache_config
         case.kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         case.rates = await work.rates(lambda _, prompt: engine.generate(uuid.uuid4().hex, tuple(prompt), work.sampling))
     finally:
         engine.shutdown()
+
+
+async def load_version(engine: EngineAdapter, log: WeightLog) -> None:
+    """The newest one, if there is any."""
+    head = log.head()
+    if head is None:
+        await engine._llm.update_weight_version("0")  # the dummy weights' label is no version
+        return
+    await engine.stage(log.folder(head.version))
+    await engine.pause("keep")
+    await engine.load(log.folder(head.version), head.version)
+    await engine.resume()
 
 
 async def through_http(url: str, work: Work, case: Case) -> None:
@@ -138,14 +154,15 @@ async def through_the_handle(config: ServiceConfig, work: Work, case: Case) -> N
     case.rates = await work.rates(generate)
 
 
-def served(settings: dict[str, Any], work: Work, cases: list[Case], folder: Path) -> None:
+def served(settings: dict[str, Any], work: Work, cases: list[Case], folder: Path, verbose: bool) -> None:
     """The whole service; its version 0 is made from random weights."""
     deployment = folder / "deployment.yaml"
     deployment.write_text(yaml.safe_dump({"applications": [{"import_path": BUILDER, "args": settings}]}))
     started = time.perf_counter()
-    with running_service(deployment) as service:
+    with running_service(deployment, verbose=verbose) as service:
+        start_s = time.perf_counter() - started
         for case in cases:
-            case.start_s = time.perf_counter() - started
+            case.start_s = start_s
             if case.side == "http":
                 asyncio.run(through_http(service.url, work, case))
             else:
@@ -176,7 +193,6 @@ def settings_of(
     engine = {
         "max_model_len": -(-(prompt_tokens + work.sampling.max_tokens) // 64) * 64,
         "max_num_seqs": len(work.prompts) * work.sampling.n,
-        "linear_backend": "cutlass",
         "gpu_memory_utilization": round((envelope_gb or 0.85 * gpu_gb) / gpu_gb, 4),
         "admission_limit": 4096,
     }
@@ -210,6 +226,13 @@ def table_of(cases: list[Case]) -> Table:
     return table
 
 
+def graph_sizes(step: int | None, sequences: int) -> list[int] | None:
+    """Small powers of two, then every multiple of ``step`` up to all sequences at once; None: vLLM's own."""
+    if step is None:
+        return None
+    return sorted({size for size in (1, 2, 4, 8) if size < step} | set(range(step, sequences + step, step)))
+
+
 def main(
     model: str = "qwen3-8b",
     mode: Annotated[list[str] | None, typer.Option(help="bf16, fp8 or fp8kv; may be repeated.")] = None,
@@ -221,17 +244,30 @@ def main(
     out: int = 512,
     repeats: int = 3,
     envelope_gb: float | None = None,
+    linear: Annotated[str, typer.Option(help="vLLM's linear_backend for FP8.")] = "cutlass",
     attention: str = "auto",
     block_size: int | None = None,
+    batched_tokens: Annotated[int | None, typer.Option(help="Of a step; vLLM's own choice if not given.")] = None,
+    graph_step: Annotated[int | None, typer.Option(help="CUDA graphs for multiples of it; else vLLM's sizes.")] = None,
     staging: str = "auto",
     layers: Annotated[int | None, typer.Option(help="Fewer layers than the published model.")] = None,
     folder: Annotated[Path, typer.Option(help="Where weights and versions are put.")] = Path("/dev/shm"),
     name: Annotated[str, typer.Option(help="Of the result's file.")] = "rollout",
+    verbose: Annotated[bool, typer.Option(help="Show the service's logs.")] = False,
 ) -> None:
-    """Measure, print the table, and write benchmarks/results/<machine>/<name>.json."""
+    """Measure, print the table, and add the cases to benchmarks/results/<machine>/<name>.json."""
     console, cases = Console(), list[Case]()
-    more = {"attention_backend": attention, "block_size": block_size, "staging": staging}
+    more = {
+        "linear_backend": linear,
+        "attention_backend": attention,
+        "block_size": block_size,
+        "max_num_batched_tokens": batched_tokens,
+        "cuda_graph_sizes": graph_sizes(graph_step, groups * n),
+        "staging": staging,
+    }
     work = make_work(groups, n, (prompt_min, prompt_max), out, repeats)
+    shape = {"groups": groups, "n": n, "prompt_tokens": [prompt_min, prompt_max], "output_tokens": out}
+    common = {"run": datetime.now(UTC).isoformat(timespec="seconds"), "layers": layers, "work": shape, "engine": more}
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         path = write_config(model, Path(temporary) / model, layers)
         sides = side or list(SIDES)
@@ -242,17 +278,22 @@ def main(
             found = [Case(model, each, s, envelope_gb) for s in SIDES if s in sides]
             through_service = [case for case in found if case.side != "bare"]
             if through_service:
-                served(settings, work, through_service, Path(temporary))
+                served(settings, work, through_service, Path(temporary), verbose)
             for case in found:
                 if case.side == "bare":
                     asyncio.run(bare(ServiceConfig.model_validate(settings), work, case))
             cases += found
             for case in found:
                 console.log(json.dumps(case.as_json()))
+            add_to_file(name, [case.as_json() | common for case in found])
     console.print(table_of(cases))
-    shape = {"groups": groups, "n": n, "prompt_tokens": [prompt_min, prompt_max], "output_tokens": out}
-    content = {"shape": shape, "engine": more, "layers": layers, "cases": [case.as_json() for case in cases]}
-    console.print(f"wrote {results.write(name, content, module='rollout')}")
+    console.print(f"added to {results.path(name)}")
+
+
+def add_to_file(name: str, new: list[dict[str, Any]]) -> None:
+    """After each mode, so that a later one that fails loses nothing."""
+    cases = joined(earlier_cases(results.path(name)), new)
+    results.write(name, {"cases": cases, "ratios": ratios(cases)}, module="rollout")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ directory that the service is started from.
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
@@ -83,6 +83,10 @@ class EngineConfig(Config):
     max_num_seqs: int = Field(default=256, ge=1)
     """Sequences that vLLM decodes at once."""
 
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of one step, those of prompts included. None: vLLM's own choice, which for an engine inside another
+    program is 2048; more reads the weights fewer times for the same prompts."""
+
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of the GPU's memory for weights and KV cache; not used on the CPU."""
 
@@ -91,6 +95,10 @@ class EngineConfig(Config):
 
     enforce_eager: bool = False
     """No torch.compile and no CUDA graphs. Always on for the CPU."""
+
+    cuda_graph_sizes: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(default=None, min_length=1)
+    """Batches of so many tokens become CUDA graphs, and a step runs as the next larger one. None: vLLM's own sizes, up
+    to 51. Fewer start sooner and pad more. Not on the CPU."""
 
     linear_backend: str = "auto"
     """vLLM's ``kernel_config.linear_backend``; ``cutlass`` needs no compilation at start on Hopper."""
@@ -121,6 +129,13 @@ class EngineConfig(Config):
 
     admission_limit: int = Field(default=1024, ge=1)
     """Sequences (a request counts ``n``) that a replica holds, queued ones included, before it answers 503."""
+
+    @model_validator(mode="after")
+    def _graphs_are_not_eager(self) -> "EngineConfig":
+        if self.enforce_eager and self.cuda_graph_sizes is not None:
+            sizes = list(self.cuda_graph_sizes)
+            raise ValueError(f"engine.cuda_graph_sizes={sizes}, but engine.enforce_eager captures none: leave one out")
+        return self
 
 
 class ScalingConfig(Config):

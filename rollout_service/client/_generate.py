@@ -50,6 +50,7 @@ def request_body(prompt: Prompt, sampling: Sampling, **options: Any) -> dict[str
     """JSON of one request; parameters at their default stay out of it."""
     body: dict[str, Any] = {"sampling_params": sampling.model_dump(mode="json", exclude_defaults=True)}
     body["sampling_params"]["logprobs"] = 0
+    body["flat_logprobs"] = True
     if isinstance(prompt, str):
         body |= {"prompt": prompt, "output_mode": "text"}
     else:
@@ -95,19 +96,10 @@ def parse_rollout(response: httpx.Response, body: dict[str, Any]) -> Rollout:
     )
 
 
-class _TokenLogprob(BaseModel):
-    token_id: int
-    logprob: FiniteFloat
-
-
-class _Logprobs(BaseModel):
-    content: list[_TokenLogprob]
-
-
 class _Choice(BaseModel):
     index: int
     token_ids: tuple[int, ...]
-    logprobs: _Logprobs
+    logprobs: tuple[FiniteFloat, ...]
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     weight_versions: tuple[Span, ...]
@@ -115,13 +107,10 @@ class _Choice(BaseModel):
 
     def completion(self) -> Completion:
         """As the noun. Raises ValueError if tokens, logprobs and spans do not match."""
-        scored = tuple(entry.token_id for entry in self.logprobs.content)
-        if scored != self.token_ids:
-            raise ValueError(f"choice {self.index}: logprobs are of other tokens than token_ids")
         return Completion(
             index=self.index,
             token_ids=self.token_ids,
-            logprobs=tuple(entry.logprob for entry in self.logprobs.content),
+            logprobs=self.logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             spans=self.weight_versions,

@@ -36,12 +36,14 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         seed=engine.seed,
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
         kv_cache_dtype=engine.kv_cache_dtype,
         block_size=engine.block_size,
         tensor_parallel_size=engine.tensor_parallel_size,
         distributed_executor_backend="mp" if engine.tensor_parallel_size > 1 else None,
         # torch.compile on the CPU keeps the packed weights of before an update (notes/vllm, §3)
         enforce_eager=engine.enforce_eager or on_cpu,
+        cudagraph_capture_sizes=_graph_sizes(config, on_cpu),
         gpu_memory_utilization=engine.gpu_memory_utilization,
         hf_overrides=_quantization(config, not_converted, on_cpu),
         # importance ratios need the distribution that was sampled from, temperature included
@@ -78,6 +80,13 @@ def _staging(config: ServiceConfig, on_cpu: bool) -> dict[str, str]:
             "renews: set it to auto"
         )
     return {} if kind == "none" else {STAGING_KEY: kind}
+
+
+def _graph_sizes(config: ServiceConfig, on_cpu: bool) -> list[int] | None:
+    sizes = config.engine.cuda_graph_sizes
+    if sizes is not None and on_cpu:
+        raise ValueError(f"engine.cuda_graph_sizes is {list(sizes)}, and the CPU has no CUDA graphs: leave it out")
+    return None if sizes is None else list(sizes)
 
 
 def _quantization(config: ServiceConfig, not_converted: tuple[str, ...], on_cpu: bool) -> dict[str, Any]:

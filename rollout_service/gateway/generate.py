@@ -24,6 +24,9 @@ class GenerateRequest(RolloutOptions):
     model: str | None = None
     output_mode: Literal["tokens", "text"] = "tokens"
     """``text`` adds each completion's text."""
+    flat_logprobs: bool = False
+    """A choice's ``logprobs`` as one list, beside its ``token_ids``: half the bytes, and a sixth of the client's work.
+    Ours asks for it; vLLM's do not know it."""
     return_token_ids: bool = False
     """Repeat the prompt's ids in the reply."""
     stream: Literal[False] | None = False
@@ -41,13 +44,12 @@ async def generate(body: GenerateRequest, services: Open, x_session_id: SessionH
     check_model(body.model, services)
     prompt = tokenize(body.prompt, services) if body.prompt is not None else body.token_ids or ()
     rollout = await roll_out(prompt, body.sampling_params, services, body.options(x_session_id))
-    text = body.output_mode == "text"
     reply: dict[str, Any] = {
         "request_id": rollout.request_id,
         "model": services.name,
         "created": int(time.time()),
         "output_mode": body.output_mode,
-        "choices": [_choice(c, services, text) for c in rollout.completions],
+        "choices": [_choice(c, services, body) for c in rollout.completions],
         "usage": usage([rollout]),
         "replica_id": rollout.replica_id,
         "attempts": rollout.attempts,
@@ -57,19 +59,24 @@ async def generate(body: GenerateRequest, services: Open, x_session_id: SessionH
     return reply
 
 
-def _choice(completion: Completion, services: Services, text: bool) -> dict[str, Any]:
-    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+def _choice(completion: Completion, services: Services, body: GenerateRequest) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": completion.index,
         "token_ids": completion.token_ids,
-        "logprobs": {"content": [{"token_id": token, "logprob": logprob} for token, logprob in pairs]},
+        "logprobs": completion.logprobs if body.flat_logprobs else {"content": _by_token(completion)},
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
         "weight_versions": spans(completion),
     }
-    if text:
+    if body.output_mode == "text":
         choice["text"] = detokenize(completion.token_ids, services)
     return choice
+
+
+def _by_token(completion: Completion) -> list[dict[str, int | float]]:
+    """vLLM's form of the logprobs."""
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    return [{"token_id": token, "logprob": logprob} for token, logprob in pairs]
 
 
 def spans(completion: Completion) -> list[dict[str, Any]]:

@@ -203,7 +203,7 @@ def generate_reply(body: dict[str, Any]) -> dict[str, Any]:
     """Completions as the gateway spells them: tokens 7, 8, 9, the last of them by newer weights."""
     choice = {
         "token_ids": [7, 8, 9],
-        "logprobs": {"content": [{"token_id": t, "logprob": -t / 10} for t in (7, 8, 9)]},
+        "logprobs": [-t / 10 for t in (7, 8, 9)],
         "finish_reason": "length",
         "stop_reason": None,
         "weight_versions": [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}],

@@ -60,7 +60,11 @@ async def test_only_what_differs_from_the_defaults_is_sent(service: Service, cli
         on_abort="return",
         request_id="r",
     )
-    assert service.bodies[0] == {"token_ids": [1, 2], "sampling_params": {"logprobs": 0}}
+    assert service.bodies[0] == {
+        "token_ids": [1, 2],
+        "sampling_params": {"logprobs": 0},
+        "flat_logprobs": True,
+    }
     assert service.bodies[1] == {
         "token_ids": [1],
         "sampling_params": {
@@ -77,6 +81,7 @@ async def test_only_what_differs_from_the_defaults_is_sent(service: Service, cli
             "min_tokens": 1,
             "logprobs": 0,
         },
+        "flat_logprobs": True,
         "min_weight_version": 7,
         "session_id": "s",
         "priority": -1,
@@ -87,7 +92,9 @@ async def test_only_what_differs_from_the_defaults_is_sent(service: Service, cli
 
 async def test_a_prompt_of_text_comes_back_as_text_and_token_ids(service: Service, client: RolloutClient) -> None:
     rollout = await client.generate("hi")
-    assert service.bodies == [{"prompt": "hi", "output_mode": "text", "sampling_params": {"logprobs": 0}}]
+    assert service.bodies == [
+        {"prompt": "hi", "output_mode": "text", "sampling_params": {"logprobs": 0}, "flat_logprobs": True}
+    ]
     assert rollout.prompt_token_ids == (104, 105)
     assert rollout.completions[0].text == "789"
 
@@ -209,9 +216,9 @@ def without(path: str) -> Callable[[dict[str, Any]], object]:
         (lambda reply: reply.pop("replica_id"), "does not understand"),
         (without("logprobs"), "does not understand"),
         (lambda reply: reply["choices"].append(reply["choices"][0]), "not what was asked for"),
-        (lambda reply: reply["choices"][0]["token_ids"].pop(), "logprobs are of other tokens"),
+        (lambda reply: reply["choices"][0]["token_ids"].pop(), "2 tokens but 3 logprobs"),
         (lambda reply: reply["choices"][0]["weight_versions"].pop(), "do not cover 3 tokens"),
-        (lambda reply: reply["choices"][0]["logprobs"]["content"][0].update(logprob=None), "does not understand"),
+        (lambda reply: reply["choices"][0]["logprobs"].__setitem__(0, None), "does not understand"),
     ],
     ids=["no replica", "no logprobs", "two choices", "a token short", "a span short", "a logprob missing"],
 )

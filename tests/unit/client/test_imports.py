@@ -22,7 +22,7 @@ def test_generating_needs_no_torch() -> None:
         "import asyncio, sys, httpx\n"
         "from rollout_service.client import RolloutClient\n"
         "ok = httpx.MockTransport(lambda _: httpx.Response(200, json={'request_id': 'a', 'choices': [\n"
-        "    {'index': 0, 'token_ids': [1], 'logprobs': {'content': [{'token_id': 1, 'logprob': -1}]},\n"
+        "    {'index': 0, 'token_ids': [1], 'logprobs': [-1],\n"
         "     'finish_reason': 'stop', 'weight_versions': [{'version': '0', 'start': 0, 'end': 1}]}],\n"
         "    'replica_id': 'r'}))\n"
         "print(asyncio.run(RolloutClient('http://a', transport=ok).generate([2])).completions[0].token_ids)\n"

@@ -50,3 +50,21 @@ def test_what_only_a_gpu_has_is_refused_on_the_cpu(tmp_path: Path, field: dict[s
     make_model(tmp_path, "llama")
     with pytest.raises(ValueError, match=f"engine.{next(iter(field))} is .*: set it to auto"):
         engine_args(_config(tmp_path, engine=field), (), has_tokenizer=False)
+
+
+def test_cuda_graphs_are_refused_on_the_cpu(tmp_path: Path) -> None:
+    make_model(tmp_path, "llama")
+    with pytest.raises(ValueError, match=r"engine.cuda_graph_sizes is \[1, 8\].*no CUDA graphs: leave it out"):
+        engine_args(_config(tmp_path, engine={"cuda_graph_sizes": [1, 8]}), (), has_tokenizer=False)
+
+
+def test_cuda_graphs_and_an_eager_engine_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cuda_graph_sizes=\[1, 8\], but engine.enforce_eager"):
+        _config(tmp_path, engine={"cuda_graph_sizes": [1, 8], "enforce_eager": True})
+
+
+def test_the_tokens_of_a_step_are_vllms_choice_unless_given(tmp_path: Path) -> None:
+    make_model(tmp_path, "llama")
+    for given in (None, 8192):
+        args = engine_args(_config(tmp_path, engine={"max_num_batched_tokens": given}), (), has_tokenizer=False)
+        assert args.max_num_batched_tokens == given

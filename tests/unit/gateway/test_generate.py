@@ -113,6 +113,12 @@ async def test_a_reply_carries_ids_logprobs_spans_and_the_replica(services: Serv
     assert "prompt_token_ids" not in reply
 
 
+async def test_logprobs_come_as_one_list_when_asked_for(services: Services) -> None:
+    reply = await generate(GenerateRequest(token_ids=(5, 6), flat_logprobs=True), services)
+    assert reply["choices"][0]["token_ids"] == (6, 5)
+    assert reply["choices"][0]["logprobs"] == (-0.5, -1.0)
+
+
 async def test_a_prompt_as_text_comes_back_as_the_ids_it_became(services: Services) -> None:
     reply = await generate(GenerateRequest(prompt="ab", output_mode="text"), services)
     assert len(reply["prompt_token_ids"]) == 2
