@@ -1,0 +1,211 @@
+"""How far an engine's logprobs are from those of the same weights in BF16, by the arithmetic that it uses.
+
+    python -m benchmarks.logprobs [--family qwen3] [--family qwen3_moe] [--mode bf16 --mode fp8 …]
+
+Small models, trained on the spot to repeat what they have read: random weights say little. Each engine samples
+``--prompts`` sequences; a forward pass in fp32 with the unquantized BF16 weights scores the same tokens, and the
+formulas are those of ``rollout_service.correction``. The row ``bf16`` is what engine and reference differ by anyway.
+
+- ``bf16``: nothing is quantized;
+- ``fp8``: weights and activations, with the kernel that vLLM picks (CUTLASS on a GPU, our own on the CPU);
+- ``fp8kv``: the KV cache, too, with scales of 1;
+- ``deep_gemm``, ``deep_gemm_e8m0``: as ``fp8``, by DeepGEMM, its scales in fp32 or as powers of two; a GPU only.
+"""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks import results
+from rollout_service.config import ServiceConfig
+from rollout_service.correction.metrics import mismatch_metrics
+from rollout_service.correction.ratios import compare
+from rollout_service.engine.adapter import EngineAdapter
+from rollout_service.engine.args import engine_args, engine_environment, not_converted
+from rollout_service.engine.plugin import register
+from rollout_service.sampling import Sampling
+from rollout_service.types import Completion
+from rollout_service.weights.ingest import Ingest
+from rollout_service.weights.log import WeightLog
+from rollout_service.weights.served_model import ServedModel
+from tests.support.models import FAMILIES
+
+PERIOD, TRAINED_TOKENS, FIRST_TOKEN = 16, 64, 8
+"""After so many tokens a sequence repeats itself; length of those trained on; ids below are special tokens."""
+PROMPT_SEED = 10**6
+ON_A_GPU = ("deep_gemm", "deep_gemm_e8m0")
+MODES: dict[str, dict[str, dict[str, Any]]] = {
+    "bf16": {"quant": {"weights": "none"}, "engine": {"kv_cache_dtype": "auto"}},
+    "fp8": {"engine": {"kv_cache_dtype": "auto"}},
+    "fp8kv": {"engine": {"kv_cache_dtype": "fp8_e4m3"}},
+    "deep_gemm": {"engine": {"kv_cache_dtype": "auto", "linear_backend": "deep_gemm"}},
+    "deep_gemm_e8m0": {"engine": {"kv_cache_dtype": "auto", "linear_backend": "deep_gemm"}},
+}
+
+Sampled = list[tuple[list[int], Completion]]
+"""Prompts and completions."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One arithmetic of one model."""
+
+    family: str
+    mode: str
+    tokens: int
+    k1: float
+    """Mean of engine − reference, nats a token."""
+    k3: float
+    """Mean of exp(lr) − 1 − lr, lr = reference − engine, nats a token."""
+    prob_error: float
+    """Mean of exp |lr|."""
+    abs_mean: float
+    abs_max: float
+    nll: float
+    """Of the sampled tokens by the reference, nats a token: how sure the model is."""
+
+
+def repeating(count: int, seed: int, tokens: int = TRAINED_TOKENS) -> torch.Tensor:
+    """Sequences [count, tokens] that repeat their first tokens over and over."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randint(FIRST_TOKEN, 128, (count, PERIOD), generator=generator)
+    return start.repeat(1, -(-tokens // PERIOD))[:, :tokens]
+
+
+def train(family: str, folder: Path, steps: int) -> float:
+    """Save a model of the family, trained for so many steps, in BF16; returns its last loss in nats a token."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loss = torch.zeros(())
+    for step in range(steps):
+        sequences = repeating(16, seed=step)
+        loss = model(sequences, labels=sequences).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return float(loss)
+
+
+def mismatch(family: str, mode: str, reference: torch.Tensor, engine: torch.Tensor) -> Case:
+    """Of logprobs [completions, tokens] of the same sampled tokens."""
+    metrics = mismatch_metrics(compare(reference, engine, torch.ones_like(engine, dtype=torch.bool)))
+    return Case(
+        family=family,
+        mode=mode,
+        tokens=engine.numel(),
+        k1=metrics["kl"],
+        k3=metrics["k3_kl"],
+        prob_error=metrics["token_mult_prob_error"],
+        abs_mean=metrics["rollout_train_logprobs_abs_diff_mean"],
+        abs_max=metrics["rollout_train_logprobs_abs_diff_max"],
+        nll=metrics["training_log_ppl"],
+    )
+
+
+def score(model: PreTrainedModel, sampled: Sampled) -> torch.Tensor:
+    """Logprobs of the completions' tokens [completions, tokens]; all prompts and all completions of one length."""
+    tokens = torch.tensor([[*prompt, *completion.token_ids] for prompt, completion in sampled])
+    first = len(sampled[0][0])
+    with torch.no_grad():
+        logits = torch.cat([model(rows).logits[:, first - 1 : -1] for rows in tokens.split(16)])
+    return logits.log_softmax(-1).gather(-1, tokens[:, first:, None])[..., 0]
+
+
+@asynccontextmanager
+async def engine(config: ServiceConfig, mode: str) -> AsyncIterator[EngineAdapter]:
+    """An engine with the version that the ingest makes of the model."""
+    ingest = Ingest(config)
+    await ingest.start()
+    await ingest.stop()
+    e8m0 = {"VLLM_USE_DEEP_GEMM_E8M0": "1"} if mode == "deep_gemm_e8m0" else {}
+    os.environ.update(engine_environment(config) | e8m0)  # noqa: TID251 - the engine's parent is this process
+    register()
+    model = ServedModel.load(config.model.path)
+    args = engine_args(config, not_converted(model, model.plan(config.quant)), has_tokenizer=False)
+    adapter = EngineAdapter(args)
+    try:
+        await adapter.connect()
+        await adapter.stage(WeightLog(config.weights.root).folder(0))
+        await adapter.pause("keep")
+        await adapter.load(WeightLog(config.weights.root).folder(0), 0)
+        await adapter.resume()
+        yield adapter
+    finally:
+        adapter.shutdown()
+
+
+async def sample(config: ServiceConfig, mode: str, prompts: list[list[int]], tokens: int) -> Sampled:
+    """One completion of each prompt."""
+    sampling = Sampling(max_tokens=tokens, ignore_eos=True)
+    async with engine(config, mode) as adapter:
+        calls = [adapter.generate(f"{i}", tuple(prompt), sampling) for i, prompt in enumerate(prompts)]
+        return [(prompt, found[0]) for prompt, found in zip(prompts, await asyncio.gather(*calls), strict=True)]
+
+
+def measure(family: str, modes: list[str], folder: Path, prompts: list[list[int]], tokens: int) -> list[Case]:
+    """All modes of one trained model."""
+    reference = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32).eval()
+    cases = []
+    for mode in modes:
+        settings = {
+            "model": {"path": folder / family},
+            "quant": MODES[mode].get("quant", {}),
+            "engine": {"max_model_len": 512, "gpu_memory_utilization": 0.2, "enforce_eager": True}
+            | ({"linear_backend": "cutlass"} if torch.cuda.is_available() else {})
+            | MODES[mode]["engine"],
+            "weights": {"root": folder / f"log-{family}-{mode}", "source_roots": [folder]},
+        }
+        sampled = asyncio.run(sample(ServiceConfig.model_validate(settings), mode, prompts, tokens))
+        engines = torch.tensor([completion.logprobs for _, completion in sampled])
+        cases.append(mismatch(family, mode, score(reference, sampled), engines))
+    return cases
+
+
+def table_of(cases: list[Case]) -> Table:
+    """For people."""
+    table = Table(title=f"engine against an fp32 forward pass with BF16 weights, on {results.machine()}")
+    for column in ("model", "mode", "k1", "k3", "mean exp|lr|", "mean |lr|", "max |lr|", "nll"):
+        table.add_column(column, justify="left" if column in ("model", "mode") else "right")
+    for c in cases:
+        numbers = (f"{c.k1:+.1e}", f"{c.k3:.1e}", f"{c.prob_error:.4f}", f"{c.abs_mean:.4f}", f"{c.abs_max:.2f}")
+        table.add_row(c.family, c.mode, *numbers, f"{c.nll:.2f}")
+    return table
+
+
+def main(
+    family: Annotated[list[str] | None, typer.Option(help="Of tests/support/models.py; may be repeated.")] = None,
+    mode: Annotated[list[str] | None, typer.Option(help="May be repeated; all that this machine has.")] = None,
+    steps: Annotated[int, typer.Option(help="Of training.")] = 300,
+    prompts: int = 128,
+    tokens: Annotated[int, typer.Option(help="Sampled for each prompt.")] = 48,
+) -> None:
+    """Measure, print the table, and write benchmarks/results/<machine>/logprobs.json."""
+    console, cases, losses = Console(), list[Case](), dict[str, float]()
+    on_gpu = torch.cuda.is_available()
+    modes = mode or [name for name in MODES if on_gpu or name not in ON_A_GPU]
+    starts = repeating(prompts, PROMPT_SEED, tokens=PERIOD + 4).tolist()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in family or ["qwen3", "qwen3_moe"]:
+            losses[name] = train(name, Path(folder) / name, steps)
+            console.log(f"{name}: trained to {losses[name]:.3f} nats a token")
+            cases += measure(name, modes, Path(folder), starts, tokens)
+            content = {"steps": steps, "loss": losses, "cases": [asdict(case) for case in cases]}
+            console.log(f"wrote {results.write('logprobs', content)}")
+    console.print(table_of(cases))
+
+
+if __name__ == "__main__":
+    typer.run(main)
