@@ -86,6 +86,7 @@ def repeating(count: int, seed: int, tokens: int = TRAINED_TOKENS) -> torch.Tens
 def train(family: str, folder: Path, steps: int) -> float:
     """Save a model of the family, trained for so many steps, in BF16; returns its last loss in nats a token."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # small matrices: a second thread waits more than it works
     model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loss = torch.zeros(())
