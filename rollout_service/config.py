@@ -68,6 +68,14 @@ class QuantConfig(Config):
         return self
 
 
+class KVCacheConfig(Config):
+    """Scales of an FP8 KV cache (``engine.kv_cache_dtype``): docs/kv_scales.md."""
+
+    scales_policy: Literal["reuse", "unit"] = "reuse"
+    """What a weight version gets that comes without scales. ``reuse``: those of the version before; 1 as long as none
+    has come. ``unit``: 1. That the service measures them itself is not implemented."""
+
+
 class EngineConfig(Config):
     """One vLLM engine, and when a replica says no."""
 
@@ -331,6 +339,8 @@ class ServiceConfig(Config):
     """How its weights are quantized."""
     engine: EngineConfig = EngineConfig()
     """One engine."""
+    kv_cache: KVCacheConfig = KVCacheConfig()
+    """Scales of its KV cache."""
     scaling: ScalingConfig = ScalingConfig()
     """How many."""
     weights: WeightsConfig = WeightsConfig()

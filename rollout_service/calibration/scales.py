@@ -40,6 +40,8 @@ class Provenance(Frozen):
     """Over each rank's micro-batches."""
     margin: float = Field(gt=0, allow_inf_nan=False)
     """Factor on the largest absolute value."""
+    power_of_two: bool = False
+    """Rounded up to a power of two."""
 
 
 class KVScales(Frozen):
@@ -92,6 +94,10 @@ class ScaledFrom(Frozen):
     """Over the micro-batches of a rank, nearest rank: of fewer than 1000, 99.9 is the largest."""
     margin: float = Field(default=1.05, gt=0, allow_inf_nan=False)
     """Factor on the largest value, for what the calibration did not see."""
+    power_of_two: bool = True
+    """Round each scale up to a power of two. In a floating-point format that costs nothing but a bit of range at the
+    lower end. What a scale of 1 neither saturates nor loses then has the codes that it has with 1, and a scale stays as
+    it is from version to version until the largest value has doubled or halved. False: NeMo-RL's scales."""
 
 
 def percentile_over_micro_batches(amax: npt.ArrayLike, percentile: float) -> Amax:
@@ -112,8 +118,8 @@ def scales_from_amax(
 
         scale = max over ranks (percentile over micro-batches (amax)) · margin / 448
 
-    The rule of NeMo-RL's trainer-side calibration. Any trainer can call it: with Megatron, each rank gives what its
-    core attention got.
+    The rule of NeMo-RL's trainer-side calibration, then rounded up to a power of two unless ``how`` says otherwise.
+    Any trainer can call it: with Megatron, each rank gives what its core attention got.
 
     Args:
         ranks: per rank, layer → [num_micro_batches, 3], the largest |q|, |k| and |v| of each micro-batch. Ranks may
@@ -136,18 +142,29 @@ def scales_from_amax(
     if not largest:
         raise InvalidRequest("no q, k or v was observed: run at least one forward pass on at least one unmasked token")
     _require_usable(largest)
-    scales = {layer: largest[layer] * how.margin / FP8_MAX for layer in sorted(largest, key=_in_depth)}
+    layers = {}
+    for layer in sorted(largest, key=_in_depth):
+        exact = [float(amax) * how.margin / FP8_MAX for amax in largest[layer]]
+        q, k, v = map(rounded_up, exact) if how.power_of_two else exact
+        layers[layer] = LayerScales(q=q, k=k, v=v)
     return KVScales(
         model=model,
-        layers={layer: LayerScales(q=float(q), k=float(k), v=float(v)) for layer, (q, k, v) in scales.items()},
+        layers=layers,
         provenance=Provenance(
             tokens=tokens,
             micro_batches=micro_batches,
             ranks=len(ranks),
             percentile=how.percentile,
             margin=how.margin,
+            power_of_two=how.power_of_two,
         ),
     )
+
+
+def rounded_up(scale: float) -> float:
+    """The smallest power of two that is not below a positive, finite number."""
+    mantissa, exponent = math.frexp(scale)  # scale = mantissa · 2^exponent, 0.5 ≤ mantissa < 1
+    return math.ldexp(1.0, exponent - (mantissa == 0.5))
 
 
 def _checked(layer: str, observed: npt.ArrayLike) -> Amax:

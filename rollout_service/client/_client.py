@@ -21,6 +21,7 @@ from rollout_service.types import OnAbort, PauseMode, Rollout, WeightStatus
 from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource, UploadTensor
 
 if TYPE_CHECKING:
+    from rollout_service.calibration import KVScales
     from rollout_service.client._tensors import NamedTensors
 
 
@@ -187,6 +188,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         *,
         tensor_table: Sequence[UploadTensor] | None = None,
         quantize: Quantize = "service",
+        kv_scales: KVScales | None = None,
         mode: PauseMode = "keep",
         wait: Literal["none", "all"] = "all",
         timeout_s: float = 600.0,
@@ -203,6 +205,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         *,
         tensor_table: Sequence[UploadTensor] | None = None,
         quantize: Quantize = "service",
+        kv_scales: KVScales | None = None,
         mode: PauseMode = "keep",
         wait: Literal["none", "all"] = "all",
         timeout_s: float = 600.0,
@@ -218,6 +221,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         *,
         tensor_table: Sequence[UploadTensor] | None = None,
         quantize: Quantize = "service",
+        kv_scales: KVScales | None = None,
         mode: PauseMode = "keep",
         wait: Literal["none", "all"] = "all",
         timeout_s: float = 600.0,
@@ -249,6 +253,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
             quantize: ``service``: send tensors as they are. ``trainer``: quantize them here, on the device they are
                 on, and send codes and scales: the same version, byte for byte, in half the bytes. Up to 256 MiB of
                 tensors are quantized at once, so a generator may not reuse a tensor's memory for the next.
+            kv_scales: Scales of an FP8 KV cache for these weights, from ``rollout_service.calibration``; they are part
+                of the version. None: ``kv_cache.scales_policy`` of the service says which it gets.
             mode: What happens to rollouts that are running, see ``CommitUpload.mode``.
             wait: ``all``: return once every live replica serves this version. ``none``: once it is committed.
             timeout_s: How long ``wait="all"`` waits.
@@ -258,7 +264,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
 
         Raises:
             ValueError: A tensor of another dtype, a name that comes twice, or tensors that differ from the table.
-            InvalidManifest: Names or shapes are not the served model's.
+            InvalidManifest: Names or shapes are not the served model's, or KV scales not those of its layers.
             QuantizationError: A weight is NaN or infinite. Nothing is committed.
             VersionConflict: The version is not newer than the newest, or was uploaded with other bytes.
             CommitTimeout: Committed, but some replica was not live in time: ``detail`` says which.
@@ -269,7 +275,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         if quantize not in get_args(Quantize):
             raise ValueError(f"quantize={quantize!r}: the service or the trainer quantizes, say which")
         commit = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s)
-        thread = TensorThread()
+        thread, scales = TensorThread(), None if kv_scales is None else kv_scales.named()
 
         async def push() -> WeightStatus | None:
             try:
@@ -278,8 +284,9 @@ class RolloutClient(ControlCalls, MismatchCalls):
                     await thread.call(drain, source)
                     return None
                 sent = await self._uploader.send_tensors(
-                    version, source, thread, quantize=quantize, parallel_parts=parallel_parts, progress=progress
-                )
+                    version, source, thread, quantize=quantize, kv_scales=scales, parallel_parts=parallel_parts,
+                    progress=progress,
+                )  # fmt: skip
             finally:
                 thread.close()
             return await self._uploader.commit(version, commit.model_copy(update={"upload_digest": sent}))
@@ -291,6 +298,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         version: int,
         path: str | Path,
         *,
+        kv_scales: KVScales | None = None,
         mode: PauseMode = "keep",
         wait: Literal["none", "all"] = "all",
         timeout_s: float = 600.0,
@@ -300,7 +308,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
         ``path`` must lie below one of the service's ``weights.source_roots``. Raises Forbidden if it does not.
         """
         commit = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s)
-        await self._uploader.begin(BeginUpload(version=version, source=PathSource(path=Path(path).absolute())))
+        source, scales = PathSource(path=Path(path).absolute()), None if kv_scales is None else kv_scales.named()
+        await self._uploader.begin(BeginUpload(version=version, source=source, kv_scales=scales))
         return await self._uploader.commit(version, commit)
 
 

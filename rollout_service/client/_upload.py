@@ -27,6 +27,7 @@ from rollout_service.weights.upload import (
     UploadPlan,
     num_parts,
     upload_digest,
+    with_kv_scales,
 )
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class Uploader:
         thread: TensorThread,
         *,
         quantize: Quantize,
+        kv_scales: dict[str, float] | None,
         parallel_parts: int,
         progress: Progress | None,
     ) -> str:
@@ -130,7 +132,7 @@ class Uploader:
             if quantize == "trainer":
                 converter = await thread.call(_converter, await self._recipe())
                 table, stored = tuple(converter.table(table)), converter.convert(tensors)
-            begin = BeginUpload(version=version, tensors=table, uploader=uuid.uuid4().hex)
+            begin = BeginUpload(version=version, tensors=table, kv_scales=kv_scales, uploader=uuid.uuid4().hex)
             plan = await self.begin(begin)
             sender = PartSender(self._http, self._unreachable, begin, plan, progress)
             parts = cut_parts(bytes_of_each(stored), plan.part_bytes, sender.free)
@@ -200,7 +202,7 @@ class PartSender:
                     continue
                 await slots.acquire()
                 group.create_task(upload(part))
-        return upload_digest(self._digests)
+        return with_kv_scales(upload_digest(self._digests), self._begin.kv_scales)
 
     def _is_wanted(self, part: Part) -> bool:
         """Whether to send a part: one that the service has, from whichever client, is the same or a conflict."""

@@ -18,12 +18,15 @@ from rollout_service.weights.upload import CommitUpload
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from rollout_service.calibration import KVScales
+
 
 async def push_refs(
     ingest: Any,
     version: int,
     refs: Mapping[str, Any] | Iterable[Any] | Any,
     *,
+    kv_scales: KVScales | None = None,
     mode: PauseMode = "keep",
     wait: Literal["none", "all"] = "all",
     timeout_s: float = 600.0,
@@ -33,7 +36,7 @@ async def push_refs(
     ``ingest``: handle of the ingest's deployment. ``refs``: ``{name: ray.ObjectRef of a tensor}``, or one
     ``ObjectRef`` of a dict of tensors, or several of such dicts, each a bucket. Names are Hugging Face's, tensors are
     those of ``RolloutClient.push_weights``. The ingest holds one bucket in memory at a time; the process that put the
-    objects must live until the answer. ``mode``, ``wait`` and ``timeout_s`` as for ``push_weights``.
+    objects must live until the answer. ``kv_scales``, ``mode``, ``wait`` and ``timeout_s`` as for ``push_weights``.
 
     Raises ValueError if ``refs`` are not references; NotFound for a lost object, by the name of its bucket;
     InvalidManifest, QuantizationError, VersionConflict, InsufficientStorage, CommitTimeout; NotReady if the ingest died
@@ -41,4 +44,6 @@ async def push_refs(
     """
     from rollout_service.weights.ref_source import buckets_of, push
 
-    return await push(ingest, version, buckets_of(refs), CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s))
+    request = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s)
+    scales = None if kv_scales is None else kv_scales.named()
+    return await push(ingest, version, buckets_of(refs), request, scales)

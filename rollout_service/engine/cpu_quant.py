@@ -7,11 +7,13 @@ on the CPU, which need AMX and round no activations, are never asked.
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
 from rollout_service.engine.cpu_block_gemm import CpuBlockLinearMethod
@@ -50,7 +52,7 @@ class CpuBlockFp8Config(Fp8Config):
 
 @register_quantization_config(CPU_BF16)
 class CpuBf16Config(QuantizationConfig):
-    """No quantization: it exists for ``RepackedMoEMethod``."""
+    """No quantization of weights: it exists for ``RepackedMoEMethod`` and the scales of an FP8 KV cache."""
 
     @classmethod
     def get_name(cls) -> str:
@@ -78,7 +80,9 @@ class CpuBf16Config(QuantizationConfig):
         return cls()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """How ``layer`` is loaded and computed; None for embeddings, the output head and the KV cache."""
+        """How ``layer`` is loaded and computed; None for embeddings and the output head."""
+        if isinstance(layer, Attention):
+            return BaseKVCacheMethod(self)
         return _unquantized(layer) if isinstance(layer, (LinearBase, RoutedExperts)) else None
 
 

@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
+from rollout_service.engine.kv_scales import load_kv_scales
 from rollout_service.engine.load_plan import CopyRecorder, LoadPlan, NoPlan
 from rollout_service.engine.plugin import STAGING_KEY
 from rollout_service.engine.staging_area import Staged, StagingArea
@@ -66,9 +67,10 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         self._recorder: CopyRecorder | None = None
         self._layerwise: Staged | None = None
         self._is_layerwise = False
+        self._kv_scales: dict[str, float] | None = None
         self.report: dict[str, Any] = {}
         """How the last version was loaded: ``way`` (``plan`` or ``layerwise``), ``copies`` of the plan, ``no_plan``:
-        why there is none."""
+        why there is none, ``kv_scales``: how many were changed."""
 
     def init_transfer_engine(self, init_info: LogInitInfo) -> None:
         """Nothing to connect to."""
@@ -93,25 +95,31 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         """Load every tensor of the version. From here on the engine cannot generate."""
         folder = Path(update_info.folder)
         staged = self._area.staged(folder) if self._area is not None else None
+        manifest = staged.manifest if staged is not None else read_manifest(folder)
+        self._kv_scales = manifest.kv_scales
         if staged is not None and self._plan is not None and self._plan.layout == staged.layout:
             self._plan.run()
             self.report = {"way": "plan", "copies": self._plan.num_copies}
         else:
-            self._load_layerwise(folder, staged)
+            self._load_layerwise(folder, manifest, staged)
 
     def finish_weight_update(self) -> None:
-        """Process what was loaded into the kernels' layout, in the old storage; after a plan there is nothing to do."""
+        """Process what was loaded into the kernels' layout, in the old storage, which a plan has no need of.
+
+        Then the scales of an FP8 KV cache.
+        """
         if self._is_layerwise:
             finalize_layerwise_reload(self.model, self.model_config)
             self._is_layerwise = False
             self._learn()
+        self.report["kv_scales"] = load_kv_scales(self.model, self.model_config, self._kv_scales)
 
     def shutdown(self) -> None:
         """Let the reading end."""
         if self._area is not None:
             self._area.finish()
 
-    def _load_layerwise(self, folder: Path, staged: Staged | None) -> None:
+    def _load_layerwise(self, folder: Path, manifest: Manifest, staged: Staged | None) -> None:
         served = {name for name, _ in self.model.named_parameters()}
         self._is_layerwise, self._layerwise = True, staged
         initialize_layerwise_reload(self.model)
@@ -119,7 +127,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         # tied head is loaded apart only where it is served apart
         expected = served & {name for name, _ in self.model.named_parameters()}
         with self._recorded(staged):
-            loaded = self.model.load_weights(self._tensors(folder, staged))
+            loaded = self.model.load_weights(self._tensors(folder, manifest, staged))
         missing = sorted(expected - loaded) if loaded is not None else []
         if missing:
             raise RuntimeError(f"{folder} left {len(missing)} parameters without weights: {missing[:5]}")
@@ -127,9 +135,9 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         if incomplete:
             raise RuntimeError(f"{folder} left {len(incomplete)} modules incomplete: {incomplete[:5]}")
 
-    def _tensors(self, folder: Path, staged: Staged | None) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self, folder: Path, manifest: Manifest, staged: Staged | None) -> Iterator[tuple[str, torch.Tensor]]:
         if self._area is None or staged is None:
-            return stored_tensors(folder, read_manifest(folder))
+            return stored_tensors(folder, manifest)
         return self._area.tensors(staged)
 
     def _recorded(self, staged: Staged | None) -> AbstractContextManager[object]:

@@ -19,6 +19,7 @@ from rollout_service.types import Fleet, PauseMode, ReplicaStatus, WeightStatus
 from rollout_service.weights.convert import Converter
 from rollout_service.weights.files import DISK_FULL, WriterLock, no_room
 from rollout_service.weights.fleet import FleetTable, Wish
+from rollout_service.weights.kv_scales import KVScalesRule
 from rollout_service.weights.log import Control, WeightLog
 from rollout_service.weights.manifest import Manifest, Recipe
 from rollout_service.weights.offers import LogFile, Newest, Offers
@@ -52,6 +53,7 @@ class Ingest:
             keep_float32=tuple(sorted(self._model.keep_float32)),
             experts=self._model.experts,
         )
+        self._kv_scales = KVScalesRule(config, self._model)
         converter = Converter(self._trainer_recipe, device=config.quant.device)
         unquantized = UnquantizedLog(self._log.root, self._model) if config.shadow.share else None
         self._uploads = Uploads(config.weights, self._log, self._model, self._plan, converter, unquantized)
@@ -117,6 +119,7 @@ class Ingest:
                 f"the log at {self._log.root} holds version {head.version} of another model or quantization than "
                 f"{self._config.model.path} with quant={self._config.quant.model_dump()}: name another weights.root"
             )
+        self._kv_scales.remember(manifest)
         await asyncio.to_thread(self._log.remove_uncommitted)
         await self._uploads.recover()
         self._wish = self._current_wish()
@@ -134,23 +137,27 @@ class Ingest:
         """
         return await self._to_the_end(self._begin(begin))
 
-    async def _begin(self, begin: BeginUpload) -> UploadPlan:
+    async def _begin(self, begin: BeginUpload, objects: RefSource | None = None) -> UploadPlan:
+        self._kv_scales.check(begin.kv_scales)
         async with self._writing:
-            return await self._uploads.begin(begin)
+            return await self._uploads.begin(begin, objects)
 
-    async def push_refs(self, version: int, buckets: Sequence[Bucket], request: CommitUpload) -> WeightStatus:
+    async def push_refs(
+        self,
+        version: int,
+        buckets: Sequence[Bucket],
+        request: CommitUpload,
+        kv_scales: dict[str, float] | None = None,
+    ) -> WeightStatus:
         """Take weights from Ray's object store and commit them; trainers call ``rollout_service.client.ray_refs``.
 
         The same weights again get the same answer. Raises NotFound for a lost object, and what ``begin`` and ``commit``
         raise.
         """
         source = await asyncio.to_thread(RefSource, buckets)
-        await self._to_the_end(self._begin_refs(version, source))
-        return await self.commit(version, request.model_copy(update={"upload_digest": source.digest}))
-
-    async def _begin_refs(self, version: int, source: RefSource) -> UploadPlan:
-        async with self._writing:
-            return await self._uploads.begin_refs(version, source)
+        begin, meant = source.announced(version, kv_scales)
+        await self._to_the_end(self._begin(begin, source))
+        return await self.commit(version, request.model_copy(update={"upload_digest": meant}))
 
     def staged(self, version: int) -> StagedVersion:
         """The upload of ``version``. Raises NotFound."""
@@ -294,9 +301,8 @@ class Ingest:
             if (failure := staged.failure()) is not None:
                 raise failure
             tensors = await staged.finish(request.upload_digest)
-            manifest = Manifest(
-                version=version, fingerprint=self._model.fingerprint, recipe=self._recipe, tensors=tensors
-            )
+            bare = Manifest(version=version, fingerprint=self._model.fingerprint, recipe=self._recipe, tensors=tensors)
+            manifest = self._kv_scales.added_to(bare, staged.begin.kv_scales)
             await self._append(manifest, staged.complete_record(), request.mode)
             await self._uploads.committed_now(version)
             await self._remove_old()
@@ -311,8 +317,12 @@ class Ingest:
             raise RolloutServiceError(
                 f"version {manifest.version} was not committed: {error}; it is staged still: commit it again"
             ) from error
+        self._kv_scales.remember(manifest)
         self._contents[head.version] = head.digest, manifest.total_bytes
-        logger.info("version %d committed: %.1f MB, digest %s", head.version, manifest.total_bytes / 1e6, head.digest)
+        logger.info(
+            "version %d committed: %.1f MB, digest %s, KV scales: %s",
+            head.version, manifest.total_bytes / 1e6, head.digest, manifest.kv_scales_from,
+        )  # fmt: skip
         self._wish = self._current_wish()
         await self._notify()
 

@@ -11,6 +11,7 @@ from rollout_service.types import Frozen
 
 MANIFEST_FILE = "manifest.json"
 
+KVScalesFrom = Literal["trainer", "reuse", "unit"]
 StoredDtype = Literal["bfloat16", "float32", "float8_e4m3fn"]
 STORED_DTYPE_BYTES: dict[StoredDtype, int] = {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
 
@@ -50,7 +51,10 @@ class Manifest(Frozen):
     recipe: Recipe
     tensors: tuple[StoredTensor, ...]
     kv_scales: dict[str, float] | None = None
-    """Per-layer scales of the FP8 KV cache; None: the engines' unit scales."""
+    """Scales of the FP8 KV cache, by ``<attention layer>.{q,k,v}_scale``; None: 1 everywhere."""
+    kv_scales_from: KVScalesFrom = "unit"
+    """Where they come from; not part of the digest. ``trainer``: with the version. ``reuse``: it came without, and
+    these are those of the version before. ``unit``: it came without, and has none."""
     delta_of: int | None = None
     """The version this one is a delta of; None: complete by itself."""
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from rollout_service.errors import LogCorrupt, VersionConflict
 from rollout_service.types import Frozen
 from rollout_service.weights.files import sync_folder, write_synced
-from rollout_service.weights.upload import BeginUpload, num_parts, upload_digest
+from rollout_service.weights.upload import BeginUpload, num_parts, upload_digest, with_kv_scales
 
 RECORD_FILE = "upload.json"
 
@@ -39,8 +39,9 @@ class UploadRecord(Frozen):
 
     @property
     def upload_digest(self) -> str:
-        """Of all parts, or of the stamp of a source."""
-        return upload_digest(self.part_digests) if self.begin.source is None else self.source_stamp
+        """Of all parts, or the stamp of a source; and of the KV scales that came with it."""
+        content = upload_digest(self.part_digests) if self.begin.source is None else self.source_stamp
+        return with_kv_scales(content, self.begin.kv_scales)
 
     def require_meant(self, digest: str | None) -> None:
         """Raises VersionConflict if a committed version holds other parts than its committer means (None: any)."""

@@ -20,7 +20,15 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from rollout_service.errors import InvalidManifest, NotFound, NotReady, RolloutServiceError, VersionConflict
 from rollout_service.types import WeightStatus
 from rollout_service.weights.convert import tensor_bytes
-from rollout_service.weights.upload import DTYPE_BYTES, CommitUpload, SourceDtype, UploadTensor
+from rollout_service.weights.upload import (
+    DTYPE_BYTES,
+    BeginUpload,
+    CommitUpload,
+    ObjectSource,
+    SourceDtype,
+    UploadTensor,
+    with_kv_scales,
+)
 
 _DTYPES: dict[torch.dtype, SourceDtype] = {getattr(torch, name): name for name in DTYPE_BYTES}
 
@@ -53,6 +61,11 @@ class RefSource:
         """xxh3-128 of names, dtypes, shapes and bytes, whatever the order or the buckets."""
         lines = sorted(f"{t.name}\0{t.dtype}\0{list(t.shape)}\0{self._digests[t.name]}" for t in self.table)
         return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
+
+    def announced(self, version: int, kv_scales: dict[str, float] | None = None) -> tuple[BeginUpload, str]:
+        """A version of these weights and KV scales, and the digest that its commit means."""
+        begin = BeginUpload(version=version, source=ObjectSource(digest=self.digest), kv_scales=kv_scales)
+        return begin, with_kv_scales(self.digest, kv_scales)
 
     def batches(self, batch_bytes: int) -> Iterator[list[str]]:
         """The names in each bucket; how large those are, their trainer has chosen."""
@@ -135,12 +148,18 @@ def buckets_of(refs: Any) -> tuple[Bucket, ...]:
     return tuple(Bucket((_ref(ref, f"refs[{index}]"),)) for index, ref in enumerate(listed))
 
 
-async def push(ingest: Any, version: int, buckets: tuple[Bucket, ...], request: CommitUpload) -> WeightStatus:
+async def push(
+    ingest: Any,
+    version: int,
+    buckets: tuple[Bucket, ...],
+    request: CommitUpload,
+    kv_scales: dict[str, float] | None = None,
+) -> WeightStatus:
     """Call ``Ingest.push_refs`` through its handle; errors of the service come as they were raised there."""
     if not buckets:
         raise ValueError("refs is empty: give the weights of the whole model")
     try:
-        status: WeightStatus = await ingest.push_refs.remote(version, buckets, request)
+        status: WeightStatus = await ingest.push_refs.remote(version, buckets, request, kv_scales)
     except RayTaskError as error:
         if isinstance(error.cause, RolloutServiceError):
             raise error.cause from None

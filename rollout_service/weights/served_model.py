@@ -45,6 +45,8 @@ class ServedModel:
     """How the matrices of routed experts are called; None: a dense model."""
     keep_float32: frozenset[str]
     """Tensors of ``shapes`` that BF16 is too coarse for: they are stored and loaded in fp32."""
+    attention: tuple[str, ...]
+    """Modules whose k and v have scales in an FP8 cache; none where attention is latent."""
     tied: bool
     """The output head is the embedding: a version need not bring ``lm_head.weight``."""
 
@@ -69,6 +71,7 @@ class ServedModel:
             in_memory={name: shape for name, shape in held.items() if stored[name] != (Piece(name, shape),)},
             experts=experts,
             keep_float32=_kept_in_float32(model, shapes),
+            attention=_attention_layers(model),
             tied=bool(config.tie_word_embeddings),
         )
 
@@ -172,6 +175,12 @@ def _linears(model: torch.nn.Module, stored: dict[str, tuple[Piece, ...]]) -> di
         for piece in group
         if name in weights or piece.index
     }
+
+
+def _attention_layers(model: PreTrainedModel) -> tuple[str, ...]:
+    if getattr(model.config, "kv_lora_rank", None):
+        return ()
+    return tuple(n for n, module in model.named_modules() if hasattr(module, "k_proj") and hasattr(module, "v_proj"))
 
 
 def _kept_in_float32(model: torch.nn.Module, shapes: Iterable[str]) -> frozenset[str]:

@@ -20,8 +20,9 @@ bytes gets 409 with both digests. When two clients upload the same version at on
 committing a mixture.
 """
 
+import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -86,6 +87,9 @@ class BeginUpload(Frozen):
     version: int = Field(ge=0)
     tensors: tuple[UploadTensor, ...] = ()
     source: PathSource | ObjectSource | None = None
+    kv_scales: dict[str, float] | None = None
+    """Scales of the FP8 KV cache that go with these weights, as ``KVScales.named()`` gives them: all of q, k and v of
+    every attention layer. None: the service's ``kv_cache.scales_policy`` says which."""
     uploader: str = ""
     """A name that no other push has; empty: none."""
 
@@ -101,8 +105,9 @@ class BeginUpload(Frozen):
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def describes_what(self, other: "BeginUpload") -> bool:
-        """Whether the same stream or source is announced, whoever announces it."""
-        return (self.version, self.tensors, self.source) == (other.version, other.tensors, other.source)
+        """Whether the same stream or source is announced, with the same KV scales, whoever announces it."""
+        mine = (self.version, self.tensors, self.source, self.kv_scales)
+        return mine == (other.version, other.tensors, other.source, other.kv_scales)
 
 
 class UploadPlan(Frozen):
@@ -139,12 +144,20 @@ class CommitUpload(Frozen):
     timeout_s: float = Field(default=600.0, gt=0)
     """How long ``wait="all"`` waits before 504."""
     upload_digest: str | None = None
-    """``upload_digest`` of the parts that the caller means; 409 if the ingest has others. None: whatever is there."""
+    """``upload_digest`` of the parts that the caller means, ``with_kv_scales``; 409 if the ingest has others. None:
+    whatever is there."""
 
 
 def upload_digest(part_digests: Iterable[str]) -> str:
     """xxh3-128 over the digests of all parts, in order."""
     return xxhash.xxh3_128_hexdigest("".join(part_digests).encode())
+
+
+def with_kv_scales(digest: str, kv_scales: Mapping[str, float] | None) -> str:
+    """The digest of some weights and the KV scales that go with them: without scales, that of the weights."""
+    if kv_scales is None:
+        return digest
+    return xxhash.xxh3_128_hexdigest((digest + json.dumps(kv_scales, sort_keys=True)).encode())
 
 
 def num_parts(nbytes: int, part_bytes: int) -> int:

@@ -22,7 +22,7 @@ from rollout_service.weights.sources import FolderSource, allowed_path
 from rollout_service.weights.staging import StagedVersion, parts_folder
 from rollout_service.weights.uncached import BufferPool
 from rollout_service.weights.unquantized import UnquantizedLog
-from rollout_service.weights.upload import BeginUpload, ObjectSource, PathSource, UploadPlan
+from rollout_service.weights.upload import BeginUpload, ObjectSource, PathSource, UploadPlan, with_kv_scales
 
 logger = logging.getLogger(__name__)
 _PART_MEMORY_BYTES = 192 << 20
@@ -76,19 +76,16 @@ class Uploads:
             self._committed = {version: record, **dict(list(self._committed.items())[:3])}
         return self._committed[version]
 
-    async def begin(self, begin: BeginUpload) -> UploadPlan:
-        """Start or resume an upload; the plan of a committed one if it is the same.
+    async def begin(self, begin: BeginUpload, objects: RefSource | None = None) -> UploadPlan:
+        """Start or resume an upload; the plan of a staged or committed one if it is the same.
+
+        ``objects``: what a trainer has put into Ray's object store, of which ``begin`` has the digest.
 
         Raises VersionConflict, InvalidManifest, InsufficientStorage, Forbidden or NotFound.
         """
+        if objects is not None:
+            return await self._begin(begin, lambda: self._stage_anew(begin, objects, objects.digest))
         return await self._begin(begin, lambda: self.stage(begin, self._source_of(begin)))
-
-    async def begin_refs(self, version: int, source: RefSource) -> UploadPlan:
-        """Convert what a trainer has put into Ray's object store; the plan of what is staged or committed if it is
-        the same. Raises VersionConflict, InvalidManifest or InsufficientStorage.
-        """
-        begin = BeginUpload(version=version, source=ObjectSource(digest=source.digest))
-        return await self._begin(begin, lambda: self._stage_anew(begin, source, source.digest))
 
     async def _begin(self, begin: BeginUpload, stage: Callable[[], Awaitable[StagedVersion]]) -> UploadPlan:
         staged = self._staged.get(begin.version)
@@ -229,7 +226,7 @@ class Uploads:
 
     def _require_same(self, known: UploadRecord, begin: BeginUpload, state: str) -> None:
         """Raises VersionConflict if ``begin`` announces something else than is staged or committed."""
-        mine, theirs = _table_digest(known.begin), _table_digest(begin)
+        mine, theirs = _announced_digest(known.begin), _announced_digest(begin)
         if known.begin.describes_what(begin) and isinstance(begin.source, PathSource):
             folder = self._source_of(begin)
             assert folder is not None
@@ -237,12 +234,10 @@ class Uploads:
         if mine == theirs:
             return
         instead = "push a newer version" if state == "committed" else "DELETE it to begin anew"
-        what = "content under that path" if known.begin.describes_what(begin) else "tensor table"
-        if isinstance(begin.source, ObjectSource):
-            what = "content"
         head = self._log.head()
         raise VersionConflict(
-            f"version {begin.version} is {state} with another {what} ({mine}, and {theirs} now): {instead}",
+            f"version {begin.version} is {state} with {_difference(known.begin, begin)} ({mine}, and {theirs} now): "
+            f"{instead}",
             {
                 "version": begin.version,
                 "digests": [mine, theirs],
@@ -264,8 +259,17 @@ class Uploads:
         )
 
 
-def _table_digest(begin: BeginUpload) -> str:
+def _announced_digest(begin: BeginUpload) -> str:
     if isinstance(begin.source, ObjectSource):
-        return begin.source.digest
+        return with_kv_scales(begin.source.digest, begin.kv_scales)
     text = begin.model_dump_json(include={"tensors", "source"})
-    return xxhash.xxh3_128_hexdigest(text.encode())
+    return with_kv_scales(xxhash.xxh3_128_hexdigest(text.encode()), begin.kv_scales)
+
+
+def _difference(known: BeginUpload, begin: BeginUpload) -> str:
+    """In what two announcements of one version differ, or two readings of the same path."""
+    if known.describes_what(begin):
+        return "another content under that path"
+    if known.describes_what(begin.model_copy(update={"kv_scales": known.kv_scales})):
+        return "other KV scales"
+    return "another content" if isinstance(begin.source, ObjectSource) else "another tensor table"

@@ -58,6 +58,22 @@ async def test_both_ways_leave_identical_bytes(tmp_path: Path, monkeypatch: pyte
     assert held[0] == held[1]
 
 
+async def test_scales_of_the_cache_follow_versions_that_a_plan_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"kv_cache_dtype": "fp8_e4m3", "linear_backend": "cutlass", "gpu_memory_utilization": 0.1}
+    async with running("qwen3", tmp_path, monkeypatch, **settings) as one:
+        for version, way in ((1, "layerwise"), (2, "plan"), (3, "plan")):
+            names = (f"model.layers.{layer}.self_attn.{x}_scale" for layer in range(2) for x in "qkv")
+            scales = {name: 1 + (1 + place + 8 * version) / 1024 for place, name in enumerate(names)}
+            await one.update(version, random_weights(one.config.model.path, seed=version), scales)
+            report = await one.load_report()
+            assert (report["way"], report["kv_scales"]) == (way, 6), report
+            assert {name: set(copies) for name, copies in (await one.kv_scales()).items()} == {
+                name: {scale} for name, scale in scales.items()
+            }
+
+
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("shift", [0, 4, 3])
 def test_grouped_copies_move_every_byte(pinned: bool, shift: int) -> None:

@@ -33,16 +33,25 @@ class OneEngine:
     def __init__(self, config: ServiceConfig, engine: EngineAdapter, ingest: Ingest) -> None:
         self.config, self.engine, self._ingest = config, engine, ingest
 
-    async def update(self, version: int, weights: dict[str, torch.Tensor]) -> Path:
-        """Commit a version of these weights and load it; returns its folder."""
+    async def update(
+        self, version: int, weights: dict[str, torch.Tensor], kv_scales: dict[str, float] | None = None
+    ) -> Path:
+        """Commit a version of these weights and scales and load it; returns its folder."""
+        stored = await self.commit(version, weights, kv_scales)
+        await self.load(stored, version)
+        return stored
+
+    async def commit(
+        self, version: int, weights: dict[str, torch.Tensor], kv_scales: dict[str, float] | None = None
+    ) -> Path:
+        """Commit a version, which the engine does not load yet; returns its folder."""
         folder = self.config.model.path.parent / f"trainer-{version}"
         folder.mkdir()
         save_file(weights, folder / "model.safetensors")
-        await self._ingest.begin(BeginUpload(version=version, source=PathSource(path=folder)))
+        source = PathSource(path=folder)
+        await self._ingest.begin(BeginUpload(version=version, source=source, kv_scales=kv_scales))
         await self._ingest.commit(version, CommitUpload())
-        stored = WeightLog(self.config.weights.root).folder(version)
-        await self.load(stored, version)
-        return stored
+        return WeightLog(self.config.weights.root).folder(version)
 
     async def load(self, folder: Path, version: int) -> None:
         await self.engine.stage(folder)
@@ -54,6 +63,11 @@ class OneEngine:
         """See ``Probe.weight_digests``."""
         [digests] = await self.engine._llm.collective_rpc("weight_digests")
         return dict(digests)
+
+    async def kv_scales(self) -> dict[str, list[float]]:
+        """See ``Probe.kv_scales``."""
+        [scales] = await self.engine._llm.collective_rpc("kv_scales")
+        return dict(scales)
 
     async def load_report(self) -> dict[str, Any]:
         """How the last version was loaded; see ``LogWeightTransferEngine.report``."""

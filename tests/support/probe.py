@@ -1,12 +1,14 @@
-"""What a real engine computes with, seen from inside its worker process; nothing but digests comes out."""
+"""What a real engine computes with, seen from inside its worker process; nothing but digests and scales come out."""
 
 import torch
 import xxhash
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from rollout_service.engine.cpu_block_gemm import CpuBlockLinearMethod
 from rollout_service.engine.cpu_block_moe import CpuBlockMoEMethod
+from rollout_service.engine.kv_scales import held_scales
 from rollout_service.engine.worker import VersionStaging
 
 DECODED = ".decoded"
@@ -30,6 +32,16 @@ class Probe(VersionStaging):
                 digests[f"{name}.w13_weight{DECODED}"] = digest(method.w13)
                 digests[f"{name}.w2_weight{DECODED}"] = digest(method.w2)
         return digests
+
+    def kv_scales(self) -> dict[str, list[float]]:
+        """Every copy of the scales of every attention layer, by the names that a checkpoint has."""
+        model: torch.nn.Module = self.get_model()  # type: ignore[attr-defined]  # the worker's
+        return {
+            f"{name.removesuffix('.attn')}.{x}_scale": copies
+            for name, module in model.named_modules()
+            if isinstance(module, Attention)
+            for x, copies in held_scales(module).items()
+        }
 
 
 def _multiplied_with(module: torch.nn.Module) -> torch.Tensor:

@@ -54,6 +54,7 @@ def test_a_configuration_cannot_be_changed(section: str) -> None:
         ({"engine": {"admission_limit": 0}}, "engine.admission_limit"),
         ({"engine": {"gpu_memory_utilization": 1.5}}, "engine.gpu_memory_utilization"),
         ({"engine": {"kv_cache_dtype": "int8"}}, "engine.kv_cache_dtype"),
+        ({"kv_cache": {"scales_policy": "calibrate"}}, "kv_cache.scales_policy"),
         ({"quant": {"weights": "int4"}}, "quant.weights"),
         ({"quant": {"scales": "fp16"}}, "quant.scales"),
         ({"quant": {"indivisible": "pad"}}, "quant.indivisible"),

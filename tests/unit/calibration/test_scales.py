@@ -8,15 +8,33 @@ import torch
 from pydantic import ValidationError
 
 from rollout_service.calibration import KVScales, LayerScales, ScaledFrom, scales_from_amax
-from rollout_service.calibration.scales import percentile_over_micro_batches
+from rollout_service.calibration.fp8_error import fp8_round_trip
+from rollout_service.calibration.scales import percentile_over_micro_batches, rounded_up
 from rollout_service.errors import InvalidRequest
 
 ONE = {"layers.0": [[448.0, 896.0, 4.48]]}
 
 
 def test_a_scale_is_amax_times_margin_over_448() -> None:
-    scales = scales_from_amax([ONE], model="m", tokens=3)
+    scales = scales_from_amax([ONE], model="m", tokens=3, how=ScaledFrom(power_of_two=False))
     assert scales.layers["layers.0"] == LayerScales(q=1.05, k=2 * 1.05, v=4.48 * 1.05 / 448)
+    assert not scales.provenance.power_of_two
+
+
+def test_then_it_is_rounded_up_to_a_power_of_two() -> None:
+    scales = scales_from_amax([ONE], model="m", tokens=3)
+    assert scales.layers["layers.0"] == LayerScales(q=2, k=4, v=1 / 64)
+    assert scales.provenance.power_of_two
+    assert [rounded_up(s) for s in (1.0, 1.0000001, 2.0, 0.24, 0.25, 448.0)] == [1, 2, 2, 0.25, 0.25, 512]
+
+
+def test_codes_of_ordinary_values_are_those_of_unit_scales_when_the_scale_is_a_power_of_two() -> None:
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0)).clamp(min=2**-6)
+    amax = [[float(x.max())] * 3]
+    scale = scales_from_amax([{"l.0": amax}], model="m", tokens=1).layers["l.0"].k
+    exact = scales_from_amax([{"l.0": amax}], model="m", tokens=1, how=ScaledFrom(power_of_two=False)).layers["l.0"].k
+    assert scale < 1 and torch.equal(fp8_round_trip(x, scale), fp8_round_trip(x, 1.0))
+    assert not torch.equal(fp8_round_trip(x, exact), fp8_round_trip(x, 1.0))
 
 
 def test_the_percentile_is_the_nearest_rank() -> None:
@@ -28,16 +46,17 @@ def test_of_a_thousand_micro_batches_the_default_leaves_the_largest_out() -> Non
     amax = {"layers.0": [[1.0, 1.0, 1.0]] * 999 + [[100.0, 1.0, 1.0]]}
     scales = scales_from_amax([amax], model="m", tokens=1, how=ScaledFrom(margin=448))
     assert scales.layers["layers.0"].q == 1
-    assert scales_from_amax([amax], model="m", tokens=1, how=ScaledFrom(percentile=100, margin=448)).layers[
-        "layers.0"
-    ].q == pytest.approx(100)
+    assert (
+        scales_from_amax([amax], model="m", tokens=1, how=ScaledFrom(percentile=100, margin=448)).layers["layers.0"].q
+        == 128
+    )
 
 
 def test_the_largest_rank_counts_and_ranks_may_hold_other_layers() -> None:
     ranks = [{"l.2": torch.tensor([[1.0, 5.0, 1.0]])}, {"l.2": [[2.0, 3.0, 1.0]], "l.10": [[1.0, 1.0, 1.0]]}]
     scales = scales_from_amax(ranks, model="m", tokens=1, how=ScaledFrom(margin=448))
     assert list(scales.layers) == ["l.2", "l.10"]
-    assert scales.layers["l.2"] == LayerScales(q=2, k=5, v=1)
+    assert scales.layers["l.2"] == LayerScales(q=2, k=8, v=1)
     assert scales.provenance.ranks == 2
 
 
@@ -70,8 +89,8 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     ("old", "new", "why"),
     [
         ('"format": 1', '"format": 2', "format"),
-        ('"q": 1.05', '"q": 0', "layers.layers.0.q"),
-        ('"q": 1.05', '"q": null', "layers.layers.0.q"),
+        ('"q": 2.0', '"q": 0', "layers.layers.0.q"),
+        ('"q": 2.0', '"q": null', "layers.layers.0.q"),
         ('"k":', '"kk":', "layers.layers.0.k"),
         ("{", "", "file"),
     ],

@@ -9,6 +9,7 @@ import pytest
 import ray
 import torch
 
+from rollout_service.calibration import KVScales, LayerScales, Provenance
 from rollout_service.client.ray_refs import push_refs
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import InvalidManifest, InvalidRequest, NotFound, QuantizationError, VersionConflict
@@ -50,6 +51,22 @@ async def test_every_form_of_references_gives_the_version_that_an_upload_gives(
     assert await pushed(actor, 1, [ray.put(half) for half in halves(other)]) == uploaded
     assert await pushed(actor, 2, ray.put(other)) == uploaded
     assert await pushed(actor, 3, {name: ray.put(tensor) for name, tensor in other.items()}) == uploaded
+
+
+async def test_references_bring_scales_of_the_kv_cache_which_are_content_too(
+    actor: ray.actor.ActorHandle, tmp_path: Path, weights: Weights
+) -> None:
+    layers = {"model.layers.0.self_attn": LayerScales(q=0.5, k=2.5, v=0.125)}
+    how = Provenance(tokens=1, micro_batches=1, percentile=100, margin=1)
+    scales, refs = KVScales(model="m", layers=layers, provenance=how), ray.put(weights)
+    first = await push_refs(actor, 1, refs, wait="none", kv_scales=scales)
+    assert await push_refs(actor, 1, refs, wait="none", kv_scales=scales) == first
+    assert WeightLog(tmp_path / "actor").manifest(1).kv_scales == scales.named()
+    with pytest.raises(VersionConflict, match="with other KV scales"):
+        await push_refs(actor, 1, refs, wait="none")
+    with pytest.raises(InvalidManifest, match="3 missing"):
+        elsewhere = {"model.layers.7.self_attn": layers["model.layers.0.self_attn"]}
+        await push_refs(actor, 2, refs, wait="none", kv_scales=scales.model_copy(update={"layers": elsewhere}))
 
 
 async def test_the_same_weights_again_get_the_same_answer_and_others_are_refused_with_both_digests(
@@ -148,7 +165,7 @@ async def test_a_push_that_its_ingest_did_not_survive_is_made_again(
     config: ServiceConfig, ingest: Ingest, weights: Weights, log: WeightLog
 ) -> None:
     source = RefSource([Bucket((ray.put(weights),))])
-    await ingest._begin_refs(1, source)
+    await ingest._begin(source.announced(1)[0], source)
     await ingest.stop()
     successor = Ingest(config)
     await successor.start()

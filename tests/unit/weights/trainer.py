@@ -36,13 +36,13 @@ def changed(weights: Weights, by: float) -> dict[str, torch.Tensor]:
     return {name: (tensor + by).to(tensor.dtype) for name, tensor in weights.items()}
 
 
-def begin_of(version: int, weights: Weights) -> BeginUpload:
-    """The tensor table of an upload."""
+def begin_of(version: int, weights: Weights, kv_scales: dict[str, float] | None = None) -> BeginUpload:
+    """The tensor table of an upload, and the scales that go with it."""
     table = [
         UploadTensor(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))  # type: ignore[arg-type]
         for name, tensor in weights.items()
     ]
-    return BeginUpload(version=version, tensors=tuple(table))
+    return BeginUpload(version=version, tensors=tuple(table), kv_scales=kv_scales)
 
 
 def stream_of(weights: Weights) -> bytes:
@@ -66,18 +66,24 @@ class Trainer:
         headers[PART_DIGEST_HEADER] = digest or xxhash.xxh3_128_hexdigest(data)
         return await self.http.put(f"/v1/weights/{version}/parts/{part}", content=data, headers=headers)
 
-    async def upload(self, version: int, weights: Weights, order: Iterable[int] | None = None) -> UploadPlan:
+    async def upload(
+        self,
+        version: int,
+        weights: Weights,
+        order: Iterable[int] | None = None,
+        kv_scales: dict[str, float] | None = None,
+    ) -> UploadPlan:
         """Begin, and send the parts in ``order`` (all of them by default)."""
-        plan = await self._ingest.begin(begin_of(version, weights))
+        plan = await self._ingest.begin(begin_of(version, weights, kv_scales))
         stream = stream_of(weights)
         for part in plan.missing_parts if order is None else order:
             reply = await self.put(version, part, stream[part * plan.part_bytes : (part + 1) * plan.part_bytes])
             assert reply.status_code == 200, reply.text
         return plan
 
-    async def push(self, version: int, weights: Weights) -> WeightStatus:
+    async def push(self, version: int, weights: Weights, kv_scales: dict[str, float] | None = None) -> WeightStatus:
         """Upload and commit."""
-        await self.upload(version, weights)
+        await self.upload(version, weights, kv_scales=kv_scales)
         return await self._ingest.commit(version, CommitUpload())
 
 

@@ -1,0 +1,91 @@
+"""Scales of an FP8 KV cache, loaded into a live engine apart from the weights.
+
+vLLM keeps each scale several times: a tensor on the device, a Python float, for k and v a tensor on the host too. Which
+kernel reads which differs, so they are only ever changed by vLLM's own loader, of the attention layers alone, and read
+back afterwards. They therefore follow a version however its weights were loaded.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.utils.torch_utils import is_quantized_kv_cache
+
+from rollout_service.calibration.scales import TENSORS
+
+_ATTENTION = ".attn"
+"""vLLM's module inside the one that a checkpoint's names end at: ``model.layers.0.self_attn`` has ``.attn``."""
+
+
+def load_kv_scales(model: torch.nn.Module, model_config: Any, scales: Mapping[str, float] | None) -> int:
+    """Give every layer with an FP8 cache its q, k and v scales; returns how many scales were loaded.
+
+    Layers that have them already are left alone. Call it with nothing cached: codes of other scales mean other values.
+
+    Args:
+        scales: by ``model.layers.N.self_attn.{q,k,v}_scale``. None: 1 for all.
+
+    Raises RuntimeError if a name is of no layer, a layer gets none, or vLLM holds something else afterwards.
+    """
+    layers = {name.removesuffix(_ATTENTION): layer for name, layer in _layers(model)}
+    if not layers:  # a BF16 cache
+        return 0
+    named = {f"{name}.{x}_scale": 1.0 for name in layers for x in TENSORS} if scales is None else dict(scales)
+    wanted = {name: torch.tensor(value, dtype=torch.float32) for name, value in named.items()}
+    _require_same_names(set(wanted), {f"{name}.{x}_scale" for name in layers for x in TENSORS})
+    changed = {name: layer for name, layer in layers.items() if not _has(name, layer, wanted)}
+    for name, layer in changed.items():
+        _load(name, layer, model_config, wanted)
+    if wrong := [line for name, layer in changed.items() for line in _differing(name, layer, wanted)]:
+        raise RuntimeError(f"vLLM holds other KV scales than were loaded: {', '.join(wrong[:5])}")
+    return len(TENSORS) * len(changed)
+
+
+def held_scales(layer: torch.nn.Module) -> dict[str, list[float]]:
+    """``q``, ``k``, ``v`` → every copy of the scale that vLLM has in an attention layer."""
+    copies = {x: [getattr(layer, f"_{x}_scale_float"), getattr(layer, f"_{x}_scale").item()] for x in TENSORS}
+    for x in ("k", "v"):
+        copies[x].append(getattr(layer, f"_{x}_scale_cpu").item())
+    return copies
+
+
+def _load(name: str, layer: torch.nn.Module, model_config: Any, wanted: Mapping[str, torch.Tensor]) -> None:
+    """As a reload of the whole model does it with a checkpoint's scales, looking for nothing else to reload."""
+    initialize_layerwise_reload(layer)
+    for x in TENSORS:
+        parameter = getattr(layer, f"{x}_scale", None)
+        if parameter is None:  # its quantization configuration gives attention no method
+            raise RuntimeError(f"{name}: this engine cannot load KV scales, and the version has some")
+        parameter.weight_loader(parameter, wanted[f"{name}.{x}_scale"])
+    finalize_layerwise_reload(layer, model_config)
+
+
+def _layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, module in model.named_modules():
+        if isinstance(module, Attention) and is_quantized_kv_cache(module.kv_cache_dtype):
+            yield name, module
+
+
+def _has(name: str, layer: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> bool:
+    """By the Python floats, for which no device is waited for."""
+    return all(getattr(layer, f"_{x}_scale_float") == wanted[f"{name}.{x}_scale"].item() for x in TENSORS)
+
+
+def _differing(name: str, layer: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> list[str]:
+    """What is not as wanted, in words."""
+    return [
+        f"{name}.{x}_scale is {copies}, not {wanted[f'{name}.{x}_scale'].item()}"
+        for x, copies in held_scales(layer).items()
+        if any(copy != wanted[f"{name}.{x}_scale"].item() for copy in copies)
+    ]
+
+
+def _require_same_names(found: set[str], expected: set[str]) -> None:
+    missing, unknown = sorted(expected - found), sorted(found - expected)
+    if missing or unknown:
+        raise RuntimeError(
+            f"the version has {len(found)} KV scales, not the {len(expected)} of this engine's layers: missing "
+            f"{missing[:3]}, unknown {unknown[:3]}"
+        )

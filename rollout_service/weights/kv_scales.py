@@ -1,0 +1,76 @@
+"""The KV scales of a version: whether those that came with it fit the served model, and what it gets without any."""
+
+import struct
+from collections.abc import Mapping
+
+from rollout_service.calibration.scales import TENSORS
+from rollout_service.config import ServiceConfig
+from rollout_service.errors import InvalidManifest
+from rollout_service.weights.manifest import Manifest
+from rollout_service.weights.served_model import ServedModel
+
+_SMALLEST_NORMAL = 2.0**-126
+
+
+class KVScalesRule:
+    """Applies ``kv_cache.scales_policy``; knows the scales of the newest version."""
+
+    def __init__(self, config: ServiceConfig, model: ServedModel) -> None:
+        self._policy, self._model = config.kv_cache.scales_policy, model
+        self._no_use = _no_use(config, model)
+        self._newest: dict[str, float] | None = None
+
+    def check(self, scales: Mapping[str, float] | None) -> None:
+        """Raise InvalidManifest, with every name, unless there are scales for q, k and v of exactly the model's layers.
+
+        A scale is a positive, finite, normal number of fp32. None: nothing came, which is right.
+        """
+        if scales is None:
+            return
+        if self._no_use:
+            raise InvalidManifest(f"the version brings {len(scales)} KV scales, but {self._no_use}")
+        expected = {f"{layer}.{x}_scale" for layer in self._model.attention for x in TENSORS}
+        wrong = {
+            "missing": sorted(expected - scales.keys()),
+            "unknown": sorted(scales.keys() - expected),
+            "unusable": [f"{name} is {value:g}" for name, value in scales.items() if not _is_scale(value)],
+        }
+        wrong = {what: names for what, names in wrong.items() if names}
+        if wrong:
+            summary = "; ".join(f"{len(names)} {what}: {', '.join(names[:4])}" for what, names in wrong.items())
+            raise InvalidManifest(
+                f"the KV scales do not fit the served model {self._model.path.name}, where q, k and v of "
+                f"{len(self._model.attention)} attention layers have a positive fp32 number each: {summary}",
+                wrong,
+            )
+
+    def added_to(self, manifest: Manifest, scales: dict[str, float] | None) -> Manifest:
+        """The manifest with the scales that came with the version, or with what the policy says."""
+        if scales is not None:
+            return manifest.model_copy(update={"kv_scales": scales, "kv_scales_from": "trainer"})
+        if self._policy == "reuse" and self._newest is not None and not self._no_use:
+            return manifest.model_copy(update={"kv_scales": self._newest, "kv_scales_from": "reuse"})
+        return manifest
+
+    def remember(self, newest: Manifest) -> None:
+        """The newest committed version."""
+        self._newest = newest.kv_scales
+
+
+def _no_use(config: ServiceConfig, model: ServedModel) -> str | None:
+    """Why this service can do nothing with KV scales; None: it can."""
+    if config.engine.kv_cache_dtype == "auto":
+        return "engine.kv_cache_dtype is auto, and a BF16 cache has none: leave kv_scales out"
+    if not model.attention:
+        return f"{model.path.name} has no attention layers that take them: leave kv_scales out"
+    if config.quant.weights == "none" and config.scaling.num_gpus > 0:
+        return "vLLM on a GPU loads them beside FP8 weights only, and quant.weights is none: leave kv_scales out"
+    return None
+
+
+def _is_scale(value: float) -> bool:
+    try:
+        (as_stored,) = struct.unpack("f", struct.pack("f", value))
+    except OverflowError:  # finite, and too large for fp32
+        return False
+    return _SMALLEST_NORMAL <= as_stored < float("inf")

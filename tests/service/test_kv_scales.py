@@ -1,0 +1,129 @@
+"""Scales of an FP8 KV cache travel with a version into a real engine, and its logprobs follow them."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout_service.autoscaling import RUNNING
+from rollout_service.calibration.observer import observe_qkv
+from rollout_service.errors import EngineFailed
+from rollout_service.sampling import Sampling
+from rollout_service.types import Completion
+from rollout_service.weights.log import WeightLog
+from rollout_service.weights.manifest import MANIFEST_FILE
+from tests.support.key_channels import LOUD, with_key_factors
+from tests.support.models import random_weights
+from tests.support.one_engine import PROMPTS, OneEngine, mean_difference, running
+from tests.support.reference import reference_model
+
+HEAD_DIM, LAYERS = 64, 2
+# Bounds on the mean of |Δ|, the difference of a token's logprob from the fp32 reference with an exact cache. Weights
+# and activations are BF16, which alone gives 0.01 (tests/service/test_engine.py); the cache's rounding comes on top.
+CALIBRATED_MEAN, UNIT_MEAN = 0.035, 0.1
+# Of an engine's logprobs, token by token while it samples, from those that a fresh engine gives all of them at once. On
+# the machine where this was written they are equal bit for bit; another may add in another order, which is BF16's 0.01.
+FRESH_MEAN, FRESH_MAX = 0.01, 0.1
+FP8_CACHE = {"kv_cache_dtype": "fp8_e4m3"}
+
+
+def loud_weights(model_path: Path, seed: int) -> dict[str, torch.Tensor]:
+    """Weights with keys of order 1000, and logits of attention of order 2."""
+    weights = random_weights(model_path, seed)
+    for name in weights:
+        if ".q_proj." in name:
+            weights[name] = weights[name] * 8
+    return with_key_factors(weights, torch.full((HEAD_DIM,), LOUD))
+
+
+def calibrated(one: OneEngine, folder: Path) -> dict[str, float]:
+    """What a trainer measures on the prompts with the weights of a version."""
+    model = reference_model(one.config.model.path, folder, fp8_activations=False, fp8_kv=False)
+    with torch.no_grad(), observe_qkv(model) as observation:
+        for prompt in PROMPTS:
+            model(torch.tensor([prompt]))
+    return observation.scales("loud").named()
+
+
+def some_scales(version: int) -> dict[str, float]:
+    """Other ones for each tensor and each version; exact in fp32, and not in BF16."""
+    names = [f"model.layers.{layer}.self_attn.{x}_scale" for layer in range(LAYERS) for x in "qkv"]
+    return {name: 1 + (1 + place + len(names) * version) / 1024 for place, name in enumerate(names)}
+
+
+def assert_held(held: dict[str, list[float]], scales: dict[str, float]) -> None:
+    assert {name: set(copies) for name, copies in held.items()} == {name: {s} for name, s in scales.items()}
+
+
+async def long_rollouts(one: OneEngine) -> list[asyncio.Task[tuple[Completion, ...]]]:
+    """Two completions of 220 tokens for each prompt, all under way."""
+    sampling = Sampling(n=2, max_tokens=220, temperature=1.0, ignore_eos=True)
+    tasks = [asyncio.create_task(one.engine.generate(f"long{i}", p, sampling)) for i, p in enumerate(PROMPTS)]
+    while one.engine.scheduler.load(1)[RUNNING] < 2 * len(PROMPTS):
+        await asyncio.sleep(0.01)
+    return tasks
+
+
+async def rescored(one: OneEngine, completions: list[tuple[tuple[int, ...], Completion]], version: int) -> torch.Tensor:
+    """The engine's logprobs of the tokens of ``version``, given all before them, minus those they came with."""
+    differences = []
+    for number, (prompt, completion) in enumerate(completions):
+        logprobs, _ = await one.engine.score(f"again{number}", prompt + completion.token_ids)
+        again = torch.tensor(logprobs[len(prompt) - 1 :])
+        [span] = [span for span in completion.spans if span.version == version]
+        differences.append((again - torch.tensor(completion.logprobs))[span.start : span.end])
+    return torch.cat(differences)
+
+
+async def test_logprobs_follow_the_scales_and_the_rest_of_a_completion_those_of_its_new_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running("llama", tmp_path, monkeypatch, quant="none", **FP8_CACHE) as one:
+        weights = loud_weights(one.config.model.path, seed=1)
+        folder = await one.update(1, weights)
+        assert_held(await one.kv_scales(), dict.fromkeys(some_scales(1), 1.0))
+        saturated = await mean_difference(one, folder, fp8=False)
+
+        scales = calibrated(one, folder)
+        assert all(scale > 2 for name, scale in scales.items() if name.endswith("k_scale"))
+        folder = await one.commit(2, weights, scales)
+        tasks = await long_rollouts(one)
+        await one.load(folder, 2)
+        exact = await mean_difference(one, folder, fp8=False)
+        assert exact < CALIBRATED_MEAN and saturated > UNIT_MEAN, (exact, saturated)
+
+        rollouts = [await task for task in tasks]
+        completions = [(p, c) for p, rollout in zip(PROMPTS, rollouts, strict=True) for c in rollout]
+        assert all([span.version for span in c.spans] == [1, 2] for _, c in completions)
+
+    async with running("llama", tmp_path, monkeypatch, quant="none", **FP8_CACHE) as fresh:
+        log = WeightLog(fresh.config.weights.root)
+        await fresh.load(log.folder(2), 2)
+        difference = (await rescored(fresh, completions, version=2)).abs()
+        assert difference.mean() < FRESH_MEAN and difference.max() < FRESH_MAX, (difference.mean(), difference.max())
+        # and that tells right from wrong: the tokens that the version before made
+        assert (await rescored(fresh, completions, version=1)).abs().mean() > 5 * FRESH_MEAN
+
+
+async def test_scales_survive_updates_with_fp8_weights_are_reused_by_a_version_without_and_never_incomplete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running("qwen3_moe", tmp_path, monkeypatch, **FP8_CACHE) as one:
+        for version in range(1, 21):
+            await one.update(version, random_weights(one.config.model.path, seed=version), some_scales(version))
+            assert_held(await one.kv_scales(), some_scales(version))
+        folder = await one.update(21, random_weights(one.config.model.path, seed=21))
+        assert_held(await one.kv_scales(), some_scales(20))
+        manifest = WeightLog(one.config.weights.root).manifest(21)
+        assert (manifest.kv_scales, manifest.kv_scales_from) == (some_scales(20), "reuse")
+        await one.load(folder, 21)
+        assert (await one.load_report())["kv_scales"] == 0
+
+        # a layer without scales would keep those of another version: such a version is never served
+        kept = {name: scale for name, scale in some_scales(20).items() if ".1.self_attn.v" not in name}
+        (folder / MANIFEST_FILE).write_text(manifest.model_copy(update={"kv_scales": kept}).model_dump_json())
+        with pytest.raises(
+            EngineFailed, match=r"5 KV scales, not the 6 .* missing \['model\.layers\.1\.self_attn\.v_scale"
+        ):
+            await one.load(folder, 22)
