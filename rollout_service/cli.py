@@ -77,7 +77,7 @@ def inspect(
     """
     from rich.console import Console
 
-    from rollout_service.config import QuantConfig
+    from rollout_service.config_engine import QuantConfig
 
     try:
         from rollout_service.inspect_model import inspect_model, print_report
@@ -132,7 +132,8 @@ def _problems(error: "ValidationError") -> list[str]:
 
 
 def _fields_beside(location: tuple[int | str, ...]) -> str:
-    from rollout_service.config import Config, ServiceConfig
+    from rollout_service.config import ServiceConfig
+    from rollout_service.config_engine import Config
 
     section: type[Config] = ServiceConfig
     for name in location[:-1]:

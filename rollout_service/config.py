@@ -6,15 +6,11 @@ directory that the service is started from.
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, model_validator
 
-
-class Config(BaseModel):
-    """Base: immutable, unknown fields refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+from rollout_service.config_engine import Config, EngineConfig, KVCacheConfig, QuantConfig
 
 
 class ModelConfig(Config):
@@ -33,117 +29,6 @@ class ModelConfig(Config):
     def name(self) -> str:
         """The name clients use."""
         return self.served_name or self.path.name
-
-
-class QuantConfig(Config):
-    """How the ingest turns a trainer's weights into what the engines load."""
-
-    weights: Literal["fp8_block", "none"] = "fp8_block"
-    """``fp8_block``: E4M3 codes in 128×128 blocks with fp32 scales. ``none``: BF16, as the trainer sent them."""
-
-    skip: tuple[str, ...] = ()
-    """More modules to leave in BF16, as ``fnmatch`` patterns over Hugging Face module names, e.g. ``*.layers.0.*``.
-    What vLLM fuses goes together: ``*.qkv_proj`` or ``*.[qkv]_proj``, and ``*.mlp.experts`` for a layer's experts."""
-
-    scales: Literal["fp32", "power_of_two"] = "fp32"
-    """``fp32``: a block's largest weight becomes exactly the largest code. ``power_of_two``: scales rounded up to a
-    power of two (UE8M0), which Blackwell's kernels and DeepGEMM want and which costs some precision."""
-
-    indivisible: Literal["error", "keep_bf16"] = "error"
-    """What to do with a layer of which a GPU's shard is not a whole number of 128×128 blocks: refuse to start, or
-    leave it in BF16 with all that it is fused with. ``rollout-service inspect`` shows which layers those are."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the ingest quantizes; ``auto``: on a GPU if it sees one. Codes and scales are the same bits everywhere."""
-
-    @model_validator(mode="after")
-    def _options_need_quantization(self) -> "QuantConfig":
-        defaults = QuantConfig.model_fields
-        idle = [name for name, value in self if name != "weights" and value != defaults[name].default]
-        if self.weights == "none" and idle:
-            raise ValueError(
-                f"quant.{', quant.'.join(idle)}: set, but quant.weights is none and everything stays in BF16: "
-                "leave it out"
-            )
-        return self
-
-
-class KVCacheConfig(Config):
-    """Scales of an FP8 KV cache (``engine.kv_cache_dtype``): docs/kv_scales.md."""
-
-    scales_policy: Literal["reuse", "unit"] = "reuse"
-    """What a weight version gets that comes without scales. ``reuse``: those of the version before; 1 as long as none
-    has come. ``unit``: 1. That the service measures them itself is not implemented."""
-
-
-class EngineConfig(Config):
-    """One vLLM engine, and when a replica says no."""
-
-    max_model_len: int = Field(default=2048, gt=1)
-    """Longest prompt + completion, in tokens."""
-
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "fp8_e4m3"
-    """``auto`` keeps the KV cache in BF16."""
-
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """GPUs of one replica; the shards live inside the replica (vLLM's ``mp`` executor)."""
-
-    max_num_seqs: int = Field(default=256, ge=1)
-    """Sequences that vLLM decodes at once."""
-
-    max_num_batched_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of one step, those of prompts included. None: vLLM's own choice, which for an engine inside another
-    program is 2048; more reads the weights fewer times for the same prompts."""
-
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """Share of the GPU's memory for weights and KV cache; not used on the CPU."""
-
-    cpu_kv_cache_gib: int = Field(default=1, ge=1)
-    """KV cache of a CPU engine, in GiB; not used on a GPU."""
-
-    enforce_eager: bool = False
-    """No torch.compile and no CUDA graphs. Always on for the CPU."""
-
-    cuda_graph_sizes: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(default=None, min_length=1)
-    """Batches of so many tokens become CUDA graphs, and a step runs as the next larger one. None: vLLM's own sizes, up
-    to 51. Fewer start sooner and pad more. Not on the CPU."""
-
-    linear_backend: str = "auto"
-    """vLLM's ``kernel_config.linear_backend``; ``cutlass`` needs no compilation at start on Hopper."""
-
-    attention_backend: Literal["auto", "FLASH_ATTN", "TRITON_ATTN"] = "auto"
-    """vLLM's attention kernels on a GPU; ``auto``: FlashAttention. Both read live KV scales; others freeze them."""
-
-    block_size: int | None = Field(default=None, ge=16)
-    """Tokens of a page of the KV cache; None: vLLM's own choice."""
-
-    staging: Literal["auto", "device", "host", "none"] = "auto"
-    """Where a replica puts the next version while it still serves. ``device``: in GPU memory beside the weights, as
-    large as they are, out of ``gpu_memory_utilization``; closed for milliseconds. ``host``: in pinned memory, closed
-    for as long as PCIe takes. ``none``: it is read from the files while closed. ``auto``: ``device`` on a GPU."""
-
-    seed: int = 0
-    """Seeds the engine; requests may carry their own."""
-
-    version_wait_s: float = Field(default=30.0, ge=0)
-    """How long a request with ``min_weight_version`` waits for that version before 425."""
-
-    max_attempts: int = Field(default=3, ge=1)
-    """Generations that a completion may take when replicas abort it or die under it; a refusal is none."""
-
-    replica_wait_s: float = Field(default=120.0, ge=0)
-    """How long a rollout waits for a replica that takes it, when all are being replaced, or it was accepted once and
-    all are full; then 503."""
-
-    admission_limit: int = Field(default=1024, ge=1)
-    """Sequences (a request counts ``n``) that a replica holds, queued ones included, before it answers 503."""
-
-    @model_validator(mode="after")
-    def _graphs_are_not_eager(self) -> "EngineConfig":
-        if self.enforce_eager and self.cuda_graph_sizes is not None:
-            sizes = list(self.cuda_graph_sizes)
-            raise ValueError(f"engine.cuda_graph_sizes={sizes}, but engine.enforce_eager captures none: leave one out")
-        return self
 
 
 class ScalingConfig(Config):

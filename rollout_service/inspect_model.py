@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rollout_service.config import QuantConfig
+from rollout_service.config_engine import QuantConfig
 from rollout_service.quant.blockwise import scale_shape
 from rollout_service.quant.families import shard_shape
 from rollout_service.quant.names import kind, ranges

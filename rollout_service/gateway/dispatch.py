@@ -15,7 +15,7 @@ from typing import Any
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
-from rollout_service.config import EngineConfig
+from rollout_service.config_engine import EngineConfig
 from rollout_service.errors import EngineFailed, NotReady, Overloaded, RolloutServiceError, TooEarly
 from rollout_service.gateway.partials import joined, kept, remainder
 from rollout_service.metrics import table

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from rollout_service.config import QuantConfig
+from rollout_service.config_engine import QuantConfig
 from rollout_service.quant.blockwise import BLOCK
 from rollout_service.quant.families import (
     CUTS,

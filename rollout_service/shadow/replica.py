@@ -7,7 +7,8 @@ from typing import Any
 
 from ray import serve
 
-from rollout_service.config import QuantConfig, ServiceConfig
+from rollout_service.config import ServiceConfig
+from rollout_service.config_engine import QuantConfig
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.args import engine_args
 from rollout_service.engine.follower import Follower

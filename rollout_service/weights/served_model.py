@@ -14,7 +14,7 @@ import torch
 import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from rollout_service.config import QuantConfig
+from rollout_service.config_engine import QuantConfig
 from rollout_service.errors import InvalidManifest
 from rollout_service.quant.experts import ExpertNaming, Piece, pieces
 from rollout_service.quant.families import FAMILIES, Heads

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from rollout_service.config import QuantConfig
+from rollout_service.config_engine import QuantConfig
 from rollout_service.weights.convert import Converter
 from rollout_service.weights.served_model import ServedModel
 from rollout_service.weights.upload import TrainerRecipe

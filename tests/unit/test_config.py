@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from rollout_service.config import AuthConfig, Config, ServiceConfig
+from rollout_service.config import AuthConfig, ServiceConfig
+from rollout_service.config_engine import Config
 
 SECTIONS = [name for name, field in ServiceConfig.model_fields.items()]
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from transformers import Qwen3MoeConfig
 
-from rollout_service.config import QuantConfig
+from rollout_service.config_engine import QuantConfig
 from rollout_service.inspect_model import ModelReport, inspect_model, print_report
 from tests.support.models import FAMILIES, make_model, stored_shapes
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollout_service.config import QuantConfig
+from rollout_service.config_engine import QuantConfig
 from rollout_service.quant.recipe import plan
 from rollout_service.tiny_model import make_tiny_qwen3
 from rollout_service.weights.served_model import ServedModel

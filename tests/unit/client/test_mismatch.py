@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rollout_service.client import RolloutClient, SyncRolloutClient, _mismatch
-from rollout_service.config import EngineConfig, MonitorConfig, ShadowConfig
+from rollout_service.config import MonitorConfig, ShadowConfig
+from rollout_service.config_engine import EngineConfig
 from rollout_service.errors import InvalidRequest, NotFound
 from rollout_service.gateway.dispatch import Dispatcher
 from rollout_service.gateway.replica import create_app

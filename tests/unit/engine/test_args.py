@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.config import QuantConfig, ServiceConfig
+from rollout_service.config import ServiceConfig
+from rollout_service.config_engine import QuantConfig
 from rollout_service.engine.args import engine_args, not_converted
 from rollout_service.weights.served_model import ServedModel
 from tests.support.models import make_model

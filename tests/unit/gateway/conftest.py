@@ -5,7 +5,8 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from rollout_service.config import EngineConfig, MonitorConfig, ShadowConfig
+from rollout_service.config import MonitorConfig, ShadowConfig
+from rollout_service.config_engine import EngineConfig
 from rollout_service.gateway.dispatch import Dispatcher
 from rollout_service.gateway.services import Services
 from rollout_service.monitor.feed import RolloutFeed

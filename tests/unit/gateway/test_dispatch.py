@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from rollout_service.config import EngineConfig
+from rollout_service.config_engine import EngineConfig
 from rollout_service.errors import (
     EngineFailed,
     InvalidRequest,

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
-from rollout_service.config import QuantConfig
+from rollout_service.config_engine import QuantConfig
 from rollout_service.quant.blockwise import BLOCK
 from rollout_service.quant.families import FUSED, Heads, engine_modules
 from rollout_service.quant.recipe import QuantPlan, plan

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rollout_service.config import QuantConfig
+from rollout_service.config_engine import QuantConfig
 from rollout_service.errors import InvalidManifest
 from rollout_service.quant.experts import pieces
 from rollout_service.quant.recipe import QuantPlan

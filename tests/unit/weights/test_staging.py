@@ -12,7 +12,7 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from rollout_service.config import QuantConfig
+from rollout_service.config_engine import QuantConfig
 from rollout_service.errors import (
     InsufficientStorage,
     InvalidManifest,
