@@ -5,17 +5,20 @@
 Small models, trained on the spot to repeat what they have read: random weights say little. Each engine samples
 ``--prompts`` sequences; a forward pass in fp32 with the unquantized BF16 weights scores the same tokens, and the
 formulas are those of ``rollout_service.correction``. The row ``bf16`` is what engine and reference differ by anyway.
+Each run adds its cases to the same file, in place of earlier ones of the same model and mode.
 
 - ``bf16``: nothing is quantized;
 - ``fp8``: weights and activations, with the kernel that vLLM picks (CUTLASS on a GPU, our own on the CPU);
 - ``fp8kv``: the KV cache, too, with scales of 1;
+- ``fp8kv_calibrated``: as ``fp8kv``, with the scales that a trainer measures;
 - ``deep_gemm``, ``deep_gemm_e8m0``: as ``fp8``, by DeepGEMM, its scales in fp32 or as powers of two; a GPU only.
 """
 
 import asyncio
+import json
 import os
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +31,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks import results
+from rollout_service.calibration.observer import observe_qkv
 from rollout_service.config import ServiceConfig
 from rollout_service.correction.metrics import mismatch_metrics
 from rollout_service.correction.ratios import compare
@@ -39,16 +43,19 @@ from rollout_service.types import Completion
 from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.served_model import ServedModel
+from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource
 from tests.support.models import FAMILIES
 
 PERIOD, TRAINED_TOKENS, FIRST_TOKEN = 16, 64, 8
 """After so many tokens a sequence repeats itself; length of those trained on; ids below are special tokens."""
-PROMPT_SEED = 10**6
+PROMPT_SEED, CALIBRATION_SEED = 10**6, 2 * 10**6
+KV_CACHE_BYTES = 1 << 30
 ON_A_GPU = ("deep_gemm", "deep_gemm_e8m0")
 MODES: dict[str, dict[str, dict[str, Any]]] = {
     "bf16": {"quant": {"weights": "none"}, "engine": {"kv_cache_dtype": "auto"}},
     "fp8": {"engine": {"kv_cache_dtype": "auto"}},
     "fp8kv": {"engine": {"kv_cache_dtype": "fp8_e4m3"}},
+    "fp8kv_calibrated": {"engine": {"kv_cache_dtype": "fp8_e4m3"}},
     "deep_gemm": {"engine": {"kv_cache_dtype": "auto", "linear_backend": "deep_gemm"}},
     "deep_gemm_e8m0": {"engine": {"kv_cache_dtype": "auto", "linear_backend": "deep_gemm"}},
 }
@@ -125,41 +132,61 @@ def score(model: PreTrainedModel, sampled: Sampled) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, tokens[:, first:, None])[..., 0]
 
 
-@asynccontextmanager
-async def engine(config: ServiceConfig, mode: str) -> AsyncIterator[EngineAdapter]:
-    """An engine with the version that the ingest makes of the model."""
+def measured_scales(model: PreTrainedModel) -> dict[str, float]:
+    """Of q, k and v of each layer, as a trainer measures them on sequences like those that are sampled."""
+    with torch.no_grad(), observe_qkv(model) as observation:
+        for seed in range(CALIBRATION_SEED, CALIBRATION_SEED + 8):
+            model(repeating(8, seed))
+    return observation.scales(type(model).__name__).named()
+
+
+async def commit(config: ServiceConfig, kv_scales: dict[str, float] | None) -> int:
+    """Version 0 is the model; 1 is, too, with these scales of the KV cache, if there are any. Returns the newest."""
     ingest = Ingest(config)
     await ingest.start()
+    if kv_scales is not None:
+        await ingest.begin(BeginUpload(version=1, source=PathSource(path=config.model.path), kv_scales=kv_scales))
+        await ingest.commit(1, CommitUpload())
     await ingest.stop()
-    e8m0 = {"VLLM_USE_DEEP_GEMM_E8M0": "1"} if mode == "deep_gemm_e8m0" else {}
-    os.environ.update(engine_environment(config) | e8m0)  # noqa: TID251 - the engine's parent is this process
+    return int(kv_scales is not None)
+
+
+@asynccontextmanager
+async def engine(config: ServiceConfig, mode: str, version: int) -> AsyncIterator[EngineAdapter]:
+    """An engine with a version of the log."""
+    # DeepGEMM's kernels are compiled when they are needed; the warm-up would compile all that could be
+    own = {"VLLM_USE_DEEP_GEMM_E8M0": str(int(mode == "deep_gemm_e8m0")), "VLLM_DEEP_GEMM_WARMUP": "skip"}
+    os.environ.update(engine_environment(config) | own)  # noqa: TID251 - the engine's parent is this process
     register()
     model = ServedModel.load(config.model.path)
     args = engine_args(config, not_converted(model, model.plan(config.quant)), has_tokenizer=False)
-    adapter = EngineAdapter(args)
+    if torch.cuda.is_available():
+        args.kv_cache_memory_bytes = KV_CACHE_BYTES  # nothing is measured: others may use the GPU meanwhile
+    adapter, folder = EngineAdapter(args), WeightLog(config.weights.root).folder(version)
     try:
         await adapter.connect()
-        await adapter.stage(WeightLog(config.weights.root).folder(0))
+        await adapter.stage(folder)
         await adapter.pause("keep")
-        await adapter.load(WeightLog(config.weights.root).folder(0), 0)
+        await adapter.load(folder, version)
         await adapter.resume()
         yield adapter
     finally:
         adapter.shutdown()
 
 
-async def sample(config: ServiceConfig, mode: str, prompts: list[list[int]], tokens: int) -> Sampled:
+async def sample(
+    config: ServiceConfig, mode: str, prompts: list[list[int]], tokens: int, kv_scales: dict[str, float] | None
+) -> Sampled:
     """One completion of each prompt."""
     sampling = Sampling(max_tokens=tokens, ignore_eos=True)
-    async with engine(config, mode) as adapter:
+    async with engine(config, mode, await commit(config, kv_scales)) as adapter:
         calls = [adapter.generate(f"{i}", tuple(prompt), sampling) for i, prompt in enumerate(prompts)]
         return [(prompt, found[0]) for prompt, found in zip(prompts, await asyncio.gather(*calls), strict=True)]
 
 
-def measure(family: str, modes: list[str], folder: Path, prompts: list[list[int]], tokens: int) -> list[Case]:
+def measure(family: str, modes: list[str], folder: Path, prompts: list[list[int]], tokens: int) -> Iterator[Case]:
     """All modes of one trained model."""
     reference = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32).eval()
-    cases = []
     for mode in modes:
         settings = {
             "model": {"path": folder / family},
@@ -169,10 +196,10 @@ def measure(family: str, modes: list[str], folder: Path, prompts: list[list[int]
             | MODES[mode]["engine"],
             "weights": {"root": folder / f"log-{family}-{mode}", "source_roots": [folder]},
         }
-        sampled = asyncio.run(sample(ServiceConfig.model_validate(settings), mode, prompts, tokens))
+        scales = measured_scales(reference) if mode == "fp8kv_calibrated" else None
+        sampled = asyncio.run(sample(ServiceConfig.model_validate(settings), mode, prompts, tokens, scales))
         engines = torch.tensor([completion.logprobs for _, completion in sampled])
-        cases.append(mismatch(family, mode, score(reference, sampled), engines))
-    return cases
+        yield mismatch(family, mode, score(reference, sampled), engines)
 
 
 def table_of(cases: list[Case]) -> Table:
@@ -202,10 +229,19 @@ def main(
         for name in family or ["qwen3", "qwen3_moe"]:
             losses[name] = train(name, Path(folder) / name, steps)
             console.log(f"{name}: trained to {losses[name]:.3f} nats a token")
-            cases += measure(name, modes, Path(folder), starts, tokens)
-            content = {"steps": steps, "loss": losses, "cases": [asdict(case) for case in cases]}
-            console.log(f"wrote {results.write('logprobs', content)}")
+            for case in measure(name, modes, Path(folder), starts, tokens):  # each is kept, whatever the next one does
+                cases.append(case)
+                console.log(f"wrote {add_to_file(case, steps, prompts, losses[name])}")
     console.print(table_of(cases))
+
+
+def add_to_file(case: Case, steps: int, prompts: int, loss: float) -> Path:
+    """In place of an earlier one of the same model and mode. ``loss``: the last one of the model's training."""
+    file, case_id = results.path("logprobs"), (case.family, case.mode)
+    earlier = json.loads(file.read_text())["cases"] if file.exists() else []
+    kept = [c for c in earlier if (c["family"], c["mode"]) != case_id]
+    new = asdict(case) | {"steps": steps, "prompts": prompts, "loss": loss}
+    return results.write("logprobs", {"cases": [*kept, new]})
 
 
 if __name__ == "__main__":

@@ -17,12 +17,15 @@ import statistics
 import tempfile
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 import torch
 import typer
 import yaml
@@ -69,6 +72,8 @@ class Case:
     rates: list[float] = field(default_factory=list)
     kv_tokens: int | None = None
     """What the KV cache holds."""
+    cores: dict[str, float] = field(default_factory=dict)
+    """How many CPU cores each process kept busy meanwhile: ``caller`` is this one, the others are Ray's."""
 
     def as_json(self) -> dict[str, Any]:
         """With the median."""
@@ -88,17 +93,34 @@ class Work:
         """Of all completions."""
         return len(self.prompts) * self.sampling.n * self.sampling.max_tokens
 
-    async def rates(self, generate: Generate) -> list[float]:
-        """Tokens/s of each repeat, after a short one that is not counted."""
+    async def measure(self, generate: Generate, case: Case) -> None:
+        """Tokens/s of each repeat, after a short one that is not counted, and the cores that all of them took."""
         await asyncio.gather(*(generate(-1 - i, prompt[:16]) for i, prompt in enumerate(self.prompts[:4])))
-        rates = []
+        before, began = cpu_seconds(), time.perf_counter()
         for repeat in range(self.repeats):
             started = time.perf_counter()
             # other first tokens each time, so that no prompt is in the prefix cache from the time before
             prompts = [[*map(int, str(10_000 + repeat)), *prompt] for prompt in self.prompts]
             await asyncio.gather(*(generate(i, prompt) for i, prompt in enumerate(prompts)))
-            rates.append(self.tokens / (time.perf_counter() - started))
-        return rates
+            case.rates.append(self.tokens / (time.perf_counter() - started))
+        elapsed_s = time.perf_counter() - began
+        case.cores = {name: spent / elapsed_s for name, spent in (cpu_seconds() - before).items()}
+
+
+def cpu_seconds() -> Counter[str]:
+    """CPU seconds of this process and of each kind of Ray's processes on this machine, those of their threads included.
+
+    Serve's replicas are named by their deployment. What an engine's process starts is not in it.
+    """
+    found = Counter[str]()
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            title = (process.cmdline() or [""])[0]
+            if title.startswith("ray::") or process.pid == os.getpid():
+                name = title.removeprefix("ray::").partition(".")[0].rpartition(":")[2]
+                times = process.cpu_times()
+                found["caller" if process.pid == os.getpid() else name] += times.user + times.system
+    return found
 
 
 async def bare(config: ServiceConfig, work: Work, case: Case) -> None:
@@ -114,7 +136,7 @@ async def bare(config: ServiceConfig, work: Work, case: Case) -> None:
         await load_version(engine, WeightLog(config.weights.root_here()))
         cache = engine._llm.vllm_config.cache_config
         case.kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
-        case.rates = await work.rates(lambda _, prompt: engine.generate(uuid.uuid4().hex, tuple(prompt), work.sampling))
+        await work.measure(lambda _, p: engine.generate(uuid.uuid4().hex, tuple(p), work.sampling), case)
     finally:
         engine.shutdown()
 
@@ -135,7 +157,7 @@ async def through_http(url: str, work: Work, case: Case) -> None:
     """The client, over HTTP."""
     options = work.sampling.model_dump(include={"n", "max_tokens", "ignore_eos"})
     async with RolloutClient(url) as client:
-        case.rates = await work.rates(lambda _, prompt: client.generate(prompt, **options))
+        await work.measure(lambda _, prompt: client.generate(prompt, **options), case)
 
 
 async def through_the_handle(config: ServiceConfig, work: Work, case: Case) -> None:
@@ -151,7 +173,7 @@ async def through_the_handle(config: ServiceConfig, work: Work, case: Case) -> N
         call = GenerateCall(request_id=uuid.uuid4().hex, prompt_token_ids=tuple(prompt), sampling=work.sampling)
         return dispatcher.complete(call)
 
-    case.rates = await work.rates(generate)
+    await work.measure(generate, case)
 
 
 def served(settings: dict[str, Any], work: Work, cases: list[Case], folder: Path, verbose: bool) -> None:

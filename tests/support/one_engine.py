@@ -23,6 +23,7 @@ from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource
 from tests.support.models import make_model
 from tests.support.reference import reference_logprobs, reference_model
 
+KV_CACHE_BYTES = 1 << 30
 SAMPLING = Sampling(n=2, max_tokens=16, temperature=1.0, ignore_eos=True)
 PROMPTS = [tuple(range(3 + i, 15 + 2 * i)) for i in range(8)]
 
@@ -107,6 +108,9 @@ async def running(
     model = ServedModel.load(config.model.path)
     args = engine_args(config, not_converted(model, model.plan(config.quant)), model.has_tokenizer)
     args.worker_extension_cls = "tests.support.probe.Probe"
+    if torch.cuda.is_available():
+        # else vLLM measures what is free, and gives up when an engine of before, or of a test beside, frees memory then
+        args.kv_cache_memory_bytes = KV_CACHE_BYTES
     adapter = EngineAdapter(args)
     try:
         await adapter.connect()
