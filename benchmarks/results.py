@@ -35,7 +35,7 @@ def write(name: str, content: dict[str, Any], module: str | None = None) -> Path
     file = path(name)
     file.parent.mkdir(parents=True, exist_ok=True)
     origin = {
-        "command": " ".join(["python", "-m", _full_name(module or name), *sys.argv[1:]]),
+        "command": command(module or name),
         "date": datetime.now(UTC).date().isoformat(),
         "processor": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
         "python": platform.python_version(),
@@ -43,6 +43,11 @@ def write(name: str, content: dict[str, Any], module: str | None = None) -> Path
     }
     file.write_text(json.dumps(origin | content, indent=1) + "\n")
     return file
+
+
+def command(module: str) -> str:
+    """The one that this process was started with, if that was the module."""
+    return " ".join(["python", "-m", _full_name(module), *sys.argv[1:]])
 
 
 def _full_name(module: str) -> str:

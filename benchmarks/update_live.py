@@ -1,0 +1,236 @@
+"""Seconds from a trainer's last byte until every replica serves the new version, through the whole service; on a GPU.
+
+    python -m benchmarks.update_live [--model qwen3-8b] [--door path --door parts --door trainer]
+
+Random weights of a published shape; the service holds them in FP8 with an FP8 KV cache, and ``--concurrent`` rollouts
+run through its HTTP all the while. Doors:
+
+- ``path``: the service reads a folder of BF16 files and quantizes; the last byte was there before it was told;
+- ``parts``: BF16 over HTTP, quantized by the service, parts as they come;
+- ``trainer``: codes and scales over HTTP, quantized by this process.
+
+``all_live_s`` is from the last part's acknowledgement, or for ``path`` from the call, until the commit is answered:
+what is left is converted and synced to disk, and each replica has checked, staged and loaded it. ``push_s`` is the
+whole push. Both hold what the ingest's disk takes: ``--folder`` is memory if it is a tmpfs. Adds its cases to
+benchmarks/results/<machine>/update.json, in place of earlier ones of the same model and door.
+"""
+
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+from safetensors import safe_open
+
+from benchmarks import results
+from benchmarks.rollout import graph_sizes, make_work, settings_of, write_weights
+from benchmarks.shapes import write_config
+from rollout_service.client import RolloutClient
+from rollout_service.deployment_file import BUILDER
+from rollout_service.local import running_service
+from rollout_service.types import UpdateTimings
+from rollout_service.weights.upload import UploadTensor
+
+DOORS = ("path", "parts", "trainer")
+PROMPT_TOKENS, OUTPUT_TOKENS = 64, 256
+
+
+@dataclass
+class Case:
+    """One door of one model."""
+
+    model: str
+    door: str
+    layers: int | None
+    sent_gbytes: float = 0.0
+    """What the trainer's files or parts hold."""
+    gbytes: float = 0.0
+    """Of the stored version, which a replica loads."""
+    push_s: list[float] = field(default_factory=list)
+    all_live_s: list[float] = field(default_factory=list)
+    stage_s: list[float] = field(default_factory=list)
+    closed_s: list[float] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
+    """These three as the replica reports them: ``UpdateTimings``."""
+
+    def add(self, timings: UpdateTimings) -> None:
+        """Of one replica's last update."""
+        self.stage_s.append(timings.stage_s)
+        self.closed_s.append(timings.closed_s)
+        self.load_s.append(timings.load_s)
+
+
+class LastByte:
+    """Of an upload: when the service had it."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+        self.nbytes = 0
+
+    def progress(self, done: int, total: int) -> None:
+        """For ``push_weights``."""
+        self.nbytes = total
+        if done == total:
+            self.at = time.perf_counter()
+
+
+def stored(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of a folder's files, one at a time."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as reader:
+            for name in reader.keys():  # noqa: SIM118 - it is no mapping
+                yield name, reader.get_tensor(name)
+
+
+def table_of_tensors(folder: Path) -> list[UploadTensor]:
+    """Of what ``stored`` yields."""
+    table = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as reader:
+            for name in reader.keys():  # noqa: SIM118 - it is no mapping
+                shape = tuple(reader.get_slice(name).get_shape())
+                table.append(UploadTensor(name=name, dtype="bfloat16", shape=shape))
+    return table
+
+
+def on_the_gpu(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Where a trainer has them, if there is one."""
+    for name, tensor in tensors:
+        yield name, tensor.cuda() if torch.cuda.is_available() else tensor
+
+
+async def push(client: RolloutClient, door: str, version: int, folder: Path, case: Case) -> None:
+    """One version through one door, until all replicas serve it."""
+    table, last = table_of_tensors(folder), LastByte()
+    started = time.perf_counter()
+    if door == "path":
+        last.at, last.nbytes = started, sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        status = await client.push_path(version, folder)
+    else:
+        tensors = on_the_gpu(stored(folder)) if door == "trainer" else stored(folder)
+        status = await client.push_weights(
+            version,
+            tensors,
+            tensor_table=table,
+            quantize="trainer" if door == "trainer" else "service",
+            progress=last.progress,
+        )
+    ended = time.perf_counter()
+    if last.at is None or status.state != "live":
+        raise RuntimeError(f"version {version} is {status.state}, and its last byte came at {last.at}")
+    case.sent_gbytes, case.gbytes = last.nbytes / 1e9, (status.total_bytes or 0) / 1e9
+    case.push_s.append(ended - started)
+    case.all_live_s.append(ended - last.at)
+    for replica in (await client.fleet()).replicas:
+        if replica.update is None:
+            raise RuntimeError(f"replica {replica.replica_id} has told no timings")
+        case.add(replica.update)
+
+
+@asynccontextmanager
+async def rollouts(client: RolloutClient, concurrent: int) -> AsyncIterator[None]:
+    """So many at any time."""
+    stop = asyncio.Event()
+
+    async def work(number: int) -> None:
+        while not stop.is_set():
+            await client.generate(
+                list(range(number + 10, number + 10 + PROMPT_TOKENS)), max_tokens=OUTPUT_TOKENS, ignore_eos=True
+            )
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(concurrent):
+            group.create_task(work(number))
+        try:
+            yield
+        finally:
+            stop.set()
+
+
+async def measure(
+    url: str, folder: Path, cases: list[Case], repeats: int, concurrent: int, done: Callable[[Case], object]
+) -> None:
+    """All doors of a running service, whose version 0 has taught it its load plan. ``done`` is told of each."""
+    version = 0
+    async with RolloutClient(url) as client, rollouts(client, concurrent):
+        for case in cases:
+            for _ in range(repeats):
+                await push(client, case.door, version := version + 1, folder, case)
+            done(case)
+
+
+def add_to_file(case: Case, common: dict[str, Any]) -> Path:
+    """In place of an earlier one of the same model and door; the file's other fields stay as they are."""
+    file = results.path("update")
+    earlier: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"cases": []}
+    new = asdict(case) | common
+    same = ("model", "door", "layers")
+    kept = [c for c in earlier["cases"] if [c[key] for key in same] != [new[key] for key in same]]
+    others = {name: value for name, value in earlier.items() if name not in ("command", "date", "versions")}
+    return results.write("update", others | {"cases": [*kept, new]}, module="update_live")
+
+
+def table_of(cases: list[Case]) -> Table:
+    """For people: medians."""
+    table = Table(title=f"seconds from the last byte to all live, on {results.machine()}")
+    for column in ("model", "door", "GB sent", "GB", "push", "all live", "of it staging", "closed"):
+        table.add_column(column, justify="left" if column in ("model", "door") else "right")
+    for c in cases:
+        seconds = [f"{statistics.median(values):.3f}" for values in (c.push_s, c.all_live_s, c.stage_s, c.closed_s)]
+        table.add_row(c.model, c.door, f"{c.sent_gbytes:.2f}", f"{c.gbytes:.2f}", *seconds)
+    return table
+
+
+def main(
+    model: str = "qwen3-8b",
+    door: Annotated[list[str] | None, typer.Option(help="path, parts or trainer; may be repeated.")] = None,
+    repeats: int = 3,
+    concurrent: int = 64,
+    layers: Annotated[int | None, typer.Option(help="Fewer layers than the published model.")] = None,
+    linear: Annotated[str, typer.Option(help="vLLM's linear_backend for FP8.")] = "cutlass",
+    eager: Annotated[bool, typer.Option(help="No torch.compile and no CUDA graphs: the engine starts sooner.")] = False,
+    folder: Annotated[Path, typer.Option(help="Where weights and versions are put.")] = Path("/dev/shm"),
+    verbose: Annotated[bool, typer.Option(help="Show the service's logs.")] = False,
+) -> None:
+    """Measure, print the table, and add the cases to benchmarks/results/<machine>/update.json."""
+    console, cases = Console(), [Case(model, each, layers) for each in door or DOORS]
+    common = {"concurrent": concurrent, "eager": eager, "command": results.command("update_live")}
+
+    def done(case: Case) -> None:
+        add_to_file(case, common)  # each is kept, whatever the next one does
+        console.log(json.dumps(asdict(case)))
+
+    work = make_work(concurrent, 1, (PROMPT_TOKENS, PROMPT_TOKENS), OUTPUT_TOKENS, repeats=1)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        path = write_config(model, Path(temporary) / model, layers)
+        write_weights(path)
+        engine = {
+            "linear_backend": linear,
+            "block_size": 64,
+            "max_num_batched_tokens": 8192,
+            "enforce_eager": eager,
+            "cuda_graph_sizes": None if eager else graph_sizes(16, concurrent),
+        }
+        settings = settings_of("fp8kv", path, Path(temporary), work, None, engine)
+        settings["weights"] |= {"source_roots": [temporary], "part_bytes": 64 << 20}
+        deployment = Path(temporary) / "deployment.yaml"
+        deployment.write_text(yaml.safe_dump({"applications": [{"import_path": BUILDER, "args": settings}]}))
+        with running_service(deployment, verbose=verbose) as service:
+            asyncio.run(measure(service.url, path, cases, repeats, concurrent, done))
+    console.print(table_of(cases))
+    console.print(f"added to {results.path('update')}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
