@@ -2,8 +2,8 @@
 
     python -m benchmarks.update_live [--model qwen3-8b] [--door path --door parts --door trainer]
 
-Random weights of a published shape; the service holds them in FP8 with an FP8 KV cache, and ``--concurrent`` rollouts
-run through its HTTP all the while. Doors:
+Random weights of a published shape; the service holds them in FP8 with an FP8 KV cache, in an engine with the arguments
+of ``benchmarks.rollout``'s documented run, and ``--concurrent`` rollouts run through its HTTP all the while. Doors:
 
 - ``path``: the service reads a folder of BF16 files and quantizes; the last byte was there before it was told;
 - ``parts``: BF16 over HTTP, quantized by the service, parts as they come;
@@ -211,7 +211,7 @@ def main(
         add_to_file(case, common)  # each is kept, whatever the next one does
         console.log(json.dumps(asdict(case)))
 
-    work = make_work(concurrent, 1, (PROMPT_TOKENS, PROMPT_TOKENS), OUTPUT_TOKENS, repeats=1)
+    work = make_work(16, 16, (512, 512), 512, repeats=1)  # not done: it makes the engine that benchmarks.rollout has
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         path = write_config(model, Path(temporary) / model, layers)
         write_weights(path)
@@ -220,7 +220,7 @@ def main(
             "block_size": 64,
             "max_num_batched_tokens": 8192,
             "enforce_eager": eager,
-            "cuda_graph_sizes": None if eager else graph_sizes(16, concurrent),
+            "cuda_graph_sizes": None if eager else graph_sizes(16, 256),
         }
         settings = settings_of("fp8kv", path, Path(temporary), work, None, engine)
         settings["weights"] |= {"source_roots": [temporary], "part_bytes": 64 << 20}
