@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
+from rollout_service.engine.held_tensors import Held, Unbound, bind_to_parameters, held_tensors
 from rollout_service.engine.kv_scales import load_kv_scales
 from rollout_service.engine.load_plan import CopyRecorder, LoadPlan, NoPlan
 from rollout_service.engine.plugin import STAGING_KEY
@@ -65,12 +66,13 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         self._plan: LoadPlan | None = None
         self._may_plan = True
         self._recorder: CopyRecorder | None = None
+        self._held_before: list[Held] = []
         self._layerwise: Staged | None = None
         self._is_layerwise = False
         self._kv_scales: dict[str, float] | None = None
         self.report: dict[str, Any] = {}
         """How the last version was loaded: ``way`` (``plan`` or ``layerwise``), ``copies`` of the plan, ``no_plan``:
-        why there is none, ``kv_scales``: how many were changed."""
+        why there is none, ``bound``: see ``bind_to_parameters``, ``kv_scales``: how many were changed."""
 
     def init_transfer_engine(self, init_info: LogInitInfo) -> None:
         """Nothing to connect to."""
@@ -144,6 +146,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         self._recorder = None
         if self._area is None or staged is None or not self._may_plan:
             return nullcontext()
+        self._held_before = list(held_tensors(self.model))
         self._recorder = CopyRecorder(self.model, self._area.memory)
         return self._recorder
 
@@ -151,11 +154,14 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         """Make the plan for the next versions, if there can be one."""
         self.report, self._plan = {"way": "layerwise"}, None
         recorder, staged, self._recorder, self._layerwise = self._recorder, self._layerwise, None, None
+        held_before, self._held_before = self._held_before, []
         if self._area is None or recorder is None or staged is None:
             return
         try:
+            # expert kernels still read the scales of temporary parameters, which no plan reaches
+            self.report["bound"] = bind_to_parameters(self.model, held_before)
             self._plan = LoadPlan.build(staged.layout, recorder.copies, self.model, self._area.memory)
-        except NoPlan as reason:
+        except (NoPlan, Unbound) as reason:
             logger.warning("versions are loaded by vLLM's layerwise reload: %s", reason)
             self.report["no_plan"] = str(reason)
 

@@ -10,6 +10,7 @@ from rollout_service.engine.cpu_block_gemm import CpuBlockLinearMethod
 from rollout_service.engine.cpu_block_moe import CpuBlockMoEMethod
 from rollout_service.engine.kv_scales import held_scales
 from rollout_service.engine.worker import VersionStaging
+from rollout_service.quant.recipe import SCALE_SUFFIX
 
 DECODED = ".decoded"
 """Appended to a parameter's name for the fp32 weights that are multiplied with."""
@@ -31,6 +32,12 @@ class Probe(VersionStaging):
             if isinstance(method, CpuBlockMoEMethod):
                 digests[f"{name}.w13_weight{DECODED}"] = digest(method.w13)
                 digests[f"{name}.w2_weight{DECODED}"] = digest(method.w2)
+            config = getattr(method, "moe_quant_config", None)
+            # the scales that an expert kernel reads; named_parameters() has those that it should read
+            for weight in ("w13", "w2") if config is not None else ():
+                scale = config.w1_scale if weight == "w13" else config.w2_scale
+                if scale is not None:
+                    digests[f"{name}.{weight}_weight{SCALE_SUFFIX}"] = digest(scale)
         return digests
 
     def kv_scales(self) -> dict[str, list[float]]:
