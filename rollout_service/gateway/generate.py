@@ -25,8 +25,8 @@ class GenerateRequest(RolloutOptions):
     output_mode: Literal["tokens", "text"] = "tokens"
     """``text`` adds each completion's text."""
     flat_logprobs: bool = False
-    """A choice's ``logprobs`` as one list, beside its ``token_ids``: half the bytes, and an eighth of the work of reading
-    it. Our client asks for it; vLLM's do not know it."""
+    """A choice's ``logprobs`` as one list, beside its ``token_ids``: half the bytes, an eighth of the work to read
+    them. Our client asks for it; vLLM's do not know it."""
     return_token_ids: bool = False
     """Repeat the prompt's ids in the reply."""
     stream: Literal[False] | None = False
