@@ -157,8 +157,8 @@ def config_of(model: Path, root: Path, kv_cache_dtype: str) -> ServiceConfig:
         {
             "model": {"path": model},
             "quant": {"weights": "none"},
-            "engine": {"max_model_len": 2 * TOKENS, "kv_cache_dtype": kv_cache_dtype},
-            "kv_cache": {"scales_policy": "unit"},
+            "engine": {"max_model_len": 2 * TOKENS},
+            "kv_cache": {"dtype": kv_cache_dtype, "scales_policy": "unit"},
             "weights": {"root": root, "source_roots": [root.parent], "keep_versions": 100},
         }
     )
@@ -224,7 +224,7 @@ async def measure(
     folder: Path, family: str, cases: list[Case], weights: dict[str, Weights], count: int, n: int
 ) -> None:
     """Fill in what each case of a family costs."""
-    fp8, bf16 = (config_of(folder / family, folder / f"log-{family}", dtype) for dtype in ("fp8_e4m3", "auto"))
+    fp8, bf16 = (config_of(folder / family, folder / f"log-{family}", dtype) for dtype in ("fp8_e4m3", "bfloat16"))
     await commit(fp8, cases, weights)
     samples: list[Samples] = []
     async with engine_of(fp8) as engine:

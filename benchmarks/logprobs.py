@@ -46,11 +46,11 @@ PERIOD, TRAINED_TOKENS, FIRST_TOKEN = 16, 64, 8
 PROMPT_SEED = 10**6
 ON_A_GPU = ("deep_gemm", "deep_gemm_e8m0")
 MODES: dict[str, dict[str, dict[str, Any]]] = {
-    "bf16": {"quant": {"weights": "none"}, "engine": {"kv_cache_dtype": "auto"}},
-    "fp8": {"engine": {"kv_cache_dtype": "auto"}},
-    "fp8kv": {"engine": {"kv_cache_dtype": "fp8_e4m3"}},
-    "deep_gemm": {"engine": {"kv_cache_dtype": "auto", "linear_backend": "deep_gemm"}},
-    "deep_gemm_e8m0": {"engine": {"kv_cache_dtype": "auto", "linear_backend": "deep_gemm"}},
+    "bf16": {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16"}},
+    "fp8": {"kv_cache": {"dtype": "bfloat16"}},
+    "fp8kv": {"kv_cache": {"dtype": "fp8_e4m3"}},
+    "deep_gemm": {"kv_cache": {"dtype": "bfloat16"}, "engine": {"linear_backend": "deep_gemm"}},
+    "deep_gemm_e8m0": {"kv_cache": {"dtype": "bfloat16"}, "engine": {"linear_backend": "deep_gemm"}},
 }
 
 Sampled = list[tuple[list[int], Completion]]
@@ -166,7 +166,8 @@ def measure(family: str, modes: list[str], folder: Path, prompts: list[list[int]
             "quant": MODES[mode].get("quant", {}),
             "engine": {"max_model_len": 512, "gpu_memory_utilization": 0.2, "enforce_eager": True}
             | ({"linear_backend": "cutlass"} if torch.cuda.is_available() else {})
-            | MODES[mode]["engine"],
+            | MODES[mode].get("engine", {}),
+            "kv_cache": MODES[mode]["kv_cache"],
             "weights": {"root": folder / f"log-{family}-{mode}", "source_roots": [folder]},
         }
         sampled = asyncio.run(sample(ServiceConfig.model_validate(settings), mode, prompts, tokens))

@@ -87,6 +87,7 @@ async def running(
     monkeypatch: pytest.MonkeyPatch,
     quant: str = "fp8_block",
     skip: tuple[str, ...] = (),
+    kv_cache_dtype: str = "bfloat16",
     **engine: Any,
 ) -> AsyncIterator[OneEngine]:
     """An engine of a small model of the family, with nothing but dummy weights. ``engine``: more of its settings."""
@@ -94,8 +95,8 @@ async def running(
         {
             "model": {"path": make_model(tmp_path / "model", family)},
             "quant": {"weights": quant, "skip": skip},
-            # the KV cache in BF16: its rounding is tested in test_engine.py
-            "engine": {"max_model_len": 256, "kv_cache_dtype": "auto", **engine},
+            "engine": {"max_model_len": 256, **engine},
+            "kv_cache": {"dtype": kv_cache_dtype},
             "weights": {"root": tmp_path / "log", "source_roots": [tmp_path]},
         }
     )
