@@ -2,11 +2,10 @@
 
     python -m benchmarks.kv_scales
 
-Small models, trained on the spot to repeat what they have read, which takes attention; two of them are the same
-function with other keys (``tests/support/key_channels.py``). Weights stay in BF16. An engine with an FP8 cache samples,
-and one with a BF16 cache scores the same tokens. That one samples and scores some by itself, too: ``floor`` is what
-sampling and scoring differ by anyway. Writes benchmarks/results/<machine>/kv_scales.json and the table of
-docs/numerics.md.
+Small models trained on the spot (``benchmarks/repeating.py``); two of them are the same function with other keys
+(``tests/support/key_channels.py``). Weights stay in BF16. An engine with an FP8 cache samples, and one with a BF16
+cache scores the same tokens. That one samples and scores some by itself, too: ``floor`` is what sampling and scoring
+differ by anyway. Writes benchmarks/results/<machine>/kv_scales.json and the table of docs/numerics.md.
 """
 
 import asyncio
@@ -20,10 +19,11 @@ from typing import Any
 
 import torch
 import typer
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks import results
+from benchmarks.repeating import PERIOD, TRAINED_TOKENS, repeating, train
 from rollout_service.calibration import ScaledFrom
 from rollout_service.calibration.fp8_error import unfit_layers
 from rollout_service.calibration.observer import observe_qkv
@@ -38,12 +38,9 @@ from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource
 from tests.support.key_channels import LOUD, with_key_factors
-from tests.support.models import FAMILIES
 
-HEAD_DIM, PERIOD, TOKENS = 64, 16, 64
-"""Of the models; after so many tokens a sequence repeats itself; length of the sequences that they are trained on."""
-FIRST_TOKEN = 8
-"""Below are the special tokens."""
+HEAD_DIM = 64
+"""Of the models."""
 CALIBRATION, PROMPTS = 10**6, 2 * 10**6
 """Seeds, far from those of training."""
 NOT_ROUNDED = "trainer, not rounded"
@@ -108,31 +105,6 @@ class Case:
         return {"model": self.kind.name, "keys": self.kind.keys, "scales": self.scales, **figures, "unfit": self.unfit}
 
 
-def repeating(count: int, seed: int, tokens: int = TOKENS) -> torch.Tensor:
-    """Sequences [count, tokens] that repeat their first tokens over and over."""
-    generator = torch.Generator().manual_seed(seed)
-    start = torch.randint(FIRST_TOKEN, 128, (count, PERIOD), generator=generator)
-    return start.repeat(1, -(-tokens // PERIOD))[:, :tokens]
-
-
-def train(family: str, folder: Path, steps: int, batch: int) -> tuple[Weights, float]:
-    """Save a model of the family in ``folder`` after so many steps of AdamW; its weights, and its last loss in nats."""
-    torch.manual_seed(0)
-    torch.set_num_threads(1)  # small matrices: a second thread waits more than it works
-    model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loss = torch.zeros(())
-    for step in range(steps):
-        sequences = repeating(batch, seed=step)
-        loss = model(sequences, labels=sequences).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    model.to(torch.bfloat16).save_pretrained(folder)
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    return {name: t.detach().clone() for name, t in model.state_dict().items() if name not in tied}, float(loss)
-
-
 def cases_of(kind: Kind, folder: Path, weights: Weights) -> list[Case]:
     """With scales of 1, with those that a trainer measures, and with those as they are before they are rounded."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
@@ -157,7 +129,7 @@ def config_of(model: Path, root: Path, kv_cache_dtype: str) -> ServiceConfig:
         {
             "model": {"path": model},
             "quant": {"weights": "none"},
-            "engine": {"max_model_len": 2 * TOKENS},
+            "engine": {"max_model_len": 2 * TRAINED_TOKENS},
             "kv_cache": {"dtype": kv_cache_dtype, "scales_policy": "unit"},
             "weights": {"root": root, "source_roots": [root.parent], "keep_versions": 100},
         }
@@ -200,7 +172,7 @@ async def load(engine: EngineAdapter, config: ServiceConfig, version: int) -> No
 async def sample(engine: EngineAdapter, prompts: int, n: int) -> Samples:
     """``n`` completions of each prompt, at temperature 1."""
     starts = [tuple(row) for row in repeating(prompts, PROMPTS, tokens=2 * PERIOD + PERIOD // 2).tolist()]
-    sampling = Sampling(n=n, max_tokens=TOKENS, temperature=1.0, ignore_eos=True)
+    sampling = Sampling(n=n, max_tokens=TRAINED_TOKENS, temperature=1.0, ignore_eos=True)
     found = await asyncio.gather(*(engine.generate(f"s{i}", start, sampling) for i, start in enumerate(starts)))
     return [(start, completion) for start, of_start in zip(starts, found, strict=True) for completion in of_start]
 
@@ -257,7 +229,8 @@ def main(steps: int = 200, batch: int = 8, prompts: int = 32, n: int = 4) -> Non
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for family in dict.fromkeys(kind.family for kind in KINDS):
-            trained, losses[family] = train(family, folder / family, steps, batch)
+            losses[family] = train(family, folder / family, steps, batch)
+            trained = load_file(folder / family / "model.safetensors")
             kinds = [kind for kind in KINDS if kind.family == family]
             weights = {kind.name: kind.changed(trained) for kind in kinds}
             of_family = [case for kind in kinds for case in cases_of(kind, folder / family, weights[kind.name])]

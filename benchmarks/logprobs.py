@@ -2,9 +2,9 @@
 
     python -m benchmarks.logprobs [--family qwen3] [--family qwen3_moe] [--mode bf16 --mode fp8 …]
 
-Small models, trained on the spot to repeat what they have read: random weights say little. Each engine samples
-``--prompts`` sequences; a forward pass in fp32 with the unquantized BF16 weights scores the same tokens, and the
-formulas are those of ``rollout_service.correction``. The row ``bf16`` is what engine and reference differ by anyway.
+Small models trained on the spot (``benchmarks/repeating.py``). Each engine samples ``--prompts`` sequences; a forward
+pass in fp32 with the unquantized BF16 weights scores the same tokens, and the formulas are those of
+``rollout_service.correction``. The row ``bf16`` is what engine and reference differ by anyway.
 
 - ``bf16``: nothing is quantized;
 - ``fp8``: weights and activations, with the kernel that vLLM picks (CUTLASS on a GPU, our own on the CPU);
@@ -28,6 +28,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks import results
+from benchmarks.repeating import PERIOD, repeating, train
 from rollout_service.config import ServiceConfig
 from rollout_service.correction.metrics import mismatch_metrics
 from rollout_service.correction.ratios import compare
@@ -39,10 +40,9 @@ from rollout_service.types import Completion
 from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.served_model import ServedModel
-from tests.support.models import FAMILIES
 
-PERIOD, TRAINED_TOKENS, FIRST_TOKEN = 16, 64, 8
-"""After so many tokens a sequence repeats itself; length of those trained on; ids below are special tokens."""
+BATCH = 16
+"""Sequences in a step of training."""
 PROMPT_SEED = 10**6
 ON_A_GPU = ("deep_gemm", "deep_gemm_e8m0")
 MODES: dict[str, dict[str, dict[str, Any]]] = {
@@ -74,30 +74,6 @@ class Case:
     abs_max: float
     nll: float
     """Of the sampled tokens by the reference, nats a token: how sure the model is."""
-
-
-def repeating(count: int, seed: int, tokens: int = TRAINED_TOKENS) -> torch.Tensor:
-    """Sequences [count, tokens] that repeat their first tokens over and over."""
-    generator = torch.Generator().manual_seed(seed)
-    start = torch.randint(FIRST_TOKEN, 128, (count, PERIOD), generator=generator)
-    return start.repeat(1, -(-tokens // PERIOD))[:, :tokens]
-
-
-def train(family: str, folder: Path, steps: int) -> float:
-    """Save a model of the family, trained for so many steps, in BF16; returns its last loss in nats a token."""
-    torch.manual_seed(0)
-    torch.set_num_threads(1)  # small matrices: a second thread waits more than it works
-    model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loss = torch.zeros(())
-    for step in range(steps):
-        sequences = repeating(16, seed=step)
-        loss = model(sequences, labels=sequences).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    model.to(torch.bfloat16).save_pretrained(folder)
-    return float(loss)
 
 
 def mismatch(family: str, mode: str, reference: torch.Tensor, engine: torch.Tensor) -> Case:
@@ -201,7 +177,7 @@ def main(
     starts = repeating(prompts, PROMPT_SEED, tokens=PERIOD + 4).tolist()
     with tempfile.TemporaryDirectory() as folder:
         for name in family or ["qwen3", "qwen3_moe"]:
-            losses[name] = train(name, Path(folder) / name, steps)
+            losses[name] = train(name, Path(folder) / name, steps, BATCH)
             console.log(f"{name}: trained to {losses[name]:.3f} nats a token")
             cases += measure(name, modes, Path(folder), starts, tokens)
             content = {"steps": steps, "loss": losses, "cases": [asdict(case) for case in cases]}

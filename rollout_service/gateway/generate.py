@@ -25,8 +25,8 @@ class GenerateRequest(RolloutOptions):
     output_mode: Literal["tokens", "text"] = "tokens"
     """``text`` adds each completion's text."""
     flat_logprobs: bool = False
-    """A choice's ``logprobs`` as one list, beside its ``token_ids``: half the bytes, and a sixth of the client's work.
-    Ours asks for it; vLLM's do not know it."""
+    """A choice's ``logprobs`` as one list, beside its ``token_ids``: half the bytes, and a sixteenth of the client's
+    work. Ours asks for it; vLLM's do not know it."""
     return_token_ids: bool = False
     """Repeat the prompt's ids in the reply."""
     stream: Literal[False] | None = False
