@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from rollout_service.weights.log import WeightLog
 from tests.support.key_channels import LOUD, with_key_factors
 from tests.support.models import make_model, random_weights
 from tests.support.one_engine import OneEngine, running
+from tests.support.one_engine import mean_difference as logprob_difference
 from tests.support.own_service import own_service
 from tests.support.reference import reference_logprobs, reference_model
 
@@ -92,6 +94,29 @@ async def test_an_engine_measures_what_a_trainer_measures_leaves_no_trace_and_re
         await one.engine.pause("keep")
         with pytest.raises(KVCacheUnfit, match=r"2 of 2 layers do not bear an FP8 KV cache.*k_channel_relative"):
             await calibrator.loaded(WeightLog(one.config.weights.root).manifest(2))
+
+
+async def test_tensor_parallel_ranks_measure_their_own_heads_and_hold_the_same_scales(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{first}|{second}")  # vLLM wants a NUMA node for each rank else
+    parallel: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "tensor_parallel_size": 2}
+    async with running("llama", tmp_path, monkeypatch, quant="none", **parallel) as one:
+        folder = await one.update(1, loud_weights(one.config.model.path, seed=1))
+        await one.engine.pause("keep")
+        ranks = await one.engine.measure_kv(BATCH)
+        scales = scales_from_amax([rank.amax for rank in ranks], model="loud", tokens=1).named()
+        await one.engine.set_kv_scales(scales)
+        await one.engine.resume()
+
+        assert len(ranks) == 2 and ranks[0].amax != ranks[1].amax
+        assert scales == measured_by_a_trainer(one, folder).scales("loud").named()
+        held = await one.kv_scales_of_ranks()
+        assert held[0] == held[1] and {name: set(copies) for name, copies in held[0].items()} == {
+            name: {scale} for name, scale in scales.items()
+        }
+        assert await logprob_difference(one, folder, fp8=False) < CALIBRATED_MEAN
 
 
 def settings(folder: Path, weights: dict[str, torch.Tensor], **kv_cache: Any) -> dict[str, dict[str, Any]]:

@@ -66,8 +66,12 @@ class OneEngine:
 
     async def kv_scales(self) -> dict[str, list[float]]:
         """See ``Probe.kv_scales``."""
-        [scales] = await self.engine._llm.collective_rpc("kv_scales")
-        return dict(scales)
+        [scales] = await self.kv_scales_of_ranks()
+        return scales
+
+    async def kv_scales_of_ranks(self) -> list[dict[str, list[float]]]:
+        """The same of each rank of a tensor-parallel engine."""
+        return [dict(scales) for scales in await self.engine._llm.collective_rpc("kv_scales")]
 
     async def load_report(self) -> dict[str, Any]:
         """How the last version was loaded; see ``LogWeightTransferEngine.report``."""
