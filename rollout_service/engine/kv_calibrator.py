@@ -92,16 +92,23 @@ class KVCalibrator:
         started, sequences = time.perf_counter(), self._batch.sequences()
         try:
             ranks = await self._engine.measure_kv(sequences)
-            errors = worst_errors(ranks)
-            if self._turn is not None and measures:
-                errors = await self._settled(manifest.version, self._turn, sequences, ranks, errors)
-            if self._choice is None:
-                self._choice = await self._judged(manifest.version, sequences, ranks)
-        except NotFound:
-            raise
         except EngineFailed as error:
-            raise EngineFailed(f"{error.message}; kv_cache.scales_policy: reuse needs no measurement") from error
+            if measures:
+                raise EngineFailed(f"{error.message}: set kv_cache.scales_policy: reuse") from error
+            self._go_unmeasured(error.message)
+            return
+        errors = worst_errors(ranks)
+        if self._turn is not None and measures:
+            errors = await self._settled(manifest.version, self._turn, sequences, ranks, errors)
+        if self._choice is None:
+            self._choice = await self._judged(manifest.version, sequences, ranks)
         self._show(manifest.version, errors, time.perf_counter() - started)
+
+    def _go_unmeasured(self, reason: str) -> None:
+        """FP8 was asked for, and whether it does is not known: say so. The next replica measures again."""
+        logger.error("whether FP8 does for keys and values is not known: %s", reason)
+        self._choice = KVCacheChoice(dtype="fp8_e4m3", why=f"not measured: {reason}")
+        self.status = KVCacheStatus(choice=self._choice)
 
     async def _settled(
         self,
@@ -139,7 +146,7 @@ class KVCalibrator:
             best = named_scales(layer_scales(largest_of_ranks([rank.amax for rank in ranks]), ScaledFrom()))
         except InvalidRequest as error:
             logger.error("whether FP8 does for keys and values is not known: %s", error)
-            return KVCacheChoice(dtype="fp8_e4m3", why=f"not measured: {error.message}", judged_by=judged_by)
+            return KVCacheChoice(dtype="fp8_e4m3", why=f"not measured: {error.message}")
         errors = worst_errors(await self._engine.measure_kv(sequences, best))
         if unfit := unfit_layers(errors):
             raise KVCacheUnfit(why_unfit(unfit, errors), {"layers": unfit, "judged_by": judged_by})
