@@ -5,7 +5,7 @@ from dashboards.rollout import quantiles
 
 
 def _scales(tensor: str) -> Panel:
-    per_layer = f'max by (version, layer) (rollout_kv_scale{{{SERVICE}, tensor="{tensor}"}})'
+    newest = f'rollout_kv_scale{{{SERVICE}, tensor="{tensor}"}} and {AT_NEWEST}'
     return Panel(
         f"Scale of {tensor} per layer",
         "none",
@@ -13,7 +13,7 @@ def _scales(tensor: str) -> Panel:
         f"the largest {tensor} of a layer, which training moves slowly. A layer that leaves the others has outliers: "
         "look at the saturated share. All at once: the learning rate, or a batch that is unlike rollouts.",
         [
-            Query(f"{per_layer} and {AT_NEWEST}", "{{layer}}"),
+            Query(f"max by (layer) ({newest})", "{{layer}}"),
             Query(f"max(rollout_latest_version{{{SERVICE}}})", "newest version", right=True),
         ],
         steps=True,
