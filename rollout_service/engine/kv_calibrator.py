@@ -14,6 +14,8 @@ from rollout_service.calibration.measurement import KVMeasurement, worst_errors
 from rollout_service.calibration.scales import ScaledFrom, largest_of_ranks, layer_scales, named_scales
 from rollout_service.engine.calibration_batch import CalibrationBatch
 from rollout_service.errors import EngineFailed, InvalidRequest, KVCacheUnfit, NotFound, NotReady, RolloutServiceError
+from rollout_service.metrics import table
+from rollout_service.metrics.process import record
 from rollout_service.types import KVCacheChoice, KVCacheStatus
 from rollout_service.weights.ask import ask
 from rollout_service.weights.kv_calibration import Turn
@@ -167,6 +169,7 @@ class KVCalibrator:
         if unfit:
             logger.error("version %d: %s", version, why_unfit(unfit, errors))
         saturated = {layer: (error.k_saturated, error.v_saturated) for layer, error in errors.items()}
+        record(table.KV_CALIBRATION_SECONDS, seconds)
         logger.info("version %d: keys and values measured on %s in %.3f s", version, self._batch.origin, seconds)
         self.status = KVCacheStatus(
             choice=self._choice, saturated=saturated, measured_version=version, measured_s=seconds, unfit=unfit

@@ -7,16 +7,16 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 from ray import ObjectRef
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import CommitTimeout, LogCorrupt, NotFound, NotReady, RolloutServiceError, VersionConflict
 from rollout_service.metrics.process import counted_commit
-from rollout_service.metrics.state import Observer, ServiceState
+from rollout_service.metrics.state import KVScalesState, Observer, ServiceState
 from rollout_service.tasks import Changes, Unabandoned
-from rollout_service.types import Fleet, KVScalesFrom, PauseMode, ReplicaStatus, WeightStatus
+from rollout_service.types import Fleet, PauseMode, ReplicaStatus, WeightStatus
+from rollout_service.weights.content import Content
 from rollout_service.weights.convert import Converter
 from rollout_service.weights.files import DISK_FULL, WriterLock, no_room
 from rollout_service.weights.fleet import FleetTable, Wish
@@ -34,14 +34,6 @@ from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource
 from rollout_service.weights.uploads import Uploads
 
 logger = logging.getLogger(__name__)
-
-
-class Content(NamedTuple):
-    """What a status tells of a committed version's manifest."""
-
-    digest: str
-    total_bytes: int
-    kv_scales_from: KVScalesFrom
 
 
 class Ingest:
@@ -252,7 +244,10 @@ class Ingest:
     async def state(self) -> ServiceState:
         """What ``GET /metrics`` is made of. Raises NotReady until there is a version 0."""
         self._observe()
-        return await self._observer.state(await self.fleet(), tuple(await self.versions()))
+        fleet, versions = await self.fleet(), tuple(await self.versions())
+        known = {version: c.kv_scales for version, c in self._contents.items() if c.kv_scales is not None}
+        kv_scales = KVScalesState(by_version=known, drift=self._kv_scales.drift)
+        return await self._observer.state(fleet, versions, kv_scales)
 
     # --- replicas
 
@@ -301,7 +296,7 @@ class Ingest:
         """Of a committed version. Parsed once, and in a thread: a mixture of experts has 40 000 entries."""
         if version not in self._contents:
             manifest = self.kv.with_scales(await asyncio.to_thread(self._log.manifest, version))
-            content = Content(manifest.digest, manifest.total_bytes, manifest.kv_scales_from)
+            content = Content.of(manifest, manifest.digest)
             if manifest.awaits_kv_scales:
                 return content
             self._contents[version] = content
@@ -337,7 +332,7 @@ class Ingest:
             ) from error
         self._kv_scales.remember(manifest)
         if not manifest.awaits_kv_scales:
-            self._contents[head.version] = Content(head.digest, manifest.total_bytes, manifest.kv_scales_from)
+            self._contents[head.version] = Content.of(manifest, head.digest)
         logger.info(
             "version %d committed: %.1f MB, digest %s, KV scales: %s",
             head.version, manifest.total_bytes / 1e6, head.digest, manifest.kv_scales_from,
