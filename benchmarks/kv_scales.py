@@ -1,12 +1,12 @@
-"""What the rounding of an FP8 KV cache costs: k3 against a BF16 cache, with scales of 1 and with the trainer's.
+"""What the rounding of an FP8 KV cache costs: k3 against a BF16 cache, with scales of 1, the trainer's, the service's.
 
     python -m benchmarks.kv_scales
 
 Small models, trained on the spot to repeat what they have read, which takes attention; two of them are the same
-function with other keys (``tests/support/key_channels.py``). Weights stay in BF16. An engine with an FP8 cache samples,
-and one with a BF16 cache scores the same tokens. That one samples and scores some by itself, too: ``floor`` is what
-sampling and scoring differ by anyway. Writes benchmarks/results/<machine>/kv_scales.json and the table of
-docs/numerics.md.
+function with other keys (``tests/support/key_channels.py``). Weights stay in BF16. An engine with a BF16 cache samples,
+and one with an FP8 cache scores the same tokens with each sort of scales, so that what differs is the scales alone. The
+trainer's and the service's are measured on the same batch. Writes benchmarks/results/<machine>/kv_scales.json and the
+table of docs/numerics.md.
 """
 
 import asyncio
@@ -20,15 +20,16 @@ from typing import Any
 
 import torch
 import typer
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks import results
+from benchmarks.repeating import PERIOD, TRAINED_TOKENS, repeating, train
 from rollout_service.calibration import ScaledFrom
 from rollout_service.calibration.fp8_error import unfit_layers
 from rollout_service.calibration.observer import observe_qkv
+from rollout_service.calibration.scales import largest_of_ranks, layer_scales, named_scales
 from rollout_service.config import ServiceConfig
-from rollout_service.correction.mismatch import measure_mismatch
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.args import engine_args, engine_environment
 from rollout_service.engine.plugin import register
@@ -38,12 +39,9 @@ from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource
 from tests.support.key_channels import LOUD, with_key_factors
-from tests.support.models import FAMILIES
 
-HEAD_DIM, PERIOD, TOKENS = 64, 16, 64
-"""Of the models; after so many tokens a sequence repeats itself; length of the sequences that they are trained on."""
-FIRST_TOKEN = 8
-"""Below are the special tokens."""
+HEAD_DIM = 64
+"""Of the models."""
 CALIBRATION, PROMPTS = 10**6, 2 * 10**6
 """Seeds, far from those of training."""
 NOT_ROUNDED = "trainer, not rounded"
@@ -51,6 +49,7 @@ PAGE = Path(__file__).parents[1] / "docs/numerics.md"
 BEGIN, END = "<!-- made by benchmarks/kv_scales.py -->\n", "<!-- end of benchmarks/kv_scales.py -->\n"
 
 Weights = dict[str, torch.Tensor]
+Named = dict[str, float]
 Samples = list[tuple[tuple[int, ...], Completion]]
 """Prompts and completions."""
 
@@ -92,63 +91,60 @@ class Case:
 
     kind: Kind
     scales: str
-    named: dict[str, float] | None
-    """None: 1."""
     unfit: dict[str, str] = field(default_factory=dict)
     """Layers that the trainer would refuse an FP8 cache for, and why."""
-    k3: float = 0.0
-    standard_error: float = 0.0
-    """Of k3, as if tokens were independent."""
-    floor: float = 0.0
-    tokens: int = 0
+    terms: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    """exp(lr) - 1 - lr of each token, float64; its mean is k3."""
+    over_unit: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    """The same less that of the same token with scales of 1."""
 
     def as_json(self) -> dict[str, Any]:
-        """As it stands in the results."""
-        figures = {key: getattr(self, key) for key in ("k3", "standard_error", "floor", "tokens")}
-        return {"model": self.kind.name, "keys": self.kind.keys, "scales": self.scales, **figures, "unfit": self.unfit}
+        """As it stands in the results; standard errors are as if tokens were independent."""
+        return {
+            "model": self.kind.name,
+            "keys": self.kind.keys,
+            "scales": self.scales,
+            "k3": float(self.terms.mean()),
+            "standard_error": standard_error(self.terms),
+            "over_unit": float(self.over_unit.mean()),
+            "over_unit_standard_error": standard_error(self.over_unit),
+            "tokens": len(self.terms),
+            "unfit": self.unfit,
+        }
 
 
-def repeating(count: int, seed: int, tokens: int = TOKENS) -> torch.Tensor:
-    """Sequences [count, tokens] that repeat their first tokens over and over."""
-    generator = torch.Generator().manual_seed(seed)
-    start = torch.randint(FIRST_TOKEN, 128, (count, PERIOD), generator=generator)
-    return start.repeat(1, -(-tokens // PERIOD))[:, :tokens]
+def standard_error(terms: torch.Tensor) -> float:
+    """Of their mean."""
+    return float(terms.std()) / len(terms) ** 0.5
 
 
-def train(family: str, folder: Path, steps: int, batch: int) -> tuple[Weights, float]:
-    """Save a model of the family in ``folder`` after so many steps of AdamW; its weights, and its last loss in nats."""
-    torch.manual_seed(0)
-    torch.set_num_threads(1)  # small matrices: a second thread waits more than it works
-    model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loss = torch.zeros(())
-    for step in range(steps):
-        sequences = repeating(batch, seed=step)
-        loss = model(sequences, labels=sequences).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    model.to(torch.bfloat16).save_pretrained(folder)
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    return {name: t.detach().clone() for name, t in model.state_dict().items() if name not in tied}, float(loss)
+def calibration_batch() -> list[torch.Tensor]:
+    """Micro-batches [8, TRAINED_TOKENS] of token ids."""
+    return [repeating(8, seed) for seed in range(CALIBRATION, CALIBRATION + 8)]
 
 
-def cases_of(kind: Kind, folder: Path, weights: Weights) -> list[Case]:
-    """With scales of 1, with those that a trainer measures, and with those as they are before they are rounded."""
+def from_trainer(kind: Kind, folder: Path, weights: Weights) -> tuple[dict[str, Named], dict[str, str]]:
+    """Rounded and exact scales of a forward pass in transformers, and the layers that would be refused."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-    model.load_state_dict({name: t.float() for name, t in weights.items()}, strict=False)
+    found = model.load_state_dict({name: t.float() for name, t in weights.items()}, strict=False)
+    assert not found.unexpected_keys and set(found.missing_keys) <= {"lm_head.weight"}, found
     model.tie_weights()
     with torch.no_grad():
         with observe_qkv(model.eval()) as observation:
-            for seed in range(CALIBRATION, CALIBRATION + 8):
-                model(repeating(8, seed))
+            for batch in calibration_batch():
+                model(batch)
         scales = observation.scales(kind.name)
-        not_rounded = observation.scales(kind.name, ScaledFrom(power_of_two=False))
         with observe_qkv(model, measured_with=scales) as measured:
-            model(repeating(8, CALIBRATION))
-    unfit = unfit_layers(measured.errors())
-    named = {"unit": None, "trainer": scales.named(), NOT_ROUNDED: not_rounded.named()}
-    return [Case(kind, what, of_trainer, unfit) for what, of_trainer in named.items()]
+            model(calibration_batch()[0])
+    not_rounded = observation.scales(kind.name, ScaledFrom(power_of_two=False))
+    return {"trainer": scales.named(), NOT_ROUNDED: not_rounded.named()}, unfit_layers(measured.errors())
+
+
+async def from_service(engine: EngineAdapter) -> Named:
+    """What the engine that serves measures."""
+    sequences = [row.tolist() for batch in calibration_batch() for row in batch]
+    ranks = await engine.measure_kv(sequences)
+    return named_scales(layer_scales(largest_of_ranks([rank.amax for rank in ranks]), ScaledFrom()))
 
 
 def config_of(model: Path, root: Path, kv_cache_dtype: str) -> ServiceConfig:
@@ -157,22 +153,22 @@ def config_of(model: Path, root: Path, kv_cache_dtype: str) -> ServiceConfig:
         {
             "model": {"path": model},
             "quant": {"weights": "none"},
-            "engine": {"max_model_len": 2 * TOKENS, "kv_cache_dtype": kv_cache_dtype},
-            "kv_cache": {"scales_policy": "unit"},
+            "engine": {"max_model_len": 2 * TRAINED_TOKENS},
+            "kv_cache": {"dtype": kv_cache_dtype, "scales_policy": "unit"},
             "weights": {"root": root, "source_roots": [root.parent], "keep_versions": 100},
         }
     )
 
 
-async def commit(config: ServiceConfig, cases: list[Case], weights: dict[str, Weights]) -> None:
-    """Version ``n`` of the log holds case ``n - 1``."""
+async def commit(config: ServiceConfig, weights: dict[str, Weights]) -> None:
+    """Versions 1, 2, … of the log hold the weights in their order."""
     ingest = Ingest(config)
     await ingest.start()
-    for version, case in enumerate(cases, start=1):
+    for version, tensors in enumerate(weights.values(), start=1):
         source = config.weights.root.parent / f"{config.weights.root.name}-{version}"
         source.mkdir()
-        save_file(weights[case.kind.name], source / "model.safetensors")
-        await ingest.begin(BeginUpload(version=version, source=PathSource(path=source), kv_scales=case.named))
+        save_file(tensors, source / "model.safetensors")
+        await ingest.begin(BeginUpload(version=version, source=PathSource(path=source)))
         await ingest.commit(version, CommitUpload())
     await ingest.stop()
 
@@ -200,69 +196,78 @@ async def load(engine: EngineAdapter, config: ServiceConfig, version: int) -> No
 async def sample(engine: EngineAdapter, prompts: int, n: int) -> Samples:
     """``n`` completions of each prompt, at temperature 1."""
     starts = [tuple(row) for row in repeating(prompts, PROMPTS, tokens=2 * PERIOD + PERIOD // 2).tolist()]
-    sampling = Sampling(n=n, max_tokens=TOKENS, temperature=1.0, ignore_eos=True)
+    sampling = Sampling(n=n, max_tokens=TRAINED_TOKENS, temperature=1.0, ignore_eos=True)
     found = await asyncio.gather(*(engine.generate(f"s{i}", start, sampling) for i, start in enumerate(starts)))
     return [(start, completion) for start, of_start in zip(starts, found, strict=True) for completion in of_start]
 
 
-async def k3(engine: EngineAdapter, samples: Samples) -> tuple[float, float, int]:
-    """Of the engine's own logprobs of the samples' tokens against those that they came with; its standard error, and
-    how many tokens.
-    """
+async def k3_terms(engine: EngineAdapter, samples: Samples) -> torch.Tensor:
+    """exp(lr) - 1 - lr of each sampled token, float64; lr: the engine's logprob less the one that it came with."""
     scored = await asyncio.gather(
         *(engine.score(f"k{i}", prompt + c.token_ids) for i, (prompt, c) in enumerate(samples))
     )
-    exact = [list(logprobs[len(prompt) - 1 :]) for (logprobs, _), (prompt, _) in zip(scored, samples, strict=True)]
-    sampled = [list(completion.logprobs) for _, completion in samples]
-    mismatch = measure_mismatch(exact, sampled)
-    ratios = torch.tensor(exact, dtype=torch.float64) - torch.tensor(sampled, dtype=torch.float64)
-    error = float((torch.expm1(ratios) - ratios).std()) / ratios.numel() ** 0.5
-    return mismatch.k3, error, mismatch.tokens
+    again = [logprobs[len(prompt) - 1 :] for (logprobs, _), (prompt, _) in zip(scored, samples, strict=True)]
+    sampled = [completion.logprobs for _, completion in samples]
+    ratios = torch.tensor(again, dtype=torch.float64) - torch.tensor(sampled, dtype=torch.float64)
+    return (torch.expm1(ratios) - ratios).flatten()
 
 
-async def measure(
-    folder: Path, family: str, cases: list[Case], weights: dict[str, Weights], count: int, n: int
-) -> None:
-    """Fill in what each case of a family costs."""
-    fp8, bf16 = (config_of(folder / family, folder / f"log-{family}", dtype) for dtype in ("fp8_e4m3", "auto"))
-    await commit(fp8, cases, weights)
+async def measure(folder: Path, family: str, weights: dict[str, Weights], count: int, n: int) -> list[Case]:
+    """What each sort of scales costs each kind of a family."""
+    kinds = [kind for kind in KINDS if kind.name in weights]
+    fp8, bf16 = (config_of(folder / family, folder / f"log-{family}", dtype) for dtype in ("fp8_e4m3", "bfloat16"))
+    await commit(fp8, weights)
     samples: list[Samples] = []
-    async with engine_of(fp8) as engine:
-        for version in range(1, len(cases) + 1):
+    async with engine_of(bf16) as engine:
+        for version, _ in enumerate(kinds, start=1):
             await load(engine, fp8, version)
             samples.append(await sample(engine, count, n))
-    async with engine_of(bf16) as engine:
-        for version, case in enumerate(cases, start=1):
+    cases: list[Case] = []
+    async with engine_of(fp8) as engine:
+        for version, kind in enumerate(kinds, start=1):
             await load(engine, fp8, version)
-            case.k3, case.standard_error, case.tokens = await k3(engine, samples[version - 1])
-            case.floor, *_ = await k3(engine, await sample(engine, count, n))
+            trainer, unfit = from_trainer(kind, folder / family, weights[kind.name])
+            await engine.pause("keep")
+            service = await from_service(engine)
+            await engine.resume()
+            unit: torch.Tensor | None = None
+            for name, named in {"unit": None, **trainer, "service": service}.items():
+                await engine.pause("keep")
+                await engine.set_kv_scales(named)
+                await engine.resume()
+                terms = await k3_terms(engine, samples[version - 1])
+                unit = terms if unit is None else unit
+                cases.append(Case(kind, name, unfit, terms, terms - unit))
+    return cases
 
 
 def markdown(cases: list[Case]) -> str:
     """The table of docs/numerics.md."""
     lines = [
-        "| model | keys | scales 1 | trainer's scales | not rounded | BF16 cache | layers refused |",
-        "|---|---|---|---|---|---|---|",
+        "| model | keys | scales 1 | trainer's | service's | service's - 1, by token | not rounded | layers refused |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for of_kind in zip(cases[::3], cases[1::3], cases[2::3], strict=True):
-        figures = " | ".join(f"{case.k3:.2g} ± {case.standard_error:.1g}" for case in of_kind)
-        kind, unfit, floor = of_kind[0].kind, of_kind[0].unfit, of_kind[0].floor
-        lines.append(f"| {kind.name} | {kind.keys} | {figures} | {floor:.2g} | {len(unfit)} of 2 |")
+    for kind in KINDS:
+        of_kind = {case.scales: case for case in cases if case.kind == kind}
+        service = of_kind["service"]
+        shown = [of_kind[name].terms for name in ("unit", "trainer", "service")]
+        shown += [service.over_unit, of_kind[NOT_ROUNDED].terms]
+        figures = " | ".join(f"{terms.mean():.2g} ± {standard_error(terms):.1g}" for terms in shown)
+        lines.append(f"| {kind.name} | {kind.keys} | {figures} | {len(service.unfit)} of 2 |")
     return "\n".join(lines) + "\n"
 
 
 def main(steps: int = 200, batch: int = 8, prompts: int = 32, n: int = 4) -> None:
     """Train, measure, print the table, write the JSON and the table of docs/numerics.md."""
-    cases, losses = [], {}
+    cases: list[Case] = []
+    losses: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for family in dict.fromkeys(kind.family for kind in KINDS):
-            trained, losses[family] = train(family, folder / family, steps, batch)
-            kinds = [kind for kind in KINDS if kind.family == family]
-            weights = {kind.name: kind.changed(trained) for kind in kinds}
-            of_family = [case for kind in kinds for case in cases_of(kind, folder / family, weights[kind.name])]
-            asyncio.run(measure(folder, family, of_family, weights, prompts, n))
-            cases += of_family
+            losses[family] = train(family, folder / family, steps, batch)
+            trained = load_file(folder / family / "model.safetensors")
+            weights = {kind.name: kind.changed(trained) for kind in KINDS if kind.family == family}
+            cases += asyncio.run(measure(folder, family, weights, prompts, n))
     table = markdown(cases)
     print(table)
     rounded, raw = ([c.as_json() for c in cases if (c.scales == NOT_ROUNDED) is wanted] for wanted in (False, True))

@@ -2,10 +2,10 @@
 
     python -m benchmarks.logprobs [--family qwen3] [--family qwen3_moe] [--mode bf16 --mode fp8 …]
 
-Small models, trained on the spot to repeat what they have read: random weights say little. Each engine samples
-``--prompts`` sequences; a forward pass in fp32 with the unquantized BF16 weights scores the same tokens, and the
-formulas are those of ``rollout_service.correction``. The row ``bf16`` is what engine and reference differ by anyway.
-Each run adds its cases to the same file, in place of earlier ones of the same model and mode.
+Small models trained on the spot (``benchmarks/repeating.py``). Each engine samples ``--prompts`` sequences; a forward
+pass in fp32 with the unquantized BF16 weights scores the same tokens, and the formulas are those of
+``rollout_service.correction``. The row ``bf16`` is what engine and reference differ by anyway. Each run adds its cases
+to the same file, in place of earlier ones of the same model and mode.
 
 - ``bf16``: nothing is quantized;
 - ``fp8``: weights and activations, with the kernel that vLLM picks (CUTLASS on a GPU, our own on the CPU);
@@ -31,6 +31,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks import results
+from benchmarks.repeating import PERIOD, repeating, train
 from rollout_service.calibration.observer import observe_qkv
 from rollout_service.config import ServiceConfig
 from rollout_service.correction.metrics import mismatch_metrics
@@ -44,20 +45,19 @@ from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.served_model import ServedModel
 from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource
-from tests.support.models import FAMILIES
 
-PERIOD, TRAINED_TOKENS, FIRST_TOKEN = 16, 64, 8
-"""After so many tokens a sequence repeats itself; length of those trained on; ids below are special tokens."""
+BATCH = 16
+"""Sequences in a step of training."""
 PROMPT_SEED, CALIBRATION_SEED = 10**6, 2 * 10**6
 KV_CACHE_BYTES = 1 << 30
 ON_A_GPU = ("deep_gemm", "deep_gemm_e8m0")
 MODES: dict[str, dict[str, dict[str, Any]]] = {
-    "bf16": {"quant": {"weights": "none"}, "engine": {"kv_cache_dtype": "auto"}},
-    "fp8": {"engine": {"kv_cache_dtype": "auto"}},
-    "fp8kv": {"engine": {"kv_cache_dtype": "fp8_e4m3"}},
-    "fp8kv_calibrated": {"engine": {"kv_cache_dtype": "fp8_e4m3"}},
-    "deep_gemm": {"engine": {"kv_cache_dtype": "auto", "linear_backend": "deep_gemm"}},
-    "deep_gemm_e8m0": {"engine": {"kv_cache_dtype": "auto", "linear_backend": "deep_gemm"}},
+    "bf16": {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16"}},
+    "fp8": {"kv_cache": {"dtype": "bfloat16"}},
+    "fp8kv": {"kv_cache": {"dtype": "fp8_e4m3"}},
+    "fp8kv_calibrated": {"kv_cache": {"dtype": "fp8_e4m3"}},
+    "deep_gemm": {"kv_cache": {"dtype": "bfloat16"}, "engine": {"linear_backend": "deep_gemm"}},
+    "deep_gemm_e8m0": {"kv_cache": {"dtype": "bfloat16"}, "engine": {"linear_backend": "deep_gemm"}},
 }
 
 Sampled = list[tuple[list[int], Completion]]
@@ -81,30 +81,6 @@ class Case:
     abs_max: float
     nll: float
     """Of the sampled tokens by the reference, nats a token: how sure the model is."""
-
-
-def repeating(count: int, seed: int, tokens: int = TRAINED_TOKENS) -> torch.Tensor:
-    """Sequences [count, tokens] that repeat their first tokens over and over."""
-    generator = torch.Generator().manual_seed(seed)
-    start = torch.randint(FIRST_TOKEN, 128, (count, PERIOD), generator=generator)
-    return start.repeat(1, -(-tokens // PERIOD))[:, :tokens]
-
-
-def train(family: str, folder: Path, steps: int) -> float:
-    """Save a model of the family, trained for so many steps, in BF16; returns its last loss in nats a token."""
-    torch.manual_seed(0)
-    torch.set_num_threads(1)  # small matrices: a second thread waits more than it works
-    model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loss = torch.zeros(())
-    for step in range(steps):
-        sequences = repeating(16, seed=step)
-        loss = model(sequences, labels=sequences).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    model.to(torch.bfloat16).save_pretrained(folder)
-    return float(loss)
 
 
 def mismatch(family: str, mode: str, reference: torch.Tensor, engine: torch.Tensor) -> Case:
@@ -193,7 +169,8 @@ def measure(family: str, modes: list[str], folder: Path, prompts: list[list[int]
             "quant": MODES[mode].get("quant", {}),
             "engine": {"max_model_len": 512, "gpu_memory_utilization": 0.2, "enforce_eager": True}
             | ({"linear_backend": "cutlass"} if torch.cuda.is_available() else {})
-            | MODES[mode]["engine"],
+            | MODES[mode].get("engine", {}),
+            "kv_cache": MODES[mode]["kv_cache"],
             "weights": {"root": folder / f"log-{family}-{mode}", "source_roots": [folder]},
         }
         scales = measured_scales(reference) if mode == "fp8kv_calibrated" else None
@@ -227,7 +204,7 @@ def main(
     starts = repeating(prompts, PROMPT_SEED, tokens=PERIOD + 4).tolist()
     with tempfile.TemporaryDirectory() as folder:
         for name in family or ["qwen3", "qwen3_moe"]:
-            losses[name] = train(name, Path(folder) / name, steps)
+            losses[name] = train(name, Path(folder) / name, steps, BATCH)
             console.log(f"{name}: trained to {losses[name]:.3f} nats a token")
             for case in measure(name, modes, Path(folder), starts, tokens):  # each is kept, whatever the next one does
                 cases.append(case)

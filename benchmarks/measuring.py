@@ -13,8 +13,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -38,6 +37,7 @@ WAVE = 20
 """Rollouts between two looks at a version's state."""
 PATIENCE_S = 60.0
 """For the shadow to score what it was sent."""
+Say = Callable[[str], None]
 
 
 class Bench:
@@ -98,7 +98,7 @@ class Bench:
         }
 
 
-async def cost(bench: Bench, concurrent: int, batches: int, repeats: int) -> dict[str, list[float]]:
+async def cost(bench: Bench, concurrent: int, batches: int, repeats: int, say: Say) -> dict[str, list[float]]:
     """Rollouts/s of each turn; a first round is not counted."""
     rates: dict[str, list[float]] = {turn: [] for turn in TURNS}
     scored = 0
@@ -114,13 +114,14 @@ async def cost(bench: Bench, concurrent: int, batches: int, repeats: int) -> dic
                     reports.append(asyncio.create_task(bench.client.report_mismatch(rollouts, logprobs)))
             await asyncio.gather(*reports)
             rates[turn].append(len(done) / (time.perf_counter() - started))
+            say(f"round {repeat} of {repeats}, {turn}: {rates[turn][-1]:.2f} rollouts/s")
             if turn == "shadow":  # what it is behind must not slow the next turn
                 scored += bench.sampled_tokens(done)
                 await bench.scored(0, scored)
     return {turn: of_turn[1:] for turn, of_turn in rates.items()}
 
 
-async def detection(bench: Bench, good: int, layers: list[int], rollouts: int) -> dict[str, Any]:
+async def detection(bench: Bench, good: int, layers: list[int], rollouts: int, say: Say) -> dict[str, Any]:
     """Good versions, then broken ones, each after a good one that it is made from."""
     found: dict[str, Any] = {"good": [], "broken": []}
     version = 0
@@ -128,11 +129,13 @@ async def detection(bench: Bench, good: int, layers: list[int], rollouts: int) -
         version += 1
         await bench.client.push_weights(version, bench.moved(step))
         found["good"].append(await watched(bench, version, rollouts))
+        say(line(found["good"][-1]))
     for layer in layers:
         version += 2
         await bench.client.push_weights(version - 1, bench.moved(good + layer))
         commit_broken(bench.config.weights.root, version, layer)
         found["broken"].append({"layer": layer} | await watched(bench, version, rollouts))
+        say(line(found["broken"][-1]))
     return found
 
 
@@ -155,6 +158,17 @@ async def watched(bench: Bench, version: int, most: int) -> dict[str, Any]:
     }
 
 
+def name_of(version: dict[str, Any]) -> str:
+    """What a version is."""
+    return f"layer {version['layer']} doubled" if "layer" in version else f"good {version['version']}"
+
+
+def line(version: dict[str, Any]) -> str:
+    """For the log."""
+    state = "suspect" if version["suspect"] else "not suspect"
+    return f"{name_of(version)}: {state} after {version['rollouts']} rollouts, {version.get('tokens', 0)} tokens scored"
+
+
 def main(
     concurrent: int = 16,
     n: int = 8,
@@ -168,6 +182,7 @@ def main(
     broken: int = 4,
 ) -> None:
     """Measure, print a table, write the JSON. ``broken``: how many layers are doubled, one by one."""
+    console = Console()
     with tempfile.TemporaryDirectory() as folder:
         overrides: dict[str, dict[str, Any]] = {
             "weights": {"root": folder + "/log", "poll_s": 1.0},
@@ -178,31 +193,32 @@ def main(
         async def measured(url: str, config: ServiceConfig) -> tuple[dict[str, list[float]], dict[str, Any]]:
             async with RolloutClient(url) as client:
                 bench = Bench(client, config, n, prompt, out)
-                rates = await cost(bench, concurrent, batches, repeats)
-                return rates, await detection(bench, good, list(range(broken)), rollouts)
+                rates = await cost(bench, concurrent, batches, repeats, console.log)
+                return rates, await detection(bench, good, list(range(broken)), rollouts, console.log)
 
         with running_service(DEPLOYMENT, overrides) as service:
             rates, found = asyncio.run(measured(service.url, service.config))
             thresholds = service.config.monitor.model_dump(include={"suspect_k3", "suspect_prob_error", "min_tokens"})
     medians = {turn: statistics.median(of_turn) for turn, of_turn in rates.items()}
-    ratios = {turn: medians[turn] / medians["unmeasured"] for turn in TURNS}
+    ratios: dict[str, float] = {turn: medians[turn] / medians["unmeasured"] for turn in TURNS}
     shape = {"concurrent": concurrent, "n": n, "prompt_tokens": prompt, "output_tokens": out, "share": share}
     content = {"shape": shape, "rollouts_per_s": rates, "ratio": ratios, "thresholds": thresholds, "detection": found}
-    _print(medians, ratios, found, results.write("measuring", content))
+    path = results.write("measuring", content)
+    console.print(*tables(medians, ratios, found))
+    console.print(f"written to {path.relative_to(PROJECT)}")
 
 
-def _print(medians: dict[str, float], ratios: dict[str, float], found: dict[str, Any], path: Path) -> None:
+def tables(medians: dict[str, float], ratios: dict[str, float], found: dict[str, Any]) -> tuple[Table, Table]:
+    """For people: the cost, and the versions."""
     table = Table("turn", "rollouts/s", "of unmeasured", title=f"Measuring on {results.machine()}")
     for turn in TURNS:
         table.add_row(turn, f"{medians[turn]:.2f}", f"{ratios[turn]:.3f}")
     versions = Table("version", "rollouts", "tokens scored", "k3", "probability error", "suspect")
     for each in found["good"] + found["broken"]:
-        name = f"layer {each['layer']} doubled" if "layer" in each else f"good {each['version']}"
+        counts = (str(each["rollouts"]), str(each.get("tokens", 0)))
         figures = [f"{each[key]:.4f}" if key in each else "" for key in ("k3", "prob_error")]
-        versions.add_row(name, str(each["rollouts"]), str(each.get("tokens", 0)), *figures, str(bool(each["suspect"])))
-    console = Console()
-    console.print(table, versions)
-    console.print(f"written to {path.relative_to(PROJECT)}")
+        versions.add_row(name_of(each), *counts, *figures, str(bool(each["suspect"])))
+    return table, versions
 
 
 if __name__ == "__main__":

@@ -48,9 +48,9 @@ from rollout_service.weights.log import WeightLog
 from rollout_service.weights.served_model import ServedModel
 
 MODES: dict[str, dict[str, dict[str, Any]]] = {
-    "bf16": {"quant": {"weights": "none"}, "engine": {"kv_cache_dtype": "auto"}},
-    "fp8": {"engine": {"kv_cache_dtype": "auto"}},
-    "fp8kv": {"engine": {"kv_cache_dtype": "fp8_e4m3"}},
+    "bf16": {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16"}},
+    "fp8": {"kv_cache": {"dtype": "bfloat16"}},
+    "fp8kv": {"kv_cache": {"dtype": "fp8_e4m3"}},
 }
 SIDES = ("bare", "handle", "http")
 FILE_BYTES = 2 << 30
@@ -221,7 +221,8 @@ def settings_of(
     return {
         "model": {"path": str(model)},
         "quant": MODES[mode].get("quant", {}),
-        "engine": engine | MODES[mode]["engine"] | more,
+        "engine": engine | more,
+        "kv_cache": MODES[mode]["kv_cache"],
         "scaling": {"num_gpus": 0.9},
         "weights": {"root": str(folder / f"log-{mode}"), "ingest_num_gpus": 0.1},
     }

@@ -4,7 +4,7 @@
 
 The ingest runs in a process of its own with its real routes and its real upload listener, without Ray and without
 engines: seconds until the version is committed, quantized and synced to disk. The bare PUT is a route under the same
-uvicorn that writes what comes into a file and syncs it, fed by the same client connections with parts of the same size.
+uvicorn that writes each part into a new file and syncs it, fed by the same client connections with parts of that size.
 Memory is what each process grows by while it works, sampled every 20 ms, without pages of files.
 """
 
@@ -131,14 +131,17 @@ class Weights:
 
 
 async def bare_put(url: str, stream: memoryview) -> None:
-    """The same parts through the same number of connections."""
+    """The same parts through the same number of connections. Raises a group of httpx.HTTPError."""
     slots = asyncio.Semaphore(PARALLEL)
+
+    async def put(number: int, part: memoryview) -> None:
+        headers = {"Content-Length": str(part.nbytes)}
+        (await http.put(f"{url}/{number}", content=chunks(part), headers=headers)).raise_for_status()
+
     async with httpx.AsyncClient(timeout=120) as http, asyncio.TaskGroup() as group:
         for number, start in enumerate(range(0, stream.nbytes, PART_BYTES)):
             await slots.acquire()
-            part = stream[start : start + PART_BYTES]
-            headers = {"Content-Length": str(part.nbytes)}
-            task = group.create_task(http.put(f"{url}/{number}", content=chunks(part), headers=headers))
+            task = group.create_task(put(number, stream[start : start + PART_BYTES]))
             task.add_done_callback(lambda _: slots.release())
 
 

@@ -101,6 +101,20 @@ ALERTS = (
         "Add replicas (scaling.max_replicas), or ask for less at once.",
     ),
     Alert(
+        "RolloutKVSaturated", "ticket",
+        "max by (instance, layer, tensor) (rollout_kv_saturated_ratio)", "> 0.01", "5m",
+        "{{ $value | humanizePercentage }} of {{ $labels.tensor }} in {{ $labels.layer }} is beyond FP8's range",
+        "Its scale is too small. Measure it: kv_cache.scales_policy: calibrate, or scales from the trainer. If that "
+        "was done: prompts like those of rollouts, or more margin; docs/kv_scales.md.",
+    ),
+    Alert(
+        "RolloutKVUnfit", "ticket",
+        "max by (instance) (rollout_kv_unfit_layers)", "> 0", "1m",
+        "{{ $value }} layers do not bear the FP8 KV cache",
+        "GET /v1/fleet names them and says why: scales that are too small are measured anew by kv_cache.scales_policy: "
+        "calibrate; keys that no scale can save need kv_cache.dtype: bfloat16. Mind the mismatch until then.",
+    ),
+    Alert(
         "RolloutLogDiskFull", "ticket",
         "min by (instance) (rollout_log_free_bytes)",
         "< 2 * max by (instance) (rollout_version_bytes)", "1m",

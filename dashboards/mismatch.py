@@ -1,10 +1,9 @@
 """The dashboard of the mismatch between engines and trainer, beside throughput."""
 
-from dashboards.panels import APPLICATION, REPLICA, SERVICE, VLLM, Panel, Query, Row
+from dashboards.kv_cache import KV_CACHE
+from dashboards.panels import APPLICATION, AT_NEWEST, REPLICA, VLLM, Panel, Query, Row
 from dashboards.rollout import rate
 
-AT_NEWEST = f'on (version) count_values("version", rollout_latest_version{{{SERVICE}}})'
-"""Keeps the series of the newest version."""
 SUSPECT_K3, SUSPECT_PROB_ERROR = 0.01, 1.05
 """Defaults of the config's section ``monitor``."""
 
@@ -196,4 +195,4 @@ WEIGHTS = Row(
     ],
 )
 
-ROWS = (NOW, KL, WEIGHTS)
+ROWS = (NOW, KL, WEIGHTS, KV_CACHE)

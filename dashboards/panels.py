@@ -18,6 +18,8 @@ SERVICE = 'instance=~"$service"'
 """Selects the state of the whole."""
 REPLICA = f'{SERVICE}, replica=~"$replica"'
 """Selects what the state of the whole says of replicas."""
+AT_NEWEST = f'on (version) count_values("version", rollout_latest_version{{{SERVICE}}})'
+"""After ``and``: keeps the series of the newest version."""
 APPLICATION = 'application=~"$application"'
 """Selects what processes count."""
 ENGINE = f'{APPLICATION}, deployment="engine", replica=~"$replica"'

@@ -7,6 +7,7 @@ that quantizes what we push. The trainer is this process; it knows the service's
 the tutorial in ``grpo``.
 """
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +52,10 @@ def demonstrate(client: SyncRolloutClient, model_path: Path, steps: int, seed: i
     report.say(f"warm start took {warm_start(model, tokenizer, seed)} supervised steps")
 
     with report.progress():
+        began = time.perf_counter()
         for step in train(client, model, tokenizer, steps, seed):
+            step_s = time.perf_counter() - began
+            caches = [replica.kv_cache for replica in client.fleet().replicas]
             report.record(
                 StepRecord(
                     version=step.version + 1,
@@ -60,8 +64,11 @@ def demonstrate(client: SyncRolloutClient, model_path: Path, steps: int, seed: i
                     tokens=int(step.batch.mask.sum()),
                     rollout_s=step.rollout_s,
                     update_s=step.update_s,
+                    calibration_s=max((cache.measured_s or 0.0 for cache in caches if cache), default=0.0),
+                    step_s=step_s,
                 )
             )
+            began = time.perf_counter()
 
 
 if __name__ == "__main__":

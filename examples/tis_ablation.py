@@ -38,7 +38,7 @@ PAGE, FIGURE = PROJECT / "docs/tis_ablation.md", PROJECT / "docs/tis_ablation.pn
 BEGIN, END = "<!-- made by examples/tis_ablation.py -->\n", "<!-- end -->\n"
 
 SERVICES: dict[str, dict[str, dict[str, Any]]] = {
-    "bf16": {"quant": {"weights": "none"}, "engine": {"kv_cache_dtype": "auto"}},
+    "bf16": {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16"}},
     "fp8": {},
 }
 """Laid over the deployment's YAML."""

@@ -1,5 +1,6 @@
 """What one engine is made of: how weights become what it loads, its KV cache, and the engine itself."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -44,12 +45,68 @@ class QuantConfig(Config):
         return self
 
 
-class KVCacheConfig(Config):
-    """Scales of an FP8 KV cache (``engine.kv_cache_dtype``): docs/kv_scales.md."""
+class KVCalibrationConfig(Config):
+    """How a replica measures q, k and v of a version before it serves it."""
 
-    scales_policy: Literal["reuse", "unit"] = "reuse"
-    """What a weight version gets that comes without scales. ``reuse``: those of the version before; 1 as long as none
-    has come. ``unit``: 1. That the service measures them itself is not implemented."""
+    every_versions: int = Field(default=1, ge=1)
+    """Each how many-th version is measured; those between have the scales of the one before."""
+
+    prompts: Path | None = None
+    """JSON lines, a list of token ids each, that are measured every time. None: recent rollouts of the replica, prompts
+    with completions; before there are any, random tokens."""
+
+    max_sequences: int = Field(default=16, ge=1)
+    """Sequences that are measured at once."""
+
+    max_sequence_tokens: int = Field(default=256, ge=2)
+    """Tokens of each, counted from its first; at most ``engine.max_model_len``."""
+
+    percentile: float = Field(default=99.9, gt=0, le=100)
+    """Over the largest values of the forward passes; of fewer than 1000, 99.9 takes the largest."""
+
+    margin: float = Field(default=1.05, gt=0, allow_inf_nan=False)
+    """Factor on the largest value, for what the batch did not show."""
+
+    power_of_two: bool = True
+    """Scales are rounded up to powers of two, which costs FP8 no precision and keeps them steady between versions."""
+
+    progressive: Literal["off", "max", "average"] = "off"
+    """What scales are made from, so that one batch cannot swing them. ``off``: the largest values of this version's
+    batch. ``max``: the largest since the log began. ``average``: their exponential moving average."""
+
+    average_decay: float = Field(default=0.9, ge=0, lt=1)
+    """Weight of what was known before in ``average``."""
+
+    max_drift: float | None = Field(default=None, ge=0)
+    """Scales stay as they are until a new one would differ from the old by more than this factor less 1 (0.1: a tenth
+    more or less), or ``max_saturated`` is passed. None: new ones are always taken."""
+
+    max_saturated: float = Field(default=1e-3, ge=0, le=1)
+    """Share of a layer's k or v beyond the largest code, above which old scales are not kept."""
+
+
+class KVCacheConfig(Config):
+    """The KV cache, and the scales of an FP8 one: docs/kv_scales.md."""
+
+    dtype: Literal["auto", "fp8_e4m3", "bfloat16"] = "auto"
+    """``auto``: FP8, and BF16 if the model's keys or values do not bear FP8, which the first replica measures.
+    ``fp8_e4m3``: such a model is refused at start, with the names of its layers."""
+
+    scales_policy: Literal["calibrate", "reuse", "unit"] = "reuse"
+    """What a weight version gets that comes without scales. ``calibrate``: the first replica that loads it measures
+    them, and all load the same. ``reuse``: those of the version before; 1 as long as none has come. ``unit``: 1."""
+
+    calibration: KVCalibrationConfig = KVCalibrationConfig()
+    """How the service measures scales, and whether a model bears FP8."""
+
+    @model_validator(mode="after")
+    def _scales_need_fp8(self) -> "KVCacheConfig":
+        if self.dtype == "bfloat16" and self.scales_policy == "calibrate":
+            raise ValueError(
+                "kv_cache.scales_policy is calibrate, but kv_cache.dtype is bfloat16, and a BF16 cache has no scales: "
+                "leave one out"
+            )
+        return self
 
 
 class EngineConfig(Config):
@@ -57,9 +114,6 @@ class EngineConfig(Config):
 
     max_model_len: int = Field(default=2048, gt=1)
     """Longest prompt + completion, in tokens."""
-
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "fp8_e4m3"
-    """``auto`` keeps the KV cache in BF16."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs of one replica; the shards live inside the replica (vLLM's ``mp`` executor)."""

@@ -20,6 +20,7 @@
     ├── InsufficientStorage       507  the disk has no room: says how many bytes are needed and how many are free
     ├── LogCorrupt                500  the weight log on disk is not what its manifest says
     ├── NonFiniteLogprob          500  the engine sampled a token whose logprob is not finite
+    ├── KVCacheUnfit              500  no scale makes FP8 keys and values bearable: names the layers
     └── EngineFailed              500  vLLM died or an update left it unusable: the replica restarts
 
 Each crosses process borders by pickle and HTTP as ``{"error": {"type", "message", "detail"}}``; ``from_wire`` makes
@@ -153,6 +154,10 @@ class LogCorrupt(RolloutServiceError):
 
 class NonFiniteLogprob(RolloutServiceError):
     """The engine sampled a token whose logprob is not finite."""
+
+
+class KVCacheUnfit(RolloutServiceError):
+    """The model's keys or values do not bear FP8, whatever the scale."""
 
 
 class EngineFailed(RolloutServiceError):

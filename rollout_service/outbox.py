@@ -9,6 +9,9 @@ from typing import Generic, Protocol, TypeVar
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
+FULL = "its queue is full"
+"""Why an item was dropped."""
+
 
 class HasCost(Protocol):
     """Something that takes up room."""
@@ -86,7 +89,3 @@ class Outbox(Generic[_Item]):
     def _count(self, tokens: int) -> None:
         self._queued_tokens += tokens
         self._queued(self._queued_tokens)
-
-
-FULL = "its queue is full"
-"""Why an item was dropped."""

@@ -13,6 +13,7 @@ PauseMode = Literal["keep", "wait", "abort"]
 OnAbort = Literal["continue", "return"]
 ReplicaState = Literal["starting", "syncing", "ready", "stale", "draining", "failed"]
 VersionState = Literal["staged", "committed", "live"]
+KVScalesFrom = Literal["trainer", "calibrate", "reuse", "unit"]
 MismatchSource = Literal["trainer", "shadow"]
 
 
@@ -93,6 +94,29 @@ class UpdateTimings(Frozen):
     """The part of ``closed_s`` that vLLM spent loading."""
 
 
+class KVCacheChoice(Frozen):
+    """What the KV cache is kept in, and why."""
+
+    dtype: Literal["fp8_e4m3", "bfloat16"]
+    why: str
+    judged_by: str = ""
+    """The replica and version that were measured; empty: it was not measured, but configured."""
+
+
+class KVCacheStatus(Frozen):
+    """The KV cache of one replica."""
+
+    choice: KVCacheChoice
+    saturated: dict[str, tuple[float, float]] = {}
+    """Layer → share of k, of v beyond the largest code, with the scales that it serves with; as last measured."""
+    measured_version: int | None = None
+    """The version that was measured; None: none yet, by this replica."""
+    measured_s: float | None = None
+    """How long that took, in which the replica was closed."""
+    unfit: dict[str, str] = {}
+    """Layer → why FP8 cannot serve its k and v, as last measured."""
+
+
 class ReplicaStatus(Frozen):
     """What one live engine replica last said of itself."""
 
@@ -110,6 +134,8 @@ class ReplicaStatus(Frozen):
     error: str | None = None
     update: UpdateTimings | None = None
     """Timings of its last update."""
+    kv_cache: KVCacheStatus | None = None
+    """None until its engine runs."""
     age_s: float = 0.0
     """Seconds since it last reported."""
 
@@ -142,8 +168,10 @@ class WeightStatus(Frozen):
     state: VersionState
     """``live``: every live replica serves this version or a newer one."""
     digest: str | None = None
-    """xxh3-128 over the manifest; None while staged."""
+    """xxh3-128 over the manifest, KV scales included once they are known; None while staged."""
     total_bytes: int = 0
+    kv_scales_from: KVScalesFrom | None = None
+    """Where the scales of its FP8 KV cache come from, see docs/kv_scales.md; None while staged."""
     missing_parts: tuple[int, ...] = ()
     """Parts that a staged upload still lacks."""
     error: Failure | None = None

@@ -1,5 +1,6 @@
 """What an FP8 KV cache with one scale per tensor would cost a layer, and whether that is too much."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -44,6 +45,12 @@ class ErrorLimits(Frozen):
 def fp8_round_trip(x: torch.Tensor, scale: float) -> torch.Tensor:
     """x as it comes out of an E4M3 cache: x / scale, clamped to ±448, rounded, times scale. fp32, x's shape."""
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float() * scale
+
+
+def masked_amax(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Largest |x| of x [batch, heads, tokens, head_dim] where ``counts`` [batch, tokens] bool; a scalar, fp32."""
+    of_position = torch.linalg.vector_norm(x.float(), math.inf, dim=(1, 3))
+    return torch.where(counts, of_position, 0).amax()
 
 
 def saturated_share(x: torch.Tensor, scale: float) -> float:

@@ -5,7 +5,6 @@ its kernel at each call: no class of a model is changed, and the kernel that com
 """
 
 import inspect
-import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rollout_service.calibration.fp8_error import ErrorSums, LayerError
+from rollout_service.calibration.fp8_error import ErrorSums, LayerError, masked_amax
 from rollout_service.calibration.scales import Amax, KVScales, ScaledFrom, scales_from_amax
 from rollout_service.errors import InvalidRequest
 
@@ -124,7 +123,7 @@ class Observation:
             return
         counts_q, counts_k = _counting(self._mask, q), _counting(self._mask, k)
         self._current[name] = torch.stack(
-            [_amax(q, counts_q), _amax(k, counts_k), _amax(v, counts_k)],
+            [masked_amax(q, counts_q), masked_amax(k, counts_k), masked_amax(v, counts_k)],
         )
         self._counted = counts_q.sum()
         if self._scales is not None:
@@ -237,11 +236,6 @@ def _counting(mask: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
             "cannot be observed"
         )
     return mask[:, -tokens:].to(x.device)
-
-
-def _amax(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    of_position = torch.linalg.vector_norm(x.float(), math.inf, dim=(1, 3))
-    return torch.where(counts, of_position, 0).amax()
 
 
 def _gathered(mine: Any, group: "torch.distributed.ProcessGroup | None") -> list[Any]:

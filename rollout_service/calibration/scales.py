@@ -56,11 +56,8 @@ class KVScales(Frozen):
     provenance: Provenance
 
     def named(self) -> dict[str, float]:
-        """Name → scale as a checkpoint stores them (vLLM loads these names): ``<layer>.q_scale``, ``k``, ``v``.
-
-        All three of a layer always: vLLM puts 1 for one that is missing.
-        """
-        return {f"{name}.{x}_scale": getattr(scales, x) for name, scales in self.layers.items() for x in TENSORS}
+        """See ``named_scales``."""
+        return named_scales(self.layers)
 
     def require_layers(self, expected: Sequence[str]) -> None:
         """Raise InvalidRequest unless there are scales for exactly these layers."""
@@ -131,34 +128,53 @@ def scales_from_amax(
     Raises InvalidRequest, with the layers' names, for zero, infinity or NaN, and when nothing was observed.
     """
     how = how or ScaledFrom()
-    largest: dict[str, Amax] = {}
-    micro_batches = 0
-    for rank in ranks:
-        for layer, observed in rank.items():
-            amax = _checked(layer, observed)
-            micro_batches = max(micro_batches, len(amax))
-            here = percentile_over_micro_batches(amax, how.percentile)
-            largest[layer] = np.maximum(largest.get(layer, here), here)
-    if not largest:
-        raise InvalidRequest("no q, k or v was observed: run at least one forward pass on at least one unmasked token")
-    _require_usable(largest)
-    layers = {}
-    for layer in sorted(largest, key=_in_depth):
-        exact = [float(amax) * how.margin / FP8_MAX for amax in largest[layer]]
-        q, k, v = map(rounded_up, exact) if how.power_of_two else exact
-        layers[layer] = LayerScales(q=q, k=k, v=v)
+    layers = layer_scales(largest_of_ranks(ranks, how.percentile), how)
     return KVScales(
         model=model,
         layers=layers,
         provenance=Provenance(
             tokens=tokens,
-            micro_batches=micro_batches,
+            micro_batches=max(len(np.asarray(observed)) for rank in ranks for observed in rank.values()),
             ranks=len(ranks),
             percentile=how.percentile,
             margin=how.margin,
             power_of_two=how.power_of_two,
         ),
     )
+
+
+def largest_of_ranks(ranks: Sequence[Mapping[str, npt.ArrayLike]], percentile: float = 99.9) -> dict[str, Amax]:
+    """The largest |q|, |k| and |v| of each layer, [3]: of each rank's percentile over micro-batches, the largest.
+
+    ``ranks`` as in ``scales_from_amax``, which raises the same.
+    """
+    largest: dict[str, Amax] = {}
+    for rank in ranks:
+        for layer, observed in rank.items():
+            here = percentile_over_micro_batches(_checked(layer, observed), percentile)
+            largest[layer] = np.maximum(largest.get(layer, here), here)
+    if not largest:
+        raise InvalidRequest("no q, k or v was observed: run at least one forward pass on at least one unmasked token")
+    _require_usable(largest)
+    return {layer: largest[layer] for layer in sorted(largest, key=_in_depth)}
+
+
+def layer_scales(largest: Mapping[str, Sequence[float] | Amax], how: ScaledFrom) -> dict[str, LayerScales]:
+    """Layer → scales, from the largest |q|, |k| and |v| of each."""
+    layers = {}
+    for layer, amax in largest.items():
+        exact = [float(x) * how.margin / FP8_MAX for x in amax]
+        q, k, v = map(rounded_up, exact) if how.power_of_two else exact
+        layers[layer] = LayerScales(q=q, k=k, v=v)
+    return layers
+
+
+def named_scales(layers: Mapping[str, LayerScales]) -> dict[str, float]:
+    """Name → scale as a checkpoint stores them (vLLM loads these names): ``<layer>.q_scale``, ``k``, ``v``.
+
+    All three of a layer always: vLLM puts 1 for one that is missing.
+    """
+    return {f"{name}.{x}_scale": getattr(scales, x) for name, scales in layers.items() for x in TENSORS}
 
 
 def rounded_up(scale: float) -> float:

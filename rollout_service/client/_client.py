@@ -15,7 +15,7 @@ from rollout_service.client._http import Http
 from rollout_service.client._mismatch import MismatchCalls
 from rollout_service.client._retry import Repeat
 from rollout_service.client._tensors import TensorSource, TensorThread, drain
-from rollout_service.client._upload import Progress, Quantize, Uploader
+from rollout_service.client._upload import Progress, Quantize, Uploader, named_scales
 from rollout_service.tasks import raise_first_failure
 from rollout_service.types import OnAbort, PauseMode, Rollout, WeightStatus
 from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource, UploadTensor
@@ -275,7 +275,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         if quantize not in get_args(Quantize):
             raise ValueError(f"quantize={quantize!r}: the service or the trainer quantizes, say which")
         commit = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s)
-        thread, scales = TensorThread(), None if kv_scales is None else kv_scales.named()
+        thread, scales = TensorThread(), named_scales(kv_scales)
 
         async def push() -> WeightStatus | None:
             try:
@@ -308,8 +308,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
         ``path`` must lie below one of the service's ``weights.source_roots``. Raises Forbidden if it does not.
         """
         commit = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s)
-        source, scales = PathSource(path=Path(path).absolute()), None if kv_scales is None else kv_scales.named()
-        await self._uploader.begin(BeginUpload(version=version, source=source, kv_scales=scales))
+        source = PathSource(path=Path(path).absolute())
+        await self._uploader.begin(BeginUpload(version=version, source=source, kv_scales=named_scales(kv_scales)))
         return await self._uploader.commit(version, commit)
 
 

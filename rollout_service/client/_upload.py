@@ -31,6 +31,7 @@ from rollout_service.weights.upload import (
 )
 
 if TYPE_CHECKING:
+    from rollout_service.calibration import KVScales
     from rollout_service.weights.convert import Converter
 
 logger = logging.getLogger("rollout_service.client")
@@ -78,6 +79,11 @@ def cut_parts(stream: Iterable[memoryview], part_bytes: int, free: list[memoryvi
         del view
     if data is not None and filled:
         yield _part(index, data[:filled])
+
+
+def named_scales(kv_scales: KVScales | None) -> dict[str, float] | None:
+    """As ``BeginUpload.kv_scales`` takes them."""
+    return None if kv_scales is None else kv_scales.named()
 
 
 class Uploader:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from rollout_service.client._upload import named_scales
 from rollout_service.types import PauseMode, WeightStatus
 from rollout_service.weights.upload import CommitUpload
 
@@ -45,5 +46,4 @@ async def push_refs(
     from rollout_service.weights.ref_source import buckets_of, push
 
     request = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s)
-    scales = None if kv_scales is None else kv_scales.named()
-    return await push(ingest, version, buckets_of(refs), request, scales)
+    return await push(ingest, version, buckets_of(refs), request, named_scales(kv_scales))

@@ -21,6 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from rollout_service.calibration.measurement import KVMeasurement
 from rollout_service.engine.load import RayStats, SchedulerLog
 from rollout_service.errors import EngineFailed, InvalidRequest, NonFiniteLogprob
 from rollout_service.metrics import table
@@ -133,14 +134,18 @@ class EngineAdapter:
         except Exception as error:
             raise EngineFailed(f"{folder} could not be staged: {error}") from error
 
-    async def load(self, folder: Path, version: int) -> float:
-        """Load a committed version while paused; returns seconds. Any failure leaves the engine broken."""
+    async def load(self, folder: Path, version: int, kv_scales: dict[str, float] | None = None) -> float:
+        """Load a committed version while paused; returns seconds. Any failure leaves the engine broken.
+
+        ``kv_scales``: of the FP8 cache; None: those in the manifest.
+        """
         started = time.perf_counter()
         self._require_sound()
         self._half_loaded = f"version {version} is half loaded"
+        info = {"folder": str(folder), "kv_scales": kv_scales}
         try:
             await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"folder": str(folder)}))
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
             await self._llm.finish_weight_update(weight_version=str(version))
         except Exception as error:
             self._half_loaded = f"loading version {version} failed: {error}"
@@ -150,6 +155,29 @@ class EngineAdapter:
             raise EngineFailed(self._half_loaded) from error
         self._half_loaded = None
         return time.perf_counter() - started
+
+    async def measure_kv(
+        self, sequences: list[list[int]], scales: dict[str, float] | None = None
+    ) -> tuple[KVMeasurement, ...]:
+        """What each rank sees of q, k and v in a forward pass beside all requests; call it while paused.
+
+        ``scales``: as in ``engine/kv_measure.py``. Raises EngineFailed, with the reason.
+        """
+        self._require_sound()
+        try:
+            ranks = await self._llm.collective_rpc("measure_kv", args=(sequences, scales))
+        except Exception as error:
+            raise EngineFailed(f"keys and values could not be measured: {error}") from error
+        return tuple(KVMeasurement.model_validate(rank) for rank in ranks)
+
+    async def set_kv_scales(self, scales: dict[str, float] | None) -> None:
+        """Other scales for the loaded weights, while paused and with nothing cached. A failure leaves it broken."""
+        self._require_sound()
+        try:
+            await self._llm.collective_rpc("set_kv_scales", args=(scales,))
+        except Exception as error:
+            self._half_loaded = f"loading KV scales failed: {error}"
+            raise EngineFailed(self._half_loaded) from error
 
     async def check_health(self) -> None:
         """Raise EngineFailed if the engine is dead or broken."""

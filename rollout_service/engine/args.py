@@ -37,7 +37,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
-        kv_cache_dtype=engine.kv_cache_dtype,
+        kv_cache_dtype=_kv_cache_dtype(config, on_cpu),
         block_size=engine.block_size,
         tensor_parallel_size=engine.tensor_parallel_size,
         distributed_executor_backend="mp" if engine.tensor_parallel_size > 1 else None,
@@ -97,14 +97,26 @@ def _quantization(config: ServiceConfig, not_converted: tuple[str, ...], on_cpu:
     return {"quantization_config": scheme}
 
 
-def _attention(config: ServiceConfig, on_cpu: bool) -> dict[str, Any]:
-    latent = "kv_lora_rank" in json.loads((config.model.path / "config.json").read_text())
-    if latent and on_cpu:
-        if config.engine.kv_cache_dtype != "auto":
+def _kv_cache_dtype(config: ServiceConfig, on_cpu: bool) -> str:
+    """vLLM's ``auto`` is the model's own dtype."""
+    dtype = config.kv_cache.dtype
+    if on_cpu and _has_latent_attention(config):
+        if dtype == "fp8_e4m3":
             raise ValueError(
                 f"{config.model.path} has latent attention (MLA), whose KV cache vLLM keeps in BF16 on the CPU: set "
-                "engine.kv_cache_dtype: auto"
+                "kv_cache.dtype: auto"
             )
+        return "auto"
+    return "auto" if dtype == "bfloat16" else "fp8_e4m3"
+
+
+def _has_latent_attention(config: ServiceConfig) -> bool:
+    return "kv_lora_rank" in json.loads((config.model.path / "config.json").read_text())
+
+
+def _attention(config: ServiceConfig, on_cpu: bool) -> dict[str, Any]:
+    latent = _has_latent_attention(config)
+    if latent and on_cpu:
         # the one for AMX frees kv_b_proj, so that no update can be loaded
         return {"attention_backend": "CPU_MLA"}
     backend = config.engine.attention_backend

@@ -16,13 +16,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollout_service.config import WeightsConfig
+from rollout_service.engine.kv_calibrator import KVScales, NoKVScales
+from rollout_service.engine.starting import REPORTS
 from rollout_service.errors import EngineFailed, InsufficientStorage, LogCorrupt, NotFound, NotReady
 from rollout_service.metrics import table
 from rollout_service.metrics.process import count_update, record
 from rollout_service.types import PauseMode, ReplicaState, ReplicaStatus, UpdateTimings
-from rollout_service.weights.copies import RAY_FAILURES, Copies
+from rollout_service.weights.ask import RAY_FAILURES
+from rollout_service.weights.copies import Copies
 from rollout_service.weights.fleet import Wish
 from rollout_service.weights.log import Head, WeightLog
+from rollout_service.weights.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +45,7 @@ class Engine(Protocol):
     async def pause(self, mode: PauseMode) -> None: ...
     async def resume(self) -> None: ...
     async def stage(self, folder: Path) -> None: ...
-    async def load(self, folder: Path, version: int) -> float: ...
+    async def load(self, folder: Path, version: int, kv_scales: dict[str, float] | None = None) -> float: ...
 
 
 class Follower:
@@ -57,12 +61,14 @@ class Follower:
         running: Callable[[], int] = lambda: 0,
         draining: Callable[[], bool] = lambda: False,
         copies: Copies | None = None,
+        kv_scales: KVScales | None = None,
     ) -> None:
         """``ingest``: handle of the ingest deployment. For the reports: ``running``, sequences in flight; ``draining``,
-        whether this replica gets no new ones any more. ``copies``: of this node, if it does not see the log."""
+        whether this replica gets no new ones any more. ``copies``: of this node, if it does not see the log.
+        ``kv_scales``: None: the cache has none."""
         self._replica_id, self._engine, self._ingest, self._config = replica_id, engine, ingest, config
         self._fingerprint, self._running, self._draining = fingerprint, running, draining
-        self._copies = copies
+        self._copies, self._kv_scales = copies, kv_scales or NoKVScales()
         self._log = WeightLog(config.root_here()) if copies is None else copies.log
         self._wish: Wish | None = None
         self._woken = asyncio.Event()
@@ -73,7 +79,6 @@ class Follower:
         self._pause: PauseMode | None = None
         self._error: str | None = None
         self._update: UpdateTimings | None = None
-        self._sequence = 0
         self._corrupt: Head | None = None
         self._wait_s = self._retry_at = 0.0
         self.version: int | None = None
@@ -102,11 +107,10 @@ class Follower:
 
     def status(self) -> ReplicaStatus:
         """What this replica says of itself."""
-        self._sequence += 1
         broken = self._engine.broken
         return ReplicaStatus(
             replica_id=self._replica_id,
-            sequence=self._sequence,
+            sequence=next(REPORTS),
             version=self.version,
             state="failed" if broken else "draining" if self._draining() else self._state,
             target=self._target,
@@ -114,6 +118,7 @@ class Follower:
             running=self._running(),
             error=broken or self._error,
             update=self._update,
+            kv_cache=self._kv_scales.status,
         )
 
     async def wait_version(self, version: int, timeout_s: float) -> bool:
@@ -221,10 +226,12 @@ class Follower:
     async def _to_version(self, head: Head) -> None:
         self._state, self._target = "syncing", head.version
         await self._report()  # before the first one, too: the ingest keeps what a replica says it is loading
-        stage_s = await self._stage(head)
+        manifest, stage_s = await self._stage(head)
+        kv_scales = await self._kv_scales.scales_for(manifest)
         closed = time.perf_counter()
         await self._engine.pause(head.mode)
-        load_s = await self._engine.load(self._log.folder(head.version), head.version)
+        load_s = await self._engine.load(self._log.folder(head.version), head.version, kv_scales)
+        await self._kv_scales.loaded(manifest)
         if self._pause is None:
             await self._engine.resume()
         closed_s = time.perf_counter() - closed
@@ -238,35 +245,35 @@ class Follower:
             self._copies.release(but=head.version)
         logger.info("version %d: staged %.3f s, closed %.3f s", head.version, stage_s, closed_s)
 
-    async def _stage(self, head: Head) -> float:
-        """Have every byte here and next to the model, checked, while the engine serves; returns seconds.
+    async def _stage(self, head: Head) -> tuple[Manifest, float]:
+        """Have every byte here and next to the model, checked, while the engine serves; returns seconds, too.
 
         Raises LogCorrupt, or what fetching or the engine raises.
         """
         started = time.perf_counter()
-        await self._fetch(head)
+        manifest = await self._fetch(head)
         await self._engine.stage(self._log.folder(head.version))
-        return time.perf_counter() - started
+        return manifest, time.perf_counter() - started
 
-    async def _fetch(self, head: Head) -> None:
+    async def _fetch(self, head: Head) -> Manifest:
         if self._copies is None:
-            await self._check(head)
-            return
+            return await self._check(head)
         await self._copies.fetch(head)
         try:
-            await self._check(head)
+            return await self._check(head)
         except LogCorrupt as error:
             logger.warning("fetching version %d anew: %s", head.version, error)
             await self._copies.forget(head.version)
             await self._copies.fetch(head)
-            await self._check(head)
+            return await self._check(head)
 
-    async def _check(self, head: Head) -> None:
+    async def _check(self, head: Head) -> Manifest:
         try:
             manifest = await asyncio.to_thread(self._log.manifest, head.version)
             if manifest.fingerprint != self._fingerprint:
                 raise LogCorrupt(f"version {head.version} in {self._log.root} belongs to another model")
             await asyncio.to_thread(self._log.verify, manifest)
+            return manifest
         except (OSError, LogCorrupt) as error:
             if head.version not in self._log.versions():
                 raise NotFound(f"version {head.version} was removed while it was read") from error

@@ -5,7 +5,7 @@ kernel reads which differs, so they are only ever changed by vLLM's own loader, 
 back afterwards. They therefore follow a version however its weights were loaded.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def load_kv_scales(model: torch.nn.Module, model_config: Any, scales: Mapping[st
 
     Raises RuntimeError if a name is of no layer, a layer gets none, or vLLM holds something else afterwards.
     """
-    layers = {name.removesuffix(_ATTENTION): layer for name, layer in _layers(model)}
+    layers = layers_by_name(model)
     if not layers:  # a BF16 cache
         return 0
     named = {f"{name}.{x}_scale": 1.0 for name in layers for x in TENSORS} if scales is None else dict(scales)
@@ -41,6 +41,15 @@ def load_kv_scales(model: torch.nn.Module, model_config: Any, scales: Mapping[st
     if wrong := [line for name, layer in changed.items() for line in _differing(name, layer, wanted)]:
         raise RuntimeError(f"vLLM holds other KV scales than were loaded: {', '.join(wrong[:5])}")
     return len(TENSORS) * len(changed)
+
+
+def layers_by_name(model: torch.nn.Module) -> dict[str, Attention]:
+    """vLLM's attention layers with an FP8 cache, by their names in a checkpoint: ``model.layers.0.self_attn``."""
+    return {
+        name.removesuffix(_ATTENTION): module
+        for name, module in model.named_modules()
+        if isinstance(module, Attention) and is_quantized_kv_cache(module.kv_cache_dtype)
+    }
 
 
 def held_scales(layer: torch.nn.Module) -> dict[str, list[float]]:
@@ -60,12 +69,6 @@ def _load(name: str, layer: torch.nn.Module, model_config: Any, wanted: Mapping[
             raise RuntimeError(f"{name}: this engine cannot load KV scales, and the version has some")
         parameter.weight_loader(parameter, wanted[f"{name}.{x}_scale"])
     finalize_layerwise_reload(layer, model_config)
-
-
-def _layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, module in model.named_modules():
-        if isinstance(module, Attention) and is_quantized_kv_cache(module.kv_cache_dtype):
-            yield name, module
 
 
 def _has(name: str, layer: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> bool:

@@ -9,15 +9,19 @@ from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.args import engine_args, not_converted
+from rollout_service.engine.calibration_batch import CalibrationBatch
 from rollout_service.engine.follower import Follower
+from rollout_service.engine.kv_cache import chosen_before, fallen_back, with_kv_cache
+from rollout_service.engine.kv_calibrator import KVCalibrator, KVScales, NoKVScales
 from rollout_service.engine.load import autoscaling_stats, show_load
 from rollout_service.engine.plugin import register
 from rollout_service.engine.starting import Announcement
-from rollout_service.errors import EngineFailed, NotReady, Overloaded, TooEarly
+from rollout_service.errors import EngineFailed, KVCacheUnfit, NotReady, Overloaded, TooEarly
 from rollout_service.routing import STATS_PERIOD_S
 from rollout_service.sampling import GenerateCall
-from rollout_service.types import ReplicaStatus, Rollout
-from rollout_service.weights.copies import copies_for
+from rollout_service.types import KVCacheChoice, ReplicaStatus, Rollout
+from rollout_service.weights.ask import ask
+from rollout_service.weights.copies import Copies, copies_for
 from rollout_service.weights.served_model import ServedModel
 
 VERSION_WAIT_S = 0.5
@@ -32,30 +36,60 @@ class EngineReplica:
     async def __init__(self, config: ServiceConfig, ingest: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         register()
         model = ServedModel.load(config.model.path)
-        plan = model.plan(config.quant, config.engine.tensor_parallel_size)
         self._config = config
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._stats_asked_at: float | None = None
         self._admission = AdmissionLimit(config.engine.admission_limit)
+        self._batch = CalibrationBatch(config.kv_cache.calibration, model.vocab_size, config.engine.max_model_len)
+        copies = await copies_for(config.weights.root_here(), ingest, config.weights.poll_s)
         with Announcement(self._replica_id, ingest, config.weights.poll_s) as announcement:
-            self._engine = EngineAdapter(engine_args(config, not_converted(model, plan), model.has_tokenizer))
+            choice = chosen_before(config.kv_cache.dtype, model, await ask(ingest, "kv_cache"))
             try:
-                await self._engine.connect()
-                self._follower = Follower(
-                    self._replica_id,
-                    self._engine,
-                    ingest,
-                    config.weights,
-                    model.fingerprint,
-                    lambda: self._admission.running,
-                    self._draining,
-                    await copies_for(config.weights.root_here(), ingest, config.weights.poll_s),
-                )
-                announcement.status = self._follower.status
-                await self._follower.start()
-            except BaseException:
-                self._engine.shutdown()
-                raise
+                await self._start(ingest, model, choice, copies, announcement)
+            except KVCacheUnfit as unfit:
+                if config.kv_cache.dtype != "auto":
+                    raise
+                choice = await fallen_back(ingest, unfit)
+                await self._start(ingest, model, choice, copies, announcement)
+
+    async def _start(
+        self,
+        ingest: Any,
+        model: ServedModel,
+        choice: KVCacheChoice | None,
+        copies: Copies | None,
+        announcement: Announcement,
+    ) -> None:
+        """Have an engine at the newest version. ``choice``: of its KV cache; None: FP8, if the model bears it."""
+        config = self._config if choice is None else with_kv_cache(self._config, choice)
+        left_in_bf16 = not_converted(model, model.plan(config.quant, config.engine.tensor_parallel_size))
+        self._engine = EngineAdapter(engine_args(config, left_in_bf16, model.has_tokenizer))
+        try:
+            await self._engine.connect()
+            self._follower = Follower(
+                self._replica_id,
+                self._engine,
+                ingest,
+                config.weights,
+                model.fingerprint,
+                lambda: self._admission.running,
+                self._draining,
+                copies,
+                self._kv_scales(ingest, choice),
+            )
+            announcement.status = self._follower.status
+            await self._follower.start()
+        except BaseException as error:
+            if isinstance(error, KVCacheUnfit):  # another engine may follow, and a dead one be no failure
+                announcement.start_over()
+            self._engine.shutdown()
+            raise
+
+    def _kv_scales(self, ingest: Any, choice: KVCacheChoice | None) -> KVScales:
+        if choice is not None and choice.dtype == "bfloat16":
+            return NoKVScales(choice)
+        poll_s = self._config.weights.poll_s
+        return KVCalibrator(self._replica_id, self._engine, ingest, self._batch, choice, poll_s)
 
     async def generate(self, call: GenerateCall) -> Rollout:
         """The completions of one prompt; cancelling the call aborts them.
@@ -73,12 +107,14 @@ class EngineReplica:
                 )
         except (EngineFailed, NotReady, Overloaded, TooEarly) as error:
             raise type(error)(error.message, {**error.detail, "replica_id": self._replica_id}) from error
-        return Rollout(
+        rollout = Rollout(
             request_id=call.request_id,
             prompt_token_ids=call.prompt_token_ids,
             completions=completions,
             replica_id=self._replica_id,
         )
+        self._batch.add(rollout)
+        return rollout
 
     async def status(self) -> ReplicaStatus:
         """What this replica says of itself."""

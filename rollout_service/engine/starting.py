@@ -1,14 +1,18 @@
 """A replica that starts is seen: it reports before its engine exists, and while loading keeps the event loop busy."""
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable
 from typing import Any, Self
 
 from rollout_service.types import ReplicaStatus
-from rollout_service.weights.copies import RAY_FAILURES
+from rollout_service.weights.ask import RAY_FAILURES
 
 logger = logging.getLogger(__name__)
+
+REPORTS = itertools.count()
+"""Numbers the reports of this process's replica, so that one overtaken on its way is not taken for news."""
 
 
 class Announcement:
@@ -16,9 +20,9 @@ class Announcement:
 
     def __init__(self, replica_id: str, ingest: Any, period_s: float) -> None:
         """``ingest``: handle of the ingest deployment."""
-        starting = ReplicaStatus(replica_id=replica_id, version=None, state="starting")
-        self.status: Callable[[], ReplicaStatus] = lambda: starting
-        """What is reported. Any other report is newer than the one that this replica is starting."""
+        self._replica_id = replica_id
+        self.status: Callable[[], ReplicaStatus] = self._starting
+        """What is reported."""
         self._ingest, self._period_s = ingest, period_s
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._report, name="announce", daemon=True)
@@ -29,6 +33,13 @@ class Announcement:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
+
+    def start_over(self) -> None:
+        """The engine that was being started is given up for another one."""
+        self.status = self._starting
+
+    def _starting(self) -> ReplicaStatus:
+        return ReplicaStatus(replica_id=self._replica_id, sequence=next(REPORTS), version=None, state="starting")
 
     def _report(self) -> None:
         while not self._ended.is_set():

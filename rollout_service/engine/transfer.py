@@ -24,7 +24,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
+from rollout_service.calibration.measurement import KVMeasurement
 from rollout_service.engine.held_tensors import Held, Unbound, bind_to_parameters, held_tensors
+from rollout_service.engine.kv_measure import measure_kv
 from rollout_service.engine.kv_scales import load_kv_scales
 from rollout_service.engine.load_plan import CopyRecorder, LoadPlan, NoPlan
 from rollout_service.engine.plugin import STAGING_KEY
@@ -45,6 +47,8 @@ class LogUpdateInfo(WeightTransferUpdateInfo):
 
     folder: str
     """The version's folder in the log."""
+    kv_scales: dict[str, float] | None = None
+    """Those of the version, if they are not in its manifest."""
 
 
 class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
@@ -98,7 +102,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         folder = Path(update_info.folder)
         staged = self._area.staged(folder) if self._area is not None else None
         manifest = staged.manifest if staged is not None else read_manifest(folder)
-        self._kv_scales = manifest.kv_scales
+        self._kv_scales = manifest.kv_scales if update_info.kv_scales is None else update_info.kv_scales
         if staged is not None and self._plan is not None and self._plan.layout == staged.layout:
             self._plan.run()
             self.report = {"way": "plan", "copies": self._plan.num_copies}
@@ -115,6 +119,14 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
             self._is_layerwise = False
             self._learn()
         self.report["kv_scales"] = load_kv_scales(self.model, self.model_config, self._kv_scales)
+
+    def set_kv_scales(self, scales: dict[str, float] | None) -> None:
+        """Other scales for the same weights. Nothing may be cached; raises what ``load_kv_scales`` raises."""
+        load_kv_scales(self.model, self.model_config, scales)
+
+    def measure_kv(self, sequences: list[list[int]], scales: dict[str, float] | None) -> KVMeasurement:
+        """See ``engine/kv_measure.py``."""
+        return measure_kv(self.model, self.vllm_config, self.device, sequences, scales)
 
     def shutdown(self) -> None:
         """Let the reading end."""

@@ -16,7 +16,7 @@ from rollout_service.metrics import table
 from rollout_service.metrics.process import stages
 from rollout_service.metrics.state import ServiceState
 from rollout_service.metrics.table import OURS, Metric
-from rollout_service.types import ReplicaState, ReplicaStatus, VersionState, WeightStatus
+from rollout_service.types import KVCacheStatus, ReplicaState, ReplicaStatus, VersionState, WeightStatus
 
 MEASURED_VERSIONS = 8
 """Newest versions of which the mismatch is shown; ``GET /v1/mismatch`` has all that are kept."""
@@ -63,6 +63,9 @@ def exposition(state: ServiceState, mismatch: Iterable[MismatchStatistics] = ())
         _replica(samples, status, state)
     for version in state.versions:
         _version(samples, version, state)
+    if state.kv_scales.drift is not None:
+        samples.add(table.KV_SCALE_DRIFT, state.kv_scales.drift)
+    _kv_caches(samples, {status.replica_id: status.kv_cache for status in state.fleet.replicas if status.kv_cache})
     _mismatch(samples, _current(tuple(mismatch), {status.replica_id for status in state.fleet.replicas}))
     registry = CollectorRegistry()
     registry.register(samples)
@@ -142,6 +145,24 @@ def _version(samples: _Samples, status: WeightStatus, state: ServiceState) -> No
         samples.add(table.STAGED_FAILED, status.error is not None, version)
     elif version in state.committed_at:
         samples.add(table.VERSION_COMMITTED, state.committed_at[version], version)
+    for name, scale in state.kv_scales.by_version.get(version, {}).items():
+        layer, _, tensor = name.removesuffix("_scale").rpartition(".")
+        samples.add(table.KV_SCALE, scale, version, layer, tensor)
+
+
+def _kv_caches(samples: _Samples, caches: Mapping[str, KVCacheStatus]) -> None:
+    newest = max((cache.measured_version or 0 for cache in caches.values()), default=0)
+    for replica, cache in caches.items():
+        samples.add(table.KV_CACHE_FP8, cache.choice.dtype == "fp8_e4m3", replica)
+        if cache.measured_version is None or cache.measured_s is None:
+            continue
+        samples.add(table.KV_MEASURED_VERSION, cache.measured_version, replica)
+        samples.add(table.KV_MEASURED_SECONDS, cache.measured_s, replica)
+        if cache.measured_version == newest:
+            samples.add(table.KV_UNFIT, len(cache.unfit), replica)
+            for layer, shares in cache.saturated.items():
+                for tensor, share in zip("kv", shares, strict=True):
+                    samples.add(table.KV_SATURATED, share, replica, layer, tensor)
 
 
 def _current(rows: Sequence[MismatchStatistics], live: set[str]) -> list[MismatchStatistics]:

@@ -5,6 +5,8 @@ import shutil
 import time
 from pathlib import Path
 
+from pydantic import Field
+
 from rollout_service.config import ScalingConfig
 from rollout_service.types import Fleet, Frozen, ReplicaState, ReplicaStatus, WeightStatus
 from rollout_service.weights.log import WeightLog
@@ -13,6 +15,15 @@ from rollout_service.weights.manifest import MANIFEST_FILE
 _REMEMBERED = 1024
 """Times of commits that are kept; those of older versions are forgotten."""
 _OVER = ("draining", "failed")
+
+
+class KVScalesState(Frozen):
+    """Scales of the FP8 KV cache."""
+
+    by_version: dict[int, dict[str, float]] = Field(default_factory=dict)
+    """Version → ``<attention layer>.{q,k,v}_scale`` → scale; not of those with 1 everywhere, or that await theirs."""
+    drift: float | None = None
+    """The largest factor, less 1, between one of the newest and the same one of the version before; None: not known."""
 
 
 class ServiceState(Frozen):
@@ -33,6 +44,7 @@ class ServiceState(Frozen):
     """Those that failed, or went without having drained."""
     log_bytes: int
     log_free_bytes: int
+    kv_scales: KVScalesState = KVScalesState()
 
 
 class Observer:
@@ -62,7 +74,9 @@ class Observer:
         if replica_id in self._states:
             self._states[replica_id] = "draining"
 
-    async def state(self, fleet: Fleet, versions: tuple[WeightStatus, ...]) -> ServiceState:
+    async def state(
+        self, fleet: Fleet, versions: tuple[WeightStatus, ...], kv_scales: KVScalesState | None = None
+    ) -> ServiceState:
         """The service now."""
         committed = [status.version for status in versions if status.state != "staged"]
         for version, at in (await asyncio.to_thread(self._commit_times, committed)).items():
@@ -81,6 +95,7 @@ class Observer:
             replica_failures=self._failures,
             log_bytes=log_bytes,
             log_free_bytes=shutil.disk_usage(self._log.root).free,
+            kv_scales=kv_scales or KVScalesState(),
         )
 
     def _commit_times(self, versions: list[int]) -> dict[int, float]:

@@ -119,6 +119,11 @@ UPDATE_SECONDS = _process(
     _UPDATE_S,
 )  # fmt: skip
 UPDATE_BYTES = _process("update_bytes_total", "counter", "bytes", (), "Bytes of the versions that a replica loaded.")
+KV_CALIBRATION_SECONDS = _process(
+    "kv_calibration_seconds", "histogram", "seconds", (),
+    "A replica's time for measuring keys and values of one version: a part of its update's closed.",
+    _UPDATE_S,
+)  # fmt: skip
 
 SEQUENCES = _process(
     "sequences", "gauge", "", ("state",),
@@ -221,6 +226,39 @@ STAGED_FAILED = _service(
 )
 LOG_BYTES = _service("log_bytes", "gauge", "bytes", (), "Size of all files below weights.root.")
 LOG_FREE_BYTES = _service("log_free_bytes", "gauge", "bytes", (), "Free bytes on that disk.")
+
+# --- the KV cache and its scales: docs/kv_scales.md
+
+KV_SCALE = _service(
+    "kv_scale", "gauge", "", ("version", "layer", "tensor"),
+    "Scale of the FP8 KV cache, for q, k and v of each layer. Versions on disk whose scales are known; one without has "
+    "1 everywhere, or awaits its measurement.",
+)  # fmt: skip
+KV_SCALE_DRIFT = _service(
+    "kv_scale_drift_ratio", "gauge", "ratio", (),
+    "The largest factor, less 1, between a scale of the newest version and the same one of the version before: 0 if "
+    "none has changed. Missing until the ingest has seen two.",
+)  # fmt: skip
+KV_CACHE_FP8 = _service(
+    "kv_cache_fp8", "gauge", "", ("replica",),
+    "1: it keeps keys and values in FP8; 0: in BF16. GET /v1/fleet says why.",
+)  # fmt: skip
+KV_MEASURED_VERSION = _service(
+    "kv_measured_version", "gauge", "versions", ("replica",),
+    "The version whose keys and values it measured last. One replica measures for all.",
+)  # fmt: skip
+KV_MEASURED_SECONDS = _service(
+    "kv_measured_seconds", "gauge", "seconds", ("replica",), "How long that took, while it was closed."
+)
+KV_SATURATED = _service(
+    "kv_saturated_ratio", "gauge", "ratio", ("replica", "layer", "tensor"),
+    "Share of a layer's k, of v beyond the largest FP8 code, with the scales that are served. Of the newest "
+    "measurement, and of the replica that made it, alone: older ones are of other scales.",
+)  # fmt: skip
+KV_UNFIT = _service(
+    "kv_unfit_layers", "gauge", "", ("replica",),
+    "Layers whose keys or values FP8 cannot keep, by the same measurement. GET /v1/fleet names them.",
+)  # fmt: skip
 
 # --- mismatch, per version, replica and who scored (source: trainer, shadow); lr = scored - sampled logprob
 

@@ -8,7 +8,7 @@ from typing import Any
 from ray import serve
 
 from rollout_service.config import ServiceConfig
-from rollout_service.config_engine import QuantConfig
+from rollout_service.config_engine import KVCacheConfig, QuantConfig
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.args import engine_args
 from rollout_service.engine.follower import Follower
@@ -30,7 +30,6 @@ def shadow_config(config: ServiceConfig) -> ServiceConfig:
     """The same service with everything that this measures left out: BF16 weights and KV cache."""
     engine = config.engine.model_copy(
         update={
-            "kv_cache_dtype": "auto",
             "max_num_seqs": config.shadow.max_num_seqs,
             "gpu_memory_utilization": config.shadow.gpu_memory_utilization,
             # nobody waits while it loads, and a second copy of BF16 weights would be large
@@ -38,7 +37,8 @@ def shadow_config(config: ServiceConfig) -> ServiceConfig:
         }
     )
     weights = config.weights.model_copy(update={"root": unquantized_root(config.weights.root)})
-    return config.model_copy(update={"quant": QuantConfig(weights="none"), "engine": engine, "weights": weights})
+    bf16 = {"quant": QuantConfig(weights="none"), "kv_cache": KVCacheConfig(dtype="bfloat16")}
+    return config.model_copy(update={**bf16, "engine": engine, "weights": weights})
 
 
 class ShadowReplica:

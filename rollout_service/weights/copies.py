@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import ray
 from pydantic import ValidationError
-from ray.exceptions import RayError, RayTaskError
-from ray.serve.exceptions import RayServeException
+from ray.exceptions import RayError
 
-from rollout_service.errors import LogCorrupt, LogLocked, NotFound, NotReady
+from rollout_service.errors import LogCorrupt, LogLocked
+from rollout_service.weights.ask import RAY_FAILURES, ask, away
 from rollout_service.weights.files import DISK_FULL, WriterLock, no_room, sync_folder
 from rollout_service.weights.log import Head, WeightLog
 from rollout_service.weights.manifest import read_manifest
@@ -31,8 +31,6 @@ from rollout_service.weights.offers import CHUNK_BYTES, LogFile, Newest
 
 logger = logging.getLogger(__name__)
 
-RAY_FAILURES = (RayError, RayServeException)
-"""The ingest is away, or answered with an error."""
 _KEPT = 2
 """The newest copy and the one before: a replica that starts may be reading it."""
 _LOCK_TURN_S = 1.0
@@ -77,7 +75,7 @@ class Copies:
 
     async def look(self) -> None:
         """Ask the ingest what is newest. Raises NotReady if it is away, LogCorrupt if it writes another log now."""
-        newest: Newest = await self._ask("newest")
+        newest: Newest = await ask(self._ingest, "newest")
         if newest.origin.log != self.newest.origin.log:
             raise LogCorrupt(
                 f"the ingest writes another log now ({newest.origin.log}, newest version {newest.head.version}; it was "
@@ -143,7 +141,7 @@ class Copies:
         staged = self.log.staging(head.version)
         for other in [path for path in staged.parent.glob("*") if path != staged]:
             await asyncio.to_thread(shutil.rmtree, other)
-        files: tuple[LogFile, ...] = await self._ask("files", head.version)
+        files: tuple[LogFile, ...] = await ask(self._ingest, "files", head.version)
         try:
             staged.mkdir(parents=True, exist_ok=True)
             for file in files:
@@ -161,11 +159,11 @@ class Copies:
         with path.open("ab") as stream:
             stream.truncate(whole * self._chunk_bytes)
             for index in range(whole, -(-file.nbytes // self._chunk_bytes)):
-                (ref,) = await self._ask("chunk", version, file.name, index)
+                (ref,) = await ask(self._ingest, "chunk", version, file.name, index)
                 try:
                     await asyncio.to_thread(_append, stream.fileno(), ref)
                 except RayError as error:
-                    raise _away(error) from error
+                    raise away(error) from error
             await asyncio.to_thread(os.fsync, stream.fileno())
 
     def _take_in(self, head: Head, staged: Path) -> None:
@@ -187,20 +185,6 @@ class Copies:
         for version in self.log.versions()[:-_KEPT]:
             if _nobody_holds(self.log.folder(version)):
                 self.log.drop(version)
-
-    async def _ask(self, method: str, *args: object) -> Any:
-        try:
-            return await getattr(self._ingest, method).remote(*args)
-        except RayTaskError as error:
-            if isinstance(error.cause, NotFound | LogCorrupt):
-                raise error.cause from None
-            raise _away(error) from error
-        except RAY_FAILURES as error:
-            raise _away(error) from error
-
-
-def _away(error: Exception) -> NotReady:
-    return NotReady(f"the ingest, which has the log, does not answer: {error}")
 
 
 def _append(fd: int, ref: ray.ObjectRef) -> None:

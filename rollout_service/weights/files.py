@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 from typing import Self
 
-from rollout_service.errors import InsufficientStorage, LogLocked
+import xxhash
+
+from rollout_service.errors import InsufficientStorage, LogCorrupt, LogLocked
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What the system says when it has no room."""
@@ -64,6 +66,27 @@ def write_synced(path: Path, text: str) -> None:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def write_sealed(path: Path, text: str) -> None:
+    """Replace ``path`` durably and at once by ``text``, one line, and its xxh3-128 on a line of its own."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    write_synced(temporary, f"{text}\n{xxhash.xxh3_128_hexdigest(text.encode())}\n")
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def read_sealed(path: Path) -> str | None:
+    """What ``write_sealed`` wrote; None if there is nothing. Raises LogCorrupt for a damaged file."""
+    try:
+        text, _, digest = path.read_text().rstrip("\n").rpartition("\n")
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError as error:
+        raise LogCorrupt(f"{path} does not parse: {error}") from error
+    if xxhash.xxh3_128_hexdigest(text.encode()) != digest:
+        raise LogCorrupt(f"{path} does not hash to the digest on its last line")
+    return text
 
 
 def sync_folder(folder: Path) -> None:

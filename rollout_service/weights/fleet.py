@@ -73,6 +73,10 @@ class FleetTable:
         obeyed = all(state == paused for state in states)
         return self.is_complete() and bool(states or self._may_be_empty) and obeyed
 
+    def is_loading(self, replica_id: str, version: int) -> bool:
+        """Whether a replica is live and on its way to a version."""
+        return any(status.replica_id == replica_id and status.target == version for status in self.live())
+
     def in_use(self) -> set[int]:
         """Versions that a live replica serves or is loading: their files must stay."""
         return {v for status in self.live() for v in (status.version, status.target) if v is not None}

@@ -5,20 +5,22 @@ Its state is the log plus what replicas report; when it restarts it has both aga
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
 
 from ray import ObjectRef
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import CommitTimeout, LogCorrupt, NotFound, NotReady, RolloutServiceError, VersionConflict
 from rollout_service.metrics.process import counted_commit
-from rollout_service.metrics.state import Observer, ServiceState
+from rollout_service.metrics.state import KVScalesState, Observer, ServiceState
+from rollout_service.tasks import Changes, Unabandoned
 from rollout_service.types import Fleet, PauseMode, ReplicaStatus, WeightStatus
+from rollout_service.weights.content import Content
 from rollout_service.weights.convert import Converter
 from rollout_service.weights.files import DISK_FULL, WriterLock, no_room
 from rollout_service.weights.fleet import FleetTable, Wish
+from rollout_service.weights.kv_desk import KVDesk
 from rollout_service.weights.kv_scales import KVScalesRule
 from rollout_service.weights.log import Control, WeightLog
 from rollout_service.weights.manifest import Manifest, Recipe
@@ -32,7 +34,6 @@ from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource
 from rollout_service.weights.uploads import Uploads
 
 logger = logging.getLogger(__name__)
-_Result = TypeVar("_Result")
 
 
 class Ingest:
@@ -63,11 +64,14 @@ class Ingest:
         self._fleet = FleetTable(config.weights.dead_after_s, may_be_empty=config.scaling.min_replicas == 0)
         self._observer = Observer(self._log, config.scaling)
         self._writing, self._controlling = asyncio.Lock(), asyncio.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        # half a commit is neither staged nor committed: it is finished if its caller goes away
+        self._unabandoned = Unabandoned()
         self._noted: frozenset[str] = frozenset()
         self._endless: list[asyncio.Task[None]] = []
-        self._contents: dict[int, tuple[str, int]] = {}
-        self._changed = asyncio.Condition()
+        self._contents: dict[int, Content] = {}
+        self._changes = Changes()
+        self.kv = KVDesk(config, self._log, self._kv_scales, self._fleet, self._changes)
+        """Where replicas that measure KV scales turn to."""
 
     @property
     def upload_url(self) -> str:
@@ -89,7 +93,7 @@ class Ingest:
         except BaseException:
             await self.stop()
             raise
-        self._background(self._expire_staged())
+        self._endless.append(asyncio.create_task(self._expire_staged()))
 
     async def stop(self) -> None:
         """Let go of the log; what is staged stays on disk. Half a commit is finished first."""
@@ -120,6 +124,7 @@ class Ingest:
                 f"{self._config.model.path} with quant={self._config.quant.model_dump()}: name another weights.root"
             )
         self._kv_scales.remember(manifest)
+        self.kv.remember(head.version)
         await asyncio.to_thread(self._log.remove_uncommitted)
         await self._uploads.recover()
         self._wish = self._current_wish()
@@ -135,7 +140,7 @@ class Ingest:
 
         Raises VersionConflict, InvalidManifest, InsufficientStorage, Forbidden or NotFound.
         """
-        return await self._to_the_end(self._begin(begin))
+        return await self._unabandoned.run(self._begin(begin))
 
     async def _begin(self, begin: BeginUpload, objects: RefSource | None = None) -> UploadPlan:
         self._kv_scales.check(begin.kv_scales)
@@ -156,7 +161,7 @@ class Ingest:
         """
         source = await asyncio.to_thread(RefSource, buckets)
         begin, meant = source.announced(version, kv_scales)
-        await self._to_the_end(self._begin(begin, source))
+        await self._unabandoned.run(self._begin(begin, source))
         return await self.commit(version, request.model_copy(update={"upload_digest": meant}))
 
     def staged(self, version: int) -> StagedVersion:
@@ -172,7 +177,7 @@ class Ingest:
 
         Raises NotFound, UploadIncomplete, VersionConflict, QuantizationError, or CommitTimeout.
         """
-        await self._to_the_end(self._commit(version, request))
+        await self._unabandoned.run(self._commit(version, request))
         if request.wait == "all":
             await self.wait_live(version, request.timeout_s)
         return await self.status(version)
@@ -182,7 +187,7 @@ class Ingest:
 
         Replicas that start are not waited for: they take no request before they are at the newest version.
         """
-        if not await self._wait(lambda: self._fleet.all_serve(version), timeout_s):
+        if not await self._changes.wait(lambda: self._fleet.all_serve(version), timeout_s):
             raise CommitTimeout(
                 f"version {version} is committed, but after {timeout_s} s not all replicas serve it; they go on trying",
                 {"version": version, "replicas": [s.model_dump(mode="json") for s in self._fleet.live()]},
@@ -190,20 +195,19 @@ class Ingest:
 
     async def discard(self, version: int) -> None:
         """Drop a staged version. Raises VersionConflict for a committed one, NotFound."""
-        await self._to_the_end(self._discard(version))
+        await self._unabandoned.run(self._discard(version))
 
     async def status(self, version: int) -> WeightStatus:
         """Where ``version`` stands. Raises NotFound."""
         if version in self._uploads.staged_versions:
             return self._uploads.staged(version).status()
-        if version not in self._contents:  # parsed once, and not here: a mixture of experts has 40 000 entries
-            self._contents[version] = await asyncio.to_thread(self._read_content, version)
-        digest, total_bytes = self._contents[version]
+        content = await self._content(version)
         return WeightStatus(
             version=version,
             state="live" if self._fleet.all_serve(version) else "committed",
-            digest=digest,
-            total_bytes=total_bytes,
+            digest=content.digest,
+            total_bytes=content.total_bytes,
+            kv_scales_from=content.kv_scales_from,
             replicas=self._fleet.live(),
         )
 
@@ -220,8 +224,8 @@ class Ingest:
 
     async def set_paused(self, paused: bool, mode: PauseMode, timeout_s: float) -> None:
         """Pause or resume every replica, later ones too; returns when all live ones have, or raises NotReady."""
-        await self._to_the_end(self._set_control(Control(paused=paused, mode=mode)))
-        if not await self._wait(lambda: self._fleet.all_paused(paused), timeout_s):
+        await self._unabandoned.run(self._set_control(Control(paused=paused, mode=mode)))
+        if not await self._changes.wait(lambda: self._fleet.all_paused(paused), timeout_s):
             raise NotReady(
                 f"not every replica is {'paused' if paused else 'resumed'} after {timeout_s} s; they go on trying",
                 {"replicas": [status.model_dump(mode="json") for status in self._fleet.live()]},
@@ -240,7 +244,10 @@ class Ingest:
     async def state(self) -> ServiceState:
         """What ``GET /metrics`` is made of. Raises NotReady until there is a version 0."""
         self._observe()
-        return await self._observer.state(await self.fleet(), tuple(await self.versions()))
+        fleet, versions = await self.fleet(), tuple(await self.versions())
+        known = {version: c.kv_scales for version, c in self._contents.items() if c.kv_scales is not None}
+        kv_scales = KVScalesState(by_version=known, drift=self._kv_scales.drift)
+        return await self._observer.state(fleet, versions, kv_scales)
 
     # --- replicas
 
@@ -249,7 +256,7 @@ class Ingest:
         await self.report(status)
         if self._wish is None:
             raise NotReady("version 0 is still being made from the model's folder")
-        await self._wait(lambda: self._wish != seen, self._config.weights.poll_s)
+        await self._changes.wait(lambda: self._wish != seen, self._config.weights.poll_s)
         return self._wish
 
     async def report(self, status: ReplicaStatus) -> None:
@@ -279,15 +286,21 @@ class Ingest:
 
     async def _fleet_changed(self) -> None:
         self._observe()
-        await self._notify()
+        await self._changes.notify()
         live = frozenset(replica.replica_id for replica in self._fleet.live())
         if live != self._noted and self._fleet.is_complete():
             self._noted = live
-            await self._to_the_end(self._note_fleet())
+            await self._unabandoned.run(self._note_fleet())
 
-    def _read_content(self, version: int) -> tuple[str, int]:
-        manifest = self._log.manifest(version)
-        return manifest.digest, manifest.total_bytes
+    async def _content(self, version: int) -> Content:
+        """Of a committed version. Parsed once, and in a thread: a mixture of experts has 40 000 entries."""
+        if version not in self._contents:
+            manifest = self.kv.with_scales(await asyncio.to_thread(self._log.manifest, version))
+            content = Content.of(manifest, manifest.digest)
+            if manifest.awaits_kv_scales:
+                return content
+            self._contents[version] = content
+        return self._contents[version]
 
     @counted_commit
     async def _commit(self, version: int, request: CommitUpload) -> None:
@@ -318,13 +331,14 @@ class Ingest:
                 f"version {manifest.version} was not committed: {error}; it is staged still: commit it again"
             ) from error
         self._kv_scales.remember(manifest)
-        self._contents[head.version] = head.digest, manifest.total_bytes
+        if not manifest.awaits_kv_scales:
+            self._contents[head.version] = Content.of(manifest, head.digest)
         logger.info(
             "version %d committed: %.1f MB, digest %s, KV scales: %s",
             head.version, manifest.total_bytes / 1e6, head.digest, manifest.kv_scales_from,
         )  # fmt: skip
         self._wish = self._current_wish()
-        await self._notify()
+        await self._changes.notify()
 
     async def _remove_old(self) -> None:
         """Drop the versions that no replica needs."""
@@ -350,7 +364,7 @@ class Ingest:
     async def _expire_staged(self) -> None:
         while True:
             await asyncio.sleep(min(60.0, self._config.weights.staged_ttl_s / 4))
-            await self._to_the_end(self._expire())
+            await self._unabandoned.run(self._expire())
 
     def _observe(self) -> None:
         if self._fleet.is_complete():
@@ -367,33 +381,10 @@ class Ingest:
         async with self._controlling:
             await asyncio.to_thread(self._log.set_control, control)
             self._wish = self._current_wish()
-            await self._notify()
-
-    async def _to_the_end(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Await ``work``, which goes on if the caller goes away: half a commit is neither staged nor committed."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
-
-    def _background(self, work: Coroutine[Any, Any, None]) -> None:
-        self._endless.append(asyncio.create_task(work))
+            await self._changes.notify()
 
     def _current_wish(self) -> Wish | None:
         head, control = self._log.head(), self._log.control()
         if head is None:
             return None
         return Wish(version=head.version, paused=control.paused, pause_mode=control.mode)
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def _wait(self, reached: Callable[[], bool], timeout_s: float) -> bool:
-        async with self._changed:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._changed.wait_for(reached)
-            except TimeoutError:
-                return reached()
-        return True

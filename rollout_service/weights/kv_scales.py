@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from rollout_service.calibration.scales import TENSORS
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import InvalidManifest
+from rollout_service.weights.kv_settled import Settled
 from rollout_service.weights.manifest import Manifest
 from rollout_service.weights.served_model import ServedModel
 
@@ -13,12 +14,23 @@ _SMALLEST_NORMAL = 2.0**-126
 
 
 class KVScalesRule:
-    """Applies ``kv_cache.scales_policy``; knows the scales of the newest version."""
+    """Applies ``kv_cache.scales_policy``; knows the scales of the newest version that has some."""
 
     def __init__(self, config: ServiceConfig, model: ServedModel) -> None:
+        """Raises ValueError for the policy ``calibrate`` where nothing could use scales."""
         self._policy, self._model = config.kv_cache.scales_policy, model
+        self._every = config.kv_cache.calibration.every_versions
         self._no_use = _no_use(config, model)
-        self._newest: dict[str, float] | None = None
+        if self._policy == "calibrate" and self._no_use:
+            raise ValueError(f"kv_cache.scales_policy is calibrate, but {self._no_use}")
+        self._awaits = True
+        self._unmeasured = 0
+        self.newest: dict[str, float] | None = None
+        """Of the newest version whose scales are known; None: 1 everywhere."""
+        self.largest: dict[str, tuple[float, float, float]] = {}
+        """What they were made from, if the service has measured."""
+        self.drift: float | None = None
+        """The largest factor, less 1, between one of them and the one of the version before."""
 
     def check(self, scales: Mapping[str, float] | None) -> None:
         """Raise InvalidManifest, with every name, unless there are scales for q, k and v of exactly the model's layers.
@@ -48,19 +60,47 @@ class KVScalesRule:
         """The manifest with the scales that came with the version, or with what the policy says."""
         if scales is not None:
             return manifest.model_copy(update={"kv_scales": scales, "kv_scales_from": "trainer"})
-        if self._policy == "reuse" and self._newest is not None and not self._no_use:
-            return manifest.model_copy(update={"kv_scales": self._newest, "kv_scales_from": "reuse"})
+        if self._is_measured_next():
+            return manifest.model_copy(update={"kv_scales_from": "calibrate"})
+        if self._policy != "unit" and self.newest is not None and not self._no_use:
+            return manifest.model_copy(update={"kv_scales": self.newest, "kv_scales_from": "reuse"})
         return manifest
 
     def remember(self, newest: Manifest) -> None:
         """The newest committed version."""
-        self._newest = newest.kv_scales
+        self._awaits = newest.awaits_kv_scales
+        if self._awaits:
+            return
+        measured = newest.kv_scales_from not in ("reuse", "unit")
+        self._unmeasured = 0 if measured else self._unmeasured + 1
+        self._replace(newest.kv_scales)
+
+    def settled(self, settled: Settled) -> None:
+        """The scales of a version that awaited them."""
+        self._awaits, self._unmeasured = False, 0
+        self.largest = settled.largest or self.largest
+        self._replace(settled.scales)
+
+    def _is_measured_next(self) -> bool:
+        """Those that await their scales are measured in any case: none of theirs can be reused yet."""
+        return self._policy == "calibrate" and (self._awaits or self._unmeasured + 1 >= self._every)
+
+    def _replace(self, scales: dict[str, float] | None) -> None:
+        before, self.newest = self.newest, scales
+        self.drift = drift(before, scales)
+
+
+def drift(before: Mapping[str, float] | None, now: Mapping[str, float] | None) -> float | None:
+    """The largest factor, less 1, between a scale and the one of the same name before; None: there was none."""
+    if before is None or now is None:
+        return None
+    return max((max(now[name] / before[name], before[name] / now[name]) - 1 for name in now), default=None)
 
 
 def _no_use(config: ServiceConfig, model: ServedModel) -> str | None:
     """Why this service can do nothing with KV scales; None: it can."""
-    if config.engine.kv_cache_dtype == "auto":
-        return "engine.kv_cache_dtype is auto, and a BF16 cache has none: leave kv_scales out"
+    if config.kv_cache.dtype == "bfloat16":
+        return "kv_cache.dtype is bfloat16, and a BF16 cache has none: leave kv_scales out"
     if not model.attention:
         return f"{model.path.name} has no attention layers that take them: leave kv_scales out"
     if config.quant.weights == "none" and config.scaling.num_gpus > 0:

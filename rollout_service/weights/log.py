@@ -3,8 +3,10 @@
     <root>/LATEST                      {"version", "digest", "mode"}, replaced by atomic rename
     <root>/<version>/manifest.json     beside the safetensors files it lists; immutable
     <root>/<version>/upload.json       digests of the parts it came in
+    <root>/<version>/kv_scales.json    KV scales, if the service measures them; written after the commit, once
     <root>/staging/<version>/          an upload that is not committed; its parts are in <version>.parts/
     <root>/CONTROL                     {"paused", "mode"}: what the operator last asked of the fleet
+    <root>/KV_CACHE                    {"dtype", "why", "judged_by"}: of the KV cache, once it was measured
     <root>/FLEET                       {"replicas"}: who was live, for an ingest that starts anew
     <root>/ORIGIN                      {"log", "writer"}: who reads what the ingest names here shares its log
     <root>/copies/<log>/               on a node that does not: a log of the versions that it has fetched
@@ -26,7 +28,7 @@ import xxhash
 from pydantic import ValidationError
 
 from rollout_service.errors import LogCorrupt, NotFound
-from rollout_service.types import Frozen, PauseMode
+from rollout_service.types import Frozen, KVCacheChoice, PauseMode
 from rollout_service.weights.files import sync_folder, write_synced
 from rollout_service.weights.manifest import MANIFEST_FILE, Manifest, StoredTensor, read_manifest
 from rollout_service.weights.record import UploadRecord, read_record, write_record
@@ -95,6 +97,14 @@ class WeightLog:
     def fleet(self) -> frozenset[str]:
         """Names of the replicas that were live when they were last noted. Raises LogCorrupt."""
         return (self._read("FLEET", KnownFleet) or KnownFleet()).replicas
+
+    def kv_cache(self) -> KVCacheChoice | None:
+        """What was chosen for the KV cache; None before it was measured. Raises LogCorrupt."""
+        return self._read("KV_CACHE", KVCacheChoice)
+
+    def set_kv_cache(self, choice: KVCacheChoice) -> None:
+        """Keep a choice, durably: replicas that start later make the same."""
+        self._replace("KV_CACHE", choice)
 
     def origin(self) -> Origin | None:
         """Which log this is; None before an ingest has signed it. Raises LogCorrupt."""

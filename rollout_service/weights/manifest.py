@@ -7,11 +7,10 @@ from typing import Literal
 import xxhash
 from pydantic import Field
 
-from rollout_service.types import Frozen
+from rollout_service.types import Frozen, KVScalesFrom
 
 MANIFEST_FILE = "manifest.json"
 
-KVScalesFrom = Literal["trainer", "reuse", "unit"]
 StoredDtype = Literal["bfloat16", "float32", "float8_e4m3fn"]
 STORED_DTYPE_BYTES: dict[StoredDtype, int] = {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
 
@@ -51,12 +50,18 @@ class Manifest(Frozen):
     recipe: Recipe
     tensors: tuple[StoredTensor, ...]
     kv_scales: dict[str, float] | None = None
-    """Scales of the FP8 KV cache, by ``<attention layer>.{q,k,v}_scale``; None: 1 everywhere."""
+    """Scales of the FP8 KV cache, by ``<attention layer>.{q,k,v}_scale``; None: 1 everywhere, or they come later."""
     kv_scales_from: KVScalesFrom = "unit"
-    """Where they come from; not part of the digest. ``trainer``: with the version. ``reuse``: it came without, and
-    these are those of the version before. ``unit``: it came without, and has none."""
+    """Where they come from. ``trainer``: with the version. ``calibrate``: measured by the first replica that loads it,
+    and kept beside the manifest (weights/kv_settled.py). ``reuse``: it came without, and these are those of the version
+    before. ``unit``: it came without, and has none."""
     delta_of: int | None = None
     """The version this one is a delta of; None: complete by itself."""
+
+    @property
+    def awaits_kv_scales(self) -> bool:
+        """Whether its scales are not in it, but beside it once they are measured."""
+        return self.kv_scales is None and self.kv_scales_from == "calibrate"
 
     @property
     def digest(self) -> str:
@@ -65,7 +70,7 @@ class Manifest(Frozen):
             "fingerprint": self.fingerprint,
             # logs written before there was a choice of scales keep their digests
             "recipe": self.recipe.model_dump(mode="json", exclude={"scales"} if self.recipe.scales == "fp32" else None),
-            "kv_scales": self.kv_scales,
+            "kv_scales": "calibrate" if self.awaits_kv_scales else self.kv_scales,
             "delta_of": self.delta_of,
             "tensors": sorted((t.name, t.dtype, list(t.shape), t.digest) for t in self.tensors),
         }

@@ -4,7 +4,6 @@ A JSON document and, on a line of its own, the xxh3-128 of it: a record that a c
 from a sound one.
 """
 
-import os
 from pathlib import Path
 
 import xxhash
@@ -12,7 +11,7 @@ from pydantic import ValidationError
 
 from rollout_service.errors import LogCorrupt, VersionConflict
 from rollout_service.types import Frozen
-from rollout_service.weights.files import sync_folder, write_synced
+from rollout_service.weights.files import read_sealed, write_sealed
 from rollout_service.weights.upload import BeginUpload, num_parts, upload_digest, with_kv_scales
 
 RECORD_FILE = "upload.json"
@@ -62,22 +61,13 @@ def source_stamp(folder: Path) -> str:
 
 def write_record(folder: Path, record: UploadRecord) -> None:
     """Put ``record`` into ``folder``, durably and at once."""
-    text = record.model_dump_json(exclude_defaults=True)
-    temporary = folder / f".{RECORD_FILE}.tmp"
-    write_synced(temporary, f"{text}\n{xxhash.xxh3_128_hexdigest(text.encode())}\n")
-    os.replace(temporary, folder / RECORD_FILE)
-    sync_folder(folder)
+    write_sealed(folder / RECORD_FILE, record.model_dump_json(exclude_defaults=True))
 
 
 def read_record(folder: Path) -> UploadRecord | None:
     """The record in ``folder``; None if there is none. Raises LogCorrupt for a damaged one."""
-    path = folder / RECORD_FILE
+    text = read_sealed(folder / RECORD_FILE)
     try:
-        text, _, digest = path.read_text().rstrip("\n").rpartition("\n")
-        if xxhash.xxh3_128_hexdigest(text.encode()) != digest:
-            raise LogCorrupt(f"{path} does not hash to the digest on its last line")
-        return UploadRecord.model_validate_json(text)
-    except FileNotFoundError:
-        return None
-    except (ValidationError, UnicodeDecodeError) as error:
-        raise LogCorrupt(f"{path} does not parse: {error}") from error
+        return None if text is None else UploadRecord.model_validate_json(text)
+    except ValidationError as error:
+        raise LogCorrupt(f"{folder / RECORD_FILE} does not parse: {error}") from error

@@ -1,8 +1,14 @@
 """The ingest as a Serve deployment: one replica, on a share of a GPU where it is given one."""
 
+from collections.abc import Sequence
+
+from rollout_service.calibration.measurement import KVMeasurement
 from rollout_service.config import ServiceConfig
+from rollout_service.types import KVCacheChoice
 from rollout_service.web.auth import Authorizer
 from rollout_service.weights.ingest import Ingest
+from rollout_service.weights.kv_calibration import Turn
+from rollout_service.weights.kv_settled import Settled
 from rollout_service.weights.upload_server import UploadServer, create_upload_app
 
 
@@ -20,6 +26,22 @@ class IngestReplica(Ingest):
     async def upload_address(self) -> str:
         """Where parts are taken."""
         return self.upload_url
+
+    async def kv_turn(self, version: int, replica_id: str) -> Turn:
+        """See ``KVDesk.turn``."""
+        return await self.kv.turn(version, replica_id)
+
+    async def kv_settle(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> Settled:
+        """See ``KVDesk.settle``."""
+        return await self.kv.settle(version, replica_id, ranks)
+
+    async def kv_cache(self) -> KVCacheChoice | None:
+        """See ``KVDesk.choice``."""
+        return self.kv.choice()
+
+    async def choose_kv_cache(self, choice: KVCacheChoice) -> KVCacheChoice:
+        """See ``KVDesk.choose``."""
+        return await self.kv.choose(choice)
 
     async def check_health(self) -> None:
         """Serve's health check."""

@@ -64,7 +64,8 @@ async def committed(tmp_path: Path, quant: str, kv_cache_dtype: str) -> ServiceC
         {
             "model": {"path": tmp_path / "model"},
             "quant": {"weights": quant},
-            "engine": {"max_model_len": 512, "kv_cache_dtype": kv_cache_dtype},
+            "engine": {"max_model_len": 512},
+            "kv_cache": {"dtype": kv_cache_dtype},
             "weights": {"root": tmp_path / "log", "source_roots": [tmp_path], "keep_versions": 3},
         }
     )
@@ -108,7 +109,7 @@ def differences(
 
 @pytest.mark.parametrize(
     ("quant", "kv_cache_dtype", "mean", "largest"),
-    [("fp8_block", "fp8_e4m3", FP8_MEAN, FP8_MAX), ("none", "auto", BF16_MEAN, BF16_MAX)],
+    [("fp8_block", "fp8_e4m3", FP8_MEAN, FP8_MAX), ("none", "bfloat16", BF16_MEAN, BF16_MAX)],
     ids=["fp8 weights and cache", "bf16 weights and cache"],
 )
 async def test_the_engine_returns_the_logprobs_of_a_plain_forward_pass(

@@ -82,6 +82,7 @@ async def test_rollouts_and_an_update_move_what_the_processes_count(
     assert uploaded >= moved("ray_rollout_quantize_bytes_total", **by_the_ingest) > 0
     assert moved("ray_rollout_quantize_seconds_total", **by_the_ingest) > 0
     assert moved("ray_rollout_update_seconds_count", stage="closed") >= 2
+    assert total(after, "ray_rollout_kv_calibration_seconds_count", deployment="engine") >= 1  # at the first start
     assert moved("ray_vllm_generation_tokens_total") >= 16 * 2 * 16
     replicas = {replica.replica_id for replica in (await client.fleet()).replicas}
     updated = {s.labels["replica"] for s in after if s.name == "ray_rollout_updates_total"}
@@ -117,6 +118,7 @@ async def test_one_scrape_of_the_service_says_where_the_fleet_is(service: LocalS
     assert by_replica("rollout_replica_version") == dict.fromkeys(ids, version)
     assert by_replica("rollout_replica_staleness_seconds") == dict.fromkeys(ids, 0.0)
     assert total(samples, "rollout_replicas", state="ready") == len(ids) == 2
+    assert by_replica("rollout_kv_cache_fp8") == dict.fromkeys(ids, 1.0)
     assert total(samples, "rollout_replica_starts_total") >= 2
     assert total(samples, "rollout_version_state", version=str(version), state="live") == 1
     for replica in fleet.replicas:

@@ -67,8 +67,12 @@ class OneEngine:
 
     async def kv_scales(self) -> dict[str, list[float]]:
         """See ``Probe.kv_scales``."""
-        [scales] = await self.engine._llm.collective_rpc("kv_scales")
-        return dict(scales)
+        [scales] = await self.kv_scales_of_ranks()
+        return scales
+
+    async def kv_scales_of_ranks(self) -> list[dict[str, list[float]]]:
+        """The same of each rank of a tensor-parallel engine."""
+        return [dict(scales) for scales in await self.engine._llm.collective_rpc("kv_scales")]
 
     async def load_report(self) -> dict[str, Any]:
         """How the last version was loaded; see ``LogWeightTransferEngine.report``."""
@@ -88,6 +92,7 @@ async def running(
     monkeypatch: pytest.MonkeyPatch,
     quant: str = "fp8_block",
     skip: tuple[str, ...] = (),
+    kv_cache_dtype: str = "bfloat16",
     **engine: Any,
 ) -> AsyncIterator[OneEngine]:
     """An engine of a small model of the family, with nothing but dummy weights. ``engine``: more of its settings."""
@@ -95,8 +100,8 @@ async def running(
         {
             "model": {"path": make_model(tmp_path / "model", family)},
             "quant": {"weights": quant, "skip": skip},
-            # the KV cache in BF16: its rounding is tested in test_engine.py
-            "engine": {"max_model_len": 256, "kv_cache_dtype": "auto", **engine},
+            "engine": {"max_model_len": 256, **engine},
+            "kv_cache": {"dtype": kv_cache_dtype},
             "weights": {"root": tmp_path / "log", "source_roots": [tmp_path]},
         }
     )

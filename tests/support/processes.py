@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Collection
 
 import psutil
 
@@ -16,13 +17,21 @@ def marked(name: str, value: str) -> list[psutil.Process]:
     return [process for process in psutil.process_iter() if _environment(process).get(name) == value]
 
 
-async def gone(name: str, value: str, within_s: float) -> list[str]:
-    """Wait until no marked process is left; returns the titles of those that are after ``within_s``."""
+async def gone(name: str, value: str, within_s: float, besides: Collection[str] = ()) -> list[str]:
+    """Wait until no marked process is left but those titled as one of ``besides``.
+
+    Returns the titles of those that are left after ``within_s``.
+    """
+
+    def left() -> list[str]:
+        titles = [_title(process) for process in marked(name, value)]
+        return [title for title in titles if title not in besides]
+
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within_s):
-            while marked(name, value):
+            while left():
                 await asyncio.sleep(0.2)
-    return [_title(process) for process in marked(name, value)]
+    return left()
 
 
 def _title(process: psutil.Process) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.logprobs import PERIOD, mismatch, repeating, score
+from benchmarks.logprobs import mismatch, score
 from rollout_service.types import Completion, Span
 from tests.support.models import FAMILIES
 
@@ -24,13 +24,6 @@ def test_a_token_that_the_engine_takes_for_twice_as_likely() -> None:
     assert case.k3 == pytest.approx((0.5 - 1 + math.log(2)) / 2)
     assert case.prob_error == pytest.approx(1.5)
     assert case.abs_max == pytest.approx(math.log(2))
-
-
-def test_sequences_repeat_their_beginning() -> None:
-    sequences = repeating(3, seed=1, tokens=40)
-    assert sequences.shape == (3, 40)
-    assert torch.equal(sequences[:, PERIOD:], sequences[:, :-PERIOD])
-    assert not torch.equal(sequences[0], sequences[1])
 
 
 def test_a_completion_is_scored_after_its_prompt() -> None:

@@ -54,5 +54,5 @@ def test_the_metrics_of_an_expression_are_found(expr: str, names: set[str]) -> N
 def test_the_events_that_the_issue_asks_for_have_an_alert() -> None:
     assert {
         "RolloutMismatchSuspect", "RolloutReplicaStale", "RolloutUpdateFailed", "RolloutNoReadyReplica",
-        "RolloutServiceAway", "RolloutQueueLong",
+        "RolloutServiceAway", "RolloutQueueLong", "RolloutKVSaturated", "RolloutKVUnfit",
     } <= {alert.name for alert in ALERTS}  # fmt: skip

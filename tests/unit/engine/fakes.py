@@ -56,13 +56,13 @@ class FakeEngine:
     async def stage(self, folder: Path) -> None:
         assert (folder / "manifest.json").is_file()
 
-    async def load(self, folder: Path, version: int) -> float:
+    async def load(self, folder: Path, version: int, kv_scales: dict[str, float] | None = None) -> float:
         assert self.paused and (folder / "manifest.json").is_file()
         await self.loading.passed()
         if self.fail_load is not None:
             self.broken = self.fail_load
             raise EngineFailed(self.fail_load)
-        self.calls.append(f"load {version}")
+        self.calls.append(f"load {version}" if kv_scales is None else f"load {version} with {kv_scales}")
         return 0.5
 
 

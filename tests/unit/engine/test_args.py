@@ -12,7 +12,7 @@ from tests.support.models import make_model
 
 
 def _config(path: Path, **sections: dict[str, object]) -> ServiceConfig:
-    return ServiceConfig.model_validate({"model": {"path": path}, "engine": {"kv_cache_dtype": "auto"}, **sections})
+    return ServiceConfig.model_validate({"model": {"path": path}, "kv_cache": {"dtype": "bfloat16"}, **sections})
 
 
 def test_a_router_is_never_converted_although_it_stands_in_no_plan(tmp_path: Path) -> None:
@@ -41,8 +41,8 @@ def test_without_quantization_nothing_is_said_of_blocks(tmp_path: Path) -> None:
 
 def test_an_fp8_cache_of_latent_attention_is_refused_on_the_cpu(tmp_path: Path) -> None:
     make_model(tmp_path, "deepseek_v3")
-    with pytest.raises(ValueError, match=r"latent attention.*kv_cache_dtype: auto"):
-        engine_args(_config(tmp_path, engine={"kv_cache_dtype": "fp8_e4m3"}), (), has_tokenizer=False)
+    with pytest.raises(ValueError, match=r"latent attention.*kv_cache.dtype: auto"):
+        engine_args(_config(tmp_path, kv_cache={"dtype": "fp8_e4m3"}), (), has_tokenizer=False)
     assert engine_args(_config(tmp_path), (), has_tokenizer=False).attention_backend == "CPU_MLA"
 
 

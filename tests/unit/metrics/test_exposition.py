@@ -8,11 +8,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from rollout_service.metrics.exposition import MEASURED_VERSIONS, MismatchStatistics, exposition
-from rollout_service.metrics.state import ServiceState
+from rollout_service.metrics.state import KVScalesState, ServiceState
 from rollout_service.metrics.table import OURS
-from rollout_service.types import Failure, Fleet, ReplicaStatus, UpdateTimings, WeightStatus
+from rollout_service.types import (
+    Failure,
+    Fleet,
+    KVCacheChoice,
+    KVCacheStatus,
+    ReplicaStatus,
+    UpdateTimings,
+    WeightStatus,
+)
 
 NOW = 1000.0
+LAYER = "model.layers.0.self_attn"
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,12 @@ class Row:
     quantiles: Mapping[float, float] = field(default_factory=lambda: {0.5: 0.01, 0.999: 1.5})
 
 
-def state(*replicas: ReplicaStatus, versions: tuple[WeightStatus, ...] = (), latest: int = 9) -> ServiceState:
+def state(
+    *replicas: ReplicaStatus,
+    versions: tuple[WeightStatus, ...] = (),
+    latest: int = 9,
+    kv_scales: KVScalesState | None = None,
+) -> ServiceState:
     return ServiceState(
         at=NOW,
         fleet=Fleet(latest_version=latest, paused=False, replicas=replicas),
@@ -47,11 +61,21 @@ def state(*replicas: ReplicaStatus, versions: tuple[WeightStatus, ...] = (), lat
         replica_failures=1,
         log_bytes=4096,
         log_free_bytes=1 << 30,
+        kv_scales=kv_scales or KVScalesState(),
     )
 
 
 def replica(name: str, version: int | None, **fields: object) -> ReplicaStatus:
     return ReplicaStatus.model_validate({"replica_id": name, "version": version, "state": "ready", **fields})
+
+
+def kv_cache(measured: int | None, k_saturated: float = 0.0, **unfit: str) -> KVCacheStatus:
+    """An FP8 cache of a model of one layer."""
+    choice = KVCacheChoice(dtype="fp8_e4m3", why="all 1 layers bear it")
+    if measured is None:
+        return KVCacheStatus(choice=choice)
+    saturated = {LAYER: (k_saturated, 0.0)}
+    return KVCacheStatus(choice=choice, saturated=saturated, measured_version=measured, measured_s=0.25, unfit=unfit)
 
 
 def samples(of: ServiceState, *rows: MismatchStatistics) -> list[Sample]:
@@ -71,7 +95,9 @@ def full() -> tuple[ServiceState, Row]:
         WeightStatus(version=9, state="committed", total_bytes=90),
         WeightStatus(version=10, state="staged", total_bytes=100, missing_parts=(1, 2)),
     )
-    return state(replica("a", 8, update=timings, running=7, age_s=0.5), versions=versions), Row(9, suspect_since=950.0)
+    one = replica("a", 8, update=timings, running=7, age_s=0.5, kv_cache=kv_cache(8))
+    scales = KVScalesState(by_version={8: {f"{LAYER}.k_scale": 2.0}}, drift=1.0)
+    return state(one, versions=versions, kv_scales=scales), Row(9, suspect_since=950.0)
 
 
 def test_everything_in_the_table_is_exported_with_its_labels_and_nothing_else_is() -> None:
@@ -137,3 +163,53 @@ def test_a_staged_version_says_what_it_lacks_and_whether_it_is_lost(error: Failu
 def test_names_that_replicas_give_themselves_are_escaped() -> None:
     odd = 'a"b\\c\nd'
     assert values(samples(state(replica(odd, 9))), "rollout_replica_version") == {(odd,): 9}
+
+
+# --- the KV cache
+
+
+def test_scales_are_shown_of_versions_that_are_there_with_the_name_taken_apart() -> None:
+    named = {f"{LAYER}.{tensor}_scale": scale for tensor, scale in zip("qkv", (0.5, 2.0, 0.125), strict=True)}
+    known = KVScalesState(by_version={7: named, 8: named, 9: {**named, f"{LAYER}.k_scale": 4.0}}, drift=1.0)
+    versions = tuple(WeightStatus(version=version, state="live") for version in (8, 9, 10))
+    found = samples(state(versions=versions, kv_scales=known))
+    scales = {
+        (s.labels["version"], s.labels["layer"], s.labels["tensor"]): s.value
+        for s in found
+        if s.name == "rollout_kv_scale"
+    }
+    expected = {"q": 0.5, "k": 2.0, "v": 0.125}
+    assert scales == {
+        **{("8", LAYER, tensor): scale for tensor, scale in expected.items()},
+        **{("9", LAYER, tensor): scale for tensor, scale in {**expected, "k": 4.0}.items()},
+    }
+    assert values(found, "rollout_kv_scale_drift_ratio") == {(): 1.0}
+
+
+def test_of_measurements_the_newest_is_shown_since_older_ones_are_of_other_scales() -> None:
+    found = samples(
+        state(
+            replica("a", 9, kv_cache=kv_cache(8, 0.5, **{LAYER: "k_saturated"})),
+            replica("b", 9, kv_cache=kv_cache(9, 0.001)),
+            replica("c", 9, kv_cache=kv_cache(None)),
+        )
+    )
+    assert values(found, "rollout_kv_measured_version") == {("a",): 8, ("b",): 9}
+    assert values(found, "rollout_kv_measured_seconds") == {("a",): 0.25, ("b",): 0.25}
+    assert values(found, "rollout_kv_cache_fp8") == {("a",): 1, ("b",): 1, ("c",): 1}
+    assert values(found, "rollout_kv_unfit_layers") == {("b",): 0}
+    shares = [s for s in found if s.name == "rollout_kv_saturated_ratio"]
+    assert [(s.labels["replica"], s.labels["layer"]) for s in shares] == [("b", LAYER)] * 2
+    assert {s.labels["tensor"]: s.value for s in shares} == {"k": 0.001, "v": 0.0}
+
+
+def test_unfit_layers_are_counted_at_version_0_too() -> None:
+    one = replica("a", 0, kv_cache=kv_cache(0, 0.02, **{LAYER: "k_saturated"}))
+    assert values(samples(state(one)), "rollout_kv_unfit_layers") == {("a",): 1}
+
+
+def test_a_bf16_cache_was_not_measured_and_a_replica_that_starts_has_none() -> None:
+    bf16 = KVCacheStatus(choice=KVCacheChoice(dtype="bfloat16", why="2 of 2 layers do not bear it"))
+    found = samples(state(replica("a", 9, kv_cache=bf16), replica("b", None, state="starting")))
+    shown = {s.name: s.value for s in found if s.name.startswith("rollout_kv_")}
+    assert shown == {"rollout_kv_cache_fp8": 0}

@@ -8,6 +8,11 @@ import ray
 import torch
 from ray.exceptions import RayTaskError
 
+from rollout_service.calibration.fp8_error import LayerError
+from rollout_service.calibration.measurement import KVMeasurement
+from rollout_service.config_engine import KVCalibrationConfig
+from rollout_service.engine.calibration_batch import CalibrationBatch
+from rollout_service.engine.kv_calibrator import KVCalibrator
 from rollout_service.errors import InvalidManifest, Overloaded, error_classes
 from rollout_service.metrics import process, table
 from rollout_service.metrics.process import (
@@ -22,7 +27,9 @@ from rollout_service.metrics.process import (
     set_load,
 )
 from rollout_service.metrics.table import Metric
-from rollout_service.types import Completion, Rollout, Span, UpdateTimings
+from rollout_service.types import Completion, KVCacheChoice, Rollout, Span, UpdateTimings
+from rollout_service.weights.manifest import Manifest, Recipe
+from tests.support.without_ray import LocalHandle
 from tests.unit.metrics.counts import Counts
 
 
@@ -116,6 +123,33 @@ def test_an_update_counts_its_bytes_and_the_seconds_of_each_stage(counts: Counts
     assert counts.total(table.UPDATES, "ok") == 1
     assert counts.total(table.UPDATE_BYTES) == 111
     assert [counts.total(table.UPDATE_SECONDS, stage) for stage in ("stage", "closed", "load")] == [3.0, 2.0, 1.5]
+
+
+async def test_a_measurement_of_keys_and_values_counts_its_seconds(counts: Counts) -> None:
+    no_error = LayerError(**dict.fromkeys(LayerError.model_fields, 0.0))
+    seen = KVMeasurement(amax={"layer.0": ((1.0, 1.0, 1.0),)}, errors={"layer.0": no_error}, tokens=64)
+
+    class Engine:
+        async def measure_kv(
+            self, sequences: list[list[int]], scales: dict[str, float] | None = None
+        ) -> tuple[KVMeasurement, ...]:
+            return (seen,)
+
+        async def set_kv_scales(self, scales: dict[str, float] | None) -> None:
+            raise AssertionError
+
+    class Ingest:
+        async def choose_kv_cache(self, choice: KVCacheChoice) -> KVCacheChoice:
+            return choice
+
+    batch = CalibrationBatch(KVCalibrationConfig(), vocab_size=128, max_model_len=64)
+    calibrator = KVCalibrator("a", Engine(), LocalHandle(Ingest()), batch, choice=None, retry_s=1.0)
+    manifest = Manifest(version=3, fingerprint="model", recipe=Recipe(weights="none"), tensors=())
+    for _ in range(2):  # once it is known that FP8 does, nobody measures a version that has its scales
+        await calibrator.scales_for(manifest)
+        await calibrator.loaded(manifest)
+    assert calibrator.status is not None
+    assert counts.values == {(table.KV_CALIBRATION_SECONDS.name,): [calibrator.status.measured_s]}
 
 
 def test_parts_count_with_their_bytes(counts: Counts) -> None:

@@ -16,6 +16,8 @@ BOUNDED = {
     "source": "two",
     "quantile": "four",
     "replica": "live ones",
+    "layer": "the model's attention layers",
+    "tensor": "three",
     "version": "on disk, staged, or the newest measured",
 }
 of_name = pytest.mark.parametrize("metric", OURS, ids=lambda metric: metric.name)

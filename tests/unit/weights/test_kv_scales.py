@@ -68,7 +68,7 @@ async def test_scales_that_do_not_fit_are_refused_by_name_before_anything_is_sen
 @pytest.mark.parametrize(
     ("sections", "reason"),
     [
-        ({"engine": {"kv_cache_dtype": "auto"}}, "engine.kv_cache_dtype is auto"),
+        ({"kv_cache": {"dtype": "bfloat16"}}, "kv_cache.dtype is bfloat16"),
         ({"quant": {"weights": "none"}, "scaling": {"num_gpus": 1}}, "quant.weights is none"),
     ],
 )
@@ -115,7 +115,7 @@ async def test_a_version_without_scales_has_those_of_the_one_before_after_a_rest
 
 
 @pytest.mark.parametrize(
-    "later", [{"kv_cache": {"scales_policy": "unit"}}, {"engine": {"kv_cache_dtype": "auto"}}], ids=["unit", "bf16"]
+    "later", [{"kv_cache": {"scales_policy": "unit"}}, {"kv_cache": {"dtype": "bfloat16"}}], ids=["unit", "bf16"]
 )
 async def test_a_version_without_scales_has_none_where_the_policy_says_so_or_the_cache_is_bf16(
     config: ServiceConfig, weights: Weights, log: WeightLog, later: dict[str, Any]

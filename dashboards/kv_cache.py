@@ -1,0 +1,89 @@
+"""A row of the mismatch dashboard: the FP8 KV cache and its scales."""
+
+from dashboards.panels import AT_NEWEST, ENGINE, REPLICA, SERVICE, Panel, Query, Row
+from dashboards.rollout import quantiles
+
+
+def _scales(tensor: str) -> Panel:
+    newest = f'rollout_kv_scale{{{SERVICE}, tensor="{tensor}"}} and {AT_NEWEST}'
+    return Panel(
+        f"Scale of {tensor} per layer",
+        "none",
+        f"Of the newest version, whose number is on the right; no line: 1 everywhere, or not measured yet. They follow "
+        f"the largest {tensor} of a layer, which training moves slowly. A layer that leaves the others has outliers: "
+        "look at the saturated share. All at once: the learning rate, or a batch that is unlike rollouts.",
+        [
+            Query(f"max by (layer) ({newest})", "{{layer}}"),
+            Query(f"max(rollout_latest_version{{{SERVICE}}})", "newest version", right=True),
+        ],
+        steps=True,
+        logarithmic=True,
+        right_unit="short",
+    )
+
+
+KV_CACHE = Row(
+    "KV cache: does FP8 hold the keys and values?",
+    [
+        _scales("k"),
+        _scales("v"),
+        Panel(
+            "Drift of the scales",
+            "percentunit",
+            "The largest change of any scale against the version before. Powers of two change by 100% or not at all. "
+            "Above 0 at every version: scales swing with the batch, see kv_cache.calibration.progressive. Always 0: "
+            "measuring each how many-th version would do, see every_versions.",
+            [Query(f"max(rollout_kv_scale_drift_ratio{{{SERVICE}}})", "largest change")],
+            steps=True,
+        ),
+        Panel(
+            "Saturated share, worst layer",
+            "percentunit",
+            "Largest share of any layer's k, of v beyond the largest FP8 code, by the newest measurement and the "
+            "replica that made it. Above 0.1% the layer is unfit, above 1% an alert names it: its scale is too small. "
+            "kv_cache.scales_policy: calibrate measures it; if that did, give it more margin or other prompts.",
+            [
+                Query(
+                    f"max by (replica, tensor) (rollout_kv_saturated_ratio{{{REPLICA}}})",
+                    "{{tensor}}, measured by {{replica}}",
+                )
+            ],
+            warn_above=0.01,
+            steps=True,
+        ),
+        Panel(
+            "Time of a calibration",
+            "s",
+            "A replica's last one, and quantiles of all in the time of a rate interval, empty between updates. The "
+            "replica is closed meanwhile, and others wait for its scales. More than a few percent of a trainer's step: "
+            "fewer or shorter sequences in kv_cache.calibration, or every_versions above 1.",
+            [
+                Query(f"max by (replica) (rollout_kv_measured_seconds{{{REPLICA}}})", "last of {{replica}}"),
+                *quantiles("ray_rollout_kv_calibration_seconds", ENGINE),
+            ],
+        ),
+        Panel(
+            "FP8 or not",
+            "short",
+            "1: a replica keeps keys and values in FP8; 0: in BF16, half as many tokens. Layers that are unfit for FP8 "
+            "while it is served make rollouts wrong: GET /v1/fleet says which and why. All replicas should agree.",
+            [
+                Query(f"max by (replica) (rollout_kv_cache_fp8{{{REPLICA}}})", "{{replica}} in FP8"),
+                Query(f"max(rollout_kv_unfit_layers{{{REPLICA}}})", "unfit layers"),
+            ],
+            steps=True,
+        ),
+        Panel(
+            "Measured versions",
+            "short",
+            "The version whose keys and values each replica measured last, against the newest. One replica measures "
+            "for all, whichever loads first. All of them far below the newest: the policy is not calibrate, "
+            "every_versions is large, or the trainer brings the scales.",
+            [
+                Query(f"max by (replica) (rollout_kv_measured_version{{{REPLICA}}})", "{{replica}}"),
+                Query(f"max(rollout_latest_version{{{SERVICE}}})", "newest"),
+            ],
+            steps=True,
+        ),
+    ],
+)

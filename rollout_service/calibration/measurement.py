@@ -1,0 +1,26 @@
+"""What one rank of an engine saw of q, k and v, and what FP8 costs them."""
+
+from collections.abc import Sequence
+
+from rollout_service.calibration.fp8_error import LayerError
+from rollout_service.types import Frozen
+
+
+class KVMeasurement(Frozen):
+    """Of some tokens, by one rank. Layers are named as in a checkpoint: ``model.layers.0.self_attn``."""
+
+    amax: dict[str, tuple[tuple[float, float, float], ...]]
+    """Layer → for each forward pass the largest |q|, |k| and |v| of this rank's heads."""
+    errors: dict[str, LayerError]
+    """Layer → what FP8 costs k and v with the scales that they were measured against."""
+    tokens: int
+    """Positions; padding is none."""
+
+
+def worst_errors(ranks: Sequence[KVMeasurement]) -> dict[str, LayerError]:
+    """Layer → each error of the rank where it is largest."""
+    return {layer: _worst([rank.errors[layer] for rank in ranks]) for layer in ranks[0].errors}
+
+
+def _worst(errors: Sequence[LayerError]) -> LayerError:
+    return LayerError(**{name: max(getattr(error, name) for error in errors) for name in LayerError.model_fields})

@@ -1,0 +1,183 @@
+"""A replica's part in the scales of its FP8 KV cache: measures them when it is its turn, and whether FP8 does at all.
+
+It works between loading a version and serving it, while the engine is closed and nothing is cached.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from rollout_service.calibration.fp8_error import LayerError, unfit_layers
+from rollout_service.calibration.measurement import KVMeasurement, worst_errors
+from rollout_service.calibration.scales import ScaledFrom, largest_of_ranks, layer_scales, named_scales
+from rollout_service.engine.calibration_batch import CalibrationBatch
+from rollout_service.errors import EngineFailed, InvalidRequest, KVCacheUnfit, NotFound, NotReady, RolloutServiceError
+from rollout_service.metrics import table
+from rollout_service.metrics.process import record
+from rollout_service.types import KVCacheChoice, KVCacheStatus
+from rollout_service.weights.ask import ask
+from rollout_service.weights.kv_calibration import Turn
+from rollout_service.weights.kv_settled import Settled
+from rollout_service.weights.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+Ranks = tuple[KVMeasurement, ...]
+
+
+class MeasuringEngine(Protocol):
+    """What is needed of the engine adapter."""
+
+    async def measure_kv(self, sequences: list[list[int]], scales: dict[str, float] | None = None) -> Ranks: ...
+    async def set_kv_scales(self, scales: dict[str, float] | None) -> None: ...
+
+
+class KVScales(Protocol):
+    """What the follower calls around the loading of a version."""
+
+    status: KVCacheStatus | None
+    """For the replica's reports."""
+
+    async def scales_for(self, manifest: Manifest) -> dict[str, float] | None: ...
+    async def loaded(self, manifest: Manifest) -> None: ...
+
+
+class NoKVScales:
+    """For a BF16 cache."""
+
+    def __init__(self, choice: KVCacheChoice | None = None) -> None:
+        self.status = None if choice is None else KVCacheStatus(choice=choice)
+
+    async def scales_for(self, manifest: Manifest) -> None:
+        """There are none, or nothing uses them."""
+
+    async def loaded(self, manifest: Manifest) -> None:
+        """Nothing to measure."""
+
+
+class KVCalibrator:
+    """For an FP8 cache."""
+
+    def __init__(
+        self,
+        replica_id: str,
+        engine: MeasuringEngine,
+        ingest: Any,
+        batch: CalibrationBatch,
+        choice: KVCacheChoice | None,
+        retry_s: float,
+    ) -> None:
+        """``ingest``: handle of its deployment. ``choice``: that FP8 does; None: this replica is to find out."""
+        self._replica_id, self._engine, self._ingest = replica_id, engine, ingest
+        self._batch, self._choice, self._retry_s = batch, choice, retry_s
+        self._turn: Turn | None = None
+        self.status = KVCacheStatus(choice=choice) if choice is not None else None
+
+    async def scales_for(self, manifest: Manifest) -> dict[str, float] | None:
+        """Scales to load a version with that are not in its manifest. Raises NotReady while another measures them."""
+        self._turn = None
+        if not manifest.awaits_kv_scales:
+            return None
+        self._turn = await ask(self._ingest, "kv_turn", manifest.version, self._replica_id)
+        return self._turn.scales
+
+    async def loaded(self, manifest: Manifest) -> None:
+        """Measure a version that was just loaded, if it is this replica's turn or nobody knows yet whether FP8 does.
+
+        Raises KVCacheUnfit; NotFound if the version was removed meanwhile; EngineFailed.
+        """
+        measures = self._turn is not None and self._turn.measures
+        if not measures and self._choice is not None:
+            return
+        started, sequences = time.perf_counter(), self._batch.sequences()
+        try:
+            ranks = await self._engine.measure_kv(sequences)
+        except EngineFailed as error:
+            if measures:
+                raise EngineFailed(f"{error.message}: set kv_cache.scales_policy: reuse") from error
+            self._go_unmeasured(error.message)
+            return
+        errors = worst_errors(ranks)
+        if self._turn is not None and measures:
+            errors = await self._settled(manifest.version, self._turn, sequences, ranks, errors)
+        if self._choice is None:
+            self._choice = await self._judged(manifest.version, sequences, ranks)
+        self._show(manifest.version, errors, time.perf_counter() - started)
+
+    def _go_unmeasured(self, reason: str) -> None:
+        """FP8 was asked for, and whether it does is not known: say so. The next replica measures again."""
+        logger.error("whether FP8 does for keys and values is not known: %s", reason)
+        self._choice = KVCacheChoice(dtype="fp8_e4m3", why=f"not measured: {reason}")
+        self.status = KVCacheStatus(choice=self._choice)
+
+    async def _settled(
+        self,
+        version: int,
+        turn: Turn,
+        sequences: list[list[int]],
+        ranks: Ranks,
+        errors: dict[str, LayerError],
+    ) -> dict[str, LayerError]:
+        """Publish what was measured and take the scales that hold for all; returns the errors with these."""
+        settled = await self._publish(version, ranks)
+        if settled.scales == turn.scales:
+            return errors
+        await self._engine.set_kv_scales(settled.scales)
+        return worst_errors(await self._engine.measure_kv(sequences))
+
+    async def _publish(self, version: int, ranks: Ranks) -> Settled:
+        while True:
+            try:
+                settled: Settled = await ask(self._ingest, "kv_settle", version, self._replica_id, ranks)
+            except NotReady as error:  # closed until it is back: nobody else knows these scales
+                logger.warning("the KV scales of version %d wait: %s", version, error)
+                await asyncio.sleep(self._retry_s)
+                continue
+            except NotFound:
+                raise
+            except RolloutServiceError as error:
+                raise EngineFailed(f"version {version} has no KV scales: {error}") from error
+            return settled
+
+    async def _judged(self, version: int, sequences: list[list[int]], ranks: Ranks) -> KVCacheChoice:
+        """Whether the best scales that there are make FP8 bearable. Raises KVCacheUnfit."""
+        judged_by = f"{self._replica_id}, version {version}"
+        try:
+            best = named_scales(layer_scales(largest_of_ranks([rank.amax for rank in ranks]), ScaledFrom()))
+        except InvalidRequest as error:
+            logger.error("whether FP8 does for keys and values is not known: %s", error)
+            return KVCacheChoice(dtype="fp8_e4m3", why=f"not measured: {error.message}")
+        errors = worst_errors(await self._engine.measure_kv(sequences, best))
+        if unfit := unfit_layers(errors):
+            raise KVCacheUnfit(why_unfit(unfit, errors), {"layers": unfit, "judged_by": judged_by})
+        why = f"all {len(errors)} layers bear it, measured on {self._batch.origin}"
+        choice = KVCacheChoice(dtype="fp8_e4m3", why=why, judged_by=judged_by)
+        return await self._choose(choice)
+
+    async def _choose(self, choice: KVCacheChoice) -> KVCacheChoice:
+        try:
+            await ask(self._ingest, "choose_kv_cache", choice)
+        except NotReady as error:  # the next replica measures again
+            logger.warning("that FP8 does is not noted: %s", error)
+        return choice
+
+    def _show(self, version: int, errors: Mapping[str, LayerError], seconds: float) -> None:
+        assert self._choice is not None
+        unfit = unfit_layers(errors)
+        if unfit:
+            logger.error("version %d: %s", version, why_unfit(unfit, errors))
+        saturated = {layer: (error.k_saturated, error.v_saturated) for layer, error in errors.items()}
+        record(table.KV_CALIBRATION_SECONDS, seconds)
+        logger.info("version %d: keys and values measured on %s in %.3f s", version, self._batch.origin, seconds)
+        self.status = KVCacheStatus(
+            choice=self._choice, saturated=saturated, measured_version=version, measured_s=seconds, unfit=unfit
+        )
+
+
+def why_unfit(unfit: Mapping[str, str], layers: Sequence[str] | Mapping[str, Any]) -> str:
+    """Names the layers that FP8 does not do for, with the reasons."""
+    first = "; ".join(f"{layer}: {why}" for layer, why in list(unfit.items())[:5])
+    more = f", and {len(unfit) - 5} more" if len(unfit) > 5 else ""
+    return f"{len(unfit)} of {len(layers)} layers do not bear an FP8 KV cache: {first}{more}"

@@ -1,0 +1,36 @@
+"""The service's own measuring of KV scales beside CUDA graphs and compiled code: as tests/service on the CPU."""
+
+from pathlib import Path
+
+import pytest
+
+from rollout_service.calibration import scales_from_amax
+from rollout_service.calibration.scales import ScaledFrom
+from tests.service.test_kv_calibration import AGREE, BATCH, CALIBRATED_MEAN, loud_weights, measured_by_a_trainer
+from tests.support.one_engine import mean_difference, running
+
+
+async def test_a_compiled_engine_measures_what_a_trainer_measures_and_serves_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"gpu_memory_utilization": 0.1, "cuda_graph_sizes": (1, 8, 16)}
+    async with running("llama", tmp_path, monkeypatch, kv_cache_dtype="fp8_e4m3", **settings) as one:
+        weights = loud_weights(one.config.model.path, seed=1)
+        folder = await one.update(1, weights)
+        before = await one.engine.score("before", tuple(BATCH[0]))
+        await one.engine.pause("keep")
+        ranks = await one.engine.measure_kv(BATCH)
+        await one.engine.resume()
+        assert await one.engine.score("after", tuple(BATCH[0])) == before
+
+        exact = ScaledFrom(power_of_two=False)
+        mine = scales_from_amax([rank.amax for rank in ranks], model="loud", tokens=1, how=exact).named()
+        trainer = measured_by_a_trainer(one, folder).scales("loud", exact).named()
+        # FP8 weights and activations on one side: 3% on the CPU
+        assert {name: pytest.approx(scale, rel=4 * AGREE) for name, scale in mine.items()} == trainer
+
+        rounded = scales_from_amax([rank.amax for rank in ranks], model="loud", tokens=1).named()
+        await one.engine.pause("keep")
+        await one.engine.set_kv_scales(rounded)
+        await one.engine.resume()
+        assert await mean_difference(one, folder, fp8=True) < 2 * CALIBRATED_MEAN

@@ -1,0 +1,188 @@
+"""The service measures the scales of its FP8 KV cache by itself, in the engine that serves, and knows when not to."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rollout_service.calibration import KVScales, ScaledFrom, scales_from_amax
+from rollout_service.calibration.fp8_error import unfit_layers
+from rollout_service.calibration.measurement import worst_errors
+from rollout_service.calibration.observer import observe_qkv
+from rollout_service.client import RolloutClient
+from rollout_service.engine.calibration_batch import CalibrationBatch
+from rollout_service.engine.kv_calibrator import KVCalibrator
+from rollout_service.errors import KVCacheUnfit
+from rollout_service.types import Rollout
+from rollout_service.weights.kv_settled import read_settled
+from rollout_service.weights.log import WeightLog
+from tests.support.key_channels import LOUD, with_key_factors
+from tests.support.models import make_model, random_weights
+from tests.support.one_engine import OneEngine, running
+from tests.support.one_engine import mean_difference as logprob_difference
+from tests.support.own_service import own_service
+from tests.support.reference import reference_logprobs, reference_model
+
+HEAD_DIM, LAYERS = 64, [f"model.layers.{layer}.self_attn" for layer in range(2)]
+BATCH = [[(7 * i + 3 * j) % 120 + 5 for j in range(40 + 5 * i)] for i in range(8)]
+# The engine computes in BF16, the reference in fp32: largest values agree to one rounding of BF16, 1/256, and what
+# two layers add to it.
+AGREE = 0.02
+# Mean |Δ| of logprobs from the fp32 reference with an exact cache, as in test_kv_scales.py
+CALIBRATED_MEAN = 0.035
+
+
+def loud_weights(model_path: Path, seed: int) -> dict[str, torch.Tensor]:
+    """Keys of order 1000, and logits of attention of order 2."""
+    weights = {n: w * 8 if ".q_proj." in n else w for n, w in random_weights(model_path, seed).items()}
+    return with_key_factors(weights, torch.full((HEAD_DIM,), LOUD))
+
+
+def uneven_weights(model_path: Path, seed: int) -> dict[str, torch.Tensor]:
+    """A few huge key channels and many tiny ones, which no scale of a whole tensor can save."""
+    factors = torch.full((HEAD_DIM,), 2.0**-12)
+    factors[[5, 6, 5 + HEAD_DIM // 2, 6 + HEAD_DIM // 2]] = 2.0**12
+    return with_key_factors(random_weights(model_path, seed), factors)
+
+
+def measured_by_a_trainer(one: OneEngine, folder: Path, measured_with: KVScales | None = None) -> Any:
+    model = reference_model(one.config.model.path, folder, fp8_activations=False, fp8_kv=False)
+    with torch.no_grad(), observe_qkv(model, measured_with=measured_with) as observation:
+        for sequence in BATCH:
+            model(torch.tensor([sequence]))
+    return observation
+
+
+async def test_an_engine_measures_what_a_trainer_measures_leaves_no_trace_and_refuses_uneven_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running("llama", tmp_path, monkeypatch, quant="none", kv_cache_dtype="fp8_e4m3") as one:
+        folder = await one.update(1, loud_weights(one.config.model.path, seed=1))
+        before = await one.engine.score("before", tuple(BATCH[0]))
+        await one.engine.pause("keep")
+        ranks = await one.engine.measure_kv(BATCH)
+        await one.engine.resume()
+        assert await one.engine.score("after", tuple(BATCH[0])) == before
+
+        exact = ScaledFrom(power_of_two=False)
+        mine = scales_from_amax([rank.amax for rank in ranks], model="loud", tokens=ranks[0].tokens, how=exact).named()
+        trainer = measured_by_a_trainer(one, folder).scales("loud", exact)
+        assert ranks[0].tokens == sum(map(len, BATCH))
+        assert {name: pytest.approx(scale, rel=AGREE) for name, scale in mine.items()} == trainer.named()
+
+        # the errors, too: against scales of 1, which the engine has, most keys saturate; against the trainer's, none
+        unit = worst_errors(ranks)
+        assert all(unit[layer].k_saturated > 0.5 and unit[layer].v_saturated == 0 for layer in LAYERS)
+        await one.engine.pause("keep")
+        with_scales = worst_errors(await one.engine.measure_kv(BATCH, trainer.named()))
+        await one.engine.resume()
+        expected = measured_by_a_trainer(one, folder, trainer).errors()
+        assert unfit_layers(with_scales) == {}
+        for layer in LAYERS:
+            for name in ("k_relative", "v_relative", "k_channel_relative", "v_channel_relative", "logit_rms"):
+                found, wanted = getattr(with_scales[layer], name), getattr(expected[layer], name)
+                assert found == pytest.approx(wanted, rel=0.1), (layer, name)
+
+        folder = await one.update(2, uneven_weights(one.config.model.path, seed=1))
+        batch = CalibrationBatch(one.config.kv_cache.calibration, vocab_size=128, max_model_len=256)
+        calibrator = KVCalibrator("r1", one.engine, None, batch, choice=None, retry_s=1)
+        await one.engine.pause("keep")
+        with pytest.raises(KVCacheUnfit, match=r"2 of 2 layers do not bear an FP8 KV cache.*k_channel_relative"):
+            await calibrator.loaded(WeightLog(one.config.weights.root).manifest(2))
+
+
+async def test_tensor_parallel_ranks_measure_their_own_heads_and_hold_the_same_scales(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{first}|{second}")  # vLLM wants a NUMA node for each rank else
+    parallel: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "tensor_parallel_size": 2}
+    async with running("llama", tmp_path, monkeypatch, quant="none", **parallel) as one:
+        folder = await one.update(1, loud_weights(one.config.model.path, seed=1))
+        await one.engine.pause("keep")
+        ranks = await one.engine.measure_kv(BATCH)
+        scales = scales_from_amax([rank.amax for rank in ranks], model="loud", tokens=1).named()
+        await one.engine.set_kv_scales(scales)
+        await one.engine.resume()
+
+        assert len(ranks) == 2 and ranks[0].amax != ranks[1].amax
+        assert scales == measured_by_a_trainer(one, folder).scales("loud").named()
+        held = await one.kv_scales_of_ranks()
+        assert held[0] == held[1] and {name: set(copies) for name, copies in held[0].items()} == {
+            name: {scale} for name, scale in scales.items()
+        }
+        assert await logprob_difference(one, folder, fp8=False) < CALIBRATED_MEAN
+
+
+def settings(folder: Path, weights: dict[str, torch.Tensor], **kv_cache: Any) -> dict[str, dict[str, Any]]:
+    """A service whose version 0 has these weights, in BF16."""
+    save_file(weights, folder / "model/model.safetensors")
+    return {
+        "model": {"path": str(folder / "model"), "create": None},
+        "quant": {"weights": "none"},
+        "engine": {"max_model_len": 256},
+        "kv_cache": kv_cache,
+        "weights": {"root": str(folder / "log"), "poll_s": 1.0},
+    }
+
+
+def mean_difference(model_path: Path, folder: Path, rollouts: list[Rollout]) -> float:
+    """Mean |Δ| of the service's logprobs from those of the fp32 reference with the version in ``folder``."""
+    reference = reference_model(model_path, folder, fp8_activations=False, fp8_kv=False)
+    pairs = [(rollout.prompt_token_ids, completion) for rollout in rollouts for completion in rollout.completions]
+    differences = [reference_logprobs(reference, p, c.token_ids, 1.0) - torch.tensor(c.logprobs) for p, c in pairs]
+    return float(torch.cat(differences).abs().mean())
+
+
+async def test_every_replica_serves_the_scales_that_one_has_measured(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama")
+    overrides = settings(tmp_path, loud_weights(model, seed=0), scales_policy="calibrate")
+    overrides["scaling"] = {"min_replicas": 2, "max_replicas": 2}
+    log = WeightLog(tmp_path / "log")
+    async with own_service(overrides) as (url, _), RolloutClient(url) as client:
+
+        async def rolled_out(version: int) -> float:
+            found = await client.generate_batch([[*row[:20]] for row in BATCH], n=2, max_tokens=24, ignore_eos=True)
+            assert {c.versions for rollout in found for c in rollout.completions} == {(version,)}
+            assert {rollout.replica_id for rollout in found} == {r.replica_id for r in (await client.fleet()).replicas}
+            return mean_difference(model, log.folder(version), found)
+
+        assert await rolled_out(0) < CALIBRATED_MEAN
+        under_way = asyncio.create_task(client.generate(BATCH[0][:8], n=8, max_tokens=200, ignore_eos=True))
+        for version in (1, 2):
+            await client.push_weights(version, loud_weights(model, seed=version))
+        await under_way
+        assert await rolled_out(2) < CALIBRATED_MEAN
+
+        statuses = [await client.weights(version) for version in (1, 2)]
+        assert [(status.state, status.kv_scales_from) for status in statuses] == [("live", "calibrate")] * 2
+        assert statuses[0].digest != log.manifest(1).digest  # it covers the scales that came later
+        fleet = await client.fleet()
+        assert {(r.kv_cache.choice.dtype, len(r.kv_cache.unfit)) for r in fleet.replicas if r.kv_cache} == {
+            ("fp8_e4m3", 0)
+        }
+        measured = {r.replica_id: r.kv_cache.measured_version for r in fleet.replicas if r.kv_cache}
+        settled = [read_settled(log.folder(version)) for version in (1, 2)]
+        assert all(s is not None and s.how == "measured" and s.scales is not None for s in settled), settled
+        assert settled[1] is not None and measured[settled[1].replica_id] == 2
+        assert all(min(s.scales[f"{layer}.k_scale"] for layer in LAYERS) > 2 for s in settled if s and s.scales)
+
+
+@pytest.mark.slow
+async def test_a_model_whose_keys_no_scale_can_save_gets_a_bf16_cache_and_the_fleet_says_why(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama")
+    overrides = settings(tmp_path, uneven_weights(model, seed=0), dtype="auto", scales_policy="calibrate")
+    async with own_service(overrides) as (url, _), RolloutClient(url) as client:
+        [replica] = (await client.fleet()).replicas
+        assert replica.kv_cache is not None and replica.kv_cache.choice.dtype == "bfloat16"
+        assert "2 of 2 layers do not bear an FP8 KV cache" in replica.kv_cache.choice.why
+        found = await client.generate_batch([[*row[:20]] for row in BATCH], n=2, max_tokens=24, ignore_eos=True)
+        assert mean_difference(model, tmp_path / "log/0", found) < CALIBRATED_MEAN
+        await client.push_weights(1, load_file(model / "model.safetensors"))
+        assert (await client.weights(1)).state == "live"
+    assert json.loads((tmp_path / "log/KV_CACHE").read_text())["dtype"] == "bfloat16"
