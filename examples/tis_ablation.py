@@ -38,8 +38,8 @@ PAGE, FIGURE = PROJECT / "docs/tis_ablation.md", PROJECT / "docs/tis_ablation.pn
 BEGIN, END = "<!-- made by examples/tis_ablation.py -->\n", "<!-- end -->\n"
 
 SERVICES: dict[str, dict[str, dict[str, Any]]] = {
-    "bf16": {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16"}},
-    "fp8": {},
+    "bf16": {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16", "scales_policy": "unit"}},
+    "fp8": {"kv_cache": {"scales_policy": "unit"}},  # as in the published run
 }
 """Laid over the deployment's YAML."""
 COARSE_LEVELS = 5

@@ -163,16 +163,18 @@ async def other_bytes(ground: Ground) -> None:
 async def two_trainers(ground: Ground) -> None:
     """Two push different weights as the same version at the same time: one wins."""
     version = ground.committed + 1
+    others = ground.weights(version)
+    others["model.layers.0.mlp.up_proj.weight"][0, 0] = 1.0  # times a gate of zero: other bytes that tell the same
     async with RolloutClient(ground.service.url, token=ground.service.config.auth.secret()) as other:
         outcomes = await asyncio.gather(
             ground.client.push_weights(version, ground.weights(version)),
-            other.push_weights(version, ground.weights(version + 7)),
+            other.push_weights(version, others),
             return_exceptions=True,
         )
     lost = [outcome for outcome in outcomes if isinstance(outcome, VersionConflict)]
     if len(lost) != 1:
         raise NotRefused(f"outcomes were {outcomes}")
-    if isinstance(outcomes[0], VersionConflict):  # the other's weights tell another version: push one that tells itself
+    if isinstance(outcomes[0], VersionConflict):  # the other's are committed: ours are no retry of them
         version += 1
     await ground.push(version)
 

@@ -10,8 +10,19 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from examples.ablation_report import CURVES, PAIRS, STYLES, Run
-from examples.tis_ablation import ARMS, accuracy, answers_of_trainer, kept_runs, main, parse_arms, settings_of
+from examples.tis_ablation import (
+    ARMS,
+    PROJECT,
+    SERVICES,
+    accuracy,
+    answers_of_trainer,
+    kept_runs,
+    main,
+    parse_arms,
+    settings_of,
+)
 from rollout_service.correction import preset
+from rollout_service.local import load_config
 from rollout_service.tiny_model import make_tiny_qwen3
 
 app = Typer()
@@ -20,6 +31,12 @@ app.command()(main)
 
 def run(arm: str = "fp8", seed: int = 0, steps: int = 4) -> Run:
     return Run(arm, seed, settings_of(arm, steps), dict.fromkeys(CURVES, [0.5] * steps), 0.9, 0.8, 12.0)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_each_service_is_a_configuration(service: str) -> None:
+    config = load_config(PROJECT / "deployments/cpu_rollout.yaml", SERVICES[service])
+    assert config.kv_cache.scales_policy == "unit"
 
 
 def test_arms_come_in_their_own_order_however_they_are_named() -> None:
