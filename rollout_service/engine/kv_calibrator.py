@@ -100,7 +100,8 @@ class KVCalibrator:
         except NotFound:
             raise
         except EngineFailed as error:
-            raise EngineFailed(f"{error.message}; kv_cache.scales_policy: reuse needs no measurement") from error
+            instead = "kv_cache.dtype: bfloat16" if self._choice is None else "kv_cache.scales_policy: reuse"
+            raise EngineFailed(f"{error.message}; {instead} needs no measurement") from error
         self._show(manifest.version, errors, time.perf_counter() - started)
 
     async def _settled(
