@@ -77,6 +77,12 @@ class KVScalesRule:
         self._unmeasured = 0 if measured else self._unmeasured + 1
         self._replace(newest.kv_scales)
 
+    def measured_before(self, last: Settled) -> None:
+        """What was settled last in a log that goes on, of its newest version or of one before."""
+        self.largest = last.largest
+        if self._awaits:
+            self.newest = last.scales
+
     def settled(self, settled: Settled) -> None:
         """The scales of a version that awaited them; newer ones may have been committed, and settled, meanwhile."""
         self.largest = settled.largest or self.largest
