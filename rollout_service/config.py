@@ -277,7 +277,8 @@ class ServiceConfig(Config):
 
     def resolved(self) -> "ServiceConfig":
         """The same with absolute paths, fit to be sent to other processes."""
-        root = self.weights.root
+        root, calibration = self.weights.root, self.kv_cache.calibration
+        prompts = calibration.prompts and calibration.prompts.absolute()
         return self.model_copy(
             update={
                 "model": self.model.model_copy(update={"path": self.model.path.absolute()}),
@@ -286,6 +287,9 @@ class ServiceConfig(Config):
                         "root": root if str(root).startswith("$") else root.absolute(),
                         "source_roots": tuple(p.resolve() for p in self.weights.source_roots),
                     }
+                ),
+                "kv_cache": self.kv_cache.model_copy(
+                    update={"calibration": calibration.model_copy(update={"prompts": prompts})}
                 ),
                 "auth": self.auth.model_copy(
                     update={"token_file": self.auth.token_file and self.auth.token_file.absolute()}

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from rollout_service.calibration.fp8_error import LayerError
 from rollout_service.types import Frozen
 
@@ -18,9 +20,10 @@ class KVMeasurement(Frozen):
 
 
 def worst_errors(ranks: Sequence[KVMeasurement]) -> dict[str, LayerError]:
-    """Layer → each error of the rank where it is largest."""
+    """Layer → each error of the rank where it is largest; NaN if it is NaN for any."""
     return {layer: _worst([rank.errors[layer] for rank in ranks]) for layer in ranks[0].errors}
 
 
 def _worst(errors: Sequence[LayerError]) -> LayerError:
-    return LayerError(**{name: max(getattr(error, name) for error in errors) for name in LayerError.model_fields})
+    found = {name: float(np.max([getattr(error, name) for error in errors])) for name in LayerError.model_fields}
+    return LayerError(**found)

@@ -96,7 +96,7 @@ class KVCalibrator:
             ranks = await self._engine.measure_kv(sequences)
         except EngineFailed as error:
             if measures:
-                raise EngineFailed(f"{error.message}: set kv_cache.scales_policy: reuse") from error
+                raise EngineFailed(f"{error.message}; kv_cache.scales_policy: reuse needs no measurement") from error
             self._go_unmeasured(error.message)
             return
         errors = worst_errors(ranks)

@@ -35,7 +35,9 @@ class KVCalibration:
         self._newest: Settled | None = None
 
     def remember(self, version: int) -> None:
-        """Take up what is in the log of a committed version. Raises LogCorrupt."""
+        """Take up what is in the log of the newest version, and what was settled last. Raises LogCorrupt."""
+        if (last := read_settled(self._log.root)) is not None:
+            self._rule.measured_before(last)
         settled = self._newest = self.settled(version)
         if settled is not None:
             self._rule.settled(settled)
@@ -74,6 +76,7 @@ class KVCalibration:
         self._newest = settled
         self._measuring.pop(version, None)
         self._rule.settled(settled)
+        write_settled(self._log.root, settled)  # its version may be dropped before the next one is measured
         return settled
 
     def _judged(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> Settled:
@@ -86,6 +89,7 @@ class KVCalibration:
             replica_id=replica_id,
             tokens=ranks[0].tokens,
             saturated=saturated,
+            largest=self._rule.largest,
         )
         try:
             largest = self._combined([rank.amax for rank in ranks])

@@ -25,6 +25,7 @@ class KVScalesRule:
             raise ValueError(f"kv_cache.scales_policy is calibrate, but {self._no_use}")
         self._awaits = True
         self._unmeasured = 0
+        self._committed = self._known = -1
         self.newest: dict[str, float] | None = None
         """Of the newest version whose scales are known; None: 1 everywhere."""
         self.largest: dict[str, tuple[float, float, float]] = {}
@@ -68,17 +69,28 @@ class KVScalesRule:
 
     def remember(self, newest: Manifest) -> None:
         """The newest committed version."""
-        self._awaits = newest.awaits_kv_scales
+        self._committed, self._awaits = newest.version, newest.awaits_kv_scales
         if self._awaits:
             return
+        self._known = newest.version
         measured = newest.kv_scales_from not in ("reuse", "unit")
         self._unmeasured = 0 if measured else self._unmeasured + 1
         self._replace(newest.kv_scales)
 
+    def measured_before(self, last: Settled) -> None:
+        """What was settled last in a log that goes on, of its newest version or of one before."""
+        self.largest = last.largest
+        if self._awaits:
+            self.newest = last.scales
+
     def settled(self, settled: Settled) -> None:
-        """The scales of a version that awaited them."""
-        self._awaits, self._unmeasured = False, 0
+        """The scales of a version that awaited them; newer ones may have been committed, and settled, meanwhile."""
         self.largest = settled.largest or self.largest
+        if settled.version < self._known:
+            return
+        if settled.version == self._committed:
+            self._awaits, self._unmeasured = False, 0
+        self._known = settled.version
         self._replace(settled.scales)
 
     def _is_measured_next(self) -> bool:

@@ -1,6 +1,7 @@
 """The KV scales of a version that came without any and is measured: a file beside its manifest, written once.
 
     <root>/<version>/kv_scales.json    JSON, and the xxh3-128 of it on a line of its own
+    <root>/kv_scales.json              the same of the version that was settled last
 
 Until it is there the version has been loaded by nobody but the replica that measures it, and served by none.
 """

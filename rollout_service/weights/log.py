@@ -6,6 +6,7 @@
     <root>/<version>/kv_scales.json    KV scales, if the service measures them; written after the commit, once
     <root>/staging/<version>/          an upload that is not committed; its parts are in <version>.parts/
     <root>/CONTROL                     {"paused", "mode"}: what the operator last asked of the fleet
+    <root>/kv_scales.json              what was measured last: its version may have been dropped since
     <root>/KV_CACHE                    {"dtype", "why", "judged_by"}: of the KV cache, once it was measured
     <root>/FLEET                       {"replicas"}: who was live, for an ingest that starts anew
     <root>/ORIGIN                      {"log", "writer"}: who reads what the ingest names here shares its log

@@ -56,7 +56,8 @@ class Offers:
 
     def files(self, version: int) -> tuple[LogFile, ...]:
         """All files of a committed version. Raises NotFound."""
-        paths = sorted(self._folder(version).iterdir())
+        # hidden: what is being written beside the manifest (KV scales), under this name for milliseconds
+        paths = sorted(path for path in self._folder(version).iterdir() if not path.name.startswith("."))
         return tuple(LogFile(name=path.name, nbytes=path.stat().st_size) for path in paths)
 
     async def chunk(self, version: int, file: str, index: int) -> list[ray.ObjectRef]:

@@ -56,6 +56,15 @@ def test_a_configuration_cannot_be_changed(section: str) -> None:
         ({"engine": {"gpu_memory_utilization": 1.5}}, "engine.gpu_memory_utilization"),
         ({"kv_cache": {"dtype": "int8"}}, "kv_cache.dtype"),
         ({"kv_cache": {"scales_policy": "guess"}}, "kv_cache.scales_policy"),
+        ({"kv_cache": {"calibration": {"every_versions": 0}}}, "kv_cache.calibration.every_versions"),
+        ({"kv_cache": {"calibration": {"max_sequences": 0}}}, "kv_cache.calibration.max_sequences"),
+        ({"kv_cache": {"calibration": {"max_sequence_tokens": 1}}}, "kv_cache.calibration.max_sequence_tokens"),
+        ({"kv_cache": {"calibration": {"percentile": 0}}}, "kv_cache.calibration.percentile"),
+        ({"kv_cache": {"calibration": {"margin": "inf"}}}, "kv_cache.calibration.margin"),
+        ({"kv_cache": {"calibration": {"progressive": "min"}}}, "kv_cache.calibration.progressive"),
+        ({"kv_cache": {"calibration": {"average_decay": 1}}}, "kv_cache.calibration.average_decay"),
+        ({"kv_cache": {"calibration": {"max_drift": -0.1}}}, "kv_cache.calibration.max_drift"),
+        ({"kv_cache": {"calibration": {"max_saturated": 1.1}}}, "kv_cache.calibration.max_saturated"),
         ({"quant": {"weights": "int4"}}, "quant.weights"),
         ({"quant": {"scales": "fp16"}}, "quant.scales"),
         ({"quant": {"indivisible": "pad"}}, "quant.indivisible"),
@@ -104,6 +113,13 @@ def test_a_target_that_no_replica_could_reach_names_the_admission_limit() -> Non
     assert "target_sequences=64" in message and "admission_limit=64" in message
     ServiceConfig.model_validate({"scaling": scaling, "engine": {"admission_limit": 65}})
     ServiceConfig.model_validate({"scaling": {"target_sequences": 64}, "engine": {"admission_limit": 64}})
+
+
+def test_a_bf16_cache_has_no_scales_to_measure() -> None:
+    message = message_of({"kv_cache": {"dtype": "bfloat16", "scales_policy": "calibrate"}})
+    assert "kv_cache.scales_policy is calibrate" in message and "kv_cache.dtype is bfloat16" in message
+    for dtype in ("auto", "fp8_e4m3"):
+        ServiceConfig.model_validate({"kv_cache": {"dtype": dtype, "scales_policy": "calibrate"}})
 
 
 def test_a_shadow_of_unquantized_engines_would_compare_like_with_like() -> None:
@@ -176,12 +192,14 @@ def test_every_path_is_absolute_once_resolved(tmp_path: Path, monkeypatch: pytes
         "model": {"path": "models/m"},
         "weights": {"root": "log", "source_roots": ["checkpoints", "../shared"]},
         "auth": {"token_file": "token"},
+        "kv_cache": {"calibration": {"prompts": "prompts.jsonl"}},
     }
     resolved = ServiceConfig.model_validate(args).resolved()
     assert resolved.model.path == tmp_path / "models/m"
     assert resolved.weights.root == tmp_path / "log"
     assert resolved.weights.source_roots == (tmp_path / "checkpoints", tmp_path.parent / "shared")
     assert resolved.auth.token_file == tmp_path / "token"
+    assert resolved.kv_cache.calibration.prompts == tmp_path / "prompts.jsonl"
     assert all(path.is_absolute() for path in paths_in(resolved))
 
 

@@ -1,15 +1,23 @@
 """From largest absolute values to scales, by hand; and their file."""
 
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rollout_service.calibration import KVScales, LayerScales, ScaledFrom, scales_from_amax
 from rollout_service.calibration.fp8_error import fp8_round_trip
-from rollout_service.calibration.scales import percentile_over_micro_batches, rounded_up
+from rollout_service.calibration.scales import (
+    largest_of_ranks,
+    layer_scales,
+    percentile_over_micro_batches,
+    rounded_up,
+)
 from rollout_service.errors import InvalidRequest
 
 ONE = {"layers.0": [[448.0, 896.0, 4.48]]}
@@ -58,6 +66,28 @@ def test_the_largest_rank_counts_and_ranks_may_hold_other_layers() -> None:
     assert list(scales.layers) == ["l.2", "l.10"]
     assert scales.layers["l.2"] == LayerScales(q=2, k=8, v=1)
     assert scales.provenance.ranks == 2
+
+
+def test_the_largest_values_are_those_of_any_rank_by_layer_in_the_order_of_depth() -> None:
+    ranks = [{"l.10": [[1.0, 5.0, 1.0], [2.0, 1.0, 1.0]]}, {"l.10": [[1.0, 1.0, 7.0]], "l.2": [[1.0, 1.0, 1.0]]}]
+    largest = largest_of_ranks(ranks)
+    assert {layer: amax.tolist() for layer, amax in largest.items()} == {"l.2": [1, 1, 1], "l.10": [2, 5, 7]}
+    assert list(largest) == ["l.2", "l.10"]
+
+
+@given(
+    amax=st.lists(st.floats(1e-30, 1e30), min_size=3, max_size=3),
+    margin=st.floats(1, 10),
+    power_of_two=st.booleans(),
+)
+def test_with_a_margin_the_largest_value_never_saturates(amax: list[float], margin: float, power_of_two: bool) -> None:
+    scales = layer_scales({"l.0": amax}, ScaledFrom(margin=margin, power_of_two=power_of_two))["l.0"]
+    for largest, scale in zip(amax, (scales.q, scales.k, scales.v), strict=True):
+        assert largest <= 448 * scale * (1 + 1e-15)  # rounding of fp64 alone
+        if power_of_two:
+            assert math.frexp(scale)[0] == 0.5 and scale < 2 * margin * largest / 448 * (1 + 1e-15)
+        else:
+            assert scale == pytest.approx(margin * largest / 448, rel=1e-12)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

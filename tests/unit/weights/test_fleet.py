@@ -113,6 +113,25 @@ def test_versions_that_are_served_or_being_loaded_are_in_use(table: FleetTable) 
     assert table.in_use() == {1, 2, 3}
 
 
+def test_a_replica_is_loading_the_version_that_it_last_said_and_no_other(table: FleetTable) -> None:
+    table.report(replica("a", 1, target=3))
+    table.report(replica("b", 3))
+    assert table.is_loading("a", 3)
+    assert not table.is_loading("a", 1) and not table.is_loading("b", 3) and not table.is_loading("c", 3)
+    table.report(replica("a", 1, sequence=1, target=4))
+    assert not table.is_loading("a", 3) and table.is_loading("a", 4)
+    table.leave("a")
+    assert not table.is_loading("a", 4)
+
+
+async def test_a_replica_that_is_silent_for_too_long_is_loading_nothing() -> None:
+    table = FleetTable(dead_after_s=0.15)
+    table.report(replica("a", None, target=0))
+    assert table.is_loading("a", 0)
+    await asyncio.sleep(0.2)
+    assert not table.is_loading("a", 0)
+
+
 async def test_nothing_is_said_of_all_until_those_known_from_before_have_reported_or_must_be_dead() -> None:
     table = FleetTable(dead_after_s=60)
     table.wait_for(frozenset({"a", "b"}))

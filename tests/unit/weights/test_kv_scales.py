@@ -11,14 +11,15 @@ from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import InvalidManifest, VersionConflict
 from rollout_service.weights.ingest import Ingest
-from rollout_service.weights.kv_scales import KVScalesRule
+from rollout_service.weights.kv_scales import KVScalesRule, drift
 from rollout_service.weights.log import WeightLog
-from rollout_service.weights.manifest import Manifest
+from rollout_service.weights.manifest import Manifest, Recipe
 from rollout_service.weights.record import read_record
 from rollout_service.weights.served_model import ServedModel
 from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource, upload_digest, with_kv_scales
 from tests.support.models import FAMILIES, make_model
 from tests.unit.client.real_ingest import real_ingest
+from tests.unit.weights.measured import Calibrating, measured, scales_of
 from tests.unit.weights.trainer import Trainer, Weights, begin_of, changed, config_of, stream_of
 
 LAYER = "model.layers.0.self_attn"
@@ -129,6 +130,104 @@ async def test_a_version_without_scales_has_none_where_the_policy_says_so_or_the
     await again.stop()
 
 
+# --- what a version gets that is to be measured
+
+
+@pytest.fixture
+def every_third(model: Path, tmp_path: Path) -> Calibrating:
+    """Each third version is measured."""
+    return Calibrating(tmp_path / "log", model, every_versions=3)
+
+
+ONES, TWOS = measured((448, 448, 448)), measured((896, 896, 896))
+
+
+def measure_first(ingest: Calibrating) -> None:
+    """Version 0, with scales of 1."""
+    ingest.measure(0, ONES)
+
+
+def test_each_third_version_is_measured_and_those_between_have_the_scales_of_the_one_before(
+    every_third: Calibrating,
+) -> None:
+    measure_first(every_third)
+    assert [came(every_third.commit(version)) for version in (1, 2)] == [(scales_of(1, 1, 1), "reuse")] * 2
+    every_third.measure(3, TWOS)
+    assert [came(every_third.commit(version)) for version in (4, 5)] == [(scales_of(2, 2, 2), "reuse")] * 2
+    assert came(every_third.commit(6)) == (None, "calibrate")
+
+
+def test_versions_are_counted_by_how_many_came_and_not_by_their_numbers(every_third: Calibrating) -> None:
+    measure_first(every_third)
+    assert [every_third.commit(version).kv_scales_from for version in (10, 30, 35)] == ["reuse", "reuse", "calibrate"]
+
+
+def test_a_version_after_one_that_still_awaits_its_scales_is_measured_too(every_third: Calibrating) -> None:
+    measure_first(every_third)
+    for version in (1, 2, 3, 4, 5):
+        every_third.commit(version)
+    assert [every_third.log.manifest(version).awaits_kv_scales for version in (2, 3, 4, 5)] == [False, True, True, True]
+    every_third.settle(5, TWOS)
+    assert came(every_third.commit(6)) == (scales_of(2, 2, 2), "reuse")
+
+
+def test_a_trainers_scales_win_and_the_count_begins_anew(every_third: Calibrating) -> None:
+    measure_first(every_third)
+    every_third.commit(1)
+    assert came(every_third.commit(2, OTHERS)) == (OTHERS, "trainer")
+    assert [came(every_third.commit(version)) for version in (3, 4)] == [(OTHERS, "reuse")] * 2
+    assert every_third.commit(5).awaits_kv_scales
+    assert came(every_third.commit(6, SCALES)) == (SCALES, "trainer")
+    assert every_third.commit(7).kv_scales_from == "reuse"
+
+
+def test_versions_after_a_measurement_that_failed_have_what_it_left_and_the_third_is_measured(
+    every_third: Calibrating,
+) -> None:
+    every_third.measure(0, measured((0, 0, 0)))
+    assert [came(every_third.commit(version)) for version in (1, 2)] == [(None, "unit")] * 2
+    assert every_third.commit(3).awaits_kv_scales
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"), [("reuse", ["unit", "reuse"]), ("unit", ["unit", "unit"])], ids=["reuse", "unit"]
+)
+def test_nothing_is_measured_unless_the_policy_says_so(model: Path, policy: str, expected: list[str]) -> None:
+    config = ServiceConfig.model_validate({"model": {"path": model}, "kv_cache": {"scales_policy": policy}})
+    rule, got = KVScalesRule(config, ServedModel.load(model)), []
+    for version, scales in enumerate([None, SCALES, None]):
+        bare = Manifest(version=version, fingerprint="model", recipe=Recipe(weights="none"), tensors=())
+        manifest = rule.added_to(bare, scales)
+        rule.remember(manifest)
+        got.append(manifest.kv_scales_from)
+    assert [got[0], got[2]] == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "sections", "reason"),
+    [
+        ("deepseek_v3", {}, "has no attention layers that take them"),
+        ("llama", {"quant": {"weights": "none"}, "scaling": {"num_gpus": 1}}, "quant.weights is none"),
+    ],
+    ids=["latent attention", "BF16 weights on a GPU"],
+)
+def test_an_ingest_does_not_start_to_have_scales_measured_that_nothing_uses(
+    tmp_path: Path, family: str, sections: dict[str, Any], reason: str
+) -> None:
+    model = make_model(tmp_path / "model", family)
+    config = config_of(model, tmp_path / "log", kv_cache={"scales_policy": "calibrate"}, **sections)
+    with pytest.raises(ValueError, match=f"kv_cache.scales_policy is calibrate, but .*{reason}"):
+        Ingest(config)
+    Ingest(config_of(model, tmp_path / "log", **sections))
+
+
+def test_the_drift_is_the_largest_factor_between_scales_of_one_name() -> None:
+    assert drift(None, SCALES) is drift(SCALES, None) is None
+    assert drift(SCALES, SCALES) == 0
+    assert drift(SCALES, OTHERS) == drift(OTHERS, SCALES) == pytest.approx(2.75 / 2.5 - 1)
+    assert drift(SCALES, {**OTHERS, V: 0.0625}) == 1.0
+
+
 # --- the same version once more
 
 
@@ -192,7 +291,7 @@ async def test_a_path_brings_scales_too(model: Path, tmp_path: Path, weights: We
 # --- from the client
 
 
-def measured(**scales: float) -> KVScales:
+def observed(**scales: float) -> KVScales:
     """As ``calibration`` gives them."""
     how = Provenance(tokens=64, micro_batches=1, percentile=99.9, margin=1.05)
     return KVScales(model="one layer", layers={LAYER: LayerScales(**scales)}, provenance=how)
@@ -203,14 +302,14 @@ async def test_the_client_pushes_measured_scales_with_weights_and_with_a_path(
 ) -> None:
     async with real_ingest(model, tmp_path / "log", weights={"source_roots": [model]}) as service:
         async with RolloutClient(service.url) as client:
-            first = await client.push_weights(1, dict(weights), wait="none", kv_scales=measured(q=0.5, k=2.5, v=0.125))
-            again = await client.push_weights(1, dict(weights), wait="none", kv_scales=measured(q=0.5, k=2.5, v=0.125))
+            first = await client.push_weights(1, dict(weights), wait="none", kv_scales=observed(q=0.5, k=2.5, v=0.125))
+            again = await client.push_weights(1, dict(weights), wait="none", kv_scales=observed(q=0.5, k=2.5, v=0.125))
             assert first == again
             with pytest.raises(VersionConflict, match="other KV scales"):
-                await client.push_weights(1, dict(weights), wait="none", kv_scales=measured(q=0.5, k=2.75, v=0.125))
-            await client.push_path(2, model, wait="none", kv_scales=measured(q=0.5, k=2.75, v=0.125))
+                await client.push_weights(1, dict(weights), wait="none", kv_scales=observed(q=0.5, k=2.75, v=0.125))
+            await client.push_path(2, model, wait="none", kv_scales=observed(q=0.5, k=2.75, v=0.125))
             elsewhere = {"model.layers.7.self_attn": LayerScales(q=1, k=1, v=1)}
-            stranger = measured(q=1, k=1, v=1).model_copy(update={"layers": elsewhere})
+            stranger = observed(q=1, k=1, v=1).model_copy(update={"layers": elsewhere})
             with pytest.raises(InvalidManifest, match=r"unknown: model\.layers\.7\.self_attn\.k_scale"):
                 await client.push_weights(3, dict(weights), wait="none", kv_scales=stranger)
         assert came(service.log.manifest(1)) == (SCALES, "trainer")

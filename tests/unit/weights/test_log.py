@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollout_service.errors import LogCorrupt, NotFound
+from rollout_service.types import KVCacheChoice
 from rollout_service.weights.log import Control, Head, WeightLog
 from rollout_service.weights.manifest import MANIFEST_FILE, Manifest
 from rollout_service.weights.record import UploadRecord
@@ -253,6 +254,16 @@ def test_control_survives_and_is_replaced(log: WeightLog) -> None:
     assert WeightLog(log.root).control() == Control(paused=True, mode="abort")
     log.set_control(Control())
     assert WeightLog(log.root).control() == Control()
+
+
+def test_the_choice_of_the_kv_cache_survives_and_one_that_does_not_parse_is_corrupt(log: WeightLog) -> None:
+    assert log.kv_cache() is None
+    choice = KVCacheChoice(dtype="bfloat16", why="2 layers do not bear FP8", judged_by="r1, version 0")
+    log.set_kv_cache(choice)
+    assert WeightLog(log.root).kv_cache() == choice
+    (log.root / "KV_CACHE").write_text('{"dtype": "int8", "why": ""}')
+    with pytest.raises(LogCorrupt, match="KV_CACHE does not parse"):
+        log.kv_cache()
 
 
 def test_a_control_that_does_not_parse_is_corrupt(log: WeightLog) -> None:

@@ -31,6 +31,7 @@ OTHER_CONTENT: dict[str, dict[str, Any]] = {
     "another shape": {"tensors": (A, B.model_copy(update={"shape": (2, 2)}))},
     "another dtype": {"tensors": (A.model_copy(update={"dtype": "float8_e4m3fn"}), B)},
     "scales of the KV cache": {"kv_scales": {"layer.0": 1.5}},
+    "scales that are not measured yet": {"kv_scales_from": "calibrate"},
     "a delta": {"delta_of": 2},
 }
 
@@ -52,6 +53,18 @@ def test_the_digest_is_xxh3_of_the_content_as_json_with_sorted_keys() -> None:
         '"tensors": [["a", "bfloat16", [2, 3], "aa"], ["b", "float32", [4], "bb"]]}'
     )
     assert MANIFEST.digest == xxhash.xxh3_128_hexdigest(content.encode())
+
+
+def test_a_version_awaits_its_scales_until_they_are_in_it() -> None:
+    awaiting = MANIFEST.model_copy(update={"kv_scales_from": "calibrate"})
+    assert awaiting.awaits_kv_scales and not MANIFEST.awaits_kv_scales
+    assert not awaiting.model_copy(update={"kv_scales": {"layer.0": 1.5}}).awaits_kv_scales
+
+
+@pytest.mark.parametrize("came_from", ["calibrate", "reuse", "trainer"])
+def test_scales_that_are_known_count_and_not_where_they_came_from(came_from: str) -> None:
+    scaled = MANIFEST.model_copy(update={"kv_scales": {"layer.0": 1.5}})
+    assert scaled.model_copy(update={"kv_scales_from": came_from}).digest == scaled.digest
 
 
 def test_total_bytes_are_those_of_all_tensors() -> None:

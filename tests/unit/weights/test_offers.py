@@ -10,6 +10,7 @@ import ray
 
 from rollout_service.errors import LogCorrupt, NotFound, NotReady
 from rollout_service.weights import offers
+from rollout_service.weights.kv_settled import SETTLED_FILE
 from rollout_service.weights.log import Control, WeightLog
 from rollout_service.weights.offers import Offers
 from tests.unit.weights.versions import commit
@@ -51,6 +52,12 @@ def test_before_version_0_there_is_nothing_to_tell(tmp_path: Path) -> None:
     log.sign()
     with pytest.raises(NotReady, match="version 0 is still being made"):
         Offers(log).newest()
+
+
+def test_a_file_that_is_being_written_beside_a_manifest_is_not_offered(log: WeightLog, offered: Offers) -> None:
+    before = offered.files(3)
+    (log.folder(3) / f".{SETTLED_FILE}.tmp").write_text("{")
+    assert offered.files(3) == before
 
 
 async def test_the_chunks_of_all_files_are_their_bytes(log: WeightLog, offered: Offers) -> None:

@@ -1,0 +1,105 @@
+"""Work that outlives its callers, and waiting for what others change."""
+
+import asyncio
+
+import pytest
+
+from rollout_service.tasks import Changes, Unabandoned
+
+LONG_S = 30.0
+LONGER_S = 2 * LONG_S
+"""Waiting that ends by itself comes too late for a test."""
+
+
+# --- Unabandoned
+
+
+async def test_whoever_stays_gets_the_result_or_the_error() -> None:
+    async def answer(error: Exception | None) -> int:
+        if error is not None:
+            raise error
+        return 42
+
+    unabandoned = Unabandoned()
+    assert await unabandoned.run(answer(None)) == 42
+    with pytest.raises(KeyError, match="ours"):
+        await unabandoned.run(answer(KeyError("ours")))
+
+
+async def test_work_goes_on_when_whoever_waits_for_it_goes_away() -> None:
+    going, done = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        await going.wait()
+        done.set()
+
+    unabandoned = Unabandoned()
+    caller = asyncio.create_task(unabandoned.run(work()))
+    await asyncio.sleep(0)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert not done.is_set()
+    going.set()
+    await asyncio.wait_for(done.wait(), LONG_S)
+
+
+async def test_work_that_has_ended_is_let_go() -> None:
+    unabandoned = Unabandoned()
+    await unabandoned.run(asyncio.sleep(0))
+    await asyncio.sleep(0)
+    assert not unabandoned._tasks
+
+
+# --- Changes
+
+
+async def test_what_is_so_already_is_not_waited_for() -> None:
+    assert await asyncio.wait_for(Changes().wait(lambda: True, timeout_s=0), LONG_S)
+
+
+async def test_all_who_wait_are_told_once_it_is_so_and_not_before() -> None:
+    changes, state = Changes(), {"version": 0}
+    waiting = [asyncio.create_task(changes.wait(lambda: state["version"] >= 2, LONGER_S)) for _ in range(3)]
+    for version in (0, 1):
+        state["version"] = version
+        await changes.notify()
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in waiting)
+    state["version"] = 2
+    await changes.notify()
+    assert await asyncio.wait_for(asyncio.gather(*waiting), LONG_S) == [True, True, True]
+
+
+async def test_waiting_in_vain_ends_with_false() -> None:
+    assert not await Changes().wait(lambda: False, timeout_s=0.01)
+
+
+async def test_a_change_that_nobody_told_of_is_seen_when_the_time_is_up() -> None:
+    asked: list[None] = []
+
+    def reached() -> bool:
+        asked.append(None)
+        return len(asked) == 2
+
+    assert await Changes().wait(reached, timeout_s=0.01) and len(asked) == 2
+
+
+async def test_an_error_of_what_is_asked_reaches_whoever_waits_and_nobody_else() -> None:
+    def broken() -> bool:
+        raise ValueError("damaged")
+
+    changes = Changes()
+    with pytest.raises(ValueError, match="damaged"):
+        await changes.wait(broken, LONG_S)
+    assert await asyncio.wait_for(changes.wait(lambda: True, LONG_S), LONG_S)
+
+
+async def test_one_who_stops_waiting_does_not_disturb_the_others() -> None:
+    changes, state = Changes(), {"reached": False}
+    leaves, stays = (asyncio.create_task(changes.wait(lambda: state["reached"], LONGER_S)) for _ in range(2))
+    await asyncio.sleep(0)
+    leaves.cancel()
+    state["reached"] = True
+    await changes.notify()
+    assert await asyncio.wait_for(stays, LONG_S)
