@@ -58,8 +58,8 @@ class KVCalibrationConfig(Config):
     max_sequences: int = Field(default=16, ge=1)
     """Sequences that are measured at once."""
 
-    max_sequence_tokens: int = Field(default=256, ge=2)
-    """Tokens of each, counted from its first; at most ``engine.max_model_len``."""
+    max_sequence_tokens: int = Field(default=256, ge=2, le=2048)
+    """Tokens of each, counted from its first; at most ``engine.max_model_len`` and ``engine.max_num_batched_tokens``."""
 
     percentile: float = Field(default=99.9, gt=0, le=100)
     """Over the largest values of the forward passes; of fewer than 1000, 99.9 takes the largest."""

@@ -19,8 +19,8 @@ from rollout_service.calibration.measurement import KVMeasurement
 from rollout_service.calibration.scales import TENSORS, LayerScales
 from rollout_service.engine.kv_scales import held_scales, layers_by_name
 
-_STEP_TOKENS = 2048
-"""Of one pass, padding included; memory for more was not set aside."""
+MOST_TOKENS = 2048
+"""Of one pass, padding included, or as many as a step of the engine may have: memory for more was not set aside."""
 
 
 def measure_kv(
@@ -43,7 +43,8 @@ def measure_kv(
     for name, layer in layers.items():
         _require_computable(name, layer, vllm_config)
     watches = {name: _Watch(layer, _against(name, layer, scales)) for name, layer in layers.items()}
-    limit = min(_STEP_TOKENS, vllm_config.scheduler_config.max_num_batched_tokens)
+    limit = min(MOST_TOKENS, vllm_config.scheduler_config.max_num_batched_tokens)
+    sequences = [sequence[:limit] for sequence in sequences]
     with ExitStack() as hooks, torch.inference_mode():
         for name, layer in layers.items():
             hooks.callback(layer.register_forward_hook(watches[name]).remove)
@@ -113,7 +114,7 @@ def _forward(
 
 def _batches(sequences: Sequence[Sequence[int]], limit: int) -> Iterator[list[Sequence[int]]]:
     """Rows of like length, longest first, so many that with padding they are at most ``limit`` tokens; one at least."""
-    ordered = sorted((sequence[:limit] for sequence in sequences), key=len, reverse=True)
+    ordered = sorted(sequences, key=len, reverse=True)
     while ordered:
         count = max(1, limit // len(ordered[0]))
         yield ordered[:count]

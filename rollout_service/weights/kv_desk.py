@@ -25,7 +25,8 @@ class KVDesk:
     def __init__(
         self, config: ServiceConfig, log: WeightLog, rule: KVScalesRule, fleet: FleetTable, changes: Changes
     ) -> None:
-        self._log, self._fleet, self._changes = log, fleet, changes
+        self._log, self._rule, self._changes = log, rule, changes
+        self._falls_back = config.kv_cache.dtype == "auto"
         self._poll_s = config.weights.poll_s
         self._calibration = KVCalibration(config.kv_cache.calibration, log, rule, fleet.is_loading)
         self._settling, self._choosing = asyncio.Lock(), asyncio.Lock()
@@ -34,6 +35,7 @@ class KVDesk:
     def remember(self, version: int) -> None:
         """Take up what the log has of a committed version. Raises LogCorrupt."""
         self._calibration.remember(version)
+        self._note(self._log.kv_cache())
 
     def with_scales(self, manifest: Manifest) -> Manifest:
         """A committed version with the scales that it awaited, if they are known. Raises LogCorrupt."""
@@ -79,7 +81,11 @@ class KVDesk:
                 return known
             logger.info("KV cache: %s, since %s", choice.dtype, choice.why)
             await asyncio.to_thread(self._log.set_kv_cache, choice)
+            self._note(choice)
             return choice
+
+    def _note(self, choice: KVCacheChoice | None) -> None:
+        self._rule.fp8 = not (self._falls_back and choice is not None and choice.dtype == "bfloat16")
 
     async def _settle(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> Settled:
         async with self._settling:

@@ -26,6 +26,8 @@ class KVScalesRule:
         self._awaits = True
         self._unmeasured = 0
         self._committed = self._known = -1
+        self.fp8 = True
+        """Whether replicas have an FP8 cache; nothing is measured for any other."""
         self.newest: dict[str, float] | None = None
         """Of the newest version whose scales are known; None: 1 everywhere."""
         self.largest: dict[str, tuple[float, float, float]] = {}
@@ -95,7 +97,7 @@ class KVScalesRule:
 
     def _is_measured_next(self) -> bool:
         """Those that await their scales are measured in any case: none of theirs can be reused yet."""
-        return self._policy == "calibrate" and (self._awaits or self._unmeasured + 1 >= self._every)
+        return self.fp8 and self._policy == "calibrate" and (self._awaits or self._unmeasured + 1 >= self._every)
 
     def _replace(self, scales: dict[str, float] | None) -> None:
         before, self.newest = self.newest, scales

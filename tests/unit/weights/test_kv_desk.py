@@ -226,3 +226,18 @@ async def test_the_first_choice_holds_for_all_and_for_an_ingest_that_starts_agai
     await again.start()
     assert again.kv.choice() == FP8 and await again.kv.choose(BF16) == FP8
     await again.stop()
+
+
+@pytest.mark.parametrize(("dtype", "awaits"), [("auto", False), ("fp8_e4m3", True)])
+async def test_versions_await_no_scales_once_the_cache_fell_back_to_bf16_in_an_ingest_that_starts_again_too(
+    config: ServiceConfig, weights: Weights, log: WeightLog, dtype: str, awaits: bool
+) -> None:
+    kv_cache = config.kv_cache.model_copy(update={"dtype": dtype})
+    config = config.model_copy(update={"kv_cache": kv_cache})
+    for version in (1, 2):
+        ingest = Ingest(config)
+        await ingest.start()
+        await ingest.kv.choose(BF16)
+        await Trainer(ingest).push(version, changed(weights, float(version)))
+        await ingest.stop()
+        assert log.manifest(version).awaits_kv_scales == awaits
