@@ -59,7 +59,7 @@ class KVCalibrationConfig(Config):
     """Sequences that are measured at once."""
 
     max_sequence_tokens: int = Field(default=256, ge=2, le=2048)
-    """Tokens of each, counted from its first; at most ``engine.max_model_len`` and ``engine.max_num_batched_tokens``."""
+    """Tokens of each, from its first on; no more than ``engine.max_model_len`` or ``max_num_batched_tokens`` either."""
 
     percentile: float = Field(default=99.9, gt=0, le=100)
     """Over the largest values of the forward passes; of fewer than 1000, 99.9 takes the largest."""
