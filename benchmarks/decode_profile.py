@@ -107,7 +107,7 @@ async def profile(config: ServiceConfig, work: Work, steps: int, folder: Path) -
     engine = EngineAdapter(args)
     try:
         await engine.connect()
-        await engine._llm.update_weight_version("0")  # the dummy weights' label is no version
+        await engine.label(0)  # the dummy weights' label is no version
         rollouts = [
             asyncio.create_task(engine.generate(uuid.uuid4().hex, tuple(p), work.sampling)) for p in work.prompts
         ]

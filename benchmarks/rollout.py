@@ -134,8 +134,7 @@ async def bare(config: ServiceConfig, work: Work, case: Case) -> None:
         await engine.connect()
         case.start_s = time.perf_counter() - started
         await load_version(engine, WeightLog(config.weights.root_here()))
-        cache = engine._llm.vllm_config.cache_config
-        case.kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
+        case.kv_tokens = engine.kv_cache_tokens
         await work.measure(lambda _, p: engine.generate(uuid.uuid4().hex, tuple(p), work.sampling), case)
     finally:
         engine.shutdown()
@@ -145,7 +144,7 @@ async def load_version(engine: EngineAdapter, log: WeightLog) -> None:
     """The newest one, if there is any."""
     head = log.head()
     if head is None:
-        await engine._llm.update_weight_version("0")  # the dummy weights' label is no version
+        await engine.label(0)  # the dummy weights' label is no version
         return
     await engine.stage(log.folder(head.version))
     await engine.pause("keep")

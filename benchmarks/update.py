@@ -141,7 +141,7 @@ async def update(adapter: EngineAdapter, folder: Path, version: int, case: Case)
 
 async def report(adapter: EngineAdapter) -> dict[str, Any]:
     """How the last version was loaded."""
-    [answer] = await adapter._llm.collective_rpc("load_report")
+    [answer] = await adapter.ask_workers("load_report")
     return dict(answer)
 
 
@@ -151,7 +151,7 @@ async def measure(config: ServiceConfig, folder: Path, cases: dict[str, Case], r
     version = 0
     async with engine(config, model) as adapter:
         for door, case in cases.items():
-            await adapter._llm.collective_rpc("plan_loads", args=(door != "native",))
+            await adapter.ask_workers("plan_loads", door != "native")
             await update(adapter, folder, version := version + 1, Case("", "", 0, 0))  # the first warms up, and teaches
             async with load(adapter, concurrent):
                 await asyncio.sleep(1.0)

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 
 from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -48,6 +49,21 @@ class EngineAdapter:
     def broken(self) -> str | None:
         """Why the engine must be replaced; None while it is sound."""
         return "the engine's process is dead" if self._llm.errored else self._half_loaded
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """What the KV cache holds."""
+        cache = self._llm.vllm_config.cache_config
+        return (cache.num_gpu_blocks or 0) * cache.block_size
+
+    async def ask_workers(self, method: str, *args: object) -> list[Any]:
+        """The answer of each worker, by rank, to a method of ``engine/worker.py``. Raises what they raise."""
+        answers: list[Any] = await self._llm.collective_rpc(method, args=args)
+        return answers
+
+    async def label(self, version: int) -> None:
+        """Call the weights that are loaded a version: dummies, say, which have no number."""
+        await self._llm.update_weight_version(str(version))
 
     async def connect(self) -> None:
         """Prepare the weight-transfer engine in the workers, and run two steps on the dummy weights."""
@@ -128,8 +144,8 @@ class EngineAdapter:
         """
         self._require_sound()
         try:
-            await self._llm.collective_rpc("stage_version", args=(str(folder),))
-            while not all(await self._llm.collective_rpc("version_is_staged")):
+            await self.ask_workers("stage_version", str(folder))
+            while not all(await self.ask_workers("version_is_staged")):
                 await asyncio.sleep(_STAGING_POLL_S)
         except Exception as error:
             raise EngineFailed(f"{folder} could not be staged: {error}") from error
@@ -165,7 +181,7 @@ class EngineAdapter:
         """
         self._require_sound()
         try:
-            ranks = await self._llm.collective_rpc("measure_kv", args=(sequences, scales))
+            ranks = await self.ask_workers("measure_kv", sequences, scales)
         except Exception as error:
             raise EngineFailed(f"keys and values could not be measured: {error}") from error
         return tuple(KVMeasurement.model_validate(rank) for rank in ranks)
@@ -174,7 +190,7 @@ class EngineAdapter:
         """Other scales for the loaded weights, while paused and with nothing cached. A failure leaves it broken."""
         self._require_sound()
         try:
-            await self._llm.collective_rpc("set_kv_scales", args=(scales,))
+            await self.ask_workers("set_kv_scales", scales)
         except Exception as error:
             self._half_loaded = f"loading KV scales failed: {error}"
             raise EngineFailed(self._half_loaded) from error

@@ -62,7 +62,7 @@ class OneEngine:
 
     async def digests(self) -> dict[str, str]:
         """See ``Probe.weight_digests``."""
-        [digests] = await self.engine._llm.collective_rpc("weight_digests")
+        [digests] = await self.engine.ask_workers("weight_digests")
         return dict(digests)
 
     async def kv_scales(self) -> dict[str, list[float]]:
@@ -72,11 +72,11 @@ class OneEngine:
 
     async def kv_scales_of_ranks(self) -> list[dict[str, list[float]]]:
         """The same of each rank of a tensor-parallel engine."""
-        return [dict(scales) for scales in await self.engine._llm.collective_rpc("kv_scales")]
+        return [dict(scales) for scales in await self.engine.ask_workers("kv_scales")]
 
     async def load_report(self) -> dict[str, Any]:
         """How the last version was loaded; see ``LogWeightTransferEngine.report``."""
-        [report] = await self.engine._llm.collective_rpc("load_report")
+        [report] = await self.engine.ask_workers("load_report")
         return dict(report)
 
     async def sample(self) -> list[tuple[tuple[int, ...], Completion]]:
