@@ -1,10 +1,11 @@
 """What one rank of an engine saw of q, k and v, and what FP8 costs them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from rollout_service.calibration.fp8_error import LayerError
+from rollout_service.calibration.scales import FP8_MAX, TENSORS
 from rollout_service.types import Frozen
 
 
@@ -17,6 +18,17 @@ class KVMeasurement(Frozen):
     """Layer → what FP8 costs k and v with the scales that they were measured against."""
     tokens: int
     """Positions; padding is none."""
+
+
+def saturates_nothing(ranks: Sequence[KVMeasurement], scales: Mapping[str, float] | None) -> bool:
+    """Whether all k and v that were seen are within 448 · scale; ``scales`` by ``<layer>.{k,v}_scale``, None: 1."""
+    return all(
+        amax[TENSORS.index(x)] <= FP8_MAX * (1.0 if scales is None else scales[f"{layer}.{x}_scale"])
+        for rank in ranks
+        for layer, passes in rank.amax.items()
+        for amax in passes
+        for x in ("k", "v")
+    )
 
 
 def worst_errors(ranks: Sequence[KVMeasurement]) -> dict[str, LayerError]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from rollout_service.calibration.fp8_error import LayerError, unfit_layers
-from rollout_service.calibration.measurement import KVMeasurement, worst_errors
+from rollout_service.calibration.measurement import KVMeasurement, saturates_nothing, worst_errors
 from rollout_service.calibration.scales import ScaledFrom, largest_of_ranks, layer_scales, named_scales
 from rollout_service.engine.calibration_batch import CalibrationBatch
 from rollout_service.errors import EngineFailed, InvalidRequest, KVCacheUnfit, NotFound, NotReady, RolloutServiceError
@@ -125,6 +125,9 @@ class KVCalibrator:
         if settled.scales == turn.scales:
             return errors
         await self._engine.set_kv_scales(settled.scales)
+        if not unfit_layers(errors) and saturates_nothing(ranks, settled.scales):
+            nothing = {"k_saturated": 0.0, "v_saturated": 0.0}  # and FP8 rounds alike whatever the scale
+            return {layer: error.model_copy(update=nothing) for layer, error in errors.items()}
         return worst_errors(await self._engine.measure_kv(sequences))
 
     async def _publish(self, version: int, ranks: Ranks) -> Settled:

@@ -6,7 +6,7 @@ from itertools import permutations
 import pytest
 
 from rollout_service.calibration.fp8_error import LayerError
-from rollout_service.calibration.measurement import KVMeasurement, worst_errors
+from rollout_service.calibration.measurement import KVMeasurement, saturates_nothing, worst_errors
 
 FIELDS = tuple(LayerError.model_fields)
 
@@ -37,3 +37,16 @@ def test_a_measurement_survives_the_way_out_of_a_worker() -> None:
     measured = rank(math.nan, math.inf, *[0.5] * 5)
     again = KVMeasurement.model_validate(measured.model_dump(mode="json"))
     assert repr(again) == repr(measured)
+
+
+@pytest.mark.parametrize(
+    ("amax", "scale", "nothing"), [((1e9, 448, 448), 1.0, True), ((0, 449, 0), 1.0, False), ((0, 0, 900), 2.0, False)]
+)
+def test_saturation_is_of_k_and_v_of_any_rank_and_pass_beyond_448_times_the_scale(
+    amax: tuple[float, float, float], scale: float, nothing: bool
+) -> None:
+    fits = rank(*[0.0] * 7)
+    seen = fits.model_copy(update={"amax": {"l.0": ((1.0, 1.0, 1.0), amax)}})
+    scales = {"l.0.k_scale": scale, "l.0.v_scale": scale}
+    assert saturates_nothing([fits, seen], scales) == nothing
+    assert saturates_nothing([fits], None)

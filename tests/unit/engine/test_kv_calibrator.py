@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from rollout_service.config_engine import KVCalibrationConfig
@@ -103,6 +104,34 @@ async def test_settled_scales_that_differ_from_those_it_was_loaded_with_are_load
     await load(calibrator, engine, AWAITING)
     assert engine.calls == ["measure", "set", "measure"] and engine.scales == FOURS
     assert calibrator.status is not None and calibrator.status.saturated == dict.fromkeys(LAYERS, (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("keys", "settled", "calls"),
+    [
+        (ordinary(), all_scales(0.01, 0.01, 0.01), ["measure", "set"]),
+        (ordinary(), all_scales(0.01, 0.005, 0.01), ["measure", "set", "measure"]),
+        (loud(), all_scales(10, 10, 10), ["measure", "set", "measure"]),
+    ],
+    ids=["all is within the new scales", "some keys are beyond them", "the old ones were unfit"],
+)
+async def test_with_new_scales_it_measures_again_only_where_the_first_time_does_not_say_what_they_cost(
+    make: Make,
+    engine: FakeMeasuringEngine,
+    desk: FakeDesk,
+    keys: torch.Tensor,
+    settled: dict[str, float],
+    calls: list[str],
+) -> None:
+    engine.keys = {layer: [keys] for layer in LAYERS}
+    desk.gives(None, measures=True)
+    desk.settles(1, settled)
+    calibrator = make()
+    await load(calibrator, engine, AWAITING)
+    assert engine.calls == calls and engine.scales == settled
+    [now] = await engine.measure_kv([[1, 2]])
+    expected = {layer: (error.k_saturated, error.v_saturated) for layer, error in now.errors.items()}
+    assert calibrator.status is not None and calibrator.status.saturated == expected
 
 
 async def test_settled_scales_that_are_those_it_was_loaded_with_are_left_alone(
