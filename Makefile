@@ -32,7 +32,7 @@ dashboards-check: setup ## every panel and alert against a real Prometheus and a
 test: check test-unit test-service ## lint, types, unit tests and tests with real engines (under 20 minutes on 2 cores)
 
 test-unit: setup ## tests without an engine (3 minutes)
-	@$(PYTHON_VENV) -m pytest tests/unit
+	@$(PYTHON_VENV) -m pytest tests/unit -n 2
 	@TRITON_INTERPRET=1 $(PYTHON_VENV) -m pytest tests/interpreted
 
 test-gpu: setup ## tests that only a GPU can decide

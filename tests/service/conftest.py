@@ -28,8 +28,6 @@ def service(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Iterator
         "model": {"path": folder / "tiny-qwen3"},
         "engine": {"admission_limit": 64, "version_wait_s": 4.0},
         "scaling": {"min_replicas": 2, "max_replicas": 2},
-        # measuring scales takes replicas to a version one after the other (test_kv_calibration.py); here at once
-        "kv_cache": {"scales_policy": "reuse"},
         "weights": {
             "root": folder / "weights",
             "part_bytes": 256 << 10,

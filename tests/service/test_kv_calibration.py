@@ -18,6 +18,7 @@ from rollout_service.client import RolloutClient
 from rollout_service.engine.calibration_batch import CalibrationBatch
 from rollout_service.engine.kv_calibrator import KVCalibrator
 from rollout_service.errors import KVCacheUnfit
+from rollout_service.local import LocalService
 from rollout_service.types import Rollout
 from rollout_service.weights.kv_settled import read_settled
 from rollout_service.weights.log import WeightLog
@@ -139,6 +140,24 @@ def mean_difference(model_path: Path, folder: Path, rollouts: list[Rollout]) -> 
     return float(torch.cat(differences).abs().mean())
 
 
+async def test_one_replica_measures_a_version_for_all(
+    service: LocalService, client: RolloutClient, next_version: int
+) -> None:
+    weights, log = random_weights(service.config.model.path, seed=1), WeightLog(service.config.weights.root)
+    for version in (next_version, next_version + 1):
+        await client.push_weights(version, weights)
+        status, settled = await client.weights(version), read_settled(log.folder(version))
+        assert (status.state, status.kv_scales_from) == ("live", "calibrate")
+        assert settled is not None and settled.how == "measured" and settled.scales is not None
+        assert status.digest != log.manifest(version).digest  # it covers the scales that came later
+        caches = {replica.replica_id: replica.kv_cache for replica in status.replicas}
+        assert len(caches) == 2 and {cache.choice.dtype for cache in caches.values() if cache} == {"fp8_e4m3"}
+        assert [name for name, cache in caches.items() if cache and cache.measured_version == version] == [
+            settled.replica_id
+        ]
+
+
+@pytest.mark.slow
 async def test_every_replica_serves_the_scales_that_one_has_measured(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama")
     overrides = settings(tmp_path, loud_weights(model, seed=0), scales_policy="calibrate")

@@ -68,7 +68,8 @@ async def test_mode_abort_moves_running_completions_on_to_the_new_weights(
     await _running(client, 4)
     await client.push_weights(new, telltale_weights(service.config.model.path, new), mode="abort")
     for rollout in await asyncio.gather(*going):
-        assert rollout.attempts == 2
+        # where one measures KV scales for the other, replicas come to a version one by one: both may abort it
+        assert rollout.attempts in (2, 3)
         for completion in rollout.completions:
             assert completion.finish_reason == "length" and len(completion.token_ids) == 400
             assert completion.versions == (telltale, new)
