@@ -157,6 +157,7 @@ def _token(file: Path | None) -> str | None:
 
 
 def _fleet_table(fleet: "Fleet") -> "Table":
+    from rich.markup import escape
     from rich.table import Table
 
     paused = ", paused" if fleet.paused else ""
@@ -168,7 +169,14 @@ def _fleet_table(fleet: "Fleet") -> "Table":
     table.add_column("error")
     for replica in fleet.replicas:
         table.add_row(*_fleet_row(replica))
+    table.caption = escape("\n".join(_kv_caches(fleet)))
     return table
+
+
+def _kv_caches(fleet: "Fleet") -> list[str]:
+    """A line for each sort of KV cache in the fleet, and why it is so."""
+    choices = [replica.kv_cache.choice for replica in fleet.replicas if replica.kv_cache is not None]
+    return sorted({f"KV cache {choice.dtype}: {choice.why}" for choice in choices})
 
 
 def _fleet_row(replica: "ReplicaStatus") -> list[str]:

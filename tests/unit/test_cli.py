@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import rollout_service
 from rollout_service.cli import app
 from rollout_service.config import ServiceConfig
-from rollout_service.types import Fleet, ReplicaStatus, UpdateTimings
+from rollout_service.types import Fleet, KVCacheChoice, KVCacheStatus, ReplicaStatus, UpdateTimings
 from tests.support.models import FAMILIES
 
 FLEET = Fleet(
@@ -28,6 +28,7 @@ FLEET = Fleet(
             state="ready",
             running=5,
             update=UpdateTimings(stage_s=1.0, closed_s=0.25, load_s=0.125),
+            kv_cache=KVCacheStatus(choice=KVCacheChoice(dtype="bfloat16", why="2 of 2 layers do not")),
         ),
         ReplicaStatus(replica_id="engine#two", version=7, state="syncing", target=8, paused=True),
         ReplicaStatus(replica_id="engine#three", version=None, state="failed", error="[boom] no memory"),
@@ -233,6 +234,7 @@ def test_fleet_shows_every_replica(service_url: str, token_file: Path) -> None:
     assert "0.25" in rows["engine#one"] and "0.12" in rows["engine#one"] and " 5 " in rows["engine#one"]
     assert "syncing, paused" in rows["engine#two"] and "7 → 8" in rows["engine#two"]
     assert "failed" in rows["engine#three"] and "[boom] no memory" in rows["engine#three"]
+    assert result.output.count("KV cache bfloat16: 2 of 2 layers do not") == 1
 
 
 def test_fleet_without_a_token_says_what_the_service_said(service_url: str) -> None:
