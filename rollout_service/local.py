@@ -1,9 +1,10 @@
 """The whole service on this machine, for as long as a ``with`` block lasts: for scripts, notebooks, demos and tests."""
 
 import logging
+import random
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from rollout_service.deployment_file import application_args
 APPLICATION = "rollout"
 LOGICAL_CPUS = 64
 """What Ray is told this machine has: replicas share the real cores, and a laptop must not run out of slots."""
+
+_PORTS = range(20_000, 32_000)
+"""Above those of Ray's workers, and below those that Linux gives to outgoing connections by default."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,12 @@ def _agents() -> list[str]:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that was free a moment ago. Raises OSError if none was found.
+
+    Not one that the system would choose: it may give the same to Ray before the caller has bound it.
+    """
+    for port in random.sample(_PORTS, k=100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"100 ports from {_PORTS.start} to {_PORTS.stop - 1} are all taken")

@@ -15,7 +15,7 @@ from rollout_service.client import RolloutClient
 from rollout_service.types import MismatchRow, Rollout
 from tests.support.own_service import own_service
 
-GOOD_VERSIONS = 5
+GOOD_VERSIONS = 3
 TOKENS = 48
 PROMPTS = [[5 + i, 6, 7, 9 + i] for i in range(40)]
 

@@ -1,0 +1,25 @@
+"""Ports for services of this machine."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from rollout_service import local
+
+
+def test_a_free_port_can_be_bound_and_the_system_gives_it_to_nobody_else() -> None:
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    port = local.free_port()
+    assert 19_999 < port < min(first_given, 32_000)
+    with socket.socket() as taker:
+        taker.bind(("127.0.0.1", port))
+
+
+def test_a_port_that_is_taken_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taker:
+        taker.bind(("127.0.0.1", 0))
+        taken = taker.getsockname()[1]
+        monkeypatch.setattr(local.random, "sample", lambda _, k: [taken, taken])
+        with pytest.raises(OSError, match="100 ports from 20000 to 31999 are all taken"):
+            local.free_port()
