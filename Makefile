@@ -29,7 +29,7 @@ dashboards: setup ## make dashboards/*.json and alerts.yml anew from dashboards/
 dashboards-check: setup ## every panel and alert against a real Prometheus and a running service (about 5 minutes)
 	@$(PYTHON_VENV) -m dashboards.check
 
-test: check test-unit test-service ## lint, types, unit tests and tests with real engines (under 20 minutes on 2 cores)
+test: check test-unit test-service ## lint, types, unit tests and tests with real engines (20 minutes on 2 cores)
 
 test-unit: setup ## tests without an engine (3 minutes)
 	@$(PYTHON_VENV) -m pytest tests/unit -n 2
