@@ -74,11 +74,14 @@ def unfit_layers(errors: Mapping[str, LayerError], limits: ErrorLimits | None = 
 def require_fit(errors: Mapping[str, LayerError], limits: ErrorLimits | None = None) -> None:
     """Raise InvalidRequest that names the layers whose keys or values no scale of this kind can save."""
     if unfit := unfit_layers(errors, limits):
-        first = "; ".join(f"{layer}: {why}" for layer, why in list(unfit.items())[:5])
-        raise InvalidRequest(
-            f"{len(unfit)} of {len(errors)} layers do not bear an FP8 KV cache: {first}. Keep the KV cache in BF16",
-            {"layers": unfit},
-        )
+        raise InvalidRequest(f"{why_unfit(unfit, len(errors))}. Keep the KV cache in BF16", {"layers": unfit})
+
+
+def why_unfit(unfit: Mapping[str, str], num_layers: int) -> str:
+    """``unfit_layers`` in words, the first five by name."""
+    first = "; ".join(f"{layer}: {why}" for layer, why in list(unfit.items())[:5])
+    more = f", and {len(unfit) - 5} more" if len(unfit) > 5 else ""
+    return f"{len(unfit)} of {num_layers} layers do not bear an FP8 KV cache: {first}{more}"
 
 
 def _reasons(error: LayerError, limits: ErrorLimits) -> list[str]:

@@ -6,10 +6,10 @@ It works between loading a version and serving it, while the engine is closed an
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-from rollout_service.calibration.fp8_error import LayerError, unfit_layers
+from rollout_service.calibration.fp8_error import LayerError, unfit_layers, why_unfit
 from rollout_service.calibration.measurement import KVMeasurement, saturates_nothing, worst_errors
 from rollout_service.calibration.scales import ScaledFrom, largest_of_ranks, layer_scales, named_scales
 from rollout_service.engine.calibration_batch import CalibrationBatch
@@ -97,7 +97,8 @@ class KVCalibrator:
         except EngineFailed as error:
             if measures:
                 raise EngineFailed(f"{error.message}; kv_cache.scales_policy: reuse needs no measurement") from error
-            self._go_unmeasured(error.message)
+            self._choice = _unmeasured(error.message)
+            self.status = KVCacheStatus(choice=self._choice)
             return
         errors = worst_errors(ranks)
         if self._turn is not None and measures:
@@ -105,12 +106,6 @@ class KVCalibrator:
         if self._choice is None:
             self._choice = await self._judged(manifest.version, sequences, ranks)
         self._show(manifest.version, errors, time.perf_counter() - started)
-
-    def _go_unmeasured(self, reason: str) -> None:
-        """FP8 was asked for, and whether it does is not known: say so. The next replica measures again."""
-        logger.error("whether FP8 does for keys and values is not known: %s", reason)
-        self._choice = KVCacheChoice(dtype="fp8_e4m3", why=f"not measured: {reason}")
-        self.status = KVCacheStatus(choice=self._choice)
 
     async def _settled(
         self,
@@ -150,11 +145,10 @@ class KVCalibrator:
         try:
             best = named_scales(layer_scales(largest_of_ranks([rank.amax for rank in ranks]), ScaledFrom()))
         except InvalidRequest as error:
-            logger.error("whether FP8 does for keys and values is not known: %s", error)
-            return KVCacheChoice(dtype="fp8_e4m3", why=f"not measured: {error.message}")
+            return _unmeasured(error.message)
         errors = worst_errors(await self._engine.measure_kv(sequences, best))
         if unfit := unfit_layers(errors):
-            raise KVCacheUnfit(why_unfit(unfit, errors), {"layers": unfit, "judged_by": judged_by})
+            raise KVCacheUnfit(why_unfit(unfit, len(errors)), {"layers": unfit, "judged_by": judged_by})
         why = f"all {len(errors)} layers bear it, measured on {self._batch.origin}"
         choice = KVCacheChoice(dtype="fp8_e4m3", why=why, judged_by=judged_by)
         return await self._choose(choice)
@@ -170,7 +164,7 @@ class KVCalibrator:
         assert self._choice is not None
         unfit = unfit_layers(errors)
         if unfit:
-            logger.error("version %d: %s", version, why_unfit(unfit, errors))
+            logger.error("version %d: %s", version, why_unfit(unfit, len(errors)))
         saturated = {layer: (error.k_saturated, error.v_saturated) for layer, error in errors.items()}
         record(table.KV_CALIBRATION_SECONDS, seconds)
         logger.info("version %d: keys and values measured on %s in %.3f s", version, self._batch.origin, seconds)
@@ -179,8 +173,7 @@ class KVCalibrator:
         )
 
 
-def why_unfit(unfit: Mapping[str, str], layers: Sequence[str] | Mapping[str, Any]) -> str:
-    """Names the layers that FP8 does not do for, with the reasons."""
-    first = "; ".join(f"{layer}: {why}" for layer, why in list(unfit.items())[:5])
-    more = f", and {len(unfit) - 5} more" if len(unfit) > 5 else ""
-    return f"{len(unfit)} of {len(layers)} layers do not bear an FP8 KV cache: {first}{more}"
+def _unmeasured(reason: str) -> KVCacheChoice:
+    """FP8 was asked for, and whether it does is not known: say so. The next replica measures again."""
+    logger.error("whether FP8 does for keys and values is not known: %s", reason)
+    return KVCacheChoice(dtype="fp8_e4m3", why=f"not measured: {reason}")

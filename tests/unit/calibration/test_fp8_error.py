@@ -12,6 +12,7 @@ from rollout_service.calibration.fp8_error import (
     require_fit,
     saturated_share,
     unfit_layers,
+    why_unfit,
 )
 from rollout_service.calibration.observer import observe_qkv
 from rollout_service.calibration.scales import LayerScales
@@ -103,3 +104,11 @@ def test_errors_need_scales() -> None:
         pass
     with pytest.raises(InvalidRequest, match="measured_with"):
         observation.errors()
+
+
+def test_five_layers_are_named_and_the_others_counted() -> None:
+    unfit = {f"l.{number}": "why" for number in range(7)}
+    words = why_unfit(unfit, len(unfit) + 1)
+    assert words.startswith("7 of 8 layers do not bear an FP8 KV cache: l.0: why; l.1: why;")
+    assert words.endswith("l.4: why, and 2 more") and "l.5" not in words
+    assert why_unfit({"l.0": "why"}, 1).endswith(": l.0: why")

@@ -9,7 +9,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from rollout_service.config_engine import KVCalibrationConfig
 from rollout_service.engine.calibration_batch import CalibrationBatch
-from rollout_service.engine.kv_calibrator import KVCalibrator, NoKVScales, why_unfit
+from rollout_service.engine.kv_calibrator import KVCalibrator, NoKVScales
 from rollout_service.errors import EngineFailed, KVCacheUnfit, LogCorrupt, NotFound, NotReady
 from rollout_service.types import KVCacheChoice, KVCacheStatus
 from rollout_service.weights.manifest import Manifest, Recipe
@@ -345,14 +345,6 @@ async def test_the_status_is_of_the_version_that_was_measured_last(
     desk.gives(OTHERS, measures=False)
     await load(calibrator, engine, version(3))
     assert calibrator.status == status
-
-
-def test_five_layers_are_named_and_the_others_counted() -> None:
-    unfit = {f"l.{number}": "why" for number in range(7)}
-    words = why_unfit(unfit, [*unfit, "l.7"])
-    assert words.startswith("7 of 8 layers do not bear an FP8 KV cache: l.0: why; l.1: why;")
-    assert words.endswith("l.4: why, and 2 more") and "l.5" not in words
-    assert why_unfit({"l.0": "why"}, ["l.0"]).endswith(": l.0: why")
 
 
 async def test_a_bf16_cache_needs_nothing(desk: FakeDesk) -> None:
