@@ -12,12 +12,13 @@ an engine that generates ``--concurrent`` rollouts all the while: *closed* is fr
 """
 
 import asyncio
+import itertools
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import results
+from benchmarks.busy import busy
 from benchmarks.shapes import write_config
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
@@ -106,24 +108,15 @@ async def engine(config: ServiceConfig, model: ServedModel) -> AsyncIterator[Eng
         adapter.shutdown()
 
 
-@asynccontextmanager
-async def load(adapter: EngineAdapter, concurrent: int) -> AsyncIterator[None]:
+def load(adapter: EngineAdapter, concurrent: int) -> AbstractAsyncContextManager[None]:
     """So many rollouts at any time."""
-    sampling, stop = Sampling(max_tokens=OUTPUT_TOKENS, ignore_eos=True), asyncio.Event()
+    sampling, turns = Sampling(max_tokens=OUTPUT_TOKENS, ignore_eos=True), itertools.count()
 
-    async def work(number: int) -> None:
-        prompt, turn = tuple(range(number + 10, number + 10 + PROMPT_TOKENS)), 0
-        while not stop.is_set():
-            turn += 1
-            await adapter.generate(f"{number}-{turn}", prompt, sampling)
+    def request(number: int) -> Awaitable[object]:
+        prompt = tuple(range(number + 10, number + 10 + PROMPT_TOKENS))
+        return adapter.generate(f"{number}-{next(turns)}", prompt, sampling)
 
-    async with asyncio.TaskGroup() as group:
-        for number in range(concurrent):
-            group.create_task(work(number))
-        try:
-            yield
-        finally:
-            stop.set()
+    return busy(concurrent, request)
 
 
 async def update(adapter: EngineAdapter, folder: Path, version: int, case: Case) -> None:

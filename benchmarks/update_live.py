@@ -20,8 +20,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,6 +34,7 @@ from rich.table import Table
 from safetensors import safe_open
 
 from benchmarks import results
+from benchmarks.busy import busy
 from benchmarks.rollout import graph_sizes, make_work, settings_of, write_weights
 from benchmarks.shapes import write_config
 from rollout_service.client import RolloutClient
@@ -138,24 +139,14 @@ async def push(client: RolloutClient, door: str, version: int, folder: Path, cas
         case.add(replica.update)
 
 
-@asynccontextmanager
-async def rollouts(client: RolloutClient, concurrent: int) -> AsyncIterator[None]:
+def rollouts(client: RolloutClient, concurrent: int) -> AbstractAsyncContextManager[None]:
     """So many at any time."""
-    stop = asyncio.Event()
 
-    async def work(number: int) -> None:
-        while not stop.is_set():
-            await client.generate(
-                list(range(number + 10, number + 10 + PROMPT_TOKENS)), max_tokens=OUTPUT_TOKENS, ignore_eos=True
-            )
+    def request(number: int) -> Awaitable[object]:
+        prompt = list(range(number + 10, number + 10 + PROMPT_TOKENS))
+        return client.generate(prompt, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
 
-    async with asyncio.TaskGroup() as group:
-        for number in range(concurrent):
-            group.create_task(work(number))
-        try:
-            yield
-        finally:
-            stop.set()
+    return busy(concurrent, request)
 
 
 async def measure(
