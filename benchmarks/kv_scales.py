@@ -38,10 +38,8 @@ from rollout_service.types import Completion
 from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource
-from tests.support.key_channels import LOUD, with_key_factors
+from tests.support.key_channels import loud, uneven
 
-HEAD_DIM = 64
-"""Of the models."""
 CALIBRATION, PROMPTS = 10**6, 2 * 10**6
 """Seeds, far from those of training."""
 NOT_ROUNDED = "trainer, not rounded"
@@ -63,18 +61,6 @@ class Kind:
     keys: str
     """What is special about them, in words."""
     changed: Callable[[Weights], Weights] = lambda weights: weights
-
-
-def loud(weights: Weights) -> Weights:
-    """Keys far beyond 448."""
-    return with_key_factors(weights, torch.full((HEAD_DIM,), LOUD))
-
-
-def uneven(weights: Weights) -> Weights:
-    """A few huge channels and many tiny ones."""
-    factors = torch.full((HEAD_DIM,), 2.0**-12)
-    factors[[5, 6, 5 + HEAD_DIM // 2, 6 + HEAD_DIM // 2]] = 2.0**12
-    return with_key_factors(weights, factors)
 
 
 KINDS = (

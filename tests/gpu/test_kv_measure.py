@@ -6,7 +6,8 @@ import pytest
 
 from rollout_service.calibration import scales_from_amax
 from rollout_service.calibration.scales import ScaledFrom
-from tests.service.test_kv_calibration import AGREE, BATCH, CALIBRATED_MEAN, loud_weights, measured_by_a_trainer
+from tests.service.test_kv_calibration import AGREE, BATCH, CALIBRATED_MEAN, measured_by_a_trainer
+from tests.support.key_channels import loud_weights
 from tests.support.one_engine import mean_difference, running
 
 
@@ -18,9 +19,7 @@ async def test_a_compiled_engine_measures_what_a_trainer_measures_and_serves_wit
         weights = loud_weights(one.config.model.path, seed=1)
         folder = await one.update(1, weights)
         before = await one.engine.score("before", tuple(BATCH[0]))
-        await one.engine.pause("keep")
-        ranks = await one.engine.measure_kv(BATCH)
-        await one.engine.resume()
+        ranks = await one.measured(BATCH)
         assert await one.engine.score("after", tuple(BATCH[0])) == before
 
         exact = ScaledFrom(power_of_two=False)
@@ -30,7 +29,5 @@ async def test_a_compiled_engine_measures_what_a_trainer_measures_and_serves_wit
         assert {name: pytest.approx(scale, rel=4 * AGREE) for name, scale in mine.items()} == trainer
 
         rounded = scales_from_amax([rank.amax for rank in ranks], model="loud", tokens=1).named()
-        await one.engine.pause("keep")
-        await one.engine.set_kv_scales(rounded)
-        await one.engine.resume()
+        await one.set_kv_scales(rounded)
         assert await mean_difference(one, folder, fp8=True) < 2 * CALIBRATED_MEAN

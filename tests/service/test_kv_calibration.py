@@ -22,33 +22,20 @@ from rollout_service.local import LocalService
 from rollout_service.types import Rollout
 from rollout_service.weights.kv_settled import read_settled
 from rollout_service.weights.log import WeightLog
-from tests.support.key_channels import LOUD, with_key_factors
+from tests.support.key_channels import loud_weights, uneven_weights
 from tests.support.models import make_model, random_weights
 from tests.support.one_engine import OneEngine, running
 from tests.support.one_engine import mean_difference as logprob_difference
 from tests.support.own_service import own_service
 from tests.support.reference import reference_logprobs, reference_model
 
-HEAD_DIM, LAYERS = 64, [f"model.layers.{layer}.self_attn" for layer in range(2)]
+LAYERS = [f"model.layers.{layer}.self_attn" for layer in range(2)]
 BATCH = [[(7 * i + 3 * j) % 120 + 5 for j in range(40 + 5 * i)] for i in range(8)]
 # The engine computes in BF16, the reference in fp32: largest values agree to one rounding of BF16, 1/256, and what
 # two layers add to it.
 AGREE = 0.02
 # Mean |Δ| of logprobs from the fp32 reference with an exact cache, as in test_kv_scales.py
 CALIBRATED_MEAN = 0.035
-
-
-def loud_weights(model_path: Path, seed: int) -> dict[str, torch.Tensor]:
-    """Keys of order 1000, and logits of attention of order 2."""
-    weights = {n: w * 8 if ".q_proj." in n else w for n, w in random_weights(model_path, seed).items()}
-    return with_key_factors(weights, torch.full((HEAD_DIM,), LOUD))
-
-
-def uneven_weights(model_path: Path, seed: int) -> dict[str, torch.Tensor]:
-    """A few huge key channels and many tiny ones, which no scale of a whole tensor can save."""
-    factors = torch.full((HEAD_DIM,), 2.0**-12)
-    factors[[5, 6, 5 + HEAD_DIM // 2, 6 + HEAD_DIM // 2]] = 2.0**12
-    return with_key_factors(random_weights(model_path, seed), factors)
 
 
 def measured_by_a_trainer(one: OneEngine, folder: Path, measured_with: KVScales | None = None) -> Any:
@@ -65,9 +52,7 @@ async def test_an_engine_measures_what_a_trainer_measures_leaves_no_trace_and_re
     async with running("llama", tmp_path, monkeypatch, quant="none", kv_cache_dtype="fp8_e4m3") as one:
         folder = await one.update(1, loud_weights(one.config.model.path, seed=1))
         before = await one.engine.score("before", tuple(BATCH[0]))
-        await one.engine.pause("keep")
-        ranks = await one.engine.measure_kv(BATCH)
-        await one.engine.resume()
+        ranks = await one.measured(BATCH)
         assert await one.engine.score("after", tuple(BATCH[0])) == before
 
         exact = ScaledFrom(power_of_two=False)
@@ -79,9 +64,7 @@ async def test_an_engine_measures_what_a_trainer_measures_leaves_no_trace_and_re
         # the errors, too: against scales of 1, which the engine has, most keys saturate; against the trainer's, none
         unit = worst_errors(ranks)
         assert all(unit[layer].k_saturated > 0.5 and unit[layer].v_saturated == 0 for layer in LAYERS)
-        await one.engine.pause("keep")
-        with_scales = worst_errors(await one.engine.measure_kv(BATCH, trainer.named()))
-        await one.engine.resume()
+        with_scales = worst_errors(await one.measured(BATCH, trainer.named()))
         expected = measured_by_a_trainer(one, folder, trainer).errors()
         assert unfit_layers(with_scales) == {}
         for layer in LAYERS:
@@ -105,11 +88,9 @@ async def test_tensor_parallel_ranks_measure_their_own_heads_and_hold_the_same_s
     parallel: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "tensor_parallel_size": 2}
     async with running("llama", tmp_path, monkeypatch, quant="none", **parallel) as one:
         folder = await one.update(1, loud_weights(one.config.model.path, seed=1))
-        await one.engine.pause("keep")
-        ranks = await one.engine.measure_kv(BATCH)
+        ranks = await one.measured(BATCH)
         scales = scales_from_amax([rank.amax for rank in ranks], model="loud", tokens=1).named()
-        await one.engine.set_kv_scales(scales)
-        await one.engine.resume()
+        await one.set_kv_scales(scales)
 
         assert len(ranks) == 2 and ranks[0].amax != ranks[1].amax
         assert scales == measured_by_a_trainer(one, folder).scales("loud").named()

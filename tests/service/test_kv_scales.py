@@ -13,12 +13,12 @@ from rollout_service.sampling import Sampling
 from rollout_service.types import Completion
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.manifest import MANIFEST_FILE
-from tests.support.key_channels import LOUD, with_key_factors
+from tests.support.key_channels import loud_weights
 from tests.support.models import random_weights
 from tests.support.one_engine import PROMPTS, OneEngine, mean_difference, running
 from tests.support.reference import reference_model
 
-HEAD_DIM, LAYERS = 64, 2
+LAYERS = 2
 # Bounds on the mean of |Δ|, the difference of a token's logprob from the fp32 reference with an exact cache. Weights
 # and activations are BF16, which alone gives 0.01 (tests/service/test_engine.py); the cache's rounding comes on top.
 CALIBRATED_MEAN, UNIT_MEAN = 0.035, 0.1
@@ -26,15 +26,6 @@ CALIBRATED_MEAN, UNIT_MEAN = 0.035, 0.1
 # the machine where this was written they are equal bit for bit; another may add in another order, which is BF16's 0.01.
 FRESH_MEAN, FRESH_MAX = 0.01, 0.1
 FP8_CACHE = {"kv_cache_dtype": "fp8_e4m3"}
-
-
-def loud_weights(model_path: Path, seed: int) -> dict[str, torch.Tensor]:
-    """Weights with keys of order 1000, and logits of attention of order 2."""
-    weights = random_weights(model_path, seed)
-    for name in weights:
-        if ".q_proj." in name:
-            weights[name] = weights[name] * 8
-    return with_key_factors(weights, torch.full((HEAD_DIM,), LOUD))
 
 
 def calibrated(one: OneEngine, folder: Path) -> dict[str, float]:

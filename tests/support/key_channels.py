@@ -1,7 +1,13 @@
 """The same model with other keys: powers of two move from q to k, which changes nothing but what a KV cache holds."""
 
+from pathlib import Path
+
 import torch
 
+from tests.support.models import random_weights
+
+HEAD_DIM = 64
+"""Of the models that these are made for."""
 LOUD = 2.0**11
 """Keys of order 1 become keys of order 2048, far beyond the 448 that FP8 ends at."""
 
@@ -22,3 +28,25 @@ def with_key_factors(weights: dict[str, torch.Tensor], factors: torch.Tensor) ->
                 shape = (len(factors), 1) if tensor.ndim == 2 else (len(factors),)
                 changed[name] = (heads * by.view(shape).to(tensor.dtype)).flatten(0, 1)
     return changed
+
+
+def loud(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Keys far beyond 448."""
+    return with_key_factors(weights, torch.full((HEAD_DIM,), LOUD))
+
+
+def uneven(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A few huge key channels and many tiny ones, which no scale of a whole tensor can save."""
+    factors = torch.full((HEAD_DIM,), 2.0**-12)
+    factors[[5, 6, 5 + HEAD_DIM // 2, 6 + HEAD_DIM // 2]] = 2.0**12
+    return with_key_factors(weights, factors)
+
+
+def loud_weights(model_path: Path, seed: int) -> dict[str, torch.Tensor]:
+    """Random ones with keys of order 1000, and logits of attention of order 2."""
+    return loud({n: w * 8 if ".q_proj." in n else w for n, w in random_weights(model_path, seed).items()})
+
+
+def uneven_weights(model_path: Path, seed: int) -> dict[str, torch.Tensor]:
+    """Random ones, ``uneven``."""
+    return uneven(random_weights(model_path, seed))

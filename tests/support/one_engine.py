@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rollout_service.calibration.measurement import KVMeasurement
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.args import engine_args, engine_environment, not_converted
@@ -58,6 +59,21 @@ class OneEngine:
         await self.engine.stage(folder)
         await self.engine.pause("keep")
         await self.engine.load(folder, version)
+        await self.engine.resume()
+
+    async def measured(
+        self, batch: list[list[int]], scales: dict[str, float] | None = None
+    ) -> tuple[KVMeasurement, ...]:
+        """See ``EngineAdapter.measure_kv``; the engine is paused for it."""
+        await self.engine.pause("keep")
+        ranks = await self.engine.measure_kv(batch, scales)
+        await self.engine.resume()
+        return ranks
+
+    async def set_kv_scales(self, scales: dict[str, float]) -> None:
+        """See ``EngineAdapter.set_kv_scales``; the engine is paused for it."""
+        await self.engine.pause("keep")
+        await self.engine.set_kv_scales(scales)
         await self.engine.resume()
 
     async def digests(self) -> dict[str, str]:
