@@ -44,10 +44,10 @@ class CalibrationBatch:
 def read_prompts(path: Path, vocab_size: int) -> list[list[int]]:
     """The token ids of a file with a JSON list on each line. Raises FileNotFoundError, or ValueError with the line."""
     found = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             ids = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}, line {number}: {error}: each line is a JSON list of token ids") from error
         if not isinstance(ids, list) or len(ids) < 2 or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
             raise ValueError(

@@ -116,7 +116,7 @@ class Follower:
             target=self._target,
             paused=self._pause is not None,
             running=self._running(),
-            error=broken or self._error,
+            error=broken or self._kv_scales.error or self._error,
             update=self._update,
             kv_cache=self._kv_scales.status,
         )

@@ -13,7 +13,15 @@ from rollout_service.calibration.fp8_error import LayerError, unfit_layers, why_
 from rollout_service.calibration.measurement import KVMeasurement, saturates_nothing, worst_errors
 from rollout_service.calibration.scales import ScaledFrom, largest_of_ranks, layer_scales, named_scales
 from rollout_service.engine.calibration_batch import CalibrationBatch
-from rollout_service.errors import EngineFailed, InvalidRequest, KVCacheUnfit, NotFound, NotReady, RolloutServiceError
+from rollout_service.errors import (
+    EngineFailed,
+    InsufficientStorage,
+    InvalidRequest,
+    KVCacheUnfit,
+    NotFound,
+    NotReady,
+    RolloutServiceError,
+)
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
 from rollout_service.types import KVCacheChoice, KVCacheStatus
@@ -39,6 +47,8 @@ class KVScales(Protocol):
 
     status: KVCacheStatus | None
     """For the replica's reports."""
+    error: str | None
+    """Why the replica that has measured does not serve yet; for its reports, too."""
 
     async def scales_for(self, manifest: Manifest) -> dict[str, float] | None: ...
     async def loaded(self, manifest: Manifest) -> None: ...
@@ -49,6 +59,7 @@ class NoKVScales:
 
     def __init__(self, choice: KVCacheChoice | None = None) -> None:
         self.status = None if choice is None else KVCacheStatus(choice=choice)
+        self.error: str | None = None
 
     async def scales_for(self, manifest: Manifest) -> None:
         """There are none, or nothing uses them."""
@@ -74,6 +85,7 @@ class KVCalibrator:
         self._batch, self._choice, self._retry_s = batch, choice, retry_s
         self._turn: Turn | None = None
         self.status = KVCacheStatus(choice=choice) if choice is not None else None
+        self.error: str | None = None
 
     async def scales_for(self, manifest: Manifest) -> dict[str, float] | None:
         """Scales to load a version with that are not in its manifest. Raises NotReady while another measures them."""
@@ -129,14 +141,16 @@ class KVCalibrator:
         while True:
             try:
                 settled: Settled = await ask(self._ingest, "kv_settle", version, self._replica_id, ranks)
-            except NotReady as error:  # closed until it is back: nobody else knows these scales
-                logger.warning("the KV scales of version %d wait: %s", version, error)
+            except (NotReady, InsufficientStorage) as error:  # closed until then: nobody else knows these scales
+                self.error = f"the KV scales of version {version} are measured and wait: {error}"
+                logger.warning(self.error)
                 await asyncio.sleep(self._retry_s)
                 continue
             except NotFound:
                 raise
             except RolloutServiceError as error:
                 raise EngineFailed(f"version {version} has no KV scales: {error}") from error
+            self.error = None
             return settled
 
     async def _judged(self, version: int, sequences: list[list[int]], ranks: Ranks) -> KVCacheChoice:

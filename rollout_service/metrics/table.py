@@ -96,9 +96,9 @@ CONTINUATIONS = _process(
 
 SHADOW_COMPLETIONS = _process(
     "shadow_completions_total", "counter", "", ("outcome",),
-    "Completions of the rollouts that the shadow is to score: scored; not scored because of sampling (a temperature, "
-    "penalty or cut-off: their logprobs are not the model's own), mixed (of several versions), version (the shadow has "
-    "gone on, or has no such version), full (its queue), lost (it was away) or failed.",
+    "Completions with a token of the rollouts that the shadow is to score: scored; not scored because of sampling (a "
+    "temperature, penalty or cut-off: their logprobs are not the model's own), mixed (of several versions), version "
+    "(the shadow has gone on, or has no such version), full (its queue), lost (it was away) or failed.",
 )  # fmt: skip
 SHADOW_QUEUE = _process(
     "shadow_queue_tokens", "gauge", "tokens", (),

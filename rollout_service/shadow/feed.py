@@ -42,9 +42,9 @@ class ShadowFeed:
         if not is_comparable(sampling):
             record(table.SHADOW_COMPLETIONS, len(rollout.completions), outcome="sampling")
             return
-        calls = calls_of(rollout)
-        record(table.SHADOW_COMPLETIONS, len(rollout.completions) - len(calls), outcome="mixed")
-        for call in calls:
+        mixed = sum(len(completion.spans) > 1 for completion in rollout.completions)
+        record(table.SHADOW_COMPLETIONS, mixed, outcome="mixed")
+        for call in calls_of(rollout):
             self._outbox.put(call)
 
     async def _send(self, batch: list[ScoreCall]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rollout_service.calibration.measurement import KVMeasurement
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import NotReady
+from rollout_service.errors import InsufficientStorage, NotReady
 from rollout_service.tasks import Changes, Unabandoned
 from rollout_service.types import KVCacheChoice
 from rollout_service.weights.fleet import FleetTable
@@ -64,7 +64,7 @@ class KVDesk:
     async def settle(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> Settled:
         """Take in what a replica measured; returns what the version has from now on.
 
-        Raises NotFound, OSError or LogCorrupt.
+        Raises NotFound, LogCorrupt, or InsufficientStorage where the disk does not take it: send it again.
         """
         settled = await self._unabandoned.run(self._settle(version, replica_id, ranks))
         await self._changes.notify()
@@ -89,7 +89,12 @@ class KVDesk:
 
     async def _settle(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> Settled:
         async with self._settling:
-            settled = await asyncio.to_thread(self._calibration.settle, version, replica_id, ranks)
+            try:
+                settled = await asyncio.to_thread(self._calibration.settle, version, replica_id, ranks)
+            except OSError as error:
+                raise InsufficientStorage(
+                    f"the KV scales of version {version} cannot be kept in {self._log.root}: {error}: make room there"
+                ) from error
         if settled.error is not None:
             logger.error("version %d keeps the KV scales of before: %s", version, settled.error)
         logger.info(

@@ -128,6 +128,13 @@ def test_prompts_that_cannot_be_used_are_refused_by_line(tmp_path: Path, line: o
         batch(path)
 
 
+def test_bytes_that_are_no_text_are_refused_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b"[1, 2]\n[3, \xff]\n")
+    with pytest.raises(ValueError, match=rf"^{path}, line 2: .*each line is a JSON list of token ids"):
+        batch(path)
+
+
 def test_a_file_without_prompts_says_what_to_do_instead(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no prompts: leave kv_cache\.calibration\.prompts out"):
         batch(written(tmp_path))

@@ -23,6 +23,7 @@ class FakeKVScales:
 
     def __init__(self, engine: FakeEngine) -> None:
         self.status: KVCacheStatus | None = None
+        self.error: str | None = None
         self.scales: dict[str, float] | None = SCALES
         self.fail_scales: Exception | None = None
         """Raised instead of scales while it is set."""

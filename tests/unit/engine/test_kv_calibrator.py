@@ -1,5 +1,6 @@
 """A replica measures on its turn, or to find out whether FP8 does at all, and says what it found."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from rollout_service.config_engine import KVCalibrationConfig
 from rollout_service.engine.calibration_batch import CalibrationBatch
 from rollout_service.engine.kv_calibrator import KVCalibrator, NoKVScales
-from rollout_service.errors import EngineFailed, KVCacheUnfit, LogCorrupt, NotFound, NotReady
+from rollout_service.errors import EngineFailed, InsufficientStorage, KVCacheUnfit, LogCorrupt, NotFound, NotReady
 from rollout_service.types import KVCacheChoice, KVCacheStatus
 from rollout_service.weights.manifest import Manifest, Recipe
 from tests.unit.engine.measuring import LAYERS, FakeDesk, FakeMeasuringEngine, all_scales, loud, ordinary, uneven
@@ -254,13 +255,29 @@ async def test_while_the_ingest_is_away_it_waits_and_then_goes_on(
     make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
 ) -> None:
     desk.gives(OTHERS, measures=True)
-    desk.answers["kv_settle"] = [ActorDiedError(), ActorUnavailableError("away", None), NotReady("not yet")]
+    disk_full = InsufficientStorage("the KV scales of version 1 cannot be kept")
+    desk.answers["kv_settle"] = [ActorDiedError(), ActorUnavailableError("away", None), NotReady("not yet"), disk_full]
     desk.settles(1, FOURS)
     calibrator = make()
     await load(calibrator, engine, AWAITING)
-    assert desk.names() == ["kv_turn"] + ["kv_settle"] * 4
+    assert desk.names() == ["kv_turn"] + ["kv_settle"] * 5
     assert len({id(asked[3]) for asked in desk.asked[1:]}) == 1  # measured once
-    assert engine.scales == FOURS
+    assert engine.scales == FOURS and calibrator.error is None
+
+
+async def test_while_its_scales_cannot_be_kept_it_says_why(
+    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+) -> None:
+    desk.gives(OTHERS, measures=True)
+    calibrator = make()
+    desk.answers["kv_settle"] = [InsufficientStorage("make room")] * 100
+    desk.settles(1, FOURS)
+    loading = asyncio.create_task(load(calibrator, engine, AWAITING))
+    while calibrator.error is None:
+        await asyncio.sleep(0)
+    assert calibrator.error == "the KV scales of version 1 are measured and wait: make room"
+    await loading
+    assert calibrator.error is None
 
 
 async def test_that_fp8_does_need_not_be_noted(make: Make, engine: FakeMeasuringEngine, desk: FakeDesk) -> None:

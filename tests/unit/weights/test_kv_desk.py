@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import LogCorrupt, NotFound, NotReady
+from rollout_service.errors import InsufficientStorage, LogCorrupt, NotFound, NotReady
 from rollout_service.types import KVCacheChoice
 from rollout_service.weights import kv_calibration
 from rollout_service.weights.ingest import Ingest
@@ -141,7 +141,7 @@ async def test_scales_that_the_disk_refuses_are_not_given_to_anyone(
 
     with monkeypatch.context() as patch:
         patch.setattr(kv_calibration, "write_settled", full)
-        with pytest.raises(OSError, match="no room"):
+        with pytest.raises(InsufficientStorage, match=rf"^the KV scales of version 0 .* {log.root}: .*no room"):
             await ingest.kv.settle(0, "a", RANKS)
     assert await ingest.kv.turn(0, "b") == FIRST_TURN
     assert (await ingest.kv.settle(0, "b", RANKS)).replica_id == "b"
