@@ -27,7 +27,8 @@ from rich.table import Table
 from vllm.config import ProfilerConfig
 
 from benchmarks import results
-from benchmarks.rollout import Work, graph_sizes, make_work, settings_of
+from benchmarks.gpu_service import graph_sizes, settings_of
+from benchmarks.rollout_work import Work, make_work
 from benchmarks.shapes import write_config
 from rollout_service.autoscaling import RUNNING, WAITING
 from rollout_service.config import ServiceConfig

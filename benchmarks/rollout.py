@@ -7,7 +7,9 @@ Random weights of published shapes. All sides have the engine arguments that the
 the same prompts: ``--groups`` distinct ones with ``--n`` completions each, all at once, temperature 1, no end of
 sequence. ``--envelope-gb`` is all the GPU memory that an engine may use. Modes: ``bf16``, ``fp8`` (weights), ``fp8kv``
 (weights and KV cache). Where a service was measured, the bare engine gets the version that it served; alone it runs on
-vLLM's dummy weights. Each run adds its cases to the same file, which says what they are to each other.
+vLLM's dummy weights. Before each run comes one with an eighth of the tokens: two lengths tell what a step takes and
+what does not depend on them. ``--door``: then updates through the same service, as ``benchmarks.update_live``. Each
+call adds its cases to the same file, which says what they are to each other.
 """
 
 import asyncio
@@ -17,110 +19,34 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Awaitable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
-import torch
 import typer
-import yaml
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import save_file
 
 from benchmarks import results
+from benchmarks.gpu_service import graph_sizes, serving, settings_of, write_weights
 from benchmarks.rollout_results import earlier_cases, joined, ratios
+from benchmarks.rollout_work import Case, Work, make_work
 from benchmarks.shapes import write_config
+from benchmarks.update_live import Case as UpdateCase
+from benchmarks.update_live import Updates
+from benchmarks.update_live import table_of as table_of_updates
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
-from rollout_service.deployment_file import BUILDER
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.args import engine_args, engine_environment, not_converted
 from rollout_service.engine.plugin import register
-from rollout_service.local import APPLICATION, running_service
+from rollout_service.local import APPLICATION
 from rollout_service.sampling import GenerateCall, Sampling
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.served_model import ServedModel
 
-MODES: dict[str, dict[str, dict[str, Any]]] = {
-    "bf16": {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16"}},
-    "fp8": {"kv_cache": {"dtype": "bfloat16"}},
-    "fp8kv": {"kv_cache": {"dtype": "fp8_e4m3"}},
-}
 SIDES = ("bare", "handle", "http")
-FILE_BYTES = 2 << 30
-
-Generate = Callable[[int, list[int]], Awaitable[object]]
-"""One request: its number and its prompt."""
-
-
-@dataclass
-class Case:
-    """One side of one mode."""
-
-    model: str
-    mode: str
-    side: str
-    envelope_gb: float | None
-    start_s: float = 0.0
-    """Until the engine, or the service, takes requests."""
-    rates: list[float] = field(default_factory=list)
-    kv_tokens: int | None = None
-    """What the KV cache holds."""
-    cores: dict[str, float] = field(default_factory=dict)
-    """How many CPU cores each process kept busy meanwhile: ``caller`` is this one, the others are Ray's."""
-
-    def as_json(self) -> dict[str, Any]:
-        """With the median."""
-        return asdict(self) | {"tokens_per_s": statistics.median(self.rates) if self.rates else None}
-
-
-@dataclass(frozen=True)
-class Work:
-    """What every side is asked to do."""
-
-    prompts: list[list[int]]
-    sampling: Sampling
-    repeats: int
-
-    @property
-    def tokens(self) -> int:
-        """Of all completions."""
-        return len(self.prompts) * self.sampling.n * self.sampling.max_tokens
-
-    async def measure(self, generate: Generate, case: Case) -> None:
-        """Tokens/s of each repeat, after a short one that is not counted, and the cores that all of them took."""
-        await asyncio.gather(*(generate(-1 - i, prompt[:16]) for i, prompt in enumerate(self.prompts[:4])))
-        before, began = cpu_seconds(), time.perf_counter()
-        for repeat in range(self.repeats):
-            started = time.perf_counter()
-            # other first tokens each time, so that no prompt is in the prefix cache from the time before
-            prompts = [[*map(int, str(10_000 + repeat)), *prompt] for prompt in self.prompts]
-            await asyncio.gather(*(generate(i, prompt) for i, prompt in enumerate(prompts)))
-            case.rates.append(self.tokens / (time.perf_counter() - started))
-        elapsed_s = time.perf_counter() - began
-        case.cores = {name: spent / elapsed_s for name, spent in (cpu_seconds() - before).items()}
-
-
-def cpu_seconds() -> Counter[str]:
-    """CPU seconds of this process and of each kind of Ray's processes on this machine, those of their threads included.
-
-    Serve's replicas are named by their deployment. What an engine's process starts is not in it.
-    """
-    found = Counter[str]()
-    for process in psutil.process_iter():
-        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            title = (process.cmdline() or [""])[0]
-            if title.startswith("ray::") or process.pid == os.getpid():
-                name = title.removeprefix("ray::").partition(".")[0].rpartition(":")[2]
-                times = process.cpu_times()
-                found["caller" if process.pid == os.getpid() else name] += times.user + times.system
-    return found
 
 
 async def bare(config: ServiceConfig, work: Work, case: Case) -> None:
@@ -135,7 +61,7 @@ async def bare(config: ServiceConfig, work: Work, case: Case) -> None:
         case.start_s = time.perf_counter() - started
         await load_version(engine, WeightLog(config.weights.root_here()))
         case.kv_tokens = engine.kv_cache_tokens
-        await work.measure(lambda _, p: engine.generate(uuid.uuid4().hex, tuple(p), work.sampling), case)
+        await work.measure({"bare": lambda p, how: engine.generate(uuid.uuid4().hex, tuple(p), how)}, {"bare": case})
     finally:
         engine.shutdown()
 
@@ -152,15 +78,8 @@ async def load_version(engine: EngineAdapter, log: WeightLog) -> None:
     await engine.resume()
 
 
-async def through_http(url: str, work: Work, case: Case) -> None:
-    """The client, over HTTP."""
-    options = work.sampling.model_dump(include={"n", "max_tokens", "ignore_eos"})
-    async with RolloutClient(url) as client:
-        await work.measure(lambda _, prompt: client.generate(prompt, **options), case)
-
-
-async def through_the_handle(config: ServiceConfig, work: Work, case: Case) -> None:
-    """The engine deployment's handle, as the gateway uses it, in this process."""
+async def through_the_service(url: str, config: ServiceConfig, work: Work, cases: list[Case]) -> None:
+    """Over HTTP with the client, and through the engine's handle, as the gateway uses it, in this process."""
     from ray import serve
 
     from rollout_service.gateway.dispatch import Dispatcher
@@ -168,91 +87,46 @@ async def through_the_handle(config: ServiceConfig, work: Work, case: Case) -> N
     handles = [serve.get_deployment_handle(name, APPLICATION) for name in ("engine", "ingest")]
     dispatcher = Dispatcher(*handles, config.engine)
 
-    def generate(_: int, prompt: list[int]) -> Awaitable[object]:
-        call = GenerateCall(request_id=uuid.uuid4().hex, prompt_token_ids=tuple(prompt), sampling=work.sampling)
+    def by_handle(prompt: list[int], how: Sampling) -> Awaitable[object]:
+        call = GenerateCall(request_id=uuid.uuid4().hex, prompt_token_ids=tuple(prompt), sampling=how)
         return dispatcher.complete(call)
 
-    await work.measure(generate, case)
+    async with RolloutClient(url) as client:
+
+        def by_http(prompt: list[int], how: Sampling) -> Awaitable[object]:
+            return client.generate(prompt, **how.model_dump(include={"n", "max_tokens", "ignore_eos"}))
+
+        ways = {"handle": by_handle, "http": by_http}
+        await work.measure({case.side: ways[case.side] for case in cases}, {case.side: case for case in cases})
 
 
-def served(settings: dict[str, Any], work: Work, cases: list[Case], folder: Path, verbose: bool) -> None:
-    """The whole service; its version 0 is made from random weights."""
-    deployment = folder / "deployment.yaml"
-    deployment.write_text(yaml.safe_dump({"applications": [{"import_path": BUILDER, "args": settings}]}))
+def served(
+    settings: dict[str, Any], work: Work, cases: list[Case], folder: Path, verbose: bool, updates: Updates | None
+) -> None:
+    """The whole service: rollouts, then updates."""
     started = time.perf_counter()
-    with running_service(deployment, verbose=verbose) as service:
+    with serving(settings, folder, verbose) as service:
         start_s = time.perf_counter() - started
         for case in cases:
             case.start_s = start_s
-            if case.side == "http":
-                asyncio.run(through_http(service.url, work, case))
-            else:
-                asyncio.run(through_the_handle(service.config, work, case))
-
-
-def write_weights(folder: Path) -> None:
-    """Random BF16 weights beside the model's config.json."""
-    group: dict[str, torch.Tensor] = {}
-    size, number = 0, 0
-    shapes = ServedModel.load(folder).shapes
-    for i, (name, shape) in enumerate(shapes.items(), start=1):
-        group[name] = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02).cpu()
-        size += group[name].nbytes
-        if size >= FILE_BYTES or i == len(shapes):
-            number += 1
-            save_file(group, folder / f"model-{number:05d}.safetensors")
-            group, size = {}, 0
-    torch.cuda.empty_cache()
-
-
-def settings_of(
-    mode: str, model: Path, folder: Path, work: Work, envelope_gb: float | None, more: dict[str, Any]
-) -> dict[str, Any]:
-    """The configuration of one mode; ``more``: of the engine's."""
-    gpu_gb = torch.cuda.get_device_properties(0).total_memory / 1e9
-    prompt_tokens = max(map(len, work.prompts)) + 8
-    engine = {
-        "max_model_len": -(-(prompt_tokens + work.sampling.max_tokens) // 64) * 64,
-        "max_num_seqs": len(work.prompts) * work.sampling.n,
-        "gpu_memory_utilization": round((envelope_gb or 0.85 * gpu_gb) / gpu_gb, 4),
-        "admission_limit": 4096,
-    }
-    return {
-        "model": {"path": str(model)},
-        "quant": MODES[mode].get("quant", {}),
-        "engine": engine | more,
-        "kv_cache": MODES[mode]["kv_cache"],
-        "scaling": {"num_gpus": 0.9},
-        "weights": {"root": str(folder / f"log-{mode}"), "ingest_num_gpus": 0.1},
-    }
-
-
-def make_work(groups: int, n: int, prompt: tuple[int, int], out: int, repeats: int) -> Work:
-    """Distinct prompts of random tokens, their lengths spread evenly over the range."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.linspace(*prompt, groups).int().tolist()
-    prompts = [torch.randint(1000, 150_000, (length,), generator=generator).tolist() for length in lengths]
-    return Work(prompts, Sampling(n=n, max_tokens=out, ignore_eos=True), repeats)
+        asyncio.run(through_the_service(service.url, service.config, work, cases))
+        if updates is not None:
+            asyncio.run(updates.measure(service.url))
 
 
 def table_of(cases: list[Case]) -> Table:
     """For people; ratios are to the first line."""
     table = Table(title=f"rollout on {results.machine()}")
-    for column in ("model", "mode", "side", "GB", "start, s", "KV cache, tokens", "tokens/s", "ratio"):
-        table.add_column(column, justify="left" if column in ("model", "mode", "side") else "right")
+    numbers = ("GB", "start, s", "KV cache, tokens", "tokens/s", "ratio", "a step, ms", "besides, s")
+    for column in ("model", "mode", "side", *numbers):
+        table.add_column(column, justify="right" if column in numbers else "left")
     first = statistics.median(cases[0].rates)
     for c in cases:
         rate = statistics.median(c.rates)
         sizes = (f"{c.envelope_gb or 0:.0f}", f"{c.start_s:.0f}", str(c.kv_tokens or ""))
-        table.add_row(c.model, c.mode, c.side, *sizes, f"{rate:.0f}", f"{rate / first:.3f}")
+        parts = (f"{statistics.median(c.step_ms):.2f}", f"{statistics.median(c.fixed_s):.2f}")
+        table.add_row(c.model, c.mode, c.side, *sizes, f"{rate:.0f}", f"{rate / first:.3f}", *parts)
     return table
-
-
-def graph_sizes(step: int | None, sequences: int) -> list[int] | None:
-    """Small powers of two, then every multiple of ``step`` up to all sequences at once; None: vLLM's own."""
-    if step is None:
-        return None
-    return sorted({size for size in (1, 2, 4, 8) if size < step} | set(range(step, sequences + step, step)))
 
 
 def main(
@@ -275,6 +149,10 @@ def main(
     layers: Annotated[int | None, typer.Option(help="Fewer layers than the published model.")] = None,
     folder: Annotated[Path, typer.Option(help="Where weights and versions are put.")] = Path("/dev/shm"),
     name: Annotated[str, typer.Option(help="Of the result's file.")] = "rollout",
+    door: Annotated[
+        list[str] | None, typer.Option(help="Afterwards, updates through it, as in benchmarks.update_live.")
+    ] = None,
+    updates: Annotated[int, typer.Option(help="Through each door.")] = 2,
     verbose: Annotated[bool, typer.Option(help="Show the service's logs.")] = False,
 ) -> None:
     """Measure, print the table, and add the cases to benchmarks/results/<machine>/<name>.json."""
@@ -289,6 +167,7 @@ def main(
     }
     work = make_work(groups, n, (prompt_min, prompt_max), out, repeats)
     shape = {"groups": groups, "n": n, "prompt_tokens": [prompt_min, prompt_max], "output_tokens": out}
+    doors = [UpdateCase(model, each, layers) for each in door or ()]
     common = {"run": datetime.now(UTC).isoformat(timespec="seconds"), "layers": layers, "work": shape, "engine": more}
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         path = write_config(model, Path(temporary) / model, layers)
@@ -300,7 +179,8 @@ def main(
             found = [Case(model, each, s, envelope_gb) for s in SIDES if s in sides]
             through_service = [case for case in found if case.side != "bare"]
             if through_service:
-                served(settings, work, through_service, Path(temporary), verbose)
+                pushed = Updates(doors, path, updates, concurrent=64, module="rollout") if doors else None
+                served(settings, work, through_service, Path(temporary), verbose, pushed)
             for case in found:
                 if case.side == "bare":
                     asyncio.run(bare(ServiceConfig.model_validate(settings), work, case))
@@ -310,6 +190,8 @@ def main(
             add_to_file(name, [case.as_json() | common for case in found])
     console.print(table_of(cases))
     console.print(f"added to {results.path(name)}")
+    if doors:
+        console.print(table_of_updates(doors))
 
 
 def add_to_file(name: str, new: list[dict[str, Any]]) -> None:

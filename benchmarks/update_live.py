@@ -1,6 +1,7 @@
 """Seconds from a trainer's last byte until every replica serves the new version, through the whole service; on a GPU.
 
     python -m benchmarks.update_live [--model qwen3-8b] [--door path --door parts --door trainer]
+    python -m benchmarks.rollout … --door path …    the same after its own measurements, through the same service
 
 Random weights of a published shape; the service holds them in FP8 with an FP8 KV cache, in an engine with the arguments
 of ``benchmarks.rollout``'s documented run, and ``--concurrent`` rollouts run through its HTTP all the while. Doors:
@@ -20,7 +21,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,18 +29,16 @@ from typing import Annotated, Any
 
 import torch
 import typer
-import yaml
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 
 from benchmarks import results
 from benchmarks.busy import busy
-from benchmarks.rollout import graph_sizes, make_work, settings_of, write_weights
+from benchmarks.gpu_service import graph_sizes, serving, settings_of, write_weights
+from benchmarks.rollout_work import make_work
 from benchmarks.shapes import write_config
 from rollout_service.client import RolloutClient
-from rollout_service.deployment_file import BUILDER
-from rollout_service.local import running_service
 from rollout_service.types import UpdateTimings
 from rollout_service.weights.upload import UploadTensor
 
@@ -149,19 +148,31 @@ def rollouts(client: RolloutClient, concurrent: int) -> AbstractAsyncContextMana
     return busy(concurrent, request)
 
 
-async def measure(
-    url: str, folder: Path, cases: list[Case], repeats: int, concurrent: int, done: Callable[[Case], object]
-) -> None:
-    """All doors of a running service, whose version 0 has taught it its load plan. ``done`` is told of each."""
-    version = 0
-    async with RolloutClient(url) as client, rollouts(client, concurrent):
-        for case in cases:
-            for _ in range(repeats):
-                await push(client, case.door, version := version + 1, folder, case)
-            done(case)
+@dataclass(frozen=True)
+class Updates:
+    """What is pushed, through which doors, and what else goes on."""
+
+    cases: list[Case]
+    folder: Path
+    """The BF16 files, and no others."""
+    repeats: int
+    concurrent: int
+    module: str = "update_live"
+    """That this process was started with."""
+
+    async def measure(self, url: str) -> None:
+        """All doors of a running service, whose version 0 has taught it its load plan. Each is kept once it is done."""
+        common = {"concurrent": self.concurrent, "command": results.command(self.module)}
+        version = 0
+        async with RolloutClient(url) as client, rollouts(client, self.concurrent):
+            for case in self.cases:
+                for _ in range(self.repeats):
+                    await push(client, case.door, version := version + 1, self.folder, case)
+                add_to_file(case, common, self.module)
+                print(json.dumps(asdict(case)), flush=True)
 
 
-def add_to_file(case: Case, common: dict[str, Any]) -> Path:
+def add_to_file(case: Case, common: dict[str, Any], module: str = "update_live") -> Path:
     """In place of an earlier one of the same model and door; the file's other fields stay as they are."""
     file = results.path("update")
     earlier: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"cases": []}
@@ -169,7 +180,7 @@ def add_to_file(case: Case, common: dict[str, Any]) -> Path:
     same = ("model", "door", "layers")
     kept = [c for c in earlier["cases"] if [c[key] for key in same] != [new[key] for key in same]]
     others = {name: value for name, value in earlier.items() if name not in ("command", "date", "versions")}
-    return results.write("update", others | {"cases": [*kept, new]}, module="update_live")
+    return results.write("update", others | {"cases": [*kept, new]}, module)
 
 
 def table_of(cases: list[Case]) -> Table:
@@ -195,13 +206,7 @@ def main(
     verbose: Annotated[bool, typer.Option(help="Show the service's logs.")] = False,
 ) -> None:
     """Measure, print the table, and add the cases to benchmarks/results/<machine>/update.json."""
-    console, cases = Console(), [Case(model, each, layers) for each in door or DOORS]
-    common = {"concurrent": concurrent, "eager": eager, "command": results.command("update_live")}
-
-    def done(case: Case) -> None:
-        add_to_file(case, common)  # each is kept, whatever the next one does
-        console.log(json.dumps(asdict(case)))
-
+    cases = [Case(model, each, layers) for each in door or DOORS]
     work = make_work(16, 16, (512, 512), 512, repeats=1)  # not done: it makes the engine that benchmarks.rollout has
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         path = write_config(model, Path(temporary) / model, layers)
@@ -214,11 +219,9 @@ def main(
             "cuda_graph_sizes": None if eager else graph_sizes(16, 256),
         }
         settings = settings_of("fp8kv", path, Path(temporary), work, None, engine)
-        settings["weights"] |= {"source_roots": [temporary], "part_bytes": 64 << 20}
-        deployment = Path(temporary) / "deployment.yaml"
-        deployment.write_text(yaml.safe_dump({"applications": [{"import_path": BUILDER, "args": settings}]}))
-        with running_service(deployment, verbose=verbose) as service:
-            asyncio.run(measure(service.url, path, cases, repeats, concurrent, done))
+        with serving(settings, Path(temporary), verbose) as service:
+            asyncio.run(Updates(cases, path, repeats, concurrent).measure(service.url))
+    console = Console()
     console.print(table_of(cases))
     console.print(f"added to {results.path('update')}")
 
