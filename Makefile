@@ -5,7 +5,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo serve bench dashboards dashboards-check test test-unit test-gpu test-service test-slow check format clean distclean
+.PHONY: help setup demo serve bench dashboards dashboards-check test test-unit test-engine test-gpu test-service test-slow check format clean distclean
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,11 +29,14 @@ dashboards: setup ## make dashboards/*.json and alerts.yml anew from dashboards/
 dashboards-check: setup ## every panel and alert against a real Prometheus and a running service (about 5 minutes)
 	@$(PYTHON_VENV) -m dashboards.check
 
-test: check test-unit test-service ## lint, types, unit tests and tests with real engines (20 minutes on 2 cores)
+test: check test-unit test-engine test-service ## lint, types, unit tests and tests with real engines (20 minutes on 2 cores)
 
 test-unit: setup ## tests without an engine (3 minutes)
 	@$(PYTHON_VENV) -m pytest tests/unit -n 2
 	@TRITON_INTERPRET=1 $(PYTHON_VENV) -m pytest tests/interpreted
+
+test-engine: setup ## tests of one real engine, without a service (4 minutes)
+	@$(PYTHON_VENV) -m pytest tests/engine -m "not slow" -n 2
 
 test-gpu: setup ## tests that only a GPU can decide
 	@$(PYTHON_VENV) -m pytest tests/gpu
@@ -42,7 +45,7 @@ test-service: setup ## tests of a running service with real engines
 	@$(PYTHON_VENV) -m pytest tests/service -m "not slow"
 
 test-slow: setup ## an engine of every family, autoscaling, two nodes, the ablation (20 minutes more)
-	@$(PYTHON_VENV) -m pytest tests/service -m slow
+	@$(PYTHON_VENV) -m pytest tests/engine tests/service -m slow
 
 check: setup ## lint, format and types
 	@$(PYTHON_VENV) -m ruff check .

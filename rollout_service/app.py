@@ -50,7 +50,8 @@ def build(config: ServiceConfig) -> Application:
     ).bind(config, ingest)
     monitor = _deployment(MonitorReplica, "monitor").bind(config.monitor)
     shadow = _shadow(config).bind(config, ingest, monitor) if config.shadow.share else None
-    return _deployment(GatewayReplica, "gateway").bind(config, engine, ingest, monitor, shadow)
+    gateway = _deployment(GatewayReplica, "gateway", num_replicas=config.scaling.gateways)
+    return gateway.bind(config, engine, ingest, monitor, shadow)
 
 
 def _deployment(cls: type, name: str, **options: Any) -> Any:

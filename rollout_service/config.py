@@ -60,6 +60,9 @@ class ScalingConfig(Config):
     num_gpus: float = Field(default=0, ge=0)
     """GPUs that Ray reserves for a replica: ``engine.tensor_parallel_size`` on a GPU host, 0 on the CPU."""
 
+    gateways: int = Field(default=1, ge=1)
+    """Processes that answer HTTP; each uses one core at most (docs/performance.md says what a rollout costs one)."""
+
     drain_timeout_s: float = Field(default=3600, gt=0)
     """A replica being removed finishes its rollouts for at most this long."""
 

@@ -151,6 +151,7 @@ class Ground:
     def _whole(self) -> bool:
         """Whether every kind of process runs, and none of those that were killed."""
         wanted = {kind: self.replicas if kind in ENGINE_PROCESSES else 1 for kind in PROCESSES}
+        wanted["gateway"] = self.service.config.scaling.gateways
         running = {kind: {process.pid for process in descendants(PROCESSES[kind])} for kind in PROCESSES}
         return all(len(running[kind]) == wanted[kind] and not running[kind] & self.gone for kind in PROCESSES)
 

@@ -12,7 +12,7 @@ from tests.support.probe import DECODED
 
 UPDATES = 20
 FP8_MEAN = 0.06
-"""As for the CPU engine, tests/service/test_round_trip.py."""
+"""As for the CPU engine, tests/engine/test_round_trip.py."""
 
 
 @pytest.mark.parametrize(("family", "kv_cache"), [("qwen3", "bfloat16"), ("qwen3_moe", "fp8_e4m3")])

@@ -1,4 +1,4 @@
-"""The service's own measuring of KV scales beside CUDA graphs and compiled code: as tests/service on the CPU."""
+"""The service's own measuring of KV scales beside CUDA graphs and compiled code: as tests/engine on the CPU."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from rollout_service.calibration import scales_from_amax
 from rollout_service.calibration.scales import ScaledFrom
-from tests.service.test_kv_calibration import AGREE, BATCH, CALIBRATED_MEAN, measured_by_a_trainer
+from tests.engine.test_kv_measure import AGREE, BATCH, CALIBRATED_MEAN, measured_by_a_trainer
 from tests.support.key_channels import loud_weights
 from tests.support.one_engine import mean_difference, running
 

@@ -13,7 +13,7 @@ from tests.support.one_engine import mean_difference, running
 from tests.support.probe import DECODED
 
 FP8_MEAN = 0.06
-"""As for the CPU engine, tests/service/test_round_trip.py."""
+"""As for the CPU engine, tests/engine/test_round_trip.py."""
 
 
 @pytest.mark.parametrize("staging", ["device", "host"])

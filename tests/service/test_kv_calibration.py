@@ -1,8 +1,7 @@
-"""The service measures the scales of its FP8 KV cache by itself, in the engine that serves, and knows when not to."""
+"""The service measures the scales of its FP8 KV cache by itself, once for all replicas, and knows when not to."""
 
 import asyncio
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,95 +9,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollout_service.calibration import KVScales, ScaledFrom, scales_from_amax
-from rollout_service.calibration.fp8_error import unfit_layers
-from rollout_service.calibration.measurement import worst_errors
-from rollout_service.calibration.observer import observe_qkv
 from rollout_service.client import RolloutClient
-from rollout_service.engine.calibration_batch import CalibrationBatch
-from rollout_service.engine.kv_calibrator import KVCalibrator
-from rollout_service.errors import KVCacheUnfit
 from rollout_service.local import LocalService
 from rollout_service.types import Rollout
 from rollout_service.weights.kv_settled import read_settled
 from rollout_service.weights.log import WeightLog
 from tests.support.key_channels import loud_weights, uneven_weights
 from tests.support.models import make_model, random_weights
-from tests.support.one_engine import OneEngine, running
-from tests.support.one_engine import mean_difference as logprob_difference
 from tests.support.own_service import own_service
 from tests.support.reference import reference_logprobs, reference_model
 
 LAYERS = [f"model.layers.{layer}.self_attn" for layer in range(2)]
 BATCH = [[(7 * i + 3 * j) % 120 + 5 for j in range(40 + 5 * i)] for i in range(8)]
-# The engine computes in BF16, the reference in fp32: largest values agree to one rounding of BF16, 1/256, and what
-# two layers add to it.
-AGREE = 0.02
-# Mean |Δ| of logprobs from the fp32 reference with an exact cache, as in test_kv_scales.py
+# Mean |Δ| of logprobs from the fp32 reference with an exact cache, as in tests/engine/test_kv_scales.py
 CALIBRATED_MEAN = 0.035
-
-
-def measured_by_a_trainer(one: OneEngine, folder: Path, measured_with: KVScales | None = None) -> Any:
-    model = reference_model(one.config.model.path, folder, fp8_activations=False, fp8_kv=False)
-    with torch.no_grad(), observe_qkv(model, measured_with=measured_with) as observation:
-        for sequence in BATCH:
-            model(torch.tensor([sequence]))
-    return observation
-
-
-async def test_an_engine_measures_what_a_trainer_measures_leaves_no_trace_and_refuses_uneven_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with running("llama", tmp_path, monkeypatch, quant="none", kv_cache_dtype="fp8_e4m3") as one:
-        folder = await one.update(1, loud_weights(one.config.model.path, seed=1))
-        before = await one.engine.score("before", tuple(BATCH[0]))
-        ranks = await one.measured(BATCH)
-        assert await one.engine.score("after", tuple(BATCH[0])) == before
-
-        exact = ScaledFrom(power_of_two=False)
-        mine = scales_from_amax([rank.amax for rank in ranks], model="loud", tokens=ranks[0].tokens, how=exact).named()
-        trainer = measured_by_a_trainer(one, folder).scales("loud", exact)
-        assert ranks[0].tokens == sum(map(len, BATCH))
-        assert {name: pytest.approx(scale, rel=AGREE) for name, scale in mine.items()} == trainer.named()
-
-        # the errors, too: against scales of 1, which the engine has, most keys saturate; against the trainer's, none
-        unit = worst_errors(ranks)
-        assert all(unit[layer].k_saturated > 0.5 and unit[layer].v_saturated == 0 for layer in LAYERS)
-        with_scales = worst_errors(await one.measured(BATCH, trainer.named()))
-        expected = measured_by_a_trainer(one, folder, trainer).errors()
-        assert unfit_layers(with_scales) == {}
-        for layer in LAYERS:
-            for name in ("k_relative", "v_relative", "k_channel_relative", "v_channel_relative", "logit_rms"):
-                found, wanted = getattr(with_scales[layer], name), getattr(expected[layer], name)
-                assert found == pytest.approx(wanted, rel=0.1), (layer, name)
-
-        folder = await one.update(2, uneven_weights(one.config.model.path, seed=1))
-        batch = CalibrationBatch(one.config.kv_cache.calibration, vocab_size=128, max_model_len=256)
-        calibrator = KVCalibrator("r1", one.engine, None, batch, choice=None, retry_s=1)
-        await one.engine.pause("keep")
-        with pytest.raises(KVCacheUnfit, match=r"2 of 2 layers do not bear an FP8 KV cache.*k_channel_relative"):
-            await calibrator.loaded(WeightLog(one.config.weights.root).manifest(2))
-
-
-async def test_tensor_parallel_ranks_measure_their_own_heads_and_hold_the_same_scales(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second, *_ = sorted(os.sched_getaffinity(0))
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{first}|{second}")  # vLLM wants a NUMA node for each rank else
-    parallel: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "tensor_parallel_size": 2}
-    async with running("llama", tmp_path, monkeypatch, quant="none", **parallel) as one:
-        folder = await one.update(1, loud_weights(one.config.model.path, seed=1))
-        ranks = await one.measured(BATCH)
-        scales = scales_from_amax([rank.amax for rank in ranks], model="loud", tokens=1).named()
-        await one.set_kv_scales(scales)
-
-        assert len(ranks) == 2 and ranks[0].amax != ranks[1].amax
-        assert scales == measured_by_a_trainer(one, folder).scales("loud").named()
-        held = await one.kv_scales_of_ranks()
-        assert held[0] == held[1] and {name: set(copies) for name, copies in held[0].items()} == {
-            name: {scale} for name, scale in scales.items()
-        }
-        assert await logprob_difference(one, folder, fp8=False) < CALIBRATED_MEAN
 
 
 def settings(folder: Path, weights: dict[str, torch.Tensor], **kv_cache: Any) -> dict[str, dict[str, Any]]:

@@ -58,7 +58,6 @@ class Counter:
         return total(samples, self.name, **self.labels)
 
 
-# Engines of other tests have ingests of their own in this process, whose late reports must not pass for the service's.
 INGEST = {"deployment": "ingest"}
 MOVED = (
     Counter("ray_rollout_requests_total", 16, {"outcome": "ok"}),
@@ -82,7 +81,7 @@ async def rolled_out(service: LocalService, client: RolloutClient, before: list[
         await client.generate_batch([PROMPT] * 8, n=2, max_tokens=16, ignore_eos=True)
     version = (await client.fleet()).latest_version + 1
     await client.push_weights(version, telltale_weights(service.config.model.path, version))
-    for _ in range(60):  # Ray reports every 10 s, each process at a time of its own
+    for _ in range(60):  # Ray reports every 10 s, each process at a time of its own and what was before the test, too
         after = await scraped(service.metrics_targets[1:])
         if all(counter.value(after) >= counter.value(before) + counter.more for counter in MOVED):
             break

@@ -28,6 +28,7 @@ async def watched(folder: Path) -> AsyncIterator[tuple[str, RolloutClient]]:
         "weights": {"root": str(folder / "weights"), "poll_s": 1.0},
         "monitor": {"min_tokens": 500, "suspect_prob_error": 1.1},
         "shadow": {"share": 0.5},
+        "scaling": {"gateways": 2},  # either sends what it samples
     }
     async with own_service(overrides) as (url, _), RolloutClient(url) as client:
         yield url, client

@@ -59,6 +59,12 @@ def test_a_deployment_builds_without_starting_ray(path: Path, tmp_path: Path, mo
     assert not ray.is_initialized()
 
 
+def test_there_are_as_many_gateways_as_configured_and_one_by_default() -> None:
+    for scaling, expected in (({}, 1), ({"gateways": 3}, 3)):
+        gateway = build(ServiceConfig.model_validate({"scaling": scaling, "model": {"path": "anywhere"}}))
+        assert gateway._bound_deployment.num_replicas == expected
+
+
 def test_the_ingest_gets_the_share_of_a_gpu_that_is_configured_and_none_by_default() -> None:
     for share in (0, 0.1):
         config = ServiceConfig.model_validate({"weights": {"ingest_num_gpus": share}, "model": {"path": "anywhere"}})

@@ -20,7 +20,7 @@ from tests.support.reference import reference_model
 
 LAYERS = 2
 # Bounds on the mean of |Δ|, the difference of a token's logprob from the fp32 reference with an exact cache. Weights
-# and activations are BF16, which alone gives 0.01 (tests/service/test_engine.py); the cache's rounding comes on top.
+# and activations are BF16, which alone gives 0.01 (tests/engine/test_engine.py); the cache's rounding comes on top.
 CALIBRATED_MEAN, UNIT_MEAN = 0.035, 0.1
 # Of an engine's logprobs, token by token while it samples, from those that a fresh engine gives all of them at once. On
 # the machine where this was written they are equal bit for bit; another may add in another order, which is BF16's 0.01.

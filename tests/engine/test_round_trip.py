@@ -15,7 +15,7 @@ from tests.support.one_engine import OneEngine, mean_difference, running
 
 UPDATES = 20
 # Bounds on the mean of |Δ|, the difference of a token's logprob from the fp32 reference, over 256 tokens. Its sources
-# are those of tests/service/test_engine.py; seen: BF16 0.009, FP8 0.025 with experts and 0.043 without. The largest is
+# are those of tests/engine/test_engine.py; seen: BF16 0.009, FP8 0.025 with experts and 0.043 without. The largest is
 # not bounded: if a router's choice ever hangs on a rounding, both sides choose rightly and differently. Two experts in
 # each other's place give 0.30, BF16 experts that miss an update 1.1.
 BF16_MEAN, FP8_MEAN = 0.02, 0.06
