@@ -57,13 +57,17 @@ async def run(folder: Path, cases: list[Case], say: Callable[[Outcome], None]) -
             continue
         try:
             async with first.ground(folder / str(len(outcomes))) as place:
-                while len(outcomes) < len(cases) and cases[len(outcomes)].ground == first.ground:
+                while len(outcomes) < len(cases) and _shares(first, cases[len(outcomes)]):
                     tell(await run_case(place, cases[len(outcomes)]))
                     if outcomes[-1].recover_s is None:
                         break  # the next case starts on new ground
         except Skipped as error:
             tell(Outcome(first.name, skipped=str(error)))
     return outcomes
+
+
+def _shares(first: Case, other: Case) -> bool:
+    return other.ground == first.ground and other.apart is None
 
 
 def line(outcome: Outcome) -> str:
