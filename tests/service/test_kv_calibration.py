@@ -14,15 +14,11 @@ from rollout_service.local import LocalService
 from rollout_service.types import Rollout
 from rollout_service.weights.kv_settled import read_settled
 from rollout_service.weights.log import WeightLog
+from tests.engine.test_kv_measure import BATCH, CALIBRATED_MEAN, LAYERS
 from tests.support.key_channels import loud_weights, uneven_weights
 from tests.support.models import make_model, random_weights
 from tests.support.own_service import own_service
 from tests.support.reference import reference_logprobs, reference_model
-
-LAYERS = [f"model.layers.{layer}.self_attn" for layer in range(2)]
-BATCH = [[(7 * i + 3 * j) % 120 + 5 for j in range(40 + 5 * i)] for i in range(8)]
-# Mean |Δ| of logprobs from the fp32 reference with an exact cache, as in tests/engine/test_kv_scales.py
-CALIBRATED_MEAN = 0.035
 
 
 def settings(folder: Path, weights: dict[str, torch.Tensor], **kv_cache: Any) -> dict[str, dict[str, Any]]:
