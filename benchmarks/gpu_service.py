@@ -38,15 +38,22 @@ def write_weights(folder: Path) -> None:
 
 
 def settings_of(
-    mode: str, model: Path, folder: Path, work: Work, envelope_gb: float | None, more: dict[str, Any]
+    mode: str,
+    model: Path,
+    folder: Path,
+    work: Work,
+    envelope_gb: float | None,
+    more: dict[str, Any],
+    *,
+    engines: int = 1,
 ) -> dict[str, Any]:
-    """The configuration of one mode; ``more``: of the engine's."""
+    """The configuration of one mode; ``more``: of the engine's. ``engines``: that share the GPU's memory."""
     gpu_gb = torch.cuda.get_device_properties(0).total_memory / 1e9
     prompt_tokens = max(map(len, work.prompts)) + 8
     engine = {
         "max_model_len": -(-(prompt_tokens + work.sampling.max_tokens) // 64) * 64,
         "max_num_seqs": len(work.prompts) * work.sampling.n,
-        "gpu_memory_utilization": round((envelope_gb or 0.85 * gpu_gb) / gpu_gb, 4),
+        "gpu_memory_utilization": round((envelope_gb or 0.85 * gpu_gb / engines) / gpu_gb, 4),
         "admission_limit": 4096,
     }
     return {

@@ -6,7 +6,8 @@
 Random weights of published shapes. All sides have the engine arguments that the service makes of one configuration, and
 the same prompts: ``--groups`` distinct ones with ``--n`` completions each, all at once, temperature 1, no end of
 sequence. ``--envelope-gb`` is all the GPU memory that an engine may use. Modes: ``bf16``, ``fp8`` (weights), ``fp8kv``
-(weights and KV cache). Where a service was measured, the bare engine gets the version that it served; alone it runs on
+(weights and KV cache). The service's engine and the bare one live side by side, each in half of the memory, and take
+turns: what drifts on a host drifts for both. The bare one gets the version that the service serves; alone it runs on
 vLLM's dummy weights. Before each run comes one with an eighth of the tokens: two lengths tell what a step takes and
 what does not depend on them. ``--door``: then updates through the same service, as ``benchmarks.update_live``. Each
 call adds its cases to the same file, which says what they are to each other.
@@ -19,7 +20,8 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,7 +33,7 @@ from rich.table import Table
 from benchmarks import results
 from benchmarks.gpu_service import graph_sizes, serving, settings_of, write_weights
 from benchmarks.rollout_results import earlier_cases, joined, ratios
-from benchmarks.rollout_work import Case, Work, make_work
+from benchmarks.rollout_work import Case, Generate, Work, make_work
 from benchmarks.shapes import write_config
 from benchmarks.update_live import Case as UpdateCase
 from benchmarks.update_live import Updates
@@ -49,21 +51,28 @@ from rollout_service.weights.served_model import ServedModel
 SIDES = ("bare", "handle", "http")
 
 
-async def bare(config: ServiceConfig, work: Work, case: Case) -> None:
-    """The engine alone, with the version that the service left in the log, or with dummy weights."""
+@asynccontextmanager
+async def bare_engine(config: ServiceConfig, case: Case) -> AsyncIterator[Generate]:
+    """The engine alone, with the version that the service has left in the log, or with dummy weights."""
     os.environ.update(engine_environment(config))  # noqa: TID251 - the engine's parent is this process
     register()
     model, started = ServedModel.load(config.model.path), time.perf_counter()
     args = engine_args(config, not_converted(model, model.plan(config.quant)), has_tokenizer=False)
-    engine = EngineAdapter(args)
+    engine = EngineAdapter(args, exports=False)
     try:
         await engine.connect()
         case.start_s = time.perf_counter() - started
         await load_version(engine, WeightLog(config.weights.root_here()))
         case.kv_tokens = engine.kv_cache_tokens
-        await work.measure({"bare": lambda p, how: engine.generate(uuid.uuid4().hex, tuple(p), how)}, {"bare": case})
+        yield lambda prompt, how: engine.generate(uuid.uuid4().hex, tuple(prompt), how)
     finally:
         engine.shutdown()
+
+
+async def alone(config: ServiceConfig, work: Work, case: Case) -> None:
+    """The bare engine, no service."""
+    async with bare_engine(config, case) as generate:
+        await work.measure({"bare": generate}, {"bare": case})
 
 
 async def load_version(engine: EngineAdapter, log: WeightLog) -> None:
@@ -78,8 +87,11 @@ async def load_version(engine: EngineAdapter, log: WeightLog) -> None:
     await engine.resume()
 
 
-async def through_the_service(url: str, config: ServiceConfig, work: Work, cases: list[Case]) -> None:
-    """Over HTTP with the client, and through the engine's handle, as the gateway uses it, in this process."""
+async def through_the_service(url: str, config: ServiceConfig, work: Work, cases: dict[str, Case]) -> None:
+    """Over HTTP with the client, and through the engine's handle, as the gateway uses it, in this process.
+
+    A bare engine among the cases lives beside the service's, and takes turns with it.
+    """
     from ray import serve
 
     from rollout_service.gateway.dispatch import Dispatcher
@@ -91,24 +103,27 @@ async def through_the_service(url: str, config: ServiceConfig, work: Work, cases
         call = GenerateCall(request_id=uuid.uuid4().hex, prompt_token_ids=tuple(prompt), sampling=how)
         return dispatcher.complete(call)
 
-    async with RolloutClient(url) as client:
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(RolloutClient(url))
 
         def by_http(prompt: list[int], how: Sampling) -> Awaitable[object]:
             return client.generate(prompt, **how.model_dump(include={"n", "max_tokens", "ignore_eos"}))
 
-        ways = {"handle": by_handle, "http": by_http}
-        await work.measure({case.side: ways[case.side] for case in cases}, {case.side: case for case in cases})
+        ways: dict[str, Generate] = {"handle": by_handle, "http": by_http}
+        if "bare" in cases:
+            ways["bare"] = await stack.enter_async_context(bare_engine(config, cases["bare"]))
+        await work.measure({side: ways[side] for side in cases}, cases)
 
 
 def served(
-    settings: dict[str, Any], work: Work, cases: list[Case], folder: Path, verbose: bool, updates: Updates | None
+    settings: dict[str, Any], work: Work, cases: dict[str, Case], folder: Path, verbose: bool, updates: Updates | None
 ) -> None:
     """The whole service: rollouts, then updates."""
     started = time.perf_counter()
     with serving(settings, folder, verbose) as service:
         start_s = time.perf_counter() - started
-        for case in cases:
-            case.start_s = start_s
+        for side in cases.keys() - {"bare"}:
+            cases[side].start_s = start_s
         asyncio.run(through_the_service(service.url, service.config, work, cases))
         if updates is not None:
             asyncio.run(updates.measure(service.url))
@@ -146,6 +161,9 @@ def main(
     batched_tokens: Annotated[int | None, typer.Option(help="Of a step; vLLM's own choice if not given.")] = None,
     graph_step: Annotated[int | None, typer.Option(help="CUDA graphs for multiples of it; else vLLM's sizes.")] = None,
     staging: str = "auto",
+    apart: Annotated[
+        bool, typer.Option(help="The bare engine after the service: for models of which a GPU does not hold two.")
+    ] = False,
     layers: Annotated[int | None, typer.Option(help="Fewer layers than the published model.")] = None,
     folder: Annotated[Path, typer.Option(help="Where weights and versions are put.")] = Path("/dev/shm"),
     name: Annotated[str, typer.Option(help="Of the result's file.")] = "rollout",
@@ -169,25 +187,25 @@ def main(
     shape = {"groups": groups, "n": n, "prompt_tokens": [prompt_min, prompt_max], "output_tokens": out}
     doors = [UpdateCase(model, each, layers) for each in door or ()]
     common = {"run": datetime.now(UTC).isoformat(timespec="seconds"), "layers": layers, "work": shape, "engine": more}
+    sides = side or list(SIDES)
+    common["apart"] = apart = apart or set(sides) == {"bare"}
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         path = write_config(model, Path(temporary) / model, layers)
-        sides = side or list(SIDES)
         if set(sides) != {"bare"}:
             write_weights(path)
         for each in mode or ["fp8kv"]:
-            settings = settings_of(each, path, Path(temporary), work, envelope_gb, more)
-            found = [Case(model, each, s, envelope_gb) for s in SIDES if s in sides]
-            through_service = [case for case in found if case.side != "bare"]
-            if through_service:
+            found = {s: Case(model, each, s, envelope_gb) for s in SIDES if s in sides}
+            beside = {s: case for s, case in found.items() if s != "bare" or not apart}
+            settings = settings_of(each, path, Path(temporary), work, envelope_gb, more, engines=1 + ("bare" in beside))
+            if beside:
                 pushed = Updates(doors, path, updates, concurrent=64, module="rollout") if doors else None
-                served(settings, work, through_service, Path(temporary), verbose, pushed)
-            for case in found:
-                if case.side == "bare":
-                    asyncio.run(bare(ServiceConfig.model_validate(settings), work, case))
-            cases += found
-            for case in found:
+                served(settings, work, beside, Path(temporary), verbose, pushed)
+            if "bare" in found and apart:
+                asyncio.run(alone(ServiceConfig.model_validate(settings), work, found["bare"]))
+            cases += found.values()
+            for case in found.values():
                 console.log(json.dumps(case.as_json()))
-            add_to_file(name, [case.as_json() | common for case in found])
+            add_to_file(name, [case.as_json() | common for case in found.values()])
     console.print(table_of(cases))
     console.print(f"added to {results.path(name)}")
     if doors:
