@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import results
+from benchmarks.gpu_timing import event_seconds, gaussian, graph_seconds
 from rollout_service.quant.blockwise import CODES, quantize_blockwise, scale_shape
 
 BYTES_A_WEIGHT = 3
@@ -163,38 +164,6 @@ def carve(bucket: torch.Tensor, shapes: list[tuple[int, ...]]) -> Iterator[torch
     for rows, columns in shapes:
         yield bucket[offset : offset + rows * columns].view(rows, columns)
         offset += rows * columns
-
-
-def gaussian(shape: tuple[int, ...]) -> torch.Tensor:
-    """BF16 of the size that trained weights have."""
-    return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
-
-
-def graph_seconds(calls: list[Callable[[], Any]], repeats: int) -> list[float]:
-    """Seconds a call, back to back."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph, rounds = torch.cuda.CUDAGraph(), 4
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for call in calls:
-                call()
-    return [s / (rounds * len(calls)) for s in event_seconds(graph.replay, repeats)]
-
-
-def event_seconds(call: Callable[[], Any], repeats: int) -> list[float]:
-    """Seconds of each call on the GPU, after one to warm up."""
-    call()
-    seconds = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3)
-    return seconds
 
 
 def alone_seconds(call: Callable[[], Any]) -> float:
