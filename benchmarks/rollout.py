@@ -20,9 +20,10 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -116,15 +117,22 @@ async def through_the_service(url: str, config: ServiceConfig, work: Work, cases
 
 
 def served(
-    settings: dict[str, Any], work: Work, cases: dict[str, Case], folder: Path, verbose: bool, updates: Updates | None
+    settings: dict[str, Any],
+    work: Work,
+    cases: dict[str, Case],
+    folder: Path,
+    verbose: bool,
+    updates: Updates | None,
+    keep: Callable[[], None],
 ) -> None:
-    """The whole service: rollouts, then updates."""
+    """The whole service: rollouts, then updates. ``keep``: called in between."""
     started = time.perf_counter()
     with serving(settings, folder, verbose) as service:
         start_s = time.perf_counter() - started
         for side in cases.keys() - {"bare"}:
             cases[side].start_s = start_s
         asyncio.run(through_the_service(service.url, service.config, work, cases))
+        keep()
         if updates is not None:
             asyncio.run(updates.measure(service.url))
 
@@ -199,22 +207,24 @@ def main(
             settings = settings_of(each, path, Path(temporary), work, envelope_gb, more, engines=1 + ("bare" in beside))
             if beside:
                 pushed = Updates(doors, path, updates, concurrent=64, module="rollout") if doors else None
-                served(settings, work, beside, Path(temporary), verbose, pushed)
+                keep = partial(add_to_file, name, beside.values(), common)
+                served(settings, work, beside, Path(temporary), verbose, pushed, keep)
             if "bare" in found and apart:
                 asyncio.run(alone(ServiceConfig.model_validate(settings), work, found["bare"]))
+                add_to_file(name, found.values(), common)
             cases += found.values()
-            for case in found.values():
-                console.log(json.dumps(case.as_json()))
-            add_to_file(name, [case.as_json() | common for case in found.values()])
     console.print(table_of(cases))
     console.print(f"added to {results.path(name)}")
     if doors:
         console.print(table_of_updates(doors))
 
 
-def add_to_file(name: str, new: list[dict[str, Any]]) -> None:
-    """After each mode, so that a later one that fails loses nothing."""
-    cases = joined(earlier_cases(results.path(name)), new)
+def add_to_file(name: str, new: Iterable[Case], common: dict[str, Any]) -> None:
+    """As soon as they are measured, so that nothing that fails later loses them."""
+    fresh = [case.as_json() | common for case in new]
+    for case in fresh:
+        print(json.dumps(case), flush=True)
+    cases = joined(earlier_cases(results.path(name)), fresh)
     results.write(name, {"cases": cases, "ratios": ratios(cases)}, module="rollout")
 
 

@@ -130,7 +130,9 @@ class EngineAdapter:
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop scheduling. The KV cache is dropped, so nothing computed before is read after: see ``PauseMode``."""
-        await self._llm.pause_generation(mode=mode, clear_cache=True)
+        # AsyncLLM.pause_generation does this and then sleeps 20 ms, "not required for correctness" by its own words;
+        # an update would close the engine for as long again
+        await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
 
     async def resume(self) -> None:
         """Schedule again. Raises EngineFailed if broken: half a version is never served."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rollout_service.config import WeightsConfig
 from rollout_service.engine.kv_calibrator import KVScales, NoKVScales
@@ -29,6 +29,8 @@ from rollout_service.weights.log import Head, WeightLog
 from rollout_service.weights.manifest import Manifest
 
 logger = logging.getLogger(__name__)
+
+_Found = TypeVar("_Found")
 
 _LONGEST_WAIT_S = 600.0
 """Between two readings of a version that was found corrupt: someone may mend it."""
@@ -251,29 +253,46 @@ class Follower:
         Raises LogCorrupt, or what fetching or the engine raises.
         """
         started = time.perf_counter()
-        manifest = await self._fetch(head)
-        await self._engine.stage(self._log.folder(head.version))
-        return manifest, time.perf_counter() - started
+        return await self._fetch_and_read(head), time.perf_counter() - started
 
-    async def _fetch(self, head: Head) -> Manifest:
+    async def _fetch_and_read(self, head: Head) -> Manifest:
         if self._copies is None:
-            return await self._check(head)
+            return await self._read(head)
         await self._copies.fetch(head)
         try:
-            return await self._check(head)
+            return await self._read(head)
         except LogCorrupt as error:
             logger.warning("fetching version %d anew: %s", head.version, error)
             await self._copies.forget(head.version)
             await self._copies.fetch(head)
-            return await self._check(head)
+            return await self._read(head)
 
-    async def _check(self, head: Head) -> Manifest:
+    async def _read(self, head: Head) -> Manifest:
+        """Check a version's bytes while the engine reads them next to the model."""
+        manifest = await self._checked(head, lambda: self._manifest(head.version))
+        staging = asyncio.create_task(self._engine.stage(self._log.folder(head.version)))
         try:
-            manifest = await asyncio.to_thread(self._log.manifest, head.version)
-            if manifest.fingerprint != self._fingerprint:
-                raise LogCorrupt(f"version {head.version} in {self._log.root} belongs to another model")
-            await asyncio.to_thread(self._log.verify, manifest)
-            return manifest
+            await self._checked(head, lambda: self._log.verify(manifest))
+        except (LogCorrupt, NotFound):
+            await asyncio.wait([staging])
+            staging.exception()  # what the engine says of damaged files is no news
+            raise
+        except asyncio.CancelledError:
+            staging.cancel()
+            raise
+        await staging
+        return manifest
+
+    def _manifest(self, version: int) -> Manifest:
+        manifest = self._log.manifest(version)
+        if manifest.fingerprint != self._fingerprint:
+            raise LogCorrupt(f"version {version} in {self._log.root} belongs to another model")
+        return manifest
+
+    async def _checked(self, head: Head, read: Callable[[], _Found]) -> _Found:
+        """Raises NotFound or LogCorrupt for what cannot be read."""
+        try:
+            return await asyncio.to_thread(read)
         except (OSError, LogCorrupt) as error:
             if head.version not in self._log.versions():
                 raise NotFound(f"version {head.version} was removed while it was read") from error

@@ -5,20 +5,21 @@ import logging
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from rollout_service.threads import in_threads, io_threads
 from rollout_service.weights.manifest import Manifest, StoredTensor, read_manifest
 
 logger = logging.getLogger(__name__)
 
 StagingKind = Literal["device", "host"]
 ALIGNMENT_BYTES = 256
-BOUNCE_BYTES = 32 << 20
-"""Pinned memory through which files reach the device, twice: one half is read into while the other is copied."""
+PIECE_BYTES = 16 << 20
+"""Of a file, that one thread reads at a time. On its way to a device it goes through pinned memory, of which each
+thread has twice as much: one half is read into while the other is copied."""
 _SLACK_BYTES = 16 << 20
 """For alignment, and for what a version holds and the model does not: a tied head."""
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8_e4m3fn": torch.float8_e4m3fn}
@@ -36,6 +37,26 @@ class Staged:
     """Equal for versions of equal names, dtypes, shapes and places in the area."""
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Some bytes of a file, and where in the area they belong."""
+
+    path: Path
+    offset: int
+    target: torch.Tensor
+
+    def read_into(self, memory: torch.Tensor) -> None:
+        """``memory``: as large as the target, on the CPU."""
+        view = memoryview(memory.numpy().data)
+        with self.path.open("rb", buffering=0) as stream:
+            stream.seek(self.offset)
+            while view.nbytes:
+                count = stream.readinto(view)
+                if not count:
+                    raise ValueError(f"{self.path} ends {view.nbytes} bytes early")
+                view = view[count:]
+
+
 class StagingArea:
     """Holds one version: ``device`` memory, from which it is loaded at the GPU's speed, or pinned ``host`` memory."""
 
@@ -45,7 +66,6 @@ class StagingArea:
         self._device = device
         if kind == "device":
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            self._stream = torch.cuda.Stream(device)
         else:
             self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._reader = ThreadPoolExecutor(1, "stage")
@@ -95,40 +115,36 @@ class StagingArea:
                 f"version {manifest.version} has {position} bytes, and the staging area {self.memory.numel()}: "
                 "it holds more than the model has"
             )
-        for file, tensors in manifest.files().items():
-            end = tensors[-1].offset + tensors[-1].nbytes
-            self._read_file(folder / file, tensors[0].offset, end, offsets[file])
+        pieces = [
+            piece
+            for file, tensors in manifest.files().items()
+            for piece in self._pieces(folder / file, tensors, offsets[file])
+        ]
+        threads, lane = io_threads(), self._fill if self.memory.device.type == "cpu" else self._bounce
+        list(in_threads(lane, [pieces[first::threads] for first in range(threads)]))
         return Staged(folder, manifest, offsets, layout_of(manifest, offsets))
 
-    def _read_file(self, path: Path, start: int, end: int, offset: int) -> None:
-        with path.open("rb", buffering=0) as stream:
-            stream.seek(start)
-            target = self.memory[offset : offset + end - start]
-            if target.device.type == "cpu":
-                _read_into(stream, target, path)
-            else:
-                self._bounce(stream, target, path)
+    def _pieces(self, path: Path, tensors: list[StoredTensor], offset: int) -> Iterator[_Piece]:
+        start, end = tensors[0].offset, tensors[-1].offset + tensors[-1].nbytes
+        for first in range(start, end, PIECE_BYTES):
+            place = offset + first - start
+            yield _Piece(path, first, self.memory[place : place + min(PIECE_BYTES, end - first)])
 
-    def _bounce(self, stream: FileIO, target: torch.Tensor, path: Path) -> None:
-        halves = [torch.empty(BOUNCE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    def _fill(self, pieces: list[_Piece]) -> None:
+        for piece in pieces:
+            piece.read_into(piece.target)
+
+    def _bounce(self, pieces: list[_Piece]) -> None:
+        halves = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         free = [torch.cuda.Event() for _ in halves]
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            for number, piece in enumerate(target.split(BOUNCE_BYTES)):
-                half = halves[number % 2][: piece.numel()]
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+            for number, piece in enumerate(pieces):
+                half = halves[number % 2][: piece.target.numel()]
                 free[number % 2].synchronize()
-                _read_into(stream, half, path)
-                piece.copy_(half, non_blocking=True)
+                piece.read_into(half)
+                piece.target.copy_(half, non_blocking=True)
                 free[number % 2].record()
-            self._stream.synchronize()
-
-
-def _read_into(stream: FileIO, target: torch.Tensor, path: Path) -> None:
-    view = memoryview(target.numpy().data)
-    while view.nbytes:
-        count = stream.readinto(view)
-        if not count:
-            raise ValueError(f"{path} ends {view.nbytes} bytes early")
-        view = view[count:]
+            torch.cuda.current_stream().synchronize()
 
 
 def _places(manifest: Manifest, offsets: dict[str, int]) -> Iterator[tuple[StoredTensor, int]]:

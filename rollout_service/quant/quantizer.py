@@ -22,7 +22,7 @@ class Quantizer:
     """Blockwise FP8, bit for bit ``quantize_blockwise``.
 
     Weights on a GPU are quantized there. Weights on the CPU are quantized on ``device`` and come back;
-    ``auto``: on a GPU where torch sees one. Raises ValueError for ``cuda`` where it sees none.
+    ``auto``: on a GPU where torch sees one. Raises ValueError for ``cuda`` where it sees none. Threads may share one.
     """
 
     def __init__(self, *, power_of_two: bool = False, device: Device = "auto") -> None:
@@ -31,6 +31,11 @@ class Quantizer:
         self._power_of_two = power_of_two
         self._cpu_weights_to_gpu = device != "cpu" and torch.cuda.is_available()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @property
+    def cpu_weights_to_gpu(self) -> bool:
+        """Whether weights on the CPU are quantized on a GPU."""
+        return self._cpu_weights_to_gpu
 
     def quantize(self, weights: Sequence[Named], *, to_cpu: bool = False) -> list[Quantized]:
         """Codes e4m3 and scales fp32 of each weight [N, K] or [E, N, K]; all on one device, of any dtype and strides.
@@ -60,20 +65,22 @@ class Quantizer:
         stream = self._streams.setdefault(gpu, torch.cuda.Stream(gpu))
         stream.wait_stream(callers)
         with torch.cuda.device(gpu), torch.cuda.stream(stream):
-            sources = [weight.detach().to(gpu, non_blocking=True) for _, weight in weights]
+            sources = [_pinned(weight.detach()).to(gpu, non_blocking=True) for _, weight in weights]
             shapes = [tuple(weight.shape) for weight in sources]
             codes = _Bucket.of(shapes, CODES, gpu, align=16)  # the kernel stores 16 bytes at a time
             scales = _Bucket.of([scale_shape(shape) for shape in shapes], torch.float32, gpu)
             GroupedQuantization(sources, codes.views(), scales.views(), power_of_two=self._power_of_two).run()
-            finite = bool(torch.isfinite(scales.storage).all())  # waits for the kernels
-        if not finite:
+            finite = torch.isfinite(scales.storage).all()
+            if to_cpu:
+                codes, scales = codes.cpu(), scales.cpu()
+            else:
+                for bucket in (codes, scales):
+                    bucket.storage.record_stream(callers)  # it was allocated on ours, and is read on theirs
+            sound = bool(finite)
+            stream.synchronize()
+        if not sound:
             for name, weight in weights:
                 require_finite(weight, name)
-        if to_cpu:
-            codes, scales = codes.cpu(), scales.cpu()
-        else:
-            for bucket in (codes, scales):
-                bucket.storage.record_stream(callers)  # it was allocated on ours, and is read on theirs
         return list(zip(codes.views(), scales.views(), strict=True))
 
 
@@ -94,11 +101,20 @@ class _Bucket:
         return cls(torch.empty(length, dtype=dtype, device=device), tuple(shapes), align)
 
     def cpu(self) -> "_Bucket":
-        return replace(self, storage=self.storage.cpu())
+        """Queue the copy on the current stream."""
+        storage = torch.empty_like(self.storage, device="cpu", pin_memory=True)
+        return replace(self, storage=storage.copy_(self.storage, non_blocking=True))
 
     def views(self) -> list[torch.Tensor]:
         pieces = self.storage.split([_padded(shape, self.align) for shape in self.shapes])
         return [piece[: math.prod(shape)].view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+
+def _pinned(weight: torch.Tensor) -> torch.Tensor:
+    # torch keeps pinned memory and uses it again; from other memory the driver copies bit by bit, one thread at a time
+    if weight.device.type == "cuda" or weight.is_pinned():
+        return weight
+    return torch.empty_like(weight, pin_memory=True).copy_(weight)
 
 
 def _padded(shape: tuple[int, ...], align: int) -> int:

@@ -15,12 +15,13 @@ from rollout_service.quant.blockwise import CODES, require_finite, scale_shape
 from rollout_service.quant.experts import pieces
 from rollout_service.quant.quantizer import Device, Quantizer
 from rollout_service.quant.recipe import SCALE_SUFFIX
+from rollout_service.threads import io_threads
 from rollout_service.weights.manifest import StoredDtype
 from rollout_service.weights.upload import TrainerRecipe, UploadTensor
 from rollout_service.weights.writer import TensorSlot
 
-BATCH_BYTES = 256 << 20
-"""What one call of the quantizer takes, unless a single matrix is larger: thousands of experts' are one launch."""
+BATCH_BYTES = 128 << 20
+"""What one call of the quantizer takes, unless a single matrix is larger: hundreds of experts' are one launch."""
 
 _NAN_CODE = 0x7F
 _PIECE_BYTES = 1 << 18
@@ -30,7 +31,7 @@ Named = tuple[str, torch.Tensor]
 
 
 class Converter:
-    """Follows one recipe; ``device`` as for ``Quantizer``. Not for several threads at once."""
+    """Follows one recipe; ``device`` as for ``Quantizer``. Threads may share one."""
 
     def __init__(self, recipe: TrainerRecipe, *, device: Device = "auto", batch_bytes: int = BATCH_BYTES) -> None:
         self._experts = recipe.experts
@@ -40,6 +41,11 @@ class Converter:
         self._power_of_two = recipe.scales == "power_of_two"
         self._quantizer = Quantizer(power_of_two=self._power_of_two, device=device)
         self._batch_bytes = batch_bytes
+
+    @property
+    def threads(self) -> int:
+        """How many calls at once are worth while: reading and writing is what takes time, if a GPU quantizes."""
+        return io_threads() if self._quantizer.cpu_weights_to_gpu else 1
 
     def slots(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[TensorSlot]:
         """Every tensor of a version, in the order they are stored: that of ``shapes``, so a layer's parts lie together.

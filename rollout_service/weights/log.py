@@ -17,9 +17,11 @@ A version exists once LATEST says so or it is older than what LATEST says. One p
 read. A folder newer than LATEST is what a crash between the two renames left, and counts as not committed.
 """
 
+import functools
 import os
 import re
 import shutil
+import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -29,13 +31,14 @@ import xxhash
 from pydantic import ValidationError
 
 from rollout_service.errors import LogCorrupt, NotFound
+from rollout_service.threads import in_threads
 from rollout_service.types import Frozen, KVCacheChoice, PauseMode
 from rollout_service.weights.files import sync_folder, write_synced
 from rollout_service.weights.manifest import MANIFEST_FILE, Manifest, StoredTensor, read_manifest
 from rollout_service.weights.record import UploadRecord, read_record, write_record
 from rollout_service.weights.writer import safetensors_header
 
-_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 1 << 20
 _DROPPED = ".dropped-"
 _VERSION = re.compile("0|[1-9][0-9]*")
 
@@ -243,11 +246,12 @@ class WeightLog:
                 "newer version",
                 {"version": manifest.version, "file": MANIFEST_FILE},
             )
+        buffers = threading.local()
         for file, tensors in manifest.files().items():
             with (folder / file).open("rb") as stream:
-                for tensor in tensors:
-                    _verify_tensor(stream.fileno(), tensor, manifest.version)
-                    progress(tensor.nbytes)
+                check = functools.partial(_verify_tensor, stream.fileno(), manifest.version, buffers)
+                for nbytes in in_threads(check, tensors):
+                    progress(nbytes)
                 _verify_layout(stream.fileno(), file, tensors, manifest.version)
 
     def _folders(self) -> list[int]:
@@ -282,17 +286,20 @@ def _verify_layout(fd: int, file: str, tensors: list[StoredTensor], version: int
         )
 
 
-def _verify_tensor(fd: int, tensor: StoredTensor, version: int) -> None:
+def _verify_tensor(fd: int, version: int, buffers: threading.local, tensor: StoredTensor) -> int:
+    if not hasattr(buffers, "mine"):  # fresh memory at each read would cost more than the reading
+        buffers.mine = memoryview(bytearray(_CHUNK_BYTES))
     hasher, position, end = xxhash.xxh3_128(), tensor.offset, tensor.offset + tensor.nbytes
     while position < end:
-        chunk = os.pread(fd, min(_CHUNK_BYTES, end - position), position)
-        if not chunk:
+        count = os.preadv(fd, [buffers.mine[: end - position]], position)
+        if not count:
             break
-        hasher.update(chunk)
-        position += len(chunk)
+        hasher.update(buffers.mine[:count])
+        position += count
     if hasher.hexdigest() != tensor.digest:
         raise LogCorrupt(
             f"version {version}: {tensor.name} in {tensor.file} hashes to {hasher.hexdigest()}, its manifest says "
             f"{tensor.digest}: push the weights again under a newer version",
             {"version": version, "tensor": tensor.name, "file": tensor.file},
         )
+    return tensor.nbytes

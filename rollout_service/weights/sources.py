@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -173,7 +174,7 @@ class PartFiles:
         self._place = {tensor.name: (tensor, offset) for tensor, offset in tensor_offsets(tensors)}
         self._paths: dict[int, Path] = {}
         self._data: dict[int, memoryview | None] = {}
-        self._buffer = block_buffer(0)
+        self._buffers = threading.local()
 
     def add(self, part: int, digest: str, received: Path, data: memoryview | None = None) -> Path | None:
         """Take in a file as the whole part. Its name keeps the digest, so that a restart can check what it finds.
@@ -214,18 +215,18 @@ class PartFiles:
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Each of these tensors, assembled from its parts, which must all be there. Raises OSError.
 
-        They lie in one buffer, which the next call uses again: be done with them by then.
+        They lie in one buffer, which this thread's next call uses again: be done with them by then.
         """
         places = [self._place[name] for name in names]
         sizes = [_room_for(tensor.nbytes) for tensor, _ in places]
-        if self._buffer.nbytes < sum(sizes):
-            self._buffer = block_buffer(sum(sizes))
+        buffer: memoryview | None = getattr(self._buffers, "kept", None)
+        if buffer is None or buffer.nbytes < sum(sizes):
+            buffer = block_buffer(sum(sizes))
         start = 0
         for name, size, (tensor, offset) in zip(names, sizes, places, strict=True):
-            yield name, self._assembled(tensor, offset, self._buffer[start : start + size])
+            yield name, self._assembled(tensor, offset, buffer[start : start + size])
             start += size
-        if self._buffer.nbytes > _KEPT_BUFFER_BYTES:
-            self._buffer = block_buffer(0)
+        self._buffers.kept = buffer if buffer.nbytes <= _KEPT_BUFFER_BYTES else None
 
     def _assembled(self, tensor: UploadTensor, offset: int, room: memoryview) -> torch.Tensor:
         if not tensor.nbytes:

@@ -4,11 +4,12 @@ import asyncio
 import errno
 import logging
 import shutil
+import threading
 import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -79,6 +80,7 @@ class StagedVersion:
         self._lacking: dict[str, int] = {}
         self._tensors_of_part: dict[int, list[str]] = defaultdict(list)
         self._unconverted: dict[int, int] = defaultdict(int)
+        self._counting = threading.Lock()
         self._conversions: list[Future[None]] = []
         self._failure: RolloutServiceError | None = None
         self._discarded = False
@@ -161,7 +163,7 @@ class StagedVersion:
     def convert_folder(self, source: FolderSource | RefSource) -> None:
         """Convert all tensors of a folder or of objects in the background."""
         self._source = source
-        for names in source.batches(BATCH_BYTES):
+        for names in spread(list(source.batches(BATCH_BYTES)), self._converter.threads):
             self._convert(names)
 
     def accept(
@@ -192,8 +194,8 @@ class StagedVersion:
         if replaced is None:
             for name in self._tensors_of_part[part]:
                 self._lacking[name] -= 1
-        else:  # once the conversions that may be reading it are through
-            self._conversions.append(self._executor.submit(replaced.unlink))
+        else:
+            self._conversions.append(self._executor.submit(_unlink_after, list(self._conversions), replaced))
         self._convert([name for name in self._tensors_of_part[part] if self._lacking[name] == 0])
 
     def _gives_way(self, part: int, uploader: str) -> bool:
@@ -283,10 +285,11 @@ class StagedVersion:
             with self._failures_kept():
                 self._write(self._source.read(names))
         if self._source is self._parts:
-            for part in (part for name in names for part in self._parts.parts_of(name)):
-                self._unconverted[part] -= 1
-                if self._unconverted[part] <= 0:
-                    self._parts.forget(part)
+            with self._counting:
+                for part in (part for name in names for part in self._parts.parts_of(name)):
+                    self._unconverted[part] -= 1
+                    if self._unconverted[part] <= 0:
+                        self._parts.forget(part)
 
     def _write(self, tensors: Iterable[Named]) -> None:
         if self._copy is not None:
@@ -310,9 +313,21 @@ class StagedVersion:
         try:
             yield
         except RolloutServiceError as error:
-            self._failure = error
+            self._failure = self._failure or error
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError, for a GPU without room among others
-            self._failure = RolloutServiceError(f"version {self.begin.version} could not be stored: {error}")
+            failure = RolloutServiceError(f"version {self.begin.version} could not be stored: {error}")
+            self._failure = self._failure or failure
+
+
+def _unlink_after(conversions: list[Future[None]], replaced: Path) -> None:
+    wait(conversions)  # they may be reading it; all began before this did, so none of them waits for a thread
+    replaced.unlink()
+
+
+def spread(batches: list[list[str]], threads: int) -> list[list[str]]:
+    """So ordered that threads which take one after the other are far apart, in files of their own."""
+    apart = -(-len(batches) // threads)
+    return [batches[i] for first in range(apart) for i in range(first, len(batches), apart)]
 
 
 def parts_folder(folder: Path) -> Path:

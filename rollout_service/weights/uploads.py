@@ -44,7 +44,7 @@ class Uploads:
         """``unquantized``: None if no shadow will ask for versions as they came."""
         self._unquantized = unquantized
         self._config, self._log, self._model, self._plan, self._converter = config, log, model, plan, converter
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quantize")
+        self._executor = ThreadPoolExecutor(converter.threads, thread_name_prefix="quantize")
         self._part_memory = BufferPool(_PART_MEMORY_BYTES)
         self._staged: dict[int, StagedVersion] = {}
         self._committed: dict[int, UploadRecord] = {}

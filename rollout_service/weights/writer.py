@@ -16,9 +16,11 @@ from pathlib import Path
 import xxhash
 from pydantic import BaseModel
 
+from rollout_service.threads import in_threads
 from rollout_service.weights.manifest import STORED_DTYPE_BYTES, StoredDtype, StoredTensor
 
-MAX_FILE_BYTES = 4 << 30
+MAX_FILE_BYTES = 1 << 30
+"""Linux lets one thread at a time write into a file: several are written by several."""
 _SYNC_BYTES = 128 << 20
 _SAFETENSORS_DTYPE: dict[StoredDtype, str] = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3"}
 
@@ -53,8 +55,12 @@ class VersionWriter:
         self._unsynced_bytes = 0
         self._lock = threading.Lock()
         try:
-            for number, group in enumerate(_groups(slots, max_file_bytes), start=1):
+            files = [
                 self._open_file(f"weights-{number:05d}.safetensors", group)
+                for number, group in enumerate(_groups(slots, max_file_bytes), start=1)
+            ]
+            # a full disk is an error here, before any upload; a tmpfs zeroes its memory here
+            list(in_threads(lambda file: os.posix_fallocate(file[0], 0, file[1]), files))
         except OSError:
             self.close()
             raise
@@ -112,7 +118,8 @@ class VersionWriter:
             os.close(fd)
         self._fds = {}
 
-    def _open_file(self, file: str, group: list[TensorSlot]) -> None:
+    def _open_file(self, file: str, group: list[TensorSlot]) -> tuple[int, int]:
+        """Its descriptor and size; it holds its header."""
         header, data_bytes = safetensors_header(group)
         offset = len(header)
         for slot in group:
@@ -121,9 +128,8 @@ class VersionWriter:
             offset += slot.nbytes
         fd = os.open(self._folder / file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         self._fds[file] = fd
-        if data_bytes:
-            os.posix_fallocate(fd, 0, len(header) + data_bytes)  # a full disk is an error here, before any upload
         _write_at(fd, memoryview(header), 0)
+        return fd, len(header) + data_bytes
 
 
 def _groups(slots: Iterable[TensorSlot], max_file_bytes: int) -> Iterable[list[TensorSlot]]:
