@@ -39,9 +39,9 @@ from rollout_service.weights.served_model import ServedModel
 
 KINDS = {
     "writing the KV cache": r"reshape_and_cache|cache_kernel|concat_and_cache",
+    "quantizing activations": r"per_token_group|quant",
     "attention": r"flash|fmha|attention|splitkv|combine",
     "experts": r"fused_moe|moe_|topk_gating|expert|silu_and_mul",
-    "quantizing activations": r"per_token_group|quant",
     "matrix products": r"gemm|nvjet|cutlass|cublas|wgmma|matmul|splitK",
     "sampling": r"sampl|gumbel|logprob|topk|top_k|softmax|argmax|logits|ranks|temperature|sort|penalt",
     "norms, rotations, activations": r"triton_|norm|rotary|act_and_mul",

@@ -139,7 +139,8 @@ class EngineConfig(Config):
     to 51. Fewer start sooner and pad more. Not on the CPU."""
 
     linear_backend: str = "auto"
-    """vLLM's ``kernel_config.linear_backend``; ``cutlass`` needs no compilation at start on Hopper."""
+    """vLLM's ``kernel_config.linear_backend``. On Hopper ``cutlass`` needs no compiler; ``deep_gemm``, which ``auto``
+    picks, compiles its kernels with CUDA's nvcc when they are first needed, and is faster (docs/performance.md)."""
 
     attention_backend: Literal["auto", "FLASH_ATTN", "TRITON_ATTN"] = "auto"
     """vLLM's attention kernels on a GPU; ``auto``: FlashAttention. Both read live KV scales; others freeze them."""

@@ -172,7 +172,9 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         try:
             # expert kernels still read the scales of temporary parameters, which no plan reaches
             self.report["bound"] = bind_to_parameters(self.model, held_before)
-            self._plan = LoadPlan.build(staged.layout, recorder.copies, self.model, self._area.memory)
+            plan = LoadPlan.build(staged.layout, recorder.copies, self.model, self._area.memory)
+            plan.run()  # the same bytes once more: its kernel is compiled now, and not while rollouts wait
+            self._plan = plan
         except (NoPlan, Unbound) as reason:
             logger.warning("versions are loaded by vLLM's layerwise reload: %s", reason)
             self.report["no_plan"] = str(reason)

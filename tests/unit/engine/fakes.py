@@ -42,6 +42,7 @@ class FakeEngine:
         self.calls: list[str] = []
         self.paused = False
         self.fail_load: str | None = None
+        self.fail_stage: str | None = None
         self.pausing, self.loading = Gate(), Gate()
 
     async def pause(self, mode: PauseMode) -> None:
@@ -55,6 +56,8 @@ class FakeEngine:
 
     async def stage(self, folder: Path) -> None:
         assert (folder / "manifest.json").is_file()
+        if self.fail_stage is not None:
+            raise EngineFailed(self.fail_stage)
 
     async def load(self, folder: Path, version: int, kv_scales: dict[str, float] | None = None) -> float:
         assert self.paused and (folder / "manifest.json").is_file()

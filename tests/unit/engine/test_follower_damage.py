@@ -30,6 +30,35 @@ async def test_a_corrupt_version_leaves_the_replica_on_the_old_one_and_says_why(
     assert follower.status().error is None and [c for c in engine.calls if "load" in c] == ["load 2"]
 
 
+async def test_damaged_files_that_the_engine_cannot_read_either_leave_the_replica_on_the_old_version(
+    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    engine.fail_stage = "a file ends early"
+    commit(log, 1)
+    flip_a_byte(log, 1, FIRST)
+    await ingest.wish(version=1)
+    status = await ingest.reported(lambda s: s.state == "stale")
+    assert status.version == 0 and status.error is not None and FIRST in status.error
+    follower.check_health()
+
+
+async def test_an_engine_that_cannot_read_sound_files_is_replaced(
+    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    engine.fail_stage = "no memory"
+    await push(log, ingest, 1)
+    await ingest.reported(lambda s: s.state == "syncing")
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                follower.check_health()
+            except EngineFailed as error:
+                assert "no memory" in str(error)
+                break
+            await asyncio.sleep(0)
+    assert follower.version == 0 and not engine.paused
+
+
 async def test_a_version_whose_files_are_gone_leaves_the_replica_on_the_old_one(
     follower: Follower, log: WeightLog, ingest: FakeIngest
 ) -> None:

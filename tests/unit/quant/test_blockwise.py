@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_service.errors import QuantizationError
-from rollout_service.quant.blockwise import BLOCK, dequantize_blockwise, quantize_blockwise, scale_shape
+from rollout_service.quant.blockwise import BLOCK, dequantize_blockwise, quantize_blockwise, require_finite, scale_shape
 from tests.support.matrices import VIEWS, weights
 from tests.unit.quant import e4m3
 
@@ -160,6 +160,17 @@ def test_what_is_not_finite_is_refused_by_name_and_first_index(bad: float, dtype
     with pytest.raises(QuantizationError, match=r"layers\.0\.up\[131, 140\] is -?(nan|inf)") as refused:
         quantize_blockwise(weight, "layers.0.up")
     assert refused.value.detail == {"tensor": "layers.0.up", "index": [131, 140], "count": 2}
+
+
+@pytest.mark.parametrize("at", [0, (1 << 17) - 1, 1 << 17, 300_000 - 1])
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_is_found_wherever_it_is_in_a_large_bf16_tensor(bad: float, at: int) -> None:
+    largest = torch.finfo(torch.bfloat16).max
+    weight = torch.tensor([largest, -largest, 0.0]).to(torch.bfloat16).repeat(100_000)
+    require_finite(weight, "embedding")
+    weight[at] = bad
+    with pytest.raises(QuantizationError, match=rf"embedding\[{at}\] is -?(nan|inf)"):
+        require_finite(weight, "embedding")
 
 
 def test_a_finite_fp32_value_that_bf16_cannot_hold_is_refused() -> None:

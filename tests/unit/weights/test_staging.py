@@ -5,6 +5,7 @@ import resource
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from rollout_service.weights.convert import Converter
 from rollout_service.weights.manifest import StoredTensor
 from rollout_service.weights.served_model import EMBEDDING, LM_HEAD, ServedModel
 from rollout_service.weights.sources import FolderSource
-from rollout_service.weights.staging import StagedVersion
+from rollout_service.weights.staging import StagedVersion, spread
 from rollout_service.weights.upload import BeginUpload, PathSource, TrainerRecipe
 from tests.unit.weights.trainer import Weights, begin_of, folder_weights, open_files, settle, stream_of
 
@@ -62,12 +63,12 @@ def staged_version(begin: BeginUpload, folder: Path, model: Path, executor: Thre
     return StagedVersion(begin, folder, served, Converter(recipe), PART_BYTES, executor)
 
 
-def accept_all(staged: StagedVersion, weights: Weights) -> None:
+def accept_all(staged: StagedVersion, weights: Weights, uploader: str = "") -> None:
     stream = stream_of(weights)
     for part in range(staged.num_parts):
         received, data = staged.incoming_path(part), stream[part * PART_BYTES : (part + 1) * PART_BYTES]
         received.write_bytes(data)
-        staged.accept(part, xxhash.xxh3_128_hexdigest(data), received)
+        staged.accept(part, xxhash.xxh3_128_hexdigest(data), received, uploader)
 
 
 async def uploaded(
@@ -249,3 +250,39 @@ async def test_what_an_earlier_upload_left_in_the_folder_is_removed(
     assert 0 in staged.missing and {path.name for path in (tmp_path / "1.parts").iterdir()} == {"upload.json"}
     assert {path.name for path in (tmp_path / "1").iterdir()} == {"weights-00001.safetensors"}
     await staged.discard()
+
+
+# --- several threads, where a GPU quantizes
+
+
+async def test_several_threads_store_what_one_stores(
+    weights: Weights, model: Path, source: Path, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    by_one = await uploaded(weights, tmp_path / "1", model, executor)
+    with ThreadPoolExecutor(4) as several:
+        assert await uploaded(weights, tmp_path / "2", model, several) == by_one
+        assert await from_folder(source, tmp_path / "3", model, several).finish() == by_one
+
+
+async def test_a_replaced_part_is_removed_once_nobody_reads_it(weights: Weights, model: Path, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as executor:
+        begin = begin_of(1, weights).model_copy(update={"uploader": "first"})
+        staged = staged_version(begin, tmp_path / "1", model, executor)
+        staged.expect_parts()
+        other = staged.incoming_path(0)
+        other.write_bytes(b"\x01" * staged.part_size(0))
+        staged.accept(0, xxhash.xxh3_128_hexdigest(other.read_bytes()), other, uploader="second")
+        accept_all(staged, weights, uploader="first")
+        await staged.finish()
+        assert len(list(tmp_path.glob("1.parts/part-000000.*"))) == 1
+
+
+@pytest.mark.parametrize(("batches", "threads"), [(0, 4), (1, 4), (7, 1), (7, 3), (8, 4), (100, 8)])
+def test_threads_take_batches_that_are_far_apart(batches: int, threads: int) -> None:
+    given = [[str(i)] for i in range(batches)]
+    order = spread(given, threads)
+    assert sorted(order) == sorted(given)
+    together = [int(name) for [name] in order[: min(threads, batches)]]
+    assert all(b - a >= batches // threads for a, b in pairwise(together))
+    if threads == 1:
+        assert order == given
