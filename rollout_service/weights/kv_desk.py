@@ -9,6 +9,7 @@ from rollout_service.config import ServiceConfig
 from rollout_service.errors import InsufficientStorage, NotReady
 from rollout_service.tasks import Changes, Unabandoned
 from rollout_service.types import KVCacheChoice
+from rollout_service.weights.files import DISK_FULL
 from rollout_service.weights.fleet import FleetTable
 from rollout_service.weights.kv_calibration import KVCalibration, Turn
 from rollout_service.weights.kv_scales import KVScalesRule
@@ -91,9 +92,10 @@ class KVDesk:
         async with self._settling:
             try:
                 settled = await asyncio.to_thread(self._calibration.settle, version, replica_id, ranks)
-            except OSError as error:
+            except OSError as error:  # the replica waits, whichever it is
+                instead = "make room there" if error.errno in DISK_FULL else "it is tried again until the disk takes it"
                 raise InsufficientStorage(
-                    f"the KV scales of version {version} cannot be kept in {self._log.root}: {error}: make room there"
+                    f"the KV scales of version {version} cannot be kept in {self._log.root}: {error}: {instead}"
                 ) from error
         if settled.error is not None:
             logger.error("version %d keeps the KV scales of before: %s", version, settled.error)

@@ -133,15 +133,19 @@ async def test_what_a_replica_measured_is_kept_although_it_dies_before_it_is_ans
     assert (log.folder(0) / SETTLED_FILE).is_file()
 
 
+@pytest.mark.parametrize(
+    ("code", "instead"), [(errno.ENOSPC, "make room there"), (errno.EIO, "it is tried again until the disk takes it")]
+)
 async def test_scales_that_the_disk_refuses_are_not_given_to_anyone(
-    ingest: Ingest, log: WeightLog, monkeypatch: pytest.MonkeyPatch
+    code: int, instead: str, ingest: Ingest, log: WeightLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "no room")
+    def refuse(*_: Any) -> None:
+        raise OSError(code, "the disk says so")
 
     with monkeypatch.context() as patch:
-        patch.setattr(kv_calibration, "write_settled", full)
-        with pytest.raises(InsufficientStorage, match=rf"^the KV scales of version 0 .* {log.root}: .*no room"):
+        patch.setattr(kv_calibration, "write_settled", refuse)
+        expected = rf"^the KV scales of version 0 .* {log.root}: .*the disk says so: {instead}$"
+        with pytest.raises(InsufficientStorage, match=expected):
             await ingest.kv.settle(0, "a", RANKS)
     assert await ingest.kv.turn(0, "b") == FIRST_TURN
     assert (await ingest.kv.settle(0, "b", RANKS)).replica_id == "b"
