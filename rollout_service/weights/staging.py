@@ -191,12 +191,14 @@ class StagedVersion:
         replaced = self._parts.add(part, digest, received, data)
         self.digests[part], self._senders[part] = digest, uploader
         self.missing.discard(part)
+        before: list[Future[None]] = []
         if replaced is None:
             for name in self._tensors_of_part[part]:
                 self._lacking[name] -= 1
-        else:
-            self._conversions.append(self._executor.submit(_unlink_after, list(self._conversions), replaced))
-        self._convert([name for name in self._tensors_of_part[part] if self._lacking[name] == 0])
+        else:  # they may be reading what is replaced, and must not write after those that read it anew
+            before = list(self._conversions)
+            self._conversions.append(self._executor.submit(_unlink_after, before, replaced))
+        self._convert([name for name in self._tensors_of_part[part] if self._lacking[name] == 0], before)
 
     def _gives_way(self, part: int, uploader: str) -> bool:
         """Whether what is there came from another than the uploader that began, and that one is sending now."""
@@ -276,11 +278,12 @@ class StagedVersion:
         if self._copy is not None:
             self._copy.remove_files()
 
-    def _convert(self, names: Sequence[str]) -> None:
+    def _convert(self, names: Sequence[str], after: Sequence[Future[None]] = ()) -> None:
         if names:
-            self._conversions.append(self._executor.submit(self._store, names))
+            self._conversions.append(self._executor.submit(self._store, names, after))
 
-    def _store(self, names: Sequence[str]) -> None:
+    def _store(self, names: Sequence[str], after: Sequence[Future[None]]) -> None:
+        wait(after)  # all of them began before this did, so none of them waits for a thread
         if self._failure is None:
             with self._failures_kept():
                 self._write(self._source.read(names))
@@ -320,7 +323,7 @@ class StagedVersion:
 
 
 def _unlink_after(conversions: list[Future[None]], replaced: Path) -> None:
-    wait(conversions)  # they may be reading it; all began before this did, so none of them waits for a thread
+    wait(conversions)
     replaced.unlink()
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import resource
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -275,6 +276,41 @@ async def test_a_replaced_part_is_removed_once_nobody_reads_it(weights: Weights,
         accept_all(staged, weights, uploader="first")
         await staged.finish()
         assert len(list(tmp_path.glob("1.parts/part-000000.*"))) == 1
+
+
+class LateWriter(Converter):
+    """What it reads first, it hands on late."""
+
+    def __init__(self, recipe: TrainerRecipe) -> None:
+        super().__init__(recipe)
+        self.first_has_read = threading.Event()
+
+    def convert(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        made = [(name, tensor.clone()) for name, tensor in super().convert(tensors)]
+        if not self.first_has_read.is_set():
+            self.first_has_read.set()
+            time.sleep(0.3)  # others have the time to overtake it
+        yield from made
+
+
+async def test_what_replaces_a_part_is_stored_last_whatever_the_threads_do(
+    model: Path, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    weights = {name: tensor.clone() for name, tensor in folder_weights(model).items()}
+    by_one = await uploaded(weights, tmp_path / "1", model, executor)
+    served = ServedModel.load(model)
+    converter = LateWriter(TrainerRecipe(weights="fp8_block", quantized=tuple(served.plan(QuantConfig()).quantized)))
+    stream = stream_of(weights)
+    with ThreadPoolExecutor(4) as several:
+        begin = begin_of(1, weights).model_copy(update={"uploader": "first"})
+        staged = StagedVersion(begin, tmp_path / "2", served, converter, len(stream), several)
+        staged.expect_parts()
+        for uploader, data in (("second", bytes(len(stream))), ("first", bytes(stream))):
+            received = staged.incoming_path(0)
+            received.write_bytes(data)
+            staged.accept(0, xxhash.xxh3_128_hexdigest(data), received, uploader)
+            assert await asyncio.to_thread(converter.first_has_read.wait, 30)
+        assert await staged.finish() == by_one
 
 
 @pytest.mark.parametrize(("batches", "threads"), [(0, 4), (1, 4), (7, 1), (7, 3), (8, 4), (100, 8)])
