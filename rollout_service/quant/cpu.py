@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from rollout_service.quant.blockwise import BLOCK, CODES, scale_shape
+from rollout_service.threads import io_threads
 
 _U16, _U32, _F32 = np.uint16, np.uint32, np.float32
 _MAGNITUDE_BF16, _MAGNITUDE, _SIGN = _U16(0x7FFF), _U32(0x7FFFFFFF), _U32(0x80)
@@ -43,7 +44,7 @@ def quantize_cpu(weight: torch.Tensor, *, power_of_two: bool = False) -> tuple[t
 def _parts(matrices: list[Any]) -> Iterator[tuple[Any, ...]]:
     """The matrices' rows of blocks, cut into about as many parts as there are threads, or one a matrix."""
     rows = sum(scales.shape[0] for *_, scales in matrices)
-    per_part = max(1, rows // torch.get_num_threads())
+    per_part = max(1, rows // _threads())
     for weight, codes, scales in matrices:
         for first in range(0, scales.shape[0], per_part):
             yield weight, codes, scales, first, min(first + per_part, scales.shape[0])
@@ -52,7 +53,12 @@ def _parts(matrices: list[Any]) -> Iterator[tuple[Any, ...]]:
 @cache
 def _pool() -> ThreadPoolExecutor:
     # not numba's own threads: its default pool may not be entered by two Python threads at once
-    return ThreadPoolExecutor(torch.get_num_threads(), "quantize-cpu")
+    return ThreadPoolExecutor(_threads(), "quantize-cpu")
+
+
+def _threads() -> int:
+    # Ray gives torch one thread in an actor that reserves no CPU, as the ingest is, on a machine of any size
+    return max(torch.get_num_threads(), io_threads())
 
 
 @_compiled

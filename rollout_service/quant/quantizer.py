@@ -32,11 +32,6 @@ class Quantizer:
         self._cpu_weights_to_gpu = device != "cpu" and torch.cuda.is_available()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    @property
-    def cpu_weights_to_gpu(self) -> bool:
-        """Whether weights on the CPU are quantized on a GPU."""
-        return self._cpu_weights_to_gpu
-
     def quantize(self, weights: Sequence[Named], *, to_cpu: bool = False) -> list[Quantized]:
         """Codes e4m3 and scales fp32 of each weight [N, K] or [E, N, K]; all on one device, of any dtype and strides.
 

@@ -44,8 +44,8 @@ class Converter:
 
     @property
     def threads(self) -> int:
-        """How many calls at once are worth while: reading and writing is what takes time, if a GPU quantizes."""
-        return io_threads() if self._quantizer.cpu_weights_to_gpu else 1
+        """How many calls at once are worth while: reading, hashing and writing take longer than quantizing."""
+        return io_threads()
 
     def slots(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[TensorSlot]:
         """Every tensor of a version, in the order they are stored: that of ``shapes``, so a layer's parts lie together.
