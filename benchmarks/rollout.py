@@ -172,6 +172,9 @@ def main(
     apart: Annotated[
         bool, typer.Option(help="The bare engine after the service: for models of which a GPU does not hold two.")
     ] = False,
+    free: Annotated[
+        bool, typer.Option(help="Remove the weights before the updates, which only the door trainer can do without.")
+    ] = False,
     layers: Annotated[int | None, typer.Option(help="Fewer layers than the published model.")] = None,
     folder: Annotated[Path, typer.Option(help="Where weights and versions are put.")] = Path("/dev/shm"),
     name: Annotated[str, typer.Option(help="Of the result's file.")] = "rollout",
@@ -199,15 +202,15 @@ def main(
     common["apart"] = apart = apart or set(sides) == {"bare"}
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         path = write_config(model, Path(temporary) / model, layers)
-        if set(sides) != {"bare"}:
-            write_weights(path)
         for each in mode or ["fp8kv"]:
             found = {s: Case(model, each, s, envelope_gb) for s in SIDES if s in sides}
             beside = {s: case for s, case in found.items() if s != "bare" or not apart}
             settings = settings_of(each, path, Path(temporary), work, envelope_gb, more, engines=1 + ("bare" in beside))
             if beside:
+                if not any(path.glob("*.safetensors")):
+                    write_weights(path)
                 pushed = Updates(doors, path, updates, concurrent=64, module="rollout") if doors else None
-                keep = partial(add_to_file, name, beside.values(), common)
+                keep = partial(before_updates, name, beside.values(), common, path if free else None)
                 served(settings, work, beside, Path(temporary), verbose, pushed, keep)
             if "bare" in found and apart:
                 asyncio.run(alone(ServiceConfig.model_validate(settings), work, found["bare"]))
@@ -219,8 +222,15 @@ def main(
         console.print(table_of_updates(doors))
 
 
+def before_updates(name: str, new: Iterable[Case], common: dict[str, Any], weights: Path | None) -> None:
+    """Nothing that fails later loses the cases. ``weights``: a folder whose files memory is too small for."""
+    add_to_file(name, new, common)
+    for file in () if weights is None else weights.glob("*.safetensors"):
+        file.unlink()
+
+
 def add_to_file(name: str, new: Iterable[Case], common: dict[str, Any]) -> None:
-    """As soon as they are measured, so that nothing that fails later loses them."""
+    """In place of those that measured the same."""
     fresh = [case.as_json() | common for case in new]
     for case in fresh:
         print(json.dumps(case), flush=True)

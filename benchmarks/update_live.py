@@ -8,7 +8,7 @@ of ``benchmarks.rollout``'s documented run, and ``--concurrent`` rollouts run th
 
 - ``path``: the service reads a folder of BF16 files and quantizes; the last byte was there before it was told;
 - ``parts``: BF16 over HTTP, quantized by the service, parts as they come;
-- ``trainer``: codes and scales over HTTP, quantized by this process.
+- ``trainer``: codes and scales over HTTP, quantized by this process, which makes its weights on the GPU as it goes.
 
 ``all_live_s`` is from the last part's acknowledgement, or for ``path`` from the call, until the commit is answered:
 what is left is converted and synced to disk, and each replica has checked, staged and loaded it. ``push_s`` is the
@@ -21,7 +21,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,6 +40,7 @@ from benchmarks.rollout_work import make_work
 from benchmarks.shapes import write_config
 from rollout_service.client import RolloutClient
 from rollout_service.types import UpdateTimings
+from rollout_service.weights.served_model import ServedModel
 from rollout_service.weights.upload import UploadTensor
 
 DOORS = ("path", "parts", "trainer")
@@ -104,28 +105,29 @@ def table_of_tensors(folder: Path) -> list[UploadTensor]:
     return table
 
 
-def on_the_gpu(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Where a trainer has them, if there is one."""
-    for name, tensor in tensors:
-        yield name, tensor.cuda() if torch.cuda.is_available() else tensor
+def made(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Random weights of a model, where a trainer has them: on the GPU, if there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, shape in shapes.items():
+        yield name, torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(0.02)
 
 
 async def push(client: RolloutClient, door: str, version: int, folder: Path, case: Case) -> None:
     """One version through one door, until all replicas serve it."""
-    table, last = table_of_tensors(folder), LastByte()
+    last = LastByte()
     started = time.perf_counter()
     if door == "path":
         last.at, last.nbytes = started, sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         status = await client.push_path(version, folder)
-    else:
-        tensors = on_the_gpu(stored(folder)) if door == "trainer" else stored(folder)
+    elif door == "trainer":
+        shapes = ServedModel.load(folder).shapes
+        table = [UploadTensor(name=name, dtype="bfloat16", shape=shape) for name, shape in shapes.items()]
         status = await client.push_weights(
-            version,
-            tensors,
-            tensor_table=table,
-            quantize="trainer" if door == "trainer" else "service",
-            progress=last.progress,
+            version, made(shapes), tensor_table=table, quantize="trainer", progress=last.progress
         )
+    else:
+        table = table_of_tensors(folder)
+        status = await client.push_weights(version, stored(folder), tensor_table=table, progress=last.progress)
     ended = time.perf_counter()
     if last.at is None or status.state != "live":
         raise RuntimeError(f"version {version} is {status.state}, and its last byte came at {last.at}")
