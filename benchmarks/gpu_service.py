@@ -9,6 +9,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from benchmarks.random_weights import gaussian
 from benchmarks.rollout_work import Work
 from rollout_service.deployment_file import BUILDER
 from rollout_service.local import LocalService, running_service
@@ -28,7 +29,7 @@ def write_weights(folder: Path) -> None:
     size, number = 0, 0
     shapes = ServedModel.load(folder).shapes
     for i, (name, shape) in enumerate(shapes.items(), start=1):
-        group[name] = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02).cpu()
+        group[name] = gaussian(shape).cpu()
         size += group[name].nbytes
         if size >= FILE_BYTES or i == len(shapes):
             number += 1

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 
 
-def gaussian(shape: tuple[int, ...]) -> torch.Tensor:
-    """BF16 of the size that trained weights have."""
-    return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
+def buffers_beyond_cache(nbytes: int) -> int:
+    """So many of this size fill the GPU's cache four times; two at least."""
+    cache_bytes: int = torch.cuda.get_device_properties(0).L2_cache_size
+    return max(2, 4 * cache_bytes // nbytes + 1)
 
 
 def graph_seconds(calls: list[Callable[[], Any]], repeats: int) -> list[float]:

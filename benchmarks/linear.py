@@ -8,6 +8,7 @@ than the cache holds. *quantizing* is what the FP8 ones need besides: activation
 DeepGEMM compiles each kernel when it is first needed, minutes for all of them; a second run finds them in its cache.
 """
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -19,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import results
-from benchmarks.gpu_timing import gaussian, graph_seconds
+from benchmarks.gpu_timing import buffers_beyond_cache, graph_seconds
+from benchmarks.random_weights import gaussian
 from rollout_service.quant.blockwise import BLOCK, quantize_blockwise
 
 LAYERS = {
@@ -116,12 +118,6 @@ def measure(case: Case, weights: list[torch.Tensor]) -> None:
     case.seconds = graph_seconds(calls, REPEATS)
 
 
-def copies_beyond_cache(rows: int, columns: int) -> int:
-    """So many weights in FP8 fill the GPU's cache four times."""
-    cache_bytes: int = torch.cuda.get_device_properties(0).L2_cache_size
-    return max(2, 4 * cache_bytes // (rows * columns) + 1)
-
-
 def table_of(cases: list[Case]) -> Table:
     """For people: microseconds."""
     table = Table(title=f"µs of a matrix product on {results.machine()}")
@@ -147,7 +143,7 @@ def main(
     console, cases = Console(), list[Case]()
     for name in model or LAYERS:
         for layer, shape in LAYERS[name].items():
-            weights = [gaussian(shape) for _ in range(copies_beyond_cache(*shape))]
+            weights = [gaussian(shape) for _ in range(buffers_beyond_cache(math.prod(shape)))]  # in FP8
             for count in tokens or TOKENS:
                 for each in kernel or KERNELS:
                     cases.append(case := Case(name, layer, *shape, count, each))

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import results
-from benchmarks.gpu_timing import event_seconds, gaussian, graph_seconds
+from benchmarks.gpu_timing import buffers_beyond_cache, event_seconds, graph_seconds
+from benchmarks.random_weights import gaussian
 from rollout_service.quant.blockwise import CODES, quantize_blockwise, scale_shape
 
 BYTES_A_WEIGHT = 3
@@ -89,9 +90,7 @@ def gpu_cases(copy_gb_s: float, repeats: int) -> Iterator[Case]:
 def matrix_cases(shape: tuple[int, int], copy_gb_s: float, repeats: int) -> Iterator[Case]:
     """One matrix at a time, cold."""
     moved = shape[0] * shape[1] * BYTES_A_WEIGHT
-    cache_bytes = torch.cuda.get_device_properties().L2_cache_size
-    buffers = max(2, 4 * cache_bytes // moved + 1)
-    weights = [gaussian(shape) for _ in range(buffers)]
+    weights = [gaussian(shape) for _ in range(buffers_beyond_cache(moved))]
     for kernel, calls in matrix_kernels(weights).items():
         seconds = graph_seconds(calls, repeats)
         alone = alone_seconds(calls[0])

@@ -214,7 +214,7 @@ def main(
                 served(settings, work, beside, Path(temporary), verbose, pushed, keep)
             if "bare" in found and apart:
                 asyncio.run(alone(ServiceConfig.model_validate(settings), work, found["bare"]))
-                add_to_file(name, found.values(), common)
+                add_to_file(name, [found["bare"]], common)
             cases += found.values()
     console.print(table_of(cases))
     console.print(f"added to {results.path(name)}")

@@ -30,6 +30,7 @@ from rich.table import Table
 
 from benchmarks import results
 from benchmarks.busy import busy
+from benchmarks.random_weights import gaussian
 from benchmarks.shapes import write_config
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
@@ -80,7 +81,7 @@ def write_version(model: ServedModel, config: ServiceConfig, folder: Path) -> Ma
     writer = VersionWriter(folder, Converter(recipe).slots(model.shapes))
     quantizer = Quantizer()
     for name, shape in model.shapes.items():
-        weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02
+        weight = gaussian(shape)
         if name in plan.quantized:
             [(codes, scales)] = quantizer.quantize([(name, weight)], to_cpu=True)
             writer.write(name, tensor_bytes(codes))

@@ -21,7 +21,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,6 +36,7 @@ from safetensors import safe_open
 from benchmarks import results
 from benchmarks.busy import busy
 from benchmarks.gpu_service import graph_sizes, serving, settings_of, write_weights
+from benchmarks.random_weights import gaussian
 from benchmarks.rollout_work import make_work
 from benchmarks.shapes import write_config
 from rollout_service.client import RolloutClient
@@ -105,13 +106,6 @@ def table_of_tensors(folder: Path) -> list[UploadTensor]:
     return table
 
 
-def made(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Random weights of a model, where a trainer has them: on the GPU, if there is one."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name, shape in shapes.items():
-        yield name, torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(0.02)
-
-
 async def push(client: RolloutClient, door: str, version: int, folder: Path, case: Case) -> None:
     """One version through one door, until all replicas serve it."""
     last = LastByte()
@@ -122,8 +116,9 @@ async def push(client: RolloutClient, door: str, version: int, folder: Path, cas
     elif door == "trainer":
         shapes = ServedModel.load(folder).shapes
         table = [UploadTensor(name=name, dtype="bfloat16", shape=shape) for name, shape in shapes.items()]
+        made = ((name, gaussian(shape)) for name, shape in shapes.items())
         status = await client.push_weights(
-            version, made(shapes), tensor_table=table, quantize="trainer", progress=last.progress
+            version, made, tensor_table=table, quantize="trainer", progress=last.progress
         )
     else:
         table = table_of_tensors(folder)

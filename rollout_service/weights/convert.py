@@ -11,11 +11,10 @@ import numpy as np
 import torch
 
 from rollout_service.errors import InvalidManifest, QuantizationError
-from rollout_service.quant.blockwise import CODES, require_finite, scale_shape
+from rollout_service.quant.blockwise import CODES, any_has_all_bits, require_finite, scale_shape
 from rollout_service.quant.experts import pieces
 from rollout_service.quant.quantizer import Device, Quantizer
 from rollout_service.quant.recipe import SCALE_SUFFIX
-from rollout_service.threads import io_threads
 from rollout_service.weights.manifest import StoredDtype
 from rollout_service.weights.upload import TrainerRecipe, UploadTensor
 from rollout_service.weights.writer import TensorSlot
@@ -24,7 +23,6 @@ BATCH_BYTES = 128 << 20
 """What one call of the quantizer takes, unless a single matrix is larger: hundreds of experts' are one launch."""
 
 _NAN_CODE = 0x7F
-_PIECE_BYTES = 1 << 18
 _TORCH: dict[StoredDtype, torch.dtype] = {name: getattr(torch, name) for name in get_args(StoredDtype)}
 
 Named = tuple[str, torch.Tensor]
@@ -41,11 +39,6 @@ class Converter:
         self._power_of_two = recipe.scales == "power_of_two"
         self._quantizer = Quantizer(power_of_two=self._power_of_two, device=device)
         self._batch_bytes = batch_bytes
-
-    @property
-    def threads(self) -> int:
-        """How many calls at once are worth while: reading, hashing and writing take longer than quantizing."""
-        return io_threads()
 
     def slots(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[TensorSlot]:
         """Every tensor of a version, in the order they are stored: that of ``shapes``, so a layer's parts lie together.
@@ -139,10 +132,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _require_numbers(name: str, codes: torch.Tensor) -> None:
-    # in pieces that fit into a core's cache, and not by torch, whose threads wait for each other: 20 times as fast
-    flat = np.frombuffer(tensor_bytes(codes), np.uint8)
-    pieces = (flat[start : start + _PIECE_BYTES] for start in range(0, flat.size, _PIECE_BYTES))
-    if any((piece & _NAN_CODE).max() == _NAN_CODE for piece in pieces):
+    if any_has_all_bits(np.frombuffer(tensor_bytes(codes), np.uint8), _NAN_CODE):
         _require(name, codes, codes.view(torch.uint8) & _NAN_CODE != _NAN_CODE, "a code for NaN")
 
 

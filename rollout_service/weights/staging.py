@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +22,7 @@ from rollout_service.errors import (
     VersionConflict,
 )
 from rollout_service.metrics.process import counted_conversion
+from rollout_service.threads import io_threads
 from rollout_service.types import Failure, WeightStatus
 from rollout_service.weights.convert import BATCH_BYTES, Converter, Named, tensor_bytes
 from rollout_service.weights.files import DISK_FULL, no_room
@@ -163,7 +164,7 @@ class StagedVersion:
     def convert_folder(self, source: FolderSource | RefSource) -> None:
         """Convert all tensors of a folder or of objects in the background."""
         self._source = source
-        for names in spread(list(source.batches(BATCH_BYTES)), self._converter.threads):
+        for names in spread(list(source.batches(BATCH_BYTES)), io_threads()):
             self._convert(names)
 
     def accept(
@@ -197,7 +198,7 @@ class StagedVersion:
                 self._lacking[name] -= 1
         else:  # they may be reading what is replaced, and must not write after those that read it anew
             before = list(self._conversions)
-            self._conversions.append(self._executor.submit(_unlink_after, before, replaced))
+            self._conversions.append(self._executor.submit(_after, before, replaced.unlink))
         self._convert([name for name in self._tensors_of_part[part] if self._lacking[name] == 0], before)
 
     def _gives_way(self, part: int, uploader: str) -> bool:
@@ -280,10 +281,9 @@ class StagedVersion:
 
     def _convert(self, names: Sequence[str], after: Sequence[Future[None]] = ()) -> None:
         if names:
-            self._conversions.append(self._executor.submit(self._store, names, after))
+            self._conversions.append(self._executor.submit(_after, after, self._store, names))
 
-    def _store(self, names: Sequence[str], after: Sequence[Future[None]]) -> None:
-        wait(after)  # all of them began before this did, so none of them waits for a thread
+    def _store(self, names: Sequence[str]) -> None:
         if self._failure is None:
             with self._failures_kept():
                 self._write(self._source.read(names))
@@ -322,9 +322,9 @@ class StagedVersion:
             self._failure = self._failure or failure
 
 
-def _unlink_after(conversions: list[Future[None]], replaced: Path) -> None:
-    wait(conversions)
-    replaced.unlink()
+def _after(earlier: Sequence[Future[None]], work: Callable[..., None], *args: object) -> None:
+    wait(earlier)  # all of them began before this did, so none of them waits for a thread
+    work(*args)
 
 
 def spread(batches: list[list[str]], threads: int) -> list[list[str]]:

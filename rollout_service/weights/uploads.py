@@ -13,6 +13,7 @@ import xxhash
 from rollout_service.config import WeightsConfig
 from rollout_service.errors import InvalidRequest, LogCorrupt, NotFound, RolloutServiceError, VersionConflict
 from rollout_service.quant.recipe import QuantPlan
+from rollout_service.threads import io_threads
 from rollout_service.weights.convert import Converter
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.record import UploadRecord, read_record, source_stamp
@@ -44,7 +45,7 @@ class Uploads:
         """``unquantized``: None if no shadow will ask for versions as they came."""
         self._unquantized = unquantized
         self._config, self._log, self._model, self._plan, self._converter = config, log, model, plan, converter
-        self._executor = ThreadPoolExecutor(converter.threads, thread_name_prefix="quantize")
+        self._executor = ThreadPoolExecutor(io_threads(), thread_name_prefix="quantize")
         self._part_memory = BufferPool(_PART_MEMORY_BYTES)
         self._staged: dict[int, StagedVersion] = {}
         self._committed: dict[int, UploadRecord] = {}

@@ -15,6 +15,17 @@ from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push, servin
 from tests.unit.weights.versions import FIRST, commit, flip_a_byte
 
 
+async def why_unhealthy(follower: Follower) -> str:
+    """What its health check says once it fails."""
+    async with asyncio.timeout(LONG_S):
+        while True:
+            try:
+                follower.check_health()
+            except EngineFailed as error:
+                return str(error)
+            await asyncio.sleep(0)
+
+
 async def test_a_corrupt_version_leaves_the_replica_on_the_old_one_and_says_why(
     follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
@@ -48,14 +59,7 @@ async def test_an_engine_that_cannot_read_sound_files_is_replaced(
     engine.fail_stage = "no memory"
     await push(log, ingest, 1)
     await ingest.reported(lambda s: s.state == "syncing")
-    async with asyncio.timeout(30):
-        while True:
-            try:
-                follower.check_health()
-            except EngineFailed as error:
-                assert "no memory" in str(error)
-                break
-            await asyncio.sleep(0)
+    assert "no memory" in await why_unhealthy(follower)
     assert follower.version == 0 and not engine.paused
 
 
@@ -85,13 +89,7 @@ async def test_a_load_that_fails_ends_following_and_the_replica_is_unhealthy(
     engine.fail_load = "version 1 is half loaded"
     await push(log, ingest, 1)
     await ingest.reported(lambda s: s.error == "version 1 is half loaded")
-    while True:
-        try:
-            follower.check_health()
-        except EngineFailed as error:
-            assert "r1 stopped following the log: version 1 is half loaded" in str(error)
-            break
-        await asyncio.sleep(0)
+    assert "r1 stopped following the log: version 1 is half loaded" in await why_unhealthy(follower)
     assert engine.paused and follower.version == 0
     assert not await follower.wait_version(1, timeout_s=0.01)
 
