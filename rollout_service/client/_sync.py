@@ -110,8 +110,19 @@ class SyncRolloutClient:
             raise RuntimeError("a progress callback may not call its own SyncRolloutClient: it would wait for itself")
         if not self._thread.is_alive():
             raise RuntimeError("this SyncRolloutClient is closed: make a new one")
-        future = asyncio.run_coroutine_threadsafe(method(self._client, *args, **kwargs), self._loop)
+        begun: list[asyncio.Task[Any] | None] = []
+        given_up = threading.Event()
+
+        async def call() -> Result:
+            begun.append(asyncio.current_task())
+            if given_up.is_set():
+                raise asyncio.CancelledError
+            return await method(self._client, *args, **kwargs)
+
         try:
-            return future.result()
-        finally:
-            future.cancel()  # of effect only if Ctrl-C ended the wait
+            return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
+        finally:  # Ctrl-C may end the wait, and also come before there is a future to wait for
+            given_up.set()
+            for task in begun:
+                if task is not None and not task.done():
+                    self._loop.call_soon_threadsafe(task.cancel)

@@ -58,6 +58,24 @@ def test_ctrl_c_cancels_on_the_service() -> None:
         assert client.weights() == []
 
 
+def test_ctrl_c_cancels_a_call_that_was_just_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    service, accepted, gone = Service(), threading.Event(), threading.Event()
+    service.generate = until_gone(accepted, gone)
+    begin = asyncio.run_coroutine_threadsafe
+
+    def interrupted(call: Any, loop: asyncio.AbstractEventLoop) -> Any:
+        begin(call, loop)
+        assert accepted.wait(30)
+        raise KeyboardInterrupt
+
+    with serving_in_a_thread(service), SyncRolloutClient(service.url) as client:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+            client.generate([1])
+        assert gone.wait(30)
+        assert client.weights() == []
+
+
 def test_several_threads_may_share_it(threaded_service: Service) -> None:
     arrived, both = threading.Semaphore(0), asyncio.Event()
 
