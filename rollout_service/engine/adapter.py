@@ -155,23 +155,24 @@ class EngineAdapter:
     async def load(self, folder: Path, version: int, kv_scales: dict[str, float] | None = None) -> float:
         """Load a committed version while paused; returns seconds. Any failure leaves the engine broken.
 
+        Until then it is sound, however long it takes: requests wait in it, as over any pause.
         ``kv_scales``: of the FP8 cache; None: those in the manifest.
         """
         started = time.perf_counter()
         self._require_sound()
-        self._half_loaded = f"version {version} is half loaded"
         info = {"folder": str(folder), "kv_scales": kv_scales}
         try:
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
             await self._llm.finish_weight_update(weight_version=str(version))
-        except Exception as error:
-            self._half_loaded = f"loading version {version} failed: {error}"
+        except BaseException as error:
+            self._half_loaded = f"loading version {version} failed: {str(error) or type(error).__name__}"
             record(table.UPDATES, outcome="failed")
             for task in self._generating:  # kept over the update, they would wait for ever
                 task.cancel()
+            if not isinstance(error, Exception):  # cancelled
+                raise
             raise EngineFailed(self._half_loaded) from error
-        self._half_loaded = None
         return time.perf_counter() - started
 
     async def measure_kv(

@@ -132,22 +132,31 @@ async def test_the_engine_returns_the_logprobs_of_a_plain_forward_pass(
     assert wrong > 1.5 * mean, wrong
 
 
-async def test_a_version_that_fails_while_it_is_loaded_leaves_an_engine_that_never_serves_again(
+async def test_an_engine_is_sound_while_it_loads_but_once_that_fails_it_never_serves_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = await committed(tmp_path, "fp8_block", "fp8_e4m3")
     folder = WeightLog(config.weights.root).folder(0)
     async with running_engine(config, monkeypatch) as engine:
-        await engine.check_health()
+        await engine.pause("keep")
+        loading = asyncio.create_task(engine.load(folder, 1))
+        await asyncio.sleep(0)  # it has begun
+        meanwhile = asyncio.create_task(engine.generate("meanwhile", (5, 6), Sampling(max_tokens=4)))
+        while not loading.done():  # or Serve would replace what takes long to load
+            await engine.check_health()
+            await asyncio.sleep(0.01)
+        await loading
+        await engine.resume()
+        assert [span.version for c in await meanwhile for span in c.spans] == [1]
         manifest = read_manifest(folder)
         kept = tuple(tensor for tensor in manifest.tensors if "layers.2.mlp" not in tensor.name)
         (folder / MANIFEST_FILE).write_text(manifest.model_copy(update={"tensors": kept}).model_dump_json())
         await engine.pause("keep")
         going = asyncio.create_task(engine.generate("kept", (5, 6), Sampling(max_tokens=4)))
         await asyncio.sleep(0)  # it is in the engine
-        with pytest.raises(EngineFailed, match="loading version 1 failed"):
-            await engine.load(folder, 1)
-        with pytest.raises(EngineFailed, match="kept was under way when loading version 1 failed"):
+        with pytest.raises(EngineFailed, match="loading version 2 failed"):
+            await engine.load(folder, 2)
+        with pytest.raises(EngineFailed, match="kept was under way when loading version 2 failed"):
             await going
         for call in (engine.check_health(), engine.resume(), engine.generate("r", (5, 6), Sampling(max_tokens=1))):
             with pytest.raises(EngineFailed, match="being replaced"):
