@@ -179,7 +179,7 @@ def main(
         for each in mode or ["bf16", "fp8kv"]:
             with tempfile.TemporaryDirectory() as folder:
                 path = write_config(name, Path(folder) / name, layers)
-                config = ServiceConfig.model_validate(settings_of(each, path, Path(folder), work, None, more))
+                config = ServiceConfig.model_validate(settings_of(each, path, Path(folder), work, more))
                 found = asyncio.run(profile(config, work, steps, Path(folder) / "trace"))
             cases.append({"model": name, "mode": each, **found})
             shape = {"groups": groups, "n": n, "prompt_tokens": prompt, "layers": layers, "engine": more}

@@ -1,5 +1,6 @@
 """The service, and the engine in it, that benchmarks on a GPU measure: random weights of a published shape."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from benchmarks.random_weights import gaussian
 from benchmarks.rollout_work import Work
 from rollout_service.deployment_file import BUILDER
 from rollout_service.local import LocalService, running_service
+from rollout_service.threads import in_threads
 from rollout_service.weights.served_model import ServedModel
 
 MODES: dict[str, dict[str, dict[str, Any]]] = {
@@ -21,20 +23,27 @@ MODES: dict[str, dict[str, dict[str, Any]]] = {
     "fp8kv": {"kv_cache": {"dtype": "fp8_e4m3"}},
 }
 FILE_BYTES = 2 << 30
+ENGINES_SHARE = 0.85
+"""Of the GPU's memory, for all engines; the ingest and a trainer on the same GPU want some, too."""
 
 
 def write_weights(folder: Path) -> None:
     """Random BF16 weights beside the model's config.json."""
-    group: dict[str, torch.Tensor] = {}
-    size, number = 0, 0
-    shapes = ServedModel.load(folder).shapes
-    for i, (name, shape) in enumerate(shapes.items(), start=1):
-        group[name] = gaussian(shape).cpu()
-        size += group[name].nbytes
-        if size >= FILE_BYTES or i == len(shapes):
-            number += 1
-            save_file(group, folder / f"model-{number:05d}.safetensors")
-            group, size = {}, 0
+    files: list[dict[str, tuple[int, ...]]] = [{}]
+    size = 0
+    for name, shape in ServedModel.load(folder).shapes.items():
+        if size >= FILE_BYTES:
+            files.append({})
+            size = 0
+        files[-1][name] = shape
+        size += 2 * math.prod(shape)
+
+    def write(number: int) -> None:
+        tensors = {name: gaussian(shape).cpu() for name, shape in files[number].items()}
+        save_file(tensors, folder / f"model-{number + 1:05d}.safetensors")
+
+    for _ in in_threads(write, range(len(files))):
+        pass
     torch.cuda.empty_cache()
 
 
@@ -43,18 +52,15 @@ def settings_of(
     model: Path,
     folder: Path,
     work: Work,
-    envelope_gb: float | None,
     more: dict[str, Any],
-    *,
-    engines: int = 1,
+    share: float = ENGINES_SHARE,
 ) -> dict[str, Any]:
-    """The configuration of one mode; ``more``: of the engine's. ``engines``: that share the GPU's memory."""
-    gpu_gb = torch.cuda.get_device_properties(0).total_memory / 1e9
+    """The configuration of one mode; ``more``: of the engine's. ``share``: of the GPU's memory, for the engine."""
     prompt_tokens = max(map(len, work.prompts)) + 8
     engine = {
         "max_model_len": -(-(prompt_tokens + work.sampling.max_tokens) // 64) * 64,
         "max_num_seqs": len(work.prompts) * work.sampling.n,
-        "gpu_memory_utilization": round((envelope_gb or 0.85 * gpu_gb / engines) / gpu_gb, 4),
+        "gpu_memory_utilization": round(share, 4),
         "admission_limit": 4096,
     }
     return {

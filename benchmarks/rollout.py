@@ -6,11 +6,11 @@
 Random weights of published shapes. All sides have the engine arguments that the service makes of one configuration, and
 the same prompts: ``--groups`` distinct ones with ``--n`` completions each, all at once, temperature 1, no end of
 sequence. ``--envelope-gb`` is all the GPU memory that an engine may use. Modes: ``bf16``, ``fp8`` (weights), ``fp8kv``
-(weights and KV cache). The service's engine and the bare one live side by side, each in half of the memory, and take
-turns: what drifts on a host drifts for both. The bare one gets the version that the service serves; alone it runs on
-vLLM's dummy weights. Before each run comes one with an eighth of the tokens: two lengths tell what a step takes and
-what does not depend on them. ``--door``: then updates through the same service, as ``benchmarks.update_live``. Each
-call adds its cases to the same file, which says what they are to each other.
+(weights and KV cache). The service's engine and the bare one live side by side and take turns: what drifts on a host
+drifts for both. The bare one gets the version that the service serves; alone it runs on vLLM's dummy weights. Before
+each run comes one with an eighth of the tokens: two lengths tell what a step takes and what does not depend on them.
+``--door``: then updates through the same service, as ``benchmarks.update_live``. Each call adds its cases to the same
+file, which says what they are to each other.
 """
 
 import asyncio
@@ -27,12 +27,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import results
-from benchmarks.gpu_service import graph_sizes, serving, settings_of, write_weights
+from benchmarks.gpu_service import ENGINES_SHARE, graph_sizes, serving, settings_of, write_weights
 from benchmarks.rollout_results import earlier_cases, joined, ratios
 from benchmarks.rollout_work import Case, Generate, Work, make_work
 from benchmarks.shapes import write_config
@@ -88,10 +89,12 @@ async def load_version(engine: EngineAdapter, log: WeightLog) -> None:
     await engine.resume()
 
 
-async def through_the_service(url: str, config: ServiceConfig, work: Work, cases: dict[str, Case]) -> None:
+async def through_the_service(
+    url: str, config: ServiceConfig, work: Work, cases: dict[str, Case], bare: dict[str, Any]
+) -> None:
     """Over HTTP with the client, and through the engine's handle, as the gateway uses it, in this process.
 
-    A bare engine among the cases lives beside the service's, and takes turns with it.
+    A bare engine among the cases lives beside the service's and takes turns with it. ``bare``: what else it is told.
     """
     from ray import serve
 
@@ -112,7 +115,8 @@ async def through_the_service(url: str, config: ServiceConfig, work: Work, cases
 
         ways: dict[str, Generate] = {"handle": by_handle, "http": by_http}
         if "bare" in cases:
-            ways["bare"] = await stack.enter_async_context(bare_engine(config, cases["bare"]))
+            its = config.model_copy(update={"engine": config.engine.model_copy(update=bare)})
+            ways["bare"] = await stack.enter_async_context(bare_engine(its, cases["bare"]))
         await work.measure({side: ways[side] for side in cases}, cases)
 
 
@@ -120,18 +124,22 @@ def served(
     settings: dict[str, Any],
     work: Work,
     cases: dict[str, Case],
+    bare: dict[str, Any],
     folder: Path,
     verbose: bool,
     updates: Updates | None,
     keep: Callable[[], None],
+    spare: Path | None,
 ) -> None:
-    """The whole service: rollouts, then updates. ``keep``: called in between."""
+    """The whole service: rollouts, then updates. ``keep``: called in between. ``spare``: its weights are removed."""
     started = time.perf_counter()
     with serving(settings, folder, verbose) as service:
         start_s = time.perf_counter() - started
+        for file in () if spare is None else spare.glob("*.safetensors"):
+            file.unlink()
         for side in cases.keys() - {"bare"}:
             cases[side].start_s = start_s
-        asyncio.run(through_the_service(service.url, service.config, work, cases))
+        asyncio.run(through_the_service(service.url, service.config, work, cases, bare))
         keep()
         if updates is not None:
             asyncio.run(updates.measure(service.url))
@@ -169,11 +177,12 @@ def main(
     batched_tokens: Annotated[int | None, typer.Option(help="Of a step; vLLM's own choice if not given.")] = None,
     graph_step: Annotated[int | None, typer.Option(help="CUDA graphs for multiples of it; else vLLM's sizes.")] = None,
     staging: str = "auto",
-    apart: Annotated[
-        bool, typer.Option(help="The bare engine after the service: for models of which a GPU does not hold two.")
-    ] = False,
+    bare_staging: Annotated[
+        str | None, typer.Option(help="Without an area for versions that never come, two large models fit on a GPU.")
+    ] = None,
+    service_share: Annotated[float, typer.Option(help="Of the memory of both engines.")] = 0.5,
     free: Annotated[
-        bool, typer.Option(help="Remove the weights before the updates, which only the door trainer can do without.")
+        bool, typer.Option(help="Remove the weights once version 0 is made; only the door trainer can do without.")
     ] = False,
     layers: Annotated[int | None, typer.Option(help="Fewer layers than the published model.")] = None,
     folder: Annotated[Path, typer.Option(help="Where weights and versions are put.")] = Path("/dev/shm"),
@@ -197,24 +206,29 @@ def main(
     work = make_work(groups, n, (prompt_min, prompt_max), out, repeats)
     shape = {"groups": groups, "n": n, "prompt_tokens": [prompt_min, prompt_max], "output_tokens": out}
     doors = [UpdateCase(model, each, layers) for each in door or ()]
-    common = {"run": datetime.now(UTC).isoformat(timespec="seconds"), "layers": layers, "work": shape, "engine": more}
+    run = datetime.now(UTC).isoformat(timespec="seconds")
+    common: dict[str, Any] = {"run": run, "layers": layers, "work": shape, "engine": more}
     sides = side or list(SIDES)
-    common["apart"] = apart = apart or set(sides) == {"bare"}
+    both = "bare" in sides and len(sides) > 1
+    common |= {"service_share": service_share if both else None, "bare_staging": bare_staging}
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         path = write_config(model, Path(temporary) / model, layers)
         for each in mode or ["fp8kv"]:
             found = {s: Case(model, each, s, envelope_gb) for s in SIDES if s in sides}
-            beside = {s: case for s, case in found.items() if s != "bare" or not apart}
-            settings = settings_of(each, path, Path(temporary), work, envelope_gb, more, engines=1 + ("bare" in beside))
-            if beside:
+            share = memory_share(envelope_gb, service_share if both else 1.0)
+            settings = settings_of(each, path, Path(temporary), work, more, share)
+            if sides == ["bare"]:
+                asyncio.run(alone(ServiceConfig.model_validate(settings), work, found["bare"]))
+                add_to_file(name, found.values(), common)
+            else:
                 if not any(path.glob("*.safetensors")):
                     write_weights(path)
                 pushed = Updates(doors, path, updates, concurrent=64, module="rollout") if doors else None
-                keep = partial(before_updates, name, beside.values(), common, path if free else None)
-                served(settings, work, beside, Path(temporary), verbose, pushed, keep)
-            if "bare" in found and apart:
-                asyncio.run(alone(ServiceConfig.model_validate(settings), work, found["bare"]))
-                add_to_file(name, [found["bare"]], common)
+                keep = partial(add_to_file, name, found.values(), common)
+                bare = {"gpu_memory_utilization": memory_share(envelope_gb, 1 - service_share)}
+                bare |= {"staging": bare_staging or staging}
+                spare = path if free else None
+                served(settings, work, found, bare, Path(temporary), verbose, pushed, keep, spare)
             cases += found.values()
     console.print(table_of(cases))
     console.print(f"added to {results.path(name)}")
@@ -222,15 +236,15 @@ def main(
         console.print(table_of_updates(doors))
 
 
-def before_updates(name: str, new: Iterable[Case], common: dict[str, Any], weights: Path | None) -> None:
-    """Nothing that fails later loses the cases. ``weights``: a folder whose files memory is too small for."""
-    add_to_file(name, new, common)
-    for file in () if weights is None else weights.glob("*.safetensors"):
-        file.unlink()
+def memory_share(envelope_gb: float | None, of_all: float) -> float:
+    """Of the GPU's memory, for one engine: the envelope, or that much ``of_all`` that engines have."""
+    if envelope_gb is not None:
+        return envelope_gb / (torch.cuda.get_device_properties(0).total_memory / 1e9)
+    return ENGINES_SHARE * of_all
 
 
 def add_to_file(name: str, new: Iterable[Case], common: dict[str, Any]) -> None:
-    """In place of those that measured the same."""
+    """In place of those that measured the same; before the updates, so that nothing that fails later loses them."""
     fresh = [case.as_json() | common for case in new]
     for case in fresh:
         print(json.dumps(case), flush=True)

@@ -105,20 +105,20 @@ class Work:
         """
         with gpu_watch() as watch:
             for repeat in range(-1 if self.repeats > 1 else 0, self.repeats):
-                for name, generate in sides.items():
-                    sample = await self._sample(generate, repeat, watch)
+                for number, (name, generate) in enumerate(sides.items()):
+                    sample = await self._sample(generate, f"{number}{repeat + 1}", watch)
                     if repeat >= 0:
                         cases[name].add(sample, self.tokens)
 
-    async def _sample(self, generate: Generate, repeat: int, watch: GpuWatch) -> Sample:
-        short_s = await self._run(generate, self.short, f"{repeat + 1}0")
+    async def _sample(self, generate: Generate, mark: str, watch: GpuWatch) -> Sample:
+        short_s = await self._run(generate, self.short, f"{mark}0")
         before, _ = cpu_seconds(), watch.take()
-        seconds = await self._run(generate, self.sampling, f"{repeat + 1}1")
+        seconds = await self._run(generate, self.sampling, f"{mark}1")
         cores = {name: spent / seconds for name, spent in (cpu_seconds() - before).items()}
         return Sample(seconds, short_s, self.sampling.max_tokens, cores, watch.take())
 
     async def _run(self, generate: Generate, sampling: Sampling, mark: str) -> float:
-        """Seconds. ``mark``: first tokens, so that no prompt is in the prefix cache from the time before."""
+        """Seconds. ``mark``: first tokens, so that no prompt is in the prefix cache from a time or a side before."""
         started = time.perf_counter()
         prompts = [[*map(int, f"{mark:0>5}"), *prompt] for prompt in self.prompts]
         await asyncio.gather(*(generate(prompt, sampling) for prompt in prompts))

@@ -215,7 +215,7 @@ def main(
             "enforce_eager": eager,
             "cuda_graph_sizes": None if eager else graph_sizes(16, 256),
         }
-        settings = settings_of("fp8kv", path, Path(temporary), work, None, engine)
+        settings = settings_of("fp8kv", path, Path(temporary), work, engine)
         with serving(settings, Path(temporary), verbose) as service:
             asyncio.run(Updates(cases, path, repeats, concurrent).measure(service.url))
     console = Console()

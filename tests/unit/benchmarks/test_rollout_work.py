@@ -15,22 +15,21 @@ def test_two_lengths_tell_what_a_step_takes_and_what_does_not_depend_on_them() -
     assert sample.fixed_s == pytest.approx(0.5)
 
 
-async def test_sides_take_turns_with_other_prompts_each_time_and_the_first_turn_is_not_noted() -> None:
+async def test_sides_take_turns_with_prompts_of_their_own_each_time_and_the_first_turn_is_not_noted() -> None:
     work = make_work(groups=2, n=3, prompt=(4, 8), out=16, repeats=2)
     asked: list[tuple[str, int]] = []
     prompts: list[tuple[int, ...]] = []
 
     async def generate(side: str, prompt: list[int], how: Sampling) -> None:
         asked.append((side, how.max_tokens))
-        if side == "a":
-            prompts.append(tuple(prompt))
+        prompts.append(tuple(prompt))
         await asyncio.sleep(0)
 
     cases = {side: Case("model", "fp8", side, None) for side in "ab"}
     await work.measure({"a": lambda p, how: generate("a", p, how), "b": lambda p, how: generate("b", p, how)}, cases)
     turn = [("a", 2), ("a", 2), ("a", 16), ("a", 16), ("b", 2), ("b", 2), ("b", 16), ("b", 16)]
     assert asked == 3 * turn
-    assert len(set(prompts)) == len(prompts) == 12
+    assert len(set(prompts)) == len(prompts) == 24
     assert [len(case.rates) for case in cases.values()] == [2, 2]
     found = cases["a"].as_json()
     assert found["tokens_per_s"] == pytest.approx(sum(cases["a"].rates) / 2)
