@@ -17,6 +17,7 @@ from rollout_service.engine.load import autoscaling_stats, show_load
 from rollout_service.engine.plugin import register
 from rollout_service.engine.starting import Announcement
 from rollout_service.errors import EngineFailed, KVCacheUnfit, NotReady, Overloaded, TooEarly
+from rollout_service.logs import log_with_serve
 from rollout_service.routing import STATS_PERIOD_S
 from rollout_service.sampling import GenerateCall
 from rollout_service.types import KVCacheChoice, ReplicaStatus, Rollout
@@ -34,6 +35,7 @@ class EngineReplica:
     """Serve routes to it only after its constructor has loaded the newest version."""
 
     async def __init__(self, config: ServiceConfig, ingest: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        log_with_serve()
         register()
         model = ServedModel.load(config.model.path)
         self._config = config

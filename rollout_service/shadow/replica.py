@@ -14,6 +14,7 @@ from rollout_service.engine.args import engine_args
 from rollout_service.engine.follower import Follower
 from rollout_service.engine.plugin import register
 from rollout_service.errors import EngineFailed
+from rollout_service.logs import log_with_serve
 from rollout_service.shadow.sample import ScoreCall
 from rollout_service.shadow.scorer import Scorer
 from rollout_service.shadow.watch import LogWatch
@@ -48,6 +49,7 @@ class ShadowReplica:
     """
 
     async def __init__(self, config: ServiceConfig, ingest: Any, monitor: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        log_with_serve()
         register()
         if await copies_for(config.weights.root_here(), ingest, config.weights.poll_s) is not None:
             raise ValueError(

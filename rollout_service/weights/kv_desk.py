@@ -100,7 +100,7 @@ class KVDesk:
         if settled.error is not None:
             logger.error("version %d keeps the KV scales of before: %s", version, settled.error)
         logger.info(
-            "KV scales of version %d: %s from %d tokens, drift %s, saturated before %s",
+            "version %d: KV scales %s on %d tokens; drift since the version before: %s; saturated with its scales: %s",
             version, settled.how, settled.tokens, settled.drift, settled.saturated,
         )  # fmt: skip
         return settled

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from rollout_service.calibration.measurement import KVMeasurement
 from rollout_service.config import ServiceConfig
+from rollout_service.logs import log_with_serve
 from rollout_service.types import KVCacheChoice
 from rollout_service.web.auth import Authorizer
 from rollout_service.weights.ingest import Ingest
@@ -16,6 +17,7 @@ class IngestReplica(Ingest):
     """``Ingest`` and its upload listener; every public coroutine is callable through the deployment's handle."""
 
     async def __init__(self, config: ServiceConfig) -> None:  # type: ignore[misc]  # Serve awaits constructors
+        log_with_serve()
         super().__init__(config)
         app = create_upload_app(self, Authorizer(config.auth.secret()))
         self._listener = UploadServer(app, config.weights.upload_host)

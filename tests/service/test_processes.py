@@ -4,6 +4,7 @@ import asyncio
 import signal
 import sys
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from rollout_service.local import free_port
-from tests.support.processes import gone, marked
+from tests.support.processes import gone, marked, titles
 
 PROJECT = Path(__file__).parents[2]
 MARK = "ROLLOUT_SERVICE_TEST_RUN"
@@ -25,10 +26,12 @@ RUN_LOCALLY = """
 import sys, time
 from pathlib import Path
 from rollout_service.local import running_service
-with running_service(Path(sys.argv[1])) as service:
-    print("ready", flush=True)
+with running_service(Path(sys.argv[1]), verbose=True) as service:
+    print("the block has begun", flush=True)
     time.sleep(600)
 """
+READY = "the block has begun"
+SAID = "taking parts at http://", "is empty: version 0 is made from", "version 0: staged"
 
 
 @pytest.fixture
@@ -57,17 +60,19 @@ async def test_serve_run_makes_its_model_serves_and_leaves_nothing_after_ctrl_c(
     await _nothing_is_left(mark)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill -9"])
-async def test_a_local_service_leaves_nothing_behind(
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c while it starts", "kill -9"])
+async def test_a_local_service_says_what_it_does_and_leaves_nothing_behind(
     how: signal.Signals, deployment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mark = _mark(monkeypatch)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", RUN_LOCALLY, str(deployment), cwd=deployment.parent, stdout=asyncio.subprocess.PIPE
-    )
-    assert process.stdout is not None
-    while b"ready" not in (line := await process.stdout.readline()):
-        assert line, "the service ended before it was ready"
+    mark, said = _mark(monkeypatch), deployment.with_name("output")
+    with said.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", RUN_LOCALLY, str(deployment), cwd=deployment.parent, stdout=output, stderr=output
+        )
+    if how == signal.SIGINT:
+        await _until(lambda: any(title.startswith("VLLM::EngineCore") for title in titles(MARK, mark)), process)
+    else:
+        await _until(lambda: all(line in said.read_text() for line in (READY, *SAID)), process)
     assert len(marked(MARK, mark)) > 5
     process.send_signal(how)
     await process.wait()
@@ -79,6 +84,12 @@ def _mark(monkeypatch: pytest.MonkeyPatch) -> str:
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
     return mark
+
+
+async def _until(reached: Callable[[], bool], process: asyncio.subprocess.Process) -> None:
+    while not reached():
+        assert process.returncode is None, "the service ended early"
+        await asyncio.sleep(0.5)
 
 
 async def _nothing_is_left(mark: str) -> None:

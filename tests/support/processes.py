@@ -17,6 +17,11 @@ def marked(name: str, value: str) -> list[psutil.Process]:
     return [process for process in psutil.process_iter() if _environment(process).get(name) == value]
 
 
+def titles(name: str, value: str) -> list[str]:
+    """Of the marked processes."""
+    return [_title(process) for process in marked(name, value)]
+
+
 async def gone(name: str, value: str, within_s: float, besides: Collection[str] = ()) -> list[str]:
     """Wait until no marked process is left but those titled as one of ``besides``.
 
@@ -24,8 +29,7 @@ async def gone(name: str, value: str, within_s: float, besides: Collection[str] 
     """
 
     def left() -> list[str]:
-        titles = [_title(process) for process in marked(name, value)]
-        return [title for title in titles if title not in besides]
+        return [title for title in titles(name, value) if title not in besides]
 
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within_s):
