@@ -159,6 +159,9 @@ class EngineConfig(Config):
     version_wait_s: float = Field(default=30.0, ge=0)
     """How long a request with ``min_weight_version`` waits for that version before 425."""
 
+    load_limit_s: float = Field(default=1800.0, gt=0)
+    """A replica whose engine is closed for longer to load one version is replaced: the load is stuck."""
+
     max_attempts: int = Field(default=3, ge=1)
     """Generations that a completion may take when replicas abort it or die under it; a refusal is none."""
 

@@ -36,13 +36,17 @@ _STAGING_POLL_S = 0.02
 class EngineAdapter:
     """One vLLM engine. Construct it inside the event loop that will use it; construction takes tens of seconds."""
 
-    def __init__(self, args: AsyncEngineArgs, *, exports: bool = True) -> None:
-        """``exports``: vLLM's metrics; those of an engine that serves nobody would count among the fleet's."""
+    def __init__(self, args: AsyncEngineArgs, *, load_limit_s: float = math.inf, exports: bool = True) -> None:
+        """``load_limit_s``: the health check fails while a version loads for longer.
+
+        ``exports``: vLLM's metrics; those of an engine that serves nobody would count among the fleet's.
+        """
         self.scheduler = SchedulerLog()
         """What the engine was doing at its last step."""
         loggers = [lambda _config, _index: self.scheduler, *([RayStats] if exports else [])]
         self._llm = AsyncLLM.from_engine_args(args, stat_loggers=loggers)
         self._half_loaded: str | None = None
+        self._load_limit_s, self._loading_since = load_limit_s, math.inf
         self._generating: set[asyncio.Task[RequestOutput]] = set()
 
     @property
@@ -155,11 +159,11 @@ class EngineAdapter:
     async def load(self, folder: Path, version: int, kv_scales: dict[str, float] | None = None) -> float:
         """Load a committed version while paused; returns seconds. Any failure leaves the engine broken.
 
-        Until then it is sound, however long it takes: requests wait in it, as over any pause.
+        Until then it is sound: requests wait in it, as over any pause.
         ``kv_scales``: of the FP8 cache; None: those in the manifest.
         """
-        started = time.perf_counter()
         self._require_sound()
+        self._loading_since = started = time.perf_counter()
         info = {"folder": str(folder), "kv_scales": kv_scales}
         try:
             await self._llm.start_weight_update()
@@ -173,6 +177,8 @@ class EngineAdapter:
             if not isinstance(error, Exception):  # cancelled
                 raise
             raise EngineFailed(self._half_loaded) from error
+        finally:
+            self._loading_since = math.inf
         return time.perf_counter() - started
 
     async def measure_kv(
@@ -199,8 +205,14 @@ class EngineAdapter:
             raise EngineFailed(self._half_loaded) from error
 
     async def check_health(self) -> None:
-        """Raise EngineFailed if the engine is dead or broken."""
+        """Raise EngineFailed if the engine is dead or broken, or has been loading a version for too long."""
         self._require_sound()
+        loading_s = time.perf_counter() - self._loading_since
+        if loading_s > self._load_limit_s:
+            raise EngineFailed(
+                f"a version has been loading for {loading_s:.0f} s: this replica is given up; if it was only slow, set "
+                f"engine.load_limit_s above {self._load_limit_s:g}"
+            )
         try:
             await self._llm.check_health()
         except EngineDeadError as error:

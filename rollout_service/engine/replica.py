@@ -65,7 +65,8 @@ class EngineReplica:
         """Have an engine at the newest version. ``choice``: of its KV cache; None: FP8, if the model bears it."""
         config = self._config if choice is None else with_kv_cache(self._config, choice)
         left_in_bf16 = not_converted(model, model.plan(config.quant, config.engine.tensor_parallel_size))
-        self._engine = EngineAdapter(engine_args(config, left_in_bf16, model.has_tokenizer))
+        args = engine_args(config, left_in_bf16, model.has_tokenizer)
+        self._engine = EngineAdapter(args, load_limit_s=config.engine.load_limit_s)
         try:
             await self._engine.connect()
             self._follower = Follower(

@@ -58,7 +58,7 @@ class ShadowReplica:
             )
         model, mine = ServedModel.load(config.model.path), shadow_config(config)
         args = replace(engine_args(mine, (), model.has_tokenizer), max_num_batched_tokens=STEP_TOKENS)
-        self._engine = EngineAdapter(args, exports=False)
+        self._engine = EngineAdapter(args, load_limit_s=config.engine.load_limit_s, exports=False)
         try:
             await self._engine.connect()
         except BaseException:

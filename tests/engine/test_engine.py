@@ -148,6 +148,15 @@ async def test_an_engine_is_sound_while_it_loads_but_once_that_fails_it_never_se
         await loading
         await engine.resume()
         assert [span.version for c in await meanwhile for span in c.spans] == [1]
+        await engine.pause("keep")
+        monkeypatch.setattr(engine, "_load_limit_s", 0.0)
+        loading = asyncio.create_task(engine.load(folder, 1))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineFailed, match=r"has been loading for 0 s: .* set engine\.load_limit_s above 0"):
+            await engine.check_health()
+        await loading
+        await engine.check_health()
+        await engine.resume()
         manifest = read_manifest(folder)
         kept = tuple(tensor for tensor in manifest.tensors if "layers.2.mlp" not in tensor.name)
         (folder / MANIFEST_FILE).write_text(manifest.model_copy(update={"tensors": kept}).model_dump_json())
