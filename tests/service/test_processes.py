@@ -60,7 +60,13 @@ async def test_serve_run_makes_its_model_serves_and_leaves_nothing_after_ctrl_c(
     await _nothing_is_left(mark)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c while it starts", "kill -9"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(signal.SIGINT, id="ctrl-c while it starts", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, id="kill -9"),
+    ],
+)
 async def test_a_local_service_says_what_it_does_and_leaves_nothing_behind(
     how: signal.Signals, deployment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
