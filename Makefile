@@ -44,7 +44,7 @@ test-gpu: setup ## tests that only a GPU can decide
 test-service: setup ## tests of a running service with real engines
 	@$(PYTHON_VENV) -m pytest tests/service -m "not slow"
 
-test-slow: setup ## an engine of every family, autoscaling, two nodes, the ablation (15 minutes more)
+test-slow: setup ## an engine of every family, autoscaling, two nodes, the ablation (14 minutes more)
 	@$(PYTHON_VENV) -m pytest tests/engine tests/service -m slow
 
 check: setup ## lint, format and types

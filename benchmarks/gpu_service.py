@@ -42,8 +42,7 @@ def write_weights(folder: Path) -> None:
         tensors = {name: gaussian(shape).cpu() for name, shape in files[number].items()}
         save_file(tensors, folder / f"model-{number + 1:05d}.safetensors")
 
-    for _ in in_threads(write, range(len(files))):
-        pass
+    list(in_threads(write, range(len(files))))
     torch.cuda.empty_cache()
 
 

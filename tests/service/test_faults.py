@@ -19,13 +19,8 @@ THOSE_THAT_MATTER_MOST = (
     "kill ingest, before the rename",
     "kill ingest, after the rename",
     "kill replica, between start and finish of an update",
+    "a flipped byte in a file of the log",
 )
-SLOW = ("a flipped byte in a file of the log",)
-"""Damage of every kind: tests/unit/engine/test_follower_damage.py."""
-PARAMS = [
-    *(pytest.param(CASES[name], id=name) for name in THOSE_THAT_MATTER_MOST),
-    *(pytest.param(CASES[name], id=name, marks=pytest.mark.slow) for name in SLOW),
-]
 
 
 @pytest.fixture
@@ -35,7 +30,7 @@ async def ground(service: LocalService, telltale: int) -> AsyncIterator[Ground]:
         yield Ground(service, client, committed=telltale)
 
 
-@pytest.mark.parametrize("case", PARAMS)
+@pytest.mark.parametrize("case", [CASES[name] for name in THOSE_THAT_MATTER_MOST], ids=THOSE_THAT_MATTER_MOST)
 async def test_the_service_recovers_and_nothing_is_stale_or_lost(case: Case, ground: Ground) -> None:
     outcome = await run_case(ground, case)
     assert outcome.survived, outcome.notes
