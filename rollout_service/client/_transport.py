@@ -4,7 +4,7 @@ import asyncio
 import functools
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import httpx
 
@@ -32,17 +32,18 @@ class ManyConnections(httpx.AsyncBaseTransport):
         return len(self._idle)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send over an idle connection or a new one; it is idle again when the reply's stream is closed."""
+        """Send over an idle connection or a new one; it is idle again when the reply was read to its end and closed."""
         await self._free.acquire()
         transport = self._idle.pop() if self._idle else self._open()
-        release = functools.partial(self._release, transport)
         try:
             response = await transport.handle_async_request(request)
         except BaseException:
-            release()
+            await self._drop(transport)
             raise
         assert isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = _Stream(response.stream, release)
+        response.stream = _Stream(
+            response.stream, functools.partial(self._keep, transport), functools.partial(self._drop, transport)
+        )
         return response
 
     async def aclose(self) -> None:
@@ -56,29 +57,45 @@ class ManyConnections(httpx.AsyncBaseTransport):
         self._all.append(transport)
         return transport
 
-    def _release(self, transport: httpx.AsyncHTTPTransport) -> None:
+    def _keep(self, transport: httpx.AsyncHTTPTransport) -> None:
         self._idle.append(transport)
         self._free.release()
 
+    async def _drop(self, transport: httpx.AsyncHTTPTransport) -> None:
+        # httpcore 1.0.9 takes a connection whose request was cancelled at the wrong moment for busy, and the next
+        # request on it would wait for ever: none is used again after a request that did not end well
+        self._all.remove(transport)
+        self._free.release()
+        await transport.aclose()
+
 
 class _Stream(httpx.AsyncByteStream):
-    """A reply's bytes; says once when it is closed."""
+    """A reply's bytes. When it is closed, ``keep`` is called if all of them were read, else ``drop``."""
 
-    def __init__(self, stream: httpx.AsyncByteStream, release: Callable[[], None]) -> None:
-        self._stream = stream
-        self._release: Callable[[], None] | None = release
+    def __init__(
+        self, stream: httpx.AsyncByteStream, keep: Callable[[], None], drop: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._stream, self._keep, self._drop = stream, keep, drop
+        self._read = self._closed = False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for chunk in self._stream:
             yield chunk
+        self._read = True
 
     async def aclose(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         try:
             await self._stream.aclose()
-        finally:
-            if self._release is not None:
-                self._release()
-                self._release = None
+        except BaseException:
+            await self._drop()
+            raise
+        if self._read:
+            self._keep()
+        else:
+            await self._drop()
 
 
 @functools.cache
