@@ -23,6 +23,7 @@ MODES: dict[str, dict[str, dict[str, Any]]] = {
     "fp8kv": {"kv_cache": {"dtype": "fp8_e4m3"}},
 }
 FILE_BYTES = 2 << 30
+FREE_HELP = "Remove the weights once version 0 is made; the door path cannot do without."
 ENGINES_SHARE = 0.85
 """Of the GPU's memory, for all engines; the ingest and a trainer on the same GPU want some, too."""
 
@@ -46,6 +47,12 @@ def write_weights(folder: Path) -> None:
     torch.cuda.empty_cache()
 
 
+def remove_weights(folder: Path) -> None:
+    """Those of ``write_weights``: room in memory, if the folder is there."""
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+
+
 def settings_of(
     mode: str,
     model: Path,
@@ -66,7 +73,7 @@ def settings_of(
         "model": {"path": str(model)},
         "quant": MODES[mode].get("quant", {}),
         "engine": engine | more,
-        "kv_cache": MODES[mode]["kv_cache"],
+        "kv_cache": dict(MODES[mode]["kv_cache"]),
         "scaling": {"num_gpus": 0.9},
         "weights": {
             "root": str(folder / f"log-{mode}"),

@@ -33,7 +33,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import results
-from benchmarks.gpu_service import ENGINES_SHARE, graph_sizes, serving, settings_of, write_weights
+from benchmarks.gpu_service import (
+    ENGINES_SHARE,
+    FREE_HELP,
+    graph_sizes,
+    remove_weights,
+    serving,
+    settings_of,
+    write_weights,
+)
 from benchmarks.rollout_results import earlier_cases, joined, ratios
 from benchmarks.rollout_work import Case, Generate, Work, make_work
 from benchmarks.shapes import write_config
@@ -135,8 +143,8 @@ def served(
     started = time.perf_counter()
     with serving(settings, folder, verbose) as service:
         start_s = time.perf_counter() - started
-        for file in () if spare is None else spare.glob("*.safetensors"):
-            file.unlink()
+        if spare is not None:
+            remove_weights(spare)
         for side in cases.keys() - {"bare"}:
             cases[side].start_s = start_s
         asyncio.run(through_the_service(service.url, service.config, work, cases, bare))
@@ -181,9 +189,7 @@ def main(
         str | None, typer.Option(help="Without an area for versions that never come, two large models fit on a GPU.")
     ] = None,
     service_share: Annotated[float, typer.Option(help="Of the memory of both engines.")] = 0.5,
-    free: Annotated[
-        bool, typer.Option(help="Remove the weights once version 0 is made; only the door trainer can do without.")
-    ] = False,
+    free: Annotated[bool, typer.Option(help=FREE_HELP)] = False,
     layers: Annotated[int | None, typer.Option(help="Fewer layers than the published model.")] = None,
     folder: Annotated[Path, typer.Option(help="Where weights and versions are put.")] = Path("/dev/shm"),
     name: Annotated[str, typer.Option(help="Of the result's file.")] = "rollout",

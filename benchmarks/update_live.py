@@ -8,7 +8,9 @@ of ``benchmarks.rollout``'s documented run, and ``--concurrent`` rollouts run th
 
 - ``path``: the service reads a folder of BF16 files and quantizes; the last byte was there before it was told;
 - ``parts``: BF16 over HTTP, quantized by the service, parts as they come;
-- ``trainer``: codes and scales over HTTP, quantized by this process, which makes its weights on the GPU as it goes.
+- ``trainer``: codes and scales over HTTP, quantized by this process.
+
+For the last two this process makes its weights on the GPU as it goes.
 
 ``all_live_s`` is from the last part's acknowledgement, or for ``path`` from the call, until the commit is answered:
 what is left is converted and synced to disk, and each replica has checked, staged and loaded it. ``push_s`` is the
@@ -21,21 +23,19 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from safetensors import safe_open
 
 from benchmarks import results
 from benchmarks.busy import busy
-from benchmarks.gpu_service import graph_sizes, serving, settings_of, write_weights
+from benchmarks.gpu_service import FREE_HELP, graph_sizes, remove_weights, serving, settings_of, write_weights
 from benchmarks.random_weights import gaussian
 from benchmarks.rollout_work import make_work
 from benchmarks.shapes import write_config
@@ -55,6 +55,8 @@ class Case:
     model: str
     door: str
     layers: int | None
+    scales_policy: str = "reuse"
+    """``kv_cache.scales_policy``: with ``calibrate`` the scales are measured while the engine is closed."""
     sent_gbytes: float = 0.0
     """What the trainer's files or parts hold."""
     gbytes: float = 0.0
@@ -87,25 +89,6 @@ class LastByte:
             self.at = time.perf_counter()
 
 
-def stored(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of a folder's files, one at a time."""
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as reader:
-            for name in reader.keys():  # noqa: SIM118 - it is no mapping
-                yield name, reader.get_tensor(name)
-
-
-def table_of_tensors(folder: Path) -> list[UploadTensor]:
-    """Of what ``stored`` yields."""
-    table = []
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as reader:
-            for name in reader.keys():  # noqa: SIM118 - it is no mapping
-                shape = tuple(reader.get_slice(name).get_shape())
-                table.append(UploadTensor(name=name, dtype="bfloat16", shape=shape))
-    return table
-
-
 async def push(client: RolloutClient, door: str, version: int, folder: Path, case: Case) -> None:
     """One version through one door, until all replicas serve it."""
     last = LastByte()
@@ -113,16 +96,12 @@ async def push(client: RolloutClient, door: str, version: int, folder: Path, cas
     if door == "path":
         last.at, last.nbytes = started, sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         status = await client.push_path(version, folder)
-    elif door == "trainer":
+    else:
         shapes = ServedModel.load(folder).shapes
         table = [UploadTensor(name=name, dtype="bfloat16", shape=shape) for name, shape in shapes.items()]
         made = ((name, gaussian(shape)) for name, shape in shapes.items())
-        status = await client.push_weights(
-            version, made, tensor_table=table, quantize="trainer", progress=last.progress
-        )
-    else:
-        table = table_of_tensors(folder)
-        status = await client.push_weights(version, stored(folder), tensor_table=table, progress=last.progress)
+        quantize: Literal["service", "trainer"] = "trainer" if door == "trainer" else "service"
+        status = await client.push_weights(version, made, tensor_table=table, quantize=quantize, progress=last.progress)
     ended = time.perf_counter()
     if last.at is None or status.state != "live":
         raise RuntimeError(f"version {version} is {status.state}, and its last byte came at {last.at}")
@@ -174,8 +153,8 @@ def add_to_file(case: Case, common: dict[str, Any], module: str = "update_live")
     file = results.path("update")
     earlier: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"cases": []}
     new = asdict(case) | common
-    same = ("model", "door", "layers")
-    kept = [c for c in earlier["cases"] if [c[key] for key in same] != [new[key] for key in same]]
+    same = ("model", "door", "layers", "scales_policy")
+    kept = [c for c in earlier["cases"] if [c.get(key, "reuse") for key in same] != [new[key] for key in same]]
     others = {name: value for name, value in earlier.items() if name not in ("command", "date", "versions")}
     return results.write("update", others | {"cases": [*kept, new]}, module)
 
@@ -197,13 +176,15 @@ def main(
     repeats: int = 3,
     concurrent: int = 64,
     layers: Annotated[int | None, typer.Option(help="Fewer layers than the published model.")] = None,
+    scales_policy: Annotated[str, typer.Option(help="Of the KV cache: reuse, calibrate or unit.")] = "reuse",
+    free: Annotated[bool, typer.Option(help=FREE_HELP)] = False,
     linear: Annotated[str, typer.Option(help="vLLM's linear_backend for FP8.")] = "cutlass",
     eager: Annotated[bool, typer.Option(help="No torch.compile and no CUDA graphs: the engine starts sooner.")] = False,
     folder: Annotated[Path, typer.Option(help="Where weights and versions are put.")] = Path("/dev/shm"),
     verbose: Annotated[bool, typer.Option(help="Show the service's logs.")] = False,
 ) -> None:
     """Measure, print the table, and add the cases to benchmarks/results/<machine>/update.json."""
-    cases = [Case(model, each, layers) for each in door or DOORS]
+    cases = [Case(model, each, layers, scales_policy) for each in door or DOORS]
     work = make_work(16, 16, (512, 512), 512, repeats=1)  # not done: it makes the engine that benchmarks.rollout has
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         path = write_config(model, Path(temporary) / model, layers)
@@ -216,7 +197,10 @@ def main(
             "cuda_graph_sizes": None if eager else graph_sizes(16, 256),
         }
         settings = settings_of("fp8kv", path, Path(temporary), work, engine)
+        settings["kv_cache"]["scales_policy"] = scales_policy
         with serving(settings, Path(temporary), verbose) as service:
+            if free:
+                remove_weights(path)
             asyncio.run(Updates(cases, path, repeats, concurrent).measure(service.url))
     console = Console()
     console.print(table_of(cases))
