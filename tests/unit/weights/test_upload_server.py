@@ -1,6 +1,7 @@
 """One part over HTTP: taken once, checked, and refused with a reason."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from rollout_service.web.auth import Authorizer
 from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.upload import (
+    DTYPE_BYTES,
     PART_DIGEST_HEADER,
     BeginUpload,
     CommitUpload,
     PartReceipt,
     PathSource,
     UploadPlan,
+    UploadTensor,
 )
 from rollout_service.weights.upload_server import UploadServer, create_upload_app
 from tests.unit.weights.trainer import Trainer, Weights, begin_of, config_of, open_files, settle, stream_of
@@ -43,6 +46,24 @@ def received_files(log: WeightLog) -> list[str]:
 def first_part(log: WeightLog) -> bytes:
     (path,) = (log.root / "staging" / "1.parts").glob("part-000000.*")
     return path.read_bytes()
+
+
+async def test_the_table_is_added_up_once_and_not_for_each_part(
+    trainer: Trainer, parts: list[bytes], weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added = 0
+
+    def nbytes(tensor: UploadTensor) -> int:
+        nonlocal added
+        added += 1
+        return math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
+
+    await trainer.put(1, 0, parts[0])
+    monkeypatch.setattr(UploadTensor, "nbytes", property(nbytes))
+    for number, data in enumerate(parts[1:], start=1):
+        await trainer.put(1, number, data)
+    assert len(parts) > 5
+    assert added < 5 * len(weights)
 
 
 async def test_a_part_gets_a_receipt_and_is_missing_no_more(
