@@ -8,11 +8,11 @@ pass in fp32 with the unquantized BF16 weights scores the same tokens, and the f
 to the same file, in place of earlier ones of the same model and mode.
 
 - ``bf16``: nothing is quantized;
-- ``fp8``: weights and activations, with the kernel that vLLM picks (DeepGEMM on a Hopper, our own on the CPU);
+- ``fp8``: weights and activations, by CUTLASS on a GPU as in ``deployments/fp8_rollout.yaml``, by our own kernel on the
+  CPU;
 - ``fp8kv``: the KV cache, too, with scales of 1;
 - ``fp8kv_calibrated``: as ``fp8kv``, with the scales that a trainer measures;
-- ``cutlass``, ``deep_gemm``, ``deep_gemm_e8m0``: as ``fp8``, by CUTLASS, or by DeepGEMM with scales in fp32 or as
-  powers of two; a GPU only.
+- ``deep_gemm``, ``deep_gemm_e8m0``: as ``fp8``, by DeepGEMM with scales in fp32 or as powers of two; a GPU only.
 """
 
 import asyncio
@@ -51,13 +51,12 @@ BATCH = 16
 """Sequences in a step of training."""
 PROMPT_SEED, CALIBRATION_SEED = 10**6, 2 * 10**6
 KV_CACHE_BYTES = 1 << 30
-ON_A_GPU = ("cutlass", "deep_gemm", "deep_gemm_e8m0")
+ON_A_GPU = ("deep_gemm", "deep_gemm_e8m0")
 MODES: dict[str, dict[str, dict[str, Any]]] = {
     "bf16": {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16"}},
     "fp8": {"kv_cache": {"dtype": "bfloat16"}},
     "fp8kv": {"kv_cache": {"dtype": "fp8_e4m3"}},
     "fp8kv_calibrated": {"kv_cache": {"dtype": "fp8_e4m3"}},
-    "cutlass": {"kv_cache": {"dtype": "bfloat16"}, "engine": {"linear_backend": "cutlass"}},
     "deep_gemm": {"kv_cache": {"dtype": "bfloat16"}, "engine": {"linear_backend": "deep_gemm"}},
     "deep_gemm_e8m0": {"kv_cache": {"dtype": "bfloat16"}, "engine": {"linear_backend": "deep_gemm"}},
 }
