@@ -62,8 +62,8 @@ class ManyConnections(httpx.AsyncBaseTransport):
         self._free.release()
 
     async def _drop(self, transport: httpx.AsyncHTTPTransport) -> None:
-        # httpcore 1.0.9 takes a connection whose request was cancelled at the wrong moment for busy, and the next
-        # request on it would wait for ever: none is used again after a request that did not end well
+        # httpcore 1.0.9 takes a connection whose request was cancelled at the wrong moment for busy (its issue 1093),
+        # and the next request on it would wait for ever: none is used again after a request that did not end well
         self._all.remove(transport)
         self._free.release()
         await transport.aclose()

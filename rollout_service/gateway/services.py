@@ -10,6 +10,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from rollout_service.client._transport import ManyConnections
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import NotReady, RolloutServiceError
 from rollout_service.gateway.dispatch import Dispatcher
@@ -17,6 +18,9 @@ from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.shadow.feed import ShadowFeed
 from rollout_service.web.auth import Authorizer
 from rollout_service.weights.served_model import ServedModel
+
+MAX_FORWARDED_PARTS = 64
+"""At once, to the ingest; more wait."""
 
 _Reply = TypeVar("_Reply")
 
@@ -56,7 +60,9 @@ class Services:
             dispatcher=Dispatcher(engine, ingest, config.engine),
             ingest=ingest,
             authorizer=Authorizer(config.auth.secret()),
-            http=httpx.AsyncClient(timeout=httpx.Timeout(300.0, connect=10.0)),
+            http=httpx.AsyncClient(  # callers go away in the middle of a part, and none may take a connection along
+                timeout=httpx.Timeout(300.0, connect=10.0), transport=ManyConnections(MAX_FORWARDED_PARTS)
+            ),
             monitor=monitor,
             feed=RolloutFeed(monitor, config.monitor.remember_tokens),
             shadow=ShadowFeed(shadow, config.shadow),
