@@ -102,7 +102,7 @@ class BeginUpload(Frozen):
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Length of the whole stream. Asked for at each part, of which a table of 75 000 tensors has hundreds."""
+        """Length of the whole stream. Asked for at each part, and a version of 37 000 tensors may have 500."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def describes_what(self, other: "BeginUpload") -> bool:
