@@ -38,17 +38,15 @@ class ManyConnections(httpx.AsyncBaseTransport):
         try:
             response = await transport.handle_async_request(request)
         except BaseException:
-            await self._drop(transport)
+            await self._give_back(transport, False)
             raise
         assert isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = _Stream(
-            response.stream, functools.partial(self._keep, transport), functools.partial(self._drop, transport)
-        )
+        response.stream = _Stream(response.stream, functools.partial(self._give_back, transport))
         return response
 
     async def aclose(self) -> None:
         """Close all connections."""
-        for transport in self._all:
+        for transport in list(self._all):  # requests that this breaks drop theirs meanwhile
             await transport.aclose()
 
     def _open(self) -> httpx.AsyncHTTPTransport:
@@ -57,25 +55,22 @@ class ManyConnections(httpx.AsyncBaseTransport):
         self._all.append(transport)
         return transport
 
-    def _keep(self, transport: httpx.AsyncHTTPTransport) -> None:
-        self._idle.append(transport)
+    async def _give_back(self, transport: httpx.AsyncHTTPTransport, ended_well: bool) -> None:
         self._free.release()
-
-    async def _drop(self, transport: httpx.AsyncHTTPTransport) -> None:
+        if ended_well:
+            self._idle.append(transport)
+            return
         # httpcore 1.0.9 takes a connection whose request was cancelled at the wrong moment for busy (its issue 1093),
         # and the next request on it would wait for ever: none is used again after a request that did not end well
         self._all.remove(transport)
-        self._free.release()
         await transport.aclose()
 
 
 class _Stream(httpx.AsyncByteStream):
-    """A reply's bytes. When it is closed, ``keep`` is called if all of them were read, else ``drop``."""
+    """A reply's bytes. When it is closed, ``give_back`` is told once whether all of them were read."""
 
-    def __init__(
-        self, stream: httpx.AsyncByteStream, keep: Callable[[], None], drop: Callable[[], Awaitable[None]]
-    ) -> None:
-        self._stream, self._keep, self._drop = stream, keep, drop
+    def __init__(self, stream: httpx.AsyncByteStream, give_back: Callable[[bool], Awaitable[None]]) -> None:
+        self._stream, self._give_back = stream, give_back
         self._read = self._closed = False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -87,15 +82,12 @@ class _Stream(httpx.AsyncByteStream):
         if self._closed:
             return
         self._closed = True
+        ended_well = False
         try:
             await self._stream.aclose()
-        except BaseException:
-            await self._drop()
-            raise
-        if self._read:
-            self._keep()
-        else:
-            await self._drop()
+            ended_well = self._read
+        finally:
+            await self._give_back(ended_well)
 
 
 @functools.cache

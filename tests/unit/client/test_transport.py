@@ -44,12 +44,12 @@ async def test_a_cancelled_request_makes_room_for_the_next(service: Service) -> 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["on a new connection", "on one that is idle"])
 async def test_a_request_cancelled_at_any_moment_leaves_the_next_one_a_connection(service: Service, warm: bool) -> None:
-    cancelled = 0
+    url, cancelled = f"{service.url}/inference/v1/generate", 0
     for moment in range(40):  # turns of the event loop: connecting and sending take some twenty
         async with httpx.AsyncClient(transport=ManyConnections(1), timeout=httpx.Timeout(10, pool=None)) as client:
             if warm:
                 await client.get(f"{service.url}/v1/weights")
-            request = asyncio.create_task(client.post(f"{service.url}/v1/generate", json={"prompt_token_ids": [1]}))
+            request = asyncio.create_task(client.post(url, json={"prompt_token_ids": [1]}))
             for _ in range(moment):
                 await asyncio.sleep(0)
             request.cancel()
