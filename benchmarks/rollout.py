@@ -213,7 +213,8 @@ def main(
     shape = {"groups": groups, "n": n, "prompt_tokens": [prompt_min, prompt_max], "output_tokens": out}
     doors = [UpdateCase(model, each, layers) for each in door or ()]
     run = datetime.now(UTC).isoformat(timespec="seconds")
-    common: dict[str, Any] = {"run": run, "layers": layers, "work": shape, "engine": more}
+    common: dict[str, Any] = {"run": run, "command": results.command("rollout")}
+    common |= {"layers": layers, "work": shape, "engine": more}
     sides = side or list(SIDES)
     both = "bare" in sides and len(sides) > 1
     common |= {"service_share": service_share if both else None, "bare_staging": bare_staging}

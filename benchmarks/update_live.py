@@ -27,7 +27,7 @@ from collections.abc import Awaitable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -40,6 +40,7 @@ from benchmarks.random_weights import gaussian
 from benchmarks.rollout_work import make_work
 from benchmarks.shapes import write_config
 from rollout_service.client import RolloutClient
+from rollout_service.client._upload import Quantize
 from rollout_service.types import UpdateTimings
 from rollout_service.weights.served_model import ServedModel
 from rollout_service.weights.upload import UploadTensor
@@ -100,7 +101,7 @@ async def push(client: RolloutClient, door: str, version: int, folder: Path, cas
         shapes = ServedModel.load(folder).shapes
         table = [UploadTensor(name=name, dtype="bfloat16", shape=shape) for name, shape in shapes.items()]
         made = ((name, gaussian(shape)) for name, shape in shapes.items())
-        quantize: Literal["service", "trainer"] = "trainer" if door == "trainer" else "service"
+        quantize: Quantize = "trainer" if door == "trainer" else "service"
         status = await client.push_weights(version, made, tensor_table=table, quantize=quantize, progress=last.progress)
     ended = time.perf_counter()
     if last.at is None or status.state != "live":
