@@ -6,6 +6,7 @@ it answers nothing any more, its health check fails, and the replica is replaced
 """
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import AsyncGenerator
@@ -24,11 +25,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollout_service.calibration.measurement import KVMeasurement
 from rollout_service.engine.load import RayStats, SchedulerLog
-from rollout_service.errors import EngineFailed, InvalidRequest, NonFiniteLogprob
+from rollout_service.errors import EngineFailed, InvalidRequest, LogCorrupt, NonFiniteLogprob
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
 from rollout_service.sampling import Sampling
 from rollout_service.types import Completion, FinishReason, PauseMode, Span
+
+logger = logging.getLogger(__name__)
 
 _STAGING_POLL_S = 0.02
 
@@ -46,6 +49,7 @@ class EngineAdapter:
         loggers = [lambda _config, _index: self.scheduler, *([RayStats] if exports else [])]
         self._llm = AsyncLLM.from_engine_args(args, stat_loggers=loggers)
         self._half_loaded: str | None = None
+        self._has_loaded = False
         self._load_limit_s, self._loading_since = load_limit_s, math.inf
         self._generating: set[asyncio.Task[RequestOutput]] = set()
 
@@ -143,18 +147,29 @@ class EngineAdapter:
         self._require_sound()
         await self._llm.resume_generation()
 
-    async def stage(self, folder: Path) -> None:
-        """Read a committed version into the workers' staging areas while the engine serves, if it has any.
+    async def stage(self, folder: Path, digest: str | None = None) -> None:
+        """Have the workers read and check a committed version while the engine serves, into their staging areas.
 
-        Raises EngineFailed when the engine is dead, or a worker could not read it.
+        ``digest``: of the manifest that is meant. When this returns, every byte of the version was checked. What cannot
+        lie in an area is loaded from its files, with a warning. Raises LogCorrupt naming tensor, chunk and file, or
+        EngineFailed when the engine is dead, or a worker failed otherwise.
         """
         self._require_sound()
         try:
-            await self.ask_workers("stage_version", str(folder))
-            while not all(await self.ask_workers("version_is_staged")):
+            await self.ask_workers("stage_version", str(folder), digest)
+            ranks = await self.ask_workers("staging_state")
+            while not all(state["done"] for state in ranks):
                 await asyncio.sleep(_STAGING_POLL_S)
+                ranks = await self.ask_workers("staging_state")
         except Exception as error:
             raise EngineFailed(f"{folder} could not be staged: {error}") from error
+        for rank, state in enumerate(ranks):
+            if state["corrupt"] is not None:
+                raise LogCorrupt(*state["corrupt"])
+            if state["refused"] is not None:
+                # the first one of a tensor-parallel engine is always too large: it teaches what each rank needs
+                level = logging.WARNING if self._has_loaded else logging.INFO
+                logger.log(level, "rank %d loads %s layer by layer from its files: %s", rank, folder, state["refused"])
 
     async def load(self, folder: Path, version: int, kv_scales: dict[str, float] | None = None) -> float:
         """Load a committed version while paused; returns seconds. Any failure leaves the engine broken.
@@ -169,6 +184,7 @@ class EngineAdapter:
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
             await self._llm.finish_weight_update(weight_version=str(version))
+            self._has_loaded = True
         except BaseException as error:
             self._half_loaded = f"loading version {version} failed: {str(error) or type(error).__name__}"
             record(table.UPDATES, outcome="failed")

@@ -10,7 +10,7 @@ The log is read anew at each turn, so a lost wake-up, a restarted ingest or a sk
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -46,7 +46,7 @@ class Engine(Protocol):
     def broken(self) -> str | None: ...
     async def pause(self, mode: PauseMode) -> None: ...
     async def resume(self) -> None: ...
-    async def stage(self, folder: Path) -> None: ...
+    async def stage(self, folder: Path, digest: str | None = None) -> None: ...
     async def load(self, folder: Path, version: int, kv_scales: dict[str, float] | None = None) -> float: ...
 
 
@@ -268,31 +268,22 @@ class Follower:
             return await self._read(head)
 
     async def _read(self, head: Head) -> Manifest:
-        """Check a version's bytes while the engine reads them next to the model."""
-        manifest = await self._checked(head, lambda: self._manifest(head.version))
-        staging = asyncio.create_task(self._engine.stage(self._log.folder(head.version)))
-        try:
-            await self._checked(head, lambda: self._log.verify(manifest))
-        except (LogCorrupt, NotFound):
-            await asyncio.wait([staging])
-            staging.exception()  # what the engine says of damaged files is no news
-            raise
-        except asyncio.CancelledError:
-            staging.cancel()
-            raise
-        await staging
+        """Have the engine check a version's bytes as it reads them next to the model; all else is checked here."""
+        manifest = await self._checked(head, asyncio.to_thread(self._manifest, head.version))
+        await self._checked(head, self._engine.stage(self._log.folder(head.version), head.digest))
         return manifest
 
     def _manifest(self, version: int) -> Manifest:
         manifest = self._log.manifest(version)
         if manifest.fingerprint != self._fingerprint:
             raise LogCorrupt(f"version {version} in {self._log.root} belongs to another model")
+        self._log.verify_frame(manifest)
         return manifest
 
-    async def _checked(self, head: Head, read: Callable[[], _Found]) -> _Found:
+    async def _checked(self, head: Head, reading: Awaitable[_Found]) -> _Found:
         """Raises NotFound or LogCorrupt for what cannot be read."""
         try:
-            return await asyncio.to_thread(read)
+            return await reading
         except (OSError, LogCorrupt) as error:
             if head.version not in self._log.versions():
                 raise NotFound(f"version {head.version} was removed while it was read") from error

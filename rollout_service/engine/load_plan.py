@@ -1,17 +1,19 @@
 """Where each byte of a stored version belongs in a worker's parameters, learnt by watching vLLM's own loaders once.
 
 vLLM's layerwise reload keeps an engine closed for 50 times as long as the bytes take to copy. While it loads the first
-version from a staging area, ``CopyRecorder`` sees which part of the area each loader copies into which part of which
-parameter: fusing and tensor-parallel sharding included, no layout written down here. ``LoadPlan`` then does the same
-copies straight into the live storage, in a few launches; captured CUDA graphs stay valid.
+version, ``CopyRecorder`` sees which part of which tensor each loader copies into which part of which parameter: fusing
+and tensor-parallel sharding included, no layout written down here. Later versions are staged as these copies read them
+(``engine/placement.py``), and ``LoadPlan`` does the same copies from there straight into the live storage, in a few
+launches; captured CUDA graphs stay valid.
 
 That is right only where the kernels use the checkpoint's layout, so every parameter is compared, bit for bit, with what
 the plan would have put there; ``build`` raises ``NoPlan`` with the reason when one differs, and the engine keeps to the
 layerwise way.
 """
 
+import bisect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
 from rollout_service.engine.grouped_copy import GroupedCopy, Rows
+from rollout_service.engine.placement import Placement, Span
+from rollout_service.weights.manifest import Manifest
 
 
 class NoPlan(Exception):
@@ -28,11 +32,12 @@ class NoPlan(Exception):
 
 @dataclass(frozen=True)
 class Copy:
-    """``rows`` runs of bytes from the staging area into one parameter."""
+    """``rows`` runs of bytes from a stored tensor into one parameter."""
 
     parameter: str
+    tensor: str
     source: int
-    """First byte, counted from the start of the staging area."""
+    """First byte, counted from the start of the stored tensor."""
     target: int
     """First byte, counted from the start of the parameter."""
     row_bytes: int
@@ -40,13 +45,50 @@ class Copy:
     source_stride_bytes: int = 0
     target_stride_bytes: int = 0
 
+    @property
+    def span(self) -> Span:
+        """What it reads; without gaps where its rows overlap or are one and the same."""
+        if self.rows > 1 and self.source_stride_bytes > self.row_bytes:
+            return Span(self.tensor, self.source, self.row_bytes, self.rows, self.source_stride_bytes)
+        return Span(self.tensor, self.source, (self.rows - 1) * self.source_stride_bytes + self.row_bytes)
+
+    def staged_stride(self) -> int:
+        """Of its rows where ``span`` lies packed."""
+        return self.row_bytes if self.span.rows > 1 else self.source_stride_bytes
+
+
+class Sources:
+    """At which addresses stored tensors lie while they are loaded."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._held: dict[int, tuple[str, int]] = {}
+
+    def add(self, tensor: str, memory: torch.Tensor) -> None:
+        """``memory``: contiguous. What lay there before lies there no more."""
+        address = memory.data_ptr()
+        first, last = (bisect.bisect_left(self._starts, at) for at in (address, address + max(memory.nbytes, 1)))
+        for start in self._starts[first:last]:
+            del self._held[start]
+        self._starts[first:last] = [address]
+        self._held[address] = tensor, memory.nbytes
+
+    def find(self, address: int) -> tuple[str, int] | None:
+        """Which tensor, and which byte of it, lies at an address."""
+        place = bisect.bisect_right(self._starts, address) - 1
+        if place < 0:
+            return None
+        tensor, nbytes = self._held[self._starts[place]]
+        byte = address - self._starts[place]
+        return (tensor, byte) if byte < nbytes else None
+
 
 class CopyRecorder(TorchFunctionMode):
-    """Notes every ``copy_`` from the staging area into a parameter of ``model`` that is done inside its context."""
+    """Notes every ``copy_`` from ``sources`` into a parameter of ``model`` that is done inside its context."""
 
-    def __init__(self, model: torch.nn.Module, area: torch.Tensor) -> None:
+    def __init__(self, model: torch.nn.Module, sources: Sources) -> None:
         super().__init__()
-        self._model, self._area = model, area
+        self._model, self._sources = model, sources
         self._found: dict[int, tuple[str, torch.nn.Module]] = {}
         self.copies: list[Copy] = []
 
@@ -54,14 +96,13 @@ class CopyRecorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Let everything happen, and look at copies."""
-        if func is torch.Tensor.copy_ and self._is_staged(args[1]) and not args[0].is_meta:
-            self._note(args[0], args[1])
+        if func is torch.Tensor.copy_ and not args[0].is_meta and not args[1].is_meta:
+            stored = self._sources.find(args[1].data_ptr())
+            if stored is not None:
+                self._note(args[0], args[1], *stored)
         return func(*args, **(kwargs or {}))
 
-    def _is_staged(self, source: torch.Tensor) -> bool:
-        return source.untyped_storage().data_ptr() == self._area.untyped_storage().data_ptr()
-
-    def _note(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _note(self, target: torch.Tensor, source: torch.Tensor, tensor: str, first: int) -> None:
         found = self._parameter_of(target)
         if found is None or target.shape != source.shape or target.dtype != source.dtype:
             return  # what it would have filled stays uncovered, and there is no plan
@@ -71,7 +112,8 @@ class CopyRecorder(TorchFunctionMode):
             self.copies.append(
                 Copy(
                     parameter=name,
-                    source=source.data_ptr() - self._area.data_ptr() + run.source,
+                    tensor=tensor,
+                    source=first + run.source,
                     target=start + run.target,
                     row_bytes=run.row_bytes,
                     rows=run.rows,
@@ -123,12 +165,20 @@ def _runs(target: torch.Tensor, source: torch.Tensor) -> Iterator[Rows]:
         )
 
 
+def placement_of(copies: Iterable[Copy], manifest: Manifest) -> Placement:
+    """What the copies read, packed, in the order of the files, so that neighbours there are neighbours here."""
+    place = {tensor.name: (tensor.file, tensor.offset) for tensor in manifest.tensors}
+    return Placement(sorted((copy.span for copy in copies), key=lambda span: (*place[span.tensor], span.start)))
+
+
 class LoadPlan:
     """The copies that load any version of one layout from one staging area into one model's live parameters."""
 
-    def __init__(self, layout: str, copies: GroupedCopy, launched_copies: int) -> None:
+    def __init__(self, layout: str, placement: Placement, copies: GroupedCopy, launched_copies: int) -> None:
         self.layout = layout
-        """Which tensors lie where in the staging area; other layouts need a plan of their own."""
+        """Which tensors a version has; other layouts need a plan of their own."""
+        self.placement = placement
+        """Where in the area it reads them."""
         self.num_copies = launched_copies
         """Runs of bytes, after neighbours were joined."""
         self._copies = copies
@@ -138,8 +188,13 @@ class LoadPlan:
         self._copies.run()
 
     @classmethod
-    def build(cls, layout: str, recorded: list[Copy], model: torch.nn.Module, area: torch.Tensor) -> "LoadPlan":
-        """The plan, after the layerwise reload that was recorded; raises NoPlan if it would not do the same."""
+    def build(
+        cls, layout: str, placement: Placement, recorded: list[Copy], model: torch.nn.Module, area: torch.Tensor
+    ) -> "LoadPlan":
+        """The plan, after the layerwise reload that was recorded; raises NoPlan if it would not do the same.
+
+        ``area`` holds the version that was loaded, as ``placement`` says.
+        """
         _require_nothing_derived(model)
         parameters = _loadable_parameters(model)
         by_parameter: dict[str, list[Copy]] = {name: [] for name in parameters}
@@ -148,10 +203,10 @@ class LoadPlan:
                 raise NoPlan(f"{copy.parameter} is loaded, and is no parameter any more afterwards")
             by_parameter[copy.parameter].append(copy)
         for name, copies in by_parameter.items():
-            _require_same(name, parameters[name], copies, area)
-        joined = _joined([_addresses(c, parameters[c.parameter], area) for c in recorded])
+            _require_same(name, parameters[name], copies, placement, area)
+        joined = _joined([_addresses(c, parameters[c.parameter], placement, area) for c in recorded])
         device = next(iter(parameters.values())).device
-        return cls(layout, GroupedCopy(joined, device), len(joined))
+        return cls(layout, placement, GroupedCopy(joined, device), len(joined))
 
 
 def _loadable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -180,7 +235,9 @@ def _is_of_kv_cache(attribute: str) -> bool:
     return attribute == "kv_cache" or "_scale" in attribute
 
 
-def _require_same(name: str, parameter: torch.nn.Parameter, copies: list[Copy], area: torch.Tensor) -> None:
+def _require_same(
+    name: str, parameter: torch.nn.Parameter, copies: list[Copy], placement: Placement, area: torch.Tensor
+) -> None:
     """The copies into one parameter leave what is there now, and whatever they do not fill is zero (padding)."""
     if not copies:
         raise NoPlan(f"{name} is loaded in another way than by copies, or not at all")
@@ -192,22 +249,18 @@ def _require_same(name: str, parameter: torch.nn.Parameter, copies: list[Copy], 
         end = c.target + (c.rows - 1) * c.target_stride_bytes + c.row_bytes
         if end > held.numel():
             raise NoPlan(f"{name} has {held.numel()} bytes, fewer than were loaded: its kernel changed the layout")
-        shape, from_stride, to_stride = (c.rows, c.row_bytes), (c.source_stride_bytes, 1), (c.target_stride_bytes, 1)
-        rows = area.as_strided(shape, from_stride, c.source)
+        shape, from_stride, to_stride = (c.rows, c.row_bytes), (c.staged_stride(), 1), (c.target_stride_bytes, 1)
+        rows = area.as_strided(shape, from_stride, placement.places[c.span])
         planned.as_strided(shape, to_stride, c.target).copy_(rows)
     if not torch.equal(planned, held):
         raise NoPlan(f"{name} does not hold the stored bytes: its kernel changes them after loading")
 
 
-def _addresses(copy: Copy, parameter: torch.nn.Parameter, area: torch.Tensor) -> Rows:
-    return Rows(
-        source=area.data_ptr() + copy.source,
-        target=parameter.data_ptr() + copy.target,
-        row_bytes=copy.row_bytes,
-        rows=copy.rows,
-        source_stride_bytes=copy.source_stride_bytes,
-        target_stride_bytes=copy.target_stride_bytes,
-    )
+def _addresses(copy: Copy, parameter: torch.nn.Parameter, placement: Placement, area: torch.Tensor) -> Rows:
+    source, target = area.data_ptr() + placement.places[copy.span], parameter.data_ptr() + copy.target
+    if copy.staged_stride() == copy.row_bytes == copy.target_stride_bytes:
+        return Rows(source, target, copy.rows * copy.row_bytes)
+    return Rows(source, target, copy.row_bytes, copy.rows, copy.staged_stride(), copy.target_stride_bytes)
 
 
 def _joined(copies: list[Rows]) -> list[Rows]:

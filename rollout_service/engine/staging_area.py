@@ -1,162 +1,189 @@
-"""Memory next to a worker's model that the next version is read into while the engine serves."""
+"""Memory next to a worker's model that the next version is read into, and checked, while the engine serves."""
 
-import hashlib
-import logging
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
+import numpy as np
 import torch
 
+from rollout_service.engine.placement import Move, Placement, whole_span
 from rollout_service.threads import in_threads, io_threads
-from rollout_service.weights.manifest import Manifest, StoredTensor, read_manifest
+from rollout_service.weights.manifest import Manifest, StoredDtype, StoredTensor
+from rollout_service.weights.reading import Piece, VersionReader, pieces
 
-logger = logging.getLogger(__name__)
-
-StagingKind = Literal["device", "host"]
-ALIGNMENT_BYTES = 256
-PIECE_BYTES = 16 << 20
+StagingKind = Literal["device", "host", "memory"]
+"""``device`` memory, from which a version is loaded at the GPU's speed; pinned ``host`` memory; for engines on a CPU,
+plain ``memory``, which is taken for each version anew."""
+PIECE_BYTES = 8 << 20
 """Of a file, that one thread reads at a time. On its way to a device it goes through pinned memory, of which each
-thread has twice as much: one half is read into while the other is copied."""
+thread has four times as much: one half is read into and checked while the other is copied."""
 _SLACK_BYTES = 16 << 20
-"""For alignment, and for what a version holds and the model does not: a tied head."""
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8_e4m3fn": torch.float8_e4m3fn}
+"""For alignment, and for what a version holds and the model does not."""
+_DTYPES: dict[StoredDtype, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
 
 
-@dataclass(frozen=True)
-class Staged:
-    """A version that lies in the area."""
-
-    folder: Path
-    manifest: Manifest
-    offsets: dict[str, int]
-    """File → where its first tensor lies in the area."""
-    layout: str
-    """Equal for versions of equal names, dtypes, shapes and places in the area."""
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Some bytes of a file, and where in the area they belong."""
-
-    path: Path
-    offset: int
-    target: torch.Tensor
-
-    def read_into(self, memory: torch.Tensor) -> None:
-        """``memory``: as large as the target, on the CPU."""
-        view = memoryview(memory.numpy().data)
-        with self.path.open("rb", buffering=0) as stream:
-            stream.seek(self.offset)
-            while view.nbytes:
-                count = stream.readinto(view)
-                if not count:
-                    raise ValueError(f"{self.path} ends {view.nbytes} bytes early")
-                view = view[count:]
+class CannotStage(Exception):
+    """A version does not go into the area, and why; the engine can load it from its files all the same."""
 
 
 class StagingArea:
-    """Holds one version: ``device`` memory, from which it is loaded at the GPU's speed, or pinned ``host`` memory."""
+    """Holds what one worker needs of one version."""
 
-    def __init__(self, kind: StagingKind, model: torch.nn.Module, device: torch.device) -> None:
+    def __init__(self, kind: StagingKind, model: torch.nn.Module, device: torch.device, workers: int = 1) -> None:
+        """``workers``: how many of this engine's share the machine's cores. Raises CannotStage without memory."""
         parameters = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
-        nbytes = sum(parameters.values()) + _SLACK_BYTES
-        self._device = device
-        if kind == "device":
-            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        else:
-            self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._reader = ThreadPoolExecutor(1, "stage")
-        self._reading: Future[Staged] | None = None
+        self._device, self._threads = device, max(1, io_threads() // workers)
+        self._taken_anew = kind == "memory"
+        self.limit_bytes: int | None = None
+        """How large it is; None: as large as the version."""
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        """uint8 [bytes]."""
+        if not self._taken_anew:
+            self.limit_bytes = sum(parameters.values()) + _SLACK_BYTES
+            self.memory = _taken(self.limit_bytes, device if kind == "device" else None, pinned=device.type == "cuda")
 
-    def start(self, folder: Path) -> None:
-        """Begin to read a version's files, in a thread of its own. What was staged before is gone."""
-        self.finish()
-        self._reading = self._reader.submit(self._read, folder)
+    def fill(self, folder: Path, manifest: Manifest, placement: Placement, *, every: bool) -> None:
+        """Read what ``placement`` holds, and check it in the memory that it is copied from, or stays in.
 
-    def is_done(self) -> bool:
-        """Whether the reading has ended. Raises what ended it, if it failed."""
-        if self._reading is None:
-            return True
-        if not self._reading.done():
-            return False
-        self._reading.result()
-        return True
-
-    def finish(self) -> None:
-        """Wait until nothing is read any more."""
-        if self._reading is not None:
-            wait([self._reading])
-
-    def staged(self, folder: Path) -> Staged | None:
-        """The version in ``folder``, if it lies here completely."""
-        if self._reading is None or not self._reading.done() or self._reading.exception() is not None:
-            return None
-        staged = self._reading.result()
-        return staged if staged.folder == folder else None
-
-    def tensors(self, staged: Staged) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors of the version, as views of the area."""
-        for tensor, start in _places(staged.manifest, staged.offsets):
-            view = self.memory[start : start + tensor.nbytes].view(_DTYPES[tensor.dtype]).view(tensor.shape)
-            yield tensor.name, view
-
-    def _read(self, folder: Path) -> Staged:
-        manifest = read_manifest(folder)
-        offsets, position = {}, 0
-        for file, tensors in manifest.files().items():
-            offsets[file] = position
-            nbytes = tensors[-1].offset + tensors[-1].nbytes - tensors[0].offset
-            position += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        if position > self.memory.numel():
-            raise ValueError(
-                f"version {manifest.version} has {position} bytes, and the staging area {self.memory.numel()}: "
-                "it holds more than the model has"
+        ``every``: check all other bytes of the version, too. Raises CannotStage, LogCorrupt naming tensor, chunk and
+        file, or OSError.
+        """
+        if self._taken_anew:
+            self.memory = torch.empty(placement.nbytes, dtype=torch.uint8)
+        elif self.limit_bytes is not None and placement.nbytes > self.limit_bytes:
+            raise CannotStage(
+                f"{placement.nbytes} bytes of version {manifest.version} would lie in the staging area, which has "
+                f"{self.limit_bytes}"
             )
-        pieces = [
-            piece
-            for file, tensors in manifest.files().items()
-            for piece in self._pieces(folder / file, tensors, offsets[file])
-        ]
-        threads, lane = io_threads(), self._fill if self.memory.device.type == "cpu" else self._bounce
-        list(in_threads(lane, [pieces[first::threads] for first in range(threads)]))
-        return Staged(folder, manifest, offsets, layout_of(manifest, offsets))
+        found = list(pieces(placement.chunks(manifest, every=every), PIECE_BYTES))
+        if any(piece.nbytes > PIECE_BYTES for piece in found) and not self._taken_anew:
+            raise CannotStage(
+                f"the manifest of version {manifest.version} has no digests of chunks, as an older release wrote it"
+            )
+        lanes = [found[first :: self._threads] for first in range(self._threads)]
+        with VersionReader(folder, manifest) as reader:
+            if self.memory.is_cuda:
+                bounces = [_Bounce(self.memory, self._device) for lane in lanes if lane]  # before anything is read
+            else:
+                bounces = [_Fill(self.memory) for lane in lanes if lane]
+            work = list(zip(bounces, [lane for lane in lanes if lane], strict=True))
+            list(in_threads(lambda each: _run(each[0], reader, placement, each[1]), work))
 
-    def _pieces(self, path: Path, tensors: list[StoredTensor], offset: int) -> Iterator[_Piece]:
-        start, end = tensors[0].offset, tensors[-1].offset + tensors[-1].nbytes
-        for first in range(start, end, PIECE_BYTES):
-            place = offset + first - start
-            yield _Piece(path, first, self.memory[place : place + min(PIECE_BYTES, end - first)])
+    def release(self) -> None:
+        """Its content is not needed any more."""
+        if self._taken_anew:
+            self.memory = torch.empty(0, dtype=torch.uint8)
 
-    def _fill(self, pieces: list[_Piece]) -> None:
-        for piece in pieces:
-            piece.read_into(piece.target)
-
-    def _bounce(self, pieces: list[_Piece]) -> None:
-        halves = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        free = [torch.cuda.Event() for _ in halves]
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
-            for number, piece in enumerate(pieces):
-                half = halves[number % 2][: piece.target.numel()]
-                free[number % 2].synchronize()
-                piece.read_into(half)
-                piece.target.copy_(half, non_blocking=True)
-                free[number % 2].record()
-            torch.cuda.current_stream().synchronize()
+    def tensors(self, manifest: Manifest, placement: Placement) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors of a version that lies here whole, as views."""
+        for tensors in manifest.files().values():
+            for tensor in tensors:
+                start = placement.places[whole_span(tensor)]
+                yield tensor.name, tensor_view(self.memory[start : start + tensor.nbytes], tensor)
 
 
-def _places(manifest: Manifest, offsets: dict[str, int]) -> Iterator[tuple[StoredTensor, int]]:
-    """Each tensor with its first byte in the area."""
-    for file, tensors in manifest.files().items():
-        for tensor in tensors:
-            yield tensor, offsets[file] + tensor.offset - tensors[0].offset
+def tensor_view(memory: torch.Tensor, tensor: StoredTensor) -> torch.Tensor:
+    """A stored tensor whose bytes are ``memory``, uint8 [nbytes]."""
+    return memory.view(_DTYPES[tensor.dtype]).view(tensor.shape)
 
 
-def layout_of(manifest: Manifest, offsets: dict[str, int]) -> str:
-    """A digest over what lies where."""
-    digest = hashlib.sha256()
-    for tensor, start in _places(manifest, offsets):
-        digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape} {start}\n".encode())
-    return digest.hexdigest()
+class _Lane(Protocol):
+    """What one thread has to itself."""
+
+    def read(self, reader: VersionReader, piece: Piece, moves: list[Move]) -> None: ...
+    def end(self) -> None: ...
+
+
+def _run(lane: _Lane, reader: VersionReader, placement: Placement, found: list[Piece]) -> None:
+    for piece in found:
+        lane.read(reader, piece, placement.moves(piece))
+    lane.end()
+
+
+class _Fill:
+    """Into an area that the CPU can write: straight to its place, unless only parts of the piece belong there."""
+
+    def __init__(self, area: torch.Tensor) -> None:
+        self._area = area.numpy()
+        self._buffer = np.empty(0, np.uint8)
+
+    def read(self, reader: VersionReader, piece: Piece, moves: list[Move]) -> None:
+        if len(moves) == 1 and (moves[0].source, moves[0].row_bytes, moves[0].rows) == (0, piece.nbytes, 1):
+            target = moves[0].target
+            reader.read(piece, self._area[target : target + piece.nbytes].data)
+            return
+        if len(self._buffer) < piece.nbytes:
+            self._buffer = np.empty(max(PIECE_BYTES, piece.nbytes), np.uint8)
+        reader.read(piece, self._buffer.data)
+        for move in moves:
+            _rows(self._area, move.target, move, move.row_bytes)[:] = _rows(
+                self._buffer, move.source, move, move.stride_bytes
+            )
+
+    def end(self) -> None:
+        """Nothing is under way."""
+
+
+class _Bounce:
+    """Into an area on a device, by way of pinned memory: it is checked there, and what belongs to the area is packed.
+
+    Contiguous runs are copied from where they were checked; parts of rows are packed in a second buffer first, so that
+    the copy to the device needs no kernel, which the engine's own would wait for.
+    """
+
+    def __init__(self, area: torch.Tensor, device: torch.device) -> None:
+        self._area, self._device = area, device
+        self._buffers = [(_pinned(PIECE_BYTES), _pinned(PIECE_BYTES)) for _ in range(2)]
+        self._free = [torch.cuda.Event() for _ in self._buffers]
+        self._stream = torch.cuda.Stream(device)
+        self._turn = 0
+
+    def read(self, reader: VersionReader, piece: Piece, moves: list[Move]) -> None:
+        (read, packed), free = self._buffers[self._turn], self._free[self._turn]
+        self._turn = 1 - self._turn
+        free.synchronize()
+        reader.read(piece, read.numpy().data)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            position = 0
+            for move in moves:
+                nbytes = move.rows * move.row_bytes
+                held = read[move.source : move.source + nbytes]
+                if move.rows > 1:
+                    if position + nbytes > PIECE_BYTES:  # some bytes of the piece are needed more than once
+                        self._stream.synchronize()
+                        position = 0
+                    held = packed[position : position + nbytes]
+                    source = _rows(read.numpy(), move.source, move, move.stride_bytes)
+                    _rows(packed.numpy(), position, move, move.row_bytes)[:] = source
+                    position += nbytes
+                self._area[move.target : move.target + nbytes].copy_(held, non_blocking=True)
+            free.record()
+
+    def end(self) -> None:
+        self._stream.synchronize()
+
+
+def _rows(memory: np.ndarray, start: int, move: Move, stride_bytes: int) -> np.ndarray:
+    """uint8 [rows, row_bytes]: a view."""
+    if move.rows == 1:
+        return memory[start : start + move.row_bytes][None, :]
+    return np.lib.stride_tricks.as_strided(memory[start:], (move.rows, move.row_bytes), (stride_bytes, 1))
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    return _taken(nbytes, None, pinned=True)
+
+
+def _taken(nbytes: int, device: torch.device | None, *, pinned: bool) -> torch.Tensor:
+    where = f"{device} memory" if device is not None else "pinned memory" if pinned else "memory"
+    try:
+        if device is not None:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    except RuntimeError as error:  # torch has no narrower one for memory that the driver refuses
+        raise CannotStage(f"there are no {nbytes} bytes of {where} to stage in: {error}") from error

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -23,15 +22,20 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+from vllm.platforms import current_platform
 
 from rollout_service.calibration.measurement import KVMeasurement
 from rollout_service.engine.held_tensors import Held, Unbound, bind_to_parameters, held_tensors
 from rollout_service.engine.kv_measure import measure_kv
 from rollout_service.engine.kv_scales import load_kv_scales
-from rollout_service.engine.load_plan import CopyRecorder, LoadPlan, NoPlan
+from rollout_service.engine.load_plan import CopyRecorder, LoadPlan, NoPlan, Sources, placement_of
+from rollout_service.engine.placement import layout_of
 from rollout_service.engine.plugin import STAGING_KEY
-from rollout_service.engine.staging_area import Staged, StagingArea
-from rollout_service.weights.manifest import Manifest, read_manifest
+from rollout_service.engine.staging import Staged, Stager
+from rollout_service.engine.staging_area import CannotStage, StagingArea
+from rollout_service.engine.stored_tensors import stored_tensors
+from rollout_service.errors import LogCorrupt
+from rollout_service.weights.manifest import read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +58,9 @@ class LogUpdateInfo(WeightTransferUpdateInfo):
 class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
     """Loads whole versions; raises RuntimeError when a parameter, or a part of one, received nothing.
 
-    With a staging area, a version is read into it before the engine closes, and the first one teaches a ``LoadPlan``.
-    Later ones of the same layout are copied by that plan; without one, vLLM's layerwise reload loads each.
+    A version is read and checked before the engine closes, into a staging area if there is one, and the first one
+    teaches a ``LoadPlan``. Later ones of the same layout are staged and copied by that plan; without one, vLLM's
+    layerwise reload loads each, from the area if it holds the whole version, else from the files.
     """
 
     init_info_cls = LogInitInfo
@@ -64,35 +69,44 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        kind = vllm_config.additional_config.get(STAGING_KEY)
-        # now, before vLLM measures how much memory is left for the KV cache
-        self._area = StagingArea(kind, model, device) if kind is not None else None
+        kind, parallel = vllm_config.additional_config.get(STAGING_KEY), vllm_config.parallel_config
+        self._area: StagingArea | None = None
+        refused = None
+        if kind is not None:
+            try:
+                # now, before vLLM measures how much memory is left for the KV cache
+                self._area = StagingArea(kind, model, device, parallel.world_size)
+            except CannotStage as error:
+                refused = str(error)
+                logger.warning("versions are loaded layer by layer from their files: %s", error)
+        self._stager = Stager(self._area, parallel.rank, refused)
         self._plan: LoadPlan | None = None
-        self._may_plan = True
+        # the CPU's kernels keep packed copies of weights, which no plan would renew
+        self._may_plan = not current_platform.is_cpu()
+        self._no_plan: tuple[str, str] | None = None
         self._recorder: CopyRecorder | None = None
         self._held_before: list[Held] = []
         self._layerwise: Staged | None = None
-        self._is_layerwise = False
         self._kv_scales: dict[str, float] | None = None
         self.report: dict[str, Any] = {}
-        """How the last version was loaded: ``way`` (``plan`` or ``layerwise``), ``copies`` of the plan, ``no_plan``:
-        why there is none, ``bound``: see ``bind_to_parameters``, ``kv_scales``: how many were changed."""
+        """How the last version was loaded: ``way`` (``plan`` or ``layerwise``), ``copies`` of the plan, ``unstaged``:
+        why it was read from its files, ``no_plan``: why there is none, ``bound``: see ``bind_to_parameters``,
+        ``kv_scales``: how many were changed, ``area_bytes`` and ``staged_bytes``: of the staging area."""
 
     def init_transfer_engine(self, init_info: LogInitInfo) -> None:
         """Nothing to connect to."""
 
-    def stage(self, folder: Path) -> None:
-        """Begin to read a version while the engine serves."""
-        if self._area is not None:
-            self._area.start(folder)
+    def stage(self, folder: Path, digest: str | None = None) -> None:
+        """Begin to read and check a version while the engine serves. ``digest``: of the manifest that is meant."""
+        self._stager.start(folder, digest, self._plan)
 
-    def is_staged(self) -> bool:
-        """Whether that is done. Raises ValueError or OSError when it failed."""
-        return self._area is None or self._area.is_done()
+    def staging_state(self) -> dict[str, Any]:
+        """See ``Stager.state``."""
+        return self._stager.state()
 
     def plan_loads(self, allowed: bool) -> None:
         """Whether versions may be loaded by a plan; the next one is layerwise in either case."""
-        self._plan, self._may_plan = None, allowed
+        self._plan, self._may_plan, self._no_plan = None, allowed, None
 
     def start_weight_update(self) -> None:
         """Nothing yet: which way it goes depends on the version."""
@@ -100,24 +114,33 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
     def receive_weights(self, update_info: LogUpdateInfo) -> None:
         """Load every tensor of the version. From here on the engine cannot generate."""
         folder = Path(update_info.folder)
-        staged = self._area.staged(folder) if self._area is not None else None
-        manifest = staged.manifest if staged is not None else read_manifest(folder)
-        self._kv_scales = manifest.kv_scales if update_info.kv_scales is None else update_info.kv_scales
-        if staged is not None and self._plan is not None and self._plan.layout == staged.layout:
+        staged = self._stager.staged(folder)
+        if staged is None:
+            manifest = read_manifest(folder)
+            staged = Staged(folder, manifest, layout_of(manifest), None, refused="it was not staged")
+        self._kv_scales = staged.manifest.kv_scales if update_info.kv_scales is None else update_info.kv_scales
+        if self._plan is not None and staged.placement is self._plan.placement:
             self._plan.run()
             self.report = {"way": "plan", "copies": self._plan.num_copies}
         else:
-            self._load_layerwise(folder, manifest, staged)
+            self._load_layerwise(staged)
+            self.report = {"way": "layerwise"}
+        if staged.refused is not None:
+            self.report["unstaged"] = staged.refused
 
     def finish_weight_update(self) -> None:
         """Process what was loaded into the kernels' layout, in the old storage, which a plan has no need of.
 
         Then the scales of an FP8 KV cache.
         """
-        if self._is_layerwise:
+        if self._layerwise is not None:
             finalize_layerwise_reload(self.model, self.model_config)
-            self._is_layerwise = False
-            self._learn()
+            self._learn(self._layerwise)
+            self._layerwise = None
+        self._stager.forget()
+        if self._area is not None and self._area.limit_bytes is not None:
+            staged_bytes = 0 if self._plan is None else self._plan.placement.nbytes
+            self.report |= {"area_bytes": self._area.limit_bytes, "staged_bytes": staged_bytes}
         self.report["kv_scales"] = load_kv_scales(self.model, self.model_config, self._kv_scales)
 
     def set_kv_scales(self, scales: dict[str, float] | None) -> None:
@@ -130,54 +153,71 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
 
     def shutdown(self) -> None:
         """Let the reading end."""
-        if self._area is not None:
-            self._area.finish()
+        self._stager.finish()
 
-    def _load_layerwise(self, folder: Path, manifest: Manifest, staged: Staged | None) -> None:
+    def _load_layerwise(self, staged: Staged) -> None:
         served = {name for name, _ in self.model.named_parameters()}
-        self._is_layerwise, self._layerwise = True, staged
+        self._layerwise = staged
+        sources = Sources()
+        recording = self._recording(staged, sources)
         initialize_layerwise_reload(self.model)
         # what vLLM derives after loading (the absorbed matrices of latent attention) is served but never loaded; a
         # tied head is loaded apart only where it is served apart
         expected = served & {name for name, _ in self.model.named_parameters()}
-        with self._recorded(staged):
-            loaded = self.model.load_weights(self._tensors(folder, manifest, staged))
+        with recording:
+            loaded = self.model.load_weights(self._tensors(staged, sources))
         missing = sorted(expected - loaded) if loaded is not None else []
         if missing:
-            raise RuntimeError(f"{folder} left {len(missing)} parameters without weights: {missing[:5]}")
+            raise RuntimeError(f"{staged.folder} left {len(missing)} parameters without weights: {missing[:5]}")
         incomplete = incomplete_modules(self.model)
         if incomplete:
-            raise RuntimeError(f"{folder} left {len(incomplete)} modules incomplete: {incomplete[:5]}")
+            raise RuntimeError(f"{staged.folder} left {len(incomplete)} modules incomplete: {incomplete[:5]}")
 
-    def _tensors(self, folder: Path, manifest: Manifest, staged: Staged | None) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._area is None or staged is None:
-            return stored_tensors(folder, manifest)
-        return self._area.tensors(staged)
+    def _tensors(self, staged: Staged, sources: Sources) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._area is None or staged.placement is None or not staged.is_whole:
+            yield from stored_tensors(staged.folder, staged.manifest, sources.add)
+            return
+        for name, tensor in self._area.tensors(staged.manifest, staged.placement):
+            sources.add(name, tensor)
+            yield name, tensor
 
-    def _recorded(self, staged: Staged | None) -> AbstractContextManager[object]:
+    def _recording(self, staged: Staged, sources: Sources) -> AbstractContextManager[object]:
+        """While a version is loaded from which a plan may be learnt. Before the reload begins."""
         self._recorder = None
-        if self._area is None or staged is None or not self._may_plan:
+        if self._area is None or not self._may_plan or (self._no_plan or [None])[0] == staged.layout:
             return nullcontext()
         self._held_before = list(held_tensors(self.model))
-        self._recorder = CopyRecorder(self.model, self._area.memory)
+        self._recorder = CopyRecorder(self.model, sources)
         return self._recorder
 
-    def _learn(self) -> None:
+    def _learn(self, staged: Staged) -> None:
         """Make the plan for the next versions, if there can be one."""
-        self.report, self._plan = {"way": "layerwise"}, None
-        recorder, staged, self._recorder, self._layerwise = self._recorder, self._layerwise, None, None
+        self._plan = None
+        recorder, self._recorder = self._recorder, None
         held_before, self._held_before = self._held_before, []
-        if self._area is None or recorder is None or staged is None:
+        if self._no_plan is not None and self._no_plan[0] == staged.layout:
+            self.report["no_plan"] = self._no_plan[1]
+        if self._area is None or recorder is None:
             return
         try:
             # expert kernels still read the scales of temporary parameters, which no plan reaches
             self.report["bound"] = bind_to_parameters(self.model, held_before)
-            plan = LoadPlan.build(staged.layout, recorder.copies, self.model, self._area.memory)
+            placement = placement_of(recorder.copies, staged.manifest)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # what was loaded from the area has left it
+            self._area.fill(staged.folder, staged.manifest, placement, every=False)
+            plan = LoadPlan.build(staged.layout, placement, recorder.copies, self.model, self._area.memory)
             plan.run()  # the same bytes once more: its kernel is compiled now, and not while rollouts wait
             self._plan = plan
         except (NoPlan, Unbound) as reason:
-            logger.warning("versions are loaded by vLLM's layerwise reload: %s", reason)
-            self.report["no_plan"] = str(reason)
+            self._no_plan = staged.layout, str(reason)
+            self._without_plan(reason)
+        except (CannotStage, LogCorrupt, OSError) as reason:  # of another version there may be one
+            self._without_plan(reason)
+
+    def _without_plan(self, reason: Exception) -> None:
+        logger.warning("versions are loaded by vLLM's layerwise reload: %s", reason)
+        self.report["no_plan"] = str(reason)
 
 
 def incomplete_modules(model: torch.nn.Module) -> list[str]:
@@ -198,11 +238,3 @@ def incomplete_modules(model: torch.nn.Module) -> list[str]:
 def _loadable_elements(module: torch.nn.Module) -> int:
     parameters = module.named_parameters(recurse=False)
     return sum(getattr(p, "weight_loader_numel", p.numel()) for name, p in parameters if name not in SKIP_LOAD_TENSORS)
-
-
-def stored_tensors(folder: Path, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """The version's tensors in the order of its files, one at a time, from the page cache where it has them."""
-    for file, tensors in manifest.files().items():
-        with safe_open(folder / file, framework="pt") as reader:
-            for tensor in tensors:
-                yield tensor.name, reader.get_tensor(tensor.name)

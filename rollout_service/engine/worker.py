@@ -7,17 +7,17 @@ from rollout_service.calibration.measurement import KVMeasurement
 
 
 class VersionStaging:
-    """Mixed into vLLM's worker class: reads the next version into the staging area while the engine serves."""
+    """Mixed into vLLM's worker class: reads and checks the next version while the engine serves."""
 
     weight_transfer_engine: Any
 
-    def stage_version(self, folder: str) -> None:
+    def stage_version(self, folder: str, digest: str | None = None) -> None:
         """Begin; see ``LogWeightTransferEngine.stage``."""
-        self.weight_transfer_engine.stage(Path(folder))
+        self.weight_transfer_engine.stage(Path(folder), digest)
 
-    def version_is_staged(self) -> bool:
-        """Whether it is done; raises what went wrong."""
-        return bool(self.weight_transfer_engine.is_staged())
+    def staging_state(self) -> dict[str, Any]:
+        """How far it is; see ``Stager.state``."""
+        return dict(self.weight_transfer_engine.staging_state())
 
     def load_report(self) -> dict[str, Any]:
         """How the last version was loaded; see ``LogWeightTransferEngine.report``."""

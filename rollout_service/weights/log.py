@@ -17,7 +17,6 @@ A version exists once LATEST says so or it is older than what LATEST says. One p
 read. A folder newer than LATEST is what a crash between the two renames left, and counts as not committed.
 """
 
-import functools
 import os
 import re
 import shutil
@@ -34,11 +33,11 @@ from rollout_service.errors import LogCorrupt, NotFound
 from rollout_service.threads import in_threads
 from rollout_service.types import Frozen, KVCacheChoice, PauseMode
 from rollout_service.weights.files import sync_folder, write_synced
-from rollout_service.weights.manifest import MANIFEST_FILE, Manifest, StoredTensor, read_manifest
+from rollout_service.weights.manifest import CHUNK_BYTES, MANIFEST_FILE, Manifest, StoredTensor, read_manifest
+from rollout_service.weights.reading import VersionReader
 from rollout_service.weights.record import UploadRecord, read_record, write_record
 from rollout_service.weights.writer import safetensors_header
 
-_CHUNK_BYTES = 1 << 20
 _DROPPED = ".dropped-"
 _VERSION = re.compile("0|[1-9][0-9]*")
 
@@ -236,7 +235,16 @@ class WeightLog:
         """Read every byte of a version and compare its digests: tensors, headers, manifest and record.
 
         ``progress`` is called with the bytes of each tensor. ``folder``: where it lies, if not committed yet. Raises
-        LogCorrupt naming the tensor or file, or OSError.
+        LogCorrupt naming tensor, chunk and file, or OSError.
+        """
+        folder = folder or self.folder(manifest.version)
+        verify_tensors(manifest, folder, progress)
+        self.verify_frame(manifest, folder=folder)
+
+    def verify_frame(self, manifest: Manifest, *, folder: Path | None = None) -> None:
+        """The same for all but the bytes of the tensors, which whoever loads them checks: little is read.
+
+        Raises LogCorrupt naming the file, or OSError.
         """
         folder = folder or self.folder(manifest.version)
         record, text = read_record(folder), (folder / MANIFEST_FILE).read_bytes()
@@ -246,12 +254,8 @@ class WeightLog:
                 "newer version",
                 {"version": manifest.version, "file": MANIFEST_FILE},
             )
-        buffers = threading.local()
         for file, tensors in manifest.files().items():
             with (folder / file).open("rb") as stream:
-                check = functools.partial(_verify_tensor, stream.fileno(), manifest.version, buffers)
-                for nbytes in in_threads(check, tensors):
-                    progress(nbytes)
                 _verify_layout(stream.fileno(), file, tensors, manifest.version)
 
     def _folders(self) -> list[int]:
@@ -286,20 +290,19 @@ def _verify_layout(fd: int, file: str, tensors: list[StoredTensor], version: int
         )
 
 
-def _verify_tensor(fd: int, version: int, buffers: threading.local, tensor: StoredTensor) -> int:
-    if not hasattr(buffers, "mine"):  # fresh memory at each read would cost more than the reading
-        buffers.mine = memoryview(bytearray(_CHUNK_BYTES))
-    hasher, position, end = xxhash.xxh3_128(), tensor.offset, tensor.offset + tensor.nbytes
-    while position < end:
-        count = os.preadv(fd, [buffers.mine[: end - position]], position)
-        if not count:
-            break
-        hasher.update(buffers.mine[:count])
-        position += count
-    if hasher.hexdigest() != tensor.digest:
-        raise LogCorrupt(
-            f"version {version}: {tensor.name} in {tensor.file} hashes to {hasher.hexdigest()}, its manifest says "
-            f"{tensor.digest}: push the weights again under a newer version",
-            {"version": version, "tensor": tensor.name, "file": tensor.file},
-        )
-    return tensor.nbytes
+def verify_tensors(manifest: Manifest, folder: Path, progress: Callable[[int], None] = lambda _: None) -> None:
+    """Read every byte of a version's tensors and compare their digests; ``progress`` as for ``WeightLog.verify``.
+
+    Raises LogCorrupt naming tensor, chunk and file, or OSError.
+    """
+    buffers = threading.local()
+
+    def check(tensor: StoredTensor) -> int:
+        if not hasattr(buffers, "mine"):  # fresh memory at each read would cost more than the reading
+            buffers.mine = memoryview(bytearray(CHUNK_BYTES))
+        return reader.check(tensor, buffers.mine)
+
+    with VersionReader(folder, manifest) as reader:
+        for tensors in manifest.files().values():
+            for nbytes in in_threads(check, tensors):
+                progress(nbytes)

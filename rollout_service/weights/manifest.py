@@ -1,11 +1,14 @@
 """What a committed weight version consists of: ``manifest.json`` beside its safetensors files. Needs no torch."""
 
+import base64
+import binascii
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import xxhash
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rollout_service.types import Frozen, KVScalesFrom
 
@@ -13,6 +16,21 @@ MANIFEST_FILE = "manifest.json"
 
 StoredDtype = Literal["bfloat16", "float32", "float8_e4m3fn"]
 STORED_DTYPE_BYTES: dict[StoredDtype, int] = {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
+
+
+CHUNK_BYTES = 1 << 20
+"""Of a tensor, that one digest covers: a worker that needs a part of a large tensor checks no more than that part."""
+_DIGEST_BYTES = 16
+
+
+class Chunk(NamedTuple):
+    """Bytes of a tensor with a digest of their own."""
+
+    start: int
+    """First byte, counted from the tensor's first."""
+    nbytes: int
+    digest: bytes
+    """xxh3-128."""
 
 
 class StoredTensor(Frozen):
@@ -28,7 +46,42 @@ class StoredTensor(Frozen):
     """First byte in that file, counted from its start."""
     nbytes: int
     digest: str
-    """xxh3-128 of the bytes, in hex."""
+    """xxh3-128 in hex: of the bytes, or, of a tensor with ``chunk_digests``, of these one after the other."""
+    chunk_digests: str = ""
+    """xxh3-128 of each ``CHUNK_BYTES`` of the bytes (the last ones may be fewer), one after the other, in base64. Empty
+    where ``digest`` covers all: in tensors of at most that size, and in versions written before there were chunks."""
+
+    @model_validator(mode="after")
+    def _chunks_are_those_of_the_digest(self) -> "StoredTensor":
+        if self.chunk_digests:
+            try:
+                digests = base64.b64decode(self.chunk_digests, validate=True)
+            except binascii.Error as error:
+                raise ValueError(f"chunk_digests of {self.name} are not base64: {error}") from error
+            chunks = -(-self.nbytes // CHUNK_BYTES)
+            if len(digests) != chunks * _DIGEST_BYTES or xxhash.xxh3_128_hexdigest(digests) != self.digest:
+                raise ValueError(f"chunk_digests of {self.name} are not those of its {chunks} chunks")
+        return self
+
+    def chunks(self) -> Iterator[Chunk]:
+        """All bytes of the tensor, in order: a single chunk if only ``digest`` covers them."""
+        if not self.chunk_digests:
+            yield Chunk(0, self.nbytes, bytes.fromhex(self.digest))
+            return
+        digests = base64.b64decode(self.chunk_digests)
+        for number, start in enumerate(range(0, self.nbytes, CHUNK_BYTES)):
+            digest = digests[number * _DIGEST_BYTES : (number + 1) * _DIGEST_BYTES]
+            yield Chunk(start, min(CHUNK_BYTES, self.nbytes - start), digest)
+
+
+def tensor_digests(data: memoryview) -> tuple[str, str]:
+    """``digest`` and ``chunk_digests`` of a ``StoredTensor`` with these bytes."""
+    data = data.cast("B")
+    if data.nbytes <= CHUNK_BYTES:
+        return xxhash.xxh3_128_hexdigest(data), ""
+    starts = range(0, data.nbytes, CHUNK_BYTES)
+    digests = b"".join(xxhash.xxh3_128_digest(data[start : start + CHUNK_BYTES]) for start in starts)
+    return xxhash.xxh3_128_hexdigest(digests), base64.b64encode(digests).decode()
 
 
 class Recipe(Frozen):

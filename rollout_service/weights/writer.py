@@ -13,11 +13,10 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import xxhash
 from pydantic import BaseModel
 
 from rollout_service.threads import in_threads
-from rollout_service.weights.manifest import STORED_DTYPE_BYTES, StoredDtype, StoredTensor
+from rollout_service.weights.manifest import STORED_DTYPE_BYTES, StoredDtype, StoredTensor, tensor_digests
 
 MAX_FILE_BYTES = 1 << 30
 """Linux lets one thread at a time write into a file: several are written by several."""
@@ -73,9 +72,16 @@ class VersionWriter:
         file, offset = self._place[name]
         _write_at(self._fds[file], data, offset)
         self._sync_early(file, data.nbytes)
-        digest = xxhash.xxh3_128_hexdigest(data)
+        digest, chunk_digests = tensor_digests(data)
         self._written[name] = StoredTensor(
-            name=name, dtype=slot.dtype, shape=slot.shape, file=file, offset=offset, nbytes=slot.nbytes, digest=digest
+            name=name,
+            dtype=slot.dtype,
+            shape=slot.shape,
+            file=file,
+            offset=offset,
+            nbytes=slot.nbytes,
+            digest=digest,
+            chunk_digests=chunk_digests,
         )
 
     def _sync_early(self, file: str, nbytes: int) -> None:

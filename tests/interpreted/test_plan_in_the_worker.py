@@ -11,10 +11,14 @@ from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_confi
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
+from rollout_service.engine import staging_area
 from rollout_service.engine.plugin import STAGING_KEY
 from rollout_service.engine.transfer import LogUpdateInfo, LogWeightTransferEngine
+from rollout_service.errors import LogCorrupt
 from rollout_service.weights.log import WeightLog
-from tests.unit.weights.versions import FIRST, SECOND, commit
+from rollout_service.weights.manifest import Manifest, Recipe, read_manifest
+from rollout_service.weights.writer import TensorSlot, VersionWriter
+from tests.unit.weights.versions import FIRST, SECOND, commit, flip_a_byte
 
 
 class Experts(QuantizeMethodBase):
@@ -62,21 +66,32 @@ class Model(torch.nn.Module):
         return loaded
 
 
-def serving(model: Model) -> LogWeightTransferEngine:
-    """As vLLM makes it in a worker whose model has its dummy weights."""
+def serving(model: torch.nn.Module, rank: int = 0, world_size: int = 1) -> LogWeightTransferEngine:
+    """As vLLM makes it in a worker whose model has its dummy weights; with a plan, as on a GPU."""
     record_metadata_for_reloading(model)
-    for layer in (model.first, model.second):
+    for layer in model.children():
         layer.quant_method.process_weights_after_loading(layer)
     config = SimpleNamespace(
-        additional_config={STAGING_KEY: "host"}, parallel_config=None, model_config=SimpleNamespace(dtype=torch.float32)
+        additional_config={STAGING_KEY: "host"},
+        parallel_config=SimpleNamespace(rank=rank, world_size=world_size),
+        model_config=SimpleNamespace(dtype=torch.float32),
     )
-    return LogWeightTransferEngine(None, config, torch.device("cpu"), model)
+    engine = LogWeightTransferEngine(None, config, torch.device("cpu"), model)
+    engine.plan_loads(True)
+    return engine
+
+
+def stage(engine: LogWeightTransferEngine, folder: Path) -> dict[str, Any]:
+    """Returns the state at the end."""
+    engine.stage(folder, read_manifest(folder).digest)
+    while not (state := engine.staging_state())["done"]:
+        engine._stager.finish()
+    return state
 
 
 def update(engine: LogWeightTransferEngine, folder: Path) -> dict[str, Any]:
     """Load a version; returns the report."""
-    engine.stage(folder)
-    engine._area.finish()
+    assert stage(engine, folder)["corrupt"] is None
     engine.start_weight_update()
     engine.receive_weights(LogUpdateInfo(folder=str(folder)))
     engine.finish_weight_update()
@@ -115,3 +130,152 @@ def test_without_a_plan_for_what_is_made_from_weights_each_version_is_loaded_lay
         assert report["way"] == "layerwise"
         assert "is made when weights are loaded" in report["no_plan"]
         assert torch.equal(model.first.quant_method.derived, of_version(version) + 1)
+
+
+# --- a rank of a tensor-parallel engine
+
+
+ROWS, COLUMNS = 2048, 640
+"""Of each of the two matrices, fp32: 5 chunks, and a chunk ends inside a row."""
+
+
+class Shard(torch.nn.Module):
+    """A rank's: half of the rows of one matrix, half of the columns of another, and a vector that all ranks have."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+        self.rows = Layer(torch.zeros(ROWS // 2, COLUMNS), derives=False)
+        self.columns = Layer(torch.zeros(ROWS, COLUMNS // 2), derives=False)
+        self.norm = Layer(torch.zeros(COLUMNS), derives=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        parameters = dict(self.named_parameters())
+        loaded = set()
+        for name, tensor in weights:
+            mine = self.part(name, tensor)
+            parameters[name].weight_loader(parameters[name], mine)
+            loaded.add(name)
+        return loaded
+
+    def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        dim = {"rows.weight": 0, "columns.weight": 1}.get(name)
+        return tensor if dim is None else tensor.chunk(2, dim)[self._rank]
+
+
+def commit_matrices(log: WeightLog, version: int) -> dict[str, torch.Tensor]:
+    """A version of random numbers; returns them."""
+    generator = torch.Generator().manual_seed(version)
+    shapes = {"rows.weight": (ROWS, COLUMNS), "norm.weight": (COLUMNS,), "columns.weight": (ROWS, COLUMNS)}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    folder = log.staging(version)
+    folder.mkdir(parents=True)
+    writer = VersionWriter(folder, [TensorSlot(name=n, dtype="float32", shape=s) for n, s in shapes.items()])
+    for name, tensor in tensors.items():
+        writer.write(name, tensor.numpy().data)
+    recipe = Recipe(weights="none")
+    log.commit(Manifest(version=version, fingerprint="model", recipe=recipe, tensors=writer.finish()), "keep")
+    return tensors
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_stages_its_shard_alone_and_loads_it_by_a_plan(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging_area, "_SLACK_BYTES", 64)
+    monkeypatch.setattr(staging_area, "PIECE_BYTES", 2 << 20)
+    log, model = WeightLog(tmp_path / "log"), Shard(rank)
+    engine = serving(model, rank, world_size=2)
+    shard_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
+    for version, way in ((0, "layerwise"), (1, "plan"), (2, "plan")):
+        tensors = commit_matrices(log, version)
+        report = update(engine, log.folder(version))
+        assert report["way"] == way, report
+        assert ("unstaged" in report) == (version == 0)
+        assert (report["staged_bytes"], report["area_bytes"]) == (shard_bytes, shard_bytes + 64)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, model.part(name, tensors[name])), name
+    assert report["copies"] <= 3
+
+
+@pytest.mark.parametrize(("rank", "finds_it"), [(0, True), (1, False)])
+def test_bytes_that_only_the_other_rank_loads_are_checked_by_rank_0(
+    rank: int, finds_it: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging_area, "_SLACK_BYTES", 64)
+    log = WeightLog(tmp_path / "log")
+    engine = serving(Shard(rank), rank, world_size=2)
+    commit_matrices(log, 0)
+    update(engine, log.folder(0))
+    commit_matrices(log, 1)
+    [matrix] = [tensor for tensor in log.manifest(1).tensors if tensor.name == "rows.weight"]
+    # the first chunk is of rows of rank 0 alone, the last one of rows of rank 1
+    position = matrix.offset + (matrix.nbytes - 1 if rank == 0 else 0)
+    path = log.folder(1) / matrix.file
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+    corrupt = stage(engine, log.folder(1))["corrupt"]
+    assert (corrupt is not None) == finds_it
+    if corrupt is not None:
+        assert "rows.weight" in corrupt[0] and corrupt[1]["chunk"] == 4
+
+
+def test_a_version_that_does_not_fit_is_loaded_from_its_files_with_the_reason(
+    log: WeightLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging_area, "_SLACK_BYTES", -60)
+    model = Model()
+    engine = serving(model)
+    for version in (1, 2):
+        report = update(engine, log.folder(version))
+        assert report["way"] == "layerwise" and "would lie in the staging area, which has 32" in report["unstaged"]
+        assert torch.equal(model.first.weight, of_version(version))
+
+
+def test_a_version_of_another_layout_is_loaded_layerwise_and_teaches_a_plan_of_its_own(log: WeightLog) -> None:
+    model = Model()
+    engine = serving(model)
+    for version in (1, 2):
+        report = update(engine, log.folder(version))
+    assert report["way"] == "plan"
+    manifest = log.manifest(3)
+    reshaped = manifest.tensors[0].model_copy(update={"shape": (20,)})
+    assert reshaped.name == FIRST
+    monkeyed = manifest.model_copy(update={"tensors": (reshaped, *manifest.tensors[1:])})
+    (log.folder(3) / "manifest.json").write_text(monkeyed.model_dump_json())
+    with pytest.raises(RuntimeError):  # it is not what the model can load; but it was not copied by the old plan either
+        update(engine, log.folder(3))
+    assert not torch.equal(
+        model.first.weight.cpu() if not model.first.weight.is_meta else torch.zeros(1), of_version(3)
+    )
+
+
+def test_what_changes_in_a_file_after_it_was_checked_is_noticed_when_it_is_loaded_from_there(
+    log: WeightLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging_area, "_SLACK_BYTES", -60)
+    engine = serving(Model())
+    assert stage(engine, log.folder(1))["corrupt"] is None
+    flip_a_byte(log, 1, FIRST)
+    engine.start_weight_update()
+    with pytest.raises(LogCorrupt, match=FIRST):
+        engine.receive_weights(LogUpdateInfo(folder=str(log.folder(1))))
+
+
+def test_what_is_staged_is_not_read_again_before_it_is_loaded(log: WeightLog) -> None:
+    engine = serving(Model())
+    stage(engine, log.folder(1))
+    reading = engine._stager._reading
+    stage(engine, log.folder(1))
+    assert engine._stager._reading is reading
+    update(engine, log.folder(1))
+    stage(engine, log.folder(1))
+    assert engine._stager._reading is not reading
+
+
+def test_a_version_that_is_not_the_one_that_is_meant_is_refused(log: WeightLog) -> None:
+    engine = serving(Model())
+    engine.stage(log.folder(1), log.manifest(2).digest)
+    engine._stager.finish()
+    assert "not " + log.manifest(2).digest in engine.staging_state()["corrupt"][0]

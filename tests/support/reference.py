@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rollout_service.engine.transfer import stored_tensors
+from rollout_service.engine.stored_tensors import stored_tensors
 from rollout_service.quant.blockwise import BLOCK, E4M3_MAX, dequantize_blockwise
 from rollout_service.quant.recipe import SCALE_SUFFIX
 from rollout_service.weights.manifest import read_manifest

@@ -10,7 +10,8 @@ from rollout_service.engine.follower import Follower
 from rollout_service.errors import EngineFailed
 from rollout_service.types import PauseMode, ReplicaStatus
 from rollout_service.weights.fleet import Wish
-from rollout_service.weights.log import WeightLog
+from rollout_service.weights.log import WeightLog, verify_tensors
+from rollout_service.weights.manifest import read_manifest
 from tests.unit.weights.versions import commit
 
 LONG_S = 30.0
@@ -35,7 +36,7 @@ class Gate:
 
 
 class FakeEngine:
-    """Keeps the order of what is done to it, and loads nothing."""
+    """Keeps the order of what is done to it, checks what it stages, and loads nothing."""
 
     def __init__(self) -> None:
         self.broken: str | None = None
@@ -44,6 +45,9 @@ class FakeEngine:
         self.fail_load: str | None = None
         self.fail_stage: str | None = None
         self.pausing, self.loading = Gate(), Gate()
+        self.staged: list[int] = []
+        """Versions that were begun to be read, each time."""
+        self.before_reading: Callable[[int], None] = lambda version: None
 
     async def pause(self, mode: PauseMode) -> None:
         await self.pausing.passed()
@@ -54,10 +58,15 @@ class FakeEngine:
         self.calls.append("resume")
         self.paused = False
 
-    async def stage(self, folder: Path) -> None:
-        assert (folder / "manifest.json").is_file()
+    async def stage(self, folder: Path, digest: str | None = None) -> None:
+        """Reads and checks a version's tensors, as the workers of an engine do."""
         if self.fail_stage is not None:
             raise EngineFailed(self.fail_stage)
+        manifest = read_manifest(folder)
+        assert manifest.digest == digest
+        self.staged.append(manifest.version)
+        self.before_reading(manifest.version)
+        await asyncio.to_thread(verify_tensors, manifest, folder)
 
     async def load(self, folder: Path, version: int, kv_scales: dict[str, float] | None = None) -> float:
         assert self.paused and (folder / "manifest.json").is_file()

@@ -10,7 +10,6 @@ from rollout_service.config import WeightsConfig
 from rollout_service.engine.follower import Follower
 from rollout_service.errors import EngineFailed, LogCorrupt
 from rollout_service.weights.log import WeightLog
-from rollout_service.weights.manifest import Manifest
 from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest
 from tests.unit.weights.versions import FIRST, commit, flip_a_byte
 
@@ -47,17 +46,14 @@ async def test_a_version_committed_while_a_replica_starts_is_loaded_before_it_is
 
 
 async def test_a_version_that_is_removed_while_a_replica_starts_on_it_gives_way_to_the_newer_one(
-    follower: Follower, log: WeightLog, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    follower: Follower, log: WeightLog, engine: FakeEngine
 ) -> None:
-    verify = WeightLog.verify
-
-    def overtaken(self: WeightLog, manifest: Manifest) -> None:
-        if manifest.version == 0:
+    def overtaken(version: int) -> None:
+        if version == 0:
             commit(log, 1)
             log.drop(0)
-        verify(self, manifest)
 
-    monkeypatch.setattr(WeightLog, "verify", overtaken)
+    engine.before_reading = overtaken
     await follower.start()
     assert follower.version == 1 and engine.calls == ["pause keep", "load 1", "resume"]
 

@@ -1,6 +1,7 @@
 """Copies are seen as they are made, joined where they meet, and trusted only if they leave the same bytes."""
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.engine.grouped_copy import Rows
-from rollout_service.engine.load_plan import Copy, CopyRecorder, NoPlan, _joined, _require_same, _runs
+from rollout_service.engine.load_plan import Copy, CopyRecorder, NoPlan, Sources, _joined, _require_same, _runs
+from rollout_service.engine.placement import Placement
 
 
 class Fused(torch.nn.Module):
@@ -25,60 +27,102 @@ class Fused(torch.nn.Module):
         self.cut.data.copy_(third.narrow(1, 3, 3))
 
 
-def staged(*shapes: tuple[int, ...]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A staging area of random bytes, and fp32 tensors in it, one after the other."""
-    total = sum(4 * torch.Size(shape).numel() for shape in shapes)
-    area = torch.randn(total // 4).view(torch.uint8)
-    views, position = [], 0
-    for shape in shapes:
-        nbytes = 4 * torch.Size(shape).numel()
-        views.append(area[position : position + nbytes].view(torch.float32).view(shape))
-        position += nbytes
-    return area, views
+def stored(*shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """fp32 tensors of random numbers, "0", "1" and so on, each in memory of its own."""
+    return {str(number): torch.randn(shape) for number, shape in enumerate(shapes)}
+
+
+def recording(model: Fused, tensors: dict[str, torch.Tensor]) -> CopyRecorder:
+    sources = Sources()
+    for name, tensor in tensors.items():
+        sources.add(name, tensor)
+    return CopyRecorder(model, sources)
+
+
+class Recorded(NamedTuple):
+    """A model that was loaded, the copies that did it, and a staging area that holds what they read, packed."""
+
+    model: Fused
+    copies: list[Copy]
+    placement: Placement
+    area: torch.Tensor
+
+    def of(self, parameter: str) -> list[Copy]:
+        return [copy for copy in self.copies if copy.parameter == parameter]
 
 
 @pytest.fixture
-def recorded() -> tuple[Fused, torch.Tensor, list[Copy]]:
-    model = Fused()
-    area, tensors = staged((2, 8), (4, 8), (4, 6))
-    with CopyRecorder(model, area) as recorder:
-        model.load(*tensors)
-    return model, area, recorder.copies
+def recorded() -> Recorded:
+    model, tensors = Fused(), stored((2, 8), (4, 8), (4, 6))
+    with recording(model, tensors) as recorder:
+        model.load(*tensors.values())
+    placement = Placement(copy.span for copy in recorder.copies)
+    area = torch.zeros(placement.nbytes, dtype=torch.uint8)
+    for span, place in placement.places.items():
+        held = tensors[span.tensor].reshape(-1).view(torch.uint8)
+        for row in range(span.rows):
+            first, target = span.start + row * span.stride_bytes, place + row * span.row_bytes
+            area[target : target + span.row_bytes] = held[first : first + span.row_bytes]
+    return Recorded(model, recorder.copies, placement, area)
 
 
-def replayed(parameter: torch.Tensor, area: torch.Tensor, copies: list[Copy]) -> torch.Tensor:
+def replayed(parameter: torch.Tensor, recorded: Recorded, copies: list[Copy]) -> torch.Tensor:
     """What the copies put into a parameter, byte by byte."""
     held = bytearray(parameter.numel() * parameter.element_size())
     for c in copies:
         for row in range(c.rows):
-            source, target = c.source + row * c.source_stride_bytes, c.target + row * c.target_stride_bytes
-            held[target : target + c.row_bytes] = area[source : source + c.row_bytes].numpy().tobytes()
+            source = recorded.placement.places[c.span] + row * c.staged_stride()
+            target = c.target + row * c.target_stride_bytes
+            held[target : target + c.row_bytes] = recorded.area[source : source + c.row_bytes].numpy().tobytes()
     return torch.frombuffer(held, dtype=parameter.dtype).view(parameter.shape)
 
 
-def test_recorded_copies_do_what_the_loader_did(recorded: tuple[Fused, torch.Tensor, list[Copy]]) -> None:
-    model, area, copies = recorded
-    for name, parameter in model.named_parameters():
-        mine = [copy for copy in copies if copy.parameter == name]
+def test_recorded_copies_do_what_the_loader_did(recorded: Recorded) -> None:
+    for name, parameter in recorded.model.named_parameters():
+        mine = recorded.of(name)
         assert parameter.abs().sum() > 0
-        assert torch.equal(replayed(parameter, area, mine), parameter)
-        _require_same(name, parameter, mine, area)
+        assert torch.equal(replayed(parameter, recorded, mine), parameter)
+        _require_same(name, parameter, mine, recorded.placement, recorded.area)
 
 
-def test_what_does_not_come_from_the_staging_area_is_not_recorded() -> None:
+def test_of_rows_that_are_cut_only_the_part_that_is_read_is_staged(recorded: Recorded) -> None:
+    assert [(copy.source, copy.row_bytes, copy.rows) for copy in recorded.of("cut")] == [(12, 12, 4)]
+    assert recorded.placement.nbytes == sum(4 * p.numel() for p in recorded.model.parameters())
+
+
+def test_what_does_not_come_from_a_stored_tensor_is_not_recorded() -> None:
     model = Fused()
-    area, _ = staged((2, 8))
-    with CopyRecorder(model, area) as recorder:
+    with recording(model, stored((2, 8))) as recorder:
         model.cut.data.copy_(torch.ones(4, 3))
     assert recorder.copies == []
 
 
 def test_a_conversion_on_the_way_is_not_recorded() -> None:
-    model = Fused()
-    area, [tensor] = staged((4, 3))
-    with CopyRecorder(model, area) as recorder:
-        model.cut.data.copy_(tensor.view(torch.int32))
+    model, tensors = Fused(), stored((4, 3))
+    with recording(model, tensors) as recorder:
+        model.cut.data.copy_(tensors["0"].view(torch.int32))
     assert recorder.copies == []
+
+
+def test_memory_that_is_used_again_holds_what_was_put_there_last() -> None:
+    sources, memory = Sources(), torch.zeros(100, dtype=torch.uint8)
+    start = memory.data_ptr()
+    sources.add("a", memory[:40])
+    sources.add("b", memory[40:60])
+    assert sources.find(start + 45) == ("b", 5) and sources.find(start + 60) is None
+    sources.add("c", memory[:50])
+    assert sources.find(start + 45) == ("c", 45) and sources.find(start + 50) is None
+    sources.add("d", memory[50:80])
+    assert sources.find(start) == ("c", 0) and sources.find(start + 79) == ("d", 29)
+    assert sources.find(start - 1) is None
+
+
+def test_a_copy_of_one_row_into_many_reads_it_once() -> None:
+    model, tensors = Fused(), stored((1, 3))
+    with recording(model, tensors) as recorder:
+        model.cut.data.copy_(tensors["0"].expand(4, 3))
+    [copy] = recorder.copies
+    assert (copy.rows, copy.span.nbytes, copy.staged_stride()) == (4, 12, 0)
 
 
 def spoil(parameter: torch.Tensor) -> None:
@@ -97,20 +141,19 @@ def shrink(parameter: torch.nn.Parameter) -> None:
     ("change", "says"), [(spoil, "stored bytes"), (transpose, "contiguous"), (shrink, "fewer than were loaded")]
 )
 def test_a_kernel_that_changes_what_was_loaded_is_noticed(
-    recorded: tuple[Fused, torch.Tensor, list[Copy]], change: Callable[[torch.Tensor], None], says: str
+    recorded: Recorded, change: Callable[[torch.Tensor], None], says: str
 ) -> None:
-    model, area, copies = recorded
-    change(model.fused)
+    change(recorded.model.fused)
     with pytest.raises(NoPlan, match=f"fused.*{says}"):
-        _require_same("fused", model.fused, [c for c in copies if c.parameter == "fused"], area)
+        _require_same("fused", recorded.model.fused, recorded.of("fused"), recorded.placement, recorded.area)
 
 
-def test_a_part_that_was_not_loaded_is_noticed(recorded: tuple[Fused, torch.Tensor, list[Copy]]) -> None:
-    model, area, copies = recorded
+def test_a_part_that_was_not_loaded_is_noticed(recorded: Recorded) -> None:
+    held = recorded.model.fused, recorded.placement, recorded.area
     with pytest.raises(NoPlan, match="stored bytes"):
-        _require_same("fused", model.fused, [c for c in copies if c.parameter == "fused"][:1], area)
+        _require_same("fused", held[0], recorded.of("fused")[:1], *held[1:])
     with pytest.raises(NoPlan, match="not at all"):
-        _require_same("fused", model.fused, [], area)
+        _require_same("fused", held[0], [], *held[1:])
 
 
 def test_runs_that_follow_each_other_on_both_sides_become_one() -> None:

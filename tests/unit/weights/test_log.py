@@ -177,7 +177,7 @@ def test_verify_finds_a_flipped_bit_and_names_the_tensor(log: WeightLog, name: s
     flip_a_byte(log, 4, name)
     with pytest.raises(LogCorrupt, match=f"version 4: {name} in weights-00001.safetensors") as found:
         log.verify(log.manifest(4))
-    assert found.value.detail == {"version": 4, "tensor": name, "file": "weights-00001.safetensors"}
+    assert found.value.detail == {"version": 4, "tensor": name, "chunk": 0, "file": "weights-00001.safetensors"}
 
 
 def test_verify_finds_a_file_that_was_cut_off(log: WeightLog) -> None:
