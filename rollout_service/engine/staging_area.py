@@ -68,7 +68,7 @@ class StagingArea:
         lanes = [found[first :: self._threads] for first in range(self._threads)]
         with VersionReader(folder, manifest) as reader:
             if self.memory.is_cuda:
-                bounces = [_Bounce(self.memory, self._device) for lane in lanes if lane]  # before anything is read
+                bounces: list[_Lane] = [_Bounce(self.memory, self._device) for lane in lanes if lane]
             else:
                 bounces = [_Fill(self.memory) for lane in lanes if lane]
             work = list(zip(bounces, [lane for lane in lanes if lane], strict=True))

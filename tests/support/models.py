@@ -36,6 +36,8 @@ _SHAPE = {
     "eos_token_id": 2,
 }
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_DIVISIBLE = {**_SHAPE, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+"""Halves of these dimensions are multiples of the FP8 block: for tensor parallelism of 2."""
 
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_SHAPE),
@@ -47,6 +49,10 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         **_SHAPE, **_MOE, num_experts=NUM_EXPERTS, shared_expert_intermediate_size=256, norm_topk_prob=True
     ),
     "qwen3_moe": lambda: Qwen3MoeConfig(**_SHAPE, **_MOE, num_experts=NUM_EXPERTS, head_dim=64, norm_topk_prob=True),
+    "qwen3_tp": lambda: Qwen3Config(**_DIVISIBLE),
+    "qwen3_moe_tp": lambda: Qwen3MoeConfig(
+        **_DIVISIBLE, num_experts_per_tok=2, moe_intermediate_size=256, num_experts=NUM_EXPERTS, norm_topk_prob=True
+    ),
     "deepseek_v3": lambda: DeepseekV3Config(
         **{**_SHAPE, "num_key_value_heads": 4},
         **_MOE,

@@ -92,8 +92,17 @@ class OneEngine:
 
     async def load_report(self) -> dict[str, Any]:
         """How the last version was loaded; see ``LogWeightTransferEngine.report``."""
-        [report] = await self.engine.ask_workers("load_report")
-        return dict(report)
+        [report] = await self.load_reports()
+        return report
+
+    async def load_reports(self) -> list[dict[str, Any]]:
+        """The same of each rank of a tensor-parallel engine."""
+        return [dict(report) for report in await self.engine.ask_workers("load_report")]
+
+    async def logprobs(self, tokens: list[tuple[int, ...]]) -> torch.Tensor:
+        """Of each token of each sequence but the first, given those before it, one after the other."""
+        scored = [await self.engine.score(f"score-{i}", sequence) for i, sequence in enumerate(tokens)]
+        return torch.tensor([logprob for logprobs, _ in scored for logprob in logprobs])
 
     async def sample(self) -> list[tuple[tuple[int, ...], Completion]]:
         """Prompt and completion, 16 pairs."""
@@ -127,7 +136,8 @@ async def running(
         monkeypatch.setenv(name, value)
     register()
     model = ServedModel.load(config.model.path)
-    args = engine_args(config, not_converted(model, model.plan(config.quant)), model.has_tokenizer)
+    plan = model.plan(config.quant, config.engine.tensor_parallel_size)
+    args = engine_args(config, not_converted(model, plan), model.has_tokenizer)
     args.worker_extension_cls = "tests.support.probe.Probe"
     if torch.cuda.is_available():
         # else vLLM measures what is free, and gives up when an engine of before, or of a test beside, frees memory then

@@ -1,0 +1,53 @@
+"""A real engine of two ranks on the CPU: it starts, follows versions, and computes what one rank computes."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rollout_service.errors import LogCorrupt
+from rollout_service.weights.log import WeightLog
+from tests.support.models import random_weights
+from tests.support.one_engine import PROMPTS, mean_difference, running
+from tests.unit.weights.versions import flip_a_byte
+
+FP8_MEAN = 0.06
+"""As in test_round_trip.py."""
+BETWEEN_RANKS_MEAN = 0.03
+"""Mean |Δ| of logprobs between one rank and two: sums of BF16 in another order. Another version's are 10 times that."""
+TOKENS = [tuple((5 * i + 7 * j) % 120 + 3 for j in range(40)) for i in range(len(PROMPTS))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_tp", "qwen3_moe_tp"])
+async def test_two_ranks_follow_versions_and_agree_with_one(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    with monkeypatch.context() as bound:
+        bound.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{first}|{second}")  # vLLM wants a NUMA node for each rank else
+        async with running(family, tmp_path, bound, tensor_parallel_size=2) as two:
+            for version in (1, 2, 3):
+                weights = random_weights(two.config.model.path, seed=version)
+                folder = await two.update(version, weights)
+                reports = await two.load_reports()
+                assert [report["way"] for report in reports] == ["layerwise", "layerwise"]
+                assert not any("unstaged" in report for report in reports)
+            assert await mean_difference(two, folder, fp8=True) < FP8_MEAN
+            of_two = await two.logprobs(TOKENS)
+
+            # a version that is damaged where only one rank reads it is refused before the engine is closed
+            log = WeightLog(two.config.weights.root)
+            damaged = await two.commit(4, random_weights(two.config.model.path, seed=4))
+            flip_a_byte(log, 4, "model.layers.1.self_attn.o_proj.weight")
+            with pytest.raises(LogCorrupt, match=r"layers\.1\.self_attn\.o_proj\.weight"):
+                await two.engine.stage(damaged, log.manifest(4).digest)
+            assert (await two.logprobs(TOKENS) == of_two).all()
+
+    again = tmp_path / "one"
+    again.mkdir()
+    async with running(family, again, monkeypatch) as one:
+        await one.load(folder, 3)
+        assert (await one.logprobs(TOKENS) - of_two).abs().mean() < BETWEEN_RANKS_MEAN
+        await one.load(log.folder(2), 2)
+        assert (await one.logprobs(TOKENS) - of_two).abs().mean() > 10 * BETWEEN_RANKS_MEAN
