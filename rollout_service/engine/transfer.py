@@ -18,11 +18,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
 from rollout_service.calibration.measurement import KVMeasurement
 from rollout_service.engine.held_tensors import Held, Unbound, bind_to_parameters, held_tensors
@@ -31,6 +26,13 @@ from rollout_service.engine.kv_scales import load_kv_scales
 from rollout_service.engine.load_plan import CopyRecorder, LoadPlan, NoPlan
 from rollout_service.engine.plugin import STAGING_KEY
 from rollout_service.engine.staging_area import Staged, StagingArea
+from rollout_service.engine.vllm_internals import (
+    VocabParallelEmbedding,
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    is_deferred_attention_layer,
+    load_progress,
+)
 from rollout_service.weights.manifest import Manifest, read_manifest
 
 logger = logging.getLogger(__name__)
@@ -186,18 +188,13 @@ def incomplete_modules(model: torch.nn.Module) -> list[str]:
     The names that ``load_weights`` returns do not tell: one slice counts for the whole parameter there.
     """
     return [
-        f"{name} ({info.load_numel} of {wanted} elements)"
+        f"{name} ({loaded} of {wanted} elements)"
         for name, module in model.named_modules()
         # padding is never loaded; scales of the KV cache need not be
         if not isinstance(module, VocabParallelEmbedding) and not is_deferred_attention_layer(module)
-        # a module that is complete has been processed, and its count is back at zero
-        if 0 < (info := get_layerwise_info(module)).load_numel < (wanted := _loadable_elements(module))
+        for loaded, wanted in [load_progress(module)]
+        if 0 < loaded < wanted
     ]
-
-
-def _loadable_elements(module: torch.nn.Module) -> int:
-    parameters = module.named_parameters(recurse=False)
-    return sum(getattr(p, "weight_loader_numel", p.numel()) for name, p in parameters if name not in SKIP_LOAD_TENSORS)
 
 
 def stored_tensors(folder: Path, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
