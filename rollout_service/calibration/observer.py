@@ -6,7 +6,6 @@ its kernel at each call: no class of a model is changed, and the kernel that com
 
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
@@ -14,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import PreTrainedModel
 
 from rollout_service.calibration.fp8_error import ErrorSums, LayerError, masked_amax
 from rollout_service.calibration.scales import Amax, KVScales, ScaledFrom, scales_from_amax
 from rollout_service.errors import InvalidRequest
+from rollout_service.transformers_internals import attention_kernel, eager_attention, registered_attention
 
 _observing = Lock()
 _WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
@@ -159,7 +158,9 @@ def observe_qkv(model: torch.nn.Module, *, measured_with: KVScales | None = None
         backbone.register_forward_hook(observation.end),
     ]
     try:
-        with _observed_attention(inner.config._attn_implementation, observation.see):
+        with registered_attention(
+            attention_kernel(inner), lambda original: _observing_attention(original, observation.see)
+        ):
             yield observation
     finally:
         for hook in hooks:
@@ -182,10 +183,8 @@ def attention_layers(model: PreTrainedModel) -> dict[torch.nn.Module, str]:
     return layers
 
 
-@contextmanager
-def _observed_attention(kernel: str, see: Callable[..., None]) -> Iterator[None]:
-    """Put an attention function that observes in the place of ``kernel``."""
-    original = ALL_ATTENTION_FUNCTIONS.get(kernel)
+def _observing_attention(original: Callable[..., Any] | None, see: Callable[..., None]) -> Callable[..., Any]:
+    """An attention function that shows ``see`` what ``original`` is given; None: the eager one of the model's file."""
 
     def observed(
         module: torch.nn.Module,
@@ -200,29 +199,16 @@ def _observed_attention(kernel: str, see: Callable[..., None]) -> Iterator[None]
         attend = original or _eager_function(module)
         return attend(module, query, key, value, *args, scaling=scaling, **kwargs)
 
-    if original is None:  # "eager" is not in the registry, which takes its local entries out again
-        ALL_ATTENTION_FUNCTIONS[kernel] = observed
-        try:
-            yield
-        finally:
-            del ALL_ATTENTION_FUNCTIONS[kernel]
-        return
-    AttentionInterface.register(kernel, observed)
-    try:
-        yield
-    finally:
-        AttentionInterface.register(kernel, original)
+    return observed
 
 
 def _eager_function(module: torch.nn.Module) -> Callable[..., Any]:
-    """What a model's attention uses where the registry has nothing: the function of its own file."""
-    for cls in type(module).__mro__:  # FSDP2 puts a class of its own before the model's
-        function: Callable[..., Any] | None = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
-        if function is not None:
-            return function
-    raise InvalidRequest(
-        f"{type(module).__name__} has no eager attention: load the model with attn_implementation='sdpa'"
-    )
+    function = eager_attention(module)
+    if function is None:
+        raise InvalidRequest(
+            f"{type(module).__name__} has no eager attention: load the model with attn_implementation='sdpa'"
+        )
+    return function
 
 
 def _counting(mask: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollout_service.calibration.measurement import KVMeasurement
 from rollout_service.engine.load import RayStats, SchedulerLog
+from rollout_service.engine.vllm_internals import pause_scheduler
 from rollout_service.errors import EngineFailed, InvalidRequest, LogCorrupt, NonFiniteLogprob
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
@@ -138,9 +139,7 @@ class EngineAdapter:
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop scheduling. The KV cache is dropped, so nothing computed before is read after: see ``PauseMode``."""
-        # AsyncLLM.pause_generation does this and then sleeps 20 ms, "not required for correctness" by its own words;
-        # an update would close the engine for as long again
-        await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
+        await pause_scheduler(self._llm, mode)
 
     async def resume(self) -> None:
         """Schedule again. Raises EngineFailed if broken: half a version is never served."""

@@ -8,17 +8,20 @@ The decoded weights cost four bytes a parameter beside the one of the codes: for
 from typing import Any
 
 import torch
-from vllm.model_executor.kernels.linear import Fp8BlockScaledMMLinearKernel, FP8ScaledMMLinearLayerConfig
-from vllm.model_executor.layers.linear import LinearBase, register_weight_loader_v2_supported_method
-from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
-from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-    create_fp8_scale_parameter,
-    create_fp8_weight_parameter,
-    validate_fp8_block_shape,
-)
-from vllm.model_executor.parameter import BlockQuantScaleParameter
 from vllm.platforms import current_platform
 
+from rollout_service.engine.vllm_internals import (
+    BlockQuantScaleParameter,
+    Fp8BlockScaledMMLinearKernel,
+    Fp8LinearMethod,
+    FP8ScaledMMLinearLayerConfig,
+    LinearBase,
+    block_weight,
+    create_fp8_scale_parameter,
+    create_fp8_weight_parameter,
+    register_weight_loader_v2_supported_method,
+    validate_fp8_block_shape,
+)
 from rollout_service.quant.blockwise import BLOCK, dequantize_blockwise
 
 
@@ -45,8 +48,7 @@ class CpuBlockScaledMM(Fp8BlockScaledMMLinearKernel):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Decode the layer's weight, fp32 [N, K], beside the codes and scales that stay as they were loaded."""
         super().process_weights_after_loading(layer)
-        params = self._get_layer_params(layer)
-        self.weight = dequantize_blockwise(params.weight.data, params.block_scale.data)
+        self.weight = dequantize_blockwise(*block_weight(self, layer))
 
     def apply_block_scaled_mm(
         self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor

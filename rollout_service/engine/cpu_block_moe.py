@@ -9,18 +9,19 @@ models only.
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe import (
+
+from rollout_service.engine.cpu_block_gemm import decode_activations
+from rollout_service.engine.vllm_internals import (
+    Fp8Config,
+    Fp8MoEMethod,
     FusedMoEMethodBase,
     FusedMoEQuantConfig,
+    GroupShape,
     MoEActivation,
+    QuantFP8,
     RoutedExperts,
     apply_moe_activation,
 )
-from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
-from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
-from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
-
-from rollout_service.engine.cpu_block_gemm import decode_activations
 from rollout_service.quant.blockwise import BLOCK, dequantize_blockwise
 
 _ACTIVATIONS = (MoEActivation.SILU, MoEActivation.GELU, MoEActivation.GELU_TANH)

@@ -7,18 +7,23 @@ on the CPU, which need AMX and round no activations, are never asked.
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.layers.quantization.fp8 import Fp8Config
-from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
-from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
 from rollout_service.engine.cpu_block_gemm import CpuBlockLinearMethod
 from rollout_service.engine.cpu_block_moe import CpuBlockMoEMethod
 from rollout_service.engine.plugin import CPU_BF16, CPU_BLOCK_FP8
+from rollout_service.engine.vllm_internals import (
+    Attention,
+    BaseKVCacheMethod,
+    Fp8Config,
+    LinearBase,
+    RoutedExperts,
+    UnquantizedFusedMoEMethod,
+    UnquantizedLinearMethod,
+    forget_kernel,
+    is_layer_skipped,
+)
 
 
 class RepackedMoEMethod(UnquantizedFusedMoEMethod):
@@ -30,7 +35,7 @@ class RepackedMoEMethod(UnquantizedFusedMoEMethod):
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Pack what was loaded."""
-        self.moe_kernel = None  # its presence is what vLLM takes for "packed already"
+        forget_kernel(self)
         super().process_weights_after_loading(layer)
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from rollout_service.engine.vllm_internals import hold
+
 _LEAVES = (str, bytes, int, float, complex, type, type(None), torch.dtype, torch.device, torch.Size, types.ModuleType)
 _NO_HOLDERS = (
     "asyncio.", "concurrent.", "enum.", "logging.", "threading.", "torch.", "transformers.",
@@ -41,10 +43,7 @@ class Held:
     def replace(self, tensor: torch.Tensor) -> None:
         """Have ``holder`` hold another. Raises Unbound where that cannot be."""
         try:
-            if isinstance(self.holder, (dict, list)):
-                self.holder[self.key] = tensor
-            else:
-                setattr(self.holder, self.key, tensor)
+            hold(self.holder, self.key, tensor)
         except (AttributeError, TypeError) as error:
             raise Unbound(f"{self.path} cannot be bound to the live parameter: {error}") from error
 

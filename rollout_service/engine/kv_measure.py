@@ -11,13 +11,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.attention import Attention
 
 from rollout_service.calibration.fp8_error import ErrorSums, masked_amax
 from rollout_service.calibration.measurement import KVMeasurement
 from rollout_service.calibration.scales import TENSORS, LayerScales
 from rollout_service.engine.kv_scales import held_scales, layers_by_name
+from rollout_service.engine.vllm_internals import Attention, set_forward_context
 
 MOST_TOKENS = 2048
 """Of one pass, padding included, or as many as a step of the engine may have: memory for more was not set aside."""

@@ -9,11 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from rollout_service.calibration.scales import TENSORS
+from rollout_service.engine.vllm_internals import (
+    Attention,
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    is_quantized_kv_cache,
+    kv_scale,
+    kv_scale_copies,
+)
 
 _ATTENTION = ".attn"
 """vLLM's module inside the one that a checkpoint's names end at: ``model.layers.0.self_attn`` has ``.attn``."""
@@ -54,10 +59,7 @@ def layers_by_name(model: torch.nn.Module) -> dict[str, Attention]:
 
 def held_scales(layer: torch.nn.Module) -> dict[str, list[float]]:
     """``q``, ``k``, ``v`` → every copy of the scale that vLLM has in an attention layer."""
-    copies = {x: [getattr(layer, f"_{x}_scale_float"), getattr(layer, f"_{x}_scale").item()] for x in TENSORS}
-    for x in ("k", "v"):
-        copies[x].append(getattr(layer, f"_{x}_scale_cpu").item())
-    return copies
+    return {x: kv_scale_copies(layer, x) for x in TENSORS}
 
 
 def _load(name: str, layer: torch.nn.Module, model_config: Any, wanted: Mapping[str, torch.Tensor]) -> None:
@@ -73,7 +75,7 @@ def _load(name: str, layer: torch.nn.Module, model_config: Any, wanted: Mapping[
 
 def _has(name: str, layer: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> bool:
     """By the Python floats, for which no device is waited for."""
-    return all(getattr(layer, f"_{x}_scale_float") == wanted[f"{name}.{x}_scale"].item() for x in TENSORS)
+    return all(kv_scale(layer, x) == wanted[f"{name}.{x}_scale"].item() for x in TENSORS)
 
 
 def _differing(name: str, layer: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> list[str]:

@@ -1,14 +1,16 @@
 """How busy an engine is: for the autoscaler and for Prometheus."""
 
-import copy
 import time
 from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
-from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
-from vllm.v1.metrics.stats import SchedulerStats
 
 from rollout_service.autoscaling import KV_USAGE, RUNNING, SERVING, VERSION, WAITING
+from rollout_service.engine.vllm_internals import (
+    RayPrometheusStatLogger,
+    SchedulerStats,
+    without_inter_token_latencies,
+)
 from rollout_service.metrics.process import set_load
 from rollout_service.types import ReplicaStatus
 
@@ -67,8 +69,7 @@ class RayStats(RayPrometheusStatLogger):
     ) -> None:
         """vLLM's hook, after each step."""
         if iteration_stats is not None:
-            iteration_stats = copy.copy(iteration_stats)  # other loggers see the same one
-            iteration_stats.inter_token_latencies_iter = []
+            iteration_stats = without_inter_token_latencies(iteration_stats)
         super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
 
 

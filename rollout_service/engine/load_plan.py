@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
 from rollout_service.engine.grouped_copy import GroupedCopy, Rows
 from rollout_service.engine.placement import Placement, Span
+from rollout_service.engine.vllm_internals import is_deferred_attention_layer, is_of_kv_cache
 from rollout_service.weights.manifest import Manifest
 
 
@@ -225,14 +225,10 @@ def _require_nothing_derived(model: torch.nn.Module) -> None:
         derived = [
             key
             for key, value in vars(module).items()
-            if isinstance(value, torch.Tensor) and not (is_deferred_attention_layer(module) and _is_of_kv_cache(key))
+            if isinstance(value, torch.Tensor) and not (is_deferred_attention_layer(module) and is_of_kv_cache(key))
         ]
         if derived:
             raise NoPlan(f"{name} holds tensors that may be made from weights: {derived[:3]}")
-
-
-def _is_of_kv_cache(attribute: str) -> bool:
-    return attribute == "kv_cache" or "_scale" in attribute
 
 
 def _require_same(

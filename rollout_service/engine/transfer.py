@@ -17,11 +17,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
 from rollout_service.calibration.measurement import KVMeasurement
@@ -34,6 +29,13 @@ from rollout_service.engine.plugin import STAGING_KEY
 from rollout_service.engine.staging import Staged, Stager
 from rollout_service.engine.staging_area import CannotStage, StagingArea
 from rollout_service.engine.stored_tensors import stored_tensors
+from rollout_service.engine.vllm_internals import (
+    VocabParallelEmbedding,
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    is_deferred_attention_layer,
+    load_progress,
+)
 from rollout_service.errors import LogCorrupt
 from rollout_service.weights.manifest import read_manifest
 
@@ -226,15 +228,10 @@ def incomplete_modules(model: torch.nn.Module) -> list[str]:
     The names that ``load_weights`` returns do not tell: one slice counts for the whole parameter there.
     """
     return [
-        f"{name} ({info.load_numel} of {wanted} elements)"
+        f"{name} ({loaded} of {wanted} elements)"
         for name, module in model.named_modules()
         # padding is never loaded; scales of the KV cache need not be
         if not isinstance(module, VocabParallelEmbedding) and not is_deferred_attention_layer(module)
-        # a module that is complete has been processed, and its count is back at zero
-        if 0 < (info := get_layerwise_info(module)).load_numel < (wanted := _loadable_elements(module))
+        for loaded, wanted in [load_progress(module)]
+        if 0 < loaded < wanted
     ]
-
-
-def _loadable_elements(module: torch.nn.Module) -> int:
-    parameters = module.named_parameters(recurse=False)
-    return sum(getattr(p, "weight_loader_numel", p.numel()) for name, p in parameters if name not in SKIP_LOAD_TENSORS)

@@ -19,6 +19,7 @@ from rollout_service.errors import InvalidManifest
 from rollout_service.quant.experts import ExpertNaming, Piece, pieces
 from rollout_service.quant.families import FAMILIES, Heads
 from rollout_service.quant.recipe import QuantPlan, plan
+from rollout_service.transformers_internals import kept_in_float32
 from rollout_service.weights.table import Expected, differences
 from rollout_service.weights.upload import UploadTensor
 
@@ -183,7 +184,7 @@ def _attention_layers(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(n for n, module in model.named_modules() if hasattr(module, "k_proj") and hasattr(module, "v_proj"))
 
 
-def _kept_in_float32(model: torch.nn.Module, shapes: Iterable[str]) -> frozenset[str]:
+def _kept_in_float32(model: PreTrainedModel, shapes: Iterable[str]) -> frozenset[str]:
     """DeepSeek's ``e_score_correction_bias``: transformers keeps it in fp32, and vLLM's parameter is fp32."""
-    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    kept = kept_in_float32(model)
     return frozenset(name for name in shapes if not kept.isdisjoint(name.split(".")))

@@ -1,0 +1,131 @@
+"""The check of names that a library does not document: are they there, and are they what they were when they were read?
+
+``engine/vllm_internals.py`` and ``transformers_internals.py`` list such names and check them as they are imported, so
+that an upgrade that takes one away ends the start of the service, by name, and nothing goes on with half of it.
+"""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+
+class PrivateNameMissing(ImportError):
+    """A library has no such name any more, or another thing by it; says which, and where it was read."""
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """A name of ``module``: ``name`` may have dots, for what belongs to a class."""
+
+    module: str
+    name: str
+    read_in: str
+    """Version of the library whose source says what we rely on."""
+    parameters: tuple[str, ...] | None = None
+    """Of a function or a constructor, in order; None: they do not matter."""
+    assigns: tuple[str, ...] = ()
+    """Attributes that its code gives to objects: those of a class to its instances, those of a function to what it is
+    called with. They are looked for in the source, since there is no object yet."""
+    only_source: bool = False
+    """Look for ``assigns`` in the module's file, and do not import it: it is large, and not every process needs it."""
+
+
+Import = Callable[[str], Any]
+
+
+def require_names(distributions: tuple[str, ...], names: Iterable[PrivateName], load: Import | None = None) -> None:
+    """Raise PrivateNameMissing, with every name of ``names`` that is not as it was read.
+
+    Args:
+        distributions: under which the library may be installed; for the message.
+        load: gives the module of a name. None: it is imported.
+    """
+    wrong = [problem for name in names if (problem := _problem(name, load or importlib.import_module)) is not None]
+    if wrong:
+        raise PrivateNameMissing(
+            f"{_installed(distributions)} is not what this release of rollout-service was written against: "
+            f"{'; '.join(wrong)}. Install the version that requirements/ names"
+        )
+
+
+def _problem(name: PrivateName, load: Import) -> str | None:
+    what = f"{name.module}.{name.name} (read in {name.read_in})"
+    try:
+        found: Any = _nodes_in_file(name) if name.only_source else attrgetter(name.name)(load(name.module))
+    except (ImportError, AttributeError) as error:
+        return f"{what} is not there: {error}"
+    if name.parameters is not None:
+        try:
+            parameters = tuple(inspect.signature(found).parameters)
+        except (TypeError, ValueError):
+            return f"{what} is no function any more, but {type(found).__name__}"
+        if parameters != name.parameters:
+            return f"{what} takes ({', '.join(parameters)}) now, not ({', '.join(name.parameters)})"
+    assigned = _assigned_by(found) if name.only_source else _assigned(found)
+    gone = sorted({*name.assigns} - {*assigned}) if name.assigns else []
+    return f"{what} gives its objects no {', '.join(gone)} any more" if gone else None
+
+
+def _nodes_in_file(name: PrivateName) -> list[ast.AST]:
+    spec = importlib.util.find_spec(name.module)
+    if spec is None or spec.origin is None:
+        raise ImportError(f"No module named {name.module!r}")
+    if (nodes := _definitions(Path(spec.origin)).get(name.name)) is None:
+        raise AttributeError(f"{spec.origin} does not define {name.name}")
+    return nodes
+
+
+def _assigned(found: Any) -> Iterator[str]:
+    """What the code of a function, or of a class and its bases, calls the attributes of objects."""
+    for part in found.__mro__ if isinstance(found, type) else (found,):
+        try:
+            nodes = _definitions(Path(inspect.getfile(part)))[part.__qualname__]
+        except (KeyError, OSError, TypeError):  # built in, or without its source
+            continue
+        yield from _assigned_by(nodes)
+
+
+def _assigned_by(nodes: list[Any]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):  # a field
+            yield node.target.id
+        elif isinstance(node, ast.FunctionDef) and _is_property(node):
+            yield node.name
+        elif _registers_buffer(node):
+            yield node.args[0].value
+
+
+def _registers_buffer(node: Any) -> bool:
+    calls = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register_buffer"
+    return calls and isinstance(node.args[0], ast.Constant)
+
+
+def _is_property(node: ast.FunctionDef) -> bool:
+    return any(isinstance(d, ast.Name) and d.id == "property" for d in node.decorator_list)
+
+
+@cache
+def _definitions(file: Path) -> dict[str, list[ast.AST]]:
+    """The nodes of each class and function at a file's top level."""
+    tree = ast.parse(file.read_text())
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return {node.name: list(ast.walk(node)) for node in tree.body if isinstance(node, kinds)}
+
+
+def _installed(distributions: tuple[str, ...]) -> str:
+    for distribution in distributions:
+        try:
+            return f"{distribution} {version(distribution)}"
+        except PackageNotFoundError:
+            continue
+    return distributions[0]

@@ -1,0 +1,74 @@
+"""Every name of transformers that this package uses and transformers does not document, and the check that it is there.
+
+The check runs as this file is imported. Nothing here replaces code of transformers: what it registers goes through
+``AttentionInterface``, which is documented, and is taken out again.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rollout_service.private_names import PrivateName, require_names
+
+_READ_IN = "transformers 5.19.0"
+NAMES = (
+    PrivateName("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", _READ_IN),
+    PrivateName("transformers.modeling_utils", "PreTrainedModel._keep_in_fp32_modules_strict", _READ_IN),
+    PrivateName("transformers.modeling_utils", "PreTrainedModel.base_model_prefix", _READ_IN),
+    PrivateName("transformers", "PretrainedConfig._attn_implementation", _READ_IN),
+    PrivateName(
+        "transformers.models.qwen3.modeling_qwen3",  # as in the file of every other model
+        "eager_attention_forward",
+        _READ_IN,
+        ("module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"),
+    ),
+)
+
+require_names(("transformers",), NAMES)  # before the imports below, so that all that is missing is named at once
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+def attention_kernel(model: PreTrainedModel) -> str:
+    """The name under which the registry has the attention function that a model's layers call."""
+    return str(model.config._attn_implementation)
+
+
+@contextmanager
+def registered_attention(
+    kernel: str, wrap: Callable[[Callable[..., Any] | None], Callable[..., Any]]
+) -> Iterator[None]:
+    """Have ``wrap(function)`` called in the place of the attention function ``kernel`` inside the block.
+
+    ``wrap`` is given None for "eager", which is not in the registry: see ``eager_attention``.
+    """
+    original = ALL_ATTENTION_FUNCTIONS.get(kernel)
+    if original is None:  # the registry takes its local entries out again
+        ALL_ATTENTION_FUNCTIONS[kernel] = wrap(None)
+        try:
+            yield
+        finally:
+            del ALL_ATTENTION_FUNCTIONS[kernel]
+        return
+    AttentionInterface.register(kernel, wrap(original))
+    try:
+        yield
+    finally:
+        AttentionInterface.register(kernel, original)
+
+
+def eager_attention(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What a model's attention uses where the registry has nothing: the function of its own file, if there is one."""
+    for cls in type(module).__mro__:  # FSDP2 puts a class of its own before the model's
+        function: Callable[..., Any] | None = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
+        if function is not None:
+            return function
+    return None
+
+
+def kept_in_float32(model: PreTrainedModel) -> frozenset[str]:
+    """Parts of parameters' names that transformers keeps in fp32 whatever dtype the model is loaded in."""
+    return frozenset(model._keep_in_fp32_modules_strict or ())
