@@ -45,7 +45,8 @@ NOW = Row(
             "short",
             "What the numbers of each version rest on, by who scored them, on all replicas. Below "
             "monitor.min_tokens per replica a version is not judged. The newest version without a line: the trainer "
-            "calls report_mismatch no more, and what is shown here is old.",
+            "calls report_mismatch no more, and what is shown here is old. Truncated ones (top_p, top_k, min_p) "
+            "are not judged at all.",
             [
                 Query(
                     f"sum by (version, source) (rollout_mismatch_tokens_total{{{REPLICA}}})", "v{{version}} {{source}}"
@@ -54,6 +55,10 @@ NOW = Row(
                     f"sum by (version, source) (rollout_mismatch_sequences_total{{{REPLICA}}})",
                     "sequences of v{{version}} {{source}}",
                     right=True,
+                ),
+                Query(
+                    f"sum by (version) (rollout_mismatch_truncated_tokens_total{{{REPLICA}}})",
+                    "truncated, not judged, of v{{version}}",
                 ),
             ],
             right_unit="short",

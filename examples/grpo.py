@@ -161,7 +161,8 @@ def optimize(
     # importance sampling weighs each token by trainer / rollout probability, cut off at C, so that the gradient is that
     # of the policy which we train and not of the one that happened to sample.
     corrected = correct(logprobs.detach(), batch.rollout_logprobs, batch.mask, correction)
-    loss = -(corrected.weights * batch.advantages * logprobs).sum() / corrected.mask.sum().clamp(min=1)
+    # divided by as many tokens as the correction's source divides by: rejected ones may count or not
+    loss = -(corrected.weights * batch.advantages * logprobs).sum() / corrected.denominator
 
     optimizer.zero_grad()
     loss.backward()

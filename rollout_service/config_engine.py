@@ -62,7 +62,7 @@ class KVCalibrationConfig(Config):
     """Tokens of each, from its first on; no more than ``engine.max_model_len`` or ``max_num_batched_tokens`` either."""
 
     percentile: float = Field(default=99.9, gt=0, le=100)
-    """Over the largest values of the forward passes; of fewer than 1000, 99.9 takes the largest."""
+    """Over the largest values of the forward passes; of up to 501, 99.9 takes the largest."""
 
     margin: float = Field(default=1.05, gt=0, allow_inf_nan=False)
     """Factor on the largest value, for what the batch did not show."""
@@ -152,6 +152,11 @@ class EngineConfig(Config):
     """Where a replica puts the next version while it still serves. ``device``: in GPU memory beside the weights, as
     large as they are, out of ``gpu_memory_utilization``; closed for milliseconds. ``host``: in pinned memory, closed
     for as long as PCIe takes. ``none``: it is read from the files while closed. ``auto``: ``device`` on a GPU."""
+
+    return_sampling_mask: bool = False
+    """Each completion comes with the token ids that ``top_k``, ``top_p`` and ``min_p`` left for each of its tokens, so
+    that a trainer can renormalize over them (docs/correction.md). It holds for every request: all need ``top_k`` of at
+    least 1 and a temperature above 0, and others are refused. Not on the CPU."""
 
     seed: int = 0
     """Seeds the engine; requests may carry their own."""

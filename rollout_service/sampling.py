@@ -39,6 +39,16 @@ class CommonSampling(Frozen):
     logprobs: Literal[0] | None = 0
     """The sampled token's logprob always comes back; other tokens' are not implemented."""
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary, over which their logprobs are renormalized.
+
+        vLLM ignores ``top_p``, ``top_k`` and ``min_p`` at temperature 0. ``min_tokens`` rules out what would end a
+        completion too soon.
+        """
+        cut_off = self.top_p < 1 or self.top_k >= 1 or self.min_p > 0
+        return self.min_tokens > 0 or (self.temperature > 0 and cut_off)
+
     @model_validator(mode="after")
     def _greedy_is_one_completion(self) -> Self:
         if self.temperature == 0 and self.n > 1:

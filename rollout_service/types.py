@@ -51,6 +51,9 @@ class Completion(Frozen):
     stop_reason: int | str | None = None
     spans: tuple[Span, ...]
     text: str | None = None
+    packed_sampling_mask: tuple[str, ...] | None = None
+    """Which tokens each token was drawn from, in the chunks of ``rollout_service.sampling_mask``; None unless
+    ``engine.return_sampling_mask`` is set."""
 
     @model_validator(mode="after")
     def _aligned(self) -> "Completion":
@@ -81,6 +84,9 @@ class Rollout(Frozen):
     """The replica that made the last token."""
     attempts: int = Field(default=1, ge=1)
     """How many replicas' generations the most interrupted completion took; 1: nothing was in its way."""
+    truncated_sampling: bool = False
+    """Sampled from a part of the vocabulary (``top_p``, ``top_k``, ``min_p``, ``min_tokens``), over which the logprobs
+    are renormalized: they do not compare with those of the whole vocabulary, and the monitor does not judge them."""
 
 
 class UpdateTimings(Frozen):
@@ -225,6 +231,15 @@ class MismatchRow(Frozen):
     """Unix time in seconds since when a threshold is passed; of merged rows, the first replica's."""
 
 
+class NotJudged(Frozen):
+    """Reported tokens that are in no row, because truncated sampling made their logprobs."""
+
+    version: int
+    replica_id: str
+    source: MismatchSource
+    tokens: int
+
+
 class MismatchTable(Frozen):
     """What is known of the mismatch, oldest version first."""
 
@@ -232,6 +247,8 @@ class MismatchTable(Frozen):
     """Per version, replica and source."""
     versions: tuple[MismatchRow, ...]
     """The same merged over replicas."""
+    truncated: tuple[NotJudged, ...] = ()
+    """What was reported of truncated rollouts, which nobody judges; see docs/correction.md."""
 
 
 class MismatchReceipt(Frozen):
@@ -241,5 +258,7 @@ class MismatchReceipt(Frozen):
     """Tokens that were counted, masked ones not."""
     too_old_tokens: int = 0
     """Tokens among them of versions that are not kept any more: they are in no row."""
+    truncated_tokens: int = 0
+    """Tokens beside them that truncated sampling made: in no row, and not judged."""
     repeated: bool = False
     """A report of this name was counted before, and this one was not."""

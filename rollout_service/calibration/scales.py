@@ -88,7 +88,7 @@ class ScaledFrom(Frozen):
     """How largest absolute values become scales."""
 
     percentile: float = Field(default=99.9, gt=0, le=100)
-    """Over the micro-batches of a rank, nearest rank: of fewer than 1000, 99.9 is the largest."""
+    """Over the micro-batches of a rank, see ``percentile_over_micro_batches``: of up to 501, 99.9 is the largest."""
     margin: float = Field(default=1.05, gt=0, allow_inf_nan=False)
     """Factor on the largest value, for what the calibration did not see."""
     power_of_two: bool = True
@@ -98,14 +98,12 @@ class ScaledFrom(Frozen):
 
 
 def percentile_over_micro_batches(amax: npt.ArrayLike, percentile: float) -> Amax:
-    """Nearest-rank percentile over the first axis: [num_micro_batches, ...] → [...], float64.
+    """An observed value over the first axis: [num_micro_batches, ...] → [...], float64.
 
-    The smallest observed value that at least ``percentile`` % of the micro-batches do not exceed.
+    NeMo-RL's rule: of n values in ascending order, the one at ``round(percentile / 100 · (n − 1))``, halves to even.
     """
     ordered = np.sort(np.asarray(amax, np.float64), axis=0)
-    # numpy's percentile divides by 100 first: 0.999 · 1000 comes out above 999, and the largest would be taken
-    rank = math.ceil(round(percentile * len(ordered) / 100, 9))
-    return np.asarray(ordered[max(rank, 1) - 1])
+    return np.asarray(ordered[round(percentile / 100.0 * (len(ordered) - 1))])
 
 
 def scales_from_amax(

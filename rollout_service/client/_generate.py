@@ -93,6 +93,7 @@ def parse_rollout(response: httpx.Response, body: dict[str, Any]) -> Rollout:
         completions=completions,
         replica_id=reply.replica_id,
         attempts=reply.attempts,
+        truncated_sampling=reply.truncated_sampling,
     )
 
 
@@ -104,6 +105,7 @@ class _Choice(BaseModel):
     stop_reason: int | str | None = None
     weight_versions: tuple[Span, ...]
     text: str | None = None
+    packed_sampling_mask: tuple[str, ...] | None = None
 
     def completion(self) -> Completion:
         """As the noun. Raises ValueError if tokens, logprobs and spans do not match."""
@@ -115,6 +117,7 @@ class _Choice(BaseModel):
             stop_reason=self.stop_reason,
             spans=self.weight_versions,
             text=self.text,
+            packed_sampling_mask=self.packed_sampling_mask,
         )
 
 
@@ -124,3 +127,4 @@ class _Reply(BaseModel):
     prompt_token_ids: tuple[int, ...] | None = None
     replica_id: str
     attempts: int = Field(default=1, ge=1)
+    truncated_sampling: bool = False

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from rollout_service.client._http import Http, parse
 from rollout_service.client._retry import Repeat
+from rollout_service.truncation import warn_of_truncated_sampling
 from rollout_service.types import Completion, MismatchReceipt, MismatchTable, Rollout
 
 TOKENS_PER_REPORT = 100_000
@@ -41,6 +42,7 @@ class MismatchCalls:
         mask: PerCompletion | None = None,
         *,
         by_request_id: bool = False,
+        renormalized: bool = False,
     ) -> Coroutine[Any, Any, MismatchReceipt]:
         """Tell the service which logprobs the trainer computes for what it sampled; it keeps statistics of them.
 
@@ -51,6 +53,9 @@ class MismatchCalls:
                 the end, or ragged: lists, 1-D tensors.
             mask: Which tokens count, of the same form; None: all. What stands elsewhere has no influence.
             by_request_id: Leave the rollouts' own logprobs out: the service remembers them for a while. Half the bytes.
+            renormalized: ``trainer_logprobs`` of truncated rollouts are renormalized over their sampling masks
+                (``rollout_service.correction.SamplingSupport``). Otherwise such rollouts are counted apart and not
+                judged, and a TruncatedSamplingWarning, once a process, says so.
 
         Raises:
             ValueError: Rows that do not match the completions, or a trainer's logprob that is not finite.
@@ -59,17 +64,21 @@ class MismatchCalls:
                 100 000 tokens have been counted by then.
         """
         # Not a coroutine function: SyncRolloutClient runs this part in the caller's thread, whose CUDA stream counts.
-        return self._send(list(_chunks(_rows(rollouts, trainer_logprobs, mask))), by_request_id)
+        if not renormalized and any(rollout.truncated_sampling for rollout in rollouts):
+            warn_of_truncated_sampling("report_mismatch")
+        chunks = list(_chunks(_rows(rollouts, trainer_logprobs, mask)))
+        return self._send(chunks, by_request_id, renormalized)
 
-    async def _send(self, chunks: list[list[_Row]], by_request_id: bool) -> MismatchReceipt:
+    async def _send(self, chunks: list[list[_Row]], by_request_id: bool, renormalized: bool) -> MismatchReceipt:
         name, receipts = uuid.uuid4().hex, []
         for number, chunk in enumerate(chunks):
-            body = await asyncio.to_thread(_body, f"{name}-{number}", chunk, by_request_id)
+            body = await asyncio.to_thread(_body, f"{name}-{number}", chunk, by_request_id, renormalized)
             reply = await self._control.send("POST", "/v1/mismatch", json=body, repeat=Repeat.IDEMPOTENT)
             receipts.append(parse(MismatchReceipt, reply))
         return MismatchReceipt(
             tokens=sum(receipt.tokens for receipt in receipts),
             too_old_tokens=sum(receipt.too_old_tokens for receipt in receipts),
+            truncated_tokens=sum(receipt.truncated_tokens for receipt in receipts),
         )
 
     async def mismatch(self, version: int | None = None) -> MismatchTable:
@@ -126,7 +135,7 @@ def _chunks(rows: list[_Row]) -> Iterator[list[_Row]]:
         yield chunk
 
 
-def _body(report_id: str, chunk: list[_Row], by_request_id: bool) -> dict[str, Any]:
+def _body(report_id: str, chunk: list[_Row], by_request_id: bool, renormalized: bool) -> dict[str, Any]:
     """JSON of a ``MismatchReport``."""
     grouped = [list(rows) for _, rows in itertools.groupby(chunk, key=lambda row: id(row[0]))]
     rollouts = [
@@ -134,6 +143,8 @@ def _body(report_id: str, chunk: list[_Row], by_request_id: bool) -> dict[str, A
             "request_id": rows[0][0].request_id,
             "replica_id": rows[0][0].replica_id,
             "completions": [_completion(row, by_request_id) for row in rows],
+            "truncated_sampling": rows[0][0].truncated_sampling,
+            "renormalized": renormalized,
         }
         for rows in grouped
     ]

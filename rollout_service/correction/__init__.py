@@ -10,7 +10,10 @@ from rollout_service.correction.mismatch import Mismatch, measure_mismatch
 from rollout_service.correction.presets import PRESETS, preset
 from rollout_service.correction.recipe import Corrected, Correction, correct
 from rollout_service.correction.rejection import Rejection, Veto
+from rollout_service.correction.staleness import fresh_tokens, token_lag, token_versions
+from rollout_service.correction.support import SamplingSupport
 from rollout_service.correction.weights import ImportanceWeights, truncated_importance_weights
+from rollout_service.truncation import TruncatedSamplingWarning
 
 __all__ = [
     "PRESETS",
@@ -20,9 +23,14 @@ __all__ = [
     "Mismatch",
     "Rejection",
     "Rows",
+    "SamplingSupport",
+    "TruncatedSamplingWarning",
     "Veto",
     "correct",
+    "fresh_tokens",
     "measure_mismatch",
     "preset",
+    "token_lag",
+    "token_versions",
     "truncated_importance_weights",
 ]

@@ -1,4 +1,4 @@
-"""The published recipes by name, with the bounds that their projects default to. docs/correction.md lists them."""
+"""The published recipes by name, with their projects' bounds and denominators. docs/correction.md names the sources."""
 
 import math
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ _UNBOUNDED = ImportanceWeights(level="token", upper=math.inf)
 _GEO_RS = Rejection("seq_mean_k1", lower=0.999, upper=1.001)
 _K3_RS = Rejection("seq_mean_k3", upper=0.01)
 _SKYRL_OUTLIERS = Veto(lower=1e-4, upper=100.0)
+"""What SkyRL's documentation suggests; off unless it is asked for."""
 
 
 def _trainer_over_rollout(lower: float, upper: float) -> dict[str, float]:
@@ -27,22 +28,44 @@ PRESETS: Mapping[str, Correction] = MappingProxyType(
         "token_tis": Correction(_TOKEN_TIS),
         "seq_tis": Correction(_SEQ_TIS),
         "icepop": Correction(ImportanceWeights(level="token", lower=0.5, upper=5.0, outside="mask")),
-        "token_mis": Correction(_UNBOUNDED, (Rejection("token_k1", lower=0.5, upper=2.0),), Veto(lower=1e-4)),
+        "trl_sequence_mask": Correction(ImportanceWeights(level="sequence", upper=3.0, outside="mask")),
+        "token_mis": Correction(
+            _UNBOUNDED, (Rejection("token_k1", lower=0.5, upper=2.0),), Veto(lower=1e-4), divides_by="sampled"
+        ),
+        "slime_mis": Correction(
+            ImportanceWeights(level="token", upper=2.0, batch_normalize=True),
+            (Rejection("token_k1", lower=0.5, upper=2.0),),
+            Veto(lower=1e-4),
+            divides_by="sampled",
+        ),
         "seq_mis": Correction(_SEQ_TIS, (Rejection("seq_sum_k1", lower=0.5, upper=2.0),)),
-        "seq_mask_tis": Correction(_UNBOUNDED, (Rejection("seq_mean_k1", **_trainer_over_rollout(0.999, 1.002)),)),
+        "seq_mis_upper": Correction(ImportanceWeights(level="sequence", upper=2.0, outside="mask")),
+        "seq_mask_tis": Correction(
+            _UNBOUNDED,
+            (Rejection("seq_mean_k1", **_trainer_over_rollout(0.999, 1.002)),),
+            divides_by="sampled",
+        ),
+        "nemo_seq_error_mask": Correction(rejections=(Rejection("seq_mean_prob_error", upper=2.0),)),
+        "prime_ipo": Correction(_UNBOUNDED, (Rejection("token_prob_diff", upper=0.3),), divides_by="sampled"),
         "geo_rs": Correction(rejections=(_GEO_RS,)),
         "geo_rs_token_tis": Correction(_TOKEN_TIS, (_GEO_RS,)),
         "geo_rs_seq_tis": Correction(_SEQ_TIS, (_GEO_RS,)),
         "k3_rs": Correction(rejections=(_K3_RS,)),
         "k3_rs_token_tis": Correction(_TOKEN_TIS, (_K3_RS,)),
         "k3_rs_seq_tis": Correction(_SEQ_TIS, (_K3_RS,)),
-        "skyrl_token_tis": Correction(_TOKEN_TIS, veto=_SKYRL_OUTLIERS),
-        "skyrl_seq_tis": Correction(ImportanceWeights(level="sequence", upper=5.0), veto=_SKYRL_OUTLIERS),
+        "skyrl_token_tis": Correction(_TOKEN_TIS, veto=_SKYRL_OUTLIERS, divides_by="sampled"),
+        "skyrl_seq_tis": Correction(
+            ImportanceWeights(level="sequence", upper=5.0), veto=_SKYRL_OUTLIERS, divides_by="sampled"
+        ),
         "skyrl_geo_mask": Correction(
-            rejections=(Rejection("seq_mean_k1", **_trainer_over_rollout(0.99, 1.01)),), veto=_SKYRL_OUTLIERS
+            rejections=(Rejection("seq_mean_k1", **_trainer_over_rollout(0.99, 1.01)),),
+            veto=_SKYRL_OUTLIERS,
+            divides_by="sampled",
         ),
         "skyrl_product_mask": Correction(
-            rejections=(Rejection("seq_sum_k1", **_trainer_over_rollout(0.5, 2.0)),), veto=_SKYRL_OUTLIERS
+            rejections=(Rejection("seq_sum_k1", **_trainer_over_rollout(0.5, 2.0)),),
+            veto=_SKYRL_OUTLIERS,
+            divides_by="sampled",
         ),
     }
 )

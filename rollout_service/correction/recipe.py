@@ -1,23 +1,30 @@
 """A whole recipe: weights, rejections and a veto, applied to one batch."""
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
 from rollout_service.correction.batch import Rows
+from rollout_service.correction.bounds import require_choice
 from rollout_service.correction.metrics import PREFIX, mismatch_metrics
 from rollout_service.correction.ratios import LogRatios, compare
 from rollout_service.correction.rejection import Rejection, Veto
 from rollout_service.correction.rejection_metrics import rejection_metrics, total_rejection_metrics, veto_metrics
 from rollout_service.correction.weight_metrics import normalized, weight_metrics
 from rollout_service.correction.weights import ImportanceWeights
+from rollout_service.truncation import warn_of_truncated_sampling
+
+Denominator: TypeAlias = Literal["sampled", "kept"]
+"""What a loss is divided by: all sampled tokens, or those that no rejection and no veto took out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
     """What is done about the mismatch. Nothing by default: metrics only. All parts look at the batch as it was given.
 
-    Raises TypeError for a part of another type, ValueError for two rejections by one statistic.
+    Raises TypeError for a part of another type, ValueError for two rejections by one statistic or an unknown
+    denominator.
     """
 
     weights: ImportanceWeights | None = None
@@ -26,6 +33,10 @@ class Correction:
     """A token stays if every one of them keeps it."""
     veto: Veto | None = None
     """A sequence stays if it has no token that the veto names."""
+    divides_by: Denominator = "kept"
+    """``kept``: rejected tokens leave the denominator too, as in verl, so that the others count for more. ``sampled``:
+    rejected tokens only weigh 0, as in NeMo-RL, OpenRLHF, SkyRL, slime, TRL and prime-rl. The two gradients differ by
+    the share that is kept: with 90% rejected, by a factor of 10."""
 
     def __post_init__(self) -> None:
         _require_type("weights", self.weights, ImportanceWeights)
@@ -34,6 +45,7 @@ class Correction:
             raise TypeError(f"rejections={self.rejections!r} must be a tuple of Rejection")
         for rejection in self.rejections:
             _require_type("rejections", rejection, Rejection)
+        require_choice("Correction", "divides_by", self.divides_by, get_args(Denominator))
         statistics = [rejection.statistic for rejection in self.rejections]
         twice = {statistic for statistic in statistics if statistics.count(statistic) > 1}
         if twice:
@@ -50,10 +62,24 @@ class Corrected:
     """The sampled tokens that were not rejected, bool [batch, tokens]. May select none."""
     metrics: dict[str, float]
     """``rollout_corr/…``, of the batch as it was given; every value is finite."""
+    counted: torch.Tensor
+    """The tokens that the loss is divided by, bool [batch, tokens]: ``mask`` where the recipe divides by what it kept,
+    all sampled tokens otherwise. Its sum over all micro-batches and ranks is the denominator of a step that is
+    computed in parts; its row sums are those of a mean over sequences."""
+
+    @property
+    def denominator(self) -> int:
+        """Tokens that the sum of this batch's loss is divided by, as in the recipe's source; at least 1."""
+        return max(int(self.counted.sum()), 1)
 
 
 def correct(
-    trainer_logprobs: Rows, rollout_logprobs: Rows, mask: Rows | None = None, correction: Correction | None = None
+    trainer_logprobs: Rows,
+    rollout_logprobs: Rows,
+    mask: Rows | None = None,
+    correction: Correction | None = None,
+    *,
+    truncated_sampling: bool = False,
 ) -> Corrected:
     """Weights, mask and metrics of a batch under a recipe; None: metrics only.
 
@@ -62,10 +88,16 @@ def correct(
     1-D tensor or a list of numbers per sequence. ``mask`` is alike, bool or 0/1, and may be left out where one of them
     is ragged. What masked positions hold, NaN included, has no influence. Computed in fp64.
 
+    ``truncated_sampling``: whether a rollout of the batch is marked so and ``trainer_logprobs`` are not renormalized
+    over its support (``SamplingSupport``); every ratio then carries the kept mass, and a TruncatedSamplingWarning,
+    once a process, says so.
+
     Raises ValueError if shapes or lengths differ, if no token is selected, if the mask holds anything but 0 and 1, or
     if a selected logprob is not finite (with its place); TypeError if ``correction`` is no ``Correction``.
     """
     _require_type("correction", correction, Correction)
+    if truncated_sampling:
+        warn_of_truncated_sampling("correct")
     recipe = correction or Correction()
     ratios = compare(trainer_logprobs, rollout_logprobs, mask)
     kept, metrics = _reject(recipe, ratios)
@@ -78,6 +110,7 @@ def correct(
         weights=(weights * kept).to(ratios.dtype),
         mask=kept,
         metrics={PREFIX + name: value for name, value in metrics.items()},
+        counted=kept if recipe.divides_by == "kept" else ratios.selected,
     )
 
 

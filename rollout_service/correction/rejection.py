@@ -8,13 +8,14 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from rollout_service.correction.bounds import require_bounds, require_choice
-from rollout_service.correction.ratios import LogRatios, k3
+from rollout_service.correction.ratios import LogRatios, k3, mult_prob_error
 
 Statistic: TypeAlias = Literal[
     "token_k1", "token_k2", "token_k3",
     "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
     "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
     "seq_max_k2", "seq_max_k3",
+    "token_prob_diff", "seq_mean_prob_error",
 ]  # fmt: skip
 
 
@@ -25,16 +26,17 @@ class Rejection:
     Of each token, with ``lr = trainer − rollout`` within ±20: ``k1 = −lr``, ``k2 = lr²/2``, ``k3 = exp(lr) − 1 − lr``
     (Schulman, "Approximating KL Divergence", 2020). A ``seq_`` statistic joins a sequence's tokens and keeps or drops
     all of them; ``seq_mean_k1`` is the geometric mean of the ratios, ``seq_sum_k1`` their product. Names and formulas:
-    verl's rollout correction.
+    verl's rollout correction. Two more, in no logarithm: ``token_prob_diff`` is |π_trainer − π_rollout| (prime-rl's
+    IPO), ``seq_mean_prob_error`` the mean of exp |lr|, at least 1 (NeMo-RL's ``seq_logprob_error_threshold``).
 
     Raises ValueError for an unknown statistic, for bounds that are not positive or are the wrong way round, and for
-    ``lower`` with k2 or k3.
+    ``lower`` with anything but k1.
     """
 
     statistic: Statistic
     upper: float
     """k1: keep up to ``log(upper)``, so this bounds the ratio π_rollout / π_trainer (the inverse of a weight!).
-    k2, k3: keep up to ``upper`` nats."""
+    k2, k3: keep up to ``upper`` nats. The others: keep up to ``upper``."""
     lower: float | None = None
     """k1 only: keep from ``log(lower)``. None: 1/``upper``."""
 
@@ -59,15 +61,15 @@ class Rejection:
 
     @property
     def limits(self) -> tuple[float, float]:
-        """The smallest and largest statistic that is kept, in nats."""
+        """The smallest and largest statistic that is kept, in its own unit."""
         if not self.is_ratio:
             return -math.inf, self.upper
         return math.log(1.0 / self.upper if self.lower is None else self.lower), math.log(self.upper)
 
     def measure(self, ratios: LogRatios) -> torch.Tensor:
-        """The statistic in nats, fp64: [batch, tokens] for ``token_``, [batch] for ``seq_``."""
-        divergence = _DIVERGENCES[self.statistic[-2:]](ratios.bounded)
-        joined, _, _ = self.statistic.rpartition("_")
+        """The statistic, fp64: [batch, tokens] for ``token_``, [batch] for ``seq_``. In nats if it is k1, k2 or k3."""
+        joined = next(joined for joined in _JOINED if self.statistic.startswith(joined))
+        divergence = _OF_TOKENS[self.statistic.removeprefix(f"{joined}_")](ratios) * ratios.selected
         if joined == "token":
             return divergence
         if joined == "seq_sum":
@@ -106,8 +108,11 @@ class Veto:
         return outside & ratios.selected
 
 
-_DIVERGENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "k1": torch.neg,
-    "k2": lambda log_ratio: 0.5 * log_ratio.square(),
-    "k3": k3,
+_JOINED = ("token", "seq_sum", "seq_mean", "seq_max")
+_OF_TOKENS: dict[str, Callable[[LogRatios], torch.Tensor]] = {
+    "k1": lambda ratios: -ratios.bounded,
+    "k2": lambda ratios: 0.5 * ratios.bounded.square(),
+    "k3": lambda ratios: k3(ratios.log_ratio),
+    "prob_diff": lambda ratios: (ratios.trainer.exp() - ratios.rollout.exp()).abs(),
+    "prob_error": lambda ratios: mult_prob_error(ratios.log_ratio),
 }

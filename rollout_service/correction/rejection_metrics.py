@@ -7,7 +7,7 @@ from rollout_service.correction.rejection import Rejection
 
 
 def rejection_metrics(recipe: Rejection, measured: torch.Tensor, ratios: LogRatios) -> dict[str, float]:
-    """Of one statistic, [batch, tokens] or [batch], in nats; names without prefix.
+    """Of one statistic, [batch, tokens] or [batch]; names without prefix.
 
     ``_max``, ``_min`` and the fractions are of tokens for a ``token_`` statistic and of sequences for a ``seq_`` one;
     ``_mean`` and ``_std`` are always over tokens, the latter with the statistic clamped to its bounds (verl).

@@ -30,6 +30,7 @@ from rollout_service.errors import EngineFailed, InvalidRequest, LogCorrupt, Non
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
 from rollout_service.sampling import Sampling
+from rollout_service.sampling_mask import pack
 from rollout_service.types import Completion, FinishReason, PauseMode, Span
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,9 @@ class EngineAdapter:
         """Prepare the weight-transfer engine in the workers, and run two steps on the dummy weights."""
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         # the first forward passes compile and allocate for seconds; no rollout should wait for that
-        async for _ in self._stream("warm-up", (0,), vllm_sampling(Sampling(max_tokens=2, ignore_eos=True))):
+        returns_masks = self._llm.vllm_config.model_config.return_sampling_mask  # then it takes no other top_k
+        warm_up = Sampling(max_tokens=2, ignore_eos=True, top_k=int(returns_masks))
+        async for _ in self._stream("warm-up", (0,), vllm_sampling(warm_up)):
             pass
 
     async def generate(
@@ -279,7 +282,20 @@ def completion(output: CompletionOutput) -> Completion:
         finish_reason=_FINISH[output.finish_reason],
         stop_reason=output.stop_reason,
         spans=tuple(Span(version=int(s.version), start=s.start, end=s.end) for s in output.weight_versions or ()),
+        packed_sampling_mask=packed_mask(output),
     )
+
+
+def packed_mask(output: CompletionOutput) -> tuple[str, ...] | None:
+    """The sampling mask in one chunk; None if the engine returns none. Raises EngineFailed if tokens lack theirs."""
+    mask = output.sampling_mask
+    if mask is None:
+        return None
+    if len(mask.token_ids) != len(output.token_ids):
+        raise EngineFailed(
+            f"vLLM returned sampling masks of {len(mask.token_ids)} tokens for a completion of {len(output.token_ids)}"
+        )
+    return (pack(mask.token_ids),)
 
 
 def sampled_logprobs(output: CompletionOutput) -> tuple[float, ...]:

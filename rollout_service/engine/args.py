@@ -48,6 +48,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         hf_overrides=_quantization(config, not_converted, on_cpu),
         # importance ratios need the distribution that was sampled from, temperature included
         logprobs_mode="processed_logprobs",
+        return_sampling_mask=_returns_masks(config, on_cpu),
         # the model's generation_config.json must not change what a trainer asked for
         generation_config="vllm",
         weight_transfer_config=WeightTransferConfig(backend=TRANSFER_BACKEND),
@@ -82,6 +83,15 @@ def _staging(config: ServiceConfig, on_cpu: bool) -> dict[str, str]:
             "renews: set it to auto"
         )
     return {} if kind == "none" else {STAGING_KEY: kind}
+
+
+def _returns_masks(config: ServiceConfig, on_cpu: bool) -> bool:
+    if config.engine.return_sampling_mask and on_cpu:
+        raise ValueError(
+            "engine.return_sampling_mask is true, and vLLM returns sampling masks from its Model Runner V2 alone, "
+            "which there is not for the CPU: leave it out, and sample without top_p, top_k and min_p"
+        )
+    return config.engine.return_sampling_mask
 
 
 def _graph_sizes(config: ServiceConfig, on_cpu: bool) -> list[int] | None:

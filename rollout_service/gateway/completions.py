@@ -7,7 +7,7 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pydantic import Field, StrictInt
 
-from rollout_service.gateway.generate import spans, usage
+from rollout_service.gateway.generate import packed_mask, spans, usage
 from rollout_service.gateway.prompts import RolloutOptions, check_model, detokenize, roll_out, tokenize
 from rollout_service.gateway.services import Open, Services, SessionHeader
 from rollout_service.sampling import CommonSampling, Sampling
@@ -73,6 +73,7 @@ async def completions(body: CompletionRequest, services: Open, x_session_id: Ses
         ],
         "usage": usage(rollouts),
         "attempts": max((rollout.attempts for rollout in rollouts), default=1),
+        "truncated_sampling": sampling.is_truncated,
     }
 
 
@@ -99,7 +100,7 @@ def _choice(
     if body.return_token_ids:
         choice["token_ids"] = completion.token_ids
         choice["prompt_token_ids"] = rollout.prompt_token_ids
-    return choice
+    return choice | packed_mask(completion)
 
 
 def _logprobs(completion: Completion, body: CompletionRequest, services: Services) -> dict[str, Any]:

@@ -53,6 +53,7 @@ async def generate(body: GenerateRequest, services: Open, x_session_id: SessionH
         "usage": usage([rollout]),
         "replica_id": rollout.replica_id,
         "attempts": rollout.attempts,
+        "truncated_sampling": rollout.truncated_sampling,
     }
     if body.return_token_ids or body.prompt is not None:
         reply["prompt_token_ids"] = rollout.prompt_token_ids
@@ -70,7 +71,7 @@ def _choice(completion: Completion, services: Services, body: GenerateRequest) -
     }
     if body.output_mode == "text":
         choice["text"] = detokenize(completion.token_ids, services)
-    return choice
+    return choice | packed_mask(completion)
 
 
 def _by_token(completion: Completion) -> list[dict[str, int | float]]:
@@ -82,6 +83,12 @@ def _by_token(completion: Completion) -> list[dict[str, int | float]]:
 def spans(completion: Completion) -> list[dict[str, Any]]:
     """vLLM's form of the spans: its versions are strings."""
     return [{"version": str(s.version), "start": s.start, "end": s.end} for s in completion.spans]
+
+
+def packed_mask(completion: Completion) -> dict[str, Any]:
+    """The sampling mask's chunks, where the deployment returns them. vLLM's own form is several times as long."""
+    mask = completion.packed_sampling_mask
+    return {} if mask is None else {"packed_sampling_mask": mask}
 
 
 def usage(rollouts: list[Rollout]) -> dict[str, int]:

@@ -5,7 +5,7 @@ import asyncio
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
-from rollout_service.gateway.mismatch import rows_or_none
+from rollout_service.gateway.mismatch import table_or_none
 from rollout_service.gateway.services import Open, call
 from rollout_service.metrics.exposition import exposition
 
@@ -15,5 +15,5 @@ router = APIRouter(tags=["metrics"])
 @router.get("/metrics")
 async def metrics(services: Open) -> Response:
     """What one process knows exactly; what each process counts is at the metrics ports of Ray's agents."""
-    state, mismatch = await asyncio.gather(call(services.ingest.state.remote()), rows_or_none(services))
-    return Response(exposition(state, mismatch), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    state, mismatch = await asyncio.gather(call(services.ingest.state.remote()), table_or_none(services))
+    return Response(exposition(state, mismatch.rows, mismatch.truncated), media_type=CONTENT_TYPE_PLAIN_0_0_4)

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request
 from rollout_service.errors import NotReady, PayloadTooLarge, RolloutServiceError
 from rollout_service.gateway.services import Guarded, Services, call
 from rollout_service.monitor.report import REPORT_BYTES
-from rollout_service.types import MismatchReceipt, MismatchRow, MismatchSource, MismatchTable, WeightStatus
+from rollout_service.types import MismatchReceipt, MismatchSource, MismatchTable, WeightStatus
 
 router = APIRouter(prefix="/v1/mismatch", tags=["mismatch"])
 logger = logging.getLogger(__name__)
@@ -49,9 +49,10 @@ async def with_suspicions(versions: Sequence[WeightStatus], services: Services) 
     return tuple(status.model_copy(update={"suspect": suspicions.get(status.version, ())}) for status in versions)
 
 
-async def rows_or_none(services: Services) -> list[MismatchRow]:
-    """All rows, or none if the monitor does not answer."""
-    return await _answer_if_any(services.monitor.rows.remote(), "metrics are shown without the mismatch") or []
+async def table_or_none(services: Services) -> MismatchTable:
+    """All that is known, or nothing if the monitor does not answer."""
+    known = await _answer_if_any(services.monitor.per_replica.remote(), "metrics are shown without the mismatch")
+    return known or MismatchTable(rows=(), versions=())
 
 
 async def _answer_if_any(response: Awaitable[_Reply], meanwhile: str) -> _Reply | None:

@@ -33,7 +33,8 @@ def kept(partial: Completion, sampling: Sampling) -> Completion:
     stop string that lies across the seam, the penalties on tokens that occurred. Such a completion starts anew.
     """
     looks_back = bool(sampling.stop) or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-    return partial.model_copy(update={"token_ids": (), "logprobs": (), "spans": ()}) if looks_back else partial
+    nothing = {"token_ids": (), "logprobs": (), "spans": (), "packed_sampling_mask": None}
+    return partial.model_copy(update=nothing) if looks_back else partial
 
 
 def joined(partial: Completion, rest: Completion) -> Completion:
@@ -46,7 +47,14 @@ def joined(partial: Completion, rest: Completion) -> Completion:
         finish_reason=rest.finish_reason,
         stop_reason=rest.stop_reason,
         spans=_joined_spans(partial.spans, tuple(_moved(span, done) for span in rest.spans)),
+        packed_sampling_mask=_joined_masks(partial, rest),
     )
+
+
+def _joined_masks(partial: Completion, rest: Completion) -> tuple[str, ...] | None:
+    """None where an engine returns none; a completion cut off before its first token has none either."""
+    masks = [piece.packed_sampling_mask for piece in (partial, rest) if piece.token_ids]
+    return None if not masks or None in masks else tuple(chunk for mask in masks for chunk in mask or ())
 
 
 def _moved(span: Span, by: int) -> Span:

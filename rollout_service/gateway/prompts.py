@@ -75,6 +75,8 @@ def check_prompt(prompt: Sequence[int], sampling: Sampling, services: Services) 
     if sampling.stop and services.tokenizer is None:
         raise InvalidRequest(f"{services.name} has no tokenizer: use stop_token_ids instead of stop")
     _check_length(len(prompt), sampling, services.max_model_len)
+    if services.returns_masks:
+        _check_mask(sampling)
 
 
 def _check_length(prompt_tokens: int, sampling: Sampling, max_model_len: int) -> None:
@@ -88,6 +90,19 @@ def _check_length(prompt_tokens: int, sampling: Sampling, max_model_len: int) ->
         )
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequest(f"min_tokens={sampling.min_tokens} is above max_tokens={sampling.max_tokens}")
+
+
+def _check_mask(sampling: Sampling) -> None:
+    """What vLLM's ``return_sampling_mask``, which holds for every request of an engine, asks of each."""
+    needed = {"top_k": sampling.top_k >= 1, "temperature": sampling.temperature > 0}
+    wrong = {name: getattr(sampling, name) for name, holds in needed.items() if not holds}
+    if wrong:
+        given = " and ".join(f"{name}={value}" for name, value in wrong.items())
+        raise InvalidRequest(
+            f"{given}: this deployment returns sampling masks (engine.return_sampling_mask), so every request needs "
+            "top_k of at least 1, which bounds the mask, and a temperature above 0",
+            {"parameters": wrong},
+        )
 
 
 @counted_rollout
@@ -110,6 +125,8 @@ async def roll_out(
         priority=options.priority,
     )
     rollout = await services.dispatcher.complete(request, options.on_abort)
+    if sampling.is_truncated:
+        rollout = rollout.model_copy(update={"truncated_sampling": True})
     services.feed.note(rollout)
     services.shadow.note(rollout, sampling)
     return rollout

@@ -47,6 +47,8 @@ class Services:
     """Tells the monitor of rollouts."""
     shadow: ShadowFeed
     """Has some of them scored."""
+    returns_masks: bool = False
+    """``engine.return_sampling_mask``."""
 
     @classmethod
     def create(cls, config: ServiceConfig, engine: Any, ingest: Any, monitor: Any, shadow: Any) -> "Services":
@@ -66,6 +68,7 @@ class Services:
             monitor=monitor,
             feed=RolloutFeed(monitor, config.monitor.remember_tokens),
             shadow=ShadowFeed(shadow, config.shadow),
+            returns_masks=config.engine.return_sampling_mask,
         )
 
 

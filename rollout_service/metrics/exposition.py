@@ -5,7 +5,7 @@ gone from the next one, which Ray's metrics cannot promise (see process.py).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, get_args
+from typing import Protocol, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
@@ -55,7 +55,22 @@ class MismatchStatistics(Protocol):
     def suspect_since(self) -> float | None: ...
 
 
-def exposition(state: ServiceState, mismatch: Iterable[MismatchStatistics] = ()) -> bytes:
+class NotJudgedTokens(Protocol):
+    """What ``GET /v1/mismatch`` says of truncated rollouts."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def replica_id(self) -> str | None: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def tokens(self) -> int: ...
+
+
+def exposition(
+    state: ServiceState, mismatch: Iterable[MismatchStatistics] = (), truncated: Iterable[NotJudgedTokens] = ()
+) -> bytes:
     """Prometheus' text format, version 0.0.4. Of ``mismatch``, rows of live replicas and the newest versions count."""
     samples = _Samples()
     _service(samples, state)
@@ -66,10 +81,16 @@ def exposition(state: ServiceState, mismatch: Iterable[MismatchStatistics] = ())
     if state.kv_scales.drift is not None:
         samples.add(table.KV_SCALE_DRIFT, state.kv_scales.drift)
     _kv_caches(samples, {status.replica_id: status.kv_cache for status in state.fleet.replicas if status.kv_cache})
-    _mismatch(samples, _current(tuple(mismatch), {status.replica_id for status in state.fleet.replicas}))
+    live = {status.replica_id for status in state.fleet.replicas}
+    _mismatch(samples, _current(tuple(mismatch), live))
+    for row in _current(tuple(truncated), live):
+        samples.add(table.MISMATCH_TRUNCATED, row.tokens, row.version, row.replica_id, row.source)
     registry = CollectorRegistry()
     registry.register(samples)
     return generate_latest(registry)
+
+
+_Row = TypeVar("_Row", bound=NotJudgedTokens)
 
 
 class _Samples(Collector):
@@ -165,7 +186,7 @@ def _kv_caches(samples: _Samples, caches: Mapping[str, KVCacheStatus]) -> None:
                     samples.add(table.KV_SATURATED, share, replica, layer, tensor)
 
 
-def _current(rows: Sequence[MismatchStatistics], live: set[str]) -> list[MismatchStatistics]:
+def _current(rows: Sequence[_Row], live: set[str]) -> list[_Row]:
     newest = sorted({row.version for row in rows})[-MEASURED_VERSIONS:]
     return [row for row in rows if row.version in newest and row.replica_id in live]
 

@@ -13,7 +13,7 @@ from rollout_service.correction.ratios import compare
 from rollout_service.monitor.judge import Judge
 from rollout_service.monitor.recent import RecentRollout, RecentRollouts
 from rollout_service.monitor.report import MismatchReport
-from rollout_service.monitor.scoring import found, parse_report, score
+from rollout_service.monitor.scoring import Scored, found, parse_report, score
 from rollout_service.monitor.statistics import Statistics
 from rollout_service.monitor.table import Key, VersionTable
 from rollout_service.types import MismatchReceipt, MismatchRow, MismatchSource, MismatchTable, Suspicion
@@ -79,7 +79,15 @@ class Monitor:
     ) -> MismatchTable:
         """The rows, and the same merged over replicas."""
         merged = self._table.merged(lambda key: _matches(key, version, replica_id, source))
-        return MismatchTable(rows=tuple(await self.rows(version, replica_id, source)), versions=tuple(merged))
+        return MismatchTable(
+            rows=tuple(await self.rows(version, replica_id, source)),
+            versions=tuple(merged),
+            truncated=tuple(self._table.truncated(lambda key: _matches(key, version, replica_id, source))),
+        )
+
+    async def per_replica(self) -> MismatchTable:
+        """All of the table but the merged rows, which take a merge of sketches for each replica."""
+        return MismatchTable(rows=tuple(await self.rows()), versions=(), truncated=tuple(self._table.truncated()))
 
     async def suspicions(self) -> dict[int, tuple[Suspicion, ...]]:
         """What is suspect, by version."""
@@ -90,12 +98,15 @@ class Monitor:
         tokens = ratios.log_ratio[ratios.selected].cpu()
         return Statistics.of(tokens, ratios.log_ratio.sum(-1)[ratios.rows].cpu(), self._config.ratio_bound)
 
-    def _count(self, report: MismatchReport, scored: dict[Key, Statistics]) -> MismatchReceipt:
-        taken = [self._add(key, statistics) for key, statistics in scored.items()]
-        tokens = [statistics.sums.tokens for statistics in scored.values()]
+    def _count(self, report: MismatchReport, scored: Scored) -> MismatchReceipt:
+        taken = [self._add(key, statistics) for key, statistics in scored.statistics.items()]
+        tokens = [statistics.sums.tokens for statistics in scored.statistics.values()]
+        for key, count in scored.truncated.items():
+            self._table.add_truncated(key, count)
         receipt = MismatchReceipt(
             tokens=sum(tokens),
             too_old_tokens=sum(count for count, kept in zip(tokens, taken, strict=True) if not kept),
+            truncated_tokens=sum(scored.truncated.values()),
         )
         if report.report_id is not None:
             self._receipts[report.report_id] = receipt

@@ -46,12 +46,14 @@ class RecentRollout:
     replica_id: str
     completions: dict[int, RecentCompletion]
     """By index."""
+    truncated_sampling: bool = False
+    """As in the rollout's reply."""
 
     @classmethod
     def of(cls, rollout: Rollout) -> RecentRollout:
         """Copy what is needed."""
         completions = {completion.index: RecentCompletion.of(completion) for completion in rollout.completions}
-        return cls(rollout.request_id, rollout.replica_id, completions)
+        return cls(rollout.request_id, rollout.replica_id, completions, rollout.truncated_sampling)
 
     @property
     def cost_tokens(self) -> int:

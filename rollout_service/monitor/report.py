@@ -40,6 +40,10 @@ class ReportedRollout(Frozen):
     """Of the rollout's reply: what is left out here is looked up by it."""
     replica_id: str | None = Field(default=None, min_length=1, max_length=256)
     """Of the rollout's reply; needed with ``rollout_logprobs``."""
+    truncated_sampling: bool = False
+    """Of the rollout's reply. Its tokens are counted apart and not judged, unless they are ``renormalized``."""
+    renormalized: bool = False
+    """``trainer_logprobs`` are renormalized over the rollout's sampling mask, as its own logprobs are."""
 
     @model_validator(mode="after")
     def _can_be_told_apart(self) -> "ReportedRollout":

@@ -50,20 +50,38 @@ def found(report: MismatchReport, recent: RecentRollouts) -> dict[str, RecentRol
     return {request_id: rollout for request_id, rollout in ids.items() if rollout is not None}
 
 
-def score(report: MismatchReport, remembered: dict[str, RecentRollout], ratio_bound: float) -> dict[Key, Statistics]:
+@dataclass(frozen=True)
+class Scored:
+    """What a report says, by version and replica."""
+
+    statistics: dict[Key, Statistics]
+    truncated: dict[Key, int]
+    """Tokens of truncated rollouts, which are in no statistic: their ratios carry the kept mass."""
+
+
+def score(report: MismatchReport, remembered: dict[str, RecentRollout], ratio_bound: float) -> Scored:
     """Statistics of each version and replica in the report. Raises InvalidRequest at the first number that is none."""
     groups: dict[Key, _Group] = defaultdict(_Group)
+    apart: dict[Key, _Group] = defaultdict(_Group)
     for i, rollout in enumerate(report.rollouts):
+        into = apart if _is_truncated(rollout, remembered) else groups
         for j, completion in enumerate(rollout.completions):
             where = f"rollouts[{i}].completions[{j}]"
             replica_id, sampled, spans = _sampled(where, rollout, j, remembered)
-            _collect(groups, replica_id, spans, *_log_ratio(where, completion, sampled))
-    return {
+            _collect(into, replica_id, spans, *_log_ratio(where, completion, sampled))
+    statistics = {
         key: Statistics.of(
             torch.from_numpy(np.concatenate(group.tokens)), torch.tensor(group.sums, dtype=torch.float64), ratio_bound
         )
         for key, group in groups.items()
     }
+    return Scored(statistics, {key: sum(map(len, group.tokens)) for key, group in apart.items()})
+
+
+def _is_truncated(rollout: ReportedRollout, remembered: dict[str, RecentRollout]) -> bool:
+    """By the report or by what is remembered: who reports by request id need not say it."""
+    known = None if rollout.request_id is None else remembered.get(rollout.request_id)
+    return not rollout.renormalized and (rollout.truncated_sampling or (known is not None and known.truncated_sampling))
 
 
 @dataclass

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rollout_service.monitor.statistics import Statistics
-from rollout_service.types import MismatchRow, MismatchSource, Suspicion
+from rollout_service.types import MismatchRow, MismatchSource, NotJudged, Suspicion
 
 ROWS_PER_VERSION = 512
 """Replicas that crash and restart have a new name each time: above this the row that was idle longest goes."""
@@ -26,6 +26,8 @@ class Entry:
     statistics: Statistics = field(default_factory=Statistics)
     suspect_since: float | None = None
     """Unix time."""
+    truncated_tokens: int = 0
+    """Of truncated rollouts: in no statistic, so that there may be nothing else."""
 
 
 class VersionTable:
@@ -37,6 +39,19 @@ class VersionTable:
 
     def add(self, key: Key, statistics: Statistics) -> Entry | None:
         """Merge into the row of ``key`` and return it, or None if its version is older than all that are kept."""
+        entry = self._entry(key)
+        if entry is not None:
+            entry.statistics.merge(statistics)
+        return entry
+
+    def add_truncated(self, key: Key, tokens: int) -> None:
+        """Count tokens apart from the statistics of ``key``."""
+        entry = self._entry(key)
+        if entry is not None:
+            entry.truncated_tokens += tokens
+
+    def _entry(self, key: Key) -> Entry | None:
+        """The row of ``key``, made if need be, or None if its version is older than all that are kept."""
         if key.version not in self._versions:
             if len(self._versions) >= self._keep_versions:
                 oldest = min(self._versions)
@@ -47,7 +62,6 @@ class VersionTable:
         rows = self._versions[key.version]
         entry = rows.pop(key, None) or Entry()
         rows[key] = entry  # last: the first one is the one that was idle longest
-        entry.statistics.merge(statistics)
         if len(rows) > ROWS_PER_VERSION:
             del rows[next(iter(rows))]
         return entry
@@ -57,7 +71,15 @@ class VersionTable:
         return [
             entry.statistics.row(*key, suspect_since=entry.suspect_since)
             for key, entry in sorted(self._entries(), key=lambda item: item[0])
-            if wanted(key)
+            if wanted(key) and entry.statistics.sums.tokens
+        ]
+
+    def truncated(self, wanted: Callable[[Key], bool] = lambda _: True) -> list[NotJudged]:
+        """Tokens that were counted apart, of the keys that are wanted, oldest version first."""
+        return [
+            NotJudged(**key._asdict(), tokens=entry.truncated_tokens)
+            for key, entry in sorted(self._entries(), key=lambda item: item[0])
+            if wanted(key) and entry.truncated_tokens
         ]
 
     def suspicions(self) -> dict[int, tuple[Suspicion, ...]]:
@@ -81,7 +103,7 @@ class VersionTable:
         """One per version and source over all replicas that are wanted (``replica_id`` None), oldest first."""
         joined: dict[tuple[int, MismatchSource], Entry] = {}
         for key, entry in self._entries():
-            if wanted(key):
+            if wanted(key) and entry.statistics.sums.tokens:
                 into = joined.setdefault((key.version, key.source), Entry())
                 into.statistics.merge(entry.statistics)
                 since = [at for at in (into.suspect_since, entry.suspect_since) if at is not None]

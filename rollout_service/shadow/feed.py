@@ -40,7 +40,8 @@ class ShadowFeed:
         if self._shadow is None or not is_sampled(rollout.request_id, self._share):
             return
         if not is_comparable(sampling):
-            record(table.SHADOW_COMPLETIONS, len(rollout.completions), outcome="sampling")
+            outcome = "truncated" if sampling.is_truncated else "sampling"
+            record(table.SHADOW_COMPLETIONS, len(rollout.completions), outcome=outcome)
             return
         mixed = sum(len(completion.spans) > 1 for completion in rollout.completions)
         record(table.SHADOW_COMPLETIONS, mixed, outcome="mixed")

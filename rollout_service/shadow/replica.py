@@ -35,6 +35,7 @@ def shadow_config(config: ServiceConfig) -> ServiceConfig:
             "gpu_memory_utilization": config.shadow.gpu_memory_utilization,
             # nobody waits while it loads, and a second copy of BF16 weights would be large
             "staging": "none",
+            "return_sampling_mask": False,  # it scores at temperature 1 with nothing cut off
         }
     )
     weights = config.weights.model_copy(update={"root": unquantized_root(config.weights.root)})

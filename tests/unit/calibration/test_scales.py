@@ -45,9 +45,18 @@ def test_codes_of_ordinary_values_are_those_of_unit_scales_when_the_scale_is_a_p
     assert not torch.equal(fp8_round_trip(x, exact), fp8_round_trip(x, 1.0))
 
 
-def test_the_percentile_is_the_nearest_rank() -> None:
-    amax = np.arange(1.0, 11.0)[:, None]
-    assert [percentile_over_micro_batches(amax, p)[0] for p in (10, 11, 50, 90, 91, 99.9)] == [1, 2, 5, 9, 10, 10]
+def test_the_percentile_is_nemo_rls() -> None:
+    """``round(p / 100 · (n − 1))`` of the sorted values, as its ``_percentile`` has it; halves go to even."""
+    amax = np.arange(1.0, 11.0)[::-1, None]
+    percentiles = (1, 5, 6, 10, 50, 90, 94, 95, 99.9, 100)
+    assert [percentile_over_micro_batches(amax, p)[0] for p in percentiles] == [1, 1, 2, 2, 5, 9, 9, 10, 10, 10]
+    assert percentile_over_micro_batches([[3.0, 1.0]], 50).tolist() == [3.0, 1.0]
+
+
+@pytest.mark.parametrize(("micro_batches", "taken"), [(1, 1), (500, 500), (501, 501), (502, 501), (1000, 999)])
+def test_of_up_to_501_micro_batches_the_default_takes_the_largest(micro_batches: int, taken: int) -> None:
+    amax = np.arange(1.0, micro_batches + 1)[:, None]
+    assert percentile_over_micro_batches(amax, ScaledFrom().percentile).tolist() == [taken]
 
 
 def test_of_a_thousand_micro_batches_the_default_leaves_the_largest_out() -> None:

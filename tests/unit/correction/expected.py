@@ -39,12 +39,19 @@ def divergence(kind: str, log: float) -> float:
     return {"k1": -log, "k2": log * log / 2, "k3": math.expm1(log) - log}[kind]
 
 
+def of_token(kind: str, pair: Pair) -> float:
+    trainer, rollout = pair
+    if kind == "prob_diff":
+        return abs(math.exp(trainer) - math.exp(rollout))
+    return bounded_exp(abs(trainer - rollout)) if kind == "prob_error" else divergence(kind, trainer - rollout)
+
+
 def statistic(rows: Rows, name: str) -> list[list[float]]:
     """What a rejection looks at, for each token; a sequence's statistic stands at each of its tokens."""
-    joined, kind = name[:-3], name[-2:]
+    joined = next(joined for joined in ("token", "seq_sum", "seq_mean", "seq_max") if name.startswith(joined))
     found = []
     for row in rows:
-        tokens = [divergence(kind, log) for log in log_ratios(row)]
+        tokens = [of_token(name.removeprefix(f"{joined}_"), pair) for pair in row]
         if joined == "seq_sum":
             tokens = [math.fsum(tokens)] * len(tokens)
         elif joined == "seq_mean":
@@ -119,7 +126,7 @@ def of_weights(rows: Rows, level: str, lower: float | None, upper: float, outsid
 
 
 def of_rejection(rows: Rows, name: str, low: float, high: float) -> dict[str, float]:
-    """``low`` and ``high`` are of the statistic, in nats."""
+    """``low`` and ``high`` are of the statistic."""
     measured = [row for row in statistic(rows, name) if row]
     tokens = [value for row in measured for value in row]
     means = [fmean(row) for row in measured]

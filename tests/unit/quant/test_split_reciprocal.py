@@ -48,3 +48,9 @@ def test_multiplying_by_the_reciprocal_would_give_other_codes() -> None:
         product = np.minimum(smaller * (np.float32(1) / scale), np.float32(448))
         differing += bool((e4m3.encode(product) != e4m3.encode(smaller / scale)).any())
     assert differing > 20
+
+
+def test_torchs_division_by_a_number_would_give_other_scales() -> None:
+    """On CUDA it multiplies by the number's reciprocal, rounded to fp32: what docs/numerics.md says of amax / 448."""
+    scales, products = MANTISSAS / np.float32(448), MANTISSAS * (np.float32(1) / np.float32(448))
+    assert (scales != products).sum() == 71

@@ -1,0 +1,94 @@
+"""Truncated sampling: the trainer's logprobs over the tokens that the engine's sampling left."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rollout_service.sampling_mask import unpack
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSupport:
+    """Which tokens each sampled token was drawn from, of a batch of completions; K is the largest number of them.
+
+    An engine with ``engine.return_sampling_mask`` says so. Its logprobs are renormalized over these tokens, and
+    ``renormalized`` does the same to the trainer's, so that ``correct`` compares like with like.
+    """
+
+    token_ids: torch.Tensor
+    """int64 [batch, tokens, K], 0 where ``kept`` is False."""
+    kept: torch.Tensor
+    """bool [batch, tokens, K]; all False at padding."""
+
+    @classmethod
+    def of(
+        cls,
+        masks: Sequence[Sequence[str] | None],
+        num_tokens: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> "SamplingSupport":
+        """Of each completion's ``packed_sampling_mask``, padded at the end to ``num_tokens``, the longest if None.
+
+        Raises ValueError for a completion without one, for one that is longer, and for what is no packed mask.
+        """
+        missing = [row for row, mask in enumerate(masks) if mask is None]
+        if missing:
+            raise ValueError(
+                f"completions {missing[:8]} have no sampling mask: set engine.return_sampling_mask in the deployment"
+            )
+        rows = [unpack(mask) for mask in masks if mask is not None]
+        longest = max((len(counts) for counts, _ in rows), default=0)
+        width = longest if num_tokens is None else num_tokens
+        if longest > width:
+            raise ValueError(f"a completion has {longest} tokens, more than num_tokens={width}")
+        most = max((int(counts.max(initial=0)) for counts, _ in rows), default=0)
+        kept = np.zeros((len(rows), width, most), bool)
+        token_ids = np.zeros(kept.shape, np.int64)
+        for row, (counts, ids) in enumerate(rows):
+            kept[row, : len(counts)] = np.arange(most) < counts[:, None]
+            token_ids[row][kept[row]] = ids
+        return cls(torch.from_numpy(token_ids).to(device), torch.from_numpy(kept).to(device))
+
+    def renormalized(self, logits: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+        """Logprobs [batch, tokens] of the sampled tokens among those that were kept; differentiable, at least fp32.
+
+        ``logits`` [batch, tokens, vocabulary] are the trainer's at the sampling temperature, normalized or not;
+        ``sampled`` int64 [batch, tokens]. 0 at padding, whatever stands there. Only the kept columns are read.
+        Raises ValueError for shapes that do not fit and for a sampled token that was not kept, with its place.
+        """
+        if logits.dim() != 3 or logits.shape[:2] != self.kept.shape[:2]:
+            raise ValueError(
+                f"logits {list(logits.shape)} must be [batch, tokens, vocabulary] with [batch, tokens] "
+                f"{list(self.kept.shape[:2])} of the sampling masks"
+            )
+        return self.renormalized_at(logits.gather(-1, self.token_ids), sampled)
+
+    def renormalized_at(self, at_kept: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+        """The same from the trainer's logits or logprobs at ``token_ids`` alone, [batch, tokens, K].
+
+        For trainers whose loss never holds the whole vocabulary at once. What stands where ``kept`` is False has no
+        influence. Raises what ``renormalized`` raises.
+        """
+        if at_kept.shape != self.kept.shape or sampled.shape != self.kept.shape[:2]:
+            raise ValueError(
+                f"at_kept {list(at_kept.shape)} must have the shape {list(self.kept.shape)} of token_ids, and sampled "
+                f"{list(sampled.shape)} its first two"
+            )
+        has_support = self.kept.any(-1)
+        chosen = (self.token_ids == sampled[..., None]) & self.kept
+        self._require_kept(has_support & ~chosen.any(-1), sampled)
+        values = at_kept.to(torch.promote_types(at_kept.dtype, torch.float32))
+        # Padding gets the same value everywhere, or its logsumexp of nothing would make the gradient NaN.
+        values = values.masked_fill(~self.kept, -torch.inf).masked_fill(~has_support[..., None], 0.0)
+        own = values.masked_fill(~chosen, 0.0).sum(-1)
+        return (own - values.logsumexp(-1)).masked_fill(~has_support, 0.0)
+
+    def _require_kept(self, outside: torch.Tensor, sampled: torch.Tensor) -> None:
+        if bool(outside.any()):
+            row, column = outside.nonzero()[0].tolist()
+            raise ValueError(
+                f"sampled[{row}, {column}] is token {int(sampled[row, column])}, which its sampling mask does not hold "
+                f"({int(outside.sum())} such tokens): are masks and tokens of the same completions?"
+            )
