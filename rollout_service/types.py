@@ -129,6 +129,9 @@ class ReplicaStatus(Frozen):
     target: int | None = None
     """The version it is staging or loading right now."""
     paused: bool = False
+    """A pause was asked for, and nothing runs any more."""
+    obeyed: str = ""
+    """The pause or resume that it has obeyed last; while running rollouts are waited for, still the one before."""
     running: int = 0
     """Sequences accepted and not yet answered."""
     error: str | None = None

@@ -133,7 +133,11 @@ class EngineAdapter:
         return self._llm.generate(tokens_input(list(prompt)), sampling, request_id, priority=priority)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop scheduling. The KV cache is dropped, so nothing computed before is read after: see ``PauseMode``."""
+        """Stop scheduling. The KV cache is dropped, so nothing computed before is read after: see ``PauseMode``.
+
+        ``wait`` returns when the last running request has finished, or when another pause has taken over. Cancelled, it
+        leaves the engine closed to new requests until ``resume`` or another pause.
+        """
         # AsyncLLM.pause_generation does this and then sleeps 20 ms, "not required for correctness" by its own words;
         # an update would close the engine for as long again
         await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
