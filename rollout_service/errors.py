@@ -11,6 +11,7 @@
     ├── NotFound                  404  no such version, part or route
     ├── VersionConflict           409  other bytes under the same version, or a version that is not newer
     ├── UploadIncomplete          409  commit before every part arrived
+    ├── Overtaken                 409  a pause or resume after which another one was asked for
     ├── PayloadTooLarge           413  a part larger than its declared size
     ├── TooEarly                  425  no replica serves ``min_weight_version`` yet
     ├── Overloaded                503  the replica's admission limit is reached: retry later
@@ -99,6 +100,12 @@ class VersionConflict(RolloutServiceError):
 
 class UploadIncomplete(RolloutServiceError):
     """Commit before every part arrived."""
+
+    http_status = 409
+
+
+class Overtaken(RolloutServiceError):
+    """Another pause or resume was asked for before every replica had obeyed this one."""
 
     http_status = 409
 

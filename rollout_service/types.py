@@ -4,6 +4,7 @@ All are frozen pydantic models: the gateway validates with them, the client pars
 process borders as plain JSON.
 """
 
+import itertools
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -24,11 +25,13 @@ class Frozen(BaseModel):
 
 
 class Span(Frozen):
-    """Output tokens ``[start, end)`` of one completion were sampled by the weights of ``version``."""
+    """Output tokens ``[start, end)`` of one completion were sampled by the weights of ``version`` on one replica."""
 
     version: int
     start: int = Field(ge=0)
     end: int
+    replica_id: str | None = None
+    """The replica that sampled them; None: the rollout's."""
 
     @model_validator(mode="after")
     def _not_empty(self) -> "Span":
@@ -71,17 +74,17 @@ class Completion(Frozen):
     @property
     def versions(self) -> tuple[int, ...]:
         """The weight versions that made this completion, in the order they were live."""
-        return tuple(span.version for span in self.spans)
+        return tuple(version for version, _ in itertools.groupby(span.version for span in self.spans))
 
 
 class Rollout(Frozen):
-    """One prompt's ``n`` completions, and the replica that made them."""
+    """One prompt's ``n`` completions. Which replica made which token stands in their spans."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]
     replica_id: str
-    """The replica that made the last token."""
+    """The replica that ended the most interrupted completion: of a rollout that was not interrupted, the only one."""
     attempts: int = Field(default=1, ge=1)
     """How many replicas' generations the most interrupted completion took; 1: nothing was in its way."""
     truncated_sampling: bool = False
@@ -135,6 +138,9 @@ class ReplicaStatus(Frozen):
     target: int | None = None
     """The version it is staging or loading right now."""
     paused: bool = False
+    """A pause was asked for, and nothing runs any more."""
+    obeyed: str = ""
+    """The pause or resume that it has obeyed last; while running rollouts are waited for, still the one before."""
     running: int = 0
     """Sequences accepted and not yet answered."""
     error: str | None = None

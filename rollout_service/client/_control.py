@@ -59,14 +59,18 @@ class ControlCalls:
         return parse(WeightStatus, await self._control.send("GET", f"/v1/weights/{version}", repeat=Repeat.IDEMPOTENT))
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling on every replica; ``wait`` lets running rollouts finish first, ``abort`` ends them."""
+        """Stop sampling on every replica; ``wait`` lets running rollouts finish first, ``abort`` ends them.
+
+        Takes over from a pause with another mode. Raises Overtaken if another mode or a resume is asked for before
+        every replica has obeyed, NotReady if that takes more than ten minutes.
+        """
         patience = http_timeout(PAUSE_READ_S)
         await self._control.send(
             "POST", "/pause", params={"mode": mode}, repeat=Repeat.IF_NOT_ACCEPTED, timeout=patience
         )
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Go on sampling, also if a pause still waits for running rollouts. Raises as ``pause``."""
         patience = http_timeout(PAUSE_READ_S)
         await self._control.send("POST", "/resume", repeat=Repeat.IF_NOT_ACCEPTED, timeout=patience)
 

@@ -158,5 +158,5 @@ def _completion(row: _Row, by_request_id: bool) -> dict[str, Any]:
         body["mask"] = mask
     if by_request_id:
         return body | {"index": completion.index}
-    spans = [span.model_dump() for span in completion.spans]
+    spans = [span.model_dump(exclude_none=True) for span in completion.spans]
     return body | {"rollout_logprobs": completion.logprobs, "spans": spans}

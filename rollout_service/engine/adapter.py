@@ -141,7 +141,11 @@ class EngineAdapter:
         return self._llm.generate(tokens_input(list(prompt)), sampling, request_id, priority=priority)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop scheduling. The KV cache is dropped, so nothing computed before is read after: see ``PauseMode``."""
+        """Stop scheduling. The KV cache is dropped, so nothing computed before is read after: see ``PauseMode``.
+
+        ``wait`` returns when the last running request has finished, or when another pause has taken over. Cancelled, it
+        leaves the engine closed to new requests until ``resume`` or another pause.
+        """
         await pause_scheduler(self._llm, mode)
 
     async def resume(self) -> None:

@@ -2,6 +2,7 @@
 
     listen:  report to the ingest, long-poll it            (keeps reporting while an update runs)
     act:     newest version in the log differs from ours → stage while serving → pause → load → resume → report
+             (pauses and resumes that are ordered: engine/pausing.py)
 
 On a node without the log, the newest version is what the ingest says, and staging fetches it first (weights/copies.py).
 The log is read anew at each turn, so a lost wake-up, a restarted ingest or a skipped version only cost time.
@@ -17,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from rollout_service.config import WeightsConfig
 from rollout_service.engine.kv_calibrator import KVScales, NoKVScales
+from rollout_service.engine.pausing import Pausing
 from rollout_service.engine.starting import REPORTS
 from rollout_service.errors import EngineFailed, InsufficientStorage, LogCorrupt, NotFound, NotReady
 from rollout_service.metrics import table
@@ -78,7 +80,9 @@ class Follower:
         self._tasks: list[asyncio.Task[None]] = []
         self._state: ReplicaState = "starting"
         self._target: int | None = None
-        self._pause: PauseMode | None = None
+        self._pausing = Pausing(engine, self._woken.set)
+        self._unserved: int | None = None
+        """A version that is loaded and not served: the engine stays closed until one can be."""
         self._error: str | None = None
         self._update: UpdateTimings | None = None
         self._corrupt: Head | None = None
@@ -91,7 +95,7 @@ class Follower:
         while self._copies is None and self._log.head() is None:
             await asyncio.sleep(0.1)  # the ingest is making version 0
         control = self._log.control() if self._copies is None else self._copies.newest.control
-        self._pause = control.mode if control.paused else None
+        self._pausing.begin(control)
         while (head := self._newest()).version != self.version:
             try:
                 await self._to_version(head)
@@ -116,7 +120,8 @@ class Follower:
             version=self.version,
             state="failed" if broken else "draining" if self._draining() else self._state,
             target=self._target,
-            paused=self._pause is not None,
+            paused=self._pausing.paused,
+            obeyed=self._pausing.obeyed,
             running=self._running(),
             error=broken or self._kv_scales.error or self._error,
             update=self._update,
@@ -151,6 +156,7 @@ class Follower:
         """Follow no more."""
         for task in self._tasks:
             task.cancel()
+        self._pausing.stop()
 
     async def leave(self) -> None:
         """Follow no more, and tell the ingest that this replica ends."""
@@ -178,10 +184,13 @@ class Follower:
             self._woken.clear()
             head: Head | None = None
             try:
-                await self._follow_pause()
+                await self._obey()
                 head = await self._looked()
-                if head.version != self.version and not self._backs_off_from(head):
+                if self._serves(head):
+                    await self._pausing.open()
+                elif not self._backs_off_from(head):
                     await self._to_version(head)
+                    await self._obey()
                     await self._report()
             except NotFound as error:  # a newer version was committed and this one dropped meanwhile
                 logger.info("looking again: %s", error)
@@ -197,9 +206,15 @@ class Follower:
                 await self._stay(error)
 
     async def _stay(self, error: Exception) -> None:
-        """Say why a version was not loaded. The engine was not closed for it, and goes on with what it has."""
-        self._state, self._error, self._target = "stale", str(error), None
+        """Say why a version was not loaded. The engine goes on with what it has, if that may be served."""
+        if self._unserved is None:
+            await self._pausing.open()
+            self._state = "stale"
+        self._error, self._target = str(error), None
         await self._report()
+
+    def _serves(self, head: Head) -> bool:
+        return self._unserved is None and head.version == self.version
 
     def _back_off(self, head: Head | None) -> float:
         """Do not read a corrupt version again at each poll; returns for how many seconds."""
@@ -211,19 +226,9 @@ class Follower:
     def _backs_off_from(self, head: Head) -> bool:
         return head == self._corrupt and time.monotonic() < self._retry_at
 
-    async def _follow_pause(self) -> None:
-        wish = self._wish  # another one may come while the engine pauses
-        if wish is None:
-            return
-        wished = wish.pause_mode if wish.paused else None
-        if wished == self._pause:
-            return
-        if wished is not None:
-            await self._engine.pause(wished)
-        else:
-            await self._engine.resume()
-        self._pause = wished
-        await self._report()
+    async def _obey(self) -> None:
+        if self._wish is not None and await self._pausing.obey(self._wish):
+            await self._report()
 
     async def _to_version(self, head: Head) -> None:
         self._state, self._target = "syncing", head.version
@@ -231,11 +236,13 @@ class Follower:
         manifest, stage_s = await self._stage(head)
         kv_scales = await self._kv_scales.scales_for(manifest)
         closed = time.perf_counter()
-        await self._engine.pause(head.mode)
+        if not await self._closed_for(head):
+            return
+        self._unserved = head.version
         load_s = await self._engine.load(self._log.folder(head.version), head.version, kv_scales)
         await self._kv_scales.loaded(manifest)
-        if self._pause is None:
-            await self._engine.resume()
+        self._unserved = None
+        await self._pausing.open()
         closed_s = time.perf_counter() - closed
         async with self._moved:
             self.version = head.version
@@ -246,6 +253,19 @@ class Follower:
         if self._copies is not None:
             self._copies.release(but=head.version)
         logger.info("version %d: staged %.3f s, closed %.3f s", head.version, stage_s, closed_s)
+
+    async def _closed_for(self, head: Head) -> bool:
+        """Close the engine for a version; False if the log has another one before the last rollout has finished."""
+        await self._pausing.close(head.mode)
+        while self._pausing.drains():
+            await self._woken.wait()
+            self._woken.clear()
+            await self._obey()
+            with suppress(NotReady):  # nobody knows of another one
+                if await self._looked() != head:
+                    self._woken.set()
+                    return False
+        return True
 
     async def _stage(self, head: Head) -> tuple[Manifest, float]:
         """Have every byte here and next to the model, checked, while the engine serves; returns seconds, too.

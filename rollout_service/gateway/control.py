@@ -13,14 +13,17 @@ TimeoutS = Annotated[float, Query(gt=0, allow_inf_nan=False)]
 
 @router.post("/pause")
 async def pause(services: Guarded, mode: PauseMode = "keep", timeout_s: TimeoutS = 600.0) -> dict[str, str]:
-    """Pause every replica, and those that start later, until ``/resume``. Requests queue meanwhile."""
+    """Pause every replica, and those that start later, until ``/resume``. Requests queue meanwhile.
+
+    Takes over from a pause with another mode. 409 if something else is asked for before every replica has obeyed.
+    """
     await call(services.ingest.set_paused.remote(True, mode, timeout_s))
     return {"status": "paused"}
 
 
 @router.post("/resume")
 async def resume(services: Guarded, timeout_s: TimeoutS = 600.0) -> dict[str, str]:
-    """Resume every replica."""
+    """Resume every replica, also while it waits for running rollouts. 409 as for ``/pause``."""
     await call(services.ingest.set_paused.remote(False, "keep", timeout_s))
     return {"status": "resumed"}
 

@@ -17,7 +17,7 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from rollout_service.config_engine import EngineConfig
 from rollout_service.errors import EngineFailed, NotReady, Overloaded, RolloutServiceError, TooEarly
-from rollout_service.gateway.partials import joined, kept, remainder
+from rollout_service.gateway.partials import joined, kept, named, remainder
 from rollout_service.metrics import table
 from rollout_service.metrics.process import outcome_of, record
 from rollout_service.sampling import GenerateCall
@@ -172,4 +172,4 @@ class Dispatcher:
             raise _Lost(None, error) from error
         except DeploymentUnavailableError as error:
             raise NotReady(f"no engine replica can be started: see the service's log ({error})") from error
-        return rollout
+        return named(rollout)

@@ -81,8 +81,11 @@ def _by_token(completion: Completion) -> list[dict[str, int | float]]:
 
 
 def spans(completion: Completion) -> list[dict[str, Any]]:
-    """vLLM's form of the spans: its versions are strings."""
-    return [{"version": str(s.version), "start": s.start, "end": s.end} for s in completion.spans]
+    """vLLM's form of the spans, whose versions are strings, and the replica of each."""
+    return [
+        {"version": str(s.version), "start": s.start, "end": s.end, "replica_id": s.replica_id}
+        for s in completion.spans
+    ]
 
 
 def packed_mask(completion: Completion) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import xxhash
 
 from rollout_service.sampling import GenerateCall, Sampling
-from rollout_service.types import Completion, Span
+from rollout_service.types import Completion, Rollout, Span
 
 _SEEDS = 2**63
 
@@ -24,6 +24,15 @@ def remainder(call: GenerateCall, partial: Completion, attempt: int) -> Generate
             "sampling": sampling.model_copy(update=changes),
         }
     )
+
+
+def named(rollout: Rollout) -> Rollout:
+    """With the replica in each span, as the completions may be joined with what other replicas make."""
+    completions = tuple(
+        c.model_copy(update={"spans": tuple(s.model_copy(update={"replica_id": rollout.replica_id}) for s in c.spans)})
+        for c in rollout.completions
+    )
+    return rollout.model_copy(update={"completions": completions})
 
 
 def kept(partial: Completion, sampling: Sampling) -> Completion:
@@ -58,13 +67,13 @@ def _joined_masks(partial: Completion, rest: Completion) -> tuple[str, ...] | No
 
 
 def _moved(span: Span, by: int) -> Span:
-    return Span(version=span.version, start=span.start + by, end=span.end + by)
+    return span.model_copy(update={"start": span.start + by, "end": span.end + by})
 
 
 def _joined_spans(first: tuple[Span, ...], second: tuple[Span, ...]) -> tuple[Span, ...]:
-    if first and second and first[-1].version == second[0].version:
-        across = Span(version=first[-1].version, start=first[-1].start, end=second[0].end)
-        return (*first[:-1], across, *second[1:])
+    seam = (*first[-1:], *second[:1])
+    if len(seam) == 2 and (seam[0].version, seam[0].replica_id) == (seam[1].version, seam[1].replica_id):
+        return (*first[:-1], seam[0].model_copy(update={"end": seam[1].end}), *second[1:])
     return first + second
 
 

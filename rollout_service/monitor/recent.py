@@ -19,7 +19,7 @@ OVERHEAD_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class RecentCompletion:
-    """Its logprobs and where its versions end."""
+    """Its logprobs, and where its versions and replicas end."""
 
     logprobs: NDArray[np.float32]
     """[tokens]; engines compute them in fp32."""
@@ -27,14 +27,17 @@ class RecentCompletion:
     """[spans]"""
     ends: NDArray[np.int32]
     """[spans], the token after each span's last."""
+    replicas: tuple[str, ...]
+    """[spans]"""
 
     @classmethod
-    def of(cls, completion: Completion) -> RecentCompletion:
-        """Copy what is needed."""
+    def of(cls, completion: Completion, replica_id: str) -> RecentCompletion:
+        """Copy what is needed. ``replica_id``: of spans that name none."""
         return cls(
             np.asarray(completion.logprobs, np.float32),
             np.asarray([span.version for span in completion.spans], np.int64),
             np.asarray([span.end for span in completion.spans], np.int32),
+            tuple(span.replica_id or replica_id for span in completion.spans),
         )
 
 
@@ -43,7 +46,6 @@ class RecentRollout:
     """One rollout by its request id."""
 
     request_id: str
-    replica_id: str
     completions: dict[int, RecentCompletion]
     """By index."""
     truncated_sampling: bool = False
@@ -52,8 +54,8 @@ class RecentRollout:
     @classmethod
     def of(cls, rollout: Rollout) -> RecentRollout:
         """Copy what is needed."""
-        completions = {completion.index: RecentCompletion.of(completion) for completion in rollout.completions}
-        return cls(rollout.request_id, rollout.replica_id, completions, rollout.truncated_sampling)
+        completions = {c.index: RecentCompletion.of(c, rollout.replica_id) for c in rollout.completions}
+        return cls(rollout.request_id, completions, rollout.truncated_sampling)
 
     @property
     def cost_tokens(self) -> int:

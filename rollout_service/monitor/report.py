@@ -19,7 +19,7 @@ class ReportedCompletion(Frozen):
     trainer_logprobs: list[float]
     rollout_logprobs: list[float] | None = None
     spans: tuple[Span, ...] | None = None
-    """Which version sampled which tokens; they cover all."""
+    """Which version sampled which tokens, on which replica; they cover all."""
     mask: list[bool] | None = None
     """Tokens to count; None: all. What stands elsewhere has no influence."""
     index: int | None = Field(default=None, ge=0)
@@ -39,7 +39,7 @@ class ReportedRollout(Frozen):
     request_id: str | None = Field(default=None, min_length=1, max_length=256)
     """Of the rollout's reply: what is left out here is looked up by it."""
     replica_id: str | None = Field(default=None, min_length=1, max_length=256)
-    """Of the rollout's reply; needed with ``rollout_logprobs``."""
+    """Of the rollout's reply: of spans that name none. Needed with ``rollout_logprobs``, unless all spans do."""
     truncated_sampling: bool = False
     """Of the rollout's reply. Its tokens are counted apart and not judged, unless they are ``renormalized``."""
     renormalized: bool = False
@@ -47,10 +47,11 @@ class ReportedRollout(Frozen):
 
     @model_validator(mode="after")
     def _can_be_told_apart(self) -> "ReportedRollout":
-        looked_up = [completion.rollout_logprobs is None for completion in self.completions]
+        looked_up = [completion.spans is None for completion in self.completions]
         if any(looked_up) and self.request_id is None:
             raise ValueError("no request_id: without it every completion needs rollout_logprobs and spans")
-        if not all(looked_up) and self.replica_id is None:
+        unnamed = any(span.replica_id is None for c in self.completions for span in c.spans or ())
+        if unnamed and self.replica_id is None:
             raise ValueError("no replica_id: it is needed where a completion brings its rollout_logprobs")
         return self
 

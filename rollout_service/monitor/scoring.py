@@ -19,6 +19,8 @@ from rollout_service.types import Span
 from rollout_service.web.errors import validation_error
 
 Doubles: TypeAlias = NDArray[np.float64]
+_Span: TypeAlias = tuple[int, str, int, int]
+"""Version, replica, first token, and the token after the last."""
 POSITIVE_BY_ROUNDING = 1e-3
 """A logprob above this is none: a loss, a logit, or one that was negated."""
 LARGEST = float(np.finfo(np.float32).max) / 4  # so that a difference is finite in fp32 too
@@ -67,8 +69,8 @@ def score(report: MismatchReport, remembered: dict[str, RecentRollout], ratio_bo
         into = apart if _is_truncated(rollout, remembered) else groups
         for j, completion in enumerate(rollout.completions):
             where = f"rollouts[{i}].completions[{j}]"
-            replica_id, sampled, spans = _sampled(where, rollout, j, remembered)
-            _collect(into, replica_id, spans, *_log_ratio(where, completion, sampled))
+            sampled, spans = _sampled(where, rollout, j, remembered)
+            _collect(into, spans, *_log_ratio(where, completion, sampled))
     statistics = {
         key: Statistics.of(
             torch.from_numpy(np.concatenate(group.tokens)), torch.tensor(group.sums, dtype=torch.float64), ratio_bound
@@ -94,14 +96,13 @@ class _Group:
 
 def _collect(
     groups: dict[Key, _Group],
-    replica_id: str,
-    spans: list[tuple[int, int, int]],
+    spans: list[_Span],
     log_ratio: Doubles,
     selected: NDArray[np.bool_],
 ) -> None:
-    """Each token to its own version; the sequence to a version only if all its tokens are that one's."""
+    """Each token to its own version and replica; the sequence only if one version on one replica made all of it."""
     parts: dict[Key, list[Doubles]] = defaultdict(list)
-    for version, start, end in spans:
+    for version, replica_id, start, end in spans:
         tokens = log_ratio[start:end][selected[start:end]]
         if len(tokens):
             parts[Key(version, replica_id, "trainer")].append(tokens)
@@ -113,14 +114,17 @@ def _collect(
 
 def _sampled(
     where: str, rollout: ReportedRollout, position: int, remembered: dict[str, RecentRollout]
-) -> tuple[str, Doubles, list[tuple[int, int, int]]]:
-    """Replica, rollout logprobs [tokens], and spans as (version, start, end)."""
+) -> tuple[Doubles, list[_Span]]:
+    """Rollout logprobs [tokens], and the spans."""
     completion = rollout.completions[position]
     if completion.rollout_logprobs is not None and completion.spans is not None:
-        assert rollout.replica_id is not None, "the report would have been refused"
         _require_cover(where, completion.spans, len(completion.rollout_logprobs))
-        spans = [(span.version, span.start, span.end) for span in completion.spans]
-        return rollout.replica_id, np.asarray(completion.rollout_logprobs, np.float64), spans
+        spans = []
+        for span in completion.spans:
+            replica_id = span.replica_id or rollout.replica_id
+            assert replica_id is not None, "the report would have been refused"
+            spans.append((span.version, replica_id, span.start, span.end))
+        return np.asarray(completion.rollout_logprobs, np.float64), spans
     assert rollout.request_id is not None, "the report would have been refused"
     recent = remembered[rollout.request_id]
     index = position if completion.index is None else completion.index
@@ -129,13 +133,14 @@ def _sampled(
         raise InvalidRequest(
             f"{where}: rollout {rollout.request_id} has no completion {index}: it has {sorted(recent.completions)}"
         )
-    return recent.replica_id, known.logprobs.astype(np.float64), list(_spans(known))
+    return known.logprobs.astype(np.float64), list(_spans(known))
 
 
-def _spans(completion: RecentCompletion) -> Iterator[tuple[int, int, int]]:
+def _spans(completion: RecentCompletion) -> Iterator[_Span]:
     start = 0
-    for version, end in zip(completion.versions.tolist(), completion.ends.tolist(), strict=True):
-        yield version, start, end
+    versions, ends = completion.versions.tolist(), completion.ends.tolist()
+    for version, replica_id, end in zip(versions, completion.replicas, ends, strict=True):
+        yield version, replica_id, start, end
         start = end
 
 

@@ -41,11 +41,11 @@ def is_comparable(sampling: Sampling) -> bool:
 
 
 def calls_of(rollout: Rollout) -> list[ScoreCall]:
-    """Its completions that one version sampled; empty ones left out."""
+    """Its completions that one version sampled on one replica; empty ones left out."""
     return [
         ScoreCall(
             version=completion.spans[0].version,
-            replica_id=rollout.replica_id,
+            replica_id=completion.spans[0].replica_id or rollout.replica_id,
             prompt_token_ids=rollout.prompt_token_ids,
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,

@@ -11,6 +11,8 @@ class Wish(Frozen):
     version: int
     paused: bool
     pause_mode: PauseMode
+    order: str = ""
+    """See ``Control.order``."""
 
 
 class FleetTable:
@@ -67,11 +69,10 @@ class FleetTable:
         served = all(known >= version for known in versions)
         return self.is_complete() and bool(versions or self._may_be_empty) and served
 
-    def all_paused(self, paused: bool) -> bool:
-        """Whether every replica that has served is paused (or not), and there is one if there must be."""
-        states = [status.paused for status in self.live() if status.version is not None]
-        obeyed = all(state == paused for state in states)
-        return self.is_complete() and bool(states or self._may_be_empty) and obeyed
+    def all_obey(self, order: str) -> bool:
+        """Whether every replica that has served is as a pause or resume said, and there is one if there must be."""
+        orders = [status.obeyed for status in self.live() if status.version is not None]
+        return self.is_complete() and bool(orders or self._may_be_empty) and all(obeyed == order for obeyed in orders)
 
     def is_loading(self, replica_id: str, version: int) -> bool:
         """Whether a replica is live and on its way to a version."""

@@ -5,13 +5,22 @@ Its state is the log plus what replicas report; when it restarts it has both aga
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 
 from ray import ObjectRef
 
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import CommitTimeout, LogCorrupt, NotFound, NotReady, RolloutServiceError, VersionConflict
+from rollout_service.errors import (
+    CommitTimeout,
+    LogCorrupt,
+    NotFound,
+    NotReady,
+    Overtaken,
+    RolloutServiceError,
+    VersionConflict,
+)
 from rollout_service.metrics.process import counted_commit
 from rollout_service.metrics.state import KVScalesState, Observer, ServiceState
 from rollout_service.tasks import Changes, Unabandoned
@@ -223,9 +232,18 @@ class Ingest:
     # --- operators
 
     async def set_paused(self, paused: bool, mode: PauseMode, timeout_s: float) -> None:
-        """Pause or resume every replica, later ones too; returns when all live ones have, or raises NotReady."""
-        await self._unabandoned.run(self._set_control(Control(paused=paused, mode=mode)))
-        if not await self._changes.wait(lambda: self._fleet.all_paused(paused), timeout_s):
+        """Pause or resume every replica, later ones too; returns when all live ones have.
+
+        Raises NotReady after ``timeout_s``, or Overtaken once another pause or resume was asked for.
+        """
+        order = await self._unabandoned.run(self._set_control(paused, mode))
+        settled = await self._changes.wait(lambda: self._overtaken(order) or self._fleet.all_obey(order), timeout_s)
+        if self._overtaken(order):
+            raise Overtaken(
+                f"before every replica was {'paused' if paused else 'resumed'}, something else was asked for, which "
+                "holds: GET /v1/fleet says what"
+            )
+        if not settled:
             raise NotReady(
                 f"not every replica is {'paused' if paused else 'resumed'} after {timeout_s} s; they go on trying",
                 {"replicas": [status.model_dump(mode="json") for status in self._fleet.live()]},
@@ -233,7 +251,7 @@ class Ingest:
 
     async def is_paused(self) -> bool:
         """Whether a pause was asked for and every live replica has obeyed."""
-        return self._wish is not None and self._wish.paused and self._fleet.all_paused(True)
+        return self._wish is not None and self._wish.paused and self._fleet.all_obey(self._wish.order)
 
     async def fleet(self) -> Fleet:
         """The live replicas, those that start included, beside the newest version."""
@@ -377,14 +395,23 @@ class Ingest:
             except OSError as error:  # only an ingest that starts while this lasts would know less
                 logger.warning("could not note which replicas are live: %s", error)
 
-    async def _set_control(self, control: Control) -> None:
+    async def _set_control(self, paused: bool, mode: PauseMode) -> str:
+        """Note what is asked of the fleet, and wake it. Returns the order, which is the same for the same again."""
         async with self._controlling:
+            control = Control(paused=paused, mode=mode, order=uuid.uuid4().hex)
+            known = self._log.control()
+            if known.model_copy(update={"order": control.order}) == control:
+                control = known
             await asyncio.to_thread(self._log.set_control, control)
             self._wish = self._current_wish()
             await self._changes.notify()
+        return control.order
+
+    def _overtaken(self, order: str) -> bool:
+        return self._wish is not None and self._wish.order != order
 
     def _current_wish(self) -> Wish | None:
         head, control = self._log.head(), self._log.control()
         if head is None:
             return None
-        return Wish(version=head.version, paused=control.paused, pause_mode=control.mode)
+        return Wish(version=head.version, paused=control.paused, pause_mode=control.mode, order=control.order)

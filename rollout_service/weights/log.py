@@ -5,7 +5,7 @@
     <root>/<version>/upload.json       digests of the parts it came in
     <root>/<version>/kv_scales.json    KV scales, if the service measures them; written after the commit, once
     <root>/staging/<version>/          an upload that is not committed; its parts are in <version>.parts/
-    <root>/CONTROL                     {"paused", "mode"}: what the operator last asked of the fleet
+    <root>/CONTROL                     {"paused", "mode", "order"}: what the operator last asked of the fleet
     <root>/kv_scales.json              what was measured last: its version may have been dropped since
     <root>/KV_CACHE                    {"dtype", "why", "judged_by"}: of the KV cache, once it was measured
     <root>/FLEET                       {"replicas"}: who was live, for an ingest that starts anew
@@ -56,6 +56,8 @@ class Control(Frozen):
 
     paused: bool = False
     mode: PauseMode = "keep"
+    order: str = ""
+    """Tells one pause or resume from another; replicas say which they have obeyed. Empty: none was ever asked for."""
 
 
 class Origin(Frozen):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rollout_service.autoscaling import RUNNING
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter, completion, vllm_sampling
 from rollout_service.engine.args import engine_args, engine_environment
@@ -212,6 +213,47 @@ async def test_an_engine_reads_its_prefix_cache_within_a_version_never_across_an
         await engine.resume()
         await asyncio.gather(*waiting)
         assert finished == [-5, 0, 1, 5]
+
+
+async def test_a_pause_that_waits_for_a_rollout_can_be_taken_back_and_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = await committed(tmp_path, "fp8_block", "fp8_e4m3")
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"max_model_len": 4096})})
+    endless, short = Sampling(max_tokens=4000, ignore_eos=True), Sampling(max_tokens=4, ignore_eos=True)
+    folder = WeightLog(config.weights.root).folder(0)
+    async with running_engine(config, monkeypatch) as engine:
+
+        async def waiting_pause() -> asyncio.Task[None]:
+            pausing = asyncio.create_task(engine.pause("wait"))
+            while not await engine._llm.is_paused():
+                await asyncio.sleep(0)
+            assert not pausing.done()
+            return pausing
+
+        long = asyncio.create_task(engine.generate("long", (5, 6), endless))
+        while engine.scheduler.load(admitted=1)[RUNNING] == 0:
+            await asyncio.sleep(0.01)
+        # taken back: what came meanwhile begins, and the long rollout has not ended
+        pausing = await waiting_pause()
+        queued = asyncio.create_task(engine.generate("queued", (5, 6), short))
+        pausing.cancel()
+        await engine.resume()
+        assert [len(c.token_ids) for c in await queued] == [4] and not long.done()
+        # kept in its place, for a version
+        pausing = await waiting_pause()
+        await engine.pause("keep")
+        await pausing
+        await engine.load(folder, 1)
+        await engine.resume()
+        # and ended in its place
+        pausing = await waiting_pause()
+        await engine.pause("abort")
+        (aborted,) = await long
+        assert aborted.finish_reason == "abort" and aborted.versions == (0, 1)
+        await pausing
+        await engine.resume()
+        assert [c.versions for c in await engine.generate("next", (5, 6), short)] == [(1,)]
 
 
 async def _finish(engine: EngineAdapter, priority: int, finished: list[int]) -> None:

@@ -1,6 +1,7 @@
 """An engine and an ingest in this process: what the follower talks to, with gates where a test wants to look."""
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -44,7 +45,8 @@ class FakeEngine:
         self.paused = False
         self.fail_load: str | None = None
         self.fail_stage: str | None = None
-        self.pausing, self.loading = Gate(), Gate()
+        self.pausing, self.draining, self.loading = Gate(), Gate(), Gate()
+        """``draining``: a pause with ``wait`` passes it when the last running rollout has finished."""
         self.staged: list[int] = []
         """Versions that were begun to be read, each time."""
         self.before_reading: Callable[[int], None] = lambda version: None
@@ -52,6 +54,8 @@ class FakeEngine:
     async def pause(self, mode: PauseMode) -> None:
         await self.pausing.passed()
         self.calls.append(f"pause {mode}")
+        if mode == "wait":
+            await self.draining.passed()
         self.paused = True
 
     async def resume(self) -> None:
@@ -104,8 +108,9 @@ class FakeIngest:
         self.goodbye = RemoteMethod(self._goodbye)
 
     async def wish(self, **changes: object) -> None:
-        """Change what replicas should be like, and wake them."""
-        self._wish = self._wish.model_copy(update=changes)
+        """Change what replicas should be like, and wake them. Each pause and resume has an order of its own."""
+        order = {"order": uuid.uuid4().hex} if "paused" in changes else {}
+        self._wish = self._wish.model_copy(update=order | changes)
         await self._notify()
 
     async def reported(self, reached: Callable[[ReplicaStatus], bool]) -> ReplicaStatus:

@@ -137,7 +137,7 @@ async def test_tokens_may_be_spelled_as_their_ids(services: Services) -> None:
 async def test_ids_are_returned_when_asked_for_and_versions_always(services: Services) -> None:
     choice = (await completions(request(prompt=[36, 37], return_token_ids=True), services))["choices"][0]
     assert choice["token_ids"] == (37, 36) and choice["prompt_token_ids"] == (36, 37)
-    assert choice["weight_versions"] == [{"version": "7", "start": 0, "end": 2}]
+    assert choice["weight_versions"] == [{"version": "7", "start": 0, "end": 2, "replica_id": "r1"}]
     assert "token_ids" not in (await completions(request(), services))["choices"][0]
 
 

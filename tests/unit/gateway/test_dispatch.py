@@ -19,6 +19,7 @@ from rollout_service.errors import (
 )
 from rollout_service.gateway.dispatch import Dispatcher
 from rollout_service.sampling import GenerateCall, Sampling
+from rollout_service.shadow.sample import calls_of
 from rollout_service.types import Completion, Fleet, ReplicaStatus, Rollout, Span
 
 Step = Callable[[GenerateCall], Rollout] | Exception
@@ -226,6 +227,24 @@ async def test_only_the_aborted_completions_of_a_rollout_go_on() -> None:
     assert [c.index for c in rollout.completions] == [0, 1, 2]
     assert [c.versions for c in rollout.completions] == [(3,), (3, 4), (4,)]
     assert [len(c.token_ids) for c in rollout.completions] == [9, 9, 9]
+
+
+async def test_every_token_names_the_replica_that_made_it_and_no_other() -> None:
+    def mixed(c: GenerateCall) -> Rollout:
+        rollout = made(9, 4, 4)(c)  # type: ignore[operator]
+        first, *rest = rollout.completions
+        aborted = [d.model_copy(update={"finish_reason": "abort"}) for d in rest]
+        return rollout.model_copy(update={"completions": (first, *aborted)})
+
+    engine = Script([mixed, made(5, replica_id="b"), made(5, replica_id="a")])
+    rollout = await dispatcher(engine).complete(call(n=3))
+    assert [[(s.version, s.replica_id, s.start, s.end) for s in c.spans] for c in rollout.completions] == [
+        [(3, "a", 0, 9)],
+        [(3, "a", 0, 4), (3, "b", 4, 9)],
+        [(3, "a", 0, 9)],
+    ]
+    assert [c.versions for c in rollout.completions] == [(3,)] * 3
+    assert [(c.version, c.replica_id) for c in calls_of(rollout)] == [(3, "a"), (3, "a")]
 
 
 async def test_an_aborted_completion_with_stop_strings_starts_anew() -> None:

@@ -88,8 +88,12 @@ def test_what_is_not_implemented_is_refused_by_name(field: str, value: object) -
         GenerateRequest.model_validate({"token_ids": [1], field: value})
 
 
-def test_a_split_completion_names_both_versions_as_vllm_does() -> None:
-    assert spans(SPLIT) == [{"version": "3", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 3}]
+def test_a_split_completion_names_both_versions_as_vllm_does_and_their_replicas() -> None:
+    moved = tuple(s.model_copy(update={"replica_id": i}) for s, i in zip(SPLIT.spans, "ab", strict=True))
+    assert spans(SPLIT.model_copy(update={"spans": moved})) == [
+        {"version": "3", "start": 0, "end": 1, "replica_id": "a"},
+        {"version": "5", "start": 1, "end": 3, "replica_id": "b"},
+    ]
 
 
 def test_usage_counts_prompts_once_and_every_completion() -> None:
@@ -107,7 +111,7 @@ async def test_a_reply_carries_ids_logprobs_spans_and_the_replica(services: Serv
             "logprobs": {"content": [{"token_id": 6, "logprob": -0.5}, {"token_id": 5, "logprob": -1.0}]},
             "finish_reason": "length",
             "stop_reason": None,
-            "weight_versions": [{"version": "7", "start": 0, "end": 2}],
+            "weight_versions": [{"version": "7", "start": 0, "end": 2, "replica_id": "r1"}],
         }
     ]
     assert "prompt_token_ids" not in reply

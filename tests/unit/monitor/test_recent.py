@@ -37,7 +37,7 @@ def test_an_id_that_comes_again_means_the_newer_rollout() -> None:
     recent = RecentRollouts(2 * each)
     recent.remember([rollout("a", replica_id="old"), rollout("b"), rollout("a", replica_id="new")])
     found = recent.get("a")
-    assert found is not None and found.replica_id == "new"
+    assert found is not None and found.completions[0].replicas == ("new", "new")
     recent.remember([rollout("c")])
     assert recent.get("b") is None and recent.get("a") is not None
 

@@ -8,6 +8,7 @@ from rollout_service.errors import InvalidRequest, MalformedRequest, NotFound
 from rollout_service.monitor.recent import RecentRollout, RecentRollouts
 from rollout_service.monitor.scoring import found, parse_report, score
 from rollout_service.monitor.statistics import Sums
+from rollout_service.types import Span
 from tests.unit.monitor.batches import BOUND, statistics_of
 from tests.unit.monitor.reports import body, full, rollout, span
 
@@ -29,6 +30,31 @@ def test_a_sequence_of_two_versions_counts_each_token_for_its_own_and_for_neithe
     sums = scored(body(full([-1.0, -2.0, -3.0], [-1.5, -1.0, -3.0], [span(3, 0, 1), span(4, 1, 3)])))
     assert (sums[3].tokens, sums[3].sequences, sums[3].k1) == (1, 0, -0.5)
     assert (sums[4].tokens, sums[4].sequences, sums[4].k1) == (2, 0, 1.0)
+
+
+def by_replica(body: bytes, recent: RecentRollouts | None = None) -> dict[tuple[int, str], tuple[int, int]]:
+    """Tokens and sequences by version and replica."""
+    report = parse_report(body)
+    statistics = score(report, found(report, recent or RecentRollouts(0)), BOUND)
+    return {(key.version, key.replica_id): (s.sums.tokens, s.sums.sequences) for key, s in statistics.items()}
+
+
+def test_each_token_counts_for_the_replica_that_made_it_and_a_sequence_of_two_replicas_for_neither() -> None:
+    moved = [{**span(3, 0, 2), "replica_id": "a"}, {**span(3, 2, 3), "replica_id": "b"}]
+    whole = [{**span(3, 0, 2), "replica_id": "a"}]
+    rows = [[-1.0, -1.0, -1.0], [-1.0, -1.0]]
+    expected = {(3, "a"): (4, 1), (3, "b"): (1, 0)}
+    in_full = [full(row, row, spans) for row, spans in zip(rows, (moved, whole), strict=True)]
+    assert by_replica(body(*in_full)) == by_replica(body(*in_full, replica_id=None)) == expected
+    ended_on_b = rollout("x", *rows).model_copy(update={"replica_id": "b"})
+    completions = [
+        c.model_copy(update={"spans": tuple(Span(**s) for s in spans)})
+        for c, spans in zip(ended_on_b.completions, (moved, whole), strict=True)
+    ]
+    recent = RecentRollouts(10_000)
+    recent.remember([RecentRollout.of(ended_on_b.model_copy(update={"completions": tuple(completions)}))])
+    by_id = body(*({"trainer_logprobs": row} for row in rows), request_id="x", replica_id=None)
+    assert by_replica(by_id, recent) == expected
 
 
 def test_masked_tokens_have_no_influence_whatever_stands_there() -> None:

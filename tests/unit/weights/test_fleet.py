@@ -68,25 +68,25 @@ def test_a_version_is_live_when_every_replica_serves_it_or_a_newer_one(
 
 
 @pytest.mark.parametrize(
-    ("paused", "all_paused", "all_running"),
-    [([], False, False), ([True], True, False), ([True, False], False, False), ([False, False], False, True)],
+    ("obeyed", "all_obey"),
+    [([], False), (["new"], True), (["old"], False), (["new", "old"], False), (["new", "new"], True)],
 )
-def test_the_fleet_is_paused_or_running_when_every_replica_is(
-    table: FleetTable, paused: list[bool], all_paused: bool, all_running: bool
+def test_a_pause_or_resume_is_obeyed_when_every_replica_has_obeyed_that_very_one(
+    table: FleetTable, obeyed: list[str], all_obey: bool
 ) -> None:
-    for number, is_paused in enumerate(paused):
-        table.report(replica(f"replica-{number}", 1, paused=is_paused))
-    assert (table.all_paused(True), table.all_paused(False)) == (all_paused, all_running)
+    for number, order in enumerate(obeyed):
+        table.report(replica(f"replica-{number}", 1, obeyed=order))
+    assert table.all_obey("new") is all_obey
 
 
 def test_a_replica_that_starts_is_in_the_table_and_is_not_waited_for(table: FleetTable) -> None:
     table.report(replica("newcomer", None, state="starting"))
     assert [status.state for status in table.live()] == ["starting"]
-    assert not table.all_serve(0) and not table.all_paused(True) and not table.all_paused(False)
-    table.report(replica("old", 2, paused=True))
-    assert table.all_serve(2) and table.all_paused(True)
+    assert not table.all_serve(0) and not table.all_obey("") and not table.all_obey("new")
+    table.report(replica("old", 2, obeyed="new"))
+    assert table.all_serve(2) and table.all_obey("new")
     table.report(replica("newcomer", 1, sequence=1))
-    assert not table.all_serve(2) and not table.all_paused(True)
+    assert not table.all_serve(2) and not table.all_obey("new")
 
 
 def test_a_replica_that_says_goodbye_leaves_at_once_whatever_of_it_is_still_on_its_way(table: FleetTable) -> None:
@@ -136,9 +136,9 @@ async def test_nothing_is_said_of_all_until_those_known_from_before_have_reporte
     table = FleetTable(dead_after_s=60)
     table.wait_for(frozenset({"a", "b"}))
     table.report(replica("a", 2))
-    assert not table.all_serve(2) and not table.all_paused(False) and not table.is_complete()
+    assert not table.all_serve(2) and not table.all_obey("") and not table.is_complete()
     table.report(replica("b", 2))
-    assert table.all_serve(2) and table.all_paused(False) and table.is_complete()
+    assert table.all_serve(2) and table.all_obey("") and table.is_complete()
     short = FleetTable(dead_after_s=0.15)
     short.wait_for(frozenset({"gone"}))
     assert not short.is_complete()
@@ -147,8 +147,8 @@ async def test_nothing_is_said_of_all_until_those_known_from_before_have_reporte
 
 
 def test_an_empty_table_is_waited_for_unless_there_may_be_no_replica_at_all(table: FleetTable) -> None:
-    assert not table.all_serve(0) and not table.all_paused(True)
+    assert not table.all_serve(0) and not table.all_obey("new")
     scaled_to_zero = FleetTable(dead_after_s=60, may_be_empty=True)
-    assert scaled_to_zero.all_serve(0) and scaled_to_zero.all_paused(True)
+    assert scaled_to_zero.all_serve(0) and scaled_to_zero.all_obey("new")
     scaled_to_zero.report(replica("a", 1))
-    assert not scaled_to_zero.all_serve(2) and not scaled_to_zero.all_paused(True)
+    assert not scaled_to_zero.all_serve(2) and not scaled_to_zero.all_obey("new")

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.errors import CommitTimeout, NotReady
+from rollout_service.errors import CommitTimeout, NotReady, Overtaken
 from rollout_service.weights.fleet import Wish
 from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.upload import CommitUpload
-from tests.unit.weights.trainer import Trainer, Weights, config_of, replica, settle
+from tests.unit.weights.trainer import Trainer, Weights, config_of, order, replica, settle
 
 LONG_S = 60.0
 RUNNING = Wish(version=0, paused=False, pause_mode="keep")
@@ -124,22 +124,54 @@ async def test_a_pause_answers_when_every_replica_has_obeyed(ingest: Ingest) -> 
     await ingest.report(replica("a", 0))
     poll = asyncio.create_task(ingest.sync(replica("a", 0, sequence=1), RUNNING))
     pause = asyncio.create_task(ingest.set_paused(True, "wait", LONG_S))
-    assert await asyncio.wait_for(poll, LONG_S) == Wish(version=0, paused=True, pause_mode="wait")
+    wish = await asyncio.wait_for(poll, LONG_S)
+    assert (wish.version, wish.paused, wish.pause_mode) == (0, True, "wait")
     assert not pause.done() and not await ingest.is_paused()
-    await ingest.report(replica("a", 0, sequence=2, paused=True))
+    await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=wish.order))
     await asyncio.wait_for(pause, LONG_S)
     assert await ingest.is_paused() and (await ingest.fleet()).paused
 
 
 async def test_a_resume_answers_when_every_replica_has_obeyed(ingest: Ingest) -> None:
-    await ingest.report(replica("a", 0, paused=True))
-    await ingest.set_paused(True, "keep", LONG_S)
+    paused = RUNNING.model_copy(update={"paused": True, "order": await order(ingest, True)})
     resume = asyncio.create_task(ingest.set_paused(False, "keep", LONG_S))
-    await settle()
-    assert not resume.done()
-    await ingest.report(replica("a", 0, sequence=1, paused=False))
+    wish = await ingest.sync(replica("a", 0, sequence=1, paused=True, obeyed=paused.order), paused)
+    assert not wish.paused and not resume.done()
+    await ingest.report(replica("a", 0, sequence=2, obeyed=wish.order))
     await asyncio.wait_for(resume, LONG_S)
     assert not await ingest.is_paused() and not (await ingest.fleet()).paused
+
+
+async def test_a_resume_of_a_pause_that_no_replica_has_obeyed_yet_waits_until_it_is_obeyed_itself(
+    ingest: Ingest,
+) -> None:
+    await ingest.report(replica("a", 0))
+    pause = asyncio.create_task(ingest.set_paused(True, "wait", LONG_S))
+    await ingest.sync(replica("a", 0), RUNNING)
+    resume = asyncio.create_task(ingest.set_paused(False, "keep", LONG_S))
+    with pytest.raises(Overtaken, match="before every replica was paused, something else was asked for"):
+        await asyncio.wait_for(pause, LONG_S)
+    assert not resume.done()  # the replica says that it runs, but may have begun to pause since
+    wish = await ingest.sync(replica("a", 0, sequence=1), None)
+    await ingest.report(replica("a", 0, sequence=2, obeyed=wish.order))
+    await asyncio.wait_for(resume, LONG_S)
+
+
+async def test_a_pause_with_another_mode_waits_until_that_is_obeyed(ingest: Ingest) -> None:
+    keeps = RUNNING.model_copy(update={"paused": True, "order": await order(ingest, True, "keep")})
+    abort = asyncio.create_task(ingest.set_paused(True, "abort", LONG_S))
+    wish = await ingest.sync(replica("a", 0, sequence=1, paused=True, obeyed=keeps.order), keeps)
+    assert wish.pause_mode == "abort" and not abort.done()
+    await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=wish.order))
+    await asyncio.wait_for(abort, LONG_S)
+
+
+async def test_several_ranks_may_ask_for_the_same_pause(ingest: Ingest) -> None:
+    await ingest.report(replica("a", 0))
+    ranks = [asyncio.create_task(ingest.set_paused(True, "keep", LONG_S)) for _ in range(3)]
+    wish = await ingest.sync(replica("a", 0, sequence=1), RUNNING)
+    await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=wish.order))
+    await asyncio.wait_for(asyncio.gather(*ranks), LONG_S)
 
 
 async def test_a_pause_that_is_not_obeyed_in_time_says_so_and_still_holds(ingest: Ingest) -> None:
@@ -151,11 +183,10 @@ async def test_a_pause_that_is_not_obeyed_in_time_says_so_and_still_holds(ingest
 
 
 async def test_a_pause_outlives_a_commit(ingest: Ingest, trainer: Trainer, weights: Weights) -> None:
-    await ingest.report(replica("a", 0, paused=True))
-    await ingest.set_paused(True, "abort", LONG_S)
+    ordered = await order(ingest, True, "abort")
     await trainer.push(1, weights)
     wish = await ingest.sync(replica("a", 0, sequence=1, paused=True), None)
-    assert wish == Wish(version=1, paused=True, pause_mode="abort")
+    assert wish == Wish(version=1, paused=True, pause_mode="abort", order=ordered)
 
 
 # --- keeping

@@ -11,7 +11,17 @@ from rollout_service.errors import LogCorrupt, RolloutServiceError, UploadIncomp
 from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.upload import CommitUpload
-from tests.unit.weights.trainer import Trainer, Weights, begin_of, changed, config_of, open_files, replica, settle
+from tests.unit.weights.trainer import (
+    Trainer,
+    Weights,
+    begin_of,
+    changed,
+    config_of,
+    open_files,
+    order,
+    replica,
+    settle,
+)
 
 LONG_S = 60.0
 
@@ -59,12 +69,11 @@ async def test_a_restart_does_not_read_the_models_folder_again(
 
 
 async def test_a_pause_outlives_a_restart(restarted: Restart, config: ServiceConfig, ingest: Ingest) -> None:
-    await ingest.report(replica("a", 0, paused=True))
-    await ingest.set_paused(True, "abort", LONG_S)
+    ordered = await order(ingest, True, "abort")
     again = await restarted()
     assert (await again.fleet()).paused
     wish = await again.sync(replica("a", 0), None)
-    assert wish.paused and wish.pause_mode == "abort"
+    assert (wish.paused, wish.pause_mode, wish.order) == (True, "abort", ordered)
 
 
 async def test_a_log_of_another_model_is_refused(
@@ -144,9 +153,10 @@ async def test_a_long_poll_that_is_given_up_does_not_disturb_the_others(ingest: 
     given_up.cancel()
     await settle()
     pause = asyncio.create_task(ingest.set_paused(True, "keep", LONG_S))
-    assert (await asyncio.wait_for(kept, LONG_S)).paused
+    wish = await asyncio.wait_for(kept, LONG_S)
+    assert wish.paused
     for name in "ab":
-        await ingest.report(replica(name, 0, sequence=9, paused=True))
+        await ingest.report(replica(name, 0, sequence=9, paused=True, obeyed=wish.order))
     await pause
 
 

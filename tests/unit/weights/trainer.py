@@ -11,7 +11,7 @@ import xxhash
 from safetensors.torch import load_file
 
 from rollout_service.config import ServiceConfig
-from rollout_service.types import ReplicaStatus, WeightStatus
+from rollout_service.types import PauseMode, ReplicaStatus, WeightStatus
 from rollout_service.web.auth import Authorizer
 from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.upload import PART_DIGEST_HEADER, BeginUpload, CommitUpload, UploadPlan, UploadTensor
@@ -103,3 +103,13 @@ async def settle() -> None:
 def open_files() -> int:
     """File descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))
+
+
+async def order(ingest: Ingest, paused: bool, mode: PauseMode = "keep") -> str:
+    """Have one replica, "a", obey a pause or resume. Returns the order."""
+    before = await ingest.sync(replica("a", 0), None)
+    asking = asyncio.create_task(ingest.set_paused(paused, mode, 60.0))
+    wish = await ingest.sync(replica("a", 0), before)
+    await ingest.report(replica("a", 0, paused=paused, obeyed=wish.order))
+    await asking
+    return wish.order

@@ -1,0 +1,110 @@
+"""What keeps one engine from sampling: a pause that was ordered, and a version that is loaded.
+
+The mode ``wait`` lets running rollouts finish first, which takes as long as the longest of them. It therefore runs in
+a task of its own, and can be taken back by a resume, or taken over by another mode. vLLM 0.32 allows both: its
+scheduler takes each new state at once (``EngineCoreProc.pause_scheduler``), and only the answer to a waiting pause is
+held back until the engine is idle.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from rollout_service.types import PauseMode
+from rollout_service.weights.fleet import Wish
+from rollout_service.weights.log import Control
+
+
+class PausableEngine(Protocol):
+    """What is needed of the engine adapter. A cancelled ``pause`` leaves the engine to the next pause or resume."""
+
+    async def pause(self, mode: PauseMode) -> None: ...
+    async def resume(self) -> None: ...
+
+
+class Pausing:
+    """Closes and opens one engine. Of two instructions about running rollouts the newer one counts."""
+
+    def __init__(self, engine: PausableEngine, drained: Callable[[], None]) -> None:
+        """``drained``: called when the last running rollout of a pause with ``wait`` has finished."""
+        self._engine, self._drained = engine, drained
+        self._mode: PauseMode | None = None
+        self._taken = ""
+        self._drain: asyncio.Task[None] | None = None
+        self._for_version = False
+        self.obeyed = ""
+        """The last order that the engine is as."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether a pause was ordered and nothing runs any more."""
+        return self._mode is not None and self.obeyed == self._taken
+
+    def drains(self) -> bool:
+        """Whether running rollouts are being waited for. Raises what ended a wait that failed."""
+        if self._drain is None:
+            return False
+        if self._drain.done():
+            self._drain.result()
+            return False
+        return True
+
+    def begin(self, control: Control) -> None:
+        """The order in force when an engine that runs nothing starts, closed until its first version is loaded."""
+        self._taken = self.obeyed = control.order
+        self._mode, self._for_version = control.mode if control.paused else None, True
+
+    async def obey(self, wish: Wish) -> bool:
+        """Do what is ordered; whether that has become so just now. Does not wait for running rollouts."""
+        if wish.order != self._taken:
+            before, self._taken = self._mode, wish.order
+            self._mode = wish.pause_mode if wish.paused else None
+            if self._mode != before:
+                await self._apply()
+        resumes_later = self._mode is None and self._for_version
+        if self.obeyed == self._taken or self.drains() or resumes_later:
+            return False
+        self.obeyed = self._taken
+        return True
+
+    async def close(self, mode: PauseMode) -> None:
+        """Close for a version. With ``wait`` the engine is closed once it ``drains`` no more."""
+        self._for_version = True
+        if mode == "wait":
+            self._start_drain()
+            return
+        self._drop_drain()
+        await self._engine.pause(mode)
+
+    async def open(self) -> None:
+        """Be as ordered again, after ``close``."""
+        if not self._for_version:
+            return
+        self._for_version = False
+        waits = self._mode == "wait" and self.obeyed != self._taken
+        if self._mode is None or waits or self.drains():
+            await self._apply()
+
+    def stop(self) -> None:
+        """Wait for nothing any more."""
+        self._drop_drain()
+
+    async def _apply(self) -> None:
+        if self._mode == "wait":
+            self._start_drain()
+        elif self._mode is not None:
+            self._drop_drain()
+            await self._engine.pause(self._mode)
+        elif not self._for_version:
+            self._drop_drain()
+            await self._engine.resume()
+
+    def _start_drain(self) -> None:
+        if not self.drains():
+            self._drain = asyncio.create_task(self._engine.pause("wait"))
+            self._drain.add_done_callback(lambda _: self._drained())
+
+    def _drop_drain(self) -> None:
+        drain, self._drain = self._drain, None
+        if drain is not None:
+            drain.cancel()

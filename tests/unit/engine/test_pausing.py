@@ -1,0 +1,281 @@
+"""Pauses, resumes and versions that come while running rollouts are waited for."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from rollout_service.config import WeightsConfig
+from rollout_service.engine.follower import Follower
+from rollout_service.errors import EngineFailed, NotFound, NotReady
+from rollout_service.weights.log import WeightLog
+from rollout_service.weights.manifest import Manifest
+from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, serving
+from tests.unit.weights.versions import FIRST, commit, flip_a_byte
+
+
+@pytest.fixture
+def running(engine: FakeEngine) -> FakeEngine:
+    """An engine with a rollout that does not finish until ``draining`` is opened."""
+    engine.draining.close()
+    return engine
+
+
+async def pause(ingest: FakeIngest, mode: str, order: str) -> None:
+    await ingest.wish(paused=True, pause_mode=mode, order=order)
+
+
+async def drains(engine: FakeEngine) -> None:
+    """The engine waits for its rollout."""
+    await asyncio.wait_for(engine.draining.reached.wait(), LONG_S)
+    engine.draining.reached.clear()
+
+
+# --- a pause that waits
+
+
+async def test_a_pause_that_waits_is_obeyed_when_the_last_rollout_has_finished(
+    follower: Follower, running: FakeEngine, ingest: FakeIngest
+) -> None:
+    await pause(ingest, "wait", "first")
+    await drains(running)
+    assert (follower.status().paused, follower.status().obeyed) == (False, "")
+    running.draining.open()
+    assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
+
+
+async def test_a_resume_takes_a_waiting_pause_back_and_is_obeyed_only_then(
+    follower: Follower, running: FakeEngine, ingest: FakeIngest
+) -> None:
+    await pause(ingest, "wait", "first")
+    await drains(running)
+    await ingest.wish(paused=False, order="second")
+    assert not (await ingest.reported(lambda s: s.obeyed == "second")).paused
+    assert running.calls == ["pause wait", "resume"]
+    running.draining.open()
+    await pause(ingest, "wait", "third")
+    assert (await ingest.reported(lambda s: s.obeyed == "third")).paused
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+async def test_another_mode_takes_a_waiting_pause_over(
+    follower: Follower, running: FakeEngine, ingest: FakeIngest, mode: str
+) -> None:
+    await pause(ingest, "wait", "first")
+    await drains(running)
+    await pause(ingest, mode, "second")
+    assert (await ingest.reported(lambda s: s.obeyed == "second")).paused
+    assert running.calls == ["pause wait", f"pause {mode}"]
+
+
+async def test_what_runs_is_waited_for_once_when_a_pause_that_keeps_becomes_one_that_waits(
+    follower: Follower, running: FakeEngine, ingest: FakeIngest
+) -> None:
+    await pause(ingest, "keep", "first")
+    await ingest.reported(lambda s: s.obeyed == "first")
+    await pause(ingest, "wait", "second")
+    await drains(running)
+    assert not follower.status().paused
+    running.draining.open()
+    assert (await ingest.reported(lambda s: s.obeyed == "second")).paused
+
+
+async def test_the_same_mode_ordered_again_is_obeyed_without_asking_the_engine_again(
+    follower: Follower, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    for order in ("first", "second"):
+        await pause(ingest, "keep", order)
+        await ingest.reported(lambda s, order=order: s.obeyed == order)
+    assert engine.calls == ["pause keep"]
+
+
+async def test_an_engine_that_dies_while_it_is_waited_for_ends_following(
+    follower: Follower, running: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def dies(mode: str) -> None:
+        raise EngineFailed("the engine died")
+
+    monkeypatch.setattr(running, "pause", dies)
+    await pause(ingest, "wait", "first")
+    await asyncio.wait([follower._tasks[1]], timeout=LONG_S)
+    with pytest.raises(EngineFailed, match="stopped following the log: the engine died"):
+        follower.check_health()
+
+
+# --- a version, while a pause waits
+
+
+async def test_a_version_that_keeps_what_runs_is_loaded_though_a_pause_waits_which_then_waits_on(
+    follower: Follower, log: WeightLog, running: FakeEngine, ingest: FakeIngest
+) -> None:
+    await pause(ingest, "wait", "first")
+    await drains(running)
+    commit(log, 1, mode="keep")
+    await ingest.wish(version=1)
+    await serving(follower, ingest, 1)
+    await drains(running)
+    assert running.calls == ["pause wait", "pause keep", "load 1", "pause wait"]
+    assert not follower.status().paused
+    running.draining.open()
+    assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
+    assert "resume" not in running.calls
+
+
+async def test_a_version_that_aborts_what_runs_fulfils_a_pause_that_waits(
+    follower: Follower, log: WeightLog, running: FakeEngine, ingest: FakeIngest
+) -> None:
+    await pause(ingest, "wait", "first")
+    await drains(running)
+    commit(log, 1, mode="abort")
+    await ingest.wish(version=1)
+    await asyncio.wait_for(running.loading.reached.wait(), LONG_S)
+    running.draining.open()  # nothing runs any more
+    assert (await ingest.reported(lambda s: s.obeyed == "first" and s.version == 1)).paused
+    assert running.calls[:3] == ["pause wait", "pause abort", "load 1"] and "resume" not in running.calls
+
+
+# --- a version that waits
+
+
+async def commit_that_waits(log: WeightLog, engine: FakeEngine, ingest: FakeIngest, version: int) -> None:
+    commit(log, version, mode="wait")
+    await ingest.wish(version=version)
+    await drains(engine)
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+async def test_a_newer_version_takes_over_from_one_that_waits(
+    follower: Follower, log: WeightLog, running: FakeEngine, ingest: FakeIngest, mode: str
+) -> None:
+    await commit_that_waits(log, running, ingest, 1)
+    commit(log, 2, mode=mode)
+    await ingest.wish(version=2)
+    await serving(follower, ingest, 2)
+    assert running.calls == ["pause wait", f"pause {mode}", "load 2", "resume"]
+
+
+async def test_a_newer_version_that_waits_too_does_not_let_new_rollouts_begin_before_it(
+    follower: Follower, log: WeightLog, running: FakeEngine, ingest: FakeIngest
+) -> None:
+    await commit_that_waits(log, running, ingest, 1)
+    commit(log, 2, mode="wait")
+    await ingest.wish(version=2)
+    await ingest.reported(lambda s: s.target == 2)
+    running.draining.open()
+    await serving(follower, ingest, 2)
+    assert running.calls[-2:] == ["load 2", "resume"] and running.calls.count("resume") == 1
+
+
+async def test_a_newer_version_that_cannot_be_read_lets_the_engine_go_on(
+    follower: Follower, log: WeightLog, running: FakeEngine, ingest: FakeIngest
+) -> None:
+    await commit_that_waits(log, running, ingest, 1)
+    commit(log, 2, mode="keep")
+    flip_a_byte(log, 2, FIRST)
+    await ingest.wish(version=2)
+    await ingest.reported(lambda s: s.state == "stale")
+    assert running.calls == ["pause wait", "resume"] and follower.version == 0
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+async def test_a_pause_with_another_mode_takes_over_from_a_version_that_waits(
+    follower: Follower, log: WeightLog, running: FakeEngine, ingest: FakeIngest, mode: str
+) -> None:
+    await commit_that_waits(log, running, ingest, 1)
+    running.loading.close()
+    await pause(ingest, mode, "first")
+    assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
+    running.loading.open()
+    await serving(follower, ingest, 1)
+    assert running.calls == ["pause wait", f"pause {mode}", "load 1"]
+    await ingest.wish(paused=False, order="second")
+    await ingest.reported(lambda s: s.obeyed == "second")
+    assert running.calls[-1] == "resume"
+
+
+async def test_a_resume_is_obeyed_only_when_the_version_that_waits_has_been_loaded(
+    follower: Follower, log: WeightLog, running: FakeEngine, ingest: FakeIngest
+) -> None:
+    await pause(ingest, "keep", "first")
+    await ingest.reported(lambda s: s.paused)
+    await commit_that_waits(log, running, ingest, 1)
+    await ingest.wish(paused=False, order="second")
+    await ingest.reported(lambda s: ingest.seen is not None and ingest.seen.order == "second")
+    assert follower.status().obeyed == "first" and "resume" not in running.calls
+    running.draining.open()
+    await ingest.reported(lambda s: s.obeyed == "second")
+    assert running.calls == ["pause keep", "pause wait", "load 1", "resume"]
+
+
+async def test_a_version_that_waits_is_given_up_when_the_log_goes_back_to_what_is_served(
+    follower: Follower, log: WeightLog, running: FakeEngine, ingest: FakeIngest
+) -> None:
+    before = (log.root / "LATEST").read_bytes()
+    await commit_that_waits(log, running, ingest, 1)
+    (log.root / "LATEST").write_bytes(before)
+    await pause(ingest, "keep", "first")
+    await ingest.reported(lambda s: s.obeyed == "first")
+    await ingest.wish(paused=False, order="second")
+    await ingest.reported(lambda s: s.obeyed == "second")
+    assert running.calls == ["pause wait", "pause keep", "resume"] and follower.version == 0
+
+
+# --- a version that is loaded and cannot be served
+
+
+class LateScales:
+    """KV scales of version 1 that cannot be noted any more, and of version 2 that another replica still measures."""
+
+    status = error = None
+
+    def __init__(self) -> None:
+        self.measured = False
+        """Version 2's."""
+
+    async def scales_for(self, manifest: Manifest) -> None:
+        if manifest.version == 2 and not self.measured:
+            raise NotReady("another replica still measures the KV scales of version 2")
+
+    async def loaded(self, manifest: Manifest) -> None:
+        if manifest.version == 1:
+            raise NotFound("version 1 is not in the log any more")
+
+
+@pytest.fixture
+def scales() -> LateScales:
+    return LateScales()
+
+
+@pytest.fixture
+async def measuring(
+    log: WeightLog, engine: FakeEngine, ingest: FakeIngest, scales: LateScales
+) -> AsyncIterator[Follower]:
+    config = WeightsConfig(root=log.root, poll_s=0.01)
+    follower = Follower("r1", engine, ingest, config, fingerprint="model", kv_scales=scales)
+    await follower.start()
+    engine.calls.clear()
+    yield follower
+    follower.stop()
+
+
+async def test_an_engine_with_a_version_that_cannot_be_served_stays_closed_until_the_next_and_says_so(
+    measuring: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, scales: LateScales
+) -> None:
+    engine.loading.close()
+    engine.loading.reached.clear()
+    commit(log, 1)
+    await ingest.wish(version=1)
+    await asyncio.wait_for(engine.loading.reached.wait(), LONG_S)
+    commit(log, 2)
+    engine.loading.open()
+    await ingest.wish(version=2)
+    status = await ingest.reported(lambda s: s.error is not None and "still measures" in s.error)
+    assert status.state == "syncing" and engine.paused
+    await pause(ingest, "keep", "first")
+    await ingest.reported(lambda s: s.obeyed == "first")
+    await ingest.wish(paused=False, order="second")
+    await ingest.reported(lambda s: ingest.seen is not None and ingest.seen.order == "second")
+    assert engine.paused and "resume" not in engine.calls and measuring.status().obeyed == "first"
+    scales.measured = True
+    await serving(measuring, ingest, 2)
+    assert engine.calls[-2:] == ["load 2", "resume"] and measuring.status().error is None
