@@ -6,9 +6,9 @@ directory that the service is started from.
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, model_validator
 
 from rollout_service.config_engine import Config, EngineConfig, KVCacheConfig, QuantConfig
 
@@ -196,26 +196,38 @@ class ShadowConfig(Config):
 class AuthConfig(Config):
     """Who may move weights and pause engines."""
 
-    token: SecretStr | None = None
-    """Bearer token for weight and control routes. None: they answer callers on this machine only."""
-
     token_file: Path | None = None
-    """File that holds the token, so that the YAML need not."""
+    """File that holds the bearer token of the weight, control and mismatch routes, on the nodes of the gateways and the
+    ingest; space around it does not count. None: these routes answer programs on this machine only, neither web pages
+    nor what comes through a proxy. A proxy on this machine that adds no header looks like a program: it needs a
+    token."""
 
-    @model_validator(mode="after")
-    def _one_source(self) -> "AuthConfig":
-        if self.token and self.token_file:
-            raise ValueError("auth.token and auth.token_file are both set: keep one")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _not_in_the_configuration(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "token" in data:
+            raise ValueError(
+                "auth.token is not taken, because Ray logs a configuration and shows it on its dashboard: write a "
+                "token that has not been used here into a file, and name it in auth.token_file"
+            )
+        return data
 
     def secret(self) -> str | None:
-        """The token, read from wherever it is. Raises OSError if the file cannot be read, ValueError if it is empty."""
-        if self.token_file is not None:
-            token = self.token_file.read_text().strip()
-            if not token:
-                raise ValueError(f"auth.token_file {self.token_file} is empty")
-            return token
-        return self.token.get_secret_value() if self.token else None
+        """The token; None if none is configured.
+
+        Raises OSError if the file cannot be read, ValueError if what is in it is no token.
+        """
+        if self.token_file is None:
+            return None
+        token = self.token_file.read_text().strip()
+        if not token:
+            raise ValueError(f"auth.token_file {self.token_file} is empty: write the token into it")
+        if not all("!" <= character <= "~" for character in token):
+            raise ValueError(
+                f"auth.token_file {self.token_file} holds something else than one word of ASCII characters, which is "
+                "what an HTTP header can carry: write the token alone into it"
+            )
+        return token
 
 
 class ServiceConfig(Config):
@@ -271,7 +283,7 @@ class ServiceConfig(Config):
     @model_validator(mode="after")
     def _remote_uploads_need_a_token(self) -> "ServiceConfig":
         loopback = self.weights.upload_host in ("127.0.0.1", "localhost", "::1")
-        if not loopback and self.auth.token is None and self.auth.token_file is None:
+        if not loopback and self.auth.token_file is None:
             raise ValueError(
                 f"weights.upload_host={self.weights.upload_host} is reachable from other machines, but no token is "
                 "configured: set auth.token_file, or listen on 127.0.0.1"

@@ -257,18 +257,21 @@ def _cancelled_by_caller() -> bool:
 def vllm_sampling(sampling: Sampling, prompt_logprobs: int | None = None) -> SamplingParams:
     """vLLM's parameters: only the sampled token's logprob, and one message when all completions are done.
 
-    ``prompt_logprobs`` 0: those of the prompt's tokens, too; of no others.
+    ``prompt_logprobs`` 0: those of the prompt's tokens, too; of no others. Raises InvalidRequest for what vLLM refuses.
     """
-    return SamplingParams(
-        **sampling.model_dump(exclude={"stop", "stop_token_ids", "logprobs"}),
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
-        logprobs=0,
-        prompt_logprobs=prompt_logprobs,
-        flat_logprobs=True,
-        detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    try:
+        return SamplingParams(
+            **sampling.model_dump(exclude={"stop", "stop_token_ids", "logprobs"}),
+            stop=list(sampling.stop),
+            stop_token_ids=list(sampling.stop_token_ids),
+            logprobs=0,
+            prompt_logprobs=prompt_logprobs,
+            flat_logprobs=True,
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+    except (ValueError, VLLMValidationError) as error:
+        raise InvalidRequest(str(error)) from error
 
 
 _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}

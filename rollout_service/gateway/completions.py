@@ -2,33 +2,48 @@
 
 import time
 import uuid
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field, StrictInt
+from pydantic import Field
 
+from rollout_service.errors import InvalidRequest
 from rollout_service.gateway.generate import packed_mask, spans, usage
-from rollout_service.gateway.prompts import RolloutOptions, check_model, detokenize, roll_out, tokenize
-from rollout_service.gateway.services import Open, Services, SessionHeader
-from rollout_service.sampling import CommonSampling, Sampling
+from rollout_service.gateway.prompts import (
+    ModelName,
+    RolloutOptions,
+    TokenIds,
+    check_model,
+    detokenize,
+    roll_out,
+    tokenize,
+)
+from rollout_service.gateway.routes import OpenRoute
+from rollout_service.gateway.services import Here, Services, SessionHeader
+from rollout_service.sampling import MOST_COMPLETIONS, CommonSampling, Sampling, StopString, StopStrings, StopTokens
 from rollout_service.tasks import raise_first_failure
 from rollout_service.types import Completion, Rollout
 
-router = APIRouter(tags=["completions"])
+router = APIRouter(tags=["completions"], route_class=OpenRoute)
 
-Prompt = str | list[StrictInt] | list[str] | list[list[StrictInt]]
+Prompt = (
+    str
+    | TokenIds
+    | Annotated[tuple[str, ...], Field(fail_fast=True)]
+    | Annotated[tuple[TokenIds, ...], Field(fail_fast=True)]
+)
 
 
 class CompletionRequest(RolloutOptions, CommonSampling):
     """One or several prompts, as text or ids; sampling parameters stand beside them."""
 
     prompt: Prompt
-    model: str | None = None
+    model: ModelName | None = None
     max_tokens: int | None = Field(default=16, ge=1)
     logprobs: Literal[0] | None = None
     """0 returns the sampled tokens' logprobs."""
-    stop: tuple[str, ...] | str | None = ()
-    stop_token_ids: tuple[int, ...] | None = ()
+    stop: StopStrings | StopString | None = ()
+    stop_token_ids: StopTokens | None = ()
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
     return_token_ids: bool | None = False
@@ -48,17 +63,18 @@ class CompletionRequest(RolloutOptions, CommonSampling):
 
 
 @router.post("/v1/completions")
-async def completions(body: CompletionRequest, services: Open, x_session_id: SessionHeader = None) -> dict[str, Any]:
+async def completions(body: CompletionRequest, services: Here, x_session_id: SessionHeader = None) -> dict[str, Any]:
     """The completions of all prompts; choice ``i * n + j`` is completion ``j`` of prompt ``i``."""
     check_model(body.model, services)
     identity = body.request_id or f"cmpl-{uuid.uuid4().hex}"
     sampling, options = body.sampling(), body.options(x_session_id)
+    prompts = await _prompts(body, services)
     async with raise_first_failure() as group:
         tasks = [
             group.create_task(
                 roll_out(prompt, sampling, services, options.model_copy(update={"request_id": f"{identity}-{i}"}))
             )
-            for i, prompt in enumerate(_prompts(body, services))
+            for i, prompt in enumerate(prompts)
         ]
     rollouts = [task.result() for task in tasks]
     return {
@@ -77,13 +93,22 @@ async def completions(body: CompletionRequest, services: Open, x_session_id: Ses
     }
 
 
-def _prompts(body: CompletionRequest, services: Services) -> list[tuple[int, ...]]:
-    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+async def _prompts(body: CompletionRequest, services: Services) -> list[tuple[int, ...]]:
+    """Token ids of each prompt. Raises InvalidRequest for more completions than one request may ask for."""
+    prompts = (body.prompt,) if isinstance(body.prompt, str) else body.prompt
     ids = tuple(token for token in prompts if isinstance(token, int))
     if ids or not prompts:
         return [ids]
-    several = (prompt for prompt in prompts if not isinstance(prompt, int))
-    return [tokenize(p, services, body.add_special_tokens) if isinstance(p, str) else tuple(p) for p in several]
+    if len(prompts) * body.n > MOST_COMPLETIONS:
+        raise InvalidRequest(
+            f"{len(prompts)} prompts with n={body.n} are {len(prompts) * body.n} completions, and one request may have "
+            f"{MOST_COMPLETIONS}: send the prompts in several",
+            {"prompts": len(prompts), "n": body.n, "limit": MOST_COMPLETIONS},
+        )
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if texts:
+        return await tokenize(texts, services, body.add_special_tokens)
+    return [prompt for prompt in prompts if isinstance(prompt, tuple)]
 
 
 def _choice(

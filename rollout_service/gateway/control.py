@@ -4,15 +4,16 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from rollout_service.gateway.services import Guarded, call
+from rollout_service.gateway.routes import GuardedRoute
+from rollout_service.gateway.services import Here, call
 from rollout_service.types import Fleet, PauseMode
 
-router = APIRouter(tags=["control"])
+router = APIRouter(tags=["control"], route_class=GuardedRoute)
 TimeoutS = Annotated[float, Query(gt=0, allow_inf_nan=False)]
 
 
 @router.post("/pause")
-async def pause(services: Guarded, mode: PauseMode = "keep", timeout_s: TimeoutS = 600.0) -> dict[str, str]:
+async def pause(services: Here, mode: PauseMode = "keep", timeout_s: TimeoutS = 600.0) -> dict[str, str]:
     """Pause every replica, and those that start later, until ``/resume``. Requests queue meanwhile.
 
     Takes over from a pause with another mode. 409 if something else is asked for before every replica has obeyed.
@@ -22,19 +23,19 @@ async def pause(services: Guarded, mode: PauseMode = "keep", timeout_s: TimeoutS
 
 
 @router.post("/resume")
-async def resume(services: Guarded, timeout_s: TimeoutS = 600.0) -> dict[str, str]:
+async def resume(services: Here, timeout_s: TimeoutS = 600.0) -> dict[str, str]:
     """Resume every replica, also while it waits for running rollouts. 409 as for ``/pause``."""
     await call(services.ingest.set_paused.remote(False, "keep", timeout_s))
     return {"status": "resumed"}
 
 
 @router.get("/is_paused")
-async def is_paused(services: Guarded) -> dict[str, bool]:
+async def is_paused(services: Here) -> dict[str, bool]:
     """True when a pause was asked for and every live replica has obeyed."""
     return {"is_paused": await call(services.ingest.is_paused.remote())}
 
 
 @router.get("/v1/fleet")
-async def fleet(services: Guarded) -> Fleet:
+async def fleet(services: Here) -> Fleet:
     """The live replicas beside the newest committed version."""
     return await call(services.ingest.fleet.remote())

@@ -4,24 +4,33 @@ import time
 from typing import Any, Literal
 
 from fastapi import APIRouter
-from pydantic import StrictInt, model_validator
+from pydantic import model_validator
 
-from rollout_service.gateway.prompts import RolloutOptions, check_model, detokenize, roll_out, tokenize
-from rollout_service.gateway.services import Open, Services, SessionHeader
+from rollout_service.gateway.prompts import (
+    ModelName,
+    RolloutOptions,
+    TokenIds,
+    check_model,
+    detokenize,
+    roll_out,
+    tokenize,
+)
+from rollout_service.gateway.routes import OpenRoute
+from rollout_service.gateway.services import Here, Services, SessionHeader
 from rollout_service.sampling import Sampling
 from rollout_service.types import Completion, Rollout
 
-router = APIRouter(tags=["generate"])
+router = APIRouter(tags=["generate"], route_class=OpenRoute)
 
 
 class GenerateRequest(RolloutOptions):
     """vLLM's ``GenerateRequest``, as far as it is implemented, plus ``prompt`` and what ``RolloutOptions`` adds."""
 
-    token_ids: tuple[StrictInt, ...] | None = None
+    token_ids: TokenIds | None = None
     prompt: str | None = None
     """Text instead of ``token_ids``; the reply then names the ids it became."""
     sampling_params: Sampling = Sampling()
-    model: str | None = None
+    model: ModelName | None = None
     output_mode: Literal["tokens", "text"] = "tokens"
     """``text`` adds each completion's text."""
     flat_logprobs: bool = False
@@ -39,10 +48,12 @@ class GenerateRequest(RolloutOptions):
 
 
 @router.post("/inference/v1/generate")
-async def generate(body: GenerateRequest, services: Open, x_session_id: SessionHeader = None) -> dict[str, Any]:
+async def generate(body: GenerateRequest, services: Here, x_session_id: SessionHeader = None) -> dict[str, Any]:
     """The completions of one prompt, with the logprob and the weight version of every token."""
     check_model(body.model, services)
-    prompt = tokenize(body.prompt, services) if body.prompt is not None else body.token_ids or ()
+    prompt = body.token_ids or ()
+    if body.prompt is not None:
+        [prompt] = await tokenize([body.prompt], services)
     rollout = await roll_out(prompt, body.sampling_params, services, body.options(x_session_id))
     reply: dict[str, Any] = {
         "request_id": rollout.request_id,

@@ -6,14 +6,15 @@ from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from rollout_service.gateway.mismatch import table_or_none
-from rollout_service.gateway.services import Open, call
+from rollout_service.gateway.routes import OpenRoute
+from rollout_service.gateway.services import Here, call
 from rollout_service.metrics.exposition import exposition
 
-router = APIRouter(tags=["metrics"])
+router = APIRouter(tags=["metrics"], route_class=OpenRoute)
 
 
 @router.get("/metrics")
-async def metrics(services: Open) -> Response:
+async def metrics(services: Here) -> Response:
     """What one process knows exactly; what each process counts is at the metrics ports of Ray's agents."""
     state, mismatch = await asyncio.gather(call(services.ingest.state.remote()), table_or_none(services))
     return Response(exposition(state, mismatch.rows, mismatch.truncated), media_type=CONTENT_TYPE_PLAIN_0_0_4)

@@ -7,12 +7,13 @@ from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Query, Request
 
-from rollout_service.errors import NotReady, PayloadTooLarge, RolloutServiceError
-from rollout_service.gateway.services import Guarded, Services, call
+from rollout_service.errors import NotReady, RolloutServiceError
+from rollout_service.gateway.routes import GuardedRoute, read_body
+from rollout_service.gateway.services import Here, Services, call
 from rollout_service.monitor.report import REPORT_BYTES
 from rollout_service.types import MismatchReceipt, MismatchSource, MismatchTable, WeightStatus
 
-router = APIRouter(prefix="/v1/mismatch", tags=["mismatch"])
+router = APIRouter(prefix="/v1/mismatch", tags=["mismatch"], route_class=GuardedRoute)
 logger = logging.getLogger(__name__)
 ANSWER_S = 60.0
 SUSPICIONS_S = 2.0
@@ -21,16 +22,16 @@ _Reply = TypeVar("_Reply")
 
 
 @router.post("")
-async def report(request: Request, services: Guarded) -> MismatchReceipt:
+async def report(request: Request, services: Here) -> MismatchReceipt:
     """Count a ``MismatchReport``. Its JSON is read in the monitor's process: here it would hold up rollouts."""
-    body = await _read(request)
+    body = await read_body(request, REPORT_BYTES)
     await services.feed.flushed()  # a report that names a request id must not overtake its rollout
     return await _answer(services.monitor.report.remote(body), ANSWER_S)
 
 
 @router.get("")
 async def table(
-    services: Guarded,
+    services: Here,
     version: Annotated[int | None, Query(ge=0)] = None,
     replica: str | None = None,
     source: MismatchSource | None = None,
@@ -69,14 +70,3 @@ async def _answer(response: Awaitable[_Reply], timeout_s: float) -> _Reply:
             return await call(response, of="monitor")
     except TimeoutError as error:
         raise NotReady(f"the monitor did not answer within {timeout_s:g} s: send it again") from error
-
-
-async def _read(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > REPORT_BYTES:
-            raise PayloadTooLarge(
-                f"a report has at most {REPORT_BYTES} bytes: send the batch in several", {"limit_bytes": REPORT_BYTES}
-            )
-    return bytes(body)

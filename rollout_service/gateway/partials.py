@@ -2,10 +2,8 @@
 
 import xxhash
 
-from rollout_service.sampling import GenerateCall, Sampling
+from rollout_service.sampling import LARGEST_SEED, GenerateCall, Sampling
 from rollout_service.types import Completion, Rollout, Span
-
-_SEEDS = 2**63
 
 
 def remainder(call: GenerateCall, partial: Completion, attempt: int) -> GenerateCall:
@@ -83,5 +81,5 @@ def _seed(seed: int, index: int, done: int) -> int:
     Completion ``index`` starts with ``seed + index``, as in vLLM.
     """
     if done == 0:
-        return seed + index if seed + index < _SEEDS else seed + index - 2 * _SEEDS
-    return xxhash.xxh3_64_intdigest(f"{seed} {index} {done}".encode()) % _SEEDS
+        return seed + index
+    return xxhash.xxh3_64_intdigest(f"{seed} {index} {done}".encode()) % LARGEST_SEED

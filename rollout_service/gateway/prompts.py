@@ -1,15 +1,26 @@
 """From what a request says to what an engine can do, or a clear no."""
 
+import asyncio
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, StrictInt, model_validator
 
 from rollout_service.errors import InvalidRequest, NotFound
 from rollout_service.gateway.services import Services
 from rollout_service.metrics.process import counted_rollout
-from rollout_service.sampling import GenerateCall, Sampling
+from rollout_service.sampling import GenerateCall, Sampling, refuse_many_unknown
 from rollout_service.types import Frozen, OnAbort, Rollout
+
+TokenIds = Annotated[tuple[StrictInt, ...], Field(fail_fast=True)]
+"""Fails at the first that is none: a body has room for millions, and pydantic would make an error of each."""
+ModelName = Annotated[str, Field(max_length=1024)]
+BYTES_PER_TOKEN = 64
+"""Text with more than this for each token of the context is refused before it is tokenized, which takes seconds for
+megabytes. Only a prompt of almost nothing but runs of one character could be longer and fit."""
+_tokenizing = ThreadPoolExecutor(4, thread_name_prefix="tokenize")
 
 
 class RolloutOptions(Frozen):
@@ -17,7 +28,7 @@ class RolloutOptions(Frozen):
 
     request_id: str | None = Field(default=None, min_length=1, max_length=256)
     """The rollout's name in logs."""
-    min_weight_version: int | None = Field(default=None, ge=0)
+    min_weight_version: int | None = Field(default=None, ge=0, le=2**63 - 1)
     """Only weights at least this new may answer; they are waited for ``engine.version_wait_s``, then 425."""
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
     """Requests of one session go to one replica while it lives. Or as header ``X-Session-Id``."""
@@ -26,6 +37,11 @@ class RolloutOptions(Frozen):
     on_abort: OnAbort = "continue"
     """``return``: a completion that an update, a pause or a lost replica cuts short comes back as it is, with
     ``finish_reason="abort"``, instead of going on elsewhere."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_names_are_unknown(cls, data: Any) -> Any:
+        return refuse_many_unknown(cls.model_fields, data)
 
     def options(self, session_header: str | None) -> "RolloutOptions":
         """These fields alone, the session from wherever it was named. Raises InvalidRequest for two sessions."""
@@ -43,11 +59,28 @@ def check_model(name: str | None, services: Services) -> None:
         raise NotFound(f"model {name!r} is not served here; {services.name!r} is", {"served": services.name})
 
 
-def tokenize(text: str, services: Services, add_special_tokens: bool = True) -> tuple[int, ...]:
-    """Token ids of ``text``. Raises InvalidRequest if the model has no tokenizer."""
-    if services.tokenizer is None:
+async def tokenize(texts: Sequence[str], services: Services, add_special_tokens: bool = True) -> list[tuple[int, ...]]:
+    """Token ids of each text, made in a thread: meanwhile this gateway answers other requests.
+
+    Raises InvalidRequest if the model has no tokenizer, or a text is longer than its context can hold.
+    """
+    tokenizer = services.tokenizer
+    if tokenizer is None:
         raise InvalidRequest(f"{services.name} has no tokenizer: send token ids instead of text")
-    return tuple(services.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    limit = BYTES_PER_TOKEN * services.max_model_len
+    for text in texts:
+        nbytes = len(text.encode(errors="surrogatepass"))
+        if nbytes > limit:
+            raise InvalidRequest(
+                f"the prompt has {nbytes} bytes of text, and the context of {services.max_model_len} tokens holds at "
+                f"most {limit}: shorten it, or send its token ids",
+                {"prompt_bytes": nbytes, "limit_bytes": limit, "max_model_len": services.max_model_len},
+            )
+
+    def encode() -> list[tuple[int, ...]]:
+        return [tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens)) for text in texts]
+
+    return await asyncio.get_running_loop().run_in_executor(_tokenizing, encode)
 
 
 def detokenize(token_ids: Sequence[int], services: Services, skip_special_tokens: bool = True) -> str | None:
@@ -62,6 +95,7 @@ def check_prompt(prompt: Sequence[int], sampling: Sampling, services: Services) 
     """Raise InvalidRequest for a prompt or a length that the model cannot take."""
     if not prompt:
         raise InvalidRequest("the prompt is empty: send at least one token")
+    _check_length(len(prompt), sampling, services.max_model_len)
     outside = next(((i, t) for i, t in enumerate(prompt) if not 0 <= t < services.vocab_size), None)
     if outside is not None:
         position, token = outside
@@ -74,7 +108,6 @@ def check_prompt(prompt: Sequence[int], sampling: Sampling, services: Services) 
         raise InvalidRequest(f"stop_token_ids {outside_stop} are outside the vocabulary [0, {services.vocab_size})")
     if sampling.stop and services.tokenizer is None:
         raise InvalidRequest(f"{services.name} has no tokenizer: use stop_token_ids instead of stop")
-    _check_length(len(prompt), sampling, services.max_model_len)
     if services.returns_masks:
         _check_mask(sampling)
 
@@ -90,6 +123,12 @@ def _check_length(prompt_tokens: int, sampling: Sampling, max_model_len: int) ->
         )
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequest(f"min_tokens={sampling.min_tokens} is above max_tokens={sampling.max_tokens}")
+    if prompt_tokens + sampling.min_tokens > max_model_len:
+        raise InvalidRequest(
+            f"the prompt has {prompt_tokens} tokens, and with min_tokens={sampling.min_tokens} that is more than the "
+            f"context of {max_model_len}: shorten one of them",
+            {"prompt_tokens": prompt_tokens, "min_tokens": sampling.min_tokens, "max_model_len": max_model_len},
+        )
 
 
 def _check_mask(sampling: Sampling) -> None:

@@ -89,17 +89,8 @@ def _services(request: Request) -> Services:
     return services
 
 
-def _authorized(request: Request) -> Services:
-    services = _services(request)
-    services.authorizer.check(request)
-    return services
-
-
-Open = Annotated[Services, Depends(_services)]
-"""Parameter of a route that anyone may call."""
-
-Guarded = Annotated[Services, Depends(_authorized)]
-"""Parameter of a weight or control route."""
+Here = Annotated[Services, Depends(_services)]
+"""Parameter of every route. Who may call it is a matter of the router's ``route_class``: ``gateway/routes.py``."""
 
 SessionHeader = Annotated[str | None, Header(alias="X-Session-Id", max_length=256)]
 """Parameter of a data route: the session, for clients that name it in a header."""

@@ -5,7 +5,8 @@ from fastapi import APIRouter, Request, Response
 
 from rollout_service.errors import NotReady
 from rollout_service.gateway.mismatch import with_suspicions
-from rollout_service.gateway.services import Guarded, call
+from rollout_service.gateway.routes import GuardedRoute
+from rollout_service.gateway.services import Here, call
 from rollout_service.types import Frozen, WeightStatus
 from rollout_service.weights.upload import (
     PART_DIGEST_HEADER,
@@ -16,7 +17,7 @@ from rollout_service.weights.upload import (
     UploadPlan,
 )
 
-router = APIRouter(prefix="/v1/weights", tags=["weights"])
+router = APIRouter(prefix="/v1/weights", tags=["weights"], route_class=GuardedRoute)
 _FORWARDED = (PART_DIGEST_HEADER, UPLOADER_HEADER, "content-length", "content-type", "authorization")
 
 
@@ -27,19 +28,19 @@ class Versions(Frozen):
 
 
 @router.get("/recipe")  # before /{version}, which would take it for a number
-async def recipe(services: Guarded) -> TrainerRecipe:
+async def recipe(services: Here) -> TrainerRecipe:
     """What becomes of each tensor, for a trainer that quantizes itself."""
     return await call(services.ingest.recipe.remote())
 
 
 @router.post("")
-async def begin(body: BeginUpload, services: Guarded) -> UploadPlan:
+async def begin(body: BeginUpload, services: Here) -> UploadPlan:
     """Start or resume the upload of a version."""
     return await call(services.ingest.begin.remote(body))
 
 
 @router.put("/{version}/parts/{part}")
-async def put_part(version: int, part: int, request: Request, services: Guarded) -> Response:
+async def put_part(version: int, part: int, request: Request, services: Here) -> Response:
     """Take one part and pass it on to the ingest's own address, which callers may use directly."""
     upload_url = await call(services.ingest.upload_address.remote())
     try:
@@ -54,25 +55,25 @@ async def put_part(version: int, part: int, request: Request, services: Guarded)
 
 
 @router.post("/{version}/commit")
-async def commit(version: int, services: Guarded, body: CommitUpload | None = None) -> WeightStatus:
+async def commit(version: int, services: Here, body: CommitUpload | None = None) -> WeightStatus:
     """Make a complete upload the newest version."""
     return await call(services.ingest.commit.remote(version, body or CommitUpload()))
 
 
 @router.get("")
-async def versions(services: Guarded) -> Versions:
+async def versions(services: Here) -> Versions:
     """All versions."""
     return Versions(versions=await with_suspicions(await call(services.ingest.versions.remote()), services))
 
 
 @router.get("/{version}")
-async def status(version: int, services: Guarded) -> WeightStatus:
+async def status(version: int, services: Here) -> WeightStatus:
     """Where one version stands, and which replicas serve it."""
     (found,) = await with_suspicions([await call(services.ingest.status.remote(version))], services)
     return found
 
 
 @router.delete("/{version}", status_code=204)
-async def discard(version: int, services: Guarded) -> None:
+async def discard(version: int, services: Here) -> None:
     """Drop a staged version."""
     await call(services.ingest.discard.remote(version))

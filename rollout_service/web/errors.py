@@ -1,5 +1,6 @@
 """Every error leaves as ``{"error": {"type", "message", "detail"}}``, whichever library raised it."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ from rollout_service.errors import (
 )
 
 _BY_STATUS = {400: MalformedRequest, 401: Unauthorized, 403: Forbidden, 404: NotFound, 422: InvalidRequest}
+PROBLEMS_TOLD, PROBLEMS_LISTED = 8, 64
+"""Of the problems of one body, how many stand in the message, and how many in the detail."""
+_LONGEST_FIELD = 200
 _NOT_IMPLEMENTED = "is not a field here, or not implemented: leave it out"
 
 
@@ -29,10 +33,18 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _unexpected_error)
 
 
-def error_response(error: RolloutServiceError) -> JSONResponse:
+class ErrorResponse(JSONResponse):
+    """JSON in ASCII: what is wrong with a request may be that it holds what UTF-8 cannot."""
+
+    def render(self, content: Any) -> bytes:
+        """Starlette's hook."""
+        return json.dumps(content).encode("ascii")
+
+
+def error_response(error: RolloutServiceError) -> ErrorResponse:
     """The HTTP reply for one error."""
     headers = {} if error.retry_after_s is None else {"Retry-After": f"{error.retry_after_s:g}"}
-    return JSONResponse(error.to_wire(), status_code=error.http_status, headers=headers)
+    return ErrorResponse(error.to_wire(), status_code=error.http_status, headers=headers)
 
 
 async def _service_error(request: Request, error: Exception) -> JSONResponse:
@@ -47,12 +59,14 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
 
 def validation_error(route: str, problems_found: Sequence[Any]) -> RolloutServiceError:
     """What pydantic says of a body, in the service's words."""
-    problems = [_problem(item["loc"], item["type"], item["msg"]) for item in problems_found]
-    summary = "; ".join(f"{field} {problem}" for field, problem in problems[:8])
+    problems = [_problem(item["loc"], item["type"], item["msg"]) for item in problems_found[:PROBLEMS_LISTED]]
+    parts = [f"{field} {problem}" for field, problem in problems[:PROBLEMS_TOLD]]
+    if len(problems_found) > len(parts):
+        parts.append(f"and {len(problems_found) - len(parts)} more")
     malformed = any(item["type"] == "json_invalid" for item in problems_found)
     cls = MalformedRequest if malformed else InvalidRequest
     fields = [{"field": field, "problem": problem} for field, problem in problems]
-    return cls(f"{route}: {summary}", {"fields": fields})
+    return cls(f"{route}: {'; '.join(parts)}", {"fields": fields, "problems": len(problems_found)})
 
 
 def _problem(location: tuple[int | str, ...], kind: str, message: str) -> tuple[str, str]:
@@ -61,7 +75,7 @@ def _problem(location: tuple[int | str, ...], kind: str, message: str) -> tuple[
         return "the body", f"is not JSON ({message}{at})"
     if kind in ("model_attributes_type", "missing") and location == ("body",):
         return "the body", "must be a JSON object sent with Content-Type: application/json"
-    field = ".".join(str(part) for part in location if part != "body") or "the body"
+    field = ".".join(str(part)[:_LONGEST_FIELD] for part in location if part != "body") or "the body"
     return field, _NOT_IMPLEMENTED if kind == "extra_forbidden" else message
 
 
@@ -70,7 +84,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     message = f"{request.method} {request.url.path}: {error.detail}"
     cls = _BY_STATUS.get(error.status_code, RolloutServiceError)
     body = cls(message, {"status": error.status_code}).to_wire()
-    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+    return ErrorResponse(body, status_code=error.status_code, headers=error.headers)
 
 
 async def _unexpected_error(request: Request, error: Exception) -> JSONResponse:

@@ -176,7 +176,12 @@ class UploadServer:
         self.url = f"http://{address}:{self._socket.getsockname()[1]}"
         self._server = uvicorn.Server(
             uvicorn.Config(
-                app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=_STOP_S
+                app,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                proxy_headers=False,  # who calls is who is connected, not whom a header names
+                timeout_graceful_shutdown=_STOP_S,
             )
         )
         self._serving: asyncio.Task[None] | None = None

@@ -24,6 +24,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def service(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Iterator[LocalService]:
     """The shipped CPU deployment with a token, two replicas, and small parts so that uploads have many."""
     folder = tmp_path_factory.mktemp("service")
+    token = folder / "token"
+    token.write_text(TOKEN)
     overrides = {
         "model": {"path": folder / "tiny-qwen3"},
         "engine": {"admission_limit": 64, "version_wait_s": 4.0},
@@ -36,7 +38,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Iterator
             "dead_after_s": 5.0,
         },
         "monitor": {"min_tokens": 50},
-        "auth": {"token": TOKEN},
+        "auth": {"token_file": token},
     }
     with running_service(PROJECT / "deployments/cpu_rollout.yaml", overrides) as running:
         yield running

@@ -62,7 +62,7 @@ async def get(services: Services, ingest: object) -> httpx.Response:
     """From another machine and without the token."""
     guarded = replace(services, ingest=LocalHandle(ingest), authorizer=Authorizer("secret"))
     transport = httpx.ASGITransport(create_app(guarded), client=("192.0.2.1", 1))
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
         return await http.get("/metrics")
 
 

@@ -71,7 +71,7 @@ async def test_rows_are_filtered_by_the_query(services: Services) -> None:
         (body(full([1.0], [-1.0])), 422, "rollouts[0].completions[0].trainer_logprobs[0] is 1 "),
         (body(full([float("nan")], [-1.0])), 422, "trainer_logprobs[0] is nan"),
         (body({"trainer_logprobs": []}, request_id="gone"), 404, "not remembered (gone)"),
-        (b" " * (REPORT_BYTES + 1), 413, "send the batch in several"),
+        (b" " * (REPORT_BYTES + 1), 413, "send what is in it in several"),
     ],
 )
 async def test_a_report_that_cannot_be_counted_says_why(

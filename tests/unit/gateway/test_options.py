@@ -15,7 +15,7 @@ ROUTES = {"/inference/v1/generate": {"token_ids": [5, 6]}, "/v1/completions": {"
 async def post(services: Services, path: str, header: str | None = None, **fields: object) -> httpx.Response:
     transport = httpx.ASGITransport(create_app(services), client=("127.0.0.1", 1))
     headers = {} if header is None else {"X-Session-Id": header}
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
         return await http.post(path, json={**ROUTES[path], **fields}, headers=headers)
 
 

@@ -1,10 +1,23 @@
 """From what a request says to what an engine can do, or a clear no."""
 
+import asyncio
+import threading
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from rollout_service.errors import InvalidRequest, NotFound
 from rollout_service.gateway.generate import GenerateRequest, generate
-from rollout_service.gateway.prompts import RolloutOptions, check_model, check_prompt, detokenize, roll_out, tokenize
+from rollout_service.gateway.prompts import (
+    BYTES_PER_TOKEN,
+    RolloutOptions,
+    check_model,
+    check_prompt,
+    detokenize,
+    roll_out,
+    tokenize,
+)
 from rollout_service.gateway.services import Services
 from rollout_service.sampling import Sampling
 from tests.unit.gateway.fakes import EchoEngine
@@ -24,22 +37,23 @@ def test_another_model_is_not_found_and_the_served_one_is_named(services: Servic
     assert refused.value.detail == {"served": "tiny"}
 
 
-def test_text_becomes_ids_and_text_again(services: Services) -> None:
-    ids = tokenize("12+34=", services)
+async def test_text_becomes_ids_and_text_again(services: Services) -> None:
+    [ids] = await tokenize(["12+34="], services)
     assert len(ids) == 6 and all(isinstance(token, int) for token in ids)
     assert detokenize(ids, services) == "12+34="
 
 
-def test_special_tokens_are_left_out_of_text_unless_asked_for(services: Services) -> None:
+async def test_special_tokens_are_left_out_of_text_unless_asked_for(services: Services) -> None:
     assert services.tokenizer is not None
-    ids = [*tokenize("ab", services), services.tokenizer.eos_token_id]
+    [ab] = await tokenize(["ab"], services)
+    ids = [*ab, services.tokenizer.eos_token_id]
     assert detokenize(ids, services) == "ab"
     assert detokenize(ids, services, skip_special_tokens=False) == "ab<eos>"
 
 
-def test_text_without_a_tokenizer_is_refused_with_what_to_send_instead(no_tokenizer: Services) -> None:
+async def test_text_without_a_tokenizer_is_refused_with_what_to_send_instead(no_tokenizer: Services) -> None:
     with pytest.raises(InvalidRequest, match="tiny has no tokenizer: send token ids"):
-        tokenize("ab", no_tokenizer)
+        await tokenize(["ab"], no_tokenizer)
     assert detokenize([5], no_tokenizer) is None
 
 
@@ -94,6 +108,42 @@ def test_a_minimum_above_the_maximum_is_refused(services: Services) -> None:
     check_prompt((5,), Sampling(min_tokens=3, max_tokens=3), services)
     with pytest.raises(InvalidRequest, match="min_tokens=4 is above max_tokens=3"):
         check_prompt((5,), Sampling(min_tokens=4, max_tokens=3), services)
+
+
+def test_a_minimum_above_what_the_context_leaves_is_refused(services: Services) -> None:
+    check_prompt((5, 6), Sampling(min_tokens=CONTEXT - 2), services)
+    with pytest.raises(InvalidRequest, match=f"min_tokens={CONTEXT - 1} that is more than the context of {CONTEXT}"):
+        check_prompt((5, 6), Sampling(min_tokens=CONTEXT - 1), services)
+
+
+async def test_text_beyond_what_the_context_can_hold_is_refused_before_it_is_tokenized(services: Services) -> None:
+    limit = BYTES_PER_TOKEN * CONTEXT
+    tokenizer = GatedTokenizer(services.tokenizer)  # of which nobody opens the gate
+    with pytest.raises(InvalidRequest, match=f"{limit + 1} bytes of text, and the context of {CONTEXT} tokens"):
+        await tokenize(["ab", "é" * (limit // 2) + "x"], replace(services, tokenizer=tokenizer))
+
+
+async def test_other_requests_are_answered_while_text_is_tokenized(services: Services) -> None:
+    tokenizer = GatedTokenizer(services.tokenizer)
+    gated = replace(services, tokenizer=tokenizer)
+    text = asyncio.create_task(generate(GenerateRequest(prompt="ab"), gated))
+    await asyncio.to_thread(tokenizer.entered.wait)  # were it the event loop that waits in there, nothing would go on
+    ids = await generate(GenerateRequest(token_ids=(5, 6)), gated)
+    assert ids["choices"][0]["token_ids"] == (6, 5) and not text.done()
+    tokenizer.gate.set()
+    assert len((await text)["prompt_token_ids"]) == 2
+
+
+class GatedTokenizer:
+    """Encodes once its gate is open."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.entered, self.gate = tokenizer, threading.Event(), threading.Event()
+
+    def encode(self, text: str, **kwargs: Any) -> Any:
+        self.entered.set()
+        self.gate.wait()
+        return self._tokenizer.encode(text, **kwargs)
 
 
 async def test_without_max_tokens_a_completion_may_fill_the_context(services: Services, engine: EchoEngine) -> None:

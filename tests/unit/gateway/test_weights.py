@@ -23,7 +23,8 @@ class Ingest:
 
 def http_to(services: Services) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(create_app(services), client=("127.0.0.1", 1))
-    return httpx.AsyncClient(transport=transport, base_url="http://gateway")
+    headers = {"Content-Type": "application/json"}  # of reports that tests send as bytes
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers)
 
 
 async def test_the_recipe_is_no_version(services: Services) -> None:

@@ -7,10 +7,16 @@ from rollout_service.errors import Forbidden, Unauthorized
 from rollout_service.web.auth import Authorizer
 
 
-def request(authorization: str | None = None, host: str | None = "127.0.0.1") -> HTTPConnection:
-    headers = [] if authorization is None else [(b"authorization", authorization.encode("latin-1"))]
+def request(
+    authorization: str | None = None, host: str | None = "127.0.0.1", headers: dict[str, str] | None = None
+) -> HTTPConnection:
+    """A request from the address ``host``, to ``localhost:8000`` unless ``headers`` say otherwise."""
+    sent = {"host": "localhost:8000", **(headers or {})}
+    if authorization is not None:
+        sent["authorization"] = authorization
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in sent.items()]
     client = None if host is None else (host, 50000)
-    return HTTPConnection({"type": "http", "headers": headers, "client": client})
+    return HTTPConnection({"type": "http", "headers": raw, "client": client})
 
 
 @pytest.mark.parametrize("header", ["Bearer s3cret", "bearer s3cret", "BEARER s3cret", "Bearer   s3cret "])
@@ -76,3 +82,68 @@ def test_without_a_token_a_caller_of_unknown_address_is_forbidden() -> None:
 def test_without_a_token_one_that_is_sent_does_not_help() -> None:
     with pytest.raises(Forbidden):
         Authorizer(None).check(request("Bearer anything", host="192.0.2.1"))
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:8000", "127.1.2.3:8000", "[::1]", "[::1]:8000"]
+)
+def test_without_a_token_the_service_answers_at_its_loopback_names(host: str) -> None:
+    Authorizer(None).check(request(headers={"host": host}))
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "evil.example:8000",
+        "0.0.0.0",
+        "192.0.2.1",
+        "[2001:db8::1]",
+        "",
+    ],
+)
+def test_without_a_token_a_name_that_someone_else_may_have_resolve_here_is_forbidden(host: str) -> None:
+    with pytest.raises(Forbidden, match=r"answer at localhost, 127\.0\.0\.1 and \[::1\] only.*auth\.token_file"):
+        Authorizer(None).check(request(headers={"host": host}))
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"origin": "http://localhost:3000"},
+        {"origin": "http://localhost:8000.evil.example"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"origin": "http://localhost:8000", "sec-fetch-site": "cross-site"},
+    ],
+)
+def test_without_a_token_pages_of_other_origins_are_forbidden(headers: dict[str, str]) -> None:
+    with pytest.raises(Forbidden, match=r"do not answer pages of other origins.*auth\.token_file"):
+        Authorizer(None).check(request(headers=headers))
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"origin": "http://localhost:8000", "sec-fetch-site": "same-origin"}, {"sec-fetch-site": "none"}, {}],
+    ids=["the service's own page", "typed into a browser", "no browser"],
+)
+def test_without_a_token_callers_that_are_no_other_page_may(headers: dict[str, str]) -> None:
+    Authorizer(None).check(request(headers=headers))
+
+
+@pytest.mark.parametrize(
+    "name", ["x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "forwarded", "via"]
+)
+@pytest.mark.parametrize("value", ["127.0.0.1", "192.0.2.1"])
+def test_without_a_token_what_came_through_a_proxy_is_forbidden_whatever_it_says(name: str, value: str) -> None:
+    with pytest.raises(Forbidden, match=f"do not answer proxies, and this request has the header {name}"):
+        Authorizer(None).check(request(headers={name: value}))
+
+
+def test_with_the_token_any_name_any_page_and_any_proxy_may() -> None:
+    headers = {"host": "rollouts.example", "origin": "https://dashboards.example", "x-forwarded-for": "192.0.2.1"}
+    Authorizer("s3cret").check(request("Bearer s3cret", "192.0.2.7", headers))

@@ -294,7 +294,11 @@ async def test_a_sender_that_breaks_off_leaves_neither_a_file_nor_a_descriptor(
 
     path = "/v1/weights/1/parts/0"
     scope = {"type": "http", "method": "PUT", "path": path, "raw_path": path.encode(), "query_string": b""}
-    scope |= {"headers": [(PART_DIGEST_HEADER.lower().encode(), b"0")], "client": ("127.0.0.1", 1), "root_path": ""}
+    scope |= {
+        "headers": [(b"host", b"localhost"), (PART_DIGEST_HEADER.lower().encode(), b"0")],
+        "client": ("127.0.0.1", 1),
+        "root_path": "",
+    }
     await create_upload_app(ingest, Authorizer(None))(scope, receive, send)
     assert statuses[0] == 400
     assert received_files(log) == [] and open_files() == before

@@ -56,7 +56,7 @@ class Trainer:
     def __init__(self, ingest: Ingest, token: str | None = None, client: tuple[str, int] = ("127.0.0.1", 1)) -> None:
         app = create_upload_app(ingest, Authorizer(token))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=client)
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://ingest")
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
         self._ingest = ingest
 
     async def put(

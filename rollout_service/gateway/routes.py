@@ -1,0 +1,143 @@
+"""The two kinds of routes: those that anyone may call, and those that need authorization.
+
+Both bound a request's body and read its JSON before FastAPI does, so that what is wrong with it is said by field; a
+guarded route knows who asks before it reads anything.
+"""
+
+import json
+import re
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, ClassVar, NoReturn
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
+
+from rollout_service.errors import InvalidRequest, MalformedRequest, PayloadTooLarge
+from rollout_service.web.errors import validation_error
+
+_JSON = re.compile(r"application/(?:[\w.-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # json.loads has made characters of pairs
+
+
+class OpenRoute(APIRoute):
+    """A route that anyone may call."""
+
+    body_bytes: ClassVar[int] = 8 << 20
+    """Longest JSON body. Reading it holds up every other request of this gateway for a second at most."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's hook: what answers a request."""
+        handle = super().get_route_handler()
+
+        async def checked(request: Request) -> Response:
+            self.admit(request)
+            if self.body_field is not None:
+                body = await read_body(request, self.body_bytes)
+                request = _ReadRequest(request, body, _parse(request, body) if body else None)
+            return await handle(request)
+
+        return checked
+
+    def admit(self, request: Request) -> None:
+        """Raise what a caller gets that may not call this route."""
+
+
+class GuardedRoute(OpenRoute):
+    """A weight, control or mismatch route: ``Authorizer`` says who may call it."""
+
+    body_bytes = 64 << 20
+    """A version of 200 000 tensors has a table of half of that."""
+
+    def admit(self, request: Request) -> None:
+        """Raise Unauthorized, Forbidden, or InvalidRequest for a body that a browser sends without asking first."""
+        request.app.state.services.authorizer.check(request)
+        has_body = "transfer-encoding" in request.headers or request.headers.get("content-length", "0") != "0"
+        if request.method == "POST" and has_body:
+            _require_json(request)
+
+
+class _ReadRequest(Request):
+    """A request whose body has been read."""
+
+    def __init__(self, request: Request, body: bytes, value: Any) -> None:
+        super().__init__(request.scope, request.receive)
+        self._read, self._value = body, value
+
+    async def body(self) -> bytes:
+        return self._read
+
+    async def json(self) -> Any:
+        return self._value
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body. Raises PayloadTooLarge above ``limit`` bytes, MalformedRequest if it is cut off."""
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                raise PayloadTooLarge(
+                    f"{_name(request)}: a body has at most {limit} bytes: send what is in it in several requests",
+                    {"limit_bytes": limit},
+                )
+    except ClientDisconnect as error:
+        raise MalformedRequest(f"{_name(request)}: the body was cut off: send it again") from error
+    return bytes(body)
+
+
+def _parse(request: Request, body: bytes) -> Any:
+    _require_json(request)
+    try:
+        text = body.decode()
+        value = json.loads(text)
+        if "\\ud" in text or "\\uD" in text:
+            _require_unicode(request, value)
+    except json.JSONDecodeError as error:
+        problem = {"type": "json_invalid", "loc": ("body", error.pos), "msg": error.msg}
+        raise validation_error(_name(request), [problem]) from error
+    except UnicodeDecodeError as error:
+        _refuse_body(request, f"is not UTF-8, at byte {error.start}", error)
+    except RecursionError as error:
+        _refuse_body(request, "is nested too deeply", error)
+    except ValueError as error:  # Python's limit on the digits of an integer
+        _refuse_body(request, f"has a number that is too long ({error})", error)
+    return value
+
+
+def _refuse_body(request: Request, problem: str, error: Exception) -> NoReturn:
+    raise MalformedRequest(f"{_name(request)}: the body {problem}") from error
+
+
+def _require_json(request: Request) -> None:
+    given = request.headers.get("content-type")
+    if given is None or not _JSON.match(given):
+        raise InvalidRequest(
+            f"{_name(request)}: the body must be a JSON object sent with Content-Type: application/json, not {given}",
+            {"content_type": given},
+        )
+
+
+def _require_unicode(request: Request, value: Any) -> None:
+    field = next(_lone_surrogates(value, ()), None)
+    if field is not None:
+        message = "has half a surrogate pair, which is no character: send Unicode text"
+        raise validation_error(_name(request), [{"type": "string_unicode", "loc": field, "msg": message}])
+
+
+def _lone_surrogates(value: Any, field: tuple[int | str, ...]) -> Iterator[tuple[int | str, ...]]:
+    if isinstance(value, str):
+        if _LONE_SURROGATE.search(value):
+            yield field
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _lone_surrogates(name, (*field, ascii(name)))
+            yield from _lone_surrogates(item, (*field, name))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _lone_surrogates(item, (*field, index))
+
+
+def _name(request: Request) -> str:
+    return f"{request.method} {request.url.path}"

@@ -1,0 +1,253 @@
+"""What every route does before it is asked: who may call it, and how large and of what form a body may be."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+
+from rollout_service.gateway.replica import create_app
+from rollout_service.gateway.routes import GuardedRoute, OpenRoute
+from rollout_service.gateway.services import Services
+from rollout_service.web.auth import Authorizer
+from rollout_service.web.errors import PROBLEMS_LISTED
+from tests.unit.gateway.fakes import EchoEngine
+
+OPEN = {
+    ("POST", "/inference/v1/generate"),
+    ("POST", "/v1/completions"),
+    ("GET", "/v1/models"),
+    ("GET", "/health"),
+    ("GET", "/metrics"),
+}
+ABOUT_THE_API = {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
+"""Static; FastAPI's own."""
+STRANGERS: dict[str, tuple[str, dict[str, str]]] = {
+    "another machine": ("192.0.2.1", {}),
+    "another site's page": ("127.0.0.1", {"Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site"}),
+    "a page without an origin": ("127.0.0.1", {"Origin": "null"}),
+    "an image in a page": ("127.0.0.1", {"Sec-Fetch-Site": "cross-site"}),
+    "a name that was made to resolve here": ("127.0.0.1", {"Host": "evil.example:8000"}),
+    "a proxy on this machine": ("127.0.0.1", {"X-Forwarded-For": "192.0.2.1"}),
+    "a caller that says it is local": ("127.0.0.1", {"X-Forwarded-For": "127.0.0.1"}),
+}
+
+
+class Untouched:
+    """A deployment that nothing may reach."""
+
+    def __getattr__(self, method: str) -> Any:
+        raise AssertionError(f"{method} was called")
+
+
+def routes(services: Services) -> Iterator[tuple[str, APIRoute]]:
+    """Each method and route of the application."""
+    for route in create_app(services).routes:
+        if not isinstance(route, APIRoute):
+            assert getattr(route, "path", None) in ABOUT_THE_API
+            continue
+        yield from ((method, route) for method in route.methods)
+
+
+def client(services: Services, host: str = "127.0.0.1", headers: dict[str, str] | None = None) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(create_app(services), client=(host, 1), raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", headers=headers)
+
+
+def guarded(services: Services) -> list[tuple[str, str]]:
+    """Method and path of each guarded route."""
+    return [(method, route.path) for method, route in routes(services) if isinstance(route, GuardedRoute)]
+
+
+def test_every_route_is_guarded_but_those_that_anyone_may_call(services: Services) -> None:
+    assert all(isinstance(route, OpenRoute) for _, route in routes(services))
+    found = {(method, route.path) for method, route in routes(services) if not isinstance(route, GuardedRoute)}
+    assert found == OPEN
+    assert len(guarded(services)) >= 12
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+@pytest.mark.parametrize("body", [None, b"{}", b"{"], ids=["no body", "a body", "no JSON"])
+async def test_without_a_token_no_guarded_route_answers_a_stranger(
+    services: Services, stranger: str, body: bytes | None
+) -> None:
+    host, headers = STRANGERS[stranger]
+    nothing = replace(services, ingest=Untouched(), monitor=Untouched())
+    async with client(nothing, host, headers) as http:
+        for method, path in guarded(nothing):
+            reply = await http.request(method, path, content=body, headers={"Content-Type": "application/json"})
+            assert reply.status_code == 403, (method, path, reply.text)
+
+
+async def test_with_a_token_no_guarded_route_answers_without_it_or_reads_what_was_sent(services: Services) -> None:
+    nothing = replace(services, ingest=Untouched(), monitor=Untouched(), authorizer=Authorizer("secret"))
+
+    async def body() -> Any:
+        raise AssertionError("the body was read")
+        yield b""
+
+    async with client(nothing) as http:
+        for method, path in guarded(nothing):
+            reply = await http.request(method, path, content=body(), headers={"Content-Type": "application/json"})
+            assert reply.status_code == 401, (method, path, reply.text)
+
+
+@pytest.mark.parametrize(
+    "content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None]
+)
+async def test_a_guarded_post_takes_json_only(services: Services, content_type: str | None) -> None:
+    nothing = replace(services, ingest=Untouched(), monitor=Untouched())
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    async with client(nothing) as http:
+        for method, path in guarded(nothing):
+            if method == "POST":
+                reply = await http.request(method, path, content=b"{}", headers=headers)
+                assert reply.status_code == 422 and "Content-Type: application/json" in reply.text, (path, reply.text)
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "Application/JSON; charset=utf-8", "application/x+json"])
+async def test_json_may_have_parameters_and_other_names(services: Services, content_type: str) -> None:
+    async with client(services) as http:
+        reply = await http.post(
+            "/inference/v1/generate", content=b'{"token_ids": [5]}', headers={"Content-Type": content_type}
+        )
+    assert reply.status_code == 200
+
+
+async def refused(services: Services, path: str, body: object) -> dict[str, Any]:
+    """The error of a body that is refused; it is short, whatever was sent."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with client(services, "192.0.2.1") as http:
+        reply = await http.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert 400 <= reply.status_code < 500, reply.text
+    assert len(reply.content) < 20_000
+    error: dict[str, Any] = reply.json()["error"] | {"status": reply.status_code}
+    return error
+
+
+GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (GENERATE, {"token_ids": [{}] * 100_000}, "token_ids.0"),
+        (GENERATE, {"token_ids": [5], "sampling_params": {"stop": [1] * 100_000}}, "sampling_params.stop"),
+        (GENERATE, {"token_ids": [5], **{f"k{i}": 0 for i in range(100_000)}}, "100000 names"),
+        (GENERATE, {"token_ids": [5], "sampling_params": {f"k{i}": 0 for i in range(100_000)}}, "100000 names"),
+        (GENERATE, {"token_ids": [5], "k" * 1_000_000: 0}, "kkk"),
+        (GENERATE, {"token_ids": [5], "model": "m" * 1_000_000}, "model"),
+        (COMPLETIONS, {"prompt": [{}] * 100_000}, "prompt"),
+        (COMPLETIONS, {"prompt": [[{}] * 1000] * 100}, "prompt"),
+        (COMPLETIONS, {"prompt": [5], "stop": [""] * 100_000}, "stop"),
+    ],
+)
+async def test_the_reply_to_a_body_full_of_problems_is_short(
+    services: Services, path: str, body: object, field: str
+) -> None:
+    error = await refused(services, path, body)
+    assert error["status"] == 422 and field in error["message"]
+    assert len(error["detail"]["fields"]) <= PROBLEMS_LISTED
+
+
+async def test_problems_beyond_those_told_are_counted(services: Services) -> None:
+    names = {f"k{i}": 0 for i in range(12)}
+    error = await refused(services, GENERATE, {"token_ids": [5], "sampling_params": {"n": 0}, "priority": "x", **names})
+    assert "12 names are no fields here" in error["message"]
+    tensors = [{"name": "", "dtype": "int3", "shape": []}] * 100
+    async with client(services) as http:
+        reply = await http.post("/v1/weights", json={"version": 1, "tensors": tensors})
+    error = reply.json()["error"]
+    assert error["message"].endswith("and 192 more") and error["detail"]["problems"] == 200
+    assert len(error["detail"]["fields"]) == PROBLEMS_LISTED
+
+
+@pytest.mark.parametrize("path", [GENERATE, COMPLETIONS])
+async def test_a_body_that_is_too_long_is_refused_before_all_of_it_came(services: Services, path: str) -> None:
+    sent = 0
+
+    async def body() -> Any:
+        nonlocal sent
+        while True:
+            sent += 1
+            yield b" " * (1 << 20)
+
+    async with client(services) as http:
+        reply = await http.post(path, content=body(), headers={"Content-Type": "application/json"})
+    assert reply.status_code == 413 and reply.json()["error"]["type"] == "PayloadTooLarge"
+    assert sent == OpenRoute.body_bytes // (1 << 20) + 1
+
+
+async def test_more_completions_than_one_request_may_have_are_refused_before_any_is_begun(
+    services: Services, engine: EchoEngine
+) -> None:
+    error = await refused(services, COMPLETIONS, {"prompt": [[5]] * 100_000, "max_tokens": 1})
+    assert error["status"] == 422 and "100000 prompts with n=1" in error["message"]
+    error = await refused(services, COMPLETIONS, {"prompt": [[5]] * 3, "n": 2048, "max_tokens": 1})
+    assert "3 prompts with n=2048 are 6144 completions, and one request may have 4096" in error["message"]
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (GENERATE, rb'{"prompt": "a\ud800"}', "prompt"),
+        (GENERATE, rb'{"token_ids": [5], "sampling_params": {"stop": ["x", "\uDFFF"]}}', "sampling_params.stop.1"),
+        (GENERATE, rb'{"token_ids": [5], "request_id": "\ud800"}', "request_id"),
+        (GENERATE, rb'{"token_ids": [5], "session_id": "\udc00\ud800"}', "session_id"),
+        (GENERATE, rb'{"token_ids": [5], "\ud800": 1}', r"\ud800"),
+        (COMPLETIONS, rb'{"prompt": ["a", "\ud800"]}', "prompt.1"),
+        (COMPLETIONS, rb'{"prompt": "a", "stop": "\ud800"}', "stop"),
+        (COMPLETIONS, rb'{"prompt": "a", "user": "\ud800"}', "user"),
+    ],
+)
+async def test_half_a_surrogate_pair_is_refused_by_field(
+    services: Services, path: str, body: bytes, field: str
+) -> None:
+    error = await refused(services, path, body)
+    assert error["status"] == 422
+    assert [problem["field"] for problem in error["detail"]["fields"]] in ([field], [f"'{field}'"])
+
+
+async def test_a_whole_surrogate_pair_is_a_character(services: Services) -> None:
+    async with client(services) as http:
+        reply = await http.post(
+            GENERATE,
+            content=rb'{"token_ids": [5], "request_id": "\ud83d\ude00"}',
+            headers={"Content-Type": "application/json"},
+        )
+    assert reply.status_code == 200 and reply.json()["request_id"] == "😀"
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"prompt": "\xff"}', "the body is not UTF-8, at byte 12"),
+        (b'{"prompt": "\xed\xa0\x80"}', "the body is not UTF-8, at byte 12"),
+        (b"[" * 200_000, "the body is nested too deeply"),
+        (b'{"token_ids": [' + b"9" * 5000 + b"]}", "the body has a number that is too long"),
+        (b'{"token_ids": [5', "the body is not JSON"),
+    ],
+)
+async def test_a_body_that_is_no_json_text_is_malformed(services: Services, body: bytes, says: str) -> None:
+    error = await refused(services, GENERATE, body)
+    assert error["status"] == 400 and error["type"] == "MalformedRequest" and says in error["message"]
+
+
+async def test_a_body_that_is_cut_off_is_malformed(services: Services) -> None:
+    messages = iter([{"type": "http.request", "body": b'{"tok', "more_body": True}, {"type": "http.disconnect"}])
+    statuses = []
+
+    async def receive() -> Any:
+        return next(messages)
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status"))
+
+    scope = {"type": "http", "method": "POST", "path": GENERATE, "raw_path": GENERATE.encode(), "query_string": b""}
+    scope |= {"headers": [(b"content-type", b"application/json")], "client": ("192.0.2.1", 1), "root_path": ""}
+    await create_app(services)(scope, receive, send)
+    assert statuses[0] == 400
