@@ -8,6 +8,7 @@ from ray.serve.deployment import Application
 
 from rollout_service.autoscaling import RolloutAutoscaling
 from rollout_service.config import ScalingConfig, ServiceConfig
+from rollout_service.drain import ENDING_S
 from rollout_service.engine.args import engine_environment
 from rollout_service.engine.replica import EngineReplica
 from rollout_service.gateway.replica import GatewayReplica
@@ -19,7 +20,10 @@ from rollout_service.weights.replica import IngestReplica
 
 # Serve's own limit (5) would queue control calls behind paused rollouts; the replica's admission limit decides instead
 UNLIMITED = 1_000_000
-HEALTH_CHECK_PERIOD_S = 5
+HEALTH_CHECK_PERIOD_S = 0.5
+"""Serve replaces a replica whose process is dead at the next check, and one that says that it must be at the third."""
+HEALTH_CHECK_TIMEOUT_S = 10
+"""Of one check; after three a replica that does not answer is replaced."""
 LOOK_BACK_S = 15
 """Serve has replicas note their load five times in it. It sends them every 10 s, which nothing public changes."""
 
@@ -37,27 +41,34 @@ def build(config: ServiceConfig) -> Application:
         "num_gpus": config.weights.ingest_num_gpus,
         "resources": config.weights.ingest_resources,
     }
-    ingest = _deployment(IngestReplica, "ingest", ray_actor_options=ingest_resources).bind(config)
+    ingest = _deployment(config, IngestReplica, "ingest", ray_actor_options=ingest_resources).bind(config)
     engine = _deployment(
+        config,
         EngineReplica,
         "engine",
         ray_actor_options=_resources(config),
-        graceful_shutdown_timeout_s=config.scaling.drain_timeout_s,
         request_router_config=RequestRouterConfig(
             request_router_class=RolloutRouter, request_routing_stats_period_s=STATS_PERIOD_S
         ),
         **scaling_options(config.scaling),
     ).bind(config, ingest)
-    monitor = _deployment(MonitorReplica, "monitor").bind(config.monitor)
+    monitor = _deployment(config, MonitorReplica, "monitor").bind(config)
     shadow = _shadow(config).bind(config, ingest, monitor) if config.shadow.share else None
-    gateway = _deployment(GatewayReplica, "gateway", num_replicas=config.scaling.gateways)
+    gateway = _deployment(config, GatewayReplica, "gateway", num_replicas=config.scaling.gateways)
     return gateway.bind(config, engine, ingest, monitor, shadow)
 
 
-def _deployment(cls: type, name: str, **options: Any) -> Any:
+def _deployment(config: ServiceConfig, cls: type, name: str, **options: Any) -> Any:
     options.setdefault("ray_actor_options", {"num_cpus": 0})
     return serve.deployment(
-        cls, name=name, max_ongoing_requests=UNLIMITED, health_check_period_s=HEALTH_CHECK_PERIOD_S, **options
+        cls,
+        name=name,
+        max_ongoing_requests=UNLIMITED,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        graceful_shutdown_timeout_s=config.scaling.drain_timeout_s + ENDING_S,
+        graceful_shutdown_wait_loop_s=0.2,
+        **options,
     )
 
 
@@ -68,7 +79,7 @@ def _shadow(config: ServiceConfig) -> Any:
         "resources": config.weights.ingest_resources,  # it reads the log
         "runtime_env": {"env_vars": engine_environment(config)},
     }
-    return _deployment(ShadowReplica, "shadow", ray_actor_options=resources)
+    return _deployment(config, ShadowReplica, "shadow", ray_actor_options=resources)
 
 
 def scaling_options(scaling: ScalingConfig) -> dict[str, Any]:

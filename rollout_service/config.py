@@ -63,8 +63,9 @@ class ScalingConfig(Config):
     gateways: int = Field(default=1, ge=1)
     """Processes that answer HTTP; each uses one core at most (docs/performance.md says what a rollout costs one)."""
 
-    drain_timeout_s: float = Field(default=3600, gt=0)
-    """A replica being removed finishes its rollouts for at most this long."""
+    drain_timeout_s: float = Field(default=30, gt=0)
+    """How long a process that is to end (SIGTERM, scaling down, a node being drained) goes on with what it has; the
+    rollouts that still run then are continued by other replicas. At most the notice that your machines get."""
 
     @model_validator(mode="after")
     def _max_not_below_min(self) -> "ScalingConfig":

@@ -30,3 +30,13 @@ def application_args(path: Path) -> dict[str, Any]:
     if not isinstance(args, dict):
         raise ValueError(f"{path}: `args` of the application must be a mapping of sections, not {args!r}")
     return args
+
+
+def controller_options(path: Path) -> dict[str, Any] | None:
+    """What the file sets for Serve's controller, to be given to ``serve.start``; None: nothing.
+
+    Raises ValueError if ``application_args`` does.
+    """
+    application_args(path)
+    options: dict[str, Any] | None = yaml.safe_load(path.read_text()).get("controller_options")
+    return options

@@ -14,7 +14,7 @@ from ray import serve
 
 from rollout_service.app import build
 from rollout_service.config import ServiceConfig
-from rollout_service.deployment_file import application_args
+from rollout_service.deployment_file import application_args, controller_options
 
 APPLICATION = "rollout"
 LOGICAL_CPUS = 64
@@ -67,7 +67,7 @@ def running_service(
     if not verbose:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, controller_options=controller_options(path))
         serve.run(build(config), name=APPLICATION, route_prefix="/")
         url = f"http://127.0.0.1:{port}"
         yield LocalService(url=url, config=config.resolved(), metrics_targets=(f"{url}/metrics", *_agents()))

@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from rollout_service.errors import NotReady
+
 _Result = TypeVar("_Result")
 
 
@@ -34,23 +36,56 @@ class Unabandoned:
         return await asyncio.shield(task)
 
 
+_ENDING = "this process is ending and another one takes its place: send it again"
+
+
+class Turns:
+    """A lock that can be closed: then nobody gets it any more."""
+
+    def __init__(self) -> None:
+        self._lock, self._closed = asyncio.Lock(), False
+
+    async def __aenter__(self) -> None:
+        """Wait for one's turn. Raises NotReady once it is closed."""
+        await self._lock.acquire()
+        if self._closed:
+            self._lock.release()
+            raise NotReady(_ENDING)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock.release()
+
+    async def close(self) -> None:
+        """Give it to nobody any more, and return when the one who has it is done."""
+        self._closed = True
+        async with self._lock:
+            pass
+
+
 class Changes:
     """Lets many wait until something that others change is so."""
 
     def __init__(self) -> None:
-        self._changed = asyncio.Condition()
+        self._changed, self._ended = asyncio.Condition(), False
 
     async def notify(self) -> None:
         """Something has changed."""
         async with self._changed:
             self._changed.notify_all()
 
+    async def end(self) -> None:
+        """Nothing will change any more: nobody waits longer."""
+        self._ended = True
+        await self.notify()
+
     async def wait(self, reached: Callable[[], bool], timeout_s: float) -> bool:
-        """Return once ``reached``, or after ``timeout_s``; whether it is."""
+        """Return once ``reached``, or after ``timeout_s``; whether it is. Raises NotReady at the end of all changes."""
         async with self._changed:
             try:
                 async with asyncio.timeout(timeout_s):
-                    await self._changed.wait_for(reached)
+                    await self._changed.wait_for(lambda: self._ended or reached())
             except TimeoutError:
                 return reached()
+        if self._ended and not reached():
+            raise NotReady(_ENDING)
         return True

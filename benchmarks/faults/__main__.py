@@ -30,14 +30,17 @@ from benchmarks.faults.kills import kill_cases
 from benchmarks.faults.nodes import node_cases
 from benchmarks.faults.outcome import Outcome, run_case
 from benchmarks.faults.scale import scale_cases
+from benchmarks.faults.terms import only_replica_cases, term_cases
 
 
 def all_cases() -> Iterator[Case]:
     """The matrix. A case that needs another service than its neighbours names its ``ground``."""
     yield from kill_cases()
+    yield from term_cases()
     yield from input_cases()
     yield from file_cases()
     yield from disk_cases()
+    yield from only_replica_cases()
     yield from scale_cases()
     yield from node_cases()
 

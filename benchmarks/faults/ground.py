@@ -32,6 +32,7 @@ PROCESSES = {
     "replica": "ray::ServeReplica:rollout:engine",
     "gateway": "ray::ServeReplica:rollout:gateway",
     "ingest": "ray::ServeReplica:rollout:ingest",
+    "monitor": "ray::ServeReplica:rollout:monitor",
 }
 """What can be killed → how its process is called."""
 ENGINE_PROCESSES = ("vllm worker", "engine core", "replica")
@@ -56,9 +57,14 @@ class Ground:
     """Processes that were killed."""
     replaced: frozenset[str] = frozenset()
     """Replicas of which one was killed: a sound fleet has others."""
+    outage_s: float | None = None
+    """How long nobody was served, where the case measures it."""
+    engine_start_s: float | None = None
+    """How long the engine took to start that then served, from the making of its process to its first answer."""
 
     def begin(self) -> None:
         """Forget the case before."""
+        self.outage_s = self.engine_start_s = None
         self.settle_s, self.notes, self.gone, self.replaced = SETTLE_S, [], frozenset(), frozenset()
 
     def note(self, text: str) -> None:

@@ -27,6 +27,9 @@ class Outcome:
     lost_requests: int = 0
     lost_versions: int = 0
     rollouts: int = 0
+    outage_s: float | None = None
+    """How long nobody was served, where the case measures it."""
+    engine_start_s: float | None = None
     notes: list[str] = field(default_factory=list)
     """What proves the moment of the fault, and what went wrong."""
     skipped: str = ""
@@ -54,6 +57,7 @@ async def run_case(place: Ground, case: Case) -> Outcome:
         asyncio.get_running_loop().call_later(EASE_S, rollouts.ease)
         outcome.recover_s = await place.recovered(started, RECOVERY_S)
         outcome.survived = outcome.recover_s is not None and not outcome.notes
+    outcome.outage_s, outcome.engine_start_s = place.outage_s, place.engine_start_s
     outcome.rollouts = rollouts.rollouts
     outcome.stale_tokens, outcome.lost_requests = len(rollouts.stale), len(rollouts.lost)
     outcome.notes += [*place.notes, *rollouts.stale[:3], *rollouts.lost[:3]]

@@ -110,7 +110,7 @@ class EngineAdapter:
         self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, priority: int = 0
     ) -> RequestOutput:
         self._require_sound()
-        task = asyncio.create_task(self._collect(request_id, prompt, sampling, priority))
+        task = asyncio.create_task(self._collect(request_id, prompt, sampling, priority), name=request_id)
         self._generating.add(task)
         task.add_done_callback(self._generating.discard)
         try:
@@ -139,6 +139,11 @@ class EngineAdapter:
         self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, priority: int = 0
     ) -> AsyncGenerator[RequestOutput]:
         return self._llm.generate(tokens_input(list(prompt)), sampling, request_id, priority=priority)
+
+    async def abort(self) -> None:
+        """End every completion with the tokens that it has, whatever the engine does meanwhile: they end "abort"."""
+        if self.broken is None:
+            await self._llm.abort([task.get_name() for task in self._generating])
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop scheduling. The KV cache is dropped, so nothing computed before is read after: see ``PauseMode``.

@@ -1,16 +1,19 @@
 """The engine as a Serve deployment: one vLLM engine that follows the weight log."""
 
-import time
+import asyncio
+from contextlib import suppress
 from typing import Any
 
 from ray import serve
 
 from rollout_service.config import ServiceConfig
+from rollout_service.drain import Drain
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.args import engine_args, not_converted
 from rollout_service.engine.calibration_batch import CalibrationBatch
 from rollout_service.engine.follower import Follower
+from rollout_service.engine.handover import HandOver
 from rollout_service.engine.kv_cache import chosen_before, fallen_back, with_kv_cache
 from rollout_service.engine.kv_calibrator import KVCalibrator, KVScales, NoKVScales
 from rollout_service.engine.load import autoscaling_stats, show_load
@@ -18,17 +21,17 @@ from rollout_service.engine.plugin import register
 from rollout_service.engine.starting import Announcement
 from rollout_service.errors import EngineFailed, KVCacheUnfit, NotReady, Overloaded, TooEarly
 from rollout_service.logs import log_with_serve
-from rollout_service.routing import STATS_PERIOD_S
 from rollout_service.sampling import GenerateCall
-from rollout_service.types import KVCacheChoice, ReplicaStatus, Rollout
+from rollout_service.types import Fleet, KVCacheChoice, ReplicaStatus, Rollout
 from rollout_service.weights.ask import ask
 from rollout_service.weights.copies import Copies, copies_for
 from rollout_service.weights.served_model import ServedModel
 
 VERSION_WAIT_S = 0.5
 """Longest wait for a version here; then the gateway asks again, and another replica may have it by then."""
-DRAINING_AFTER_S = 10 * STATS_PERIOD_S
-"""Serve asks routed replicas for their stats every period, and tells none that it is being removed."""
+_INGEST_S = 2.0
+"""A replica that drains waits no longer for the ingest, which may be ending, too."""
+_TAKES_REQUESTS = ("ready", "syncing", "stale")
 
 
 class EngineReplica:
@@ -36,12 +39,15 @@ class EngineReplica:
 
     async def __init__(self, config: ServiceConfig, ingest: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         log_with_serve()
+        self._drain = Drain(config.scaling.drain_timeout_s)
+        self._drain.begin_on_sigterm()
         register()
         model = ServedModel.load(config.model.path)
-        self._config = config
+        self._config, self._ingest = config, ingest
         self._replica_id = serve.get_replica_context().replica_id.unique_id
-        self._stats_asked_at: float | None = None
+        self._routed = False
         self._admission = AdmissionLimit(config.engine.admission_limit)
+        self._hand_over = HandOver(self._drain, config.scaling.drain_timeout_s, self._admission, self._others_serve)
         self._batch = CalibrationBatch(config.kv_cache.calibration, model.vocab_size, config.engine.max_model_len)
         copies = await copies_for(config.weights.root_here(), ingest, config.weights.poll_s)
         with Announcement(self._replica_id, ingest, config.weights.poll_s) as announcement:
@@ -53,6 +59,8 @@ class EngineReplica:
                     raise
                 choice = await fallen_back(ingest, unfit)
                 await self._start(ingest, model, choice, copies, announcement)
+        self._watching = asyncio.create_task(self._hand_over.watch(self._engine))
+        self._drain.serves(self._end)
 
     async def _start(
         self,
@@ -76,7 +84,7 @@ class EngineReplica:
                 config.weights,
                 model.fingerprint,
                 lambda: self._admission.running,
-                self._draining,
+                lambda: self._hand_over.draining,
                 copies,
                 self._kv_scales(ingest, choice),
             )
@@ -100,6 +108,7 @@ class EngineReplica:
         Raises Overloaded, TooEarly or NotReady when this replica refuses, and EngineFailed when it is lost, with its
         ``replica_id`` in the detail; InvalidRequest or NonFiniteLogprob.
         """
+        self._hand_over.asked()
         try:
             self._require_sound()
             with self._admission.admit(call.sampling.n, call.origin):
@@ -125,7 +134,8 @@ class EngineReplica:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Serve's hook: what the router knows of this replica."""
-        self._stats_asked_at = time.monotonic()
+        self._routed = True
+        self._hand_over.asked()
         status = self._follower.status()
         show_load(status, self._engine.scheduler)
         return {"version": status.version, "state": status.state, "running": self._admission.by_origin()}
@@ -135,20 +145,36 @@ class EngineReplica:
         return autoscaling_stats(self._follower.status(), self._engine.scheduler)
 
     async def check_health(self) -> None:
-        """Serve's health check: fails when the engine is dead or half updated, or follows no more.
+        """Serve's health check: fails when the engine is dead or half updated, follows no more, or is to end.
 
         The first one is part of starting: a version that was committed meanwhile is loaded before Serve routes here.
         """
-        if self._stats_asked_at is None:
+        self._hand_over.asked()
+        self._drain.check_health()
+        if not self._routed:
             await self._follower.caught_up()
         await self._engine.check_health()
         self._follower.check_health()
 
-    def _draining(self) -> bool:
-        asked_at = self._stats_asked_at
-        return asked_at is not None and time.monotonic() - asked_at > DRAINING_AFTER_S
+    async def _end(self) -> None:
+        """The work of a drain. Serve calls ``__del__`` when no call is open any more, and then ends the process."""
+        with suppress(NotReady, TimeoutError):  # it hears with the next report
+            async with asyncio.timeout(_INGEST_S):
+                await ask(self._ingest, "report", self._follower.status())
+        await self._hand_over.hand_over(self._engine)
+
+    async def _others_serve(self) -> bool:
+        try:
+            async with asyncio.timeout(_INGEST_S):
+                fleet: Fleet = await ask(self._ingest, "fleet")
+        except (NotReady, TimeoutError):  # nobody knows
+            return False
+        others = (replica for replica in fleet.replicas if replica.replica_id != self._replica_id)
+        return any(replica.version is not None and replica.state in _TAKES_REQUESTS for replica in others)
 
     def _require_sound(self) -> None:
+        if self._drain.begun:
+            raise NotReady(f"replica {self._replica_id} got SIGTERM and is being replaced")
         if self._engine.broken is not None:
             raise NotReady(f"replica {self._replica_id} is being replaced: {self._engine.broken}")
 

@@ -1,5 +1,6 @@
 """The gateway as a Serve deployment: the application's HTTP ingress."""
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI
@@ -7,7 +8,9 @@ from ray import serve
 
 from rollout_service import __version__
 from rollout_service.config import ServiceConfig
+from rollout_service.drain import Drain
 from rollout_service.gateway import completions, control, generate, metrics, mismatch, models, weights
+from rollout_service.gateway.overdue import OpenRequests
 from rollout_service.gateway.services import Services
 from rollout_service.logs import log_with_serve
 from rollout_service.web.errors import install_error_handlers
@@ -29,7 +32,21 @@ class GatewayReplica:
 
     def __init__(self, config: ServiceConfig, engine: Any, ingest: Any, monitor: Any, shadow: Any) -> None:
         log_with_serve()
+        self._drain = Drain(config.scaling.drain_timeout_s)
+        self._drain.begin_on_sigterm()
         self._services = Services.create(config, engine, ingest, monitor, shadow)
+        self._open = OpenRequests()
+        self._drain.serves(self._end)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._services)
+        app = create_app(self._services)
+        app.add_middleware(self._open.middleware)
+        return app
+
+    async def check_health(self) -> None:
+        """Serve's health check: fails when this process is to end."""
+        self._drain.check_health()
+
+    async def _end(self) -> None:
+        await asyncio.sleep(self._drain.left_s)
+        self._open.refuse()

@@ -2,7 +2,8 @@
 
 import torch
 
-from rollout_service.config import MonitorConfig
+from rollout_service.config import ServiceConfig
+from rollout_service.drain import Drain
 from rollout_service.logs import log_with_serve
 from rollout_service.monitor.monitor import Monitor
 
@@ -10,7 +11,14 @@ from rollout_service.monitor.monitor import Monitor
 class MonitorReplica(Monitor):
     """``Monitor`` in a process of its own."""
 
-    def __init__(self, config: MonitorConfig) -> None:
+    def __init__(self, config: ServiceConfig) -> None:
         log_with_serve()
+        self._drain = Drain(config.scaling.drain_timeout_s)
+        self._drain.begin_on_sigterm()
         torch.set_num_threads(1)  # engines on the same machine need the cores
-        super().__init__(config)
+        super().__init__(config.monitor)
+        self._drain.serves()
+
+    async def check_health(self) -> None:
+        """Serve's health check: fails when this process is to end."""
+        self._drain.check_health()

@@ -9,6 +9,7 @@ from ray import serve
 
 from rollout_service.config import ServiceConfig
 from rollout_service.config_engine import KVCacheConfig, QuantConfig
+from rollout_service.drain import Drain
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.args import engine_args
 from rollout_service.engine.follower import Follower
@@ -51,6 +52,8 @@ class ShadowReplica:
 
     async def __init__(self, config: ServiceConfig, ingest: Any, monitor: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         log_with_serve()
+        self._drain = Drain(config.scaling.drain_timeout_s)
+        self._drain.begin_on_sigterm()
         register()
         if await copies_for(config.weights.root_here(), ingest, config.weights.poll_s) is not None:
             raise ValueError(
@@ -76,13 +79,15 @@ class ShadowReplica:
         self._scorer = Scorer(
             self._engine, self._follower, monitor, config.shadow.version_wait_s, mine.engine.max_model_len
         )
+        self._drain.serves()
 
     async def score(self, calls: Sequence[ScoreCall]) -> None:
         """Score them and tell the monitor; see ``Scorer.score``."""
         await self._scorer.score(calls)
 
     async def check_health(self) -> None:
-        """Serve's health check: fails when the engine is dead or half updated, or follows no more."""
+        """Serve's health check: fails when the engine is dead or half updated, follows no more, or is to end."""
+        self._drain.check_health()
         await self._engine.check_health()
         if self._starting.done() and (error := self._starting.exception()) is not None:
             raise EngineFailed(f"the shadow could not load its first version: {error}") from error

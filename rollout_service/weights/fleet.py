@@ -64,8 +64,12 @@ class FleetTable:
         )
 
     def all_serve(self, version: int) -> bool:
-        """Whether every replica that has served serves ``version`` or newer, and there is one if there must be."""
-        versions = [status.version for status in self.live() if status.version is not None]
+        """Whether every replica that takes requests serves ``version`` or newer, and there is one if there must be.
+
+        One that drains is not waited for: nobody asks it for anything any more.
+        """
+        serving = [status for status in self.live() if status.state != "draining"]
+        versions = [status.version for status in serving if status.version is not None]
         served = all(known >= version for known in versions)
         return self.is_complete() and bool(versions or self._may_be_empty) and served
 

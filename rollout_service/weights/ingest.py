@@ -23,7 +23,7 @@ from rollout_service.errors import (
 )
 from rollout_service.metrics.process import counted_commit
 from rollout_service.metrics.state import KVScalesState, Observer, ServiceState
-from rollout_service.tasks import Changes, Unabandoned
+from rollout_service.tasks import Changes, Turns, Unabandoned
 from rollout_service.types import Fleet, PauseMode, ReplicaStatus, WeightStatus
 from rollout_service.weights.content import Content
 from rollout_service.weights.convert import Converter
@@ -72,7 +72,7 @@ class Ingest:
         self._wish: Wish | None = None
         self._fleet = FleetTable(config.weights.dead_after_s, may_be_empty=config.scaling.min_replicas == 0)
         self._observer = Observer(self._log, config.scaling)
-        self._writing, self._controlling = asyncio.Lock(), asyncio.Lock()
+        self._writing, self._controlling = Turns(), Turns()
         # half a commit is neither staged nor committed: it is finished if its caller goes away
         self._unabandoned = Unabandoned()
         self._noted: frozenset[str] = frozenset()
@@ -105,12 +105,17 @@ class Ingest:
         self._endless.append(asyncio.create_task(self._expire_staged()))
 
     async def stop(self) -> None:
-        """Let go of the log; what is staged stays on disk. Half a commit is finished first."""
+        """Let go of the log; what is staged stays on disk. Half a commit is finished first.
+
+        Whoever then waits or writes gets NotReady. Safe to call again.
+        """
         for task in self._endless:
             task.cancel()
-        async with self._writing, self._controlling:
-            await self._uploads.close()
-            self._lock.release()
+        for writing in (self._writing, self._controlling, self.kv):
+            await writing.close()
+        await self._changes.end()
+        await self._uploads.close()
+        self._lock.release()
 
     async def _start(self) -> None:
         if not self._config.shadow.share:

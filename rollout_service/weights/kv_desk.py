@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rollout_service.calibration.measurement import KVMeasurement
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import InsufficientStorage, NotReady
-from rollout_service.tasks import Changes, Unabandoned
+from rollout_service.tasks import Changes, Turns, Unabandoned
 from rollout_service.types import KVCacheChoice
 from rollout_service.weights.files import DISK_FULL
 from rollout_service.weights.fleet import FleetTable
@@ -30,7 +30,7 @@ class KVDesk:
         self._falls_back = config.kv_cache.dtype == "auto"
         self._poll_s = config.weights.poll_s
         self._calibration = KVCalibration(config.kv_cache.calibration, log, rule, fleet.is_loading)
-        self._settling, self._choosing = asyncio.Lock(), asyncio.Lock()
+        self._settling, self._choosing = Turns(), Turns()
         self._unabandoned = Unabandoned()
 
     def remember(self, version: int) -> None:
@@ -84,6 +84,11 @@ class KVDesk:
             await asyncio.to_thread(self._log.set_kv_cache, choice)
             self._note(choice)
             return choice
+
+    async def close(self) -> None:
+        """Write nothing any more; what is being written is finished."""
+        await self._settling.close()
+        await self._choosing.close()
 
     def _note(self, choice: KVCacheChoice | None) -> None:
         self._rule.fp8 = not (self._falls_back and choice is not None and choice.dtype == "bfloat16")

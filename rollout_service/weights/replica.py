@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from rollout_service.calibration.measurement import KVMeasurement
 from rollout_service.config import ServiceConfig
+from rollout_service.drain import Drain
 from rollout_service.logs import log_with_serve
 from rollout_service.types import KVCacheChoice
 from rollout_service.web.auth import Authorizer
@@ -18,12 +19,15 @@ class IngestReplica(Ingest):
 
     async def __init__(self, config: ServiceConfig) -> None:  # type: ignore[misc]  # Serve awaits constructors
         log_with_serve()
+        self._drain = Drain(config.scaling.drain_timeout_s)
+        self._drain.begin_on_sigterm()
         super().__init__(config)
         app = create_upload_app(self, Authorizer(config.auth.secret()))
         self._listener = UploadServer(app, config.weights.upload_host)
         self._listener.start()
         self.upload_url = self._listener.url
         await self.start()
+        self._drain.serves(self._end)
 
     async def upload_address(self) -> str:
         """Where parts are taken."""
@@ -46,10 +50,16 @@ class IngestReplica(Ingest):
         return await self.kv.choose(choice)
 
     async def check_health(self) -> None:
-        """Serve's health check."""
-        await self._listener.check_health()
+        """Serve's health check: fails when the listener has ended, or this process has let go of the log to end."""
+        if not self._drain.begun:
+            await self._listener.check_health()
+        elif self._drain.done:  # not before: the successor needs the log
+            self._drain.check_health()
+
+    async def _end(self) -> None:
+        await self._listener.stop()
+        await self.stop()
 
     async def __del__(self) -> None:  # Serve awaits destructors
         if hasattr(self, "_listener"):
-            await self._listener.stop()
-            await self.stop()
+            await self._end()

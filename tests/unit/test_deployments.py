@@ -13,6 +13,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from rollout_service.app import build
 from rollout_service.config import ServiceConfig
+from rollout_service.deployment_file import controller_options
 
 PROJECT = Path(__file__).parents[2]
 YAMLS = sorted((PROJECT / "deployments").glob("*.yaml"))
@@ -71,3 +72,10 @@ def test_the_ingest_gets_the_share_of_a_gpu_that_is_configured_and_none_by_defau
         gateway = build(config)
         ingest = gateway._bound_deployment.init_args[2]._bound_deployment
         assert ingest.ray_actor_options["num_gpus"] == share
+
+
+@every_yaml
+def test_a_dead_proxy_is_noticed_in_seconds_whichever_way_the_service_is_started(path: Path) -> None:
+    options = ServeDeploySchema.model_validate(document(path)).controller_options
+    assert controller_options(path) == options.model_dump(exclude_unset=True)
+    assert options.runtime_env == {"env_vars": {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1"}}

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from rollout_service.tasks import Changes, Unabandoned
+from rollout_service.errors import NotReady
+from rollout_service.tasks import Changes, Turns, Unabandoned
 
 LONG_S = 30.0
 LONGER_S = 2 * LONG_S
@@ -103,3 +104,41 @@ async def test_one_who_stops_waiting_does_not_disturb_the_others() -> None:
     state["reached"] = True
     await changes.notify()
     assert await asyncio.wait_for(stays, LONG_S)
+
+
+async def test_whoever_waits_at_the_end_of_all_changes_is_told_to_ask_again() -> None:
+    changes = Changes()
+    waiting = asyncio.create_task(changes.wait(lambda: False, LONGER_S))
+    await asyncio.sleep(0)
+    await changes.end()
+    with pytest.raises(NotReady, match="another one takes its place"):
+        await asyncio.wait_for(waiting, LONG_S)
+    with pytest.raises(NotReady):
+        await changes.wait(lambda: False, LONGER_S)
+    assert await changes.wait(lambda: True, LONGER_S)
+
+
+# --- Turns
+
+
+async def test_turns_that_are_closed_let_whoever_has_one_finish_and_refuse_all_others() -> None:
+    turns, going, done = Turns(), asyncio.Event(), []
+
+    async def work(name: str) -> None:
+        async with turns:
+            await going.wait()
+            done.append(name)
+
+    has_it, waits = (asyncio.create_task(work(name)) for name in ("has it", "waits"))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(turns.close())
+    await asyncio.sleep(0)
+    late = asyncio.create_task(work("late"))
+    await asyncio.sleep(0)
+    assert not closing.done()
+    going.set()
+    await asyncio.wait_for(asyncio.gather(has_it, closing), LONG_S)
+    for refused in (waits, late):
+        with pytest.raises(NotReady, match="send it again"):
+            await asyncio.wait_for(refused, LONG_S)
+    assert done == ["has it"]

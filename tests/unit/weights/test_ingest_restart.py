@@ -1,15 +1,17 @@
 """What an ingest that died, or a caller that went away, leaves behind."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import LogCorrupt, RolloutServiceError, UploadIncomplete
+from rollout_service.errors import LogCorrupt, LogLocked, NotReady, RolloutServiceError, UploadIncomplete
 from rollout_service.weights.ingest import Ingest
-from rollout_service.weights.log import WeightLog
+from rollout_service.weights.log import Head, WeightLog
 from rollout_service.weights.upload import CommitUpload
 from tests.unit.weights.trainer import (
     Trainer,
@@ -110,6 +112,58 @@ async def test_a_log_whose_latest_is_gone_is_not_begun_anew(
     with pytest.raises(LogCorrupt, match=r"holds the versions \[0, 1\] but no LATEST"):
         await restarted()
     assert log.folder(1).exists()
+
+
+# --- an ingest that is told to end
+
+
+async def test_an_ingest_that_ends_finishes_half_a_commit_and_then_lets_its_successor_in(
+    config: ServiceConfig, ingest: Ingest, trainer: Trainer, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await trainer.upload(1, weights)
+    await trainer.upload(2, weights)
+    committing, going, commit = threading.Event(), threading.Event(), WeightLog.commit
+
+    def slow(*args: Any) -> Head:
+        committing.set()
+        assert going.wait(LONG_S)
+        return commit(*args)
+
+    monkeypatch.setattr(WeightLog, "commit", slow)
+    half = asyncio.create_task(ingest.commit(1, CommitUpload()))
+    assert await asyncio.to_thread(committing.wait, LONG_S)
+    waiting = asyncio.create_task(ingest.commit(2, CommitUpload()))
+    await settle()
+    ending, successor = asyncio.create_task(ingest.stop()), Ingest(config)
+    with pytest.raises(LogLocked):
+        await successor.start()
+    going.set()
+    assert (await half).version == 1
+    with pytest.raises(NotReady, match="send it again"):
+        await waiting
+    await ending
+    successor = Ingest(config)
+    await successor.start()
+    assert (await successor.fleet()).latest_version == 1
+    assert (await successor.commit(2, CommitUpload())).state == "committed"
+    await successor.stop()
+
+
+async def test_whoever_asks_or_waits_for_an_ingest_that_ends_is_told_to_ask_again(
+    ingest: Ingest, trainer: Trainer, weights: Weights
+) -> None:
+    wish = await ingest.sync(replica("a", 0), None)
+    status = await trainer.push(1, weights)
+    pausing = asyncio.create_task(ingest.set_paused(True, "keep", LONG_S))
+    while not (wish := await ingest.sync(replica("a", 0, sequence=1), wish)).paused:
+        pass
+    syncing = asyncio.create_task(ingest.sync(replica("a", 0, sequence=2), wish))
+    waiting = [pausing, syncing, asyncio.create_task(ingest.wait_live(status.version, LONG_S))]
+    await settle()
+    await ingest.stop()
+    late = [ingest.commit(2, CommitUpload()), ingest.begin(begin_of(2, weights)), ingest.discard(2)]
+    for answer in await asyncio.wait_for(asyncio.gather(*waiting, *late, return_exceptions=True), LONG_S):
+        assert isinstance(answer, NotReady), answer
 
 
 # --- callers that go away

@@ -1,0 +1,134 @@
+"""What runs in a replica that is to end: it ends by itself while others serve, or goes on elsewhere."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+
+from rollout_service.drain import Drain
+from rollout_service.engine.admission import AdmissionLimit
+from rollout_service.engine.handover import UNASKED_AFTER_S, HandOver
+
+TIMEOUT_S = 30.0
+POLLS = 1000
+
+
+class Replica:
+    """One with sequences, in a time of its own: it passes only when somebody sleeps."""
+
+    def __init__(self, *, others: bool) -> None:
+        self.now, self.others = 0.0, others
+        self.aborted_at: list[float] = []
+        self.at: dict[float, Callable[[], None]] = {}
+        """What happens in the first sleep that ends after this time."""
+        self.aborts_take_effect = True
+        self.admission = AdmissionLimit(100)
+        self._held = ExitStack()
+        self.drain = Drain(TIMEOUT_S, lambda: self.now)
+        self.hand_over = HandOver(
+            self.drain, TIMEOUT_S, self.admission, self._others_serve, lambda: self.now, self._sleep
+        )
+        self.drain.serves(lambda: self.hand_over.hand_over(self))
+
+    def take(self, sequences: int) -> None:
+        self._held.enter_context(self.admission.admit(sequences))
+
+    def finish(self) -> None:
+        self._held.close()
+
+    async def abort(self) -> None:
+        self.aborted_at.append(round(self.now, 1))
+        if self.aborts_take_effect:
+            self.finish()
+
+    async def drained(self) -> None:
+        self.drain.begin()
+        for _ in range(POLLS):
+            await asyncio.sleep(0)
+        assert self.drain.done
+
+    async def _others_serve(self) -> bool:
+        return self.others
+
+    async def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for due in [time for time in self.at if time <= self.now]:
+            self.at.pop(due)()
+        await asyncio.sleep(0)
+
+
+async def test_what_runs_ends_by_itself_while_others_serve() -> None:
+    replica = Replica(others=True)
+    replica.take(3)
+    replica.at[12.0] = replica.finish
+    await replica.drained()
+    assert replica.aborted_at == [] and 12 <= replica.now < 13
+
+
+async def test_what_still_runs_when_the_time_is_up_goes_on_elsewhere() -> None:
+    replica = Replica(others=True)
+    replica.take(3)
+    await replica.drained()
+    assert replica.aborted_at == [TIMEOUT_S]
+
+
+async def test_without_another_replica_what_runs_is_given_back_at_once() -> None:
+    replica = Replica(others=False)
+    replica.take(3)
+    await replica.drained()
+    assert replica.aborted_at == [0]
+
+
+async def test_when_the_last_other_replica_goes_what_runs_is_given_back() -> None:
+    replica = Replica(others=True)
+    replica.take(3)
+    replica.at[5.0] = lambda: setattr(replica, "others", False)
+    await replica.drained()
+    assert replica.aborted_at == [5.0]
+
+
+async def test_a_call_that_was_on_its_way_into_the_engine_is_given_back_too() -> None:
+    replica = Replica(others=False)
+    replica.take(1)
+    replica.aborts_take_effect = False
+    replica.at[1.0] = lambda: setattr(replica, "aborts_take_effect", True)
+    await replica.drained()
+    assert len(replica.aborted_at) > 2 and replica.admission.running == 0
+
+
+async def test_an_idle_replica_has_nothing_to_wait_for() -> None:
+    replica = Replica(others=True)
+    await replica.drained()
+    assert (replica.now, replica.aborted_at) == (0, [])
+
+
+async def test_a_replica_drains_from_the_moment_it_is_told_or_when_nobody_has_asked_it_for_long() -> None:
+    replica = Replica(others=True)
+    replica.now = 1000.0
+    assert not replica.hand_over.draining  # Serve does not ask a replica that starts
+    replica.hand_over.asked()
+    replica.now += UNASKED_AFTER_S
+    assert not replica.hand_over.draining
+    replica.now += 0.1
+    assert replica.hand_over.draining
+    replica.hand_over.asked()
+    assert not replica.hand_over.draining
+    replica.drain.begin()
+    assert replica.hand_over.draining
+
+
+@pytest.mark.parametrize("asked_again", [False, True])
+async def test_serve_tells_no_replica_that_it_is_removed_and_what_runs_is_still_given_back_in_time(
+    asked_again: bool,
+) -> None:
+    replica = Replica(others=True)
+    replica.take(3)
+    replica.hand_over.asked()
+    if asked_again:
+        replica.at[20.0] = replica.hand_over.asked
+    watching = asyncio.create_task(replica.hand_over.watch(replica))
+    while replica.now < 40:
+        await asyncio.sleep(0)
+    watching.cancel()
+    assert [30 < at <= 32 for at in replica.aborted_at] == ([] if asked_again else [True])

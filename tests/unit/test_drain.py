@@ -1,0 +1,126 @@
+"""SIGTERM begins a drain, from whichever thread, and the process ends whatever becomes of it."""
+
+import asyncio
+import logging
+import signal
+import sys
+
+import pytest
+
+from rollout_service.drain import Drain
+from rollout_service.errors import NotReady
+
+LONG_S = 30.0
+
+AS_IN_A_REPLICA = """
+import asyncio, signal, sys, threading, time
+from rollout_service import drain
+
+# as Ray does it: the main thread has a handler and is elsewhere, the loop is on another thread
+signal.signal(signal.SIGTERM, lambda *_: (print("Ray's handler", flush=True), sys.exit(1)))
+drain.ENDING_S = 0.0
+
+async def work():
+    print("draining", flush=True)
+
+async def serve():
+    ending = drain.Drain(timeout_s={timeout_s})
+    ending.begin_on_sigterm()
+    {serves}
+    print("ready", flush=True)
+    {then}
+
+threading.Thread(target=asyncio.run, args=[serve()], daemon=True).start()
+time.sleep(60)
+"""
+SERVES = "ending.serves(work)"
+FOR_EVER = "await asyncio.sleep(60)"
+
+
+async def output_after_sigterm(signals: int = 1, **script: object) -> tuple[list[str], int | None]:
+    """What a process says after it said that it is ready, and its exit status; None if it was killed by this."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-c", AS_IN_A_REPLICA.format(**{"timeout_s": 60, "serves": SERVES, "then": FOR_EVER, **script})),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(LONG_S):
+            assert await process.stdout.readline() == b"ready\n"
+            for _ in range(signals):
+                process.send_signal(signal.SIGTERM)
+            first = (await process.stdout.readline()).decode().strip()
+            if script.get("timeout_s") is None and first:
+                return [first], None
+            rest = (await process.stdout.read()).decode().split("\n")
+            return [line for line in (first, *rest) if line], await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_sigterm_begins_a_drain_on_the_event_loop_and_ray_s_handler_is_not_called() -> None:
+    assert await output_after_sigterm() == (["draining"], None)
+
+
+async def test_a_process_that_nobody_stops_ends_by_itself_and_two_signals_are_one_drain() -> None:
+    assert await output_after_sigterm(signals=2, timeout_s=0.5) == (["draining"], 128 + signal.SIGTERM)
+
+
+async def test_a_process_whose_event_loop_is_blocked_ends_too() -> None:
+    assert await output_after_sigterm(timeout_s=0.1, then="time.sleep(60)") == ([], 128 + signal.SIGTERM)
+
+
+async def test_a_process_that_serves_nobody_yet_ends_at_once() -> None:
+    assert await output_after_sigterm(serves="", then="time.sleep(60)") == ([], 128 + signal.SIGTERM)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_a_drain_begins_once_and_fails_the_health_check_from_then_on() -> None:
+    clock, ran, going = Clock(), [], asyncio.Event()
+
+    async def work() -> None:
+        ran.append(drain.left_s)
+        await going.wait()
+
+    drain = Drain(30.0, clock)
+    drain.serves(work)
+    drain.check_health()
+    assert not drain.begun and drain.left_s == float("inf")
+    drain.begin()
+    with pytest.raises(NotReady, match="got SIGTERM and drains"):
+        drain.check_health()
+    clock.now += 10
+    drain.begin()
+    await asyncio.sleep(0)
+    assert ran == [20.0] and drain.begun and not drain.done
+    clock.now += 30
+    assert drain.left_s == 0
+    going.set()
+    await asyncio.sleep(0)
+    assert drain.done
+
+
+async def test_work_that_fails_is_logged_and_the_process_is_still_to_be_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def work() -> None:
+        raise OSError("the disk is gone")
+
+    drain = Drain(30.0)
+    drain.serves(work)
+    with caplog.at_level(logging.ERROR):
+        drain.begin()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert "the disk is gone" in caplog.text and drain.done
+    with pytest.raises(NotReady):
+        drain.check_health()
