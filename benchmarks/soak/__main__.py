@@ -129,7 +129,10 @@ def run(seed: int, minutes: float, diary: Diary) -> Json | None:
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.suppress(KeyboardInterrupt):
             end_as_by_ctrl_c()
-            with running_service(DEPLOYMENT, settings(Path(folder), replicas=1)) as service:
+            overrides = settings(Path(folder), replicas=1)
+            # versions are pushed as fast as they are taken, and every third aborts what runs
+            overrides["engine"]["max_attempts"] = 1000
+            with running_service(DEPLOYMENT, overrides) as service:
                 end_as_by_ctrl_c()  # in place of the handler that Ray has put there
                 case = asyncio.run(soak(service, seed, minutes, diary))
     finally:

@@ -11,7 +11,7 @@ from benchmarks.soak.strike import victims
 from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
 
-LOOK_S = 0.25
+LOOK_S, ANSWER_S = 0.25, 2.0
 
 
 class EngineStarts:
@@ -32,7 +32,7 @@ class EngineStarts:
                 pids = {process.pid for process in (await asyncio.to_thread(victims))["replica"]}
                 ready: set[str] = set()
                 with contextlib.suppress(RolloutServiceError, httpx.TransportError, TimeoutError):
-                    async with asyncio.timeout(LOOK_S):  # the ingest may stand still
+                    async with asyncio.timeout(ANSWER_S):  # the ingest may stand still
                         ready = {r.replica_id for r in (await client.fleet()).replicas if r.state == "ready"}
                 self.look(self._diary.now(), pids, ready)
                 await asyncio.sleep(LOOK_S)

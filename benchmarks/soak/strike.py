@@ -79,12 +79,12 @@ class Striker:
 
     async def _wait_until_whole(self, blow: Blow, struck: psutil.Process) -> None:
         """Wait until every process is there, the struck one is not if it was to end, and the service works."""
-        began, unserved, blow.waited = self._diary.now(), self._unserved(), True
+        began_s, unserved, blow.waited = self._diary.now(), self._unserved(), True
         ends = None if blow.strike.signal == "SIGSTOP" else struck
-        while self._diary.now() - began < BACK_S:
+        while self._diary.now() - began_s < BACK_S:
             blow.missing = await asyncio.to_thread(missing, ends) or unserved()
             if not blow.missing:
-                blow.whole_s = self._diary.now() - began
+                blow.whole_s = self._diary.now() - blow.at_s - blow.strike.stopped_s
                 self._diary.note("whole again", pid=blow.pid, after_s=round(blow.whole_s, 2))
                 return
             await asyncio.sleep(LOOK_S)
