@@ -44,7 +44,7 @@ GONE_S = 60.0
 MARK = "ROLLOUT_SERVICE_SOAK"
 OUT = Path("out/soak")
 
-console = Console()
+console = Console(soft_wrap=True)
 
 
 async def soak(service: LocalService, seed: int, minutes: float, diary: Diary) -> Json:

@@ -81,14 +81,13 @@ class Striker:
         """Wait until every process is there, the struck one is not if it was to end, and the service works."""
         began_s, unserved, blow.waited = self._diary.now(), self._unserved(), True
         ends = None if blow.strike.signal == "SIGSTOP" else struck
-        while self._diary.now() - began_s < BACK_S:
-            blow.missing = await asyncio.to_thread(missing, ends) or unserved()
-            if not blow.missing:
-                blow.whole_s = self._diary.now() - blow.at_s - blow.strike.stopped_s
-                self._diary.note("whole again", pid=blow.pid, after_s=round(blow.whole_s, 2))
+        while blow.missing := await asyncio.to_thread(missing, ends) or unserved():
+            if self._diary.now() - began_s >= BACK_S:
+                self._diary.note("not whole", pid=blow.pid, missing=blow.missing)
                 return
             await asyncio.sleep(LOOK_S)
-        self._diary.note("not whole", pid=blow.pid, after_s=BACK_S, missing=blow.missing)
+        blow.whole_s = self._diary.now() - blow.at_s - blow.strike.stopped_s
+        self._diary.note("whole again", pid=blow.pid, after_s=round(blow.whole_s, 2))
 
     def _let_go_on(self, process: psutil.Process) -> None:
         if process in self._stopped:
