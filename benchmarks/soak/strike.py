@@ -81,12 +81,13 @@ class Striker:
         """Wait until every process is there, the struck one is not if it was to end, and the service works."""
         began_s, unserved, blow.waited = self._diary.now(), self._unserved(), True
         ends = None if blow.strike.signal == "SIGSTOP" else struck
-        while blow.missing := await asyncio.to_thread(missing, ends) or unserved():
+        while lacking := await asyncio.to_thread(missing, ends) or unserved():
+            blow.missing = lacking
             if self._diary.now() - began_s >= BACK_S:
-                self._diary.note("not whole", pid=blow.pid, missing=blow.missing)
+                self._diary.note("not whole", pid=blow.pid, missing=lacking)
                 return
             await asyncio.sleep(LOOK_S)
-        blow.whole_s = self._diary.now() - blow.at_s - blow.strike.stopped_s
+        blow.whole_s = self._diary.now() - min(blow.at_s + blow.strike.stopped_s, began_s)
         self._diary.note("whole again", pid=blow.pid, after_s=round(blow.whole_s, 2))
 
     def _let_go_on(self, process: psutil.Process) -> None:
