@@ -164,15 +164,20 @@ class Ground:
 
 def ground(folder: Path, replicas: int = REPLICAS, **overrides: dict[str, Any]) -> AbstractAsyncContextManager[Ground]:
     """The shipped CPU deployment, two replicas unless ``overrides`` say so, at a version that tells itself."""
-    sections: dict[str, dict[str, Any]] = {
+    sections = settings(folder, replicas)
+    for section, fields in overrides.items():
+        sections[section] |= fields
+    return _ground(sections, replicas)
+
+
+def settings(folder: Path, replicas: int) -> dict[str, dict[str, Any]]:
+    """What differs from the shipped CPU deployment: model and log lie below ``folder``, parts are small."""
+    return {
         "model": {"path": folder / "tiny-qwen3"},
         "engine": {"admission_limit": 256},
         "scaling": {"min_replicas": replicas, "max_replicas": replicas},
         "weights": {"root": folder / "log", "part_bytes": 256 << 10, "poll_s": 1.0, "dead_after_s": 5.0},
     }
-    for section, fields in overrides.items():
-        sections[section] |= fields
-    return _ground(sections, replicas)
 
 
 @asynccontextmanager

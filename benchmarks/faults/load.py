@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import httpx
+
 from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
 from rollout_service.types import Rollout
@@ -35,9 +37,12 @@ class Load:
         """One request."""
         try:
             rollout = await client.generate(PROMPT, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
-        except RolloutServiceError as error:
+        except (RolloutServiceError, httpx.TransportError) as error:
             self.lost.append(f"{type(error).__name__}: {error}")
             return
+        except asyncio.CancelledError:
+            self.lost.append("still unanswered when the load was given up")
+            raise
         self.rollouts += 1
         self._look_for_stale_tokens(rollout)
 

@@ -80,6 +80,7 @@ async def test_an_engine_of_experts_holds_exactly_what_was_quantized_and_never_h
             await one.load(folder, UPDATES + 3)
 
 
+@pytest.mark.slow
 async def test_bf16_experts_follow_every_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running("qwen2_moe", tmp_path, monkeypatch, quant="none") as one:
         for version in range(1, UPDATES + 2):

@@ -8,16 +8,14 @@ from collections.abc import AsyncIterator
 import pytest
 
 from benchmarks.faults.__main__ import all_cases
-from benchmarks.faults.ground import Case, Ground
+from benchmarks.faults.ground import Ground
 from benchmarks.faults.outcome import run_case
 from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService
 
 CASES = {case.name: case for case in all_cases()}
-THOSE_THAT_MATTER_MOST = (
-    "two trainers at once",
-    "kill ingest, before the rename",
-    "kill ingest, after the rename",
+THOSE_THAT_MATTER_MOST = ("two trainers at once", "kill ingest, before the rename", "kill ingest, after the rename")
+THOSE_THAT_START_AN_ENGINE = (
     "kill replica, between start and finish of an update",
     "a flipped byte in a file of the log",
 )
@@ -30,9 +28,12 @@ async def ground(service: LocalService, telltale: int) -> AsyncIterator[Ground]:
         yield Ground(service, client, committed=telltale)
 
 
-@pytest.mark.parametrize("case", [CASES[name] for name in THOSE_THAT_MATTER_MOST], ids=THOSE_THAT_MATTER_MOST)
-async def test_the_service_recovers_and_nothing_is_stale_or_lost(case: Case, ground: Ground) -> None:
-    outcome = await run_case(ground, case)
+@pytest.mark.parametrize(
+    "name",
+    [*THOSE_THAT_MATTER_MOST, *(pytest.param(name, marks=pytest.mark.slow) for name in THOSE_THAT_START_AN_ENGINE)],
+)
+async def test_the_service_recovers_and_nothing_is_stale_or_lost(name: str, ground: Ground) -> None:
+    outcome = await run_case(ground, CASES[name])
     assert outcome.survived, outcome.notes
     assert (outcome.stale_tokens, outcome.lost_requests, outcome.lost_versions) == (0, 0, 0), outcome.notes
     assert outcome.rollouts > 0

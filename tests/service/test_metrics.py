@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
@@ -89,12 +90,22 @@ async def rolled_out(service: LocalService, client: RolloutClient, before: list[
     return after
 
 
-async def test_rollouts_and_an_update_move_what_the_processes_count(
-    service: LocalService, client: RolloutClient
-) -> None:
-    before = await scraped(service.metrics_targets[1:])
-    after = await rolled_out(service, client, before)
+@pytest.fixture(scope="module")
+def scrapes(service: LocalService) -> tuple[list[Sample], list[Sample]]:
+    """What the agents show before and after rollouts and an update. Ray takes ten seconds to tell."""
 
+    async def both() -> tuple[list[Sample], list[Sample]]:
+        async with RolloutClient(service.url, token=service.config.auth.secret()) as client:
+            before = await scraped(service.metrics_targets[1:])
+            return before, await rolled_out(service, client, before)
+
+    return asyncio.run(both())
+
+
+async def test_rollouts_and_an_update_move_what_the_processes_count(
+    scrapes: tuple[list[Sample], list[Sample]], client: RolloutClient
+) -> None:
+    before, after = scrapes
     by = {(c.name, *c.labels.values()): c.value(after) - c.value(before) for c in MOVED}
     assert {key: by[key] for key, c in zip(by, MOVED, strict=True) if by[key] < c.more} == {}
     assert total(after, "ray_rollout_kv_calibration_seconds_count", deployment="engine") >= 1  # at the first start
@@ -105,10 +116,10 @@ async def test_rollouts_and_an_update_move_what_the_processes_count(
     assert replicas == idle and replicas <= updated and generated & replicas
 
 
-async def test_every_metric_of_ours_is_in_the_table_with_its_labels_and_those_of_others_exist(
-    service: LocalService, client: RolloutClient
+def test_every_metric_of_ours_is_in_the_table_with_its_labels_and_those_of_others_exist(
+    scrapes: tuple[list[Sample], list[Sample]],
 ) -> None:
-    samples = await rolled_out(service, client, await scraped(service.metrics_targets[1:]))
+    _, samples = scrapes
     declared = {metric.name: set(metric.labels) for metric in OURS}
     for sample in samples:
         if sample.name.startswith("ray_rollout_"):

@@ -20,11 +20,13 @@ async def test_a_kill_under_load_loses_no_request_and_the_successor_serves_the_n
 ) -> None:
     before = {replica.replica_id for replica in (await client.fleet()).replicas}
     newest = telltale + 1
-    async with _load(service, workers=12) as rollouts:
+    eased = asyncio.Event()
+    async with _load(service, workers=12, eased=eased) as rollouts:
         await _on_each(client, 3)
         descendants("VLLM::EngineCore")[0].kill()  # of a replica that is killed: test_faults.py
         survivor = await _fleet(client, lambda fleet: len(_sound(fleet)) == 1)
         assert _sound(survivor) < before
+        eased.set()  # the successor starts on the same cores
         await client.push_weights(newest, telltale_weights(service.config.model.path, newest), wait="none")
         fleet = await _fleet(client, lambda fleet: len(_sound(fleet)) == 2)
         (newcomer,) = _sound(fleet) - before
@@ -53,18 +55,21 @@ async def test_an_ingest_that_restarts_finds_its_versions_and_replicas_again(
 
 
 @asynccontextmanager
-async def _load(service: LocalService, workers: int) -> AsyncIterator[list[Rollout]]:
-    """Rollouts one after the other in each worker until the block ends; the client sends none of them twice."""
+async def _load(service: LocalService, workers: int, eased: asyncio.Event) -> AsyncIterator[list[Rollout]]:
+    """Rollouts one after the other in each worker until the block ends; the client sends none of them twice.
+
+    Once ``eased`` is set, two workers go on.
+    """
     rollouts: list[Rollout] = []
     done = asyncio.Event()
 
-    async def work(client: RolloutClient) -> None:
-        while not done.is_set():
+    async def work(client: RolloutClient, number: int) -> None:
+        while not done.is_set() and not (eased.is_set() and number >= 2):
             rollouts.append(await client.generate(PROMPT, max_tokens=LENGTH, temperature=0.0, ignore_eos=True))
 
     async with RolloutClient(service.url, retries=0) as client, asyncio.TaskGroup() as group:
-        for _ in range(workers):
-            group.create_task(work(client))
+        for number in range(workers):
+            group.create_task(work(client, number))
         yield rollouts
         done.set()
 

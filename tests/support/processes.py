@@ -9,7 +9,12 @@ import psutil
 
 def descendants(title: str) -> list[psutil.Process]:
     """Processes below this one whose title starts with ``title``, e.g. ``VLLM::EngineCore``."""
-    return [process for process in psutil.Process().children(recursive=True) if _title(process).startswith(title)]
+    return [process for process, known in titled() if known.startswith(title)]
+
+
+def titled() -> list[tuple[psutil.Process, str]]:
+    """Every process below this one with its title; "" if it has ended meanwhile."""
+    return [(process, _title(process)) for process in psutil.Process().children(recursive=True)]
 
 
 def marked(name: str, value: str) -> list[psutil.Process]:

@@ -8,7 +8,6 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 
 PROJECT = Path(__file__).parents[2]
@@ -33,21 +32,21 @@ WITH_TORCH = [".correction"]
 LIGHT = [f"rollout_service{name}" for name in WITHOUT_TORCH + WITH_TORCH]
 
 
-def loaded_after_importing(module: str) -> set[str]:
-    """Top-level modules in a new interpreter once ``module`` is imported."""
-    code = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+def loaded_after_importing(*modules: str) -> set[str]:
+    """Top-level modules in a new interpreter once ``modules`` are imported."""
+    code = f"import sys, {', '.join(modules)}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     run = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=True, stdout=subprocess.PIPE, text=True)
     return set(run.stdout.split())
 
 
-@pytest.mark.parametrize("name", WITHOUT_TORCH)
-def test_a_module_of_the_trainers_side_pulls_in_neither_torch_nor_an_engine(name: str) -> None:
-    assert loaded_after_importing(f"rollout_service{name}") & (ENGINE | {"torch"}) == set()
+def test_the_modules_of_the_trainers_side_pull_in_neither_torch_nor_an_engine() -> None:
+    # all in one interpreter: none of them may pull it in
+    names = [f"rollout_service{name}" for name in WITHOUT_TORCH]
+    assert loaded_after_importing(*names) & (ENGINE | {"torch"}) == set()
 
 
-@pytest.mark.parametrize("name", WITH_TORCH)
-def test_the_correction_pulls_in_no_engine(name: str) -> None:
-    loaded = loaded_after_importing(f"rollout_service{name}")
+def test_the_correction_pulls_in_no_engine() -> None:
+    loaded = loaded_after_importing(*(f"rollout_service{name}" for name in WITH_TORCH))
     assert "torch" in loaded
     assert loaded & ENGINE == set()
 

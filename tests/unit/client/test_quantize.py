@@ -69,25 +69,27 @@ async def push(client: RolloutClient, version: int, tensors: object, **options: 
     return await client.push_weights(version, tensors, **options)  # type: ignore[call-overload, no-any-return]
 
 
-@pytest.mark.parametrize("names", ["on disk", "in memory"])
 @pytest.mark.parametrize(
-    ("family", "dtype"),
+    ("family", "dtypes"),
     [
-        *product(["qwen2", "qwen3_moe"], [torch.bfloat16, torch.float16, torch.float32]),
-        *product(["mixtral", "deepseek_v3"], [torch.float32]),
+        *product(["qwen2", "qwen3_moe"], [(torch.bfloat16, torch.float16, torch.float32)]),
+        *product(["mixtral", "deepseek_v3"], [(torch.float32,)]),
     ],
+    ids=FAMILIES,
 )
 async def test_whoever_quantizes_the_version_is_the_same(
-    models: dict[str, Path], tmp_path: Path, family: str, names: str, dtype: torch.dtype
+    models: dict[str, Path], tmp_path: Path, family: str, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    on_disk = load_file(models[family] / "model.safetensors")
-    tensors = moved(on_disk if names == "on disk" else module_of(models[family]).state_dict(), dtype)
+    on_disk, in_memory = load_file(models[family] / "model.safetensors"), module_of(models[family]).state_dict()
     async with real_ingest(models[family], tmp_path / "log") as service, RolloutClient(service.url) as client:
-        first = await client.weights(0)
-        by_service = await push(client, 1, tensors, quantize="service")
-        by_trainer = await push(client, 2, tensors)
-        assert by_trainer.digest == by_service.digest != first.digest
-        service.log.verify(service.log.manifest(2))
+        first, version = await client.weights(0), 0
+        for dtype, tensors in product(dtypes, (on_disk, in_memory)):  # names and shapes of both kinds
+            pushed = moved(tensors, dtype)
+            by_service = await push(client, version + 1, pushed, quantize="service")
+            by_trainer = await push(client, version + 2, pushed)
+            assert by_trainer.digest == by_service.digest != first.digest, (dtype, tensors is on_disk)
+            version += 2
+            service.log.verify(service.log.manifest(version))
 
 
 async def test_scales_of_powers_of_two_are_made_if_the_service_wants_them(

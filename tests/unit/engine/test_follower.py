@@ -8,7 +8,7 @@ import pytest
 from rollout_service.config import WeightsConfig
 from rollout_service.engine.follower import Follower
 from rollout_service.errors import LogCorrupt
-from rollout_service.weights.log import Control, WeightLog
+from rollout_service.weights.log import Control, Head, WeightLog
 from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push, serving
 from tests.unit.weights.versions import FIRST, commit, flip_a_byte
 
@@ -29,13 +29,19 @@ async def test_a_replica_has_loaded_the_newest_version_before_it_starts_to_serve
 
 
 async def test_a_replica_that_starts_first_waits_for_version_0(
-    tmp_path: Path, engine: FakeEngine, ingest: FakeIngest
+    tmp_path: Path, engine: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = WeightLog(tmp_path / "empty")
+    log, looked, head = WeightLog(tmp_path / "empty"), asyncio.Event(), WeightLog.head
+
+    def noted(self: WeightLog) -> Head | None:
+        looked.set()
+        return head(self)
+
+    monkeypatch.setattr(WeightLog, "head", noted)
     follower = Follower("r1", engine, ingest, WeightsConfig(root=log.root), fingerprint="model")
     starting = asyncio.create_task(follower.start())
-    await asyncio.sleep(0.01)
-    assert not starting.done()
+    await asyncio.wait_for(looked.wait(), LONG_S)
+    assert not starting.done() and engine.calls == []
     commit(log, 0)
     await asyncio.wait_for(starting, LONG_S)
     assert follower.version == 0
@@ -173,7 +179,7 @@ async def test_a_resume_that_comes_while_the_engine_pauses_is_not_lost(
     await ingest.wish(paused=False)
     await ingest.reported(lambda _: ingest.seen is not None and not ingest.seen.paused)
     engine.pausing.open()
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(LONG_S):
         while engine.calls[-1:] != ["resume"]:
             await asyncio.sleep(0.001)
     await ingest.reported(lambda s: not s.paused)

@@ -60,7 +60,8 @@ async def test_while_the_ingest_is_away_the_replica_serves_on_and_then_fetches_w
     status = await ingest.reported(lambda s: s.state == "stale")
     assert status.version == 0 and status.error is not None and "does not answer" in status.error
     offering.away = ActorDiedError()
-    await asyncio.sleep(0.05)
+    for _ in range(2):  # it asks again
+        await offering.has_refused()
     remote.check_health()
     offering.fail_after = offering.away = None
     await serving(remote, ingest, 1)
@@ -101,7 +102,8 @@ async def test_a_replica_that_starts_is_not_ready_while_nobody_can_say_what_is_n
     offering.away = ActorDiedError()
     commit(log, 1)
     waiting = asyncio.create_task(remote.caught_up())
-    await asyncio.sleep(0.1)
+    for _ in range(2):  # it asks again
+        await offering.has_refused()
     assert not waiting.done()
     offering.away = None
     await ingest.wish(version=1)

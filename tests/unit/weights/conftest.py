@@ -9,8 +9,10 @@ from transformers import Qwen3ForCausalLM
 
 from rollout_service.config import ServiceConfig
 from rollout_service.tiny_model import make_tiny_qwen3, tiny_qwen3_config
+from rollout_service.weights import fleet
 from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.log import WeightLog
+from tests.support.clock import Clock
 from tests.support.models import make_model
 from tests.unit.weights.trainer import Trainer, config_of, folder_weights
 
@@ -48,6 +50,14 @@ def _saved(path: Path, tied: bool) -> Path:
         torch.manual_seed(0)
         Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
     return path
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """By which a silent replica counts as dead."""
+    clock = Clock()
+    monkeypatch.setattr(fleet, "time", clock)
+    return clock
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """An ingest as a node without its log meets it: it hands out files, and can be away."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from rollout_service.weights.offers import LogFile, Newest, Offers
 
 CHUNK_BYTES = 64
 """Small, so that small files have several."""
+LONG_S = 30.0
 
 
 class _Method:
@@ -32,7 +34,9 @@ class OfferingIngest:
     def __init__(self, offers: Offers) -> None:
         self.offers = offers
         self.away: Exception | None = None
-        """Raised by every call while it is set."""
+        """Raised by every question for what is newest while it is set."""
+        self.refused = asyncio.Event()
+        """Somebody was told that it is away."""
         self.fail_after: int | None = None
         """Chunks until it dies."""
         self.answers: list[Newest] = []
@@ -41,8 +45,14 @@ class OfferingIngest:
         """Handed out."""
         self.newest, self.files, self.chunk = _Method(self._newest), _Method(self._files), _Method(self._chunk)
 
+    async def has_refused(self) -> None:
+        """Return once somebody is told that it is away, from now on."""
+        self.refused.clear()
+        await asyncio.wait_for(self.refused.wait(), LONG_S)
+
     async def _newest(self) -> Newest:
         if self.away is not None:
+            self.refused.set()
             raise self.away
         return self.answers.pop(0) if self.answers else self.offers.newest()
 

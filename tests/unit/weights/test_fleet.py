@@ -1,15 +1,14 @@
 """The table of live replicas."""
 
-import asyncio
-
 import pytest
 
 from rollout_service.weights.fleet import FleetTable
+from tests.support.clock import Clock
 from tests.unit.weights.trainer import replica
 
 
 @pytest.fixture
-def table() -> FleetTable:
+def table(clock: Clock) -> FleetTable:
     return FleetTable(dead_after_s=60)
 
 
@@ -32,27 +31,29 @@ def test_an_overtaken_report_of_one_replica_says_nothing_about_another(table: Fl
     assert not table.all_serve(2)
 
 
-async def test_a_replica_that_is_silent_for_too_long_leaves_the_table() -> None:
-    table = FleetTable(dead_after_s=0.15)
+def test_a_replica_that_is_silent_for_too_long_leaves_the_table(table: FleetTable, clock: Clock) -> None:
     table.report(replica("silent", 1))
-    await asyncio.sleep(0.2)
+    clock.go_on(59)
     table.report(replica("alive", 2))
+    assert [status.replica_id for status in table.live()] == ["alive", "silent"]
+    clock.go_on(1)
     assert [status.replica_id for status in table.live()] == ["alive"]
     assert table.in_use() == {2} and table.all_serve(2)
 
 
-async def test_a_replica_that_was_silent_may_come_back() -> None:
-    table = FleetTable(dead_after_s=0.15)
+def test_a_replica_that_was_silent_may_come_back(table: FleetTable, clock: Clock) -> None:
     table.report(replica("a", 1, sequence=5))
-    await asyncio.sleep(0.2)
+    clock.go_on(61)
     assert table.live() == ()
     table.report(replica("a", 1, sequence=6))
     assert len(table.live()) == 1
 
 
-def test_reports_say_how_old_they_are(table: FleetTable) -> None:
+def test_reports_say_how_old_they_are(table: FleetTable, clock: Clock) -> None:
     table.report(replica("a", 1))
-    assert 0 <= table.live()[0].age_s < 60
+    clock.go_on(7.5)
+    table.report(replica("b", 1))
+    assert [status.age_s for status in table.live()] == [7.5, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -135,26 +136,26 @@ def test_a_replica_is_loading_the_version_that_it_last_said_and_no_other(table: 
     assert not table.is_loading("a", 4)
 
 
-async def test_a_replica_that_is_silent_for_too_long_is_loading_nothing() -> None:
-    table = FleetTable(dead_after_s=0.15)
+def test_a_replica_that_is_silent_for_too_long_is_loading_nothing(table: FleetTable, clock: Clock) -> None:
     table.report(replica("a", None, target=0))
     assert table.is_loading("a", 0)
-    await asyncio.sleep(0.2)
+    clock.go_on(60)
     assert not table.is_loading("a", 0)
 
 
-async def test_nothing_is_said_of_all_until_those_known_from_before_have_reported_or_must_be_dead() -> None:
-    table = FleetTable(dead_after_s=60)
+def test_nothing_is_said_of_all_until_those_known_from_before_have_reported_or_must_be_dead(
+    table: FleetTable, clock: Clock
+) -> None:
     table.wait_for(frozenset({"a", "b"}))
     table.report(replica("a", 2))
     assert not table.all_serve(2) and not table.all_obey("") and not table.is_complete()
     table.report(replica("b", 2))
     assert table.all_serve(2) and table.all_obey("") and table.is_complete()
-    short = FleetTable(dead_after_s=0.15)
-    short.wait_for(frozenset({"gone"}))
-    assert not short.is_complete()
-    await asyncio.sleep(0.2)
-    assert short.is_complete()
+    table.wait_for(frozenset({"gone"}))
+    clock.go_on(59)
+    assert not table.is_complete()
+    clock.go_on(1)
+    assert table.is_complete()
 
 
 def test_an_empty_table_is_waited_for_unless_there_may_be_no_replica_at_all(table: FleetTable) -> None:

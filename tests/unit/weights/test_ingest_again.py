@@ -1,9 +1,11 @@
 """The same version once more: resumed, repeated, contested by another trainer, and found again after a restart."""
 
 import asyncio
+import fcntl
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -250,12 +252,24 @@ async def test_a_second_ingest_is_refused_and_leaves_the_first_ones_uploads_alon
     assert (await ingest.commit(1, CommitUpload())).state == "committed"
 
 
-async def test_a_second_ingest_waits_for_the_first_to_end(model: Path, tmp_path: Path, weights: Weights) -> None:
+async def test_a_second_ingest_waits_for_the_first_to_end(
+    model: Path, tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, flock = threading.Event(), fcntl.flock
+
+    def noted(fd: int, operation: int) -> None:
+        try:
+            flock(fd, operation)
+        except BlockingIOError:
+            refused.set()
+            raise
+
+    monkeypatch.setattr(fcntl, "flock", noted)
     config = config_of(model, tmp_path / "log", weights={"lock_wait_s": 60})
     first = await start(config)
     await Trainer(first).upload(1, weights)
     second = asyncio.create_task(start(config))
-    await asyncio.sleep(0.1)
+    assert await asyncio.to_thread(refused.wait, 60)
     assert not second.done()
     await first.stop()
     assert (await (await second).commit(1, CommitUpload())).state == "committed"

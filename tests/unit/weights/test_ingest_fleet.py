@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from rollout_service.config import ServiceConfig
 from rollout_service.errors import CommitTimeout, NotReady, Overtaken
 from rollout_service.weights.fleet import Wish
 from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.upload import CommitUpload
+from tests.support.clock import Clock
 from tests.unit.weights.trainer import Trainer, Weights, config_of, order, replica, settle
 
 LONG_S = 60.0
@@ -107,11 +109,9 @@ async def test_reports_that_were_overtaken_do_not_turn_the_table_back(ingest: In
     assert (await ingest.fleet()).replicas[0].version == 1
 
 
-async def test_a_silent_replica_is_waited_for_no_more(model: Path, tmp_path: Path) -> None:
-    ingest = Ingest(config_of(model, tmp_path / "log", weights={"poll_s": 0.01, "dead_after_s": 0.15}))
-    await ingest.start()
+async def test_a_silent_replica_is_waited_for_no_more(ingest: Ingest, config: ServiceConfig, clock: Clock) -> None:
     await ingest.report(replica("dead", 0))
-    await asyncio.sleep(0.2)
+    clock.go_on(config.weights.dead_after_s)
     await ingest.report(replica("alive", 1))
     await asyncio.wait_for(ingest.wait_live(1, timeout_s=LONG_S), LONG_S)
     assert [status.replica_id for status in (await ingest.fleet()).replicas] == ["alive"]
@@ -213,13 +213,13 @@ async def test_a_version_that_a_live_replica_serves_or_loads_is_kept(
     assert await versions(ingest) == [4, 5]
 
 
-async def test_a_dead_replica_keeps_nothing(model: Path, tmp_path: Path, weights: Weights) -> None:
-    ingest = Ingest(config_of(model, tmp_path / "log", weights={"poll_s": 0.01, "dead_after_s": 0.15}))
-    await ingest.start()
+async def test_a_dead_replica_keeps_nothing(
+    ingest: Ingest, trainer: Trainer, weights: Weights, config: ServiceConfig, clock: Clock
+) -> None:
     await ingest.report(replica("dead", 0))
-    await asyncio.sleep(0.2)
+    clock.go_on(config.weights.dead_after_s)
     for version in (1, 2):
-        await Trainer(ingest).push(version, weights)
+        await trainer.push(version, weights)
     assert await versions(ingest) == [1, 2]
 
 

@@ -13,6 +13,7 @@ from rollout_service.weights import offers
 from rollout_service.weights.kv_settled import SETTLED_FILE
 from rollout_service.weights.log import Control, WeightLog
 from rollout_service.weights.offers import Offers
+from tests.unit.weights.trainer import settle
 from tests.unit.weights.versions import commit
 
 pytestmark = pytest.mark.usefixtures("object_store")
@@ -89,7 +90,7 @@ async def test_few_references_are_held_and_none_for_long(
     monkeypatch.setattr(offers, "HELD_S", 0.0)
     brief = Offers(log, CHUNK_BYTES)
     await brief.chunk(3, FILE, 0)
-    await asyncio.sleep(0.01)
+    await settle()
     assert brief._held == {}
 
 

@@ -3,11 +3,11 @@
 import asyncio
 import resource
 import threading
-import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -279,18 +279,36 @@ async def test_a_replaced_part_is_removed_once_nobody_reads_it(weights: Weights,
 
 
 class LateWriter(Converter):
-    """What it reads first, it hands on late."""
+    """What it reads first, it hands on only when it is let."""
 
     def __init__(self, recipe: TrainerRecipe) -> None:
         super().__init__(recipe)
-        self.first_has_read = threading.Event()
+        self.first_has_read, self.go_on = threading.Event(), threading.Event()
+        self.order: list[str] = []
 
     def convert(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        self.order.append("reads")
         made = [(name, tensor.clone()) for name, tensor in super().convert(tensors)]
         if not self.first_has_read.is_set():
             self.first_has_read.set()
-            time.sleep(0.3)  # others have the time to overtake it
+            assert self.go_on.wait(60)
         yield from made
+        self.order.append("has written")
+
+
+class NotingExecutor(ThreadPoolExecutor):
+    """Counts the tasks that have begun."""
+
+    def __init__(self, max_workers: int) -> None:
+        super().__init__(max_workers)
+        self.begun = threading.Semaphore(0)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def noted() -> Any:
+            self.begun.release()
+            return fn(*args, **kwargs)
+
+        return super().submit(noted)
 
 
 async def test_what_replaces_a_part_is_stored_last_whatever_the_threads_do(
@@ -301,7 +319,7 @@ async def test_what_replaces_a_part_is_stored_last_whatever_the_threads_do(
     served = ServedModel.load(model)
     converter = LateWriter(TrainerRecipe(weights="fp8_block", quantized=tuple(served.plan(QuantConfig()).quantized)))
     stream = stream_of(weights)
-    with ThreadPoolExecutor(4) as several:
+    with NotingExecutor(4) as several:
         begin = begin_of(1, weights).model_copy(update={"uploader": "first"})
         staged = StagedVersion(begin, tmp_path / "2", served, converter, len(stream), several)
         staged.expect_parts()
@@ -309,8 +327,12 @@ async def test_what_replaces_a_part_is_stored_last_whatever_the_threads_do(
             received = staged.incoming_path(0)
             received.write_bytes(data)
             staged.accept(0, xxhash.xxh3_128_hexdigest(data), received, uploader)
-            assert await asyncio.to_thread(converter.first_has_read.wait, 30)
+            assert await asyncio.to_thread(converter.first_has_read.wait, 60)
+        for _ in range(3):  # the first conversion, the removal of what it reads, and the second conversion
+            assert await asyncio.to_thread(several.begun.acquire, timeout=60)
+        converter.go_on.set()
         assert await staged.finish() == by_one
+    assert converter.order == ["reads", "has written"] * 2
 
 
 @pytest.mark.parametrize(("batches", "threads"), [(0, 4), (1, 4), (7, 1), (7, 3), (8, 4), (100, 8)])

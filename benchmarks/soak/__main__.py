@@ -1,0 +1,178 @@
+"""Sends SIGKILL, SIGTERM and SIGSTOP to any process at random moments, under load, and says what it cost.
+
+    python -m benchmarks.soak [--minutes 20] [--seed 1]
+
+The shipped CPU deployment with one engine, six callers, a trainer that pushes without end, and weights whose every
+token tells their version. Struck are: replica, engine core, vLLM worker, ingest, gateway, monitor, Serve's controller
+and its HTTP proxy; not Ray's own daemons. The same seed gives the same strikes in the same order. What happened when is
+in ``out/soak/seed-N.jsonl``. Ends with status 0 if no token was stale, no request and no version lost, the service came
+back after every strike, and none of its processes was left at the end; with 1 if not, and 130 if it was interrupted.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import tempfile
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks import results
+from benchmarks.faults.ground import DEPLOYMENT, Ground, settings
+from benchmarks.faults.load import Load, load
+from benchmarks.rollout_results import earlier_cases
+from benchmarks.soak.diary import Diary
+from benchmarks.soak.engines import EngineStarts
+from benchmarks.soak.probe import Probe
+from benchmarks.soak.push import Pusher
+from benchmarks.soak.report import Json, is_clean, told_of_blows, told_of_outages, told_of_starts, with_case
+from benchmarks.soak.schedule import strikes
+from benchmarks.soak.strike import Blow, Striker, send
+from rollout_service.client import RolloutClient
+from rollout_service.local import LocalService, running_service
+from tests.support.processes import gone, marked
+
+CALLERS = 6
+LAST_ANSWERS_S = 120.0
+"""What is not answered so long after the last strike was recovered from is lost."""
+GONE_S = 60.0
+MARK = "ROLLOUT_SERVICE_SOAK"
+OUT = Path("out/soak")
+
+console = Console(soft_wrap=True)
+
+
+async def soak(service: LocalService, seed: int, minutes: float, diary: Diary) -> Json:
+    """Strike for so many minutes, wait until the service is whole again, and return what came of it."""
+    async with RolloutClient(service.url, retries=12) as client:
+        place = Ground(service, client, committed=0, replicas=1)
+        pusher = Pusher(place, diary, seed)
+        await pusher.first()
+        diary.begin()
+        try:
+            async with asyncio.timeout(None) as patience, load(service.url, CALLERS) as rollouts:
+                probe, starts = Probe(service.url, diary, rollouts), EngineStarts(service.url, diary)
+                striker = Striker(diary, lambda: served_after(pusher, probe))
+                async with asyncio.TaskGroup() as group:
+                    others = [group.create_task(each.run()) for each in (probe, starts, pusher)]
+                    await strike(striker, seed, minutes * 60, lambda blow: say(blow, diary, rollouts))
+                    for task in others:
+                        task.cancel()
+                ended_s = diary.now()
+                patience.reschedule(asyncio.get_running_loop().time() + LAST_ANSWERS_S)
+        except TimeoutError:
+            diary.note("requests given up", after_s=LAST_ANSWERS_S)
+        pusher.look()
+    for event, found in (("stale", rollouts.stale), ("lost", rollouts.lost)):
+        for told in found:
+            diary.note(event, told=told)
+    return {
+        "seconds": round(ended_s),
+        "rollouts": rollouts.rollouts,
+        "stale_tokens": len(rollouts.stale),
+        "lost_requests": len(rollouts.lost),
+        "versions": len(pusher.versions.committed),
+        "lost_versions": len(pusher.versions.lost),
+        "failed_pushes": pusher.failed,
+        **told_of_blows(striker.blows),
+        **told_of_outages(probe.timeline, ended_s, striker.blows),
+        **told_of_starts(starts.seconds),
+    }
+
+
+async def strike(striker: Striker, seed: int, seconds: float, say: Callable[[Blow], None]) -> None:
+    """Strike for so long; at the end every process runs, and the service had the time to be whole again."""
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await striker.run(strikes(seed), say)
+    finally:
+        striker.let_all_go_on()
+    await striker.wait_for_the_last(say)
+
+
+def served_after(pusher: Pusher, probe: Probe) -> Callable[[], str]:
+    """A check that says what is lacking until a version whose push begins after now has made an answer; "": nothing."""
+    wanted = pusher.version + 1
+
+    def lacking() -> str:
+        if probe.newest_version >= wanted:
+            return ""
+        return f"committed is {pusher.versions.newest}, served {probe.newest_version}, and {wanted} is waited for"
+
+    return lacking
+
+
+def say(blow: Blow, diary: Diary, rollouts: Load) -> None:
+    """A line of progress."""
+    state = "the next may come on top"
+    if blow.waited:
+        state = f"whole again after {blow.whole_s:.1f} s" if blow.whole_s is not None else f"not whole: {blow.missing}"
+    stopped = f" for {blow.strike.stopped_s:.1f} s" if blow.strike.stopped_s else ""
+    counts = f"{rollouts.rollouts} rollouts, {len(rollouts.stale)} stale, {len(rollouts.lost)} lost"
+    what = f"{blow.strike.signal}{stopped} to {blow.strike.victim}"
+    console.print(
+        f"{diary.now():6.0f} s  at {blow.at_s:.1f} s {what}: {state}; {counts}", highlight=False, markup=False
+    )
+
+
+def run(seed: int, minutes: float, diary: Diary) -> Json | None:
+    """One run on a service of its own; None if it was interrupted."""
+    mark = uuid.uuid4().hex
+    os.environ[MARK] = mark  # noqa: TID251 - every process below this one inherits it, and is known by it
+    case: Json | None = None
+    try:
+        with tempfile.TemporaryDirectory() as folder, contextlib.suppress(KeyboardInterrupt):
+            end_as_by_ctrl_c()
+            overrides = settings(Path(folder), replicas=1)
+            # versions are pushed as fast as they are taken, and every third aborts what runs
+            overrides["engine"]["max_attempts"] = 1000
+            with running_service(DEPLOYMENT, overrides) as service:
+                end_as_by_ctrl_c()  # in place of the handler that Ray has put there
+                case = asyncio.run(soak(service, seed, minutes, diary))
+    finally:
+        left = asyncio.run(gone(MARK, mark, within_s=GONE_S))
+        for process in marked(MARK, mark):
+            send(process, "SIGKILL")
+        diary.note("service ended", left=left)
+        if left:
+            console.print(f"had to be killed at the end: {', '.join(left)}", markup=False)
+    return None if case is None else case | {"orphans": len(left)}
+
+
+def end_as_by_ctrl_c() -> None:
+    """SIGINT and SIGTERM end this process alike: what was started is stopped.
+
+    A shell that runs this in the background has it ignore SIGINT.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+
+def main(
+    minutes: Annotated[float, typer.Option(min=0.1, help="For so long signals are sent.")] = 20.0,
+    seed: Annotated[int, typer.Option(help="What is struck when.")] = 1,
+) -> None:
+    """Strike at random, print what it cost, and put the case of this seed into benchmarks/results/.../soak.json."""
+    diary = Diary(OUT / f"seed-{seed}.jsonl")
+    console.print(f"starting the service (about a minute), then {minutes:g} minutes; diary: {diary.path}")
+    found = run(seed, minutes, diary)
+    diary.close()
+    if found is None:
+        console.print("interrupted: no result")
+        raise typer.Exit(130)
+    case = {"command": results.command("soak"), "seed": seed, "minutes": minutes, "callers": CALLERS} | found
+    case["clean"] = is_clean(case)
+    path = results.write("soak", {"cases": with_case(earlier_cases(results.path("soak")), case)})
+    console.print_json(data=case)
+    console.print(f"{'clean' if case['clean'] else 'NOT CLEAN'}; added to {path}")
+    raise typer.Exit(0 if case["clean"] else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,70 @@
+"""A run as a case of the results' file."""
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.soak.account import Outage, Timeline
+from benchmarks.soak.schedule import SIGNALS
+from benchmarks.soak.strike import Blow
+
+Json = dict[str, Any]
+
+NOTED_S = 1.0
+"""Gaps between answers up to this are a busy machine's."""
+BEFORE_S = 2.0
+"""A strike so long before the last answer may have caused the gap after it: the answer was on its way."""
+
+
+def told_of_blows(blows: Sequence[Blow]) -> Json:
+    """How many there were, and after how many the service did not come back."""
+    return {
+        "kills": len(blows),
+        "kills_by_signal": dict(Counter(blow.strike.signal for blow in blows)),
+        "kills_by_victim": dict(Counter(blow.strike.victim for blow in blows)),
+        "not_recovered": sum(blow.waited and blow.whole_s is None for blow in blows),
+    }
+
+
+def told_of_outages(timeline: Timeline, ended_s: float, blows: Sequence[Blow]) -> Json:
+    """The longest time without service, what was struck in it, and the longest that a single strike has caused."""
+    longest, alone = timeline.longest(ended_s), dict.fromkeys(SIGNALS, 0.0)
+    for outage in timeline.outages(ended_s, NOTED_S):
+        struck = struck_within(outage, blows)
+        if len(struck) == 1:
+            signal = struck[0].strike.signal
+            alone[signal] = max(alone[signal], round(outage.seconds, 2))
+    return {
+        "longest_outage_s": round(longest.seconds, 2),
+        "longest_outage_from_s": round(longest.from_s, 2),
+        "struck_in_longest_outage": [
+            f"{blow.at_s:.1f} s: {blow.strike.signal} to {blow.strike.victim}" for blow in struck_within(longest, blows)
+        ],
+        "longest_outage_by_one_signal_s": alone,
+    }
+
+
+def struck_within(outage: Outage, blows: Sequence[Blow]) -> list[Blow]:
+    """Those that may have caused the outage, or lengthened it."""
+    return [blow for blow in blows if outage.from_s - BEFORE_S <= blow.at_s <= outage.until_s]
+
+
+def told_of_starts(seconds: Sequence[float]) -> Json:
+    """How long engines took to start."""
+    return {
+        "engine_starts": len(seconds),
+        "engine_start_s": round(statistics.median(seconds), 2) if seconds else None,
+        "engine_start_max_s": round(max(seconds), 2) if seconds else None,
+    }
+
+
+def is_clean(case: Json) -> bool:
+    """Whether nothing was stale, lost, away for ever, or left behind."""
+    counts = ("stale_tokens", "lost_requests", "lost_versions", "not_recovered", "orphans")
+    return not any(case[count] for count in counts)
+
+
+def with_case(earlier: Sequence[Json], case: Json) -> list[Json]:
+    """All cases in the order of their seeds, the new one in place of an earlier one of the same seed."""
+    return sorted([*(each for each in earlier if each["seed"] != case["seed"]), case], key=lambda each: each["seed"])

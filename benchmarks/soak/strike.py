@@ -1,0 +1,130 @@
+"""Sends the signals, and waits until the service is whole again."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import psutil
+
+from benchmarks.soak.diary import Diary
+from benchmarks.soak.schedule import TITLES, Strike
+from tests.support.processes import titled
+
+BACK_S = 180.0
+"""After which a strike counts as one that the service did not recover from."""
+LOOK_S = 0.2
+
+
+@dataclass
+class Blow:
+    """A strike that was carried out, and what came of it."""
+
+    strike: Strike
+    pid: int
+    at_s: float
+    """Seconds after the beginning of the run."""
+    whole_s: float | None = None
+    """Seconds until the service was whole again, of a stop from its end on; None: never, or it was not waited for."""
+    waited: bool = False
+    """Whether it was waited until the service was whole."""
+    missing: str = ""
+    """What was not as it should be after ``BACK_S``."""
+
+
+class Striker:
+    """Carries out strikes, one after the other, and keeps what came of each."""
+
+    def __init__(self, diary: Diary, unserved: Callable[[], Callable[[], str]]) -> None:
+        """``unserved``: called after a strike; what it returns says what of the service is not back, "" if nothing."""
+        self._diary, self._unserved = diary, unserved
+        self._stopped: list[psutil.Process] = []
+        self._last: psutil.Process | None = None
+        self.blows: list[Blow] = []
+
+    async def run(self, strikes: Iterator[Strike], say: Callable[[Blow], None]) -> None:
+        """Until it is cancelled."""
+        for strike in strikes:
+            await asyncio.sleep(strike.pause_s)
+            blow = await self.once(strike)
+            if blow is not None:
+                say(blow)
+
+    async def once(self, strike: Strike) -> Blow | None:
+        """Carry out one; None if there is no such process at the moment."""
+        found = (await asyncio.to_thread(victims))[strike.victim]
+        if not found:
+            self._diary.note("nobody to strike", victim=strike.victim)
+            return None
+        process = found[int(strike.pick * len(found))]
+        blow, self._last = Blow(strike, process.pid, self._diary.now()), process
+        self.blows.append(blow)
+        send(process, strike.signal)
+        told = {"victim": strike.victim, "signal": strike.signal, "pid": process.pid, "waits": strike.waits}
+        self._diary.note("strike", stopped_s=round(strike.stopped_s, 2), **told)
+        if strike.signal == "SIGSTOP":
+            self._stopped.append(process)
+            asyncio.get_running_loop().call_later(strike.stopped_s, self._let_go_on, process)
+        if strike.waits:
+            await asyncio.sleep(strike.stopped_s)
+            await self._wait_until_whole(blow, process)
+        return blow
+
+    async def wait_for_the_last(self, say: Callable[[Blow], None]) -> None:
+        """Wait until the service is whole, if nobody has waited for it since the last strike."""
+        if self._last is not None and self.blows[-1].whole_s is None:
+            await self._wait_until_whole(self.blows[-1], self._last)
+            say(self.blows[-1])
+
+    async def _wait_until_whole(self, blow: Blow, struck: psutil.Process) -> None:
+        """Wait until every process is there, the struck one is not if it was to end, and the service works."""
+        began_s, unserved, blow.waited = self._diary.now(), self._unserved(), True
+        ends = None if blow.strike.signal == "SIGSTOP" else struck
+        while lacking := await asyncio.to_thread(missing, ends) or unserved():
+            blow.missing = lacking
+            if self._diary.now() - began_s >= BACK_S:
+                self._diary.note("not whole", pid=blow.pid, missing=lacking)
+                return
+            await asyncio.sleep(LOOK_S)
+        blow.whole_s = self._diary.now() - min(blow.at_s + blow.strike.stopped_s, began_s)
+        self._diary.note("whole again", pid=blow.pid, after_s=round(blow.whole_s, 2))
+
+    def _let_go_on(self, process: psutil.Process) -> None:
+        if process in self._stopped:
+            self._stopped.remove(process)
+            send(process, "SIGCONT")
+            self._diary.note("goes on", pid=process.pid)
+
+    def let_all_go_on(self) -> None:
+        """No process stands still any more by a strike of this one."""
+        for process in [*self._stopped]:
+            self._let_go_on(process)
+
+
+def send(process: psutil.Process, name: str) -> None:
+    """The signal of that name, if the process is still there."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(getattr(signal, name))
+
+
+def victims() -> dict[str, list[psutil.Process]]:
+    """The processes of each kind of ``TITLES``, those that are only starting included."""
+    known = titled()
+    return {victim: [process for process, title in known if words in title] for victim, words in TITLES.items()}
+
+
+def missing(ended: psutil.Process | None) -> str:
+    """Which process is not there, or is although it was to end; "": all is well."""
+    if ended is not None and alive(ended):
+        return f"process {ended.pid} has not ended"
+    absent = [victim for victim, found in victims().items() if not found]
+    return f"there is no {absent[0]}" if absent else ""
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether it runs, or stands still."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
