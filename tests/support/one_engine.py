@@ -132,6 +132,16 @@ async def running(
     )
     ingest = Ingest(config)
     await ingest.start()
+    try:
+        async with engine_of(config, monkeypatch) as engine:
+            yield OneEngine(config, engine, ingest)
+    finally:
+        await ingest.stop()
+
+
+@asynccontextmanager
+async def engine_of(config: ServiceConfig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EngineAdapter]:
+    """An engine with the service's arguments and nothing but dummy weights, whose workers can be looked into."""
     for name, value in engine_environment(config).items():
         monkeypatch.setenv(name, value)
     register()
@@ -145,10 +155,9 @@ async def running(
     adapter = EngineAdapter(args)
     try:
         await adapter.connect()
-        yield OneEngine(config, adapter, ingest)
+        yield adapter
     finally:
         adapter.shutdown()
-        await ingest.stop()
 
 
 async def mean_difference(one: OneEngine, folder: Path, fp8: bool) -> float:

@@ -7,6 +7,7 @@ import pytest
 from rollout_service.config import ServiceConfig
 from rollout_service.config_engine import QuantConfig
 from rollout_service.engine.args import engine_args, not_converted
+from rollout_service.engine.plugin import STAGING_KEY
 from rollout_service.weights.served_model import ServedModel
 from tests.support.models import make_model
 
@@ -51,6 +52,13 @@ def test_what_only_a_gpu_has_is_refused_on_the_cpu(tmp_path: Path, field: dict[s
     make_model(tmp_path, "llama")
     with pytest.raises(ValueError, match=f"engine.{next(iter(field))} is .*: set it to auto"):
         engine_args(_config(tmp_path, engine=field), (), has_tokenizer=False)
+
+
+def test_an_engine_on_the_cpu_stages_in_plain_memory_unless_told_not_to(tmp_path: Path) -> None:
+    make_model(tmp_path, "llama")
+    for staging, kind in (("auto", {STAGING_KEY: "memory"}), ("none", {})):
+        args = engine_args(_config(tmp_path, engine={"staging": staging}), (), has_tokenizer=False)
+        assert args.additional_config == kind
 
 
 def test_cuda_graphs_are_refused_on_the_cpu(tmp_path: Path) -> None:

@@ -7,7 +7,15 @@ import pytest
 import xxhash
 from pydantic import ValidationError
 
-from rollout_service.weights.manifest import MANIFEST_FILE, Manifest, Recipe, StoredTensor, read_manifest
+from rollout_service.weights.manifest import (
+    CHUNK_BYTES,
+    MANIFEST_FILE,
+    Manifest,
+    Recipe,
+    StoredTensor,
+    read_manifest,
+    tensor_digests,
+)
 
 A = StoredTensor(name="a", dtype="bfloat16", shape=(2, 3), file="1.safetensors", offset=80, nbytes=12, digest="aa")
 B = StoredTensor(name="b", dtype="float32", shape=(4,), file="1.safetensors", offset=92, nbytes=16, digest="bb")
@@ -90,3 +98,31 @@ def test_a_manifest_with_a_field_of_another_release_is_refused(tmp_path: Path) -
     (tmp_path / MANIFEST_FILE).write_text(text)
     with pytest.raises(ValidationError, match="delta_from"):
         read_manifest(tmp_path)
+
+
+LARGE = bytes(2 * CHUNK_BYTES + 1)
+
+
+def large(**fields: object) -> StoredTensor:
+    digest, chunk_digests = tensor_digests(memoryview(LARGE))
+    known = {"digest": digest, "chunk_digests": chunk_digests, **fields}
+    return StoredTensor(
+        name="a", dtype="float8_e4m3fn", shape=(len(LARGE),), file="1", offset=0, nbytes=len(LARGE), **known
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"digest": "00" * 16}, {"chunk_digests": large().chunk_digests[:-8]}, {"chunk_digests": "?"}],
+    ids=["another digest", "a chunk less", "no base64"],
+)
+def test_digests_of_chunks_that_the_tensors_does_not_cover_are_refused(fields: dict[str, str]) -> None:
+    assert len(list(large().chunks())) == 3
+    with pytest.raises(ValidationError, match="chunk_digests of a are not"):
+        large(**fields)
+
+
+def test_a_manifest_of_before_there_were_chunks_is_read_and_a_large_tensor_in_it_is_one() -> None:
+    known = large().model_dump(exclude={"chunk_digests"}) | {"digest": xxhash.xxh3_128_hexdigest(LARGE)}
+    [chunk] = StoredTensor.model_validate(known).chunks()
+    assert (chunk.start, chunk.nbytes, chunk.digest) == (0, len(LARGE), xxhash.xxh3_128_digest(LARGE))

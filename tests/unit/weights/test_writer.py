@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from rollout_service.weights.manifest import StoredDtype
+from rollout_service.weights.manifest import CHUNK_BYTES, StoredDtype
 from rollout_service.weights.writer import TensorSlot, VersionWriter
 
 TORCH: dict[StoredDtype, torch.dtype] = {
@@ -56,6 +56,26 @@ def test_the_safetensors_library_reads_the_exact_bytes_back(
         at_offset = (folder / tensor.file).read_bytes()[tensor.offset : tensor.offset + tensor.nbytes]
         assert at_offset == random_bytes(slot)
         assert tensor.digest == xxhash.xxh3_128_hexdigest(random_bytes(slot))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "chunks"), [(CHUNK_BYTES, 1), (CHUNK_BYTES + 4, 2), (2 * CHUNK_BYTES, 2), (3 * CHUNK_BYTES + 12, 4)]
+)
+def test_each_chunk_of_a_large_tensor_has_a_digest_and_all_of_them_make_the_tensors(
+    tmp_path: Path, nbytes: int, chunks: int
+) -> None:
+    data = random.Random(nbytes).randbytes(nbytes)
+    writer = VersionWriter(tmp_path, slots_of(nbytes // 4))
+    writer.write("t0", memoryview(data))
+    [tensor] = writer.finish()
+    found = list(tensor.chunks())
+    assert [(c.start, c.start + c.nbytes) for c in found] == [
+        (start, min(start + CHUNK_BYTES, nbytes)) for start in range(0, nbytes, CHUNK_BYTES)
+    ]
+    assert len(found) == chunks and bool(tensor.chunk_digests) == (chunks > 1)
+    assert all(c.digest == xxhash.xxh3_128_digest(data[c.start : c.start + c.nbytes]) for c in found)
+    of = data if chunks == 1 else b"".join(c.digest for c in found)
+    assert tensor.digest == xxhash.xxh3_128_hexdigest(of)
 
 
 def slots_of(*sizes: int) -> list[TensorSlot]:
