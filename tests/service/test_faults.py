@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from benchmarks.faults.__main__ import all_cases
-from benchmarks.faults.ground import Case, Ground
+from benchmarks.faults.ground import Ground
 from benchmarks.faults.outcome import run_case
 from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService
@@ -19,6 +19,8 @@ THOSE_THAT_MATTER_MOST = (
     "kill ingest, before the rename",
     "kill ingest, after the rename",
     "kill replica, between start and finish of an update",
+    "SIGTERM replica, generating",
+    "SIGTERM ingest, generating",
     "a flipped byte in a file of the log",
 )
 
@@ -30,9 +32,14 @@ async def ground(service: LocalService, telltale: int) -> AsyncIterator[Ground]:
         yield Ground(service, client, committed=telltale)
 
 
-@pytest.mark.parametrize("case", [CASES[name] for name in THOSE_THAT_MATTER_MOST], ids=THOSE_THAT_MATTER_MOST)
-async def test_the_service_recovers_and_nothing_is_stale_or_lost(case: Case, ground: Ground) -> None:
-    outcome = await run_case(ground, case)
+MORE = ("SIGTERM gateway, generating", "SIGTERM monitor, generating")
+
+
+@pytest.mark.parametrize(
+    "name", [*THOSE_THAT_MATTER_MOST, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
+)
+async def test_the_service_recovers_and_nothing_is_stale_or_lost(name: str, ground: Ground) -> None:
+    outcome = await run_case(ground, CASES[name])
     assert outcome.survived, outcome.notes
     assert (outcome.stale_tokens, outcome.lost_requests, outcome.lost_versions) == (0, 0, 0), outcome.notes
     assert outcome.rollouts > 0
