@@ -1,11 +1,12 @@
-"""A Ray node without the log is killed and another one joins.
+"""A Ray node without the log is killed, or drained, and another one joins.
 
-    python -m benchmarks.faults.nodes FOLDER
+    python -m benchmarks.faults.nodes FOLDER CASE
 
-It needs a cluster of its own, so the case runs in a process of its own and prints what it found as a line of JSON.
+Each needs a cluster of its own, so it runs in a process of its own and prints what it found as a line of JSON.
 """
 
 import asyncio
+import contextlib
 import filecmp
 import json
 import sys
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 from benchmarks.faults.ground import Case, Ground, Skipped
@@ -26,9 +28,12 @@ from rollout_service.weights.kv_settled import SETTLED_FILE
 from rollout_service.weights.log import WeightLog
 from tests.support.two_nodes import HEAD, Nodes, service_on_two_nodes
 
-NAME = "kill a node without the log, generating"
+KILLED = "kill a node without the log, generating"
+DRAINED = "drain a node without the log, generating"
 FIRST, SECOND = "second", "third"
 """Nodes beside the head, one after the other."""
+NOTICE_S = 300
+"""Between the drain of a node and its end; an engine starts in less."""
 
 
 @dataclass
@@ -40,8 +45,9 @@ class NodesOutcome(Outcome):
 
 
 def node_cases() -> Iterator[Case]:
-    """One, on a cluster of its own."""
-    yield Case(NAME, on_the_common_ground, apart=run_apart)
+    """Each on a cluster of its own."""
+    for name in (KILLED, DRAINED):
+        yield Case(name, on_the_common_ground, apart=partial(run_apart, name))
 
 
 async def on_the_common_ground(_: Ground) -> None:
@@ -49,13 +55,13 @@ async def on_the_common_ground(_: Ground) -> None:
     raise Skipped("it needs two nodes")
 
 
-async def run_apart(folder: Path) -> NodesOutcome:
-    """What the case finds below ``folder``, run in a process of its own. Raises RuntimeError if that one fails."""
+async def run_apart(name: str, folder: Path) -> NodesOutcome:
+    """What the case of that name finds below ``folder``, in a process of its own. Raises RuntimeError if that fails."""
     with tempfile.TemporaryDirectory(prefix="ray-") as ray_folder:  # short: sockets lie in it
         process = await asyncio.create_subprocess_exec(
             # Ray notes a cluster's address there, where any other ray.init() on this machine would find it
             *("env", f"RAY_TMPDIR={ray_folder}"),
-            *(sys.executable, "-m", "benchmarks.faults.nodes", str(folder)),
+            *(sys.executable, "-m", "benchmarks.faults.nodes", str(folder), name),
             stdout=asyncio.subprocess.PIPE,
         )
         output, _ = await process.communicate()
@@ -64,9 +70,10 @@ async def run_apart(folder: Path) -> NodesOutcome:
     return NodesOutcome(**json.loads(output.splitlines()[-1]))
 
 
-async def two_nodes(folder: Path) -> NodesOutcome:
-    """Push under load, kill the node that fetches, push, and let another one take its place."""
-    outcome = NodesOutcome(NAME)
+async def two_nodes(folder: Path, name: str) -> NodesOutcome:
+    """One of the cases, under load."""
+    outcome = NodesOutcome(name)
+    fault = {KILLED: _kill_and_replace, DRAINED: _drain_and_replace}[name]
     with service_on_two_nodes(folder, FIRST) as (service, nodes):
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(RolloutClient(service.url, retries=12))
@@ -74,7 +81,7 @@ async def two_nodes(folder: Path) -> NodesOutcome:
             await place.push(1)
             _note_copy(outcome, nodes, FIRST, 1)
             async with load(service.url, CONCURRENCY) as rollouts:
-                outcome.recover_s = await _kill_and_replace(place, nodes, outcome)
+                outcome.recover_s = await fault(place, nodes, outcome)
             fleet = await place.fleet()
     outcome.rollouts, outcome.stale_tokens, outcome.lost_requests = (
         rollouts.rollouts, len(rollouts.stale), len(rollouts.lost),
@@ -83,6 +90,26 @@ async def two_nodes(folder: Path) -> NodesOutcome:
     outcome.lost_versions = int(fleet is None or fleet.latest_version < place.committed)
     outcome.survived = outcome.recover_s is not None and not outcome.notes
     return outcome
+
+
+async def _drain_and_replace(place: Ground, nodes: Nodes, outcome: NodesOutcome) -> float | None:
+    """Seconds until the drained node's replica was replaced. There were two that served all the time."""
+    nodes.add(SECOND)
+    place.replaced, drained = await place.replica_ids(), time.perf_counter()
+    nodes.drain(FIRST, NOTICE_S)
+    watching = asyncio.create_task(_fewest_serving(place))
+    await place.push(2, wait="none")
+    whole_s = await place.recovered(drained, NOTICE_S)
+    watching.cancel()
+    if whole_s is None:
+        outcome.notes.append(f"the replica on the drained node was not replaced within {NOTICE_S} s")
+        return None
+    _note_copy(outcome, nodes, SECOND, 2)
+    await place.push(3)
+    _note_copy(outcome, nodes, SECOND, 3)
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+    return whole_s
 
 
 async def _kill_and_replace(place: Ground, nodes: Nodes, outcome: NodesOutcome) -> float | None:
@@ -106,6 +133,15 @@ async def _kill_and_replace(place: Ground, nodes: Nodes, outcome: NodesOutcome) 
     await place.push(5)
     _note_copy(outcome, nodes, SECOND, 5)
     return alone_s + whole_s
+
+
+async def _fewest_serving(place: Ground) -> None:
+    """Raise AssertionError once fewer than two replicas take requests; no answer says nothing."""
+    while True:
+        fleet = await place.fleet()
+        states = [] if fleet is None else [replica.state for replica in fleet.replicas]
+        assert fleet is None or sum(state in ("ready", "syncing") for state in states) >= 2, states
+        await asyncio.sleep(0.1)
 
 
 async def _fleet(place: Ground, reached: Callable[[Fleet], bool]) -> bool:
@@ -134,5 +170,5 @@ def _note_copy(outcome: NodesOutcome, nodes: Nodes, name: str, version: int) -> 
 
 
 if __name__ == "__main__":
-    found = asyncio.run(two_nodes(Path(sys.argv[1])))
+    found = asyncio.run(two_nodes(Path(sys.argv[1]), sys.argv[2]))
     print(json.dumps(asdict(found)), flush=True)

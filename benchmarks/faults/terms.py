@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+import httpx
 import psutil
 
 from benchmarks.faults.ground import Case, Ground, ground, processes
@@ -103,7 +104,7 @@ async def _probed(ground: Ground) -> AsyncIterator[list[float]]:
     answered: list[float] = []
 
     async def ask(client: RolloutClient) -> None:
-        with contextlib.suppress(RolloutServiceError):
+        with contextlib.suppress(RolloutServiceError, httpx.TransportError):
             await client.generate([5, 6], max_tokens=1)
             answered.append(time.time())
 

@@ -152,6 +152,7 @@ async def test_an_engine_is_sound_while_it_loads_but_once_that_fails_it_never_se
         await loading
         await engine.resume()
         assert [span.version for c in await meanwhile for span in c.spans] == [1]
+        await assert_what_runs_is_given_back(engine, version=1)
         await engine.pause("keep")
         monkeypatch.setattr(engine, "_load_limit_s", 0.0)
         loading = asyncio.create_task(engine.load(folder, 1))
@@ -174,6 +175,22 @@ async def test_an_engine_is_sound_while_it_loads_but_once_that_fails_it_never_se
         for call in (engine.check_health(), engine.resume(), engine.generate("r", (5, 6), Sampling(max_tokens=1))):
             with pytest.raises(EngineFailed, match="being replaced"):
                 await call
+
+
+async def assert_what_runs_is_given_back(engine: EngineAdapter, version: int) -> None:
+    """Aborted completions come back with the tokens they have, while the engine serves and while it is closed."""
+    sampling = Sampling(n=2, max_tokens=400, ignore_eos=True)
+    for closed in (False, True):
+        running = asyncio.create_task(engine.generate("runs", (5, 6), sampling))
+        await engine.generate("meanwhile", (5, 6), Sampling(max_tokens=8, ignore_eos=True))
+        if closed:
+            await engine.pause("keep")
+        await engine.abort()
+        completions = await running
+        assert [c.finish_reason for c in completions] == ["abort", "abort"]
+        assert all(0 < len(c.token_ids) < 400 and c.versions == (version,) for c in completions)
+    await engine.resume()
+    assert [c.finish_reason for c in await engine.generate("after", (5, 6), Sampling(max_tokens=8))] != ["abort"]
 
 
 async def telltale_versions(tmp_path: Path, versions: range) -> ServiceConfig:

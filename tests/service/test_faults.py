@@ -15,8 +15,12 @@ from rollout_service.local import LocalService
 
 CASES = {case.name: case for case in all_cases()}
 THOSE_THAT_MATTER_MOST = ("two trainers at once", "kill ingest, before the rename", "kill ingest, after the rename")
-THOSE_THAT_START_AN_ENGINE = (
+THOSE_THAT_TAKE_LONG = (
     "kill replica, between start and finish of an update",
+    "SIGTERM replica, generating",
+    "SIGTERM ingest, generating",
+    "SIGTERM gateway, generating",
+    "SIGTERM monitor, generating",
     "a flipped byte in a file of the log",
 )
 
@@ -30,7 +34,7 @@ async def ground(service: LocalService, telltale: int) -> AsyncIterator[Ground]:
 
 @pytest.mark.parametrize(
     "name",
-    [*THOSE_THAT_MATTER_MOST, *(pytest.param(name, marks=pytest.mark.slow) for name in THOSE_THAT_START_AN_ENGINE)],
+    [*THOSE_THAT_MATTER_MOST, *(pytest.param(name, marks=pytest.mark.slow) for name in THOSE_THAT_TAKE_LONG)],
 )
 async def test_the_service_recovers_and_nothing_is_stale_or_lost(name: str, ground: Ground) -> None:
     outcome = await run_case(ground, CASES[name])

@@ -1,5 +1,7 @@
 """The service on several Ray nodes of this machine, each with a folder of its own for weight versions."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +51,18 @@ class Nodes:
     def kill(self, name: str) -> None:
         """All its processes at once."""
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
+
+    def drain(self, name: str, deadline_s: int) -> None:
+        """Have Ray told that the node ends then, as by an autoscaler whose machine is taken back."""
+        told = {
+            "--address": self.address,
+            "--node-id": self._nodes[name].node_id,
+            "--reason": "DRAIN_NODE_REASON_PREEMPTION",
+            "--reason-message": "the machine is taken back",
+            "--deadline-remaining-seconds": str(deadline_s),
+        }
+        command = Path(sys.executable).with_name("ray")
+        subprocess.run([command, "drain-node", *(word for option in told.items() for word in option)], check=True)
 
     def copies(self, name: str) -> WeightLog:
         """What a node without the log has fetched."""

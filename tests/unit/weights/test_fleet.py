@@ -96,9 +96,6 @@ def test_a_replica_that_drains_is_in_the_table_and_no_version_waits_for_it(table
     assert not table.all_serve(1)  # nobody takes requests
     table.report(replica("stays", 2))
     assert table.all_serve(2)
-    assert table.all_paused(False)
-    table.report(replica("leaves", 1, sequence=1, state="draining", paused=True))
-    assert not table.all_paused(False)  # what it still makes counts for a pause
 
 
 def test_a_replica_that_says_goodbye_leaves_at_once_whatever_of_it_is_still_on_its_way(table: FleetTable) -> None:
