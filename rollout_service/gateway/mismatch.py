@@ -10,7 +10,14 @@ from fastapi import APIRouter, Query, Request
 from rollout_service.errors import NotReady, PayloadTooLarge, RolloutServiceError
 from rollout_service.gateway.services import Guarded, Services, call
 from rollout_service.monitor.report import REPORT_BYTES
-from rollout_service.types import MismatchReceipt, MismatchRow, MismatchSource, MismatchTable, WeightStatus
+from rollout_service.types import (
+    MismatchReceipt,
+    MismatchRow,
+    MismatchSource,
+    MismatchTable,
+    WeightStatus,
+    WeightVersion,
+)
 
 router = APIRouter(prefix="/v1/mismatch", tags=["mismatch"])
 logger = logging.getLogger(__name__)
@@ -31,7 +38,7 @@ async def report(request: Request, services: Guarded) -> MismatchReceipt:
 @router.get("")
 async def table(
     services: Guarded,
-    version: Annotated[int | None, Query(ge=0)] = None,
+    version: Annotated[WeightVersion | None, Query()] = None,
     replica: str | None = None,
     source: MismatchSource | None = None,
 ) -> MismatchTable:

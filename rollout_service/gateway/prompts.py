@@ -9,7 +9,7 @@ from rollout_service.errors import InvalidRequest, NotFound
 from rollout_service.gateway.services import Services
 from rollout_service.metrics.process import counted_rollout
 from rollout_service.sampling import GenerateCall, Sampling
-from rollout_service.types import Frozen, OnAbort, Rollout
+from rollout_service.types import Frozen, OnAbort, Rollout, WeightVersion
 
 
 class RolloutOptions(Frozen):
@@ -17,7 +17,7 @@ class RolloutOptions(Frozen):
 
     request_id: str | None = Field(default=None, min_length=1, max_length=256)
     """The rollout's name in logs."""
-    min_weight_version: int | None = Field(default=None, ge=0)
+    min_weight_version: WeightVersion | None = None
     """Only weights at least this new may answer; they are waited for ``engine.version_wait_s``, then 425."""
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
     """Requests of one session go to one replica while it lives. Or as header ``X-Session-Id``."""

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 from rollout_service.errors import NotReady
 from rollout_service.gateway.mismatch import with_suspicions
 from rollout_service.gateway.services import Guarded, call
-from rollout_service.types import Frozen, WeightStatus
+from rollout_service.types import Frozen, WeightStatus, WeightVersion
 from rollout_service.weights.upload import (
     PART_DIGEST_HEADER,
     UPLOADER_HEADER,
@@ -39,7 +39,7 @@ async def begin(body: BeginUpload, services: Guarded) -> UploadPlan:
 
 
 @router.put("/{version}/parts/{part}")
-async def put_part(version: int, part: int, request: Request, services: Guarded) -> Response:
+async def put_part(version: WeightVersion, part: int, request: Request, services: Guarded) -> Response:
     """Take one part and pass it on to the ingest's own address, which callers may use directly."""
     upload_url = await call(services.ingest.upload_address.remote())
     try:
@@ -54,7 +54,7 @@ async def put_part(version: int, part: int, request: Request, services: Guarded)
 
 
 @router.post("/{version}/commit")
-async def commit(version: int, services: Guarded, body: CommitUpload | None = None) -> WeightStatus:
+async def commit(version: WeightVersion, services: Guarded, body: CommitUpload | None = None) -> WeightStatus:
     """Make a complete upload the newest version."""
     return await call(services.ingest.commit.remote(version, body or CommitUpload()))
 
@@ -66,13 +66,13 @@ async def versions(services: Guarded) -> Versions:
 
 
 @router.get("/{version}")
-async def status(version: int, services: Guarded) -> WeightStatus:
+async def status(version: WeightVersion, services: Guarded) -> WeightStatus:
     """Where one version stands, and which replicas serve it."""
     (found,) = await with_suspicions([await call(services.ingest.status.remote(version))], services)
     return found
 
 
 @router.delete("/{version}", status_code=204)
-async def discard(version: int, services: Guarded) -> None:
+async def discard(version: WeightVersion, services: Guarded) -> None:
     """Drop a staged version."""
     await call(services.ingest.discard.remote(version))

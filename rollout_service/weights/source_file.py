@@ -41,8 +41,11 @@ class SourceTensor(NamedTuple):
 
 
 class SourceFile:
-    """Reads the header at once. Raises InvalidManifest for what is no safetensors file, cannot be read, or holds a dtype
-    that the ingest does not take."""
+    """Reads the header at once.
+
+    Raises InvalidManifest for what is no safetensors file, cannot be read, or holds a dtype that the ingest does not
+    take.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path

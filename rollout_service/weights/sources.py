@@ -1,6 +1,7 @@
 """Where the tensors of a version come from: a folder of safetensors, or the parts of an upload."""
 
 import json
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from rollout_service.weights.source_file import SourceFile
 from rollout_service.weights.uncached import BLOCK_BYTES, ThreadBuffers, UncachedFile, round_up
 from rollout_service.weights.upload import DTYPE_BYTES, SourceDtype, UploadTensor, tensor_offsets
 
+logger = logging.getLogger(__name__)
 _TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 _PART_FILE = re.compile(r"part-([0-9]{6,})\.([0-9a-f]{32})")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -173,7 +175,10 @@ class PartFiles:
         self._data[part] = None
 
     def left_behind(self) -> Iterator[tuple[int, str, Path]]:
-        """Number, digest and file of each part that an earlier process took in and that is still what it was."""
+        """Number, digest and file of each part that an earlier process took in and that is still what it was.
+
+        Others are removed, to be sent again. Raises OSError for one that cannot be.
+        """
         found: dict[int, list[tuple[str, Path]]] = defaultdict(list)
         for path in sorted(self._folder.glob("part-*")):
             if match := _PART_FILE.fullmatch(path.name):
@@ -183,7 +188,7 @@ class PartFiles:
         for part, files in found.items():
             if len(files) == 1 and _digest_of(files[0][1]) == files[0][0]:
                 yield part, *files[0]
-            else:  # damaged, or one was just being replaced by the other
+            else:  # damaged or unreadable, or one was just being replaced by the other
                 for _, path in files:
                     path.unlink()
 
@@ -233,9 +238,14 @@ def _room_for(nbytes: int) -> int:
     return round_up(nbytes) + BLOCK_BYTES
 
 
-def _digest_of(path: Path) -> str:
+def _digest_of(path: Path) -> str | None:
+    """None for a file that cannot be read."""
     hasher = xxhash.xxh3_128()
-    with path.open("rb") as stream:
-        while chunk := stream.read(16 << 20):
-            hasher.update(chunk)
+    try:
+        with path.open("rb") as stream:
+            while chunk := stream.read(16 << 20):
+                hasher.update(chunk)
+    except OSError as error:
+        logger.warning("%s cannot be read, and its part is asked for again: %s", path, error)
+        return None
     return hasher.hexdigest()

@@ -13,7 +13,11 @@ from rollout_service.weights.upload import CommitUpload
 from tests.unit.weights.trainer import Trainer, Weights, config_of, replica, settle
 
 LONG_S = 60.0
-RUNNING = Wish(version=0, paused=False, pause_mode="keep")
+
+
+def asked(wish: Wish) -> tuple[int, bool, str]:
+    """What a replica acts on."""
+    return wish.version, wish.paused, wish.pause_mode
 
 
 async def versions(ingest: Ingest) -> list[int]:
@@ -70,7 +74,9 @@ async def test_without_any_replica_nothing_is_live(ingest: Ingest) -> None:
 
 
 async def test_a_poll_that_has_seen_nothing_is_answered_at_once(ingest: Ingest) -> None:
-    assert await asyncio.wait_for(ingest.sync(replica("a", None), None), LONG_S) == RUNNING
+    wish = await asyncio.wait_for(ingest.sync(replica("a", None), None), LONG_S)
+    assert asked(wish) == (0, False, "keep")
+    assert (wish.digest, wish.origin) == ((await ingest.status(0)).digest, WeightLog(ingest._log.root).origin())
     assert [status.replica_id for status in (await ingest.fleet()).replicas] == ["a"]
 
 
@@ -79,18 +85,19 @@ async def test_a_poll_that_knows_the_wish_is_answered_when_a_version_is_committe
 ) -> None:
     ingest = Ingest(config_of(model, tmp_path / "log", weights={"poll_s": LONG_S, "dead_after_s": 3 * LONG_S}))
     await ingest.start()
-    poll = asyncio.create_task(ingest.sync(replica("a", 0), RUNNING))
+    poll = asyncio.create_task(ingest.sync(replica("a", 0), await ingest.sync(replica("a", 0), None)))
     await settle()
     assert not poll.done()
     await Trainer(ingest).push(1, weights)
     wish = await asyncio.wait_for(poll, LONG_S)
-    assert wish == RUNNING.model_copy(update={"version": 1})
+    assert asked(wish) == (1, False, "keep") and wish.digest == (await ingest.status(1)).digest
 
 
 async def test_a_poll_is_answered_with_the_same_wish_after_a_while(model: Path, tmp_path: Path) -> None:
     ingest = Ingest(config_of(model, tmp_path / "log", weights={"poll_s": 0.01}))
     await ingest.start()
-    assert await ingest.sync(replica("a", 0), RUNNING) == RUNNING
+    wish = await ingest.sync(replica("a", 0), None)
+    assert await ingest.sync(replica("a", 0), wish) == wish
 
 
 async def test_before_version_0_is_made_a_poll_is_told_to_come_back(model: Path, tmp_path: Path) -> None:
@@ -122,9 +129,10 @@ async def test_a_silent_replica_is_waited_for_no_more(model: Path, tmp_path: Pat
 
 async def test_a_pause_answers_when_every_replica_has_obeyed(ingest: Ingest) -> None:
     await ingest.report(replica("a", 0))
-    poll = asyncio.create_task(ingest.sync(replica("a", 0, sequence=1), RUNNING))
+    wish = await ingest.sync(replica("a", 0), None)
+    poll = asyncio.create_task(ingest.sync(replica("a", 0, sequence=1), wish))
     pause = asyncio.create_task(ingest.set_paused(True, "wait", LONG_S))
-    assert await asyncio.wait_for(poll, LONG_S) == Wish(version=0, paused=True, pause_mode="wait")
+    assert asked(await asyncio.wait_for(poll, LONG_S)) == (0, True, "wait")
     assert not pause.done() and not await ingest.is_paused()
     await ingest.report(replica("a", 0, sequence=2, paused=True))
     await asyncio.wait_for(pause, LONG_S)
@@ -155,7 +163,7 @@ async def test_a_pause_outlives_a_commit(ingest: Ingest, trainer: Trainer, weigh
     await ingest.set_paused(True, "abort", LONG_S)
     await trainer.push(1, weights)
     wish = await ingest.sync(replica("a", 0, sequence=1, paused=True), None)
-    assert wish == Wish(version=1, paused=True, pause_mode="abort")
+    assert asked(wish) == (1, True, "abort")
 
 
 # --- keeping
