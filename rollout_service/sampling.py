@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollout_service.types import Frozen
+from rollout_service.types import Frozen, WeightVersion
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 FEW = 8
@@ -115,7 +115,7 @@ class GenerateCall(Frozen):
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling
-    min_weight_version: int | None = None
+    min_weight_version: WeightVersion | None = None
     """Only weights at least this new may answer."""
     session_id: str | None = None
     """Calls of one session go to one replica while it lives, whose prefix cache has what they share."""

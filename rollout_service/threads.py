@@ -1,12 +1,14 @@
 """Threads for what waits on memory, files and devices: Python's lock is free meanwhile."""
 
+import asyncio
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
+_Arguments = ParamSpec("_Arguments")
 
 _MOST = 8
 """Memory is not read faster by more."""
@@ -24,3 +26,25 @@ def in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> 
         yield from pool.map(function, items)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+async def to_thread_and_back(
+    function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+) -> _Result:
+    """``asyncio.to_thread``, but who is cancelled waits until the thread has ended.
+
+    For work on what its caller closes or unlocks afterwards: a thread that outlived its caller would write into
+    whatever file has the number of the closed descriptor next, or beside the next holder of the lock.
+    """
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None:
+        return work.result()
+    if not work.cancelled():
+        work.exception()  # retrieved: whoever was cancelled does not care
+    raise cancelled

@@ -5,7 +5,7 @@ process borders as plain JSON.
 """
 
 import itertools
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -18,16 +18,25 @@ KVScalesFrom = Literal["trainer", "calibrate", "reuse", "unit"]
 MismatchSource = Literal["trainer", "shadow"]
 
 
+MAX_VERSION = 2**53 - 1
+"""Weight versions are JSON numbers and values of metrics, which others read as doubles: beyond this those are not exact
+(RFC 8259, section 6)."""
+
+
 class Frozen(BaseModel):
     """Base of every noun: immutable, and unknown fields are an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+WeightVersion = Annotated[int, Field(ge=0, le=MAX_VERSION)]
+"""A weight version that comes from outside."""
+
+
 class Span(Frozen):
     """Output tokens ``[start, end)`` of one completion were sampled by the weights of ``version`` on one replica."""
 
-    version: int
+    version: WeightVersion
     start: int = Field(ge=0)
     end: int
     replica_id: str | None = None
@@ -116,8 +125,9 @@ class KVCacheStatus(Frozen):
     """The KV cache of one replica."""
 
     choice: KVCacheChoice
-    saturated: dict[str, tuple[float, float]] = {}
-    """Layer → share of k, of v beyond the largest code, with the scales that it serves with; as last measured."""
+    saturated: dict[str, tuple[float | None, float | None]] = {}
+    """Layer → share of k, of v beyond the largest code, with the scales that it serves with; as last measured. None:
+    not a number, as k or v was."""
     measured_version: int | None = None
     """The version that was measured; None: none yet, by this replica."""
     measured_s: float | None = None
@@ -134,6 +144,11 @@ class ReplicaStatus(Frozen):
     """Grows with each report of a replica, so that one overtaken on its way is not taken for news."""
     version: int | None
     """The version it serves; None until it has loaded its first."""
+    digest: str | None = None
+    """What the log said of that version when it was loaded: a log that is restored from a backup may give its number to
+    other weights."""
+    log: str | None = None
+    """The log that it follows, by the name in its file ORIGIN."""
     state: ReplicaState
     target: int | None = None
     """The version it is staging or loading right now."""
@@ -187,7 +202,8 @@ class WeightStatus(Frozen):
     missing_parts: tuple[int, ...] = ()
     """Parts that a staged upload still lacks."""
     error: Failure | None = None
-    """Why a staged version cannot be committed: mend the weights and begin it anew."""
+    """Why a staged version cannot be committed: mend the weights and begin it anew. Or what the disk did not confirm of
+    a committed one."""
     replicas: tuple[ReplicaStatus, ...] = ()
     suspect: tuple[Suspicion, ...] | None = None
     """Replicas on which its mismatch is above a threshold of ``monitor``; None: not asked, or the monitor is away."""

@@ -27,7 +27,7 @@ from rollout_service.types import PauseMode, ReplicaState, ReplicaStatus, Update
 from rollout_service.weights.ask import RAY_FAILURES
 from rollout_service.weights.copies import Copies
 from rollout_service.weights.fleet import Wish
-from rollout_service.weights.log import Head, WeightLog
+from rollout_service.weights.log import Head, Origin, WeightLog
 from rollout_service.weights.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,11 @@ class Follower:
         self._update: UpdateTimings | None = None
         self._corrupt: Head | None = None
         self._wait_s = self._retry_at = 0.0
+        self._served: Head | None = None
+        self._origin: Origin | None = None
+        self._doubted: tuple[Origin, int] | None = None
+        self._answers = 0
+        self._staged: tuple[Head, Manifest, float] | None = None
         self.version: int | None = None
         """The version being served."""
 
@@ -96,7 +101,8 @@ class Follower:
             await asyncio.sleep(0.1)  # the ingest is making version 0
         control = self._log.control() if self._copies is None else self._copies.newest.control
         self._pausing.begin(control)
-        while (head := self._newest()).version != self.version:
+        self._origin = self._log.origin() if self._copies is None else self._copies.newest.origin
+        while not self._serves(head := self._newest()):
             try:
                 await self._to_version(head)
                 await self._look()
@@ -105,7 +111,7 @@ class Follower:
                 await asyncio.sleep(self._config.poll_s)
             except (LogCorrupt, NotFound) as error:
                 await self._look()
-                if self._newest().version == head.version:
+                if self._newest() == head:
                     raise
                 logger.info("version %d was removed for a newer one: %s", head.version, error)
         self._state = "ready"
@@ -118,6 +124,8 @@ class Follower:
             replica_id=self._replica_id,
             sequence=next(REPORTS),
             version=self.version,
+            digest=None if self._served is None else self._served.digest,
+            log=None if self._origin is None else self._origin.log,
             state="failed" if broken else "draining" if self._draining() else self._state,
             target=self._target,
             paused=self._pausing.paused,
@@ -145,6 +153,13 @@ class Follower:
             if self._error is not None:
                 raise LogCorrupt(self._error)
             await asyncio.sleep(0.05)
+
+    def holds(self, version: int) -> bool:
+        """Whether it serves what the log has under that number now. Raises LogCorrupt."""
+        head, served = self._log.head(), self._served
+        if head is None or served is None or served.version != version or head.version < version:
+            return False
+        return self._serves(head) if head.version == version else version in self._log.versions()
 
     def check_health(self) -> None:
         """Raise if following has ended: a replica that follows no more would grow stale unseen."""
@@ -175,7 +190,7 @@ class Follower:
                 await asyncio.sleep(poll_s)
                 self._woken.set()
                 continue
-            self._wish = wish
+            self._wish, self._answers = wish, self._answers + 1
             self._woken.set()
 
     async def _act(self) -> None:
@@ -188,6 +203,7 @@ class Follower:
                 head = await self._looked()
                 if self._serves(head):
                     await self._pausing.open()
+                    await self._recovered()
                 elif not self._backs_off_from(head):
                     await self._to_version(head)
                     await self._obey()
@@ -207,14 +223,19 @@ class Follower:
 
     async def _stay(self, error: Exception) -> None:
         """Say why a version was not loaded. The engine goes on with what it has, if that may be served."""
+        waits = self._staged is not None and isinstance(error, NotReady)  # for the KV scales of what is staged
         if self._unserved is None:
             await self._pausing.open()
-            self._state = "stale"
-        self._error, self._target = str(error), None
+            self._state = "syncing" if waits else "stale"
+        self._target = self._target if waits else None
+        self._error = str(error)
         await self._report()
 
-    def _serves(self, head: Head) -> bool:
-        return self._unserved is None and head.version == self.version
+    async def _recovered(self) -> None:
+        """Be ready again: what is served is the newest version, and whatever was said against the log holds no more."""
+        if self._state != "ready":
+            self._state, self._target, self._error, self._staged = "ready", None, None, None
+            await self._report()
 
     def _back_off(self, head: Head | None) -> float:
         """Do not read a corrupt version again at each poll; returns for how many seconds."""
@@ -233,8 +254,13 @@ class Follower:
     async def _to_version(self, head: Head) -> None:
         self._state, self._target = "syncing", head.version
         await self._report()  # before the first one, too: the ingest keeps what a replica says it is loading
-        manifest, stage_s = await self._stage(head)
+        # a version that waits for the KV scales that another replica measures lies here already
+        if self._staged is None or self._staged[0] != head:
+            self._staged = None
+            self._staged = head, *await self._stage(head)
+        _, manifest, stage_s = self._staged
         kv_scales = await self._kv_scales.scales_for(manifest)
+        self._staged = None
         closed = time.perf_counter()
         if not await self._closed_for(head):
             return
@@ -245,7 +271,7 @@ class Follower:
         await self._pausing.open()
         closed_s = time.perf_counter() - closed
         async with self._moved:
-            self.version = head.version
+            self.version, self._served = head.version, head
             self._moved.notify_all()
         self._update = UpdateTimings(stage_s=stage_s, closed_s=closed_s, load_s=load_s)
         count_update(self._update, self._log.folder(head.version))
@@ -289,14 +315,14 @@ class Follower:
 
     async def _read(self, head: Head) -> Manifest:
         """Have the engine check a version's bytes as it reads them next to the model; all else is checked here."""
-        manifest = await self._checked(head, asyncio.to_thread(self._manifest, head.version))
+        manifest = await self._checked(head, asyncio.to_thread(self._manifest, head))
         await self._checked(head, self._engine.stage(self._log.folder(head.version), head.digest))
         return manifest
 
-    def _manifest(self, version: int) -> Manifest:
-        manifest = self._log.manifest(version)
+    def _manifest(self, head: Head) -> Manifest:
+        manifest = self._log.manifest(head.version, head.digest)
         if manifest.fingerprint != self._fingerprint:
-            raise LogCorrupt(f"version {version} in {self._log.root} belongs to another model")
+            raise LogCorrupt(f"version {head.version} in {self._log.root} belongs to another model")
         self._log.verify_frame(manifest)
         return manifest
 
@@ -317,13 +343,42 @@ class Follower:
 
     async def _is_behind(self) -> bool:
         try:
-            return self.version != (await self._looked()).version
+            return not self._serves(await self._looked())
         except NotReady:  # nobody knows
             return True
 
     async def _looked(self) -> Head:
         await self._look()
+        self._require_the_ingests_log()
         return self._newest()
+
+    def _serves(self, head: Head) -> bool:
+        """By number and content: a log restored from a backup may have given the number to other weights."""
+        served = self._served
+        if served is None or self._unserved is not None:
+            return False
+        return (served.version, served.digest) == (head.version, head.digest)
+
+    def _require_the_ingests_log(self) -> None:
+        """Raise LogCorrupt, or NotReady while that is not certain, unless the ingest writes the log that is read here.
+
+        One that starts on another node with an empty root makes a log of its own.
+        """
+        self._origin = self._log.origin() if self._copies is None else self._copies.newest.origin
+        named = None if self._wish is None else self._wish.origin
+        if self._copies is not None or named is None or named == self._origin:
+            self._doubted = None
+            return
+        # what an ingest that died had said is older than what the next one has signed: a later answer decides
+        if self._doubted is None or self._doubted[0] != named:
+            self._doubted = named, self._answers
+        if self._doubted[1] == self._answers:
+            raise NotReady(f"the ingest has just restarted, or writes another log than the one at {self._log.root}")
+        raise LogCorrupt(
+            f"the ingest writes another log now ({named}) than the one at {self._log.root} ({self._origin}), and "
+            "nothing of it is loaded here: bring the ingest back to the node with its log, see "
+            "weights.ingest_resources, or restart the service"
+        )
 
     def _newest(self) -> Head:
         if self._copies is not None:

@@ -5,6 +5,7 @@ It works between loading a version and serving it, while the engine is closed an
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -84,6 +85,7 @@ class KVCalibrator:
         self._replica_id, self._engine, self._ingest = replica_id, engine, ingest
         self._batch, self._choice, self._retry_s = batch, choice, retry_s
         self._turn: Turn | None = None
+        self._digest = ""
         self.status = KVCacheStatus(choice=choice) if choice is not None else None
         self.error: str | None = None
 
@@ -92,7 +94,8 @@ class KVCalibrator:
         self._turn = None
         if not manifest.awaits_kv_scales:
             return None
-        self._turn = await ask(self._ingest, "kv_turn", manifest.version, self._replica_id)
+        self._digest = await asyncio.to_thread(lambda: manifest.digest)  # of 40 000 tensors, it takes a while
+        self._turn = await ask(self._ingest, "kv_turn", manifest.version, self._replica_id, self._digest)
         return self._turn.scales
 
     async def loaded(self, manifest: Manifest) -> None:
@@ -109,7 +112,7 @@ class KVCalibrator:
         except EngineFailed as error:
             if measures:
                 raise EngineFailed(f"{error.message}; kv_cache.scales_policy: reuse needs no measurement") from error
-            self._choice = _unmeasured(error.message)
+            self._choice = await self._choose(_unmeasured(error.message))
             self.status = KVCacheStatus(choice=self._choice)
             return
         errors = worst_errors(ranks)
@@ -140,7 +143,7 @@ class KVCalibrator:
     async def _publish(self, version: int, ranks: Ranks) -> Settled:
         while True:
             try:
-                settled: Settled = await ask(self._ingest, "kv_settle", version, self._replica_id, ranks)
+                settled: Settled = await ask(self._ingest, "kv_settle", version, self._replica_id, ranks, self._digest)
             except (NotReady, InsufficientStorage) as error:  # closed until then: nobody else knows these scales
                 self.error = f"the KV scales of version {version} are measured and wait: {error}"
                 logger.warning(self.error)
@@ -159,7 +162,7 @@ class KVCalibrator:
         try:
             best = named_scales(layer_scales(largest_of_ranks([rank.amax for rank in ranks]), ScaledFrom()))
         except InvalidRequest as error:
-            return _unmeasured(error.message)
+            return await self._choose(_unmeasured(error.message))
         errors = worst_errors(await self._engine.measure_kv(sequences, best))
         if unfit := unfit_layers(errors):
             raise KVCacheUnfit(why_unfit(unfit, len(errors)), {"layers": unfit, "judged_by": judged_by})
@@ -168,18 +171,29 @@ class KVCalibrator:
         return await self._choose(choice)
 
     async def _choose(self, choice: KVCacheChoice) -> KVCacheChoice:
-        try:
-            await ask(self._ingest, "choose_kv_cache", choice)
-        except NotReady as error:  # the next replica measures again
-            logger.warning("that FP8 does is not noted: %s", error)
-        return choice
+        """FP8, once it is noted for all replicas. Raises KVCacheUnfit if another one has found otherwise before.
+
+        They measure different tokens: half a fleet in FP8 and half in BF16 would be two policies under one version.
+        """
+        while True:
+            try:
+                held: KVCacheChoice = await ask(self._ingest, "choose_kv_cache", choice)
+            except (NotReady, InsufficientStorage) as error:
+                self.error = f"which dtype the KV cache has is not noted yet: {error}"
+                logger.warning(self.error)
+                await asyncio.sleep(self._retry_s)
+                continue
+            self.error = None
+            if held.dtype != choice.dtype:
+                raise KVCacheUnfit(held.why, {"judged_by": held.judged_by})
+            return held
 
     def _show(self, version: int, errors: Mapping[str, LayerError], seconds: float) -> None:
         assert self._choice is not None
         unfit = unfit_layers(errors)
         if unfit:
             logger.error("version %d: %s", version, why_unfit(unfit, len(errors)))
-        saturated = {layer: (error.k_saturated, error.v_saturated) for layer, error in errors.items()}
+        saturated = {layer: (_number(e.k_saturated), _number(e.v_saturated)) for layer, e in errors.items()}
         record(table.KV_CALIBRATION_SECONDS, seconds)
         logger.info("version %d: keys and values measured on %s in %.3f s", version, self._batch.origin, seconds)
         self.status = KVCacheStatus(
@@ -187,7 +201,11 @@ class KVCalibrator:
         )
 
 
+def _number(share: float) -> float | None:
+    return None if math.isnan(share) else share  # JSON has no NaN
+
+
 def _unmeasured(reason: str) -> KVCacheChoice:
-    """FP8 was asked for, and whether it does is not known: say so. The next replica measures again."""
+    """FP8 was asked for, and whether it does is not known: say so, to the whole fleet."""
     logger.error("whether FP8 does for keys and values is not known: %s", reason)
     return KVCacheChoice(dtype="fp8_e4m3", why=f"not measured: {reason}")

@@ -11,7 +11,7 @@ from rollout_service.errors import NotReady, RolloutServiceError
 from rollout_service.gateway.routes import GuardedRoute, read_body
 from rollout_service.gateway.services import Here, Services, call
 from rollout_service.monitor.report import REPORT_BYTES
-from rollout_service.types import MismatchReceipt, MismatchSource, MismatchTable, WeightStatus
+from rollout_service.types import MismatchReceipt, MismatchSource, MismatchTable, WeightStatus, WeightVersion
 
 router = APIRouter(prefix="/v1/mismatch", tags=["mismatch"], route_class=GuardedRoute)
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ async def report(request: Request, services: Here) -> MismatchReceipt:
 @router.get("")
 async def table(
     services: Here,
-    version: Annotated[int | None, Query(ge=0)] = None,
+    version: Annotated[WeightVersion | None, Query()] = None,
     replica: str | None = None,
     source: MismatchSource | None = None,
 ) -> MismatchTable:

@@ -12,7 +12,7 @@ from rollout_service.errors import InvalidRequest, NotFound
 from rollout_service.gateway.services import Services
 from rollout_service.metrics.process import counted_rollout
 from rollout_service.sampling import GenerateCall, Sampling, refuse_many_unknown
-from rollout_service.types import Frozen, OnAbort, Rollout
+from rollout_service.types import Frozen, OnAbort, Rollout, WeightVersion
 
 TokenIds = Annotated[tuple[StrictInt, ...], Field(fail_fast=True)]
 """Fails at the first that is none: a body has room for millions, and pydantic would make an error of each."""
@@ -28,7 +28,7 @@ class RolloutOptions(Frozen):
 
     request_id: str | None = Field(default=None, min_length=1, max_length=256)
     """The rollout's name in logs."""
-    min_weight_version: int | None = Field(default=None, ge=0, le=2**63 - 1)
+    min_weight_version: WeightVersion | None = None
     """Only weights at least this new may answer; they are waited for ``engine.version_wait_s``, then 425."""
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
     """Requests of one session go to one replica while it lives. Or as header ``X-Session-Id``."""

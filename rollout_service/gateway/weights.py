@@ -7,7 +7,7 @@ from rollout_service.errors import NotReady
 from rollout_service.gateway.mismatch import with_suspicions
 from rollout_service.gateway.routes import GuardedRoute
 from rollout_service.gateway.services import Here, call
-from rollout_service.types import Frozen, WeightStatus
+from rollout_service.types import Frozen, WeightStatus, WeightVersion
 from rollout_service.weights.upload import (
     PART_DIGEST_HEADER,
     UPLOADER_HEADER,
@@ -40,7 +40,7 @@ async def begin(body: BeginUpload, services: Here) -> UploadPlan:
 
 
 @router.put("/{version}/parts/{part}")
-async def put_part(version: int, part: int, request: Request, services: Here) -> Response:
+async def put_part(version: WeightVersion, part: int, request: Request, services: Here) -> Response:
     """Take one part and pass it on to the ingest's own address, which callers may use directly."""
     upload_url = await call(services.ingest.upload_address.remote())
     try:
@@ -55,7 +55,7 @@ async def put_part(version: int, part: int, request: Request, services: Here) ->
 
 
 @router.post("/{version}/commit")
-async def commit(version: int, services: Here, body: CommitUpload | None = None) -> WeightStatus:
+async def commit(version: WeightVersion, services: Here, body: CommitUpload | None = None) -> WeightStatus:
     """Make a complete upload the newest version."""
     return await call(services.ingest.commit.remote(version, body or CommitUpload()))
 
@@ -67,13 +67,13 @@ async def versions(services: Here) -> Versions:
 
 
 @router.get("/{version}")
-async def status(version: int, services: Here) -> WeightStatus:
+async def status(version: WeightVersion, services: Here) -> WeightStatus:
     """Where one version stands, and which replicas serve it."""
     (found,) = await with_suspicions([await call(services.ingest.status.remote(version))], services)
     return found
 
 
 @router.delete("/{version}", status_code=204)
-async def discard(version: int, services: Here) -> None:
+async def discard(version: WeightVersion, services: Here) -> None:
     """Drop a staged version."""
     await call(services.ingest.discard.remote(version))

@@ -4,6 +4,7 @@ Made anew from the state at each scrape, in a registry of its own: a version tha
 gone from the next one, which Ray's metrics cannot promise (see process.py).
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar, get_args
 
@@ -183,7 +184,7 @@ def _kv_caches(samples: _Samples, caches: Mapping[str, KVCacheStatus]) -> None:
             samples.add(table.KV_UNFIT, len(cache.unfit), replica)
             for layer, shares in cache.saturated.items():
                 for tensor, share in zip("kv", shares, strict=True):
-                    samples.add(table.KV_SATURATED, share, replica, layer, tensor)
+                    samples.add(table.KV_SATURATED, math.nan if share is None else share, replica, layer, tensor)
 
 
 def _current(rows: Sequence[_Row], live: set[str]) -> list[_Row]:

@@ -26,6 +26,8 @@ class Follows(Protocol):
 
     version: int | None
 
+    def holds(self, version: int) -> bool: ...
+
     async def wait_version(self, version: int, timeout_s: float) -> bool: ...
 
 
@@ -60,7 +62,7 @@ class Scorer:
                 "the shadow has waited %g s for version %d and measures nothing of it: it is at %s",
                 wait_s, version, self._follower.version,
             )  # fmt: skip
-        return self._follower.version == version
+        return self._follower.holds(version)
 
     async def _score(self, version: int, calls: list[ScoreCall]) -> None:
         # the engine is at this version or has gone on since: the version of the last token tells which

@@ -33,7 +33,8 @@ class LogWatch:
         until = time.monotonic() + self._poll_s
         while True:
             head = self._log.head()
-            wish = Wish(version=-1 if head is None else head.version, paused=False, pause_mode="keep")
+            version, digest = (-1, None) if head is None else (head.version, head.digest)
+            wish = Wish(version=version, paused=False, pause_mode="keep", digest=digest)
             if wish != seen or time.monotonic() > until:
                 return wish
             await asyncio.sleep(LOOK_S)

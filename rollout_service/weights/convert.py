@@ -4,6 +4,7 @@ The ingest does it, or the trainer before it sends, both with this code: a versi
 Needs torch, but neither ray nor transformers.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import get_args
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from rollout_service.errors import InvalidManifest, QuantizationError
-from rollout_service.quant.blockwise import CODES, any_has_all_bits, require_finite, scale_shape
+from rollout_service.quant.blockwise import CODES, E4M3_MAX, any_has_all_bits, require_finite, scale_shape
 from rollout_service.quant.experts import pieces
 from rollout_service.quant.quantizer import Device, Quantizer
 from rollout_service.quant.recipe import SCALE_SUFFIX
@@ -23,6 +24,10 @@ BATCH_BYTES = 128 << 20
 """What one call of the quantizer takes, unless a single matrix is larger: hundreds of experts' are one launch."""
 
 _NAN_CODE = 0x7F
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+_LARGEST_SCALE = (torch.tensor(torch.finfo(torch.bfloat16).max, dtype=torch.float32) / E4M3_MAX).item()
+"""That of the largest BF16 weight: with a larger one the largest code overflows what it stands for."""
+_LARGEST_POWER = 2.0 ** math.ceil(math.log2(_LARGEST_SCALE))
 _TORCH: dict[StoredDtype, torch.dtype] = {name: getattr(torch, name) for name in get_args(StoredDtype)}
 
 Named = tuple[str, torch.Tensor]
@@ -138,6 +143,9 @@ def _require_numbers(name: str, codes: torch.Tensor) -> None:
 
 def _require_scales(name: str, scales: torch.Tensor, power_of_two: bool) -> None:
     _require(name, scales, torch.isfinite(scales) & (scales > 0), "a block scale that is not a positive number")
+    _require(name, scales, scales >= _SMALLEST_SCALE, "a block scale that fp32 cannot hold as a normal number")
+    largest = _LARGEST_POWER if power_of_two else _LARGEST_SCALE
+    _require(name, scales, scales <= largest, f"a block scale above {largest:.4g}, which no BF16 weight needs")
     if power_of_two:
         mantissa = torch.frexp(scales.float()).mantissa
         _require(name, scales, mantissa == 0.5, "no power of two, as quant.scales asks for")

@@ -13,7 +13,6 @@ import fcntl
 import logging
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ from pydantic import ValidationError
 from ray.exceptions import RayError
 
 from rollout_service.errors import LogCorrupt, LogLocked
+from rollout_service.threads import to_thread_and_back
 from rollout_service.weights.ask import RAY_FAILURES, ask, away
-from rollout_service.weights.files import DISK_FULL, WriterLock, no_room, sync_folder
+from rollout_service.weights.files import DISK_FULL, WriterLock, no_room, remove_tree, sync_folder
 from rollout_service.weights.log import Head, WeightLog
 from rollout_service.weights.manifest import read_manifest
 from rollout_service.weights.offers import CHUNK_BYTES, LogFile, Newest
@@ -87,34 +87,44 @@ class Copies:
     async def fetch(self, head: Head) -> None:
         """Have a complete copy of a version here, and hold it until ``release``.
 
+        A copy of another content under the same number, of a log that was restored from a backup since, is replaced.
         Raises NotReady if the ingest is away, NotFound if the version is gone there, LogCorrupt if the bytes that came
         are not those of its manifest, InsufficientStorage.
         """
         with await self._lock():
-            if head.version not in await asyncio.to_thread(self._sound_versions):
+            if not await to_thread_and_back(self._has, head):
+                self._let_go(head.version)
+                await to_thread_and_back(self._remove, head.version)
                 await self._copy(head)
             if head.version not in self._in_use:
                 self._in_use[head.version] = _shared_lock(self.log.folder(head.version))
-            await asyncio.to_thread(self._remove_old)
+            await to_thread_and_back(self._remove_old, max(head.version, self.newest.head.version))
 
     async def forget(self, version: int) -> None:
         """Remove a copy that has been damaged."""
         with await self._lock():
-            if version in self._in_use:
-                os.close(self._in_use.pop(version))
-            if version in await asyncio.to_thread(self._sound_versions):
-                await asyncio.to_thread(self._withdraw, version)
+            self._let_go(version)
+            await to_thread_and_back(self._remove, version)
 
     def release(self, *, but: int) -> None:
         """Hold no other version any more: this process neither serves nor loads it."""
         for version in [known for known in self._in_use if known != but]:
+            self._let_go(version)
+
+    def _let_go(self, version: int) -> None:
+        if version in self._in_use:
             os.close(self._in_use.pop(version))
 
     async def _lock(self) -> WriterLock:
         lock = WriterLock(self.log.root)
         while True:
-            with suppress(LogLocked):
-                return await asyncio.to_thread(lock.acquire, _LOCK_TURN_S)
+            try:
+                return await to_thread_and_back(lock.acquire, _LOCK_TURN_S)
+            except LogLocked:
+                continue
+            except asyncio.CancelledError:
+                lock.release()  # it may have come meanwhile, and nobody else would
+                raise
 
     def _sound_versions(self) -> list[int]:
         """What is here. All of it is fetched anew if a crash left the folder without its LATEST."""
@@ -122,31 +132,45 @@ class Copies:
             return self.log.versions()
         except LogCorrupt as error:
             logger.warning("all copies are dropped: %s", error)
-            self._drop_all()
+            self.log.clear()
             return []
 
-    def _withdraw(self, version: int) -> None:
+    def _has(self, head: Head) -> bool:
+        """Whether the copy of this number is the one that the ingest means."""
+        if head.version not in self._sound_versions():
+            return False
+        try:
+            digest = read_manifest(self.log.folder(head.version)).digest
+        except (OSError, ValidationError) as error:
+            logger.warning("fetching version %d anew: %s", head.version, error)
+            return False
+        if digest != head.digest:
+            logger.warning(
+                "version %d is %s in the ingest's log now, and was %s: fetching it anew",
+                head.version, head.digest, digest,
+            )  # fmt: skip
+        return digest == head.digest
+
+    def _remove(self, version: int) -> None:
+        if version not in self._sound_versions():
+            return
         try:
             self.log.withdraw(version)
         except ValidationError as error:
             logger.warning("all copies are dropped: %s", error)
-            self._drop_all()
-
-    def _drop_all(self) -> None:
-        (self.log.root / "LATEST").unlink(missing_ok=True)
-        for folder in [path for path in self.log.root.iterdir() if path.is_dir()]:
-            shutil.rmtree(folder)
+            self.log.clear()
 
     async def _copy(self, head: Head) -> None:
-        staged = self.log.staging(head.version)
+        # named by its content: what an interrupted copy left is gone on from, and may be of another log by now
+        staged = self.log.staging(head.version).with_name(f"{head.version}-{head.digest}")
         for other in [path for path in staged.parent.glob("*") if path != staged]:
-            await asyncio.to_thread(shutil.rmtree, other)
+            await to_thread_and_back(remove_tree, other)
         files: tuple[LogFile, ...] = await ask(self._ingest, "files", head.version)
         try:
             staged.mkdir(parents=True, exist_ok=True)
             for file in files:
                 await self._copy_file(head.version, file, staged / file.name)
-            await asyncio.to_thread(self._take_in, head, staged)
+            await to_thread_and_back(self._take_in, head, staged)
         except OSError as error:
             if error.errno in DISK_FULL:
                 needed_bytes = sum(file.nbytes for file in files)
@@ -161,10 +185,11 @@ class Copies:
             for index in range(whole, -(-file.nbytes // self._chunk_bytes)):
                 (ref,) = await ask(self._ingest, "chunk", version, file.name, index)
                 try:
-                    await asyncio.to_thread(_append, stream.fileno(), ref)
+                    chunk = await asyncio.to_thread(_chunk_of, ref)
                 except RayError as error:
                     raise away(error) from error
-            await asyncio.to_thread(os.fsync, stream.fileno())
+                await to_thread_and_back(_append, stream.fileno(), chunk)
+            await to_thread_and_back(os.fsync, stream.fileno())
 
     def _take_in(self, head: Head, staged: Path) -> None:
         try:
@@ -176,19 +201,25 @@ class Copies:
                 )
             self.log.verify(manifest, folder=staged)
         except (LogCorrupt, ValidationError, FileNotFoundError) as error:
-            shutil.rmtree(staged)
+            remove_tree(staged)
             raise LogCorrupt(f"fetched from the ingest: {error}") from error
         sync_folder(staged)
-        self.log.adopt(head)
+        self.log.adopt(head, staged)
 
-    def _remove_old(self) -> None:
-        for version in self.log.versions()[:-_KEPT]:
+    def _remove_old(self, newest: int) -> None:
+        """Drop what no replica of this node holds and none will ask for: the log may have been set back, too."""
+        versions = self.log.versions()
+        for version in {*versions[:-_KEPT], *(v for v in versions if v > newest)}:
             if _nobody_holds(self.log.folder(version)):
-                self.log.drop(version)
+                self._remove(version)
 
 
-def _append(fd: int, ref: ray.ObjectRef) -> None:
+def _chunk_of(ref: ray.ObjectRef) -> np.ndarray:
     chunk: np.ndarray = ray.get(ref)  # mapped from the object store, not copied
+    return chunk
+
+
+def _append(fd: int, chunk: np.ndarray) -> None:
     rest = chunk.data
     while rest.nbytes:
         rest = rest[os.write(fd, rest) :]

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import logging
 import os
 import shutil
 import time
@@ -11,6 +12,8 @@ from typing import Self
 import xxhash
 
 from rollout_service.errors import InsufficientStorage, LogCorrupt, LogLocked
+
+logger = logging.getLogger(__name__)
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What the system says when it has no room."""
@@ -68,12 +71,45 @@ def write_synced(path: Path, text: str) -> None:
         os.fsync(stream.fileno())
 
 
+def replace_synced(path: Path, text: str) -> OSError | None:
+    """Replace ``path`` at once by a file of ``text``, durably. Raises OSError if ``path`` is what it was before.
+
+    Returns the error of a disk that did not confirm the folder afterwards. Every reader sees the new file by then, so
+    it counts; a power failure may bring the old one back.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    write_synced(temporary, text)
+    os.replace(temporary, path)
+    try:
+        sync_folder(path.parent)
+    except OSError as error:
+        logger.error(
+            "%s is replaced, but the disk did not confirm its folder (%s): a power failure may bring back what was "
+            "there before", path, error,
+        )  # fmt: skip
+        return error
+    return None
+
+
+def remove_tree(path: Path) -> bool:
+    """Remove what can be removed of a folder, or file, that nobody needs; whether all of it is gone.
+
+    On NFS a file that some process has open stays, as ``.nfs…``, until that one closes it.
+    """
+    shutil.rmtree(path, ignore_errors=True)
+    if not os.path.lexists(path):
+        return True
+    try:
+        path.unlink()
+    except OSError as error:
+        logger.warning("%s cannot be removed yet, and is tried again later: %s", path, error)
+        return False
+    return True
+
+
 def write_sealed(path: Path, text: str) -> None:
     """Replace ``path`` durably and at once by ``text``, one line, and its xxh3-128 on a line of its own."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    write_synced(temporary, f"{text}\n{xxhash.xxh3_128_hexdigest(text.encode())}\n")
-    os.replace(temporary, path)
-    sync_folder(path.parent)
+    replace_synced(path, f"{text}\n{xxhash.xxh3_128_hexdigest(text.encode())}\n")
 
 
 def read_sealed(path: Path) -> str | None:

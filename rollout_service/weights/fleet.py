@@ -3,6 +3,7 @@
 import time
 
 from rollout_service.types import Frozen, PauseMode, ReplicaStatus
+from rollout_service.weights.log import Head, Origin
 
 
 class Wish(Frozen):
@@ -13,6 +14,10 @@ class Wish(Frozen):
     pause_mode: PauseMode
     order: str = ""
     """See ``Control.order``."""
+    digest: str | None = None
+    """Of that version: the same number may come to mean other weights, if the log is restored from a backup."""
+    origin: Origin | None = None
+    """Of the log that the version is in."""
 
 
 class FleetTable:
@@ -29,10 +34,20 @@ class FleetTable:
         self._left: dict[str, float] = {}
         self._awaited: frozenset[str] = frozenset()
         self._awaited_until = 0.0
+        self._newest: Head | None = None
+        self._log: str | None = None
 
     def wait_for(self, replicas: frozenset[str]) -> None:
         """Of these, known from before, nothing is known now: until each has reported or must be dead, say nothing."""
         self._awaited, self._awaited_until = replicas, time.monotonic() + self._dead_after_s
+
+    def compare_with(self, newest: Head | None, log: str) -> None:
+        """What replicas should serve by now, and the log that it is in: numbers alone do not say what they serve."""
+        self._newest, self._log = newest, log
+
+    def strangers(self) -> tuple[ReplicaStatus, ...]:
+        """Live replicas that follow another log."""
+        return tuple(status for status in self.live() if status.log not in (None, self._log))
 
     def is_complete(self) -> bool:
         """Whether every replica that may be live has reported."""
@@ -63,15 +78,25 @@ class FleetTable:
             status.model_copy(update={"age_s": round(now - at, 3)}) for _, (at, status) in sorted(self._reports.items())
         )
 
-    def all_serve(self, version: int) -> bool:
+    def all_serve(self, version: int, digest: str | None = None) -> bool:
         """Whether every replica that takes requests serves ``version`` or newer, and there is one if there must be.
 
-        One that drains is not waited for: nobody asks it for anything any more.
+        One that drains is not waited for: nobody asks it for anything any more. ``digest``: what the log says of
+        ``version``; None: its number is enough.
         """
-        serving = [status for status in self.live() if status.state != "draining"]
-        versions = [status.version for status in serving if status.version is not None]
-        served = all(known >= version for known in versions)
-        return self.is_complete() and bool(versions or self._may_be_empty) and served
+        serving = [status for status in self.live() if status.state != "draining" and status.version is not None]
+        served = all(self._serves(status, Head(version=version, digest=digest or "")) for status in serving)
+        return self.is_complete() and bool(serving or self._may_be_empty) and served
+
+    def _serves(self, status: ReplicaStatus, wanted: Head) -> bool:
+        if status.version is None or status.version < wanted.version or status.log not in (None, self._log):
+            return False
+        if status.digest is None or self._newest is None:
+            return True
+        for known in (wanted, self._newest):
+            if status.version == known.version and known.digest:
+                return status.digest == known.digest
+        return status.version < self._newest.version
 
     def all_obey(self, order: str) -> bool:
         """Whether every replica that has served is as a pause or resume said, and there is one if there must be."""

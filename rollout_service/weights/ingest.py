@@ -25,10 +25,11 @@ from rollout_service.metrics.process import counted_commit
 from rollout_service.metrics.state import KVScalesState, Observer, ServiceState
 from rollout_service.tasks import Changes, Turns, Unabandoned
 from rollout_service.types import Fleet, PauseMode, ReplicaStatus, WeightStatus
-from rollout_service.weights.content import Content
+from rollout_service.weights.content import Content, unconfirmed
 from rollout_service.weights.convert import Converter
 from rollout_service.weights.files import DISK_FULL, WriterLock, no_room
 from rollout_service.weights.fleet import FleetTable, Wish
+from rollout_service.weights.guide import Guide
 from rollout_service.weights.kv_desk import KVDesk
 from rollout_service.weights.kv_scales import KVScalesRule
 from rollout_service.weights.log import Control, WeightLog
@@ -71,6 +72,7 @@ class Ingest:
         self._offers = Offers(self._log)
         self._wish: Wish | None = None
         self._fleet = FleetTable(config.weights.dead_after_s, may_be_empty=config.scaling.min_replicas == 0)
+        self._guide = Guide(self._log, self._fleet)
         self._observer = Observer(self._log, config.scaling)
         self._writing, self._controlling = Turns(), Turns()
         # half a commit is neither staged nor committed: it is finished if its caller goes away
@@ -121,7 +123,7 @@ class Ingest:
         if not self._config.shadow.share:
             await asyncio.to_thread(remove_unquantized, self._log.root)
         head = self._log.head()
-        self._log.sign()
+        self._guide.sign()
         self._noted = self._log.fleet()
         self._fleet.wait_for(self._noted)
         self._observer.known(self._noted)
@@ -141,7 +143,7 @@ class Ingest:
         self.kv.remember(head.version)
         await asyncio.to_thread(self._log.remove_uncommitted)
         await self._uploads.recover()
-        self._wish = self._current_wish()
+        self._wish = self._guide.wish()
 
     # --- trainers
 
@@ -159,6 +161,7 @@ class Ingest:
     async def _begin(self, begin: BeginUpload, objects: RefSource | None = None) -> UploadPlan:
         self._kv_scales.check(begin.kv_scales)
         async with self._writing:
+            self._guide.require_followed()
             return await self._uploads.begin(begin, objects)
 
     async def push_refs(
@@ -189,7 +192,8 @@ class Ingest:
     async def commit(self, version: int, request: CommitUpload) -> WeightStatus:
         """Make a staged version the newest; the same commit again gets the same answer.
 
-        Raises NotFound, UploadIncomplete, VersionConflict, QuantizationError, or CommitTimeout.
+        Raises NotFound, UploadIncomplete, VersionConflict, QuantizationError, or CommitTimeout; LogCorrupt if replicas
+        follow another log, or this one was replaced.
         """
         await self._unabandoned.run(self._commit(version, request))
         if request.wait == "all":
@@ -201,7 +205,8 @@ class Ingest:
 
         Replicas that start are not waited for: they take no request before they are at the newest version.
         """
-        if not await self._changes.wait(lambda: self._fleet.all_serve(version), timeout_s):
+        digest = (await self._content(version)).log_digest if version in self._log.versions() else None
+        if not await self._changes.wait(lambda: self._fleet.all_serve(version, digest), timeout_s):
             raise CommitTimeout(
                 f"version {version} is committed, but after {timeout_s} s not all replicas serve it; they go on trying",
                 {"version": version, "replicas": [s.model_dump(mode="json") for s in self._fleet.live()]},
@@ -215,13 +220,17 @@ class Ingest:
         """Where ``version`` stands. Raises NotFound."""
         if version in self._uploads.staged_versions:
             return self._uploads.staged(version).status()
+        why = self._uploads.why_dropped(version)
+        if why is not None and version not in self._log.versions():
+            raise NotFound(f"version {version} is neither committed nor staged any more: {why}", {"version": version})
         content = await self._content(version)
         return WeightStatus(
             version=version,
-            state="live" if self._fleet.all_serve(version) else "committed",
+            state="live" if self._fleet.all_serve(version, content.log_digest) else "committed",
             digest=content.digest,
             total_bytes=content.total_bytes,
             kv_scales_from=content.kv_scales_from,
+            error=unconfirmed(self._log.unconfirmed.get(version)),
             replicas=self._fleet.live(),
         )
 
@@ -318,8 +327,10 @@ class Ingest:
     async def _content(self, version: int) -> Content:
         """Of a committed version. Parsed once, and in a thread: a mixture of experts has 40 000 entries."""
         if version not in self._contents:
-            manifest = self.kv.with_scales(await asyncio.to_thread(self._log.manifest, version))
-            content = Content.of(manifest, manifest.digest)
+            committed = await asyncio.to_thread(self._log.manifest, version)
+            manifest, log_digest = self.kv.with_scales(committed), committed.digest
+            digest = log_digest if manifest is committed else manifest.digest
+            content = Content.of(manifest, digest, log_digest)
             if manifest.awaits_kv_scales:
                 return content
             self._contents[version] = content
@@ -328,19 +339,18 @@ class Ingest:
     @counted_commit
     async def _commit(self, version: int, request: CommitUpload) -> None:
         async with self._writing:
+            self._guide.require_followed()
             if version in self._log.versions():
                 if (record := await self._uploads.committed(version)) is not None:
                     record.require_meant(request.upload_digest)
                 return
             self._uploads.require_newer(version)
             staged = self._uploads.staged(version)
-            if (failure := staged.failure()) is not None:
-                raise failure
             tensors = await staged.finish(request.upload_digest)
             bare = Manifest(version=version, fingerprint=self._model.fingerprint, recipe=self._recipe, tensors=tensors)
             manifest = self._kv_scales.added_to(bare, staged.begin.kv_scales)
             await self._append(manifest, staged.complete_record(), request.mode)
-            await self._uploads.committed_now(version)
+            await self._uploads.committed_now(version, manifest.digest)
             await self._remove_old()
 
     async def _append(self, manifest: Manifest, record: UploadRecord, mode: PauseMode) -> None:
@@ -354,13 +364,14 @@ class Ingest:
                 f"version {manifest.version} was not committed: {error}; it is staged still: commit it again"
             ) from error
         self._kv_scales.remember(manifest)
+        self._contents.pop(head.version, None)
         if not manifest.awaits_kv_scales:
-            self._contents[head.version] = Content.of(manifest, head.digest)
+            self._contents[head.version] = Content.of(manifest, head.digest, head.digest)
         logger.info(
             "version %d committed: %.1f MB, digest %s, KV scales: %s",
             head.version, manifest.total_bytes / 1e6, head.digest, manifest.kv_scales_from,
         )  # fmt: skip
-        self._wish = self._current_wish()
+        self._wish = self._guide.wish()
         await self._changes.notify()
 
     async def _remove_old(self) -> None:
@@ -371,8 +382,11 @@ class Ingest:
         # a replica that starts reads the newest, or the one before if a commit has just overtaken it
         for version in versions[: -max(2, self._config.weights.keep_versions)]:
             if version not in in_use:
-                await asyncio.to_thread(self._log.drop, version)
                 self._contents.pop(version, None)
+                try:
+                    await asyncio.to_thread(self._log.drop, version)
+                except OSError as error:  # what has just been committed is committed; the next commit tries again
+                    logger.warning("version %d is not needed any more and cannot be removed yet: %s", version, error)
 
     async def _discard(self, version: int) -> None:
         async with self._writing:
@@ -408,15 +422,9 @@ class Ingest:
             if known.model_copy(update={"order": control.order}) == control:
                 control = known
             await asyncio.to_thread(self._log.set_control, control)
-            self._wish = self._current_wish()
+            self._wish = self._guide.wish()
             await self._changes.notify()
         return control.order
 
     def _overtaken(self, order: str) -> bool:
         return self._wish is not None and self._wish.order != order
-
-    def _current_wish(self) -> Wish | None:
-        head, control = self._log.head(), self._log.control()
-        if head is None:
-            return None
-        return Wish(version=head.version, paused=control.paused, pause_mode=control.mode, order=control.order)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rollout_service.calibration.measurement import KVMeasurement
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import InsufficientStorage, NotReady
+from rollout_service.errors import InsufficientStorage, NotFound, NotReady
 from rollout_service.tasks import Changes, Turns, Unabandoned
 from rollout_service.types import KVCacheChoice
 from rollout_service.weights.files import DISK_FULL
@@ -46,11 +46,13 @@ class KVDesk:
         came_from = "unit" if settled.scales is None else "calibrate"
         return manifest.model_copy(update={"kv_scales": settled.scales, "kv_scales_from": came_from})
 
-    async def turn(self, version: int, replica_id: str) -> Turn:
+    async def turn(self, version: int, replica_id: str, digest: str | None = None) -> Turn:
         """What a replica is to do about the scales of a version that awaits them; waits while another measures.
 
-        Raises NotReady after ``poll_s``, or LogCorrupt.
+        ``digest``: of the manifest that the replica has; None: not compared. Raises NotReady after ``poll_s`` or for
+        another version of that number, NotFound, or LogCorrupt.
         """
+        await self._require_same(version, digest)
         turns: list[Turn] = []
 
         def given() -> bool:
@@ -62,11 +64,17 @@ class KVDesk:
             raise NotReady(f"another replica still measures the KV scales of version {version}")
         return turns[-1]
 
-    async def settle(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> Settled:
+    async def settle(
+        self, version: int, replica_id: str, ranks: Sequence[KVMeasurement], digest: str | None = None
+    ) -> Settled:
         """Take in what a replica measured; returns what the version has from now on.
 
         Raises NotFound, LogCorrupt, or InsufficientStorage where the disk does not take it: send it again.
         """
+        try:
+            await self._require_same(version, digest)
+        except NotReady as error:  # what was measured is of no use, and never will be
+            raise NotFound(error.message) from error
         settled = await self._unabandoned.run(self._settle(version, replica_id, ranks))
         await self._changes.notify()
         return settled
@@ -76,12 +84,22 @@ class KVDesk:
         return self._log.kv_cache()
 
     async def choose(self, choice: KVCacheChoice) -> KVCacheChoice:
-        """Keep a replica's choice, durably, unless there is one already; returns the one that holds."""
+        """Keep a replica's choice, durably, unless there is one already; returns the one that holds for all.
+
+        That a model does not bear FP8, found for ``kv_cache.dtype: auto``, does not hold where FP8 is asked for by
+        name. Raises LogCorrupt, or InsufficientStorage where the disk does not take it: send it again.
+        """
         async with self._choosing:
-            if (known := self._log.kv_cache()) is not None:
+            known = self._log.kv_cache()
+            if known is not None and (self._falls_back or known.dtype == "fp8_e4m3"):
                 return known
             logger.info("KV cache: %s, since %s", choice.dtype, choice.why)
-            await asyncio.to_thread(self._log.set_kv_cache, choice)
+            try:
+                await asyncio.to_thread(self._log.set_kv_cache, choice)
+            except OSError as error:
+                raise InsufficientStorage(
+                    f"the choice of the KV cache's dtype cannot be kept in {self._log.root}: {error}"
+                ) from error
             self._note(choice)
             return choice
 
@@ -89,6 +107,18 @@ class KVDesk:
         """Write nothing any more; what is being written is finished."""
         await self._settling.close()
         await self._choosing.close()
+
+    async def _require_same(self, version: int, digest: str | None) -> None:
+        """Scales of other weights that had the same number, before a log was restored from a backup, are not these."""
+        if digest is None:
+            return
+        head = self._log.head()
+        if head is not None and head.version == version:
+            known = head.digest
+        else:
+            known = (await asyncio.to_thread(self._log.manifest, version)).digest
+        if known != digest:
+            raise NotReady(f"version {version} is {known} in the ingest's log, and not {digest}: look again")
 
     def _note(self, choice: KVCacheChoice | None) -> None:
         self._rule.fp8 = not (self._falls_back and choice is not None and choice.dtype == "bfloat16")

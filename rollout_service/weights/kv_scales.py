@@ -11,6 +11,8 @@ from rollout_service.weights.manifest import Manifest
 from rollout_service.weights.served_model import ServedModel
 
 _SMALLEST_NORMAL = 2.0**-126
+_LARGEST = (2 - 2**-7) * 2.0**127 / 448
+"""The largest code stands for the largest BF16 number: with a larger scale it would overflow."""
 
 
 class KVScalesRule:
@@ -38,7 +40,8 @@ class KVScalesRule:
     def check(self, scales: Mapping[str, float] | None) -> None:
         """Raise InvalidManifest, with every name, unless there are scales for q, k and v of exactly the model's layers.
 
-        A scale is a positive, finite, normal number of fp32. None: nothing came, which is right.
+        A scale is a positive, normal number of fp32, and 448 times as much is finite in BF16. None: nothing came,
+        which is right.
         """
         if scales is None:
             return
@@ -127,4 +130,4 @@ def _is_scale(value: float) -> bool:
         (as_stored,) = struct.unpack("f", struct.pack("f", value))
     except OverflowError:  # finite, and too large for fp32
         return False
-    return _SMALLEST_NORMAL <= as_stored < float("inf")
+    return _SMALLEST_NORMAL <= as_stored <= _LARGEST

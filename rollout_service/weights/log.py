@@ -19,7 +19,6 @@ read. A folder newer than LATEST is what a crash between the two renames left, a
 
 import os
 import re
-import shutil
 import threading
 import uuid
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from pydantic import ValidationError
 from rollout_service.errors import LogCorrupt, NotFound
 from rollout_service.threads import in_threads
 from rollout_service.types import Frozen, KVCacheChoice, PauseMode
-from rollout_service.weights.files import sync_folder, write_synced
+from rollout_service.weights.files import remove_tree, replace_synced, sync_folder, write_synced
 from rollout_service.weights.manifest import CHUNK_BYTES, MANIFEST_FILE, Manifest, StoredTensor, read_manifest
 from rollout_service.weights.reading import VersionReader
 from rollout_service.weights.record import UploadRecord, read_record, write_record
@@ -83,6 +82,8 @@ class WeightLog:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.unconfirmed: dict[int, OSError] = {}
+        """Versions that this process has committed, and what the disk said instead of that LATEST is durable."""
 
     def head(self) -> Head | None:
         """The newest committed version, or None in an empty log. Raises LogCorrupt."""
@@ -145,8 +146,11 @@ class WeightLog:
             return []
         return [version for version in self._folders() if version <= head.version]
 
-    def manifest(self, version: int) -> Manifest:
-        """The manifest of a committed version. Raises NotFound or LogCorrupt."""
+    def manifest(self, version: int, digest: str | None = None) -> Manifest:
+        """The manifest of a committed version. Raises NotFound or LogCorrupt.
+
+        ``digest``: what LATEST said of it; None: what it says now, if it is the newest.
+        """
         if version not in self.versions():
             raise NotFound(
                 f"version {version} is not in the log; it holds {self.versions()}",
@@ -157,17 +161,19 @@ class WeightLog:
             manifest = read_manifest(self.folder(version))
         except (OSError, ValidationError) as error:
             raise LogCorrupt(f"{path}: {error}") from error
-        head = self.head()
         if manifest.version != version:
             raise LogCorrupt(f"{path} is of version {manifest.version}")
-        if head is not None and head.version == version and head.digest != manifest.digest:
-            raise LogCorrupt(f"{path} has digest {manifest.digest}, but LATEST says {head.digest}")
+        if digest is None and (head := self.head()) is not None and head.version == version:
+            digest = head.digest
+        if digest is not None and digest != (found := manifest.digest):
+            raise LogCorrupt(f"{path} has digest {found}, but LATEST says {digest}")
         return manifest
 
     def commit(self, manifest: Manifest, mode: PauseMode, record: UploadRecord | None = None) -> Head:
         """Make the staged ``manifest.version`` the newest. Its files must be complete and synced already.
 
-        ``record``: how it came. Raises OSError; the version is staged then, as before.
+        ``record``: how it came. Raises OSError; the version is staged then, as before. Once LATEST names it, it is
+        committed, whatever the disk says afterwards: replicas may have read it; see ``unconfirmed``.
         """
         staged, folder = self.staging(manifest.version), self.folder(manifest.version)
         text = manifest.model_dump_json(indent=1)
@@ -181,39 +187,50 @@ class WeightLog:
         head = Head(version=manifest.version, digest=manifest.digest, mode=mode)
         try:
             sync_folder(self.root)
-            self._replace("LATEST", head)
+            unconfirmed = self._replace("LATEST", head)
         except OSError:
             if self.head() != head:
                 os.rename(folder, staged)
-            raise
+                raise
+            unconfirmed = None  # the rename was done all the same
+        self.unconfirmed = {} if unconfirmed is None else {**self.unconfirmed, manifest.version: unconfirmed}
         return head
 
     def remove_uncommitted(self) -> None:
-        """Remove the folders that a crash left before LATEST was replaced; their parts are staged still."""
+        """Remove the folders that a crash left before LATEST was replaced; their parts are staged still.
+
+        What cannot be removed yet is no version any more, and is tried again at the next call. Raises OSError.
+        """
         committed = self.versions()
         for version in self._folders():
             if version not in committed:
-                shutil.rmtree(self.folder(version))
-        for dropped in self.root.glob(f"{_DROPPED}*"):
-            shutil.rmtree(dropped)
+                self._set_aside(version)
+        self._remove_set_aside()
 
     def drop(self, version: int) -> None:
-        """Remove a committed version that is not the newest. Raises ValueError for the newest."""
+        """Remove a committed version that is not the newest. Raises ValueError for the newest, OSError."""
         head = self.head()
         if head is not None and head.version == version:
             raise ValueError(f"version {version} is the newest: replicas need it")
-        dropped = self.root / f"{_DROPPED}{version}"
-        os.rename(self.folder(version), dropped)  # at once, so that no reader takes the half of it for damage
-        shutil.rmtree(dropped)
+        self._set_aside(version)
+        self._remove_set_aside()
 
-    def adopt(self, head: Head) -> None:
-        """Take in the staged ``head.version`` as it was committed elsewhere; LATEST never goes back to an older one.
+    def clear(self) -> None:
+        """Remove every version and what is staged. Raises OSError."""
+        (self.root / "LATEST").unlink(missing_ok=True)
+        for version in self._folders():
+            self._set_aside(version)
+        remove_tree(self.staging(0).parent)
+        self._remove_set_aside()
+
+    def adopt(self, head: Head, staged: Path) -> None:
+        """Take in ``head.version`` from a folder as it was committed elsewhere; LATEST never goes back to an older one.
 
         Its files must be complete and synced already. Raises OSError.
         """
         self.remove_uncommitted()
         known = self.head()
-        os.rename(self.staging(head.version), self.folder(head.version))
+        os.rename(staged, self.folder(head.version))
         sync_folder(self.root)
         if known is None or known.version < head.version:
             self._replace("LATEST", head)
@@ -223,7 +240,7 @@ class WeightLog:
 
         Raises OSError, or pydantic.ValidationError if the manifest of that one is damaged.
         """
-        os.rename(self.folder(version), self.root / f"{_DROPPED}{version}")
+        self._set_aside(version)
         head, left = self.head(), self.versions()
         if not left:
             (self.root / "LATEST").unlink()
@@ -260,6 +277,14 @@ class WeightLog:
             with (folder / file).open("rb") as stream:
                 _verify_layout(stream.fileno(), file, tensors, manifest.version)
 
+    def _set_aside(self, version: int) -> None:
+        # at once, so that no reader takes the half of it for damage; another one of its number may be there still
+        os.rename(self.folder(version), self.root / f"{_DROPPED}{version}-{uuid.uuid4().hex}")
+
+    def _remove_set_aside(self) -> None:
+        for dropped in self.root.glob(f"{_DROPPED}*"):
+            remove_tree(dropped)
+
     def _folders(self) -> list[int]:
         if not self.root.is_dir():
             return []
@@ -273,12 +298,9 @@ class WeightLog:
         except ValidationError as error:
             raise LogCorrupt(f"{self.root / name} does not parse: {error}") from error
 
-    def _replace(self, name: str, content: Frozen) -> None:
+    def _replace(self, name: str, content: Frozen) -> OSError | None:
         self.root.mkdir(parents=True, exist_ok=True)
-        temporary = self.root / f".{name}.tmp"
-        write_synced(temporary, content.model_dump_json())
-        os.replace(temporary, self.root / name)
-        sync_folder(self.root)
+        return replace_synced(self.root / name, content.model_dump_json())
 
 
 def _verify_layout(fd: int, file: str, tensors: list[StoredTensor], version: int) -> None:

@@ -17,8 +17,15 @@ import xxhash
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from rollout_service.errors import InvalidManifest, NotFound, NotReady, RolloutServiceError, VersionConflict
-from rollout_service.types import WeightStatus
+from rollout_service.errors import (
+    InvalidManifest,
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    RolloutServiceError,
+    VersionConflict,
+)
+from rollout_service.types import MAX_VERSION, WeightStatus
 from rollout_service.weights.convert import tensor_bytes
 from rollout_service.weights.upload import (
     DTYPE_BYTES,
@@ -63,7 +70,11 @@ class RefSource:
         return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
     def announced(self, version: int, kv_scales: dict[str, float] | None = None) -> tuple[BeginUpload, str]:
-        """A version of these weights and KV scales, and the digest that its commit means."""
+        """A version of these weights and KV scales, and the digest that its commit means. Raises InvalidRequest."""
+        if not 0 <= version <= MAX_VERSION:
+            raise InvalidRequest(
+                f"version is {version}: versions are 0 to {MAX_VERSION}, which is what a double holds exactly"
+            )
         begin = BeginUpload(version=version, source=ObjectSource(digest=self.digest), kv_scales=kv_scales)
         return begin, with_kv_scales(self.digest, kv_scales)
 

@@ -33,13 +33,15 @@ class IngestReplica(Ingest):
         """Where parts are taken."""
         return self.upload_url
 
-    async def kv_turn(self, version: int, replica_id: str) -> Turn:
+    async def kv_turn(self, version: int, replica_id: str, digest: str | None = None) -> Turn:
         """See ``KVDesk.turn``."""
-        return await self.kv.turn(version, replica_id)
+        return await self.kv.turn(version, replica_id, digest)
 
-    async def kv_settle(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> Settled:
+    async def kv_settle(
+        self, version: int, replica_id: str, ranks: Sequence[KVMeasurement], digest: str | None = None
+    ) -> Settled:
         """See ``KVDesk.settle``."""
-        return await self.kv.settle(version, replica_id, ranks)
+        return await self.kv.settle(version, replica_id, ranks, digest)
 
     async def kv_cache(self) -> KVCacheChoice | None:
         """See ``KVDesk.choice``."""

@@ -1,8 +1,8 @@
 """Where the tensors of a version come from: a folder of safetensors, or the parts of an upload."""
 
 import json
+import logging
 import re
-import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -10,23 +10,17 @@ from pathlib import Path
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
 
 from rollout_service.errors import Forbidden, InvalidManifest, InvalidRequest, NotFound
 from rollout_service.quant.blockwise import BLOCK
 from rollout_service.quant.recipe import SCALE_SUFFIX
-from rollout_service.weights.uncached import BLOCK_BYTES, UncachedFile, block_buffer, round_up
+from rollout_service.weights.source_file import SourceFile
+from rollout_service.weights.uncached import BLOCK_BYTES, ThreadBuffers, UncachedFile, round_up
 from rollout_service.weights.upload import DTYPE_BYTES, SourceDtype, UploadTensor, tensor_offsets
 
-_FROM_SAFETENSORS: dict[str, SourceDtype] = {
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "F32": "float32",
-    "F8_E4M3": "float8_e4m3fn",
-}
+logger = logging.getLogger(__name__)
 _TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 _PART_FILE = re.compile(r"part-([0-9]{6,})\.([0-9a-f]{32})")
-_KEPT_BUFFER_BYTES = 256 << 20
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -58,10 +52,11 @@ class FolderSource:
         if roots is not None:
             for file in files:
                 allowed_path(file, roots)
-        self._file_of: dict[str, Path] = {}
-        self.table = tuple(tensor for file in files for tensor in self._read_header(file))
+        self._file_of: dict[str, SourceFile] = {}
+        self.table = tuple(tensor for file in files for tensor in self._described(SourceFile(file)))
         """Names, dtypes and shapes of all tensors, file by file."""
         self._entries = {tensor.name: tensor for tensor in self.table}
+        self._buffers = ThreadBuffers()
         if any(tensor.dtype == "float8_e4m3fn" for tensor in self.table):
             _require_our_blocks(folder / "config.json", roots)
 
@@ -81,37 +76,31 @@ class FolderSource:
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Each of these tensors. Raises InvalidManifest if its file was changed since the table was read, or OSError.
 
-        Block scales in BF16, which some publish, are widened to the float32 that they are stored in.
+        They lie in one buffer, which this thread's next call uses again: be done with them by then. Block scales in
+        BF16, which some publish, are widened to the float32 that they are stored in.
         """
-        for file, of_file in groupby(names, key=self._file_of.__getitem__):
-            try:
-                with safe_open(file, framework="pt") as reader:
-                    for name in of_file:
-                        yield name, self._checked(name, reader.get_tensor(name))
-            except SafetensorError as error:
-                raise InvalidManifest(f"{file} has changed since its version was begun: {error}") from error
+        names = list(names)
+        sizes = [self._file_of[name].tensors[name].nbytes for name in names]
+        room = self._buffers.take(sum(map(round_up, sizes)))
+        for file, of_file in groupby(zip(names, sizes, strict=True), key=lambda item: self._file_of[item[0]]):
+            with file.reading() as reader:
+                for name, nbytes in of_file:
+                    data, room = room[:nbytes], room[round_up(nbytes) :]
+                    reader.read(name, data)
+                    yield name, self._tensor(name, data)
 
-    def _checked(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name.endswith(SCALE_SUFFIX) and tensor.dtype == torch.bfloat16:
-            tensor = tensor.float()
-        entry = self._entries[name]
-        if tuple(tensor.shape) != entry.shape or tensor.dtype != _TORCH[entry.dtype]:
-            raise InvalidManifest(
-                f"{name} in {self._file_of[name]} was {entry.dtype} {list(entry.shape)} and is "
-                f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} now: leave the files of a source "
-                "alone until its version is committed"
-            )
-        return tensor
+    def _tensor(self, name: str, data: memoryview) -> torch.Tensor:
+        tensor = self._file_of[name].tensors[name]
+        if not data.nbytes:
+            return torch.empty(tensor.shape, dtype=_TORCH[tensor.dtype])
+        read = torch.frombuffer(data, dtype=_TORCH[tensor.dtype]).view(tensor.shape)
+        return read.float() if _is_widened(name, tensor.dtype) else read
 
-    def _read_header(self, file: Path) -> Iterator[UploadTensor]:
-        try:
-            with safe_open(file, framework="pt") as reader:
-                for name in reader.keys():  # noqa: SIM118 - not a dict
-                    header = reader.get_slice(name)
-                    self._file_of[name] = file
-                    yield _described(name, header.get_dtype(), header.get_shape(), file)
-        except (SafetensorError, OSError) as error:
-            raise InvalidManifest(f"{file} is not a safetensors file: {error}") from error
+    def _described(self, file: SourceFile) -> Iterator[UploadTensor]:
+        for name, tensor in file.tensors.items():
+            self._file_of[name] = file
+            dtype: SourceDtype = "float32" if _is_widened(name, tensor.dtype) else tensor.dtype
+            yield UploadTensor(name=name, dtype=dtype, shape=tensor.shape)
 
 
 def _safetensors_files(folder: Path) -> list[Path]:
@@ -129,14 +118,8 @@ def _safetensors_files(folder: Path) -> list[Path]:
     return files
 
 
-def _described(name: str, dtype: str, shape: list[int], file: Path) -> UploadTensor:
-    if dtype not in _FROM_SAFETENSORS:
-        raise InvalidManifest(
-            f"{name} in {file.name} is {dtype}; the ingest takes {', '.join(_FROM_SAFETENSORS)} and quantizes itself",
-            {"tensor": name, "dtype": dtype},
-        )
-    widened = name.endswith(SCALE_SUFFIX) and dtype == "BF16"
-    return UploadTensor(name=name, dtype="float32" if widened else _FROM_SAFETENSORS[dtype], shape=tuple(shape))
+def _is_widened(name: str, dtype: SourceDtype) -> bool:
+    return name.endswith(SCALE_SUFFIX) and dtype == "bfloat16"
 
 
 def _require_our_blocks(config: Path, roots: tuple[Path, ...] | None) -> None:
@@ -174,7 +157,7 @@ class PartFiles:
         self._place = {tensor.name: (tensor, offset) for tensor, offset in tensor_offsets(tensors)}
         self._paths: dict[int, Path] = {}
         self._data: dict[int, memoryview | None] = {}
-        self._buffers = threading.local()
+        self._buffers = ThreadBuffers()
 
     def add(self, part: int, digest: str, received: Path, data: memoryview | None = None) -> Path | None:
         """Take in a file as the whole part. Its name keeps the digest, so that a restart can check what it finds.
@@ -192,7 +175,10 @@ class PartFiles:
         self._data[part] = None
 
     def left_behind(self) -> Iterator[tuple[int, str, Path]]:
-        """Number, digest and file of each part that an earlier process took in and that is still what it was."""
+        """Number, digest and file of each part that an earlier process took in and that is still what it was.
+
+        Others are removed, to be sent again. Raises OSError for one that cannot be.
+        """
         found: dict[int, list[tuple[str, Path]]] = defaultdict(list)
         for path in sorted(self._folder.glob("part-*")):
             if match := _PART_FILE.fullmatch(path.name):
@@ -202,7 +188,7 @@ class PartFiles:
         for part, files in found.items():
             if len(files) == 1 and _digest_of(files[0][1]) == files[0][0]:
                 yield part, *files[0]
-            else:  # damaged, or one was just being replaced by the other
+            else:  # damaged or unreadable, or one was just being replaced by the other
                 for _, path in files:
                     path.unlink()
 
@@ -219,14 +205,10 @@ class PartFiles:
         """
         places = [self._place[name] for name in names]
         sizes = [_room_for(tensor.nbytes) for tensor, _ in places]
-        buffer: memoryview | None = getattr(self._buffers, "kept", None)
-        if buffer is None or buffer.nbytes < sum(sizes):
-            buffer = block_buffer(sum(sizes))
-        start = 0
+        buffer, start = self._buffers.take(sum(sizes)), 0
         for name, size, (tensor, offset) in zip(names, sizes, places, strict=True):
             yield name, self._assembled(tensor, offset, buffer[start : start + size])
             start += size
-        self._buffers.kept = buffer if buffer.nbytes <= _KEPT_BUFFER_BYTES else None
 
     def _assembled(self, tensor: UploadTensor, offset: int, room: memoryview) -> torch.Tensor:
         if not tensor.nbytes:
@@ -256,9 +238,14 @@ def _room_for(nbytes: int) -> int:
     return round_up(nbytes) + BLOCK_BYTES
 
 
-def _digest_of(path: Path) -> str:
+def _digest_of(path: Path) -> str | None:
+    """None for a file that cannot be read."""
     hasher = xxhash.xxh3_128()
-    with path.open("rb") as stream:
-        while chunk := stream.read(16 << 20):
-            hasher.update(chunk)
+    try:
+        with path.open("rb") as stream:
+            while chunk := stream.read(16 << 20):
+                hasher.update(chunk)
+    except OSError as error:
+        logger.warning("%s cannot be read, and its part is asked for again: %s", path, error)
+        return None
     return hasher.hexdigest()

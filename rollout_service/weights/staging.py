@@ -25,7 +25,7 @@ from rollout_service.metrics.process import counted_conversion
 from rollout_service.threads import io_threads
 from rollout_service.types import Failure, WeightStatus
 from rollout_service.weights.convert import BATCH_BYTES, Converter, Named, tensor_bytes
-from rollout_service.weights.files import DISK_FULL, no_room
+from rollout_service.weights.files import DISK_FULL, no_room, remove_tree
 from rollout_service.weights.manifest import StoredTensor
 from rollout_service.weights.record import UploadRecord, read_record, write_record
 from rollout_service.weights.ref_source import RefSource
@@ -37,6 +37,9 @@ from rollout_service.weights.upload import BeginUpload, part_size
 from rollout_service.weights.writer import TensorSlot, VersionWriter
 
 logger = logging.getLogger(__name__)
+
+FAILURES = (RolloutServiceError, OSError, RuntimeError)
+"""What reading, converting and writing raise; torch raises RuntimeError, for a GPU without room among others."""
 
 
 class StagedVersion:
@@ -73,8 +76,8 @@ class StagedVersion:
         """Where parts may lie until their tensors are converted, beside their files."""
         self.digests: dict[int, str] = {}
         """Of the parts that are there."""
-        self.touched_at = time.time()
-        """When something last came."""
+        self.touched_at = time.monotonic()
+        """When something last came, on this process's own clock: the wall clock may be set."""
         self._senders: dict[int, str] = {}
         self._stored: tuple[StoredTensor, ...] | None = None
         self._closing = False
@@ -84,27 +87,29 @@ class StagedVersion:
         self._counting = threading.Lock()
         self._conversions: list[Future[None]] = []
         self._failure: RolloutServiceError | None = None
+        self._failed: dict[str, RolloutServiceError] = {}
+        """Tensors that could not be converted as they came, in parts that may be replaced yet."""
         self._discarded = False
 
     def _left_behind(self, record: UploadRecord) -> UploadRecord | None:
         """The record of the same upload, if an ingest that died left it here; removes everything else."""
         folder, parts = self._folders
-        shutil.rmtree(folder, ignore_errors=True)  # made again from the parts
-        folder.mkdir(parents=True)
+        remove_tree(folder)  # made again from the parts
+        folder.mkdir(parents=True, exist_ok=True)  # on NFS, what some process has open is in it still
         try:
             known = read_record(parts)
-        except LogCorrupt as error:
+        except (LogCorrupt, OSError) as error:
             logger.warning("what was staged of version %d is dropped: %s", record.begin.version, error)
             known = None
         if known is None or not known.begin.describes_what(record.begin) or known.source_stamp != record.source_stamp:
-            shutil.rmtree(parts, ignore_errors=True)
-            parts.mkdir(parents=True)
+            remove_tree(parts)
+            parts.mkdir(parents=True, exist_ok=True)
             return None
         return known
 
     def _layout(self, slots: Iterable[TensorSlot]) -> VersionWriter:
         folder, parts = self._folders
-        slots, written = list(slots), sum(path.stat().st_size for path in parts.glob("part-*"))
+        slots, written = list(slots), sum(path.lstat().st_size for path in parts.glob("part-*"))
         stored_bytes, part_bytes = sum(slot.nbytes for slot in slots), self.begin.nbytes - written
         try:
             writer = VersionWriter(folder, slots)
@@ -143,7 +148,10 @@ class StagedVersion:
         return self._folders[1] / f"part-{part:06d}.{uuid.uuid4().hex}.incoming"
 
     def expect_parts(self) -> None:
-        """Convert each tensor once its last part is there, together with the others of which that part is the last."""
+        """Convert each tensor once its last part is there, together with the others of which that part is the last.
+
+        Raises OSError for a part of an earlier process that can neither be read nor removed; every file is closed then.
+        """
         empty = []
         for tensor in self.begin.tensors:
             parts = self._parts.parts_of(tensor.name)
@@ -154,12 +162,21 @@ class StagedVersion:
             if not parts:
                 empty.append(tensor.name)
         self._convert(empty)
-        touched = [self._folders[1].stat().st_mtime]
-        for number, digest, path in self._parts.left_behind():
-            touched.append(path.stat().st_mtime)
-            self.accept(number, digest, path)
-        if self.digests:
-            self.touched_at = max(touched)
+        try:
+            found = [self._folders[1].stat().st_mtime]
+            for number, digest, path in self._parts.left_behind():
+                found.append(path.stat().st_mtime)
+                self.accept(number, digest, path)
+        except OSError:
+            self._discarded = True
+            wait([conversion for conversion in self._conversions if not conversion.cancel()])
+            self._close_files()
+            remove_tree(self._folders[0])
+            if self._copy is not None:
+                self._copy.remove_files()
+            raise
+        if self.digests:  # only the files tell how long ago their ingest took them in
+            self.touched_at = time.monotonic() - max(0.0, time.time() - max(found))
 
     def convert_folder(self, source: FolderSource | RefSource) -> None:
         """Convert all tensors of a folder or of objects in the background."""
@@ -179,7 +196,7 @@ class StagedVersion:
         """
         if self._discarded:
             raise NotFound(f"version {self.begin.version} was discarded before part {part} was complete: begin anew")
-        self.touched_at = time.time()
+        self.touched_at = time.monotonic()
         known = self.digests.get(part)
         if known == digest:
             return
@@ -223,24 +240,24 @@ class StagedVersion:
         conversion raised.
         """
         if self.missing:
-            raise UploadIncomplete(
+            raise self.failure() or UploadIncomplete(
                 f"version {self.begin.version} lacks {len(self.missing)} of {self.num_parts} parts",
                 {"missing_parts": sorted(self.missing)[:1000]},
             )
         self.check_upload_digest(meant)
         self._closing = True
         await asyncio.gather(*map(asyncio.wrap_future, self._conversions))
-        if self._stored is None and self._failure is None:
+        if self._stored is None and self.failure() is None:
             self._stored = await asyncio.get_running_loop().run_in_executor(self._executor, self._finish)
-        if self._failure is not None:
-            raise self._failure
+        if (failure := self.failure()) is not None:
+            raise failure
         assert self._stored is not None
         return self._stored
 
-    def keep_copy(self) -> None:
-        """The version has been committed: so is its unquantized copy, if there is one."""
+    def keep_copy(self, digest: str) -> None:
+        """The version has been committed under that digest: so is its unquantized copy, if there is one."""
         if self._copy is not None:
-            self._copy.commit()
+            self._copy.commit(digest)
 
     def status(self) -> WeightStatus:
         """As it is shown."""
@@ -254,8 +271,11 @@ class StagedVersion:
         )
 
     def failure(self) -> RolloutServiceError | None:
-        """What the first conversion that failed raised, if one has: this version is lost and must begin anew."""
-        return self._failure
+        """What the first conversion that failed raised, if one has: this version is lost and must begin anew.
+
+        Unless what it read was a part of another uploader, and the one that began sends its own in place of it.
+        """
+        return self._failure or next(iter(list(self._failed.values())), None)
 
     async def discard(self) -> None:
         """Stop converting and remove the files."""
@@ -268,6 +288,9 @@ class StagedVersion:
         # a conversion that runs cannot be cancelled, and must not write once its file is closed
         running = [conversion for conversion in self._conversions if not conversion.cancel()]
         await asyncio.gather(*map(asyncio.wrap_future, running), return_exceptions=True)
+        self._close_files()
+
+    def _close_files(self) -> None:
         self._writer.close()
         if self._copy is not None:
             self._copy.close()
@@ -275,7 +298,7 @@ class StagedVersion:
     def remove_files(self) -> None:
         """Remove what is left of the folders: after a commit, the trainer's bytes."""
         for path in self._folders:
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(path)
         if self._copy is not None:
             self._copy.remove_files()
 
@@ -284,15 +307,29 @@ class StagedVersion:
             self._conversions.append(self._executor.submit(_after, after, self._store, names))
 
     def _store(self, names: Sequence[str]) -> None:
-        if self._failure is None:
-            with self._failures_kept():
-                self._write(self._source.read(names))
-        if self._source is self._parts:
-            with self._counting:
-                for part in (part for name in names for part in self._parts.parts_of(name)):
-                    self._unconverted[part] -= 1
-                    if self._unconverted[part] <= 0:
-                        self._parts.forget(part)
+        if self._source is not self._parts:
+            if self._failure is None:
+                with self._failures_kept():
+                    self._write(self._source.read(names))
+            return
+        failed = self._stored_or_failed(names)
+        if failed and len(names) > 1:  # the others of them are sound, and only what is at fault may be sent anew
+            failed = {name: failure for each in names for name, failure in self._stored_or_failed([each]).items()}
+        with self._counting:
+            for name in names:
+                self._failed.pop(name, None)
+            self._failed |= failed
+            for part in (part for name in names for part in self._parts.parts_of(name)):
+                self._unconverted[part] -= 1
+                if self._unconverted[part] <= 0:
+                    self._parts.forget(part)
+
+    def _stored_or_failed(self, names: Sequence[str]) -> dict[str, RolloutServiceError]:
+        try:
+            self._write(self._parts.read(names))
+        except FAILURES as error:
+            return dict.fromkeys(names, self._failure_of(error))
+        return {}
 
     def _write(self, tensors: Iterable[Named]) -> None:
         if self._copy is not None:
@@ -315,11 +352,13 @@ class StagedVersion:
     def _failures_kept(self) -> Iterator[None]:
         try:
             yield
-        except RolloutServiceError as error:
-            self._failure = self._failure or error
-        except (OSError, RuntimeError) as error:  # torch raises RuntimeError, for a GPU without room among others
-            failure = RolloutServiceError(f"version {self.begin.version} could not be stored: {error}")
-            self._failure = self._failure or failure
+        except FAILURES as error:
+            self._failure = self._failure or self._failure_of(error)
+
+    def _failure_of(self, error: Exception) -> RolloutServiceError:
+        if isinstance(error, RolloutServiceError):
+            return error
+        return RolloutServiceError(f"version {self.begin.version} could not be stored: {error}")
 
 
 def _after(earlier: Sequence[Future[None]], work: Callable[..., None], *args: object) -> None:

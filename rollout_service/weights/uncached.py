@@ -17,6 +17,8 @@ from typing import Self
 BLOCK_BYTES = 4096
 """Addresses, offsets and lengths are multiples of this; no disk has larger blocks that O_DIRECT must keep to."""
 
+_KEPT_BUFFER_BYTES = 256 << 20
+
 
 def round_up(nbytes: int) -> int:
     """To whole blocks."""
@@ -63,6 +65,22 @@ class BufferPool:
     def _take_back(self, memory: mmap.mmap) -> None:
         with self._lock:
             self._free.append(memory)
+
+
+class ThreadBuffers:
+    """A buffer as of ``block_buffer`` for each thread, used again by its next ``take``; large ones are not kept."""
+
+    def __init__(self) -> None:
+        self._buffers = threading.local()
+
+    def take(self, nbytes: int) -> memoryview:
+        """At least ``nbytes``, with anything in it, until this thread's next call."""
+        kept: memoryview | None = getattr(self._buffers, "kept", None)
+        if kept is not None and kept.nbytes >= nbytes:
+            return kept
+        buffer = block_buffer(nbytes)
+        self._buffers.kept = buffer if buffer.nbytes <= _KEPT_BUFFER_BYTES else None
+        return buffer
 
 
 def _map(nbytes: int) -> mmap.mmap:

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 
 from rollout_service.errors import LogCorrupt
 from rollout_service.weights.convert import Converter, Named, tensor_bytes
+from rollout_service.weights.files import read_sealed, write_sealed
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.manifest import Manifest, Recipe
 from rollout_service.weights.served_model import ServedModel
@@ -19,6 +21,8 @@ from rollout_service.weights.upload import TrainerRecipe, UploadTensor
 from rollout_service.weights.writer import VersionWriter
 
 logger = logging.getLogger(__name__)
+_TWIN_FILE = "quantized"
+"""In each version's folder: the digest under which the quantized one was committed."""
 _KEPT = 2
 """The newest and the one before, which the shadow may be reading."""
 
@@ -57,14 +61,15 @@ class UnquantizedCopy:
                 self._take(name, tensor)
             yield name, tensor
 
-    def commit(self) -> None:
-        """Its quantized twin has been committed: make this one the newest, and drop old ones."""
+    def commit(self, digest: str) -> None:
+        """Its quantized twin has been committed under that digest: make this one the newest, and drop old ones."""
         try:
             if self._sound:
                 recipe, tensors = Recipe(weights="none"), self._writer.finish()
                 manifest = Manifest(
                     version=self._version, fingerprint=self._fingerprint, recipe=recipe, tensors=tensors
                 )
+                write_sealed(self._folder / _TWIN_FILE, digest)
                 self._log.commit(manifest, "wait")  # what the shadow is scoring with the version before, it finishes
             for version in self._log.versions()[:-_KEPT]:
                 self._log.drop(version)
@@ -100,14 +105,26 @@ class UnquantizedLog:
         self._log, self._model = WeightLog(unquantized_root(root)), model
         self._told = False
 
-    def recover(self) -> None:
-        """Remove what an ingest that died has left half done."""
+    def recover(self, quantized: WeightLog) -> None:
+        """Remove what an ingest that died has left half done, and versions that are others in the log ``quantized``."""
         shutil.rmtree(self._log.staging(0).parent, ignore_errors=True)
         try:
             self._log.remove_uncommitted()
-        except LogCorrupt as error:
+            for version in self._log.versions():
+                if not self._is_twin(version, quantized):
+                    logger.warning("version %d is another now, and its unquantized copy is dropped", version)
+                    self._log.withdraw(version)
+        except (LogCorrupt, OSError, ValidationError) as error:
             logger.warning("the unquantized versions are dropped: %s", error)
             shutil.rmtree(self._log.root, ignore_errors=True)
+
+    def _is_twin(self, version: int, quantized: WeightLog) -> bool:
+        head = quantized.head()
+        if head is None or version > head.version:
+            return False
+        if version not in quantized.versions():  # dropped since: no rollout can be of it
+            return True
+        return read_sealed(self._log.folder(version) / _TWIN_FILE) == quantized.manifest(version).digest
 
     def begin(self, version: int, table: Iterable[UploadTensor]) -> UnquantizedCopy | None:
         """A copy of a version that comes in these tensors; None if there is nothing to copy, or no room."""

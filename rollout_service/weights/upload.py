@@ -31,7 +31,7 @@ import xxhash
 from pydantic import Field, model_validator
 
 from rollout_service.quant.experts import ExpertNaming
-from rollout_service.types import Frozen, PauseMode
+from rollout_service.types import Frozen, PauseMode, WeightVersion
 
 PART_DIGEST_HEADER = "X-Part-Digest"
 UPLOADER_HEADER = "X-Uploader"
@@ -85,7 +85,7 @@ class ObjectSource(Frozen):
 class BeginUpload(Frozen):
     """Body of ``POST /v1/weights``: either a tensor table to be followed by parts, or a source."""
 
-    version: int = Field(ge=0)
+    version: WeightVersion
     tensors: tuple[UploadTensor, ...] = ()
     source: PathSource | ObjectSource | None = None
     kv_scales: dict[str, float] | None = None

@@ -22,6 +22,8 @@ from rollout_service.errors import (
     VersionConflict,
 )
 from rollout_service.metrics.process import count_part
+from rollout_service.threads import to_thread_and_back
+from rollout_service.types import WeightVersion
 from rollout_service.web.auth import Authorizer
 from rollout_service.web.errors import install_error_handlers
 from rollout_service.weights.files import DISK_FULL, no_room
@@ -43,7 +45,7 @@ def create_upload_app(ingest: Ingest, authorizer: Authorizer) -> FastAPI:
     install_error_handlers(app)
 
     @app.put("/v1/weights/{version}/parts/{part}")
-    async def put_part(version: int, part: int, request: Request) -> PartReceipt:
+    async def put_part(version: WeightVersion, part: int, request: Request) -> PartReceipt:
         authorizer.check(request)
         expected = request.headers.get(PART_DIGEST_HEADER)
         record = await ingest.committed(version)
@@ -128,7 +130,7 @@ async def _read(
     """Number and digest of a body's bytes, written to ``file``, and kept in ``buffer`` if there is one for the part.
 
     The writing and hashing is done in a thread, so that a slow disk does not keep the event loop; meanwhile nothing
-    more is taken from the socket.
+    more is taken from the socket, and ``file`` stays open although the caller goes away.
     """
     hasher, nbytes, flushed, base = xxhash.xxh3_128(), 0, 0, 0
     keep, buffer = buffer is not None, block_buffer(_BUFFER_BYTES) if buffer is None else buffer
@@ -153,13 +155,13 @@ async def _read(
                 buffer[nbytes - base : nbytes - base + taken] = rest[:taken]
                 nbytes, rest = nbytes + taken, rest[taken:]
                 if nbytes - flushed == _BUFFER_BYTES:
-                    await asyncio.to_thread(flush)
+                    await to_thread_and_back(flush)
                     flushed = nbytes
                     base = 0 if keep else nbytes
     except ClientDisconnect as error:
         raise MalformedRequest(f"part {place.part} of version {place.version} was cut off: send it again") from error
     if nbytes > flushed:
-        await asyncio.to_thread(flush)
+        await to_thread_and_back(flush)
     return nbytes, hasher.hexdigest()
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import shutil
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +10,18 @@ from pathlib import Path
 import xxhash
 
 from rollout_service.config import WeightsConfig
-from rollout_service.errors import InvalidRequest, LogCorrupt, NotFound, RolloutServiceError, VersionConflict
+from rollout_service.errors import (
+    InsufficientStorage,
+    InvalidRequest,
+    LogCorrupt,
+    NotFound,
+    RolloutServiceError,
+    VersionConflict,
+)
 from rollout_service.quant.recipe import QuantPlan
 from rollout_service.threads import io_threads
 from rollout_service.weights.convert import Converter
+from rollout_service.weights.files import remove_tree
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.record import UploadRecord, read_record, source_stamp
 from rollout_service.weights.ref_source import RefSource
@@ -26,6 +33,10 @@ from rollout_service.weights.unquantized import UnquantizedLog
 from rollout_service.weights.upload import BeginUpload, ObjectSource, PathSource, UploadPlan, with_kv_scales
 
 logger = logging.getLogger(__name__)
+_GRACE = 0.25
+"""Share of ``weights.staged_ttl_s`` for which nothing expires after the ingest has started."""
+_MOST_DROPPED = 100
+"""Versions of which it is remembered why they were dropped."""
 _PART_MEMORY_BYTES = 192 << 20
 """Parts that are received or wait to be converted; those for which there is no room are read from their files."""
 
@@ -49,6 +60,8 @@ class Uploads:
         self._part_memory = BufferPool(_PART_MEMORY_BYTES)
         self._staged: dict[int, StagedVersion] = {}
         self._committed: dict[int, UploadRecord] = {}
+        self._dropped: dict[int, str] = {}
+        self._started_at = time.monotonic()
         self.upload_url = ""
         """Where parts are taken."""
 
@@ -58,13 +71,23 @@ class Uploads:
         return list(self._staged)
 
     def staged(self, version: int) -> StagedVersion:
-        """The upload of ``version``. Raises NotFound."""
+        """The upload of ``version``. Raises NotFound, with the reason if the service has dropped it."""
         if version not in self._staged:
+            why = self._dropped.get(version)
+            dropped = "" if why is None else f"; what was staged of it was dropped: {why}"
             raise NotFound(
-                f"version {version} is not staged (staged: {sorted(self._staged)}): POST /v1/weights first",
+                f"version {version} is not staged (staged: {sorted(self._staged)}){dropped}: POST /v1/weights first",
                 {"version": version, "staged": sorted(self._staged)},
             )
         return self._staged[version]
+
+    def why_dropped(self, version: int) -> str | None:
+        """Why a version that was staged is not any more; None: nobody but its trainer has dropped it."""
+        return self._dropped.get(version)
+
+    def _note_dropped(self, version: int, why: str) -> None:
+        logger.warning("staged version %d is dropped: %s", version, why)
+        self._dropped = {**dict(list(self._dropped.items())[1 - _MOST_DROPPED :]), version: why}
 
     async def committed(self, version: int) -> UploadRecord | None:
         """How a committed version came; None for one that is not in the log, or of a log that kept no records."""
@@ -98,7 +121,7 @@ class Uploads:
             return self._plan_of(staged.record, staged)
         await asyncio.to_thread(self._require_same, known, begin, "committed" if resumed is None else "staged")
         if resumed is not None:
-            resumed.touched_at = time.time()
+            resumed.touched_at = time.monotonic()
         return self._plan_of(known, resumed)
 
     async def stage(
@@ -116,7 +139,13 @@ class Uploads:
         failed = self._staged.pop(begin.version, None)
         if failed is not None:
             await failed.discard()
-        self._staged[begin.version] = await asyncio.to_thread(self._stage, begin, source, stamp)
+        try:
+            self._staged[begin.version] = await asyncio.to_thread(self._stage, begin, source, stamp)
+        except OSError as error:
+            raise RolloutServiceError(
+                f"version {begin.version} cannot be staged in {self._log.staging(0).parent}: {error}"
+            ) from error
+        self._dropped.pop(begin.version, None)
         return self._staged[begin.version]
 
     async def discard(self, version: int) -> None:
@@ -125,22 +154,21 @@ class Uploads:
         del self._staged[version]
         await staged.discard()
 
-    async def committed_now(self, version: int) -> None:
-        """A staged version has been committed: remove what is left of its upload, and what it has overtaken."""
+    async def committed_now(self, version: int, digest: str) -> None:
+        """A staged version has been committed under that digest: remove what is left of its upload, and what it has
+        overtaken."""
         staged = self._staged.pop(version)
-        await asyncio.to_thread(staged.keep_copy)
+        await asyncio.to_thread(staged.keep_copy, digest)
         await asyncio.to_thread(staged.remove_files)
         self._part_memory.trim()
         for older in [v for v in self._staged if v < version]:
-            logger.warning(
-                "staged version %d is dropped: version %d is committed, and versions only grow", older, version
-            )
+            self._note_dropped(older, f"version {version} is committed, and versions only grow")
             await self._staged.pop(older).discard()
 
     async def recover(self) -> None:
         """Take up what an earlier ingest had staged; what can be committed no more is removed."""
         if self._unquantized is not None:
-            await asyncio.to_thread(self._unquantized.recover)
+            await asyncio.to_thread(self._unquantized.recover, self._log)
         staging = self._log.staging(0).parent
         folders = sorted(staging.iterdir()) if staging.is_dir() else []
         for parts in (path for path in folders if path.name.endswith(".parts")):
@@ -149,18 +177,23 @@ class Uploads:
         kept = {path.name for v in self._staged for path in (self._log.staging(v), parts_folder(self._log.staging(v)))}
         for path in folders:
             if path.name not in kept and not (path.name.endswith(".parts") and path.is_dir()):
-                await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+                await asyncio.to_thread(remove_tree, path)
 
     async def expire(self) -> None:
         """Drop what nobody has touched for too long."""
         for version, staged in list(self._staged.items()):
-            idle_s = time.time() - staged.touched_at
-            if idle_s > self._config.staged_ttl_s:
-                logger.warning(
-                    "staged version %d is dropped: nothing came for %.0f s (weights.staged_ttl_s=%g); it lacked %d of "
-                    "%d parts", version, idle_s, self._config.staged_ttl_s, len(staged.missing), staged.num_parts,
-                )  # fmt: skip
+            now = time.monotonic()
+            # what an earlier ingest took in is as old as its files are by the wall clock, which may have been set since
+            # then: whoever still sends it has some time to come back
+            since_start = self._started_at + self._config.staged_ttl_s * _GRACE
+            if now - staged.touched_at > self._config.staged_ttl_s and now >= since_start:
                 await self.discard(version)
+                self._note_dropped(
+                    version,
+                    f"nothing came for {now - staged.touched_at:.0f} s "
+                    f"(weights.staged_ttl_s={self._config.staged_ttl_s:g}); it lacked {len(staged.missing)} of "
+                    f"{staged.num_parts} parts",
+                )
 
     async def close(self) -> None:
         """Stop converting and close every file; what is staged stays on disk for the next ingest."""
@@ -207,6 +240,7 @@ class Uploads:
         return staged
 
     async def _recover(self, parts: Path) -> None:
+        number = parts.name.removesuffix(".parts")
         try:
             record = await asyncio.to_thread(read_record, parts)
             if record is None:
@@ -214,12 +248,13 @@ class Uploads:
             version = record.begin.version
             self.require_newer(version)
             staged = await self.stage(record.begin, self._source_of(record.begin))
-        except RolloutServiceError as error:
-            if error.http_status == 507:
+        except (RolloutServiceError, OSError) as error:  # one that cannot be read is no reason not to start
+            if isinstance(error, InsufficientStorage):
                 logger.error("%s stays on disk until its upload is begun again: %s", parts, error)
                 return
-            logger.warning("%s is dropped: %s", parts, error)
-            await asyncio.to_thread(shutil.rmtree, parts, ignore_errors=True)
+            if number.isdecimal():
+                self._note_dropped(int(number), f"{parts} cannot be taken up again: {error}")
+            await asyncio.to_thread(remove_tree, parts)
         else:
             logger.info(
                 "version %d is staged still, and lacks %d of %d parts", version, len(staged.missing), staged.num_parts

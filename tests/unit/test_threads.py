@@ -1,12 +1,13 @@
 """What runs in threads of its own, in the order it was given."""
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from rollout_service import threads
-from rollout_service.threads import in_threads, io_threads
+from rollout_service.threads import in_threads, io_threads, to_thread_and_back
 
 LONG_S = 60.0
 
@@ -60,3 +61,30 @@ def test_there_is_a_thread_on_the_smallest_machine(monkeypatch: pytest.MonkeyPat
     assert io_threads() == 1
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(192)))
     assert io_threads() == 8
+
+
+async def test_who_is_cancelled_waits_until_the_thread_has_ended() -> None:
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        go_on.wait(30)
+        ended.set()
+
+    waiting = asyncio.create_task(to_thread_and_back(work))
+    await asyncio.to_thread(begun.wait, 30)
+    for _ in range(3):
+        waiting.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert ended.is_set()
+
+
+async def test_what_the_thread_returns_or_raises_comes_back() -> None:
+    assert await to_thread_and_back(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        await to_thread_and_back(divmod, 7, 0)

@@ -1,5 +1,6 @@
 """The nouns hold their invariants from the moment they are made."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from rollout_service.sampling import GenerateCall, Sampling
 from rollout_service.types import (
+    MAX_VERSION,
     Completion,
     Fleet,
     MismatchReceipt,
@@ -20,6 +23,7 @@ from rollout_service.types import (
     UpdateTimings,
     WeightStatus,
 )
+from rollout_service.weights.upload import BeginUpload, PathSource
 
 STATUS = ReplicaStatus(
     replica_id="engine#1",
@@ -140,3 +144,19 @@ def test_spans_that_follow_one_another_to_the_last_token_are_taken(lengths: list
     tokens = tuple(range(sum(lengths)))
     made = completion(token_ids=tokens, logprobs=(0.0,) * len(tokens), spans=spans)
     assert made.versions == tuple(range(len(lengths)))
+
+
+@pytest.mark.parametrize("version", [-1, MAX_VERSION + 1, 2**63, 10**255])
+def test_a_version_that_json_does_not_hold_exactly_is_refused(version: int) -> None:
+    with pytest.raises(ValidationError, match="version"):
+        Span(version=version, start=0, end=1)
+    with pytest.raises(ValidationError, match="version"):
+        BeginUpload(version=version, source=PathSource(path=Path("weights")))
+    with pytest.raises(ValidationError, match="min_weight_version"):
+        GenerateCall(request_id="r", prompt_token_ids=(1,), sampling=Sampling(), min_weight_version=version)
+
+
+def test_the_largest_version_comes_through_json_and_a_double_as_it_is() -> None:
+    span = Span(version=MAX_VERSION, start=0, end=1)
+    assert Span.model_validate_json(span.model_dump_json()) == span
+    assert int(float(MAX_VERSION)) == MAX_VERSION

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -68,6 +69,19 @@ async def follower(new: Follower, engine: FakeEngine) -> Follower:
     await new.start()
     engine.calls.clear()
     return new
+
+
+def count_stagings(engine: FakeEngine) -> list[Path]:
+    """Every folder that is staged from now on."""
+    staged: list[Path] = []
+    stage = engine.stage
+
+    async def counted(folder: Path) -> None:
+        staged.append(folder)
+        await stage(folder)
+
+    engine.stage = counted  # type: ignore[method-assign]
+    return staged
 
 
 def in_order(version: int) -> list[str]:
@@ -138,13 +152,40 @@ async def test_while_another_replica_measures_it_serves_the_old_version_and_says
 ) -> None:
     kv_scales.fail_scales = WAITS
     await push(log, ingest, 1)
-    status = await ingest.reported(lambda s: s.state == "stale")
-    assert (status.version, status.target, status.error) == (0, None, str(WAITS))
+    status = await ingest.reported(lambda s: s.error is not None)
+    assert (status.version, status.state, status.target, status.error) == (0, "syncing", 1, str(WAITS))
     assert engine.calls == [] and not engine.paused
     follower.check_health()
     kv_scales.fail_scales = None
     await serving(follower, ingest, 1)
     assert engine.calls == in_order(1) and follower.status().error is None
+
+
+async def test_however_long_another_replica_measures_the_version_is_read_once(
+    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
+) -> None:
+    staged = count_stagings(engine)
+    kv_scales.fail_scales = WAITS
+    await push(log, ingest, 1)
+    seen = len(ingest.reports)
+    await ingest.reported(lambda _: len(ingest.reports) > seen + 20)
+    kv_scales.fail_scales = None
+    await serving(follower, ingest, 1)
+    assert [folder.name for folder in staged] == ["1"]
+
+
+async def test_a_newer_version_that_comes_while_another_replica_measures_is_read_in_its_place(
+    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
+) -> None:
+    staged = count_stagings(engine)
+    kv_scales.fail_scales = WAITS
+    await push(log, ingest, 1)
+    await ingest.reported(lambda s: s.error is not None)
+    await push(log, ingest, 2)
+    await ingest.reported(lambda s: s.target == 2 and s.error is not None)
+    kv_scales.fail_scales = None
+    await serving(follower, ingest, 2)
+    assert [folder.name for folder in staged] == ["1", "2"] and "load 1" not in " ".join(engine.calls)
 
 
 async def test_a_replica_that_starts_meanwhile_waits_and_is_not_ready(

@@ -1,6 +1,7 @@
 """A replica measures on its turn, or to find out whether FP8 does at all, and says what it found."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -78,7 +79,7 @@ async def test_scales_that_another_replica_measured_are_loaded_and_nothing_is_me
     calibrator = make()
     assert await calibrator.scales_for(AWAITING) == OTHERS
     await calibrator.loaded(AWAITING)
-    assert engine.calls == [] and desk.asked == [("kv_turn", 1, "r1")]
+    assert engine.calls == [] and desk.asked == [("kv_turn", 1, "r1", AWAITING.digest)]
     assert calibrator.status is not None and calibrator.status.measured_version is None
 
 
@@ -89,8 +90,8 @@ async def test_on_its_turn_it_measures_and_publishes_what_every_rank_saw(
     desk.gives(None, measures=True)
     desk.settles(1, FOURS)
     await load(make(), engine, AWAITING)
-    [(_, asked_version, replica_id, ranks)] = [asked for asked in desk.asked if asked[0] == "kv_settle"]
-    assert (asked_version, replica_id) == (1, "r1")
+    [(_, asked_version, replica_id, ranks, digest)] = [asked for asked in desk.asked if asked[0] == "kv_settle"]
+    assert (asked_version, replica_id, digest) == (1, "r1", AWAITING.digest)
     assert [rank.amax[LAYERS[0]] for rank in ranks] == [((4, 4, 4),), ((4, 4096, 4),)]
     assert engine.batches[0] == batch.sequences() and ranks[0].tokens == 16
 
@@ -237,13 +238,13 @@ async def test_a_model_that_later_does_not_bear_fp8_any_more_is_served_and_the_s
     assert calibrator.status.choice == KNOWN
 
 
-async def test_keys_that_are_zero_do_not_tell_whether_fp8_does_and_nothing_is_noted(
+async def test_keys_that_are_zero_do_not_tell_whether_fp8_does_and_that_is_what_is_noted(
     make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
 ) -> None:
     engine.keys[LAYERS[1]] = [ordinary() * 0]
     calibrator = make(None)
     await load(calibrator, engine, BRINGS)
-    assert calibrator.status is not None and desk.asked == []
+    assert calibrator.status is not None and desk.asked == [("choose_kv_cache", calibrator.status.choice)]
     assert calibrator.status.choice.dtype == "fp8_e4m3"
     assert calibrator.status.choice.why.startswith("not measured: 1 tensors were zero throughout")
 
@@ -280,13 +281,29 @@ async def test_while_its_scales_cannot_be_kept_it_says_why(
     assert calibrator.error is None
 
 
-async def test_that_fp8_does_need_not_be_noted(make: Make, engine: FakeMeasuringEngine, desk: FakeDesk) -> None:
-    desk.answers["choose_kv_cache"] = [ActorDiedError()]
+async def test_it_does_not_serve_in_fp8_before_that_is_noted_for_all(
+    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+) -> None:
+    desk.answers["choose_kv_cache"] = [ActorDiedError(), InsufficientStorage("make room")]
     calibrator = make(None)
     await load(calibrator, engine, BRINGS)
+    assert desk.names() == ["choose_kv_cache"] * 3 and calibrator.error is None
     assert calibrator.status is not None and calibrator.status.choice.why.startswith("all 2 layers bear it")
     await load(calibrator, engine, BRINGS)
-    assert desk.names() == ["choose_kv_cache"]
+    assert desk.names() == ["choose_kv_cache"] * 3
+
+
+@pytest.mark.parametrize("measured", [True, False], ids=["it found FP8 to do", "it could not measure"])
+async def test_a_replica_that_finds_fp8_to_do_gives_way_to_one_that_found_otherwise_before(
+    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk, measured: bool
+) -> None:
+    held = KVCacheChoice(dtype="bfloat16", why="1 of 2 layers do not bear it", judged_by="r0, version 0")
+    desk.answers["choose_kv_cache"] = [held]
+    engine.fail = None if measured else "its attention has attention sinks"
+    calibrator = make(None)
+    with pytest.raises(KVCacheUnfit, match="1 of 2 layers do not bear it") as refused:
+        await load(calibrator, engine, BRINGS)
+    assert refused.value.detail["judged_by"] == "r0, version 0" and calibrator.status is None
 
 
 async def test_waiting_for_another_replica_is_left_to_the_follower(make: Make, desk: FakeDesk) -> None:
@@ -324,7 +341,7 @@ async def test_an_engine_that_cannot_measure_scales_that_it_is_to_have_fails_and
         await load(make(KNOWN), engine, AWAITING)
 
 
-async def test_an_engine_that_cannot_measure_whether_fp8_does_goes_on_with_it_and_says_so_to_nobody_but_the_fleet(
+async def test_an_engine_that_cannot_measure_whether_fp8_does_goes_on_with_it_and_says_so_to_the_fleet(
     make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
 ) -> None:
     engine.fail = "its attention has attention sinks"
@@ -332,7 +349,7 @@ async def test_an_engine_that_cannot_measure_whether_fp8_does_goes_on_with_it_an
     await load(calibrator, engine, BRINGS)
     why = "not measured: its attention has attention sinks"
     assert calibrator.status == KVCacheStatus(choice=KVCacheChoice(dtype="fp8_e4m3", why=why))
-    assert desk.names() == []  # the next replica measures again
+    assert desk.names() == ["choose_kv_cache"]  # or the next replica could find BF16, and this one stay in FP8
 
 
 async def test_an_error_that_is_not_rays_is_not_waited_for(
@@ -362,6 +379,19 @@ async def test_the_status_is_of_the_version_that_was_measured_last(
     desk.gives(OTHERS, measures=False)
     await load(calibrator, engine, version(3))
     assert calibrator.status == status
+
+
+async def test_keys_that_are_not_numbers_leave_a_status_that_a_client_can_read(
+    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+) -> None:
+    engine.keys[LAYERS[1]] = [ordinary() * math.nan]
+    desk.gives(OTHERS, measures=True)
+    desk.settles(1, OTHERS)
+    calibrator = make()
+    await load(calibrator, engine, AWAITING)
+    assert calibrator.status is not None and list(calibrator.status.unfit) == [LAYERS[1]]
+    assert calibrator.status.saturated[LAYERS[0]] == (0, 0)
+    assert KVCacheStatus.model_validate_json(calibrator.status.model_dump_json()) == calibrator.status
 
 
 async def test_a_bf16_cache_needs_nothing(desk: FakeDesk) -> None:

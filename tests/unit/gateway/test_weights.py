@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import httpx
+import pytest
 
 from rollout_service.gateway.replica import create_app
 from rollout_service.gateway.services import Services
 from rollout_service.quant.experts import ExpertNaming
+from rollout_service.types import MAX_VERSION
 from rollout_service.web.auth import Authorizer
 from rollout_service.weights.upload import TrainerRecipe
 from tests.support.without_ray import LocalHandle
@@ -40,3 +42,37 @@ async def test_the_recipe_needs_the_token_when_there_is_one(services: Services) 
         assert (await http.get("/v1/weights/recipe")).status_code == 401
         known = await http.get("/v1/weights/recipe", headers={"Authorization": "Bearer secret"})
         assert known.status_code == 200
+
+
+@pytest.mark.parametrize("version", [-1, MAX_VERSION + 1, 2**63, 10**255])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/weights/{}"),
+        ("DELETE", "/v1/weights/{}"),
+        ("POST", "/v1/weights/{}/commit"),
+        ("PUT", "/v1/weights/{}/parts/0"),
+        ("GET", "/v1/mismatch?version={}"),
+    ],
+)
+async def test_a_version_out_of_bounds_is_refused_by_every_route(
+    services: Services, method: str, path: str, version: int
+) -> None:
+    async with http_to(services) as http:
+        reply = await http.request(method, path.format(version))
+    assert reply.status_code == 422 and "version" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("version", [-1, MAX_VERSION + 1, 10**255])
+async def test_no_upload_begins_and_no_rollout_waits_for_a_version_out_of_bounds(
+    services: Services, version: int
+) -> None:
+    bodies: dict[str, dict[str, object]] = {
+        "/v1/weights": {"version": version, "source": {"path": "/weights"}},
+        "/inference/v1/generate": {"token_ids": [1], "sampling_params": {}, "min_weight_version": version},
+        "/v1/completions": {"prompt": [1], "min_weight_version": version},
+    }
+    async with http_to(services) as http:
+        for path, body in bodies.items():
+            reply = await http.post(path, json=body)
+            assert reply.status_code == 422 and "version" in reply.json()["error"]["message"]

@@ -38,6 +38,9 @@ class Follower:
         self.version, self._coming = version, coming
         self.waits: list[float] = []
 
+    def holds(self, version: int) -> bool:
+        return self.version == version
+
     async def wait_version(self, version: int, timeout_s: float) -> bool:
         if self.version is not None and self.version >= version:
             return True

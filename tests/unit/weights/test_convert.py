@@ -4,6 +4,7 @@ import gc
 import re
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -183,8 +184,37 @@ def test_a_scale_that_is_no_positive_number_is_named(value: float) -> None:
         list(Converter(RECIPE).convert([("q_scale_inv", scales)]))
 
 
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        (3e38, "above 7.566e+35, which no BF16 weight needs"),
+        (7.6e35, "above 7.566e+35"),
+        (1e-39, "that fp32 cannot hold as a normal number"),
+        (2.0**-149, "that fp32 cannot hold as a normal number"),
+    ],
+)
+def test_a_scale_with_which_codes_overflow_or_vanish_is_named(value: float, complaint: str) -> None:
+    scales = torch.ones(2, 2)
+    scales[1, 0] = value
+    words = rf"q_scale_inv\[1, 0\] is {re.escape(f'{value:g}')}, a block scale .*{re.escape(complaint)}"
+    with pytest.raises(QuantizationError, match=words):
+        list(Converter(RECIPE).convert([("q_scale_inv", scales)]))
+
+
+@pytest.mark.parametrize("kind", ["fp32", "power_of_two"])
+@pytest.mark.parametrize("weight", [torch.finfo(torch.bfloat16).max, 1e-38, 0.0])
+def test_the_scales_of_every_weight_that_can_be_quantized_are_taken(
+    kind: Literal["fp32", "power_of_two"], weight: float
+) -> None:
+    codes, scales = quantize_blockwise(torch.full((130, 200), weight).bfloat16(), power_of_two=kind == "power_of_two")
+    stored = dict(
+        Converter(RECIPE.model_copy(update={"scales": kind})).convert([("q", codes), ("q_scale_inv", scales)])
+    )
+    assert torch.equal(stored["q_scale_inv"], scales)
+
+
 def test_a_scale_that_is_no_power_of_two_is_named_if_the_recipe_wants_those() -> None:
-    scales = torch.tensor([[2.0**-20, 1.0], [0.75, 2.0**-140]])
+    scales = torch.tensor([[2.0**-20, 1.0], [0.75, 2.0**-120]])
     with pytest.raises(QuantizationError, match=r"q_scale_inv\[1, 0\] is 0\.75, no power of two"):
         list(Converter(RECIPE.model_copy(update={"scales": "power_of_two"})).convert([("q_scale_inv", scales)]))
     scales[1, 0] = 4.0

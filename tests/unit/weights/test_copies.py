@@ -4,18 +4,22 @@ import asyncio
 import errno
 import os
 import shutil
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError
 
 from rollout_service.errors import InsufficientStorage, LogCorrupt, NotFound, NotReady
 from rollout_service.weights import copies as module
 from rollout_service.weights.copies import Copies, copies_for
+from rollout_service.weights.files import WriterLock
 from rollout_service.weights.log import Head, WeightLog
 from rollout_service.weights.offers import Offers
 from tests.unit.weights.offering import CHUNK_BYTES, OfferingIngest
-from tests.unit.weights.versions import FIRST, commit, flip_a_byte
+from tests.unit.weights.trainer import settle
+from tests.unit.weights.versions import FIRST, commit, flip_a_byte, restored
 
 pytestmark = pytest.mark.usefixtures("object_store")
 
@@ -197,6 +201,113 @@ async def test_an_older_version_fetched_late_does_not_turn_latest_back(copies: C
     await copies.fetch(head_of(log))
     await copies.fetch(old)
     assert copies.log.head() == log.head() and copies.log.versions() == [0, 1]
+
+
+# --- a log that was restored from a backup
+
+
+async def test_a_copy_of_other_weights_under_the_same_number_is_replaced(
+    copies: Copies, ingest: OfferingIngest, log: WeightLog
+) -> None:
+    with restored(log):
+        commit(log, 1)
+        await copies.fetch(head_of(log))
+    commit(log, 1, content=77)
+    await copies.look()
+    await copies.fetch(head_of(log))
+    assert contents(copies.log.folder(1)) == contents(log.folder(1))
+    assert copies.log.head() == log.head()
+
+
+async def test_the_same_number_is_fetched_anew_also_while_another_replica_reads_the_old_copy(
+    node: Path, ingest: OfferingIngest, copies: Copies, log: WeightLog
+) -> None:
+    other = copies_on(node, ingest)
+    with restored(log):
+        commit(log, 1)
+        await copies.fetch(head_of(log))
+        await other.fetch(head_of(log))
+    commit(log, 1, content=77)
+    await other.look()
+    await other.fetch(head_of(log))
+    assert contents(other.log.folder(1)) == contents(log.folder(1))
+
+
+async def test_copies_that_the_restored_log_does_not_have_are_removed(copies: Copies, log: WeightLog) -> None:
+    with restored(log):
+        for version in (1, 2):
+            commit(log, version)
+            await copies.fetch(head_of(log))
+    copies.release(but=-1)
+    await copies.look()
+    await copies.fetch(head_of(log))
+    assert copies.log.versions() == [0] and copies.log.head() == log.head()
+
+
+async def test_a_copy_that_was_interrupted_is_not_gone_on_from_with_other_bytes(
+    copies: Copies, ingest: OfferingIngest, log: WeightLog
+) -> None:
+    with restored(log):
+        commit(log, 1)
+        ingest.fail_after = 3
+        with pytest.raises(NotReady, match="does not answer"):
+            await copies.fetch(head_of(log))
+    ingest.fail_after = None
+    commit(log, 1, content=77)
+    await copies.fetch(head_of(log))
+    assert contents(copies.log.folder(1)) == contents(log.folder(1))
+
+
+# --- a fetch that is cancelled
+
+
+async def test_a_chunk_that_is_being_written_when_its_fetch_is_cancelled_goes_into_no_other_file(
+    copies: Copies, log: WeightLog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    writing, go_on, append = threading.Event(), threading.Event(), module._append
+
+    def held(fd: int, chunk: np.ndarray) -> None:
+        writing.set()
+        go_on.wait(30)
+        append(fd, chunk)
+
+    monkeypatch.setattr(module, "_append", held)
+    fetching = asyncio.create_task(copies.fetch(head_of(log)))
+    await asyncio.to_thread(writing.wait, 30)
+    fetching.cancel()
+    await settle()
+    others = [(tmp_path / f"other-{number}").open("wb") for number in range(8)]  # one would have the closed number
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    for file in others:
+        file.close()
+    assert [Path(file.name).read_bytes() for file in others] == [b""] * 8
+    monkeypatch.undo()
+    await copies.fetch(head_of(log))
+    assert contents(copies.log.folder(0)) == contents(log.folder(0))
+
+
+async def test_a_fetch_that_is_cancelled_while_it_waits_for_the_lock_does_not_keep_it(
+    node: Path, ingest: OfferingIngest, copies: Copies, log: WeightLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting, go_on, acquire = threading.Event(), threading.Event(), WriterLock.acquire
+
+    def held(lock: WriterLock, timeout_s: float) -> WriterLock:
+        waiting.set()
+        go_on.wait(30)
+        return acquire(lock, timeout_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WriterLock, "acquire", held)
+        fetching = asyncio.create_task(copies.fetch(head_of(log)))
+        await asyncio.to_thread(waiting.wait, 30)
+        fetching.cancel()
+        await settle()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+    await asyncio.wait_for(copies_on(node, ingest).fetch(head_of(log)), 30)
 
 
 # --- keeping

@@ -9,17 +9,28 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import InsufficientStorage, LogLocked, NotFound, QuantizationError, VersionConflict
+from rollout_service.errors import (
+    InsufficientStorage,
+    InvalidRequest,
+    LogLocked,
+    NotFound,
+    QuantizationError,
+    VersionConflict,
+)
 from rollout_service.types import WeightStatus
+from rollout_service.weights import staging, uploads
 from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.record import RECORD_FILE, read_record
+from rollout_service.weights.ref_source import RefSource
 from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource, upload_digest
 from tests.unit.client.real_ingest import real_ingest
 from tests.unit.weights.trainer import Trainer, Weights, begin_of, changed, config_of, replica, stream_of
@@ -141,6 +152,39 @@ async def test_the_trainer_that_began_has_its_way_over_parts_of_another(
     ).digest
 
 
+@pytest.mark.parametrize("sent", [1, 5, None], ids=["one part", "five parts", "all parts"])
+async def test_what_another_trainer_sent_and_cannot_be_quantized_gives_way_to_what_the_first_one_sends(
+    ingest: Ingest, trainer: Trainer, weights: Weights, sent: int | None
+) -> None:
+    await ingest.begin(begin_of(1, weights).model_copy(update={"uploader": "first"}))
+    broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights.items()}
+    for number, part in list(enumerate(parts_of(broken)))[:sent]:
+        assert (await trainer.put(1, number, part, **{"X-Uploader": "second"})).status_code == 200
+    for number, part in enumerate(parts_of(weights)):
+        assert (await trainer.put(1, number, part, **{"X-Uploader": "first"})).status_code == 200
+    assert (await ingest.commit(1, CommitUpload())).digest == (await trainer.push(2, weights)).digest
+    assert (await ingest.status(1)).error is None
+
+
+async def test_what_stays_of_another_trainer_and_cannot_be_quantized_fails_the_version(
+    ingest: Ingest, trainer: Trainer, weights: Weights
+) -> None:
+    await ingest.begin(begin_of(1, weights).model_copy(update={"uploader": "first"}))
+    broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights.items()}
+    for number, part in enumerate(parts_of(broken)):
+        await trainer.put(1, number, part, **{"X-Uploader": "second"})
+    for number, part in list(enumerate(parts_of(weights)))[:-1]:
+        await trainer.put(1, number, part, **{"X-Uploader": "first"})
+    with pytest.raises(QuantizationError, match="is nan"):
+        await ingest.commit(1, CommitUpload())
+
+
+async def test_the_objects_of_a_version_out_of_bounds_are_refused_by_name(ingest: Ingest) -> None:
+    source = RefSource(())
+    with pytest.raises(InvalidRequest, match="versions are 0 to 9007199254740991"):
+        source.announced(2**63)
+
+
 # --- restarts
 
 
@@ -221,15 +265,98 @@ async def test_a_commit_that_died_before_latest_was_replaced_is_staged_again(
     await again.stop()
 
 
-async def test_an_upload_that_nobody_touches_expires(model: Path, tmp_path: Path, weights: Weights) -> None:
-    ingest = await start(config_of(model, tmp_path / "log", weights={"staged_ttl_s": 0.2}))
+class Clocks:
+    """The process's own clock and the one on the wall, for what the uploads ask."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.own_s, self.wall_s = time.monotonic(), time.time()
+        clock = SimpleNamespace(monotonic=lambda: self.own_s, time=lambda: self.wall_s)
+        for module in (uploads, staging):
+            monkeypatch.setattr(module, "time", clock)
+
+    def go_on(self, seconds: float) -> None:
+        self.own_s, self.wall_s = self.own_s + seconds, self.wall_s + seconds
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    return Clocks(monkeypatch)
+
+
+TTL_S = 1000.0
+
+
+@pytest.fixture
+def expiring(model: Path, tmp_path: Path) -> ServiceConfig:
+    return config_of(model, tmp_path / "log", weights={"staged_ttl_s": TTL_S})
+
+
+async def staged_versions(ingest: Ingest) -> list[int]:
+    """After those are dropped that nobody has touched."""
+    await ingest._expire()
+    return [status.version for status in await ingest.versions() if status.state == "staged"]
+
+
+async def test_an_upload_that_nobody_touches_expires_and_its_trainer_is_told_why(
+    expiring: ServiceConfig, weights: Weights, clocks: Clocks
+) -> None:
+    ingest = await start(expiring)
     await Trainer(ingest).upload(1, weights, order=[0])
-    deadline = time.monotonic() + 30
-    while [status.version for status in await ingest.versions()] != [0]:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
+    clocks.go_on(0.9 * TTL_S)
+    assert (await Trainer(ingest).put(1, 1, parts_of(weights)[1])).status_code == 200
+    clocks.go_on(0.9 * TTL_S)
+    assert await staged_versions(ingest) == [1]
+    clocks.go_on(0.2 * TTL_S)
+    assert await staged_versions(ingest) == []
+    assert list((expiring.weights.root / "staging").iterdir()) == []
+    late = await Trainer(ingest).put(1, 2, parts_of(weights)[2])
+    assert late.status_code == 404 and "nothing came for 1100 s" in late.json()["error"]["message"]
+    await ingest.begin(begin_of(1, weights))
+    assert await staged_versions(ingest) == [1]
     await ingest.stop()
-    assert list((tmp_path / "log" / "staging").iterdir()) == []
+
+
+@pytest.mark.parametrize("jump_s", [100 * TTL_S, -100 * TTL_S])
+async def test_a_wall_clock_that_is_set_drops_no_upload(
+    expiring: ServiceConfig, weights: Weights, clocks: Clocks, jump_s: float
+) -> None:
+    ingest = await start(expiring)
+    await Trainer(ingest).upload(1, weights, order=[0])
+    clocks.wall_s += jump_s
+    assert await staged_versions(ingest) == [1]
+    clocks.go_on(1.1 * TTL_S)
+    assert await staged_versions(ingest) == []
+    await ingest.stop()
+
+
+async def test_the_time_before_a_restart_counts_by_the_wall_clock_and_whoever_still_sends_can_come_back(
+    expiring: ServiceConfig, weights: Weights, clocks: Clocks
+) -> None:
+    for away_s, comes_back in ((0.9, False), (1.1, False), (100.0, True)):
+        before = await start(expiring)
+        await Trainer(before).upload(1, weights, order=[0])
+        await before.stop()
+        clocks.go_on(away_s * TTL_S)
+        again = await start(expiring)
+        assert await staged_versions(again) == [1]
+        if comes_back:
+            assert (await Trainer(again).put(1, 1, parts_of(weights)[1])).status_code == 200
+        clocks.go_on(0.3 * TTL_S)
+        assert await staged_versions(again) == ([1] if comes_back else [])
+        await again.stop()
+
+
+async def test_files_from_the_future_are_not_kept_for_longer_than_others(
+    expiring: ServiceConfig, weights: Weights, clocks: Clocks
+) -> None:
+    before = await start(expiring)
+    await Trainer(before).upload(1, weights, order=[0])
+    await before.stop()
+    clocks.wall_s -= 100 * TTL_S
+    again = await start(expiring)
+    clocks.go_on(1.1 * TTL_S)
+    assert await staged_versions(again) == []
+    await again.stop()
 
 
 async def test_why_a_staged_version_failed_is_in_its_status(ingest: Ingest, trainer: Trainer, weights: Weights) -> None:

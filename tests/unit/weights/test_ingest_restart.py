@@ -1,18 +1,24 @@
 """What an ingest that died, or a caller that went away, leaves behind."""
 
 import asyncio
+import errno
+import os
+import shutil
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import LogCorrupt, LogLocked, NotReady, RolloutServiceError, UploadIncomplete
+from rollout_service.errors import LogCorrupt, LogLocked, NotFound, NotReady, RolloutServiceError, UploadIncomplete
+from rollout_service.weights import files
+from rollout_service.weights import log as log_module
 from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.log import Head, WeightLog
-from rollout_service.weights.upload import CommitUpload
+from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource
 from tests.unit.weights.trainer import (
     Trainer,
     Weights,
@@ -229,6 +235,154 @@ async def test_a_commit_that_the_disk_refuses_keeps_the_head_and_the_version_can
     (log.root / ".LATEST.tmp").rmdir()
     assert (await ingest.commit(1, CommitUpload())).state == "committed"
     log.verify(log.manifest(1))
+
+
+async def test_a_commit_that_the_disk_did_not_confirm_is_committed_for_everyone_and_says_what_is_missing(
+    ingest: Ingest,
+    trainer: Trainer,
+    weights: Weights,
+    log: WeightLog,
+    restarted: Restart,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await trainer.upload(1, weights)
+    synced, sync = 0, files.sync_folder
+
+    def failing(folder: Path) -> None:
+        nonlocal synced
+        synced += folder == log.root
+        if folder == log.root and synced == 2:  # LATEST is replaced already
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(folder)
+
+    with monkeypatch.context() as patch:
+        for module in (files, log_module):
+            patch.setattr(module, "sync_folder", failing)
+        status = await ingest.commit(1, CommitUpload())
+    assert status.state == "committed" and status.error is not None
+    assert "the disk did not confirm it ([Errno 5]" in status.error.message
+    assert log.versions() == [0, 1] and (await ingest.fleet()).latest_version == 1
+    assert (await ingest.sync(replica("a", 0), None)).version == 1
+    assert await ingest.commit(1, CommitUpload()) == await ingest.status(1)
+    again = await restarted()
+    assert (await again.fleet()).latest_version == 1 and (await again.status(1)).state == "committed"
+    log.verify(log.manifest(1))
+    assert (await Trainer(again).push(2, weights)).error is None
+
+
+async def test_an_old_version_that_cannot_be_removed_does_not_fail_the_commit(
+    ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(*_: object) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    await ingest.report(replica("a", 0))
+    for version in (1, 2):
+        await trainer.push(version, weights)
+        await ingest.report(replica("a", version, sequence=version))
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightLog, "drop", busy)
+        assert (await trainer.push(3, weights)).state == "committed"
+    assert log.versions() == [1, 2, 3]
+    await trainer.push(4, weights)
+    assert log.versions() == [2, 3, 4]
+
+
+# --- staged parts that cannot be read
+
+
+@pytest.fixture
+async def unreadable(restarted: Restart, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog) -> Path:
+    """A part of version 1, staged beside version 2, that no process can open."""
+    for version in (1, 2):
+        await trainer.upload(version, weights, order=[0, 1, 2])
+    await ingest.stop()
+    (part,) = (log.root / "staging" / "1.parts").glob("part-000001.*")
+    part.unlink()
+    part.symlink_to(part.name)
+    return part
+
+
+async def test_a_staged_part_that_cannot_be_read_is_asked_for_again(
+    unreadable: Path, restarted: Restart, weights: Weights
+) -> None:
+    again = await restarted()
+    assert {0, 1, 2} & set((await again.status(1)).missing_parts) == {1}
+    assert {0, 1, 2} & set((await again.status(2)).missing_parts) == set()
+    assert (await Trainer(again).push(1, weights)).state == "committed"
+
+
+async def test_an_upload_with_a_part_that_can_neither_be_read_nor_removed_is_dropped_and_says_why(
+    unreadable: Path,
+    restarted: Restart,
+    weights: Weights,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    unlink = Path.unlink
+
+    def failing(path: Path, missing_ok: bool = False) -> None:
+        if path == unreadable:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        unlink(path, missing_ok)
+
+    before = open_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", failing)
+        again = await restarted()
+    assert [status.version for status in await again.versions()] == [0, 2]
+    with pytest.raises(NotFound, match=r"version 1 is neither committed nor staged any more: .*Input/output error"):
+        await again.status(1)
+    with pytest.raises(NotFound, match=r"what was staged of it was dropped: .*Input/output error"):
+        await again.commit(1, CommitUpload())
+    assert "staged version 1 is dropped" in caplog.text
+    await again.discard(2)
+    assert open_files() <= before + 1  # the writer's lock
+    assert (await Trainer(again).push(1, weights)).state == "committed"
+
+
+@pytest.mark.parametrize("name", ["upload.json", ""], ids=["its record", "its folder"])
+async def test_an_upload_whose_record_or_folder_cannot_be_read_is_dropped(
+    unreadable: Path, restarted: Restart, weights: Weights, name: str
+) -> None:
+    path = unreadable.parent / name
+    if path == unreadable.parent:
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    path.symlink_to(path.name)
+    again = await restarted()
+    assert [status.version for status in await again.versions()] == [0, 2]
+    with pytest.raises(NotFound, match="cannot be taken up again"):
+        await again.status(1)
+    assert (await Trainer(again).push(1, weights)).state == "committed"
+
+
+async def test_a_source_that_cannot_be_read_any_more_is_dropped(
+    model: Path, tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(dict(weights), source / "model.safetensors")
+    config = config_of(model, tmp_path / "log", weights={"source_roots": [source.resolve()]})
+    first = Ingest(config)
+    await first.start()
+    await first.begin(BeginUpload(version=1, source=PathSource(path=source)))
+    await first.stop()
+    stat = Path.stat
+
+    def stale(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if path.parent == source:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return stat(path, follow_symlinks=follow_symlinks)
+
+    again = Ingest(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", stale)
+        await again.start()
+    with pytest.raises(NotFound, match=r"neither committed nor staged any more: .*Stale file handle"):
+        await again.status(1)
+    await again.stop()
 
 
 async def test_versions_that_come_and_go_leave_no_file_open(ingest: Ingest, trainer: Trainer, weights: Weights) -> None:

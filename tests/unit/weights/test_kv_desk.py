@@ -232,6 +232,45 @@ async def test_the_first_choice_holds_for_all_and_for_an_ingest_that_starts_agai
     await again.stop()
 
 
+async def test_that_fp8_does_takes_the_place_of_an_earlier_bf16_where_fp8_is_asked_for_by_name(
+    config: ServiceConfig, log: WeightLog
+) -> None:
+    by_name = config.kv_cache.model_copy(update={"dtype": "fp8_e4m3"})
+    ingest = Ingest(config.model_copy(update={"kv_cache": by_name}))
+    await ingest.start()
+    log.set_kv_cache(BF16)
+    assert await ingest.kv.choose(FP8) == FP8 and log.kv_cache() == FP8
+    await ingest.stop()
+
+
+async def test_a_choice_that_the_disk_refuses_holds_for_nobody(
+    ingest: Ingest, log: WeightLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightLog, "set_kv_cache", full)
+        with pytest.raises(InsufficientStorage, match="choice of the KV cache's dtype cannot be kept"):
+            await ingest.kv.choose(FP8)
+    assert ingest.kv.choice() is None and await ingest.kv.choose(FP8) == FP8
+
+
+# --- other weights under the same number
+
+
+async def test_a_replica_with_other_weights_of_that_number_neither_gets_nor_settles_its_scales(ingest: Ingest) -> None:
+    digest = (await ingest.status(0)).digest
+    await loads(ingest, "old", 0)
+    with pytest.raises(NotReady, match=f"version 0 is {digest} in the ingest's log, and not 00ff: look again"):
+        await ingest.kv.turn(0, "old", "00ff")
+    with pytest.raises(NotFound, match="and not 00ff"):
+        await ingest.kv.settle(0, "old", RANKS, "00ff")
+    await loads(ingest, "new", 0)
+    assert await ingest.kv.turn(0, "new", digest) == FIRST_TURN
+    assert (await ingest.kv.settle(0, "new", RANKS, digest)).scales == SCALES
+
+
 @pytest.mark.parametrize(("dtype", "awaits"), [("auto", False), ("fp8_e4m3", True)])
 async def test_versions_await_no_scales_once_the_cache_fell_back_to_bf16_in_an_ingest_that_starts_again_too(
     config: ServiceConfig, weights: Weights, log: WeightLog, dtype: str, awaits: bool

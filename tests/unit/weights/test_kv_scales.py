@@ -53,9 +53,21 @@ def came(manifest: Manifest) -> tuple[object, str]:
         ({**SCALES, K: float("nan")}, "unusable", [f"{K} is nan"]),
         ({**SCALES, K: float("inf")}, "unusable", [f"{K} is inf"]),
         ({**SCALES, K: 1e39}, "unusable", [f"{K} is 1e+39"]),
+        ({**SCALES, K: 3e38}, "unusable", [f"{K} is 3e+38"]),
         ({**SCALES, K: 1e-39}, "unusable", [f"{K} is 1e-39"]),
     ],
-    ids=["one missing", "all missing", "unknown", "zero", "negative", "nan", "inf", "beyond fp32", "subnormal"],
+    ids=[
+        "one missing",
+        "all missing",
+        "unknown",
+        "zero",
+        "negative",
+        "nan",
+        "inf",
+        "beyond fp32",
+        "overflows",
+        "subnormal",
+    ],
 )
 async def test_scales_that_do_not_fit_are_refused_by_name_before_anything_is_sent(
     ingest: Ingest, weights: Weights, scales: dict[str, float], what: str, names: list[str]

@@ -1,12 +1,18 @@
 """The log on disk: what counts as committed, and what a crash or a damaged file can do."""
 
+import errno
+import itertools
+import os
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from rollout_service.errors import LogCorrupt, NotFound
 from rollout_service.types import KVCacheChoice
+from rollout_service.weights import files
+from rollout_service.weights import log as log_module
 from rollout_service.weights.log import Control, Head, WeightLog
 from rollout_service.weights.manifest import MANIFEST_FILE, Manifest
 from rollout_service.weights.record import UploadRecord
@@ -271,3 +277,92 @@ def test_a_control_that_does_not_parse_is_corrupt(log: WeightLog) -> None:
     (log.root / "CONTROL").write_text('{"paused": ')
     with pytest.raises(LogCorrupt, match="CONTROL does not parse"):
         log.control()
+
+
+# --- files that stay open, and disks that do not confirm
+
+
+@pytest.fixture
+def held_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+    """Makes a folder as NFS leaves it while a process has a file of it open: ``.nfs…``, which cannot be removed."""
+    unlink = os.unlink
+
+    def busy(path: str, *, dir_fd: int | None = None) -> None:
+        if Path(path).name.startswith(".nfs"):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+        unlink(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", busy)
+    yield lambda folder: (folder / ".nfs0001").touch()
+
+
+def test_an_old_version_that_is_still_open_somewhere_is_dropped_and_removed_later(
+    log: WeightLog, held_open: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(log, 0)
+    commit(log, 1)
+    held_open(log.folder(0))
+    log.drop(0)
+    assert log.versions() == [1]
+    (left,) = log.root.glob(".dropped-*")
+    assert [path.name for path in left.iterdir()] == [".nfs0001"]
+    commit(log, 2)
+    assert log.versions() == [1, 2] and left.exists()
+    monkeypatch.undo()  # it is closed
+    commit(log, 3)
+    assert not left.exists() and log.versions() == [1, 2, 3]
+
+
+def test_what_a_crash_left_of_a_version_gives_way_to_it_although_it_is_still_open(
+    log: WeightLog, held_open: Callable[[Path], None]
+) -> None:
+    commit(log, 0)
+    for _ in range(2):
+        crash_before_latest_is_replaced(log, 1)
+        held_open(log.folder(1))
+        log.remove_uncommitted()
+        assert log.versions() == [0] and not log.folder(1).exists()
+    commit(log, 1)
+    assert log.versions() == [0, 1] and len(list(log.root.glob(".dropped-1-*"))) == 2
+
+
+@pytest.fixture
+def unconfirmed(log: WeightLog, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Has the nth sync of the log's folder from now on fail, as a bad disk does."""
+
+    def fail(nth: int) -> None:
+        count, sync = itertools.count(1), files.sync_folder
+
+        def failing(folder: Path) -> None:
+            if folder == log.root and next(count) == nth:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            sync(folder)
+
+        for module in (files, log_module):
+            monkeypatch.setattr(module, "sync_folder", failing)
+
+    return fail
+
+
+def test_a_version_that_latest_names_is_committed_although_the_disk_did_not_confirm_it(
+    log: WeightLog, unconfirmed: Callable[[int], None]
+) -> None:
+    commit(log, 0)
+    unconfirmed(2)
+    head = commit(log, 1)
+    assert head == log.head() == WeightLog(log.root).head() and log.versions() == [0, 1]
+    assert log.unconfirmed[1].errno == errno.EIO
+    commit(log, 2)
+    assert log.unconfirmed == {}
+
+
+def test_a_version_that_the_disk_refused_before_latest_named_it_is_staged_still(
+    log: WeightLog, unconfirmed: Callable[[int], None]
+) -> None:
+    before = commit(log, 0)
+    unconfirmed(1)
+    manifest = stage(log, 1)
+    with pytest.raises(OSError, match="Input/output error"):
+        log.commit(manifest, "keep")
+    assert log.head() == before and log.versions() == [0] and log.unconfirmed == {}
+    assert log.commit(manifest, "keep").version == 1

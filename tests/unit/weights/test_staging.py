@@ -153,9 +153,7 @@ async def test_files_that_change_before_they_are_read_fail_the_version_by_name(
     name = "model.layers.0.mlp.down_proj.weight"
     save_file({**weights, name: weights[name].T.contiguous()}, source / "model.safetensors")
     gate.set()
-    with pytest.raises(
-        InvalidManifest, match=rf"{name} in .* was bfloat16 \[256, 768\] and is bfloat16 \[768, 256\] now"
-    ):
+    with pytest.raises(InvalidManifest, match=r"was to be read from .*model\.safetensors, which has changed since"):
         await staged.finish()
     await staged.discard()
 

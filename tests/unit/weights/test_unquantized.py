@@ -1,7 +1,9 @@
 """With a shadow, the newest versions are kept as the trainer sent them; that never costs a version."""
 
+import errno
 import logging
 import os
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -163,3 +165,50 @@ async def test_a_service_without_a_shadow_keeps_none_and_removes_what_is_left(
     await Trainer(without).push(1, weights)
     assert not kept.root.exists()
     await without.stop()
+
+
+async def test_versions_that_are_others_in_a_restored_log_are_not_kept(
+    config: ServiceConfig, kept: WeightLog, weights: Weights, tmp_path: Path
+) -> None:
+    log = WeightLog(config.weights.root)
+    first = Ingest(config)
+    await first.start()
+    await Trainer(first).push(1, weights)
+    await first.stop()
+    shutil.copytree(log.root, tmp_path / "backup")
+    second = Ingest(config)
+    await second.start()
+    await Trainer(second).push(2, weights)
+    await Trainer(second).push(3, weights)
+    await second.stop()
+    assert kept.versions() == [2, 3]
+    kept.root.rename(tmp_path / "kept")  # the shadow's was in no backup
+    shutil.rmtree(log.root)
+    (tmp_path / "backup").rename(log.root)
+    shutil.rmtree(kept.root)
+    (tmp_path / "kept").rename(kept.root)
+    again = Ingest(config)
+    await again.start()
+    assert kept.versions() == [] and kept.head() is None
+    sent = changed(weights, 0.25)
+    await Trainer(again).push(2, sent)
+    assert same(stored(kept, 2), sent)
+    await again.stop()
+
+
+async def test_a_disk_that_cannot_be_cleared_does_not_keep_the_ingest_from_starting(
+    config: ServiceConfig, kept: WeightLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Ingest(config)
+    await first.start()
+    await first.stop()
+
+    def failing(log: WeightLog) -> None:
+        if log.root == kept.root:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(WeightLog, "remove_uncommitted", failing)
+    again = Ingest(config)
+    await again.start()
+    assert (await again.fleet()).latest_version == 0
+    await again.stop()

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import httpx
 import pytest
 import xxhash
 
+from rollout_service.types import MAX_VERSION
 from rollout_service.web.auth import Authorizer
 from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.log import WeightLog
+from rollout_service.weights.uncached import UncachedFile
 from rollout_service.weights.upload import (
     DTYPE_BYTES,
     PART_DIGEST_HEADER,
@@ -303,6 +306,39 @@ async def test_a_sender_that_breaks_off_leaves_neither_a_file_nor_a_descriptor(
     assert statuses[0] == 400
     assert received_files(log) == [] and open_files() == before
     assert 0 in (await ingest.status(1)).missing_parts
+
+
+async def test_a_part_that_is_being_written_when_its_sender_is_cut_off_goes_into_no_other_file(
+    ingest: Ingest, weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go_on, write = threading.Event(), threading.Event(), UncachedFile.write
+
+    def held(file: UncachedFile, buffer: memoryview, nbytes: int, offset: int) -> None:
+        writing.set()
+        go_on.wait(30)
+        write(file, buffer, nbytes, offset)
+
+    monkeypatch.setattr(UncachedFile, "write", held)
+    plan = await ingest.begin(begin_of(1, weights))
+    part = stream_of(weights)[: plan.part_bytes]
+    sending = asyncio.create_task(Trainer(ingest).put(1, 0, part))
+    await asyncio.to_thread(writing.wait, 30)
+    sending.cancel()  # as the listener does with those that are still there when it stops
+    await settle()
+    others = [(tmp_path / f"other-{number}").open("wb") for number in range(8)]  # one would have the closed number
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+    for file in others:
+        file.close()
+    assert [Path(file.name).read_bytes() for file in others] == [b""] * 8
+    assert 0 in (await ingest.status(1)).missing_parts
+
+
+@pytest.mark.parametrize("version", [-1, MAX_VERSION + 1, 10**255])
+async def test_a_part_of_a_version_out_of_bounds_is_refused(trainer: Trainer, version: int) -> None:
+    reply = await trainer.put(version, 0, b"")
+    assert reply.status_code == 422 and "version" in reply.json()["error"]["message"]
 
 
 async def test_the_listener_can_be_stopped_and_says_so_to_the_health_check(ingest: Ingest, parts: list[bytes]) -> None:

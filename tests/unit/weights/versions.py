@@ -1,5 +1,9 @@
 """Versions of two small tensors in a log, made without torch or a model."""
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from rollout_service.types import PauseMode
 from rollout_service.weights.log import Head, WeightLog
 from rollout_service.weights.manifest import Manifest, Recipe
@@ -8,8 +12,8 @@ from rollout_service.weights.writer import TensorSlot, VersionWriter
 FIRST, SECOND = "first.weight", "second.weight"
 
 
-def stage(log: WeightLog, version: int, fingerprint: str = "model") -> Manifest:
-    """Complete files of a version in the staging folder, not committed."""
+def stage(log: WeightLog, version: int, fingerprint: str = "model", content: int | None = None) -> Manifest:
+    """Complete files of a version in the staging folder, not committed; ``content`` makes others of the same number."""
     folder = log.staging(version)
     folder.mkdir(parents=True)
     slots = [
@@ -17,14 +21,27 @@ def stage(log: WeightLog, version: int, fingerprint: str = "model") -> Manifest:
         TensorSlot(name=SECOND, dtype="bfloat16", shape=(6,)),
     ]
     writer = VersionWriter(folder, slots)
-    writer.write(FIRST, memoryview(bytes([version % 256]) * 80))
+    writer.write(FIRST, memoryview(bytes([(version if content is None else content) % 256]) * 80))
     writer.write(SECOND, memoryview(bytes(range(12))))
     return Manifest(version=version, fingerprint=fingerprint, recipe=Recipe(weights="none"), tensors=writer.finish())
 
 
-def commit(log: WeightLog, version: int, mode: PauseMode = "keep", fingerprint: str = "model") -> Head:
+def commit(
+    log: WeightLog, version: int, mode: PauseMode = "keep", fingerprint: str = "model", content: int | None = None
+) -> Head:
     """A committed version."""
-    return log.commit(stage(log, version, fingerprint), mode)
+    return log.commit(stage(log, version, fingerprint, content), mode)
+
+
+@contextmanager
+def restored(log: WeightLog) -> Iterator[None]:
+    """What happens to the log inside is undone: it is as a backup kept it, and an ingest has started on that."""
+    backup = log.root.with_name(f"{log.root.name}.backup")
+    shutil.copytree(log.root, backup)
+    yield
+    shutil.rmtree(log.root)
+    backup.rename(log.root)
+    log.sign()
 
 
 def flip_a_byte(log: WeightLog, version: int, name: str) -> None:
