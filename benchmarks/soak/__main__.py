@@ -60,17 +60,15 @@ async def soak(service: LocalService, seed: int, minutes: float, diary: Diary) -
                 striker = Striker(diary, lambda: served_after(pusher, probe))
                 async with asyncio.TaskGroup() as group:
                     others = [group.create_task(each.run()) for each in (probe, starts, pusher)]
+                    others.append(group.create_task(note_losses(rollouts, diary)))
                     await strike(striker, seed, minutes * 60, lambda blow: say(blow, diary, rollouts))
                     for task in others:
                         task.cancel()
                 ended_s = diary.now()
                 patience.reschedule(asyncio.get_running_loop().time() + LAST_ANSWERS_S)
         except TimeoutError:
-            diary.note("requests given up", after_s=LAST_ANSWERS_S)
+            diary.note("requests given up", after_s=LAST_ANSWERS_S, lost=rollouts.lost[-CALLERS:])
         pusher.look()
-    for event, found in (("stale", rollouts.stale), ("lost", rollouts.lost)):
-        for told in found:
-            diary.note(event, told=told)
     return {
         "seconds": round(ended_s),
         "rollouts": rollouts.rollouts,
@@ -83,6 +81,17 @@ async def soak(service: LocalService, seed: int, minutes: float, diary: Diary) -
         **told_of_outages(probe.timeline, ended_s, striker.blows),
         **told_of_starts(starts.seconds),
     }
+
+
+async def note_losses(rollouts: Load, diary: Diary) -> None:
+    """Write down what is stale or lost as soon as it is known."""
+    noted = {"stale": 0, "lost": 0}
+    while True:
+        for event, found in (("stale", rollouts.stale), ("lost", rollouts.lost)):
+            for told in found[noted[event] :]:
+                diary.note(event, told=told[:500])
+            noted[event] = len(found)
+        await asyncio.sleep(0.1)
 
 
 async def strike(striker: Striker, seed: int, seconds: float, say: Callable[[Blow], None]) -> None:

@@ -7,9 +7,11 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from rollout_service.config import WeightsConfig
+from rollout_service.engine import follower as module
 from rollout_service.engine.follower import Follower
 from rollout_service.errors import EngineFailed, LogCorrupt
 from rollout_service.weights.log import WeightLog
+from tests.support.clock import Clock
 from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest
 from tests.unit.weights.versions import FIRST, commit, flip_a_byte
 
@@ -75,8 +77,9 @@ async def test_a_replica_has_caught_up_once_it_serves_what_was_committed_last(
 
 
 async def test_a_replica_that_cannot_catch_up_says_why(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "time", Clock())  # it does not read the corrupt version again, syncing meanwhile
     await follower.start()
     commit(log, 1)
     flip_a_byte(log, 1, FIRST)
