@@ -150,8 +150,9 @@ class EngineConfig(Config):
 
     staging: Literal["auto", "device", "host", "none"] = "auto"
     """Where a replica puts the next version while it still serves. ``device``: in GPU memory beside the weights, as
-    large as they are, out of ``gpu_memory_utilization``; closed for milliseconds. ``host``: in pinned memory, closed
-    for as long as PCIe takes. ``none``: it is read from the files while closed. ``auto``: ``device`` on a GPU."""
+    large as each GPU's are, out of ``gpu_memory_utilization``; closed for milliseconds. ``host``: in pinned memory,
+    closed for as long as PCIe takes. ``none``: it is checked, and read from the files again while closed. ``auto``:
+    ``device`` on a GPU; on the CPU, memory that is taken for each version and given back once it is loaded."""
 
     return_sampling_mask: bool = False
     """Each completion comes with the token ids that ``top_k``, ``top_p`` and ``min_p`` left for each of its tokens, so

@@ -1,6 +1,6 @@
 """Memory next to a worker's model that the next version is read into, and checked, while the engine serves."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -133,7 +133,7 @@ class _Bounce:
     """Into an area on a device, by way of pinned memory: it is checked there, and what belongs to the area is packed.
 
     Contiguous runs are copied from where they were checked; parts of rows are packed in a second buffer first, so that
-    the copy to the device needs no kernel, which the engine's own would wait for.
+    the copies to the device are few, and need no kernel, which the engine's own would wait for.
     """
 
     def __init__(self, area: torch.Tensor, device: torch.device) -> None:
@@ -149,23 +149,51 @@ class _Bounce:
         free.synchronize()
         reader.read(piece, read.numpy().data)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            position = 0
-            for move in moves:
-                nbytes = move.rows * move.row_bytes
-                held = read[move.source : move.source + nbytes]
-                if move.rows > 1:
-                    if position + nbytes > PIECE_BYTES:  # some bytes of the piece are needed more than once
-                        self._stream.synchronize()
-                        position = 0
-                    held = packed[position : position + nbytes]
-                    source = _rows(read.numpy(), move.source, move, move.stride_bytes)
-                    _rows(packed.numpy(), position, move, move.row_bytes)[:] = source
-                    position += nbytes
-                self._area[move.target : move.target + nbytes].copy_(held, non_blocking=True)
+            for target, held in packed_runs(moves, read, packed, self._stream.synchronize):
+                self._area[target : target + held.numel()].copy_(held, non_blocking=True)
             free.record()
 
     def end(self) -> None:
         self._stream.synchronize()
+
+
+def packed_runs(
+    moves: list[Move], read: torch.Tensor, packed: torch.Tensor, before_reuse: Callable[[], object]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Runs of bytes, each with its place in the area: parts of ``read``, or of ``packed`` where many moves make one.
+
+    ``before_reuse`` is called when ``packed`` is full, before what was yielded of it is overwritten.
+    """
+    position = 0
+    for run in _neighbours(moves, packed.numel()):
+        if len(run) == 1 and run[0].rows == 1:
+            yield run[0].target, read[run[0].source : run[0].source + run[0].row_bytes]
+            continue
+        nbytes = sum(move.rows * move.row_bytes for move in run)
+        if position + nbytes > packed.numel():  # some bytes of the piece are needed more than once
+            before_reuse()
+            position = 0
+        start = position
+        for move in run:
+            source = _rows(read.numpy(), move.source, move, move.stride_bytes)
+            _rows(packed.numpy(), position, move, move.row_bytes)[:] = source
+            position += move.rows * move.row_bytes
+        yield run[0].target, packed[start:position]
+
+
+def _neighbours(moves: list[Move], most_bytes: int) -> Iterator[list[Move]]:
+    """Moves whose targets follow one another, up to ``most_bytes``."""
+    run: list[Move] = []
+    end = nbytes = 0
+    for move in moves:
+        size = move.rows * move.row_bytes
+        if run and (move.target != end or nbytes + size > most_bytes):
+            yield run
+            run, nbytes = [], 0
+        run.append(move)
+        nbytes, end = nbytes + size, move.target + size
+    if run:
+        yield run
 
 
 def _rows(memory: np.ndarray, start: int, move: Move, stride_bytes: int) -> np.ndarray:

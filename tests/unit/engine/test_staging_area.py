@@ -1,14 +1,17 @@
 """What a worker needs of a version lies in the staging area, checked where it lies, or the reading says why not."""
 
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollout_service.engine import staging_area
-from rollout_service.engine.placement import Placement, Span
-from rollout_service.engine.staging_area import CannotStage, StagingArea, StagingKind
+from rollout_service.engine.placement import Move, Placement, Span
+from rollout_service.engine.staging_area import CannotStage, StagingArea, StagingKind, packed_runs
 from rollout_service.errors import LogCorrupt
 from rollout_service.weights.log import WeightLog
 from rollout_service.weights.manifest import CHUNK_BYTES, Manifest, Recipe
@@ -133,6 +136,37 @@ def test_after_a_failure_the_next_version_is_staged(log: WeightLog) -> None:
         else:
             assert not fails
     assert bytes(dict(staging.tensors(manifest, placement))[FIRST].view(torch.uint8).flatten().tolist()) == b"\2" * 80
+
+
+@settings(deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(20, 60))
+def test_moves_are_packed_so_that_neighbours_in_the_area_are_one_copy(draw: random.Random, packed_bytes: int) -> None:
+    read, packed = torch.randint(0, 256, (400,), dtype=torch.uint8), torch.zeros(packed_bytes, dtype=torch.uint8)
+    moves, target = [], 0
+    for _ in range(draw.randint(1, 8)):
+        row_bytes, rows = draw.randint(1, 5), draw.randint(1, 4)
+        target += draw.choice([0, 0, 16])
+        moves.append(Move(draw.randint(0, 300), target, row_bytes, rows, row_bytes + draw.randint(0, 9)))
+        target += rows * row_bytes
+    area, wanted, waiting = torch.zeros(target), torch.zeros(target), []
+
+    def copied() -> None:
+        """As a device does: some time later."""
+        for place, held in waiting:
+            area[place : place + held.numel()] = held
+        waiting.clear()
+
+    for run in packed_runs(moves, read, packed, copied):
+        waiting.append(run)
+    gaps = sum(a.target + a.rows * a.row_bytes != b.target for a, b in pairwise(moves))
+    if sum(move.rows * move.row_bytes for move in moves) <= packed_bytes:
+        assert len(waiting) == 1 + gaps
+    copied()
+    for move in moves:
+        for row in range(move.rows):
+            source, place = move.source + row * move.stride_bytes, move.target + row * move.row_bytes
+            wanted[place : place + move.row_bytes] = read[source : source + move.row_bytes]
+    assert torch.equal(area, wanted)
 
 
 def test_a_version_larger_than_the_area_is_refused_with_both_sizes(
