@@ -108,6 +108,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
 
         Args:
             max_tokens: None: what the context leaves.
+            top_p, top_k, min_p, min_tokens: Cut off a part of the vocabulary. Logprobs are renormalized over what is
+                left, and the rollout is marked ``truncated_sampling``: see docs/correction.md before training on it.
             stop: Strings that end a completion; they need a tokenizer.
             min_weight_version: Sample from this weight version or a newer one; the service waits a while for it.
             session_id: Calls of one session go to one replica while it lives, whose prefix cache has what they share.

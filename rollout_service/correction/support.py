@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from rollout_service.sampling_mask import unpack
+from rollout_service.types import Completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +26,22 @@ class SamplingSupport:
     @classmethod
     def of(
         cls,
-        masks: Sequence[Sequence[str] | None],
+        completions: Sequence[Completion],
         num_tokens: int | None = None,
         device: torch.device | str | None = None,
     ) -> "SamplingSupport":
         """Of each completion's ``packed_sampling_mask``, padded at the end to ``num_tokens``, the longest if None.
 
-        Raises ValueError for a completion without one, for one that is longer, and for what is no packed mask.
+        Raises ValueError for a completion with tokens and no mask of as many, for one that is longer than
+        ``num_tokens``, and for what is no packed mask.
         """
-        missing = [row for row, mask in enumerate(masks) if mask is None]
-        if missing:
-            raise ValueError(
-                f"completions {missing[:8]} have no sampling mask: set engine.return_sampling_mask in the deployment"
-            )
-        rows = [unpack(mask) for mask in masks if mask is not None]
+        rows = [unpack(completion.packed_sampling_mask or ()) for completion in completions]
+        for row, ((counts, _), completion) in enumerate(zip(rows, completions, strict=True)):
+            if len(counts) != len(completion.token_ids):
+                raise ValueError(
+                    f"completion {row} has {len(completion.token_ids)} tokens and sampling masks of {len(counts)}: "
+                    "engines return them if the deployment sets engine.return_sampling_mask"
+                )
         longest = max((len(counts) for counts, _ in rows), default=0)
         width = longest if num_tokens is None else num_tokens
         if longest > width:

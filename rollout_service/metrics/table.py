@@ -96,10 +96,10 @@ CONTINUATIONS = _process(
 
 SHADOW_COMPLETIONS = _process(
     "shadow_completions_total", "counter", "", ("outcome",),
-    "Completions with a token of the rollouts that the shadow is to score: scored; not scored because of truncated "
-    "(sampling, as in mismatch_truncated_tokens), sampling (a temperature or penalty: in both cases the logprobs are "
-    "not the model's own), mixed (of several versions), version (the shadow has gone on, or has no such version), full "
-    "(its queue), lost (it was away) or failed.",
+    "Completions with a token of the rollouts that the shadow is to score: scored; not scored because their "
+    "logprobs are not the model's own: truncated (top_p, top_k, min_p or min_tokens), sampling (a temperature or "
+    "penalty alone); or for another reason: mixed (of several versions), version (the shadow "
+    "has gone on, or has no such version), full (its queue), lost (it was away) or failed.",
 )  # fmt: skip
 SHADOW_QUEUE = _process(
     "shadow_queue_tokens", "gauge", "tokens", (),
@@ -267,7 +267,8 @@ _ROW = ("version", "replica", "source")
 MISMATCH_TOKENS = _service("mismatch_tokens_total", "counter", "tokens", _ROW, "Tokens measured.")
 MISMATCH_TRUNCATED = _service(
     "mismatch_truncated_tokens_total", "counter", "tokens", _ROW,
-    "Tokens reported of rollouts with truncated sampling (top_p, top_k, min_p, min_tokens): in no other row.",
+    "Tokens reported of rollouts with truncated sampling (top_p, top_k, min_p, min_tokens): "
+    "not judged, and counted here alone.",
 )  # fmt: skip
 MISMATCH_SEQUENCES = _service(
     "mismatch_sequences_total", "counter", "", _ROW, "Completions measured that one version sampled from end to end."

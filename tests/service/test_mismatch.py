@@ -52,6 +52,27 @@ async def test_a_report_shows_per_replica_and_counts_alike_in_full_and_by_reques
         assert again.abs_diff_max == once.abs_diff_max == pytest.approx(0.25)
 
 
+async def test_truncated_rollouts_are_marked_and_a_perfect_trainer_is_not_held_against_their_version(
+    client: RolloutClient, telltale: int
+) -> None:
+    """The likeliest token alone: its logprob is 0, renormalized, and a trainer's of the whole vocabulary is not."""
+    whole = await rollouts_of(client, telltale)
+    cut = await client.generate_batch(
+        PROMPTS * 5, n=2, max_tokens=16, ignore_eos=True, top_k=1, min_weight_version=telltale
+    )
+    assert {rollout.truncated_sampling for rollout in whole} == {False}
+    assert {rollout.truncated_sampling for rollout in cut} == {True}
+    assert {logprob for rollout in cut for c in rollout.completions for logprob in c.logprobs} == {0.0}
+    trainer = scored(cut, 0.5)
+    tokens = sum(map(len, trainer))
+    receipt = await client.report_mismatch(cut, trainer)
+    by_id = await client.report_mismatch(cut, trainer, by_request_id=True)
+    assert (receipt.tokens, receipt.truncated_tokens) == (by_id.tokens, by_id.truncated_tokens) == (0, tokens)
+    table = await client.mismatch(telltale)
+    assert table.rows == () and sum(each.tokens for each in table.truncated) == 2 * tokens
+    assert (await client.weights(telltale)).suspect == ()
+
+
 async def test_a_wrong_trainer_makes_the_version_suspect_and_a_right_one_does_not(
     client: RolloutClient, telltale: int
 ) -> None:

@@ -1,5 +1,6 @@
 """Reports as the client sends them, to the real routes and the real monitor."""
 
+import warnings
 from collections.abc import AsyncIterator
 
 import httpx
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from rollout_service import truncation
 from rollout_service.client import RolloutClient, SyncRolloutClient, _mismatch
 from rollout_service.config import MonitorConfig, ShadowConfig
 from rollout_service.config_engine import EngineConfig
@@ -18,6 +20,7 @@ from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.monitor.monitor import Monitor
 from rollout_service.monitor.recent import RecentRollout
 from rollout_service.shadow.feed import ShadowFeed
+from rollout_service.truncation import TruncatedSamplingWarning
 from rollout_service.types import MismatchReceipt
 from rollout_service.web.auth import Authorizer
 from tests.support.without_ray import LocalHandle
@@ -169,3 +172,33 @@ async def test_a_logprob_that_is_none_is_refused_by_the_service(client: RolloutC
 
 async def test_nothing_to_report_is_no_request(client: RolloutClient) -> None:
     assert await client.report_mismatch([], []) == MismatchReceipt(tokens=0)
+
+
+TRUNCATED = [each.model_copy(update={"truncated_sampling": True}) for each in ROLLOUTS]
+
+
+@pytest.mark.parametrize("by_request_id", [False, True])
+async def test_truncated_rollouts_are_reported_as_such_and_the_caller_is_warned_once(
+    client: RolloutClient, monitor: Monitor, monkeypatch: pytest.MonkeyPatch, by_request_id: bool
+) -> None:
+    monkeypatch.setattr(truncation, "_warned", set())
+    await monitor.remember([RecentRollout.of(each) for each in TRUNCATED])
+    with pytest.warns(TruncatedSamplingWarning, match="report_mismatch: rollouts were sampled with top_p"):
+        receipt = await client.report_mismatch(TRUNCATED, TRAINER, by_request_id=by_request_id)
+    assert (receipt.tokens, receipt.truncated_tokens) == (0, 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        await client.report_mismatch(TRUNCATED, TRAINER, by_request_id=by_request_id)
+    table = await client.mismatch()
+    assert table.rows == () and [not_judged.tokens for not_judged in table.truncated] == [12]
+
+
+async def test_renormalized_logprobs_are_judged_without_a_warning(
+    client: RolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(truncation, "_warned", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        receipt = await client.report_mismatch(TRUNCATED, TRAINER, renormalized=True)
+        await client.report_mismatch(ROLLOUTS, TRAINER)
+    assert (receipt.tokens, receipt.truncated_tokens) == (6, 0)

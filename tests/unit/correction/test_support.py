@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from rollout_service import truncation
 from rollout_service.correction import SamplingSupport, TruncatedSamplingWarning, correct, preset
-from rollout_service.sampling_mask import pack
+from rollout_service.sampling_mask import pack, unpack
+from rollout_service.types import Completion, Span
 
 VOCABULARY = 12
 COMPLETIONS = st.lists(
@@ -18,6 +19,19 @@ COMPLETIONS = st.lists(
     min_size=1,
     max_size=4,
 ).filter(any)
+
+
+def made(*chunks: str) -> Completion:
+    """A completion with these masks, whatever its tokens are; without any, one that was cut off before its first."""
+    num_tokens = len(unpack(chunks)[0])
+    return Completion(
+        index=0,
+        token_ids=(0,) * num_tokens,
+        logprobs=(0.0,) * num_tokens,
+        finish_reason="length",
+        spans=(Span(version=1, start=0, end=num_tokens),) if num_tokens else (),
+        packed_sampling_mask=chunks or None,
+    )
 
 
 def batch(kept: list[list[list[int]]], seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -38,7 +52,7 @@ def batch(kept: list[list[list[int]]], seed: int) -> tuple[torch.Tensor, torch.T
 @given(kept=COMPLETIONS, seed=st.integers(0, 100))
 def test_it_is_log_softmax_over_the_kept_logits(kept: list[list[list[int]]], seed: int) -> None:
     logits, sampled, _ = batch(kept, seed)
-    found = SamplingSupport.of([[pack(row)] for row in kept]).renormalized(logits, sampled)
+    found = SamplingSupport.of([made(pack(row)) for row in kept]).renormalized(logits, sampled)
     for row, positions in enumerate(kept):
         wanted = [
             torch.log_softmax(logits[row, column, ids], 0)[ids.index(int(sampled[row, column]))].item()
@@ -53,7 +67,7 @@ def test_logits_normalized_logprobs_and_those_at_the_kept_ids_alone_give_the_sam
     kept: list[list[list[int]]], seed: int
 ) -> None:
     logits, sampled, _ = batch(kept, seed)
-    support = SamplingSupport.of([[pack(row)] for row in kept])
+    support = SamplingSupport.of([made(pack(row)) for row in kept])
     wanted = support.renormalized(logits, sampled)
     torch.testing.assert_close(support.renormalized(logits.log_softmax(-1), sampled), wanted)
     at_kept = logits.log_softmax(-1).gather(-1, support.token_ids)
@@ -66,7 +80,7 @@ def test_the_gradient_is_that_of_the_truncated_policy_and_zero_at_padding(
 ) -> None:
     logits, sampled, mask = batch(kept, seed)
     logits.requires_grad_()
-    SamplingSupport.of([[pack(row)] for row in kept]).renormalized(logits, sampled).sum().backward()
+    SamplingSupport.of([made(pack(row)) for row in kept]).renormalized(logits, sampled).sum().backward()
     assert logits.grad is not None
     assert not logits.grad[~mask].any()
     for row, positions in enumerate(kept):
@@ -80,7 +94,7 @@ def test_the_gradient_is_that_of_the_truncated_policy_and_zero_at_padding(
 @given(kept=COMPLETIONS, seed=st.integers(0, 100))
 def test_a_perfect_version_is_perfect_again_whatever_was_cut_off(kept: list[list[list[int]]], seed: int) -> None:
     logits, sampled, mask = batch(kept, seed)
-    support = SamplingSupport.of([[pack(row)] for row in kept])
+    support = SamplingSupport.of([made(pack(row)) for row in kept])
     rollout = support.renormalized(logits, sampled)  # what an engine with these very logits returns
     found = correct(support.renormalized(logits, sampled), rollout, mask, preset("seq_tis"))
     assert torch.equal(found.weights, mask.double())
@@ -88,30 +102,31 @@ def test_a_perfect_version_is_perfect_again_whatever_was_cut_off(kept: list[list
 
 
 def test_half_precision_logits_are_widened_before_they_are_joined() -> None:
-    support = SamplingSupport.of([[pack([[0, 1]])]])
+    support = SamplingSupport.of([made(pack([[0, 1]]))])
     logits = torch.tensor([[[8.0, -8.0, 9.0]]], dtype=torch.bfloat16)
     found = support.renormalized(logits, torch.tensor([[1]]))
     assert found.dtype is torch.float32 and found.item() == pytest.approx(-16.0, abs=1e-5)
 
 
 def test_chunks_of_two_engines_and_padding() -> None:
-    support = SamplingSupport.of([[pack([[1], [2, 3]]), pack([[4]])], [pack([[5]])]], num_tokens=4)
-    assert support.kept.sum(-1).tolist() == [[1, 2, 1, 0], [1, 0, 0, 0]]
+    support = SamplingSupport.of([made(pack([[1], [2, 3]]), pack([[4]])), made(pack([[5]])), made()], num_tokens=4)
+    assert support.kept.sum(-1).tolist() == [[1, 2, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
     assert support.token_ids[support.kept].tolist() == [1, 2, 3, 4, 5]
 
 
 def test_what_does_not_fit_is_refused_with_its_place() -> None:
-    support = SamplingSupport.of([[pack([[1, 2], [3]])]])
+    support = SamplingSupport.of([made(pack([[1, 2], [3]]))])
     with pytest.raises(ValueError, match=r"sampled\[0, 1\] is token 2, which its sampling mask does not hold"):
         support.renormalized(torch.zeros(1, 2, 5), torch.tensor([[1, 2]]))
     with pytest.raises(ValueError, match=r"logits \[1, 3, 5\]"):
         support.renormalized(torch.zeros(1, 3, 5), torch.tensor([[1, 2]]))
     with pytest.raises(ValueError, match=r"at_kept \[1, 2, 1\]"):
         support.renormalized_at(torch.zeros(1, 2, 1), torch.tensor([[1, 2]]))
-    with pytest.raises(ValueError, match=r"completions \[1\] have no sampling mask"):
-        SamplingSupport.of([[pack([[1]])], None])
+    masked = made(pack([[1]]))
+    with pytest.raises(ValueError, match=r"completion 1 has 1 tokens and sampling masks of 0: .*return_sampling_mask"):
+        SamplingSupport.of([masked, masked.model_copy(update={"packed_sampling_mask": None})])
     with pytest.raises(ValueError, match="2 tokens, more than num_tokens=1"):
-        SamplingSupport.of([[pack([[1], [2]])]], num_tokens=1)
+        SamplingSupport.of([made(pack([[1], [2]]))], num_tokens=1)
 
 
 def test_correct_warns_of_truncated_sampling_once(monkeypatch: pytest.MonkeyPatch) -> None:

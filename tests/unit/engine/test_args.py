@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
+from vllm.platforms import current_platform
 
 from rollout_service.config import ServiceConfig
 from rollout_service.config_engine import QuantConfig
 from rollout_service.engine.args import engine_args, not_converted
 from rollout_service.engine.plugin import STAGING_KEY
+from rollout_service.shadow.replica import shadow_config
 from rollout_service.weights.served_model import ServedModel
 from tests.support.models import make_model
 
@@ -77,3 +79,16 @@ def test_the_tokens_of_a_step_are_vllms_choice_unless_given(tmp_path: Path) -> N
     for given in (None, 8192):
         args = engine_args(_config(tmp_path, engine={"max_num_batched_tokens": given}), (), has_tokenizer=False)
         assert args.max_num_batched_tokens == given
+
+
+def test_sampling_masks_are_refused_on_the_cpu_by_name_and_asked_of_vllm_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(tmp_path, "llama")
+    masks = _config(tmp_path, engine={"return_sampling_mask": True})
+    with pytest.raises(ValueError, match=r"engine.return_sampling_mask is true.*Model Runner V2.*not for the CPU"):
+        engine_args(masks, (), has_tokenizer=False)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    assert engine_args(masks, (), has_tokenizer=False).return_sampling_mask
+    assert not engine_args(_config(tmp_path), (), has_tokenizer=False).return_sampling_mask
+    assert not engine_args(shadow_config(masks), (), has_tokenizer=False).return_sampling_mask

@@ -10,9 +10,10 @@ from rollout_service.errors import NotReady
 from rollout_service.gateway.replica import create_app
 from rollout_service.gateway.services import Services
 from rollout_service.metrics.state import ServiceState
-from rollout_service.types import Fleet, MismatchRow, ReplicaStatus
+from rollout_service.types import Fleet, MismatchTable, ReplicaStatus
 from rollout_service.web.auth import Authorizer
 from tests.support.without_ray import LocalHandle
+from tests.unit.monitor.reports import body, full, span
 
 STATE = ServiceState(
     at=10.0,
@@ -48,7 +49,7 @@ class StartingIngest:
 class AwayMonitor:
     """Is being restarted."""
 
-    async def rows(self) -> list[MismatchRow]:
+    async def per_replica(self) -> MismatchTable:
         raise RayActorError()
 
 
@@ -83,6 +84,14 @@ async def test_the_mismatch_is_there_if_the_monitor_answers(services: Services) 
     await services.monitor.observe.remote("shadow", 41, "r1", [[-1.0, -1.0]], [[-1.5, -1.5]])
     found = metrics_of(await get(services, Ingest(state)))
     assert found["rollout_mismatch_k1"] == 0.5
+
+
+async def test_truncated_tokens_are_shown_apart(services: Services) -> None:
+    truncated = full([-1.0] * 3, [-0.5] * 3, [span(41, 0, 3)])
+    await services.monitor.report.remote(body(truncated, truncated_sampling=True))
+    found = metrics_of(await get(services, Ingest()))
+    assert found["rollout_mismatch_truncated_tokens_total"] == 3
+    assert "rollout_mismatch_k1" not in found and "rollout_version_suspect" not in found
 
 
 async def test_a_monitor_that_is_away_leaves_the_rest_of_the_scrape(services: Services) -> None:

@@ -80,3 +80,17 @@ def test_sampling_that_looks_back_at_the_completion_starts_anew(looks_back: dict
     assert kept(partial, Sampling(repetition_penalty=1.2, stop_token_ids=(3,))) == partial
     anew = kept(partial, Sampling(**looks_back))
     assert (anew.index, anew.token_ids, anew.logprobs, anew.spans) == (1, (), (), ())
+
+
+def masked(completion: Completion, *chunks: str) -> Completion:
+    return completion.model_copy(update={"packed_sampling_mask": chunks})
+
+
+def test_sampling_masks_of_both_pieces_come_one_after_the_other() -> None:
+    first, second = piece((6, 7), (3, 2)), piece((8,), (3, 1))
+    assert joined(masked(first, "a"), masked(second, "b")).packed_sampling_mask == ("a", "b")
+    assert joined(piece(()), masked(second, "b")).packed_sampling_mask == ("b",)
+    assert joined(masked(first, "a"), piece(())).packed_sampling_mask == ("a",)
+    assert joined(first, second).packed_sampling_mask is None
+    anew = kept(masked(first, "a"), Sampling(stop=("x",)))
+    assert joined(anew, masked(second, "b")).packed_sampling_mask == ("b",)

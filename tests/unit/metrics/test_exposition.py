@@ -15,6 +15,7 @@ from rollout_service.types import (
     Fleet,
     KVCacheChoice,
     KVCacheStatus,
+    NotJudged,
     ReplicaStatus,
     UpdateTimings,
     WeightStatus,
@@ -78,9 +79,13 @@ def kv_cache(measured: int | None, k_saturated: float = 0.0, **unfit: str) -> KV
     return KVCacheStatus(choice=choice, saturated=saturated, measured_version=measured, measured_s=0.25, unfit=unfit)
 
 
-def samples(of: ServiceState, *rows: MismatchStatistics) -> list[Sample]:
-    text = exposition(of, rows).decode()
+def samples(of: ServiceState, *rows: MismatchStatistics, truncated: tuple[NotJudged, ...] = ()) -> list[Sample]:
+    text = exposition(of, rows, truncated).decode()
     return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def not_judged(version: int, replica_id: str) -> NotJudged:
+    return NotJudged(version=version, replica_id=replica_id, source="trainer", tokens=5)
 
 
 def values(found: list[Sample], name: str) -> dict[tuple[str, ...], float]:
@@ -102,7 +107,8 @@ def full() -> tuple[ServiceState, Row]:
 
 def test_everything_in_the_table_is_exported_with_its_labels_and_nothing_else_is() -> None:
     declared = {metric.name: set(metric.labels) for metric in OURS if metric.source == "service"}
-    assert {sample.name: set(sample.labels) for sample in samples(full()[0], full()[1])} == declared
+    of, row = full()
+    assert {sample.name: set(sample.labels) for sample in samples(of, row, truncated=(not_judged(9, "a"),))} == declared
 
 
 def test_every_family_has_its_type_and_its_help() -> None:
@@ -128,6 +134,17 @@ def test_a_replica_that_died_and_a_version_that_was_removed_are_gone_from_the_ne
     assert {s.labels["replica"] for s in samples(before, *rows) if "replica" in s.labels} == {"a", "b"}
     assert {s.labels["replica"] for s in samples(after, *rows) if "replica" in s.labels} == {"b"}
     assert set(values(samples(after), "rollout_version_bytes")) == {("9",)}
+
+
+def test_truncated_tokens_are_shown_of_live_replicas_and_as_many_versions() -> None:
+    truncated = (*(not_judged(version, "a") for version in range(100)), not_judged(99, "gone"))
+    found = samples(state(replica("a", 99)), truncated=truncated)
+    shown = {
+        (s.labels["version"], s.labels["replica"]): s.value
+        for s in found
+        if s.name == "rollout_mismatch_truncated_tokens_total"
+    }
+    assert shown == {(str(version), "a"): 5 for version in range(100 - MEASURED_VERSIONS, 100)}
 
 
 def test_of_ever_growing_versions_the_newest_measured_are_shown() -> None:

@@ -1,6 +1,7 @@
 """The monitor as the gateway and the shadow see it."""
 
 import asyncio
+import math
 
 import pytest
 import torch
@@ -113,3 +114,39 @@ async def test_rows_are_those_that_are_asked_for(monitor: Monitor) -> None:
     assert [row.version for row in await monitor.rows(replica_id="r2")] == [2]
     assert [row.replica_id for row in await monitor.rows(version=1)] == ["r1"]
     assert await monitor.rows(source="shadow") == []
+
+
+async def test_a_perfect_version_is_not_suspect_because_sampling_was_truncated(monitor: Monitor) -> None:
+    """At top_p 0.9 every ratio is 0.9, beyond both thresholds; without the mark the version would be suspect."""
+    kept, model = 0.9, [-1.0] * 5
+    sampled = [logprob - math.log(kept) for logprob in model]
+    receipt = await monitor.report(body(full(model, sampled), truncated_sampling=True))
+    assert (receipt.tokens, receipt.truncated_tokens) == (0, 5)
+    assert await monitor.suspicions() == {}
+    table = await monitor.table()
+    assert table.rows == table.versions == ()
+    assert [not_judged.model_dump() for not_judged in table.truncated] == [
+        {"version": 3, "replica_id": "r1", "source": "trainer", "tokens": 5}
+    ]
+    await monitor.report(body(full(model, sampled)))
+    assert list(await monitor.suspicions()) == [3]
+
+
+async def test_truncated_tokens_stand_beside_the_row_of_the_others(monitor: Monitor) -> None:
+    await monitor.report(body(full([-1.0] * 3, [-1.0] * 3)))
+    for _ in range(2):
+        await monitor.report(body(full([-2.0], [-1.0]), truncated_sampling=True))
+    table = await monitor.table(version=3)
+    assert [(row.tokens, row.k1) for row in (*table.rows, *table.versions)] == [(3, 0.0)] * 2
+    assert [not_judged.tokens for not_judged in table.truncated] == [2]
+    assert (await monitor.table(replica_id="r2")).truncated == ()
+    per_replica = await monitor.per_replica()
+    assert (per_replica.rows, per_replica.truncated, per_replica.versions) == (table.rows, table.truncated, ())
+
+
+async def test_truncated_tokens_of_a_version_that_is_gone_are_kept_nowhere(monitor: Monitor) -> None:
+    for version in (5, 6):
+        await monitor.report(body(full([-1.0], [-1.0], [span(version, 0, 1)])))
+    receipt = await monitor.report(body(full([-1.0], [-1.0]), truncated_sampling=True))
+    assert receipt.truncated_tokens == 1
+    assert (await monitor.table()).truncated == ()

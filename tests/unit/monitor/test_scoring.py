@@ -16,7 +16,7 @@ from tests.unit.monitor.reports import body, full, rollout, span
 def scored(body: bytes, recent: RecentRollouts | None = None) -> dict[int, Sums]:
     """Sums by version."""
     report = parse_report(body)
-    statistics = score(report, found(report, recent or RecentRollouts(0)), BOUND)
+    statistics = score(report, found(report, recent or RecentRollouts(0)), BOUND).statistics
     assert {(key.replica_id, key.source) for key in statistics} <= {("r1", "trainer")}
     return {key.version: each.sums for key, each in statistics.items()}
 
@@ -127,3 +127,34 @@ def test_what_is_no_json_is_refused_as_such(malformed: bytes) -> None:
 def test_a_field_that_does_not_exist_is_named() -> None:
     with pytest.raises(InvalidRequest, match=r"rollouts.0.weight_version is not a field here"):
         parse_report(body(full([-1.0], [-1.0]), weight_version=3))
+
+
+def apart(body: bytes, recent: RecentRollouts | None = None) -> dict[int, int]:
+    """Tokens of truncated rollouts by version."""
+    report = parse_report(body)
+    both = score(report, found(report, recent or RecentRollouts(0)), BOUND)
+    assert not both.statistics
+    return {key.version: tokens for key, tokens in both.truncated.items()}
+
+
+def test_tokens_of_a_truncated_rollout_are_counted_apart_by_version_masked_ones_not() -> None:
+    spans = [span(3, 0, 1), span(4, 1, 3)]
+    split = full([-1.0] * 3, [-0.5] * 3, spans, mask=[True, False, True])
+    assert apart(body(split, full([-1.0], [-0.5]), truncated_sampling=True)) == {3: 2, 4: 1}
+
+
+def test_a_remembered_rollout_is_truncated_whatever_the_report_says() -> None:
+    recent = RecentRollouts(10_000)
+    recent.remember([RecentRollout.of(rollout("a", [-0.5]).model_copy(update={"truncated_sampling": True}))])
+    by_id = body({"trainer_logprobs": [-0.75]}, request_id="a", replica_id=None)
+    assert apart(by_id, recent) == {3: 1}
+
+
+def test_renormalized_logprobs_of_a_truncated_rollout_count_like_any() -> None:
+    renormalized = body(full([-1.0], [-1.5]), truncated_sampling=True, renormalized=True)
+    assert scored(renormalized) == scored(body(full([-1.0], [-1.5])))
+
+
+def test_a_number_that_is_none_is_named_in_a_truncated_rollout_too() -> None:
+    with pytest.raises(InvalidRequest, match=r"trainer_logprobs\[0\] is 1 "):
+        scored(body(full([1.0], [-1.0]), truncated_sampling=True))

@@ -96,12 +96,14 @@ async def test_without_a_shadow_or_outside_the_sample_nothing_is_sent_or_counted
 async def test_other_distributions_and_mixed_completions_are_counted_only(shadow: Shadow, counts: Counts) -> None:
     feed = feed_to(shadow)
     feed.note(rollout("a", [-1.0], [-1.0]), Sampling(temperature=0.5))
+    feed.note(rollout("c", [-1.0]), Sampling(temperature=0.5, top_p=0.9))
     whole = rollout("b", [-1.0, -1.0], [-2.0], [])
     first, *others = whole.completions
     halves = (Span(version=7, start=0, end=1), Span(version=8, start=1, end=2))
     feed.note(whole.model_copy(update={"completions": (first.model_copy(update={"spans": halves}), *others)}), PLAIN)
     await settle()
     assert (not_scored(counts, "sampling"), not_scored(counts, "mixed")) == (2, 1)  # one without a token is neither
+    assert not_scored(counts, "truncated") == 1
     assert shadow.batches == [[-2.0]]
 
 

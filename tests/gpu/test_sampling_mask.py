@@ -1,0 +1,46 @@
+"""vLLM's sampling masks on a GPU: an engine's truncated logprobs are the reference's, renormalized over them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout_service.correction import SamplingSupport, correct, preset
+from rollout_service.errors import InvalidRequest
+from rollout_service.sampling import Sampling
+from tests.support.models import random_weights
+from tests.support.one_engine import PROMPTS, running
+from tests.support.reference import reference_model
+
+SAMPLINGS = [{"top_k": 5}, {"top_k": 20, "top_p": 0.8}, {"top_k": 20, "min_p": 0.02}, {"top_k": 8, "min_tokens": 4}]
+"""Of the model's random weights each leaves a small part of the probability."""
+BF16_MEAN = 0.02
+"""Mean |lr| in nats of an engine without quantization, as tests/engine/test_round_trip.py has it."""
+
+
+async def test_truncated_logprobs_are_those_of_the_model_over_the_tokens_that_were_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"enforce_eager": True, "gpu_memory_utilization": 0.1, "return_sampling_mask": True}
+    async with running("qwen3", tmp_path, monkeypatch, quant="none", **settings) as one:
+        folder = await one.update(1, random_weights(one.config.model.path, seed=1))
+        model = reference_model(one.config.model.path, folder, fp8_activations=False, fp8_kv=False)
+        for sampling in SAMPLINGS:
+            completions = await one.engine.generate(
+                str(sampling), PROMPTS[0], Sampling(n=8, max_tokens=16, ignore_eos=True, **sampling)
+            )
+            support = SamplingSupport.of(completions)
+            sampled = torch.tensor([completion.token_ids for completion in completions])
+            whole = torch.cat([torch.tensor([PROMPTS[0]] * len(completions)), sampled], 1)
+            with torch.no_grad():
+                logits = model(whole[:, :-1]).logits[:, -sampled.shape[1] :].float()
+            rollout = torch.tensor([completion.logprobs for completion in completions])
+            mask = torch.ones_like(sampled)
+            assert 1 <= support.kept.sum(-1).max() <= sampling["top_k"]
+            renormalized = correct(support.renormalized(logits, sampled), rollout, mask, preset("token_tis")).metrics
+            plain = logits.log_softmax(-1).gather(-1, sampled[..., None])[..., 0]
+            distance = "rollout_corr/rollout_train_logprobs_abs_diff_mean"
+            assert renormalized[distance] < BF16_MEAN
+            assert correct(plain, rollout, mask).metrics[distance] > 10 * BF16_MEAN
+        with pytest.raises(InvalidRequest, match="top_k > 0"):
+            await one.engine.generate("whole", PROMPTS[0], Sampling(max_tokens=2))

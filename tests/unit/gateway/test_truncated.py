@@ -1,0 +1,111 @@
+"""Truncated sampling as the gateway's callers see it: what is marked, and what sampling masks ask of requests."""
+
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from rollout_service.client import RolloutClient
+from rollout_service.config_engine import EngineConfig
+from rollout_service.gateway.dispatch import Dispatcher
+from rollout_service.gateway.replica import create_app
+from rollout_service.gateway.services import Services
+from rollout_service.sampling import GenerateCall
+from rollout_service.types import MismatchTable, Rollout
+from tests.support.without_ray import RemoteMethod
+from tests.unit.gateway.fakes import EchoEngine
+from tests.unit.gateway.test_weights import http_to
+from tests.unit.monitor.reports import body
+
+TRUNCATED: list[dict[str, Any]] = [
+    {"top_p": 0.9}, {"top_k": 1}, {"min_p": 0.01}, {"min_tokens": 1}, {"min_tokens": 1, "temperature": 0}
+]  # fmt: skip
+WHOLE: list[dict[str, Any]] = [
+    {}, {"top_k": 0}, {"top_k": -1}, {"temperature": 0.5}, {"frequency_penalty": 1.0}, {"stop_token_ids": [3]},
+    {"temperature": 0, "top_p": 0.9},  # greedy: vLLM leaves the cut-offs out
+]  # fmt: skip
+MARKS = [(sampling, True) for sampling in TRUNCATED] + [(sampling, False) for sampling in WHOLE]
+
+
+@pytest.mark.parametrize(("sampling", "marked"), MARKS, ids=str)
+async def test_a_reply_says_whether_its_sampling_was_truncated(
+    services: Services, sampling: dict[str, Any], marked: bool
+) -> None:
+    async with http_to(services) as http:
+        generated = await http.post(
+            "/inference/v1/generate", json={"token_ids": [5, 6, 7], "sampling_params": sampling}
+        )
+        completed = await http.post("/v1/completions", json={"prompt": [5, 6, 7], **sampling})
+    assert generated.json()["truncated_sampling"] is marked
+    assert completed.json()["truncated_sampling"] is marked
+
+
+async def test_the_client_and_the_monitor_know_it_too(services: Services) -> None:
+    transport = httpx.ASGITransport(create_app(services), client=("127.0.0.1", 1))
+    async with RolloutClient("http://gateway", transport=transport) as client, http_to(services) as http:
+        rollout = await client.generate([5, 6, 7], top_p=0.9)
+        assert rollout.truncated_sampling and not (await client.generate([5, 6, 7])).truncated_sampling
+        report = body({"trainer_logprobs": [-1.0] * 3}, request_id=rollout.request_id, replica_id=None)
+        assert (await http.post("/v1/mismatch", content=report)).json()["truncated_tokens"] == 3
+        table = MismatchTable.model_validate_json((await http.get("/v1/mismatch")).content)
+        metrics = [row.tokens for row in table.truncated]
+    assert table.rows == () and metrics == [3]
+
+
+class MaskingEngine(EchoEngine):
+    """Says of every completion what it was drawn from."""
+
+    @property
+    def generate(self) -> RemoteMethod:
+        return RemoteMethod(self._masked)
+
+    async def _masked(self, call: GenerateCall) -> Rollout:
+        rollout = await self._generate(call)
+        masked = [c.model_copy(update={"packed_sampling_mask": ("chunk",)}) for c in rollout.completions]
+        return rollout.model_copy(update={"completions": tuple(masked)})
+
+
+@pytest.fixture
+def masking(services: Services) -> Services:
+    return replace(services, returns_masks=True, dispatcher=Dispatcher(MaskingEngine(), None, EngineConfig()))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [
+        ({}, "top_k=0:"),
+        ({"top_k": -1, "top_p": 0.9}, "top_k=-1:"),
+        ({"top_k": 5, "temperature": 0}, "temperature=0.0:"),
+        ({"temperature": 0}, "top_k=0 and temperature=0.0:"),
+    ],
+    ids=str,
+)
+async def test_a_deployment_with_masks_refuses_what_vllm_would(
+    masking: Services, sampling: dict[str, Any], named: str
+) -> None:
+    async with http_to(masking) as http:
+        for path, asked in (
+            ("/inference/v1/generate", {"token_ids": [5], "sampling_params": sampling}),
+            ("/v1/completions", {"prompt": [5], **sampling}),
+        ):
+            reply = await http.post(path, json=asked)
+            error = reply.json()["error"]
+            assert reply.status_code == 422
+            assert error["message"].startswith(named) and "engine.return_sampling_mask" in error["message"]
+
+
+async def test_masks_come_back_with_the_choices_and_to_the_client(masking: Services) -> None:
+    async with http_to(masking) as http:
+        completed = await http.post("/v1/completions", json={"prompt": [5, 6], "top_k": 3, "n": 2})
+    assert [choice["packed_sampling_mask"] for choice in completed.json()["choices"]] == [["chunk"]] * 2
+    transport = httpx.ASGITransport(create_app(masking), client=("127.0.0.1", 1))
+    async with RolloutClient("http://gateway", transport=transport) as client:
+        rollout = await client.generate([5, 6], top_k=3)
+    assert rollout.completions[0].packed_sampling_mask == ("chunk",)
+
+
+async def test_without_masks_no_reply_mentions_them(services: Services) -> None:
+    async with http_to(services) as http:
+        reply = await http.post("/inference/v1/generate", json={"token_ids": [5, 6]})
+    assert "packed_sampling_mask" not in reply.json()["choices"][0]
