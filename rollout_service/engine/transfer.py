@@ -20,7 +20,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rollout_service.calibration.measurement import KVMeasurement
-from rollout_service.engine.held_tensors import Held, Unbound, bind_to_parameters, held_tensors
+from rollout_service.engine.held_tensors import (
+    Held,
+    Unbound,
+    bind_to_parameters,
+    buffer_digests,
+    held_tensors,
+    require_same_buffers,
+)
 from rollout_service.engine.kv_measure import measure_kv
 from rollout_service.engine.kv_scales import load_kv_scales
 from rollout_service.engine.load_plan import CopyRecorder, LoadPlan, NoPlan
@@ -69,6 +76,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         kind = vllm_config.additional_config.get(STAGING_KEY)
         # now, before vLLM measures how much memory is left for the KV cache
         self._area = StagingArea(kind, model, device) if kind is not None else None
+        self._buffers = buffer_digests(model) if kind is not None else {}
         self._plan: LoadPlan | None = None
         self._may_plan = True
         self._recorder: CopyRecorder | None = None
@@ -174,6 +182,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         try:
             # expert kernels still read the scales of temporary parameters, which no plan reaches
             self.report["bound"] = bind_to_parameters(self.model, held_before)
+            require_same_buffers(self.model, self._buffers)
             plan = LoadPlan.build(staged.layout, recorder.copies, self.model, self._area.memory)
             plan.run()  # the same bytes once more: its kernel is compiled now, and not while rollouts wait
             self._plan = plan

@@ -3,6 +3,7 @@
 import time
 
 from rollout_service.types import Frozen, PauseMode, ReplicaStatus
+from rollout_service.weights.starts import Starts
 
 
 class Wish(Frozen):
@@ -27,6 +28,8 @@ class FleetTable:
         self._left: dict[str, float] = {}
         self._awaited: frozenset[str] = frozenset()
         self._awaited_until = 0.0
+        self.starts = Starts()
+        """Those that failed; they stand here when their replicas have left the table."""
 
     def wait_for(self, replicas: frozenset[str]) -> None:
         """Of these, known from before, nothing is known now: until each has reported or must be dead, say nothing."""
@@ -43,6 +46,7 @@ class FleetTable:
         known = self._reports.get(status.replica_id)
         if known is not None and known[1].sequence > status.sequence:
             return
+        self.starts.saw(None if known is None else known[1], status)
         self._reports[status.replica_id] = (time.monotonic(), status)
 
     def leave(self, replica_id: str) -> None:
