@@ -12,22 +12,19 @@ class Starts:
     """
 
     def __init__(self) -> None:
-        self._failed: dict[str, FailedStart] = {}
-        self._over = False
+        self._failed: FailedStarts | None = None
 
     def saw(self, before: ReplicaStatus | None, now: ReplicaStatus) -> None:
         """Take in a replica's report. ``before``: its last one."""
         if now.version is not None:
-            if before is None or before.version is None:  # it serves its first version
-                self._over = True
-        elif now.state == "failed" and now.error is not None and now.replica_id not in self._failed:
-            if self._over:
-                self._failed, self._over = {}, False
-            self._failed[now.replica_id] = FailedStart(replica_id=now.replica_id, reason=now.error, at=time.time())
+            if self._failed is not None and (before is None or before.version is None):  # it serves its first version
+                self._failed = self._failed.model_copy(update={"over": True})
+        elif now.state == "failed" and now.error is not None and (before is None or before.state != "failed"):
+            start = FailedStart(replica_id=now.replica_id, reason=now.error, at=time.time())
+            known = None if self._failed is None or self._failed.over else self._failed
+            first, tries = (start, 1) if known is None else (known.first, known.tries + 1)
+            self._failed = FailedStarts(tries=tries, first=first, last=start, over=False)
 
     def failed(self) -> FailedStarts | None:
         """The last series; None: every start went well."""
-        if not self._failed:
-            return None
-        tries = list(self._failed.values())
-        return FailedStarts(tries=len(tries), first=tries[0], last=tries[-1], over=self._over)
+        return self._failed

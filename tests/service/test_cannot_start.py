@@ -25,8 +25,8 @@ from rollout_service.local import running_service
 with running_service(Path(sys.argv[1]), json.loads(sys.argv[2]), port=int(sys.argv[3]), verbose=True):
     pass
 """
-NO_ROOM = r"ValueError: .*KV cache"
-"""What vLLM's engine core raises, in a process of its own, when the cache has no room for one sequence."""
+NO_ROOM = r"ValueError: Available memory on node .* less than requested memory for kv"
+"""What vLLM's worker raises, two processes below the replica, for a KV cache of a million GiB."""
 
 
 @asynccontextmanager
@@ -67,7 +67,7 @@ def overrides(tmp_path: Path) -> dict[str, dict[str, Any]]:
 
 
 async def test_the_reason_of_vllms_own_process_reaches_health_and_the_terminal(tmp_path: Path) -> None:
-    without_room = overrides(tmp_path) | {"engine": {"cpu_kv_cache_gib": 0.001}}
+    without_room = overrides(tmp_path) | {"engine": {"cpu_kv_cache_gib": 1_000_000}}
     output = tmp_path / "output"
     async with started(without_room, output) as (url, process), asyncio.timeout(LONG_S):
         said = await first_reason(url, process)
