@@ -169,7 +169,7 @@ def _fleet_table(fleet: "Fleet") -> "Table":
     table.add_column("error")
     for replica in fleet.replicas:
         table.add_row(*_fleet_row(replica))
-    table.caption = escape("\n".join(_kv_caches(fleet)))
+    table.caption = escape("\n".join([*_kv_caches(fleet), *_failed_starts(fleet)]))
     return table
 
 
@@ -177,6 +177,15 @@ def _kv_caches(fleet: "Fleet") -> list[str]:
     """A line for each sort of KV cache in the fleet, and why it is so."""
     choices = [replica.kv_cache.choice for replica in fleet.replicas if replica.kv_cache is not None]
     return sorted({f"KV cache {choice.dtype}: {choice.why}" for choice in choices})
+
+
+def _failed_starts(fleet: "Fleet") -> list[str]:
+    """How many starts failed, and why the first did."""
+    failed = fleet.failed_starts
+    if failed is None:
+        return []
+    since = "; one went well since" if failed.over else ""
+    return [f"{failed.tries} failed starts{since}; the first, of {failed.first.replica_id}: {failed.first.reason}"]
 
 
 def _fleet_row(replica: "ReplicaStatus") -> list[str]:

@@ -15,6 +15,7 @@ from ray import serve
 from rollout_service.app import build
 from rollout_service.config import ServiceConfig
 from rollout_service.deployment_file import application_args, controller_options
+from rollout_service.serve_says import not_running
 
 APPLICATION = "rollout"
 LOGICAL_CPUS = 64
@@ -22,6 +23,10 @@ LOGICAL_CPUS = 64
 
 _PORTS = range(20_000, 32_000)
 """Above those of Ray's workers, and below those that Linux gives to outgoing connections by default."""
+
+
+class ServiceNotStarted(RuntimeError):
+    """A deployment could not start; says which, and what it failed with."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ def running_service(
     """Start Ray and Serve on loopback, wait until the service answers, and stop both at the end, however it comes.
 
     ``port``: of HTTP; None picks a free one. ``verbose``: the replicas' logs come to this process's output.
-    Raises what the start of a replica raised.
+    Raises ServiceNotStarted, with the reason, once Serve has given up.
     """
     config = load_config(path, overrides)
     port = port or free_port()
@@ -68,7 +73,11 @@ def running_service(
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port}, controller_options=controller_options(path))
-        serve.run(build(config), name=APPLICATION, route_prefix="/")
+        try:
+            serve.run(build(config), name=APPLICATION, route_prefix="/")
+        except RuntimeError as error:  # says which deployment, but not why
+            said = "; ".join(f"{name}: {why}" for name, why in sorted(not_running(APPLICATION).items()))
+            raise ServiceNotStarted(f"{error} {said}") from error
         url = f"http://127.0.0.1:{port}"
         yield LocalService(url=url, config=config.resolved(), metrics_targets=(f"{url}/metrics", *_agents()))
     finally:

@@ -209,12 +209,34 @@ class WeightStatus(Frozen):
     """Replicas on which its mismatch is above a threshold of ``monitor``; None: not asked, or the monitor is away."""
 
 
+class FailedStart(Frozen):
+    """A replica that ended before it served."""
+
+    replica_id: str
+    reason: str
+    """What failed and what caused it, the deepest last."""
+    at: float
+    """Unix time, in seconds."""
+
+
+class FailedStarts(Frozen):
+    """The last series of starts that failed, one after the other."""
+
+    tries: int
+    first: FailedStart
+    last: FailedStart
+    over: bool
+    """A replica has served its first version since."""
+
+
 class Fleet(Frozen):
     """The table of live replicas beside the newest committed version."""
 
     latest_version: int
     paused: bool
     replicas: tuple[ReplicaStatus, ...]
+    failed_starts: FailedStarts | None = None
+    """None: no start failed since the ingest started."""
 
 
 class MismatchRow(Frozen):

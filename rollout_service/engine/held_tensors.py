@@ -1,4 +1,4 @@
-"""Tensors that layers hold beside their parameters and buffers, inside the objects that compute for them.
+"""Tensors beside the parameters: those inside the objects that compute for layers, and buffers made from weights.
 
 vLLM's expert kernels refer to the scales that they were made with. Its layerwise reload makes them anew while each
 layer has temporary parameters, copies those into the live ones, and drops them; the kernels go on reading the
@@ -7,14 +7,15 @@ temporaries. Equal bytes then, and stale ones as soon as something else is copie
 
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 
-from rollout_service.engine.vllm_internals import hold
+from rollout_service.engine.vllm_internals import hold, is_deferred_attention_layer, is_of_kv_cache
 
 _LEAVES = (str, bytes, int, float, complex, type, type(None), torch.dtype, torch.device, torch.Size, types.ModuleType)
 _NO_HOLDERS = (
@@ -25,7 +26,7 @@ _NO_HOLDERS = (
 
 
 class Unbound(Exception):
-    """A reload left a tensor somewhere that is no parameter's; says where."""
+    """A reload left a tensor somewhere that is no parameter's, or changed a buffer; says where."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,33 @@ def bind_to_parameters(model: torch.nn.Module, before: list[Held]) -> int:
     for held in left:
         held.replace(_same_parameter(model, held))
     return len(left)
+
+
+def buffer_digests(model: torch.nn.Module) -> dict[str, str]:
+    """Each buffer of the model → digest of its bytes, but for those of the KV cache, which no version brings."""
+    return {
+        f"{prefix}.{leaf}" if prefix else leaf: _digest(buffer)
+        for prefix, module in model.named_modules()
+        for leaf, buffer in module.named_buffers(recurse=False)
+        if not (is_deferred_attention_layer(module) and is_of_kv_cache(leaf))
+    }
+
+
+def require_same_buffers(model: torch.nn.Module, before: Mapping[str, str]) -> None:
+    """Raise Unbound if a buffer is another than with other weights: a copy into parameters would not renew it.
+
+    ``before``: ``buffer_digests`` with the dummy weights, which no version has; with an earlier version's, a version
+    that repeats it would look as if nothing were derived.
+    """
+    now = buffer_digests(model)
+    for name in sorted(now.keys() | before.keys()):
+        if now.get(name) != before.get(name):
+            raise Unbound(f"{name} is a buffer that is made from weights, or loaded: a plan would leave it as it is")
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    held = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return xxhash.xxh3_128_hexdigest(memoryview(held.numpy().data))
 
 
 def _same_parameter(model: torch.nn.Module, held: Held) -> torch.Tensor:

@@ -12,9 +12,11 @@ CPU_BLOCK_FP8, CPU_BF16 = "rollout_service_cpu_block_fp8", "rollout_service_cpu_
 
 def register() -> None:
     """Register the transfer engine and, on the CPU, the quantization configurations. Safe to call again."""
+    from rollout_service.engine.child_errors import tell_errors
     from rollout_service.engine.orphans import die_with_parent
 
     die_with_parent()
+    tell_errors()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 

@@ -18,7 +18,7 @@ from rollout_service.engine.kv_cache import chosen_before, fallen_back, with_kv_
 from rollout_service.engine.kv_calibrator import KVCalibrator, KVScales, NoKVScales
 from rollout_service.engine.load import autoscaling_stats, show_load
 from rollout_service.engine.plugin import register
-from rollout_service.engine.starting import Announcement
+from rollout_service.engine.starting import Announcement, says_why_it_fails
 from rollout_service.errors import EngineFailed, KVCacheUnfit, NotReady, Overloaded, TooEarly
 from rollout_service.logs import log_with_serve
 from rollout_service.sampling import GenerateCall
@@ -37,6 +37,7 @@ _TAKES_REQUESTS = ("ready", "syncing", "stale")
 class EngineReplica:
     """Serve routes to it only after its constructor has loaded the newest version."""
 
+    @says_why_it_fails
     async def __init__(self, config: ServiceConfig, ingest: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         log_with_serve()
         self._drain = Drain(config.scaling.drain_timeout_s)

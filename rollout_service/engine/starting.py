@@ -1,11 +1,17 @@
-"""A replica that starts is seen: it reports before its engine exists, and while loading keeps the event loop busy."""
+"""A replica that starts is seen: it reports before its engine exists, while loading keeps the event loop busy, and
+why it could not start."""
 
+import asyncio
+import functools
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
+from ray import serve
+
+from rollout_service.engine.child_errors import collected_errors, reason_of
 from rollout_service.types import ReplicaStatus
 from rollout_service.weights.ask import RAY_FAILURES
 
@@ -13,6 +19,46 @@ logger = logging.getLogger(__name__)
 
 REPORTS = itertools.count()
 """Numbers the reports of this process's replica, so that one overtaken on its way is not taken for news."""
+
+_LAST_WORD_S = 5.0
+"""A replica that could not start waits no longer for the ingest: Serve waits for it, to start another."""
+
+Constructor = Callable[..., Awaitable[None]]
+
+
+def says_why_it_fails(init: Constructor) -> Constructor:
+    """For the constructor of an engine replica, which is given the configuration and the ingest's handle.
+
+    A failure is logged where ``serve run`` shows it, with what vLLM's own processes said of it, and reported to the
+    ingest. It is raised again with the same added, so that Serve's status has it, too.
+    """
+
+    @functools.wraps(init)
+    async def constructor(self: Any, config: Any, ingest: Any) -> None:
+        with collected_errors() as errors:
+            try:
+                await init(self, config, ingest)
+            except Exception as error:
+                reason = reason_of(error)
+                if (root := errors.first()) is not None:
+                    reason = f"{root} ({reason})"
+                    error.add_note(root)
+                replica_id = serve.get_replica_context().replica_id.unique_id
+                logger.error("engine replica %s could not start: %s", replica_id, reason)
+                await report_failed_start(replica_id, ingest, reason)
+                raise
+
+    return constructor
+
+
+async def report_failed_start(replica_id: str, ingest: Any, reason: str) -> None:
+    """Tell the ingest; if it does not answer, Serve's status is all there is."""
+    status = ReplicaStatus(replica_id=replica_id, sequence=next(REPORTS), version=None, state="failed", error=reason)
+    try:
+        async with asyncio.timeout(_LAST_WORD_S):
+            await ingest.report.remote(status)
+    except (*RAY_FAILURES, TimeoutError) as error:
+        logger.warning("could not tell the ingest why this replica did not start: %s", error)
 
 
 class Announcement:

@@ -20,7 +20,14 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.platforms import current_platform
 
 from rollout_service.calibration.measurement import KVMeasurement
-from rollout_service.engine.held_tensors import Held, Unbound, bind_to_parameters, held_tensors
+from rollout_service.engine.held_tensors import (
+    Held,
+    Unbound,
+    bind_to_parameters,
+    buffer_digests,
+    held_tensors,
+    require_same_buffers,
+)
 from rollout_service.engine.kv_measure import measure_kv
 from rollout_service.engine.kv_scales import load_kv_scales
 from rollout_service.engine.load_plan import CopyRecorder, LoadPlan, NoPlan, Sources, placement_of
@@ -82,6 +89,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
                 refused = str(error)
                 logger.warning("versions are loaded layer by layer from their files: %s", error)
         self._stager = Stager(self._area, parallel.rank, refused)
+        self._buffers = buffer_digests(model) if self._area is not None else {}
         self._plan: LoadPlan | None = None
         # the CPU's kernels keep packed copies of weights, which no plan would renew
         self._may_plan = not current_platform.is_cpu()
@@ -204,6 +212,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         try:
             # expert kernels still read the scales of temporary parameters, which no plan reaches
             self.report["bound"] = bind_to_parameters(self.model, held_before)
+            require_same_buffers(self.model, self._buffers)
             placement = placement_of(recorder.copies, staged.manifest)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # what was loaded from the area has left it

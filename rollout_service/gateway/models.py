@@ -5,9 +5,9 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from rollout_service.errors import NotReady
+from rollout_service.gateway.readiness import failed_starts
 from rollout_service.gateway.routes import OpenRoute
-from rollout_service.gateway.services import Here, call
+from rollout_service.gateway.services import Here
 
 router = APIRouter(tags=["models"], route_class=OpenRoute)
 _STARTED = int(time.time())
@@ -28,9 +28,10 @@ async def models(services: Here) -> dict[str, Any]:
 
 
 @router.get("/health")
-async def health(services: Here) -> dict[str, str]:
-    """200 while a replica can serve; 503 otherwise."""
-    fleet = await call(services.ingest.fleet.remote())
-    if not any(replica.version is not None and replica.error is None for replica in fleet.replicas):
-        raise NotReady("no engine replica is live")
-    return {"status": "ok"}
+async def health(services: Here) -> dict[str, Any]:
+    """200 while a replica can serve; 503 otherwise, with the reason of the first start that failed, if one did.
+
+    ``failed_starts`` stays in the reply when a later start went well: how many failed, and why.
+    """
+    failed = await failed_starts(services.ingest, services.not_running)
+    return {"status": "ok"} if failed is None else {"status": "ok", "failed_starts": failed.model_dump(mode="json")}

@@ -1,11 +1,13 @@
 """What the gateway's routes stand on: the served model's facts and the handles of the other deployments."""
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import httpx
 from fastapi import Depends, Header, Request
+from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -15,6 +17,7 @@ from rollout_service.config import ServiceConfig
 from rollout_service.errors import NotReady, RolloutServiceError
 from rollout_service.gateway.dispatch import Dispatcher
 from rollout_service.monitor.feed import RolloutFeed
+from rollout_service.serve_says import not_running
 from rollout_service.shadow.feed import ShadowFeed
 from rollout_service.web.auth import Authorizer
 from rollout_service.weights.served_model import ServedModel
@@ -49,6 +52,8 @@ class Services:
     """Has some of them scored."""
     returns_masks: bool = False
     """``engine.return_sampling_mask``."""
+    not_running: Callable[[], dict[str, str]] = dict
+    """What Serve says of deployments that do not run; see ``serve_says.py``."""
 
     @classmethod
     def create(cls, config: ServiceConfig, engine: Any, ingest: Any, monitor: Any, shadow: Any) -> "Services":
@@ -69,6 +74,7 @@ class Services:
             feed=RolloutFeed(monitor, config.monitor.remember_tokens),
             shadow=ShadowFeed(shadow, config.shadow),
             returns_masks=config.engine.return_sampling_mask,
+            not_running=partial(not_running, serve.get_replica_context().app_name),
         )
 
 

@@ -4,6 +4,7 @@ import time
 
 from rollout_service.types import Frozen, PauseMode, ReplicaStatus
 from rollout_service.weights.log import Head, Origin
+from rollout_service.weights.starts import Starts
 
 
 class Wish(Frozen):
@@ -36,6 +37,8 @@ class FleetTable:
         self._awaited_until = 0.0
         self._newest: Head | None = None
         self._log: str | None = None
+        self.starts = Starts()
+        """Those that failed; they stand here when their replicas have left the table."""
 
     def wait_for(self, replicas: frozenset[str]) -> None:
         """Of these, known from before, nothing is known now: until each has reported or must be dead, say nothing."""
@@ -60,6 +63,7 @@ class FleetTable:
         known = self._reports.get(status.replica_id)
         if known is not None and known[1].sequence > status.sequence:
             return
+        self.starts.saw(None if known is None else known[1], status)
         self._reports[status.replica_id] = (time.monotonic(), status)
 
     def leave(self, replica_id: str) -> None:

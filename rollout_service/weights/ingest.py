@@ -271,7 +271,12 @@ class Ingest:
         """The live replicas, those that start included, beside the newest version."""
         if self._wish is None:
             raise NotReady("version 0 is still being made from the model's folder")
-        return Fleet(latest_version=self._wish.version, paused=self._wish.paused, replicas=self._fleet.live())
+        return Fleet(
+            latest_version=self._wish.version,
+            paused=self._wish.paused,
+            replicas=self._fleet.live(),
+            failed_starts=self._fleet.starts.failed(),
+        )
 
     async def state(self) -> ServiceState:
         """What ``GET /metrics`` is made of. Raises NotReady until there is a version 0."""

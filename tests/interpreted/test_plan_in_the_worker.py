@@ -1,5 +1,6 @@
 """A worker's transfer engine from version to version: vLLM's own reload for the first one, a plan for the rest."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from tests.unit.weights.versions import FIRST, SECOND, commit, flip_a_byte
 class Experts(QuantizeMethodBase):
     """Keeps the scales that it finds when weights were loaded, as vLLM's methods for experts do."""
 
-    def __init__(self, derives: bool) -> None:
+    def __init__(self, derives: str) -> None:
         self._derives = derives
         self.derived: torch.Tensor | None = None
 
@@ -38,13 +39,19 @@ class Experts(QuantizeMethodBase):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         self.config = fp8_w8a8_moe_quant_config(layer.weight, layer.weight, block_shape=[128, 128])
-        if self._derives:
-            self.derived = layer.weight.float() + 1
+        if self._derives == "tensor":
+            self.derived = 2 * layer.weight.float()
+        elif self._derives == "buffer":  # made for the first weights, and filled again for each later ones
+            layer.register_buffer("absorbed", 2 * layer.weight.float())
+        elif self._derives == "buffer there before":
+            layer.table.copy_(layer.weight.float().mean())
 
 
 class Layer(torch.nn.Module):
-    def __init__(self, like: torch.Tensor, derives: bool) -> None:
+    def __init__(self, like: torch.Tensor, derives: str) -> None:
         super().__init__()
+        if derives == "buffer there before":
+            self.register_buffer("table", torch.arange(3.0), persistent=False)
         self.quant_method = Experts(derives)
         self.quant_method.create_weights(self, like=like)
 
@@ -52,7 +59,7 @@ class Layer(torch.nn.Module):
 class Model(torch.nn.Module):
     """Of the versions that ``commit`` makes."""
 
-    def __init__(self, derives: bool = False) -> None:
+    def __init__(self, derives: str = "") -> None:
         super().__init__()
         self.first = Layer(torch.zeros(4, 5), derives)
         self.second = Layer(torch.zeros(6, dtype=torch.bfloat16), derives)
@@ -123,13 +130,38 @@ def test_kernels_read_what_the_plan_has_copied(log: WeightLog) -> None:
 
 
 def test_without_a_plan_for_what_is_made_from_weights_each_version_is_loaded_layerwise(log: WeightLog) -> None:
-    model = Model(derives=True)
+    model = Model(derives="tensor")
     engine = serving(model)
     for version in (1, 2):
         report = update(engine, log.folder(version))
         assert report["way"] == "layerwise"
         assert "is made when weights are loaded" in report["no_plan"]
-        assert torch.equal(model.first.quant_method.derived, of_version(version) + 1)
+        assert torch.equal(model.first.quant_method.derived, 2 * of_version(version))
+
+
+@pytest.mark.parametrize(
+    ("derives", "says"),
+    [
+        ("buffer", r"first\.absorbed is a buffer that is made from weights"),
+        # vLLM counts it among what is to be loaded, and so processes its layer only after all copies were made
+        ("buffer there before", r"first\.weight is loaded in another way than by copies"),
+    ],
+)
+def test_a_buffer_that_is_made_from_weights_is_never_left_to_a_plan(log: WeightLog, derives: str, says: str) -> None:
+    """A plan copies into parameters alone: the buffer would stay that of the version the plan was learnt from."""
+    model = Model(derives)
+    engine = serving(model)
+    for version in (1, 2, 2, 3):
+        report = update(engine, log.folder(version))
+        assert report["way"] == "layerwise"
+        assert re.search(says, report["no_plan"])
+
+
+def test_a_buffer_that_weights_do_not_change_is_left_alone(log: WeightLog) -> None:
+    model = Model()
+    model.register_buffer("cos_sin_cache", torch.arange(3.0), persistent=False)
+    engine = serving(model)
+    assert [update(engine, log.folder(version))["way"] for version in (1, 2)] == ["layerwise", "plan"]
 
 
 # --- a rank of a tensor-parallel engine
@@ -145,9 +177,9 @@ class Shard(torch.nn.Module):
     def __init__(self, rank: int) -> None:
         super().__init__()
         self._rank = rank
-        self.rows = Layer(torch.zeros(ROWS // 2, COLUMNS), derives=False)
-        self.columns = Layer(torch.zeros(ROWS, COLUMNS // 2), derives=False)
-        self.norm = Layer(torch.zeros(COLUMNS), derives=False)
+        self.rows = Layer(torch.zeros(ROWS // 2, COLUMNS), "")
+        self.columns = Layer(torch.zeros(ROWS, COLUMNS // 2), "")
+        self.norm = Layer(torch.zeros(COLUMNS), "")
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         parameters = dict(self.named_parameters())

@@ -1,0 +1,44 @@
+"""Whether a replica can serve, and if none can, why: for ``GET /health``."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from rollout_service.errors import NotReady
+from rollout_service.gateway.services import call
+from rollout_service.types import FailedStarts, Fleet
+
+INGEST_ANSWERS_S = 5.0
+"""An ingest that cannot start never answers, and nobody should wait for it to hear why."""
+
+
+async def failed_starts(ingest: Any, not_running: Callable[[], dict[str, str]]) -> FailedStarts | None:
+    """The starts that failed while a replica can serve; None: none did.
+
+    Args:
+        ingest: handle of its deployment.
+        not_running: what Serve says of deployments, see ``serve_says.py``.
+
+    Raises NotReady, with the reason, if no replica can serve.
+    """
+    try:
+        async with asyncio.timeout(INGEST_ANSWERS_S):
+            fleet: Fleet = await call(ingest.fleet.remote())
+    except (NotReady, TimeoutError) as error:
+        why = str(error) or f"the ingest has not answered for {INGEST_ANSWERS_S:g} s"
+        raise await _not_ready(why, None, not_running) from error
+    if any(r.version is not None and r.error is None and r.state != "draining" for r in fleet.replicas):
+        return fleet.failed_starts
+    raise await _not_ready("no engine replica is live", fleet.failed_starts, not_running)
+
+
+async def _not_ready(why: str, failed: FailedStarts | None, not_running: Callable[[], dict[str, str]]) -> NotReady:
+    if failed is not None and not failed.over:
+        starts = "the start of a replica has failed" if failed.tries == 1 else f"{failed.tries} starts have failed"
+        message = f"{why}: {starts}, the first ({failed.first.replica_id}) with: {failed.first.reason}"
+        return NotReady(message, {"failed_starts": failed.model_dump(mode="json")})
+    said = await asyncio.to_thread(not_running)
+    if not said:
+        return NotReady(why)
+    lines = [f"{name or 'the application'}: {message}" for name, message in sorted(said.items())]
+    return NotReady(f"{why}; Serve says of {'; '.join(lines)}", {"not_running": said})

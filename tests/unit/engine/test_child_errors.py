@@ -1,0 +1,72 @@
+"""What vLLM's processes log as they fail reaches the replica, the process that failed first before the others."""
+
+import logging
+import multiprocessing
+import subprocess
+import sys
+
+import pytest
+
+from rollout_service.engine.child_errors import collected_errors, reason_of, tell_errors
+
+CONTEXT = multiprocessing.get_context("spawn")  # as vLLM starts its processes
+
+
+def fail(deep: bool) -> None:
+    """As an engine core that starts a worker, or as that worker, with vLLM's logger."""
+    tell_errors()
+    tell_errors()  # vLLM calls its plug-ins more than once
+    logging.getLogger("vllm.engine").error("no exception, only words")
+    try:
+        if deep:
+            worker = CONTEXT.Process(target=fail, args=(False,), name="Worker_TP0")
+            worker.start()
+            worker.join()
+            raise RuntimeError("a worker failed, see above")
+        try:
+            raise MemoryError("no memory for the KV cache")
+        except MemoryError as error:
+            raise ValueError("cannot be served") from error
+    except (RuntimeError, ValueError):
+        logging.getLogger("vllm.engine").exception("failed to start")
+
+
+def test_the_root_is_what_the_deepest_process_said() -> None:
+    with collected_errors() as errors:
+        core = CONTEXT.Process(target=fail, args=(True,), name="EngineCore")
+        core.start()
+        core.join()
+        assert (
+            errors.first()
+            == "Worker_TP0: ValueError: cannot be served; caused by MemoryError: no memory for the KV cache"
+        )
+        assert [line.count("Worker_TP0") for line in errors.lines()] == [1, 0]
+
+
+def test_a_process_that_was_killed_has_said_nothing() -> None:
+    with collected_errors() as errors:
+        assert errors.first() is None
+
+
+def test_no_handler_where_nobody_asked() -> None:
+    with collected_errors():
+        assert not tell_errors(), "the replica itself is no engine process"
+    asked = "from rollout_service.engine.child_errors import tell_errors; assert not tell_errors()"
+    subprocess.run([sys.executable, "-c", asked], check=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (KeyError(), "KeyError: no message"),
+        (ValueError("x" * 9000), f"ValueError: {'x' * 988} … {'x' * 1000}"),
+    ],
+)
+def test_the_reason_of_an_error(error: Exception, reason: str) -> None:
+    assert reason_of(error) == reason
+
+
+def test_a_circle_of_causes_ends() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert reason_of(first) == "ValueError: first; caused by ValueError: second"
