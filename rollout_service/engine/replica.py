@@ -112,9 +112,9 @@ class EngineReplica:
         self._hand_over.asked()
         try:
             self._require_sound()
+            if call.min_weight_version is not None:  # waiting, it holds no place: the version may never come
+                await self._wait_version(call.min_weight_version)
             with self._admission.admit(call.sampling.n, call.origin):
-                if call.min_weight_version is not None:
-                    await self._wait_version(call.min_weight_version)
                 completions = await self._engine.generate(
                     call.request_id, call.prompt_token_ids, call.sampling, call.priority
                 )

@@ -10,6 +10,7 @@ from pydantic import Field
 from rollout_service.errors import InvalidRequest
 from rollout_service.gateway.generate import packed_mask, spans, usage
 from rollout_service.gateway.prompts import (
+    DATA_ERRORS,
     ModelName,
     RolloutOptions,
     TokenIds,
@@ -62,7 +63,7 @@ class CompletionRequest(RolloutOptions, CommonSampling):
         return Sampling(**fields, stop=stop, stop_token_ids=self.stop_token_ids or ())
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=DATA_ERRORS)
 async def completions(body: CompletionRequest, services: Here, x_session_id: SessionHeader = None) -> dict[str, Any]:
     """The completions of all prompts; choice ``i * n + j`` is completion ``j`` of prompt ``i``."""
     check_model(body.model, services)

@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from pydantic import model_validator
 
 from rollout_service.gateway.prompts import (
+    DATA_ERRORS,
     ModelName,
     RolloutOptions,
     TokenIds,
@@ -47,7 +48,7 @@ class GenerateRequest(RolloutOptions):
         return self
 
 
-@router.post("/inference/v1/generate")
+@router.post("/inference/v1/generate", responses=DATA_ERRORS)
 async def generate(body: GenerateRequest, services: Here, x_session_id: SessionHeader = None) -> dict[str, Any]:
     """The completions of one prompt, with the logprob and the weight version of every token."""
     check_model(body.model, services)

@@ -3,6 +3,7 @@
 import asyncio
 
 from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from rollout_service.gateway.mismatch import table_or_none
@@ -13,7 +14,7 @@ from rollout_service.metrics.exposition import exposition
 router = APIRouter(tags=["metrics"], route_class=OpenRoute)
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(services: Here) -> Response:
     """What one process knows exactly; what each process counts is at the metrics ports of Ray's agents."""
     state, mismatch = await asyncio.gather(call(services.ingest.state.remote()), table_or_none(services))

@@ -7,11 +7,12 @@ from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Query, Request
 
-from rollout_service.errors import NotReady, RolloutServiceError
-from rollout_service.gateway.routes import GuardedRoute, read_body
+from rollout_service.errors import InvalidRequest, NotFound, NotReady, RolloutServiceError
+from rollout_service.gateway.routes import GuardedRoute, body_of, read_body
 from rollout_service.gateway.services import Here, Services, call
-from rollout_service.monitor.report import REPORT_BYTES
+from rollout_service.monitor.report import REPORT_BYTES, MismatchReport
 from rollout_service.types import MismatchReceipt, MismatchSource, MismatchTable, WeightStatus, WeightVersion
+from rollout_service.web.errors import documented
 
 router = APIRouter(prefix="/v1/mismatch", tags=["mismatch"], route_class=GuardedRoute)
 logger = logging.getLogger(__name__)
@@ -21,15 +22,15 @@ SUSPICIONS_S = 2.0
 _Reply = TypeVar("_Reply")
 
 
-@router.post("")
+@router.post("", responses=documented(InvalidRequest, NotFound), openapi_extra=body_of(MismatchReport))
 async def report(request: Request, services: Here) -> MismatchReceipt:
     """Count a ``MismatchReport``. Its JSON is read in the monitor's process: here it would hold up rollouts."""
     body = await read_body(request, REPORT_BYTES)
     await services.feed.flushed()  # a report that names a request id must not overtake its rollout
-    return await _answer(services.monitor.report.remote(body), ANSWER_S)
+    return await _answer(services.monitor.report.remote(body, services.feed.others_wait_s), ANSWER_S)
 
 
-@router.get("")
+@router.get("", responses=documented(InvalidRequest))
 async def table(
     services: Here,
     version: Annotated[WeightVersion | None, Query()] = None,

@@ -8,12 +8,23 @@ from typing import Annotated, Any
 
 from pydantic import Field, StrictInt, model_validator
 
-from rollout_service.errors import InvalidRequest, NotFound
+from rollout_service.errors import (
+    EngineFailed,
+    InvalidRequest,
+    NonFiniteLogprob,
+    NotFound,
+    NotReady,
+    Overloaded,
+    TooEarly,
+)
 from rollout_service.gateway.services import Services
 from rollout_service.metrics.process import counted_rollout
 from rollout_service.sampling import GenerateCall, Sampling, refuse_many_unknown
 from rollout_service.types import Frozen, OnAbort, Rollout, WeightVersion
+from rollout_service.web.errors import documented
 
+DATA_ERRORS = documented(EngineFailed, InvalidRequest, NonFiniteLogprob, NotFound, NotReady, Overloaded, TooEarly)
+"""Of a data route."""
 TokenIds = Annotated[tuple[StrictInt, ...], Field(fail_fast=True)]
 """Fails at the first that is none: a body has room for millions, and pydantic would make an error of each."""
 ModelName = Annotated[str, Field(max_length=1024)]

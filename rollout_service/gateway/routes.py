@@ -11,10 +11,19 @@ from typing import Any, ClassVar, NoReturn
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
-from rollout_service.errors import InvalidRequest, MalformedRequest, PayloadTooLarge
-from rollout_service.web.errors import validation_error
+from rollout_service.errors import (
+    Forbidden,
+    InvalidRequest,
+    MalformedRequest,
+    NotReady,
+    PayloadTooLarge,
+    RolloutServiceError,
+    Unauthorized,
+)
+from rollout_service.web.errors import documented, validation_error
 
 _JSON = re.compile(r"application/(?:[\w.-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # json.loads has made characters of pairs
@@ -25,6 +34,16 @@ class OpenRoute(APIRoute):
 
     body_bytes: ClassVar[int] = 8 << 20
     """Longest JSON body. Reading it holds up every other request of this gateway for a second at most."""
+    errors: ClassVar[tuple[type[RolloutServiceError], ...]] = (RolloutServiceError, NotReady)
+    """What every such route may answer with. The rest stands with each route."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        """FastAPI's; adds ``errors`` to what is documented."""
+        errors = self.errors
+        if {"POST", "PUT"}.intersection(options.get("methods") or ()):
+            errors = (*errors, MalformedRequest, PayloadTooLarge)
+        options["responses"] = {**documented(*errors), **(options.get("responses") or {})}
+        super().__init__(path, endpoint, **options)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's hook: what answers a request."""
@@ -48,6 +67,7 @@ class GuardedRoute(OpenRoute):
 
     body_bytes = 64 << 20
     """A version of 200 000 tensors has a table of half of that."""
+    errors = (*OpenRoute.errors, Unauthorized, Forbidden)
 
     def admit(self, request: Request) -> None:
         """Raise Unauthorized, Forbidden, or InvalidRequest for a body that a browser sends without asking first."""
@@ -85,6 +105,28 @@ async def read_body(request: Request, limit: int) -> bytes:
     except ClientDisconnect as error:
         raise MalformedRequest(f"{_name(request)}: the body was cut off: send it again") from error
     return bytes(body)
+
+
+def body_of(model: type[BaseModel]) -> dict[str, Any]:
+    """The ``openapi_extra`` of a route that hands its JSON body on unread."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(model)}}}}
+
+
+def _inlined(model: type[BaseModel]) -> Any:
+    """The model's JSON schema without references, which in OpenAPI would be into the whole document."""
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def inlined(part: Any) -> Any:
+        if isinstance(part, list):
+            return [inlined(item) for item in part]
+        if not isinstance(part, dict):
+            return part
+        if "$ref" in part:
+            return inlined(definitions[part["$ref"].rpartition("/")[2]])
+        return {name: inlined(item) for name, item in part.items()}
+
+    return inlined(schema)
 
 
 def _parse(request: Request, body: bytes) -> Any:

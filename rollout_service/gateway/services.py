@@ -71,7 +71,7 @@ class Services:
                 timeout=httpx.Timeout(300.0, connect=10.0), transport=ManyConnections(MAX_FORWARDED_PARTS)
             ),
             monitor=monitor,
-            feed=RolloutFeed(monitor, config.monitor.remember_tokens),
+            feed=RolloutFeed(monitor, config.monitor.remember_tokens, config.scaling.gateways),
             shadow=ShadowFeed(shadow, config.shadow),
             returns_masks=config.engine.return_sampling_mask,
             not_running=partial(not_running, serve.get_replica_context().app_name),

@@ -13,18 +13,22 @@ QUEUE_TOKENS = 1 << 20
 SEND_S = 10.0
 """Longest wait for the monitor to take a batch."""
 FLUSH_S = 5.0
+OTHERS_S = 2.0
+"""How long the monitor waits for what other gateways are about to tell it; they tell at once."""
 
 
 class RolloutFeed:
     """Sends what is there at once."""
 
-    def __init__(self, monitor: Any, remember_tokens: int) -> None:
-        """``monitor``: handle of the deployment. ``remember_tokens`` 0: nothing is ever sent."""
+    def __init__(self, monitor: Any, remember_tokens: int, gateways: int = 1) -> None:
+        """``monitor``: handle of the deployment. ``remember_tokens`` 0: nothing is ever sent. ``gateways``: in all."""
         self._monitor, self._on = monitor, remember_tokens > 0
         self._outbox: Outbox[RecentRollout] = Outbox(
             self._send, self._drop, sent=self._sent, room_tokens=QUEUE_TOKENS, batch_tokens=QUEUE_TOKENS, send_s=SEND_S
         )
         self._failing = False
+        self.others_wait_s = OTHERS_S if self._on and gateways > 1 else 0.0
+        """How long a report that names rollouts may have to wait for those that other gateways answered."""
         self.dropped = 0
         """Rollouts that the monitor was not told of."""
 

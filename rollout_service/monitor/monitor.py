@@ -6,6 +6,7 @@ All it knows is in memory: after a restart it begins anew.
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 
 from rollout_service.config import MonitorConfig
 from rollout_service.correction.batch import Rows
@@ -13,7 +14,7 @@ from rollout_service.correction.ratios import compare
 from rollout_service.monitor.judge import Judge
 from rollout_service.monitor.recent import RecentRollout, RecentRollouts
 from rollout_service.monitor.report import MismatchReport
-from rollout_service.monitor.scoring import Scored, found, parse_report, score
+from rollout_service.monitor.scoring import Scored, found, missing, parse_report, score
 from rollout_service.monitor.statistics import Statistics
 from rollout_service.monitor.table import Key, VersionTable
 from rollout_service.types import MismatchReceipt, MismatchRow, MismatchSource, MismatchTable, Suspicion
@@ -32,14 +33,19 @@ class Monitor:
         self._judge = Judge(config)
         self._receipts: OrderedDict[str, MismatchReceipt] = OrderedDict()
         self._reporting = asyncio.Lock()
+        self._told = asyncio.Event()
+        """Set, and replaced, when a gateway tells of rollouts."""
 
-    async def report(self, body: bytes) -> MismatchReceipt:
+    async def report(self, body: bytes, wait_s: float = 0.0) -> MismatchReceipt:
         """Count a trainer's report (JSON of ``MismatchReport``), all of it or nothing.
 
+        ``wait_s``: how long to wait for rollouts that it names and that are not remembered, because the gateway that
+        answered them may be about to tell.
         Raises InvalidRequest, MalformedRequest, or NotFound for request ids that are not remembered.
         """
+        report = await asyncio.to_thread(parse_report, body)
+        await self._wait_for_rollouts(report, wait_s)
         async with self._reporting:  # one at a time: a report that is sent again must see the first one's receipt
-            report = await asyncio.to_thread(parse_report, body)
             known = None if report.report_id is None else self._receipts.get(report.report_id)
             if known is not None:
                 return known.model_copy(update={"repeated": True})
@@ -67,6 +73,14 @@ class Monitor:
     async def remember(self, rollouts: Sequence[RecentRollout]) -> None:
         """Keep rollouts for reports that name their request ids only."""
         self._recent.remember(rollouts)
+        told, self._told = self._told, asyncio.Event()
+        told.set()
+
+    async def _wait_for_rollouts(self, report: MismatchReport, wait_s: float) -> None:
+        with suppress(TimeoutError):  # then ``found`` names what is missing
+            async with asyncio.timeout(wait_s):
+                while missing(report, self._recent):
+                    await self._told.wait()
 
     async def rows(
         self, version: int | None = None, replica_id: str | None = None, source: MismatchSource | None = None

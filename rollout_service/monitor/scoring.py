@@ -35,21 +35,31 @@ def parse_report(body: bytes) -> MismatchReport:
         raise validation_error("POST /v1/mismatch", error.errors(include_url=False)) from None
 
 
+def missing(report: MismatchReport, recent: RecentRollouts) -> list[str]:
+    """Request ids that the report leans on and that are not remembered."""
+    return [request_id for request_id in _leans_on(report) if recent.get(request_id) is None]
+
+
 def found(report: MismatchReport, recent: RecentRollouts) -> dict[str, RecentRollout]:
     """The remembered rollouts that the report leans on. Raises NotFound with all that are not remembered."""
-    ids = {
-        rollout.request_id: recent.get(rollout.request_id)
+    gone = missing(report, recent)
+    if gone:
+        raise NotFound(
+            f"{len(gone)} of {len(_leans_on(report))} rollouts are not remembered ({', '.join(gone[:IDS_SHOWN])}): "
+            "send rollout_logprobs, spans and replica_id with them, or raise monitor.remember_tokens",
+            {"request_ids": gone},
+        )
+    rollouts = {request_id: recent.get(request_id) for request_id in _leans_on(report)}
+    return {request_id: rollout for request_id, rollout in rollouts.items() if rollout is not None}
+
+
+def _leans_on(report: MismatchReport) -> dict[str, None]:
+    """Request ids of which something is left out, in order."""
+    return {
+        rollout.request_id: None
         for rollout in report.rollouts
         if rollout.request_id is not None and any(c.rollout_logprobs is None for c in rollout.completions)
     }
-    missing = [request_id for request_id, rollout in ids.items() if rollout is None]
-    if missing:
-        raise NotFound(
-            f"{len(missing)} of {len(ids)} rollouts are not remembered ({', '.join(missing[:IDS_SHOWN])}): send "
-            "rollout_logprobs, spans and replica_id with them, or raise monitor.remember_tokens",
-            {"request_ids": missing},
-        )
-    return {request_id: rollout for request_id, rollout in ids.items() if rollout is not None}
 
 
 @dataclass(frozen=True)

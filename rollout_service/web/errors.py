@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from rollout_service.errors import (
@@ -31,6 +32,34 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)
+
+
+class ErrorBody(BaseModel):
+    """What went wrong."""
+
+    type: str
+    """Class in ``rollout_service.errors``."""
+    message: str
+    """What, why, and what instead."""
+    detail: dict[str, Any]
+    """Names and numbers."""
+
+
+class ErrorReply(BaseModel):
+    """Every reply that is no success."""
+
+    error: ErrorBody
+
+
+def documented(*kinds: type[RolloutServiceError]) -> dict[int | str, dict[str, Any]]:
+    """A route's ``responses`` for the errors that it may answer with."""
+    replies: dict[int | str, dict[str, Any]] = {}
+    for kind in kinds:
+        meaning = f"{kind.__name__}: {(kind.__doc__ or '').strip()}"
+        before = replies.get(kind.http_status)
+        description = meaning if before is None else f"{before['description']} {meaning}"
+        replies[kind.http_status] = {"model": ErrorReply, "description": description}
+    return replies
 
 
 class ErrorResponse(JSONResponse):

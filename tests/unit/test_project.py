@@ -26,9 +26,8 @@ def test_the_changelog_lists_versions_down_from_the_package_s() -> None:
 
 @pytest.mark.parametrize("file", ["cpu.txt", "gpu.txt"])
 def test_a_pinned_list_holds_every_tool_that_make_calls(file: str) -> None:
-    assert {"ruff", "mypy", "pytest", "pytest-asyncio", "pytest-timeout", "hypothesis", "types-pyyaml"} <= pins(
-        file
-    ).keys()
+    tools = {"ruff", "mypy", "pytest", "pytest-asyncio", "pytest-timeout", "hypothesis", "schemathesis", "types-pyyaml"}
+    assert tools <= pins(file).keys()
 
 
 def test_both_pinned_lists_have_the_same_vllm_and_ray() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from vllm.inputs import tokens_input
@@ -78,6 +78,7 @@ def accepted(fields: dict[str, Any], prompt_tokens: int) -> Sampling | None:
 
 
 @settings(max_examples=300)
+@example(fields={"n": 2, "seed": 2**63 - 1}, prompt_tokens=2)  # the second completion's would be 2**63
 @given(fields=samplings, prompt_tokens=st.just(2) | st.integers(0, CONTEXT + 1))
 def test_vllm_takes_what_we_accept_and_takes_it_as_it_is(
     processor: InputProcessor, fields: dict[str, Any], prompt_tokens: int

@@ -31,7 +31,7 @@ class Away:
     async def suspicions(self) -> dict[int, tuple[Suspicion, ...]]:
         raise RayActorError()
 
-    async def report(self, _: bytes) -> MismatchReceipt:
+    async def report(self, _: bytes, wait_s: float) -> MismatchReceipt:
         raise RayActorError()
 
 

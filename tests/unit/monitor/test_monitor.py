@@ -9,8 +9,10 @@ import torch
 from rollout_service.config import MonitorConfig
 from rollout_service.correction import measure_mismatch
 from rollout_service.errors import InvalidRequest, NotFound
+from rollout_service.monitor.feed import OTHERS_S, RolloutFeed
 from rollout_service.monitor.monitor import REPORT_IDS, Monitor
 from rollout_service.monitor.recent import RecentRollout
+from tests.support.without_ray import LocalHandle
 from tests.unit.monitor.reports import body, full, rollout, span
 
 
@@ -150,3 +152,39 @@ async def test_truncated_tokens_of_a_version_that_is_gone_are_kept_nowhere(monit
     receipt = await monitor.report(body(full([-1.0], [-1.0]), truncated_sampling=True))
     assert receipt.truncated_tokens == 1
     assert (await monitor.table()).truncated == ()
+
+
+async def test_a_report_waits_for_rollouts_that_another_gateway_is_about_to_tell(monitor: Monitor) -> None:
+    held = asyncio.Event()
+
+    class Slow:
+        async def remember(self, rollouts: list[RecentRollout]) -> None:
+            await held.wait()
+            await monitor.remember(rollouts)
+
+    first, second = (RolloutFeed(LocalHandle(Slow()), 1, gateways=2) for _ in range(2))
+    first.note(rollout("a", [-1.0]))
+    await second.flushed()  # the gateway that takes the report knows nothing of the rollout
+    named = body({"trainer_logprobs": [-1.5]}, request_id="a")
+    report = asyncio.create_task(monitor.report(named, wait_s=3600))
+    await monitor.remember([RecentRollout.of(rollout("b", [-1.0]))])  # another one's does not end the wait
+    held.set()
+    assert (await report).tokens == 1
+
+
+async def test_a_report_that_waits_keeps_no_other_from_being_counted(monitor: Monitor) -> None:
+    waiting = asyncio.create_task(monitor.report(body({"trainer_logprobs": []}, request_id="never"), wait_s=3600))
+    assert (await monitor.report(body(full([-1.0], [-1.5])))).tokens == 1
+    assert not waiting.done()
+    waiting.cancel()
+
+
+async def test_rollouts_that_do_not_come_are_named_once_the_wait_is_over(monitor: Monitor) -> None:
+    with pytest.raises(NotFound, match="never"):
+        await monitor.report(body({"trainer_logprobs": []}, request_id="never"), wait_s=0.01)
+
+
+def test_a_single_gateway_has_told_all_before_it_passes_a_report_on() -> None:
+    waits = {gateways: RolloutFeed(None, 1, gateways=gateways).others_wait_s for gateways in (1, 2, 3)}
+    assert waits == {1: 0.0, 2: OTHERS_S, 3: OTHERS_S}
+    assert RolloutFeed(None, 0, gateways=2).others_wait_s == 0

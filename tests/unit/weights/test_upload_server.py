@@ -354,3 +354,36 @@ async def test_the_listener_can_be_stopped_and_says_so_to_the_health_check(inges
             await http.get(server.url)
     with pytest.raises(RuntimeError, match="has stopped"):
         await server.check_health()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},
+        {"Origin": "http://evil.example"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"X-Forwarded-For": "127.0.0.1"},
+    ],
+    ids=lambda headers: next(iter(headers)),
+)
+async def test_without_a_token_neither_pages_nor_proxies_may_send_parts(
+    trainer: Trainer, parts: list[bytes], headers: dict[str, str], log: WeightLog
+) -> None:
+    assert (await trainer.put(1, 0, parts[0], **headers)).status_code == 403
+    assert received_files(log) == []
+
+
+async def test_the_listener_believes_no_header_about_who_calls(ingest: Ingest, parts: list[bytes]) -> None:
+    seen = []
+
+    async def note(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["client"][0])
+        await create_upload_app(ingest, Authorizer(None))(scope, receive, send)
+
+    server = UploadServer(note, "127.0.0.1")
+    server.start()
+    async with httpx.AsyncClient() as http:
+        forwarded = {"X-Forwarded-For": "192.0.2.1"}
+        reply = await http.put(f"{server.url}/v1/weights/1/parts/0", content=parts[0], headers=forwarded)
+    await server.stop()
+    assert seen == ["127.0.0.1"] and reply.status_code == 403

@@ -1,0 +1,77 @@
+"""What a replica holds while a request waits for a weight version."""
+
+import asyncio
+
+import pytest
+
+from rollout_service.config import ServiceConfig
+from rollout_service.engine.admission import AdmissionLimit
+from rollout_service.engine.replica import EngineReplica
+from rollout_service.errors import TooEarly
+from rollout_service.sampling import GenerateCall, Sampling
+from rollout_service.types import Completion, Rollout, Span
+
+
+class WaitingFollower:
+    """Serves version 1; who asks for a newer one waits until the test lets go."""
+
+    version = 1
+
+    def __init__(self) -> None:
+        self.waiting, self.let_go = asyncio.Event(), asyncio.Event()
+
+    async def wait_version(self, version: int, timeout_s: float) -> bool:
+        if version > self.version:
+            self.waiting.set()
+            await self.let_go.wait()
+        return version <= self.version
+
+
+class Engine:
+    """Makes one token for each completion."""
+
+    broken = None
+
+    async def generate(
+        self, request_id: str, prompt: tuple[int, ...], sampling: Sampling, priority: int
+    ) -> tuple[Completion, ...]:
+        made = {"token_ids": (1,), "logprobs": (-1.0,), "finish_reason": "length"}
+        spans = (Span(version=1, start=0, end=1),)
+        return tuple(Completion(index=index, spans=spans, **made) for index in range(sampling.n))
+
+
+class Batch:
+    """Takes what is measured."""
+
+    def add(self, rollout: Rollout) -> None:
+        pass
+
+
+class Replica(EngineReplica):
+    """Made of parts by a test, which leaves nothing to be stopped."""
+
+    def __init__(self, follower: WaitingFollower) -> None:
+        self._config, self._replica_id, self._follower = ServiceConfig(), "r1", follower
+        self._admission, self._engine, self._batch = AdmissionLimit(4), Engine(), Batch()
+
+    def __del__(self) -> None:
+        pass
+
+
+def call(name: str, version: int | None = None) -> GenerateCall:
+    sampling = Sampling(n=4, max_tokens=1)
+    return GenerateCall(request_id=name, prompt_token_ids=(5,), sampling=sampling, min_weight_version=version)
+
+
+async def test_requests_for_a_version_that_never_comes_hold_no_place() -> None:
+    follower = WaitingFollower()
+    replica = Replica(follower)
+    waiting = [asyncio.create_task(replica.generate(call(f"early-{i}", version=99))) for i in range(8)]
+    await follower.waiting.wait()
+    assert len((await replica.generate(call("any"))).completions) == 4
+    assert len((await replica.generate(call("this", version=1))).completions) == 4
+    follower.let_go.set()
+    for refused in waiting:
+        with pytest.raises(TooEarly, match="behind min_weight_version=99"):
+            await refused
+    assert replica._admission.running == 0
