@@ -109,7 +109,14 @@ class WeightsConfig(Config):
     """Folders below which a ``source: {path}`` may lie; empty: only uploads are taken."""
 
     upload_host: str = "127.0.0.1"
-    """Address on which the ingest listens for parts. Anything but loopback needs ``auth.token_file``."""
+    """Address on which the ingest listens for parts. Anything but loopback needs ``auth.token_file``.
+
+    On loopback, trainers on its machine send parts there, and all others through the gateway, which must then run on
+    the ingest's node. With ``0.0.0.0`` a trainer is told the address at which it reached the service if that is the
+    ingest's machine, else the address of the ingest's node."""
+
+    upload_port: int = Field(default=0, ge=0, le=65535)
+    """Its port, for a firewall to let through. 0: any that is free."""
 
     poll_s: float = Field(default=5.0, gt=0)
     """Longest time until a replica re-reads the log when no wake-up call reached it."""

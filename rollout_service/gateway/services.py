@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import httpx
+import ray
 from fastapi import Depends, Header, Request
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
@@ -47,6 +48,8 @@ class Services:
     """Tells the monitor of rollouts."""
     shadow: ShadowFeed
     """Has some of them scored."""
+    node_id: str | None = None
+    """Of this process in the Ray cluster; None: it is in none."""
 
     @classmethod
     def create(cls, config: ServiceConfig, engine: Any, ingest: Any, monitor: Any, shadow: Any) -> "Services":
@@ -66,6 +69,7 @@ class Services:
             monitor=monitor,
             feed=RolloutFeed(monitor, config.monitor.remember_tokens),
             shadow=ShadowFeed(shadow, config.shadow),
+            node_id=ray.get_runtime_context().get_node_id(),
         )
 
 

@@ -9,6 +9,7 @@ from rollout_service.gateway.services import Guarded, call
 from rollout_service.types import Frozen, WeightStatus
 from rollout_service.weights.upload import (
     PART_DIGEST_HEADER,
+    UPLOAD_KEY_HEADER,
     UPLOADER_HEADER,
     BeginUpload,
     CommitUpload,
@@ -17,7 +18,7 @@ from rollout_service.weights.upload import (
 )
 
 router = APIRouter(prefix="/v1/weights", tags=["weights"])
-_FORWARDED = (PART_DIGEST_HEADER, UPLOADER_HEADER, "content-length", "content-type", "authorization")
+_FORWARDED = (PART_DIGEST_HEADER, UPLOADER_HEADER, "content-length", "content-type")
 
 
 class Versions(Frozen):
@@ -33,23 +34,25 @@ async def recipe(services: Guarded) -> TrainerRecipe:
 
 
 @router.post("")
-async def begin(body: BeginUpload, services: Guarded) -> UploadPlan:
+async def begin(body: BeginUpload, request: Request, services: Guarded) -> UploadPlan:
     """Start or resume the upload of a version."""
-    return await call(services.ingest.begin.remote(body))
+    reached = request.scope.get("server")  # where the proxy took the connection
+    return await call(services.ingest.begin.remote(body, reached and reached[0]))
 
 
 @router.put("/{version}/parts/{part}")
 async def put_part(version: int, part: int, request: Request, services: Guarded) -> Response:
-    """Take one part and pass it on to the ingest's own address, which callers may use directly."""
-    upload_url = await call(services.ingest.upload_address.remote())
+    """Take one part and pass it on to the ingest's own address, which some callers may use directly."""
+    listener = await call(services.ingest.listener.remote(version, services.node_id))
+    headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
     try:
         reply = await services.http.put(
-            f"{upload_url}/v1/weights/{version}/parts/{part}",
+            f"{listener.url}/v1/weights/{version}/parts/{part}",
             content=request.stream(),
-            headers={name: request.headers[name] for name in _FORWARDED if name in request.headers},
+            headers=headers | {UPLOAD_KEY_HEADER: listener.key},
         )
     except httpx.TransportError as error:
-        raise NotReady(f"the ingest at {upload_url} did not take part {part}: send it again ({error!r})") from error
+        raise NotReady(f"the ingest at {listener.url} did not take part {part}: send it again ({error!r})") from error
     return Response(reply.content, reply.status_code, media_type="application/json")
 
 

@@ -49,8 +49,6 @@ class Uploads:
         self._part_memory = BufferPool(_PART_MEMORY_BYTES)
         self._staged: dict[int, StagedVersion] = {}
         self._committed: dict[int, UploadRecord] = {}
-        self.upload_url = ""
-        """Where parts are taken."""
 
     @property
     def staged_versions(self) -> list[int]:
@@ -256,7 +254,6 @@ class Uploads:
             num_parts=record.num_parts,
             missing_parts=() if staged is None else tuple(sorted(staged.missing)),
             digests=dict(enumerate(record.part_digests)) if staged is None else dict(staged.digests),
-            upload_url=self.upload_url,
         )
 
 
