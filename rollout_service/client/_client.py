@@ -40,6 +40,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         max_connections: Most generations under way at once; more wait here.
         timeout_s: Longest wait for the reply to one generation; None: as long as it takes.
         retries: Attempts after the first, with exponential backoff and jitter, or after the wait the service asks for.
+            8 outlive an outage of 16 s, 12 one of 32 s.
         transport: Takes the place of the network, for tests or for a proxy; connection limits are then its own.
     """
 
@@ -50,7 +51,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         token: str | None = None,
         max_connections: int = 1024,
         timeout_s: float | None = None,
-        retries: int = 5,
+        retries: int = 8,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         def pool(num_connections: int, read_timeout_s: float | None, token: str | None = token) -> Http:
