@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import Field, SecretStr, model_validator
 
 from rollout_service.config_engine import Config, EngineConfig, KVCacheConfig, QuantConfig
+from rollout_service.weights.upload import LARGEST_PART_BYTES
 
 
 class ModelConfig(Config):
@@ -94,7 +95,7 @@ class WeightsConfig(Config):
     """Committed versions kept on disk; older ones are removed once no live replica serves them. The one before the
     newest is kept in any case: a replica that starts may be reading it."""
 
-    part_bytes: int = Field(default=16 << 20, ge=1 << 10, le=256 << 20)
+    part_bytes: int = Field(default=16 << 20, ge=1 << 10, le=LARGEST_PART_BYTES)
     """Size of an upload's parts that the ingest asks trainers for."""
 
     ingest_num_gpus: float = Field(default=0, ge=0)

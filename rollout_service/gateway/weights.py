@@ -3,11 +3,12 @@
 import httpx
 from fastapi import APIRouter, Request, Response
 
-from rollout_service.errors import NotReady
+from rollout_service.errors import NotReady, PayloadTooLarge
 from rollout_service.gateway.mismatch import with_suspicions
 from rollout_service.gateway.services import Guarded, call
 from rollout_service.types import Frozen, WeightStatus
 from rollout_service.weights.upload import (
+    LARGEST_PART_BYTES,
     PART_DIGEST_HEADER,
     UPLOAD_KEY_HEADER,
     UPLOADER_HEADER,
@@ -42,7 +43,17 @@ async def begin(body: BeginUpload, request: Request, services: Guarded) -> Uploa
 
 @router.put("/{version}/parts/{part}")
 async def put_part(version: int, part: int, request: Request, services: Guarded) -> Response:
-    """Take one part and pass it on to the ingest's own address, which some callers may use directly."""
+    """Take one part and pass it on to the ingest's own address, which some callers may use directly.
+
+    Serve's proxy holds what the ingest has not taken yet: up to a part for each of these calls.
+    """
+    announced = request.headers.get("content-length", "0")
+    if not announced.isdecimal() or int(announced) > LARGEST_PART_BYTES:
+        raise PayloadTooLarge(
+            f"no part has more than {LARGEST_PART_BYTES} bytes, and {announced} were announced: cut the stream as "
+            "UploadPlan says",
+            {"limit_bytes": LARGEST_PART_BYTES},
+        )
     listener = await call(services.ingest.listener.remote(version, services.node_id))
     headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
     try:

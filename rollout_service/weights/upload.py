@@ -45,6 +45,9 @@ UPLOADER_HEADER = "X-Uploader"
 UPLOAD_KEY_HEADER = "X-Upload-Key"
 """``UploadPlan.upload_key``, for the listener at ``UploadPlan.upload_url`` alone."""
 
+LARGEST_PART_BYTES = 256 << 20
+"""More than this no service asks for."""
+
 DTYPE_BYTES: dict["SourceDtype", int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 """Dtypes a trainer may send, and their size; ``float8_e4m3fn`` are codes, which come with their scales."""
 
