@@ -201,7 +201,8 @@ class DirectListener:
         nonce = secrets.token_hex(16)
         url = f"{self.url}/v1/weights/{version}/listener"
         reply = await self._http.send("GET", url, params={"nonce": nonce}, repeat=Repeat.NEVER, timeout=PROOF_TIMEOUT)
-        if not hmac.compare_digest(parse(ListenerProof, reply).proof, listener_proof(self._key, nonce)):
+        proof = parse(ListenerProof, reply).proof
+        if not hmac.compare_digest(proof.encode(), listener_proof(self._key, nonce).encode()):
             raise RolloutServiceError(f"what answers at {self.url} is not the service")
 
     async def put(self, route: str, part: Part, headers: dict[str, str]) -> bool:

@@ -71,6 +71,7 @@ STRANGERS: dict[str, Answer] = {
     "one that answers 404": lambda _: httpx.Response(404, text="some other local server"),
     "one that answers everything": lambda _: httpx.Response(200, json={}),
     "one that returns what it is sent": lambda r: httpx.Response(200, json={"proof": r.url.params["nonce"]}),
+    "one that answers no hexadecimal": lambda _: httpx.Response(200, json={"proof": "ü"}),
     "another service's listener": proof("another key"),
     "one that sends elsewhere": lambda _: httpx.Response(307, headers={"Location": "http://gateway.example/"}),
 }
