@@ -17,6 +17,7 @@ from rollout_service.gateway.replica import create_app
 from rollout_service.local import free_port
 from rollout_service.web.auth import Authorizer
 from rollout_service.weights.ingest import Ingest
+from rollout_service.weights.upload_address import UploadAddress
 from rollout_service.weights.upload_server import UploadServer, create_upload_app
 from tests.support.without_ray import services_of
 
@@ -35,7 +36,7 @@ async def _serve_ingest(folder: Path, port: int) -> None:
     ingest, authorizer = Ingest(config), Authorizer(None)
     uploads = UploadServer(create_upload_app(ingest, authorizer), "127.0.0.1")
     uploads.start()
-    ingest.upload_url = uploads.url
+    ingest.upload_address = UploadAddress(uploads.host, uploads.port)
     await ingest.start()
     async with httpx.AsyncClient() as http:
         await _serve(create_app(services_of(ingest, config, authorizer, http)), port)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from rollout_service.config_engine import Config, EngineConfig, KVCacheConfig, QuantConfig
+from rollout_service.weights.upload import LARGEST_PART_BYTES
 
 
 class ModelConfig(Config):
@@ -95,7 +96,7 @@ class WeightsConfig(Config):
     """Committed versions kept on disk; older ones are removed once no live replica serves them. The one before the
     newest is kept in any case: a replica that starts may be reading it."""
 
-    part_bytes: int = Field(default=16 << 20, ge=1 << 10, le=256 << 20)
+    part_bytes: int = Field(default=16 << 20, ge=1 << 10, le=LARGEST_PART_BYTES)
     """Size of an upload's parts that the ingest asks trainers for."""
 
     ingest_num_gpus: float = Field(default=0, ge=0)
@@ -110,7 +111,14 @@ class WeightsConfig(Config):
     """Folders below which a ``source: {path}`` may lie; empty: only uploads are taken."""
 
     upload_host: str = "127.0.0.1"
-    """Address on which the ingest listens for parts. Anything but loopback needs ``auth.token_file``."""
+    """Address on which the ingest listens for parts. Anything but loopback needs ``auth.token_file``.
+
+    On loopback, trainers on its machine send parts there, and all others through the gateway, which must then run on
+    the ingest's node. With ``0.0.0.0`` a trainer is told the address at which it reached the service if that is the
+    ingest's machine, else the address of the ingest's node."""
+
+    upload_port: int = Field(default=0, ge=0, le=65535)
+    """Its port, for a firewall to let through. 0: any that is free."""
 
     poll_s: float = Field(default=5.0, gt=0)
     """Longest time until a replica re-reads the log when no wake-up call reached it."""

@@ -7,7 +7,14 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
-from tenacity import AsyncRetrying, RetryCallState, before_sleep_log, stop_after_attempt, wait_random_exponential
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    before_sleep_log,
+    stop_after_attempt,
+    wait_exponential,
+    wait_random_exponential,
+)
 
 from rollout_service.errors import CommitTimeout, NotReady, Overloaded, RolloutServiceError, from_wire
 
@@ -21,7 +28,13 @@ _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 _BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError)
 _MAYBE_RECEIVED = (*_BROKEN, httpx.TimeoutException)
 
-_backoff = wait_random_exponential(multiplier=0.25, max=8)
+_backoff = wait_exponential(multiplier=0.125, max=4) + wait_random_exponential(multiplier=0.125, max=4)
+"""Half of it is certain, so that a number of retries is an outage that is surely outlived.
+
+With all of it random, 12 retries waited 32 s on average, and less than 25 s in one of 7 requests. They now wait 32 s
+at least, and 8 wait 16 s. Serve looks for a dead HTTP proxy every 10 s unless it is told otherwise, and then starts a
+new one.
+"""
 
 Outcome = httpx.Response | BaseException
 """How one attempt ended."""

@@ -42,7 +42,7 @@ class SyncRolloutClient:
         token: str | None = None,
         max_connections: int = 1024,
         timeout_s: float | None = None,
-        retries: int = 5,
+        retries: int = 8,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._client = RolloutClient(

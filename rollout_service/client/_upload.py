@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
+import secrets
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,11 +22,14 @@ from rollout_service.tasks import raise_first_failure
 from rollout_service.types import WeightStatus
 from rollout_service.weights.upload import (
     PART_DIGEST_HEADER,
+    UPLOAD_KEY_HEADER,
     UPLOADER_HEADER,
     BeginUpload,
     CommitUpload,
+    ListenerProof,
     TrainerRecipe,
     UploadPlan,
+    listener_proof,
     num_parts,
     upload_digest,
     with_kv_scales,
@@ -38,6 +43,8 @@ logger = logging.getLogger("rollout_service.client")
 
 BODY_CHUNK_BYTES = 1 << 20
 PART_READ_S = 120.0
+PROOF_TIMEOUT = httpx.Timeout(5.0)
+"""A firewall may drop what is sent to an address that it does not let through."""
 COMMIT_GRACE_S = 120.0
 """A commit converts and syncs what is left before it starts to wait for replicas."""
 
@@ -89,9 +96,10 @@ def named_scales(kv_scales: KVScales | None) -> dict[str, float] | None:
 class Uploader:
     """Begins, fills and commits weight versions over the control connections of one client."""
 
-    def __init__(self, http: Http) -> None:
-        self._http = http
-        self._unreachable: set[str] = set()
+    def __init__(self, http: Http, direct: Http) -> None:
+        """``direct``: sends no token."""
+        self._http, self._direct = http, direct
+        self._given_up: set[str] = set()
 
     async def begin(self, begin: BeginUpload) -> UploadPlan:
         """Announce a version. Raises InvalidManifest, VersionConflict."""
@@ -140,7 +148,8 @@ class Uploader:
                 table, stored = tuple(converter.table(table)), converter.convert(tensors)
             begin = BeginUpload(version=version, tensors=table, kv_scales=kv_scales, uploader=uuid.uuid4().hex)
             plan = await self.begin(begin)
-            sender = PartSender(self._http, self._unreachable, begin, plan, progress)
+            listener = await self._listener(plan)
+            sender = PartSender(self._http, listener, begin, plan, progress)
             parts = cut_parts(bytes_of_each(stored), plan.part_bytes, sender.free)
             return await sender.send(parts, thread, parallel_parts)
         except QuantizationError as error:
@@ -156,8 +165,60 @@ class Uploader:
             if other_ranks_gather():
                 await thread.call(drain, tensors)
 
+    async def _listener(self, plan: UploadPlan) -> DirectListener | None:
+        """The address that takes parts directly, if it is the service's; None: they go through the gateway.
+
+        It is asked for a proof first, and shown nothing until then: on this machine, or in this network, another
+        server may listen at that address.
+        """
+        if plan.upload_url is None or plan.upload_key is None or plan.upload_url in self._given_up:
+            return None
+        listener = DirectListener(self._direct, plan.upload_url.rstrip("/"), plan.upload_key)
+        try:
+            if httpx.URL(self._http.url).scheme == "https" and httpx.URL(listener.url).scheme != "https":
+                raise RolloutServiceError("it is not encrypted, as the connection to the service is")
+            await listener.prove(plan.version)
+        except (httpx.TransportError, RolloutServiceError) as error:
+            self._given_up.add(plan.upload_url)
+            logger.warning("parts go through %s, not directly to %s: %s", self._http.url, listener.url, error)
+            return None
+        return listener
+
     async def _recipe(self) -> TrainerRecipe:
         return parse(TrainerRecipe, await self._http.send("GET", "/v1/weights/recipe", repeat=Repeat.IDEMPOTENT))
+
+
+class DirectListener:
+    """The ingest's own address for parts."""
+
+    def __init__(self, http: Http, url: str, key: str) -> None:
+        """``http``: sends no token."""
+        self._http, self.url, self._key = http, url, key
+        self.given_up = False
+
+    async def prove(self, version: int) -> None:
+        """Raise RolloutServiceError or ``httpx.TransportError`` if what listens there is not known to be the ingest."""
+        nonce = secrets.token_hex(16)
+        url = f"{self.url}/v1/weights/{version}/listener"
+        reply = await self._http.send("GET", url, params={"nonce": nonce}, repeat=Repeat.NEVER, timeout=PROOF_TIMEOUT)
+        proof = parse(ListenerProof, reply).proof
+        if not hmac.compare_digest(proof.encode(), listener_proof(self._key, nonce).encode()):
+            raise RolloutServiceError(f"what answers at {self.url} is not the service")
+
+    async def put(self, route: str, part: Part, headers: dict[str, str]) -> bool:
+        """Send a part; False if it was not taken, for whatever reason."""
+        if self.given_up:
+            return False
+        try:
+            await _put(
+                self._http, self.url + route, part, headers | {UPLOAD_KEY_HEADER: self._key},
+                Repeat.IDEMPOTENT_ONCE_CONNECTED,
+            )  # fmt: skip
+        except (httpx.TransportError, RolloutServiceError) as error:
+            self.given_up = True
+            logger.warning("%s takes no parts any more, which now go through the gateway: %s", self.url, error)
+            return False
+        return True
 
 
 class PartSender:
@@ -166,12 +227,12 @@ class PartSender:
     def __init__(
         self,
         http: Http,
-        unreachable: set[str],
+        listener: DirectListener | None,
         begin: BeginUpload,
         plan: UploadPlan,
         progress: Progress | None,
     ) -> None:
-        self._http, self._unreachable = http, unreachable
+        self._http, self._listener = http, listener
         self._begin, self._plan = begin, plan
         self.free: list[memoryview] = []
         """Memory of parts that are done with."""
@@ -224,41 +285,27 @@ class PartSender:
 
     async def _upload(self, part: Part) -> None:
         route = f"/v1/weights/{self._begin.version}/parts/{part.index}"
-        direct = self._plan.upload_url.rstrip("/")
-        if direct in self._unreachable or direct == self._http.url:
-            await self._put(route, part, Repeat.IDEMPOTENT)
-        else:
-            try:
-                await self._put(direct + route, part, Repeat.IDEMPOTENT_ONCE_CONNECTED)
-            except (httpx.ConnectError, httpx.ConnectTimeout):
-                logger.warning("no connection to %s: parts go through %s", direct, self._http.url)
-                self._unreachable.add(direct)
-                await self._put(route, part, Repeat.IDEMPOTENT)
+        headers = {PART_DIGEST_HEADER: part.digest, UPLOADER_HEADER: self._begin.uploader}
+        # what the listener refuses, the service itself is asked for: its word counts
+        if self._listener is None or not await self._listener.put(route, part, headers):
+            await _put(self._http, route, part, headers, Repeat.IDEMPOTENT)
         self._advance(part)
 
     def _reuse(self, part: Part) -> None:
         if part.data.nbytes == self._plan.part_bytes:
             self.free.append(part.data)
 
-    async def _put(self, url: str, part: Part, repeat: Repeat) -> None:
-        await self._http.send(
-            "PUT",
-            url,
-            content=part,
-            headers={
-                PART_DIGEST_HEADER: part.digest,
-                UPLOADER_HEADER: self._begin.uploader,
-                "Content-Length": str(part.data.nbytes),
-                "Content-Type": "application/octet-stream",
-            },
-            repeat=repeat,
-            timeout=http_timeout(PART_READ_S),
-        )
-
     def _advance(self, part: Part) -> None:
         self._done_bytes += part.data.nbytes
         if self._progress is not None:
             self._progress(self._done_bytes, self._begin.nbytes)
+
+
+async def _put(http: Http, url: str, part: Part, headers: dict[str, str], repeat: Repeat) -> None:
+    size_and_kind = {"Content-Length": str(part.data.nbytes), "Content-Type": "application/octet-stream"}
+    await http.send(
+        "PUT", url, content=part, headers=headers | size_and_kind, repeat=repeat, timeout=http_timeout(PART_READ_S)
+    )
 
 
 def _converter(recipe: TrainerRecipe) -> Converter:

@@ -61,8 +61,9 @@ class Pausing:
             self._mode = wish.pause_mode if wish.paused else None
             if self._mode != before:
                 await self._apply()
-        resumes_later = self._mode is None and self._for_version
-        if self.obeyed == self._taken or self.drains() or resumes_later:
+        # what a version closed is opened, and what it kept is waited for, once it has been loaded
+        later = self._for_version and (self._mode is None or (self._mode == "wait" and self._drain is None))
+        if self.obeyed == self._taken or later or self.drains():
             return False
         self.obeyed = self._taken
         return True

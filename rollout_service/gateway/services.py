@@ -6,6 +6,7 @@ from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import httpx
+import ray
 from fastapi import Depends, Header, Request
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
@@ -54,6 +55,8 @@ class Services:
     """``engine.return_sampling_mask``."""
     not_running: Callable[[], dict[str, str]] = dict
     """What Serve says of deployments that do not run; see ``serve_says.py``."""
+    node_id: str | None = None
+    """Of this process in the Ray cluster; None: it is in none."""
 
     @classmethod
     def create(cls, config: ServiceConfig, engine: Any, ingest: Any, monitor: Any, shadow: Any) -> "Services":
@@ -75,6 +78,7 @@ class Services:
             shadow=ShadowFeed(shadow, config.shadow),
             returns_masks=config.engine.return_sampling_mask,
             not_running=partial(not_running, serve.get_replica_context().app_name),
+            node_id=ray.get_runtime_context().get_node_id(),
         )
 
 

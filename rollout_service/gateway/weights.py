@@ -11,6 +11,7 @@ from rollout_service.errors import (
     InvalidRequest,
     NotFound,
     NotReady,
+    PayloadTooLarge,
     QuantizationError,
     UploadIncomplete,
     VersionConflict,
@@ -21,7 +22,9 @@ from rollout_service.gateway.services import Here, call
 from rollout_service.types import Frozen, WeightStatus, WeightVersion
 from rollout_service.web.errors import documented
 from rollout_service.weights.upload import (
+    LARGEST_PART_BYTES,
     PART_DIGEST_HEADER,
+    UPLOAD_KEY_HEADER,
     UPLOADER_HEADER,
     BeginUpload,
     CommitUpload,
@@ -31,7 +34,7 @@ from rollout_service.weights.upload import (
 )
 
 router = APIRouter(prefix="/v1/weights", tags=["weights"], route_class=GuardedRoute)
-_FORWARDED = (PART_DIGEST_HEADER, UPLOADER_HEADER, "content-length", "content-type", "authorization")
+_FORWARDED = (PART_DIGEST_HEADER, UPLOADER_HEADER, "content-length", "content-type")
 
 _PART = {
     "requestBody": {
@@ -63,30 +66,42 @@ async def recipe(services: Here) -> TrainerRecipe:
 
 
 @router.post("", responses=documented(InvalidManifest, VersionConflict, InsufficientStorage, NotFound))
-async def begin(body: BeginUpload, services: Here) -> UploadPlan:
+async def begin(body: BeginUpload, request: Request, services: Here) -> UploadPlan:
     """Start or resume the upload of a version."""
-    return await call(services.ingest.begin.remote(body))
+    reached = request.scope.get("server")  # where the proxy took the connection
+    return await call(services.ingest.begin.remote(body, reached and reached[0]))
 
 
 @router.put(
     "/{version}/parts/{part}",
     responses={
         200: {"model": PartReceipt},
-        **documented(InvalidRequest, DigestMismatch, NotFound, VersionConflict, InsufficientStorage),
+        **documented(InvalidRequest, DigestMismatch, NotFound, PayloadTooLarge, VersionConflict, InsufficientStorage),
     },
     openapi_extra=_PART,
 )
 async def put_part(version: WeightVersion, part: int, request: Request, services: Here) -> Response:
-    """Take one part and pass it on to the ingest's own address, which callers may use directly."""
-    upload_url = await call(services.ingest.upload_address.remote())
+    """Take one part and pass it on to the ingest's own address, which some callers may use directly.
+
+    Serve's proxy holds what the ingest has not taken yet: up to a part for each of these calls.
+    """
+    announced = request.headers.get("content-length", "0")
+    if not announced.isdecimal() or int(announced) > LARGEST_PART_BYTES:
+        raise PayloadTooLarge(
+            f"no part has more than {LARGEST_PART_BYTES} bytes, and {announced} were announced: cut the stream as "
+            "UploadPlan says",
+            {"limit_bytes": LARGEST_PART_BYTES},
+        )
+    listener = await call(services.ingest.listener.remote(version, services.node_id))
+    headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
     try:
         reply = await services.http.put(
-            f"{upload_url}/v1/weights/{version}/parts/{part}",
+            f"{listener.url}/v1/weights/{version}/parts/{part}",
             content=request.stream(),
-            headers={name: request.headers[name] for name in _FORWARDED if name in request.headers},
+            headers=headers | {UPLOAD_KEY_HEADER: listener.key},
         )
     except httpx.TransportError as error:
-        raise NotReady(f"the ingest at {upload_url} did not take part {part}: send it again ({error!r})") from error
+        raise NotReady(f"the ingest at {listener.url} did not take part {part}: send it again ({error!r})") from error
     return Response(reply.content, reply.status_code, media_type="application/json")
 
 

@@ -41,6 +41,7 @@ from rollout_service.weights.served_model import ServedModel
 from rollout_service.weights.staging import StagedVersion
 from rollout_service.weights.unquantized import UnquantizedLog, remove_unquantized
 from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource, TrainerRecipe, UploadPlan
+from rollout_service.weights.upload_address import Listener, UploadAddress
 from rollout_service.weights.uploads import Uploads
 
 logger = logging.getLogger(__name__)
@@ -81,17 +82,10 @@ class Ingest:
         self._endless: list[asyncio.Task[None]] = []
         self._contents: dict[int, Content] = {}
         self._changes = Changes()
+        self.upload_address: UploadAddress | None = None
+        """Where parts are taken; set by whoever opens the listener."""
         self.kv = KVDesk(config, self._log, self._kv_scales, self._fleet, self._changes)
         """Where replicas that measure KV scales turn to."""
-
-    @property
-    def upload_url(self) -> str:
-        """Where parts are taken; set by whoever opens the listener."""
-        return self._uploads.upload_url
-
-    @upload_url.setter
-    def upload_url(self, url: str) -> None:
-        self._uploads.upload_url = url
 
     async def start(self) -> None:
         """Check the log, take up what was staged, and make version 0 from the configured model if the log is empty.
@@ -151,12 +145,20 @@ class Ingest:
         """What becomes of each tensor of a version."""
         return self._trainer_recipe
 
-    async def begin(self, begin: BeginUpload) -> UploadPlan:
+    async def begin(self, begin: BeginUpload, reached: str | None = None) -> UploadPlan:
         """Start or resume the upload of a version, or be told that it is committed; see ``weights/upload.py``.
 
+        ``reached``: the address at which the trainer's call came to the service, if it is known.
         Raises VersionConflict, InvalidManifest, InsufficientStorage, Forbidden or NotFound.
         """
-        return await self._unabandoned.run(self._begin(begin))
+        plan = await self._unabandoned.run(self._begin(begin))
+        direct = self.upload_address and self.upload_address.announced(begin.version, reached)
+        return plan.model_copy(update={"upload_url": direct.url, "upload_key": direct.key}) if direct else plan
+
+    async def listener(self, version: int, node_id: str | None) -> Listener:
+        """Where a gateway on a node sends the parts that it is given. Raises RolloutServiceError."""
+        assert self.upload_address is not None, "asked before there is a listener"
+        return self.upload_address.within(version, node_id)
 
     async def _begin(self, begin: BeginUpload, objects: RefSource | None = None) -> UploadPlan:
         self._kv_scales.check(begin.kv_scales)

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import ray
+
 from rollout_service.calibration.measurement import KVMeasurement
 from rollout_service.config import ServiceConfig
 from rollout_service.drain import Drain
@@ -11,6 +13,7 @@ from rollout_service.web.auth import Authorizer
 from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.kv_calibration import Turn
 from rollout_service.weights.kv_settled import Settled
+from rollout_service.weights.upload_address import UploadAddress
 from rollout_service.weights.upload_server import UploadServer, create_upload_app
 
 
@@ -23,15 +26,14 @@ class IngestReplica(Ingest):
         self._drain.begin_on_sigterm()
         super().__init__(config)
         app = create_upload_app(self, Authorizer(config.auth.secret()))
-        self._listener = UploadServer(app, config.weights.upload_host)
+        self._listener = UploadServer(app, config.weights.upload_host, config.weights.upload_port)
         self._listener.start()
-        self.upload_url = self._listener.url
+        node = ray.get_runtime_context().get_node_id()
+        self.upload_address = UploadAddress(
+            self._listener.host, self._listener.port, ray.util.get_node_ip_address(), node
+        )
         await self.start()
         self._drain.serves(self._end)
-
-    async def upload_address(self) -> str:
-        """Where parts are taken."""
-        return self.upload_url
 
     async def kv_turn(self, version: int, replica_id: str, digest: str | None = None) -> Turn:
         """See ``KVDesk.turn``."""

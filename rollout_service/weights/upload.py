@@ -11,7 +11,11 @@ cut into parts of ``part_bytes``; the last part is what is left. Part ``i`` ther
     GET  /v1/weights/recipe                              -> TrainerRecipe
     POST /v1/weights                        BeginUpload  -> UploadPlan
     PUT  /v1/weights/{version}/parts/{i}    raw bytes, header X-Part-Digest: xxh3-128 in hex -> PartReceipt
+    GET  /v1/weights/{version}/listener?nonce=…                                              -> ListenerProof
     POST /v1/weights/{version}/commit       CommitUpload -> WeightStatus
+
+Parts go to the service's own address, with the bearer token, or to ``UploadPlan.upload_url`` with the header
+X-Upload-Key and no token, once that address has proved itself (the last of these routes, which only it has).
 
 All of them may be repeated. ``UploadPlan.digests`` lists the parts that the ingest has, of a committed version too, so
 that a client sends what is missing and can tell whether the rest is what it would send. Who sends one part with other
@@ -21,6 +25,8 @@ committing a mixture.
 """
 
 import functools
+import hashlib
+import hmac
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,6 +42,11 @@ from rollout_service.types import Frozen, PauseMode, WeightVersion
 PART_DIGEST_HEADER = "X-Part-Digest"
 UPLOADER_HEADER = "X-Uploader"
 """Names one push of one client, as ``BeginUpload.uploader`` does."""
+UPLOAD_KEY_HEADER = "X-Upload-Key"
+"""``UploadPlan.upload_key``, for the listener at ``UploadPlan.upload_url`` alone."""
+
+LARGEST_PART_BYTES = 256 << 20
+"""More than this no service asks for."""
 
 DTYPE_BYTES: dict["SourceDtype", int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 """Dtypes a trainer may send, and their size; ``float8_e4m3fn`` are codes, which come with their scales."""
@@ -121,8 +132,18 @@ class UploadPlan(Frozen):
     missing_parts: tuple[int, ...]
     digests: dict[int, str] = Field(default_factory=dict)
     """xxh3-128 in hex of each part that the ingest has."""
-    upload_url: str
-    """Address that takes the parts directly; ``PUT`` on the service's own address works too, with one more hop."""
+    upload_url: str | None = None
+    """Address that takes the parts directly, with one hop less than the service's own; None: there is none that the
+    caller is known to reach."""
+    upload_key: str | None = None
+    """By which that address and the caller know each other; valid for the parts of this version."""
+
+
+class ListenerProof(Frozen):
+    """Reply to ``GET .../listener``."""
+
+    proof: str
+    """``listener_proof`` of the upload's key and the caller's nonce."""
 
 
 class PartReceipt(Frozen):
@@ -147,6 +168,11 @@ class CommitUpload(Frozen):
     upload_digest: str | None = None
     """``upload_digest`` of the parts that the caller means, ``with_kv_scales``; 409 if the ingest has others. None:
     whatever is there."""
+
+
+def listener_proof(key: str, nonce: str) -> str:
+    """HMAC-SHA256 in hex: shows that a listener knows an upload's key, and does not tell the key."""
+    return hmac.new(key.encode(), nonce.encode(), hashlib.sha256).hexdigest()
 
 
 def upload_digest(part_digests: Iterable[str]) -> str:

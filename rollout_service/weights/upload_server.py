@@ -7,10 +7,11 @@ chunks, with back-pressure from the socket. It runs in the ingest's event loop.
 import asyncio
 import logging
 import socket
+from typing import Annotated
 
 import uvicorn
 import xxhash
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from starlette.requests import ClientDisconnect
 
 from rollout_service.errors import (
@@ -31,7 +32,14 @@ from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.record import UploadRecord
 from rollout_service.weights.staging import StagedVersion
 from rollout_service.weights.uncached import UncachedFile, block_buffer
-from rollout_service.weights.upload import PART_DIGEST_HEADER, UPLOADER_HEADER, PartReceipt, part_size
+from rollout_service.weights.upload import (
+    PART_DIGEST_HEADER,
+    UPLOAD_KEY_HEADER,
+    UPLOADER_HEADER,
+    ListenerProof,
+    PartReceipt,
+    part_size,
+)
 
 logger = logging.getLogger(__name__)
 _BUFFER_BYTES = 1 << 20
@@ -40,13 +48,23 @@ _STOP_S = 5
 
 
 def create_upload_app(ingest: Ingest, authorizer: Authorizer) -> FastAPI:
-    """One route: ``PUT /v1/weights/{version}/parts/{part}``."""
+    """``PUT /v1/weights/{version}/parts/{part}``, and by what a trainer knows that it found this listener."""
     app = FastAPI(openapi_url=None)
     install_error_handlers(app)
 
+    @app.get("/v1/weights/{version}/listener")
+    async def prove(
+        version: WeightVersion, nonce: Annotated[str, Query(min_length=16, max_length=128)]
+    ) -> ListenerProof:
+        if ingest.upload_address is None:
+            raise NotFound("this is not an upload listener")
+        return ListenerProof(proof=ingest.upload_address.proof(version, nonce))
+
     @app.put("/v1/weights/{version}/parts/{part}")
     async def put_part(version: WeightVersion, part: int, request: Request) -> PartReceipt:
-        authorizer.check(request)
+        address = ingest.upload_address
+        if address is None or not address.opens(version, request.headers.get(UPLOAD_KEY_HEADER)):
+            authorizer.check(request)
         expected = request.headers.get(PART_DIGEST_HEADER)
         record = await ingest.committed(version)
         staged = ingest.staged(version) if record is None else None
@@ -166,16 +184,21 @@ async def _read(
 
 
 class UploadServer:
-    """The listener: ``url`` is known once ``start`` returns."""
+    """The listener. ``port`` is what it is bound to."""
 
-    def __init__(self, app: FastAPI, host: str) -> None:
+    def __init__(self, app: FastAPI, host: str, port: int = 0) -> None:
+        """``port`` 0: any that is free. Raises OSError if another process has it."""
         # bound here, not by uvicorn, so that the port is known before the server runs
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # asyncio turns Nagle's delay off only for sockets that say they are TCP
         self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._socket.bind((host, 0))
-        address = f"[{host}]" if ":" in host else host
-        self.url = f"http://{address}:{self._socket.getsockname()[1]}"
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the one before linger
+        try:
+            self._socket.bind((host, port))
+        except OSError as error:
+            self._socket.close()
+            raise OSError(error.errno, f"weights.upload_host {host}, weights.upload_port {port}: {error}") from error
+        self.host, self.port = host, self._socket.getsockname()[1]
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
@@ -191,7 +214,7 @@ class UploadServer:
     def start(self) -> None:
         """Serve in the running event loop."""
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-        logger.info("taking parts at %s", self.url)
+        logger.info("taking parts on %s, port %d", self.host, self.port)
 
     async def stop(self) -> None:
         """Take no more connections, let the parts on their way end for a moment, and close the socket."""
@@ -204,4 +227,4 @@ class UploadServer:
         """Raise what ended the listener, if it has ended."""
         if self._serving is None or self._serving.done():
             cause = None if self._serving is None or self._serving.cancelled() else self._serving.exception()
-            raise RuntimeError(f"the upload listener at {self.url} has stopped") from cause
+            raise RuntimeError(f"the upload listener on {self.host}, port {self.port}, has stopped") from cause

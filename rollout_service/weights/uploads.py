@@ -62,8 +62,6 @@ class Uploads:
         self._committed: dict[int, UploadRecord] = {}
         self._dropped: dict[int, str] = {}
         self._started_at = time.monotonic()
-        self.upload_url = ""
-        """Where parts are taken."""
 
     @property
     def staged_versions(self) -> list[int]:
@@ -291,7 +289,6 @@ class Uploads:
             num_parts=record.num_parts,
             missing_parts=() if staged is None else tuple(sorted(staged.missing)),
             digests=dict(enumerate(record.part_digests)) if staged is None else dict(staged.digests),
-            upload_url=self.upload_url,
         )
 
 

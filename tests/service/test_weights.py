@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 from rollout_service.client import RolloutClient
 from rollout_service.errors import Forbidden, InvalidManifest, QuantizationError, VersionConflict
 from rollout_service.local import LocalService
+from rollout_service.weights.convert import tensor_bytes
+from rollout_service.weights.upload import PART_DIGEST_HEADER, UPLOAD_KEY_HEADER, UploadPlan, listener_proof
 from tests.support.telltale import assert_pure, telltale_weights
 
 
@@ -25,6 +27,29 @@ async def test_weights_are_taken_from_a_path_below_an_allowed_root(
     completion = (await client.generate([5, 6], max_tokens=4, temperature=0.0)).completions[0]
     assert completion.versions == (next_version,)
     assert_pure(completion)
+
+
+async def test_parts_are_taken_directly_from_this_machine_with_a_key_and_through_the_gateway_with_the_token(
+    service: LocalService, http: httpx.AsyncClient, next_version: int
+) -> None:
+    weights = telltale_weights(service.config.model.path, next_version)
+    tensors = [{"name": name, "dtype": "bfloat16", "shape": list(t.shape)} for name, t in weights.items()]
+    reply = await http.post("/v1/weights", json={"version": next_version, "tensors": tensors})
+    plan = UploadPlan.model_validate_json(reply.content)
+    assert plan.upload_url is not None and plan.upload_key is not None
+    data = b"".join(bytes(tensor_bytes(tensor)) for tensor in weights.values())[: 2 * plan.part_bytes]
+    first, second = data[: plan.part_bytes], data[plan.part_bytes :]
+    async with httpx.AsyncClient(base_url=plan.upload_url) as direct:
+        path, nonce = f"/v1/weights/{next_version}", "0123456789abcdef"
+        proof = (await direct.get(f"{path}/listener", params={"nonce": nonce})).json()["proof"]
+        assert proof == listener_proof(plan.upload_key, nonce)
+        digest = {PART_DIGEST_HEADER: xxhash.xxh3_128_hexdigest(first)}
+        assert (await direct.put(f"{path}/parts/0", content=first, headers=digest)).status_code == 401
+        key = {UPLOAD_KEY_HEADER: plan.upload_key}
+        assert (await direct.put(f"{path}/parts/0", content=first, headers=digest | key)).status_code == 200
+    digest = {PART_DIGEST_HEADER: xxhash.xxh3_128_hexdigest(second)}
+    assert (await http.put(f"{path}/parts/1", content=second, headers=digest)).status_code == 200
+    assert (await http.delete(path)).status_code == 204
 
 
 async def test_a_trainer_that_quantizes_sends_half_the_bytes_and_makes_the_same_version(

@@ -1,9 +1,24 @@
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import torch
 
 from rollout_service.client import RolloutClient
+from rollout_service.weights.convert import tensor_bytes
 from tests.unit.client.service import Service, serving, serving_in_a_thread
+
+Tensors = dict[str, torch.Tensor]
+
+
+def stream_of(tensors: Tensors) -> bytes:
+    """All bytes of an upload."""
+    return b"".join(bytes(tensor_bytes(tensor)) for tensor in tensors.values())
+
+
+@pytest.fixture
+def tensors() -> Tensors:
+    """Ten parts of 1024 bytes."""
+    return {f"layer{i}": torch.full((512,), float(i)).bfloat16() for i in range(10)}
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from rollout_service.gateway.replica import create_app
 from rollout_service.web.auth import Authorizer
 from rollout_service.weights.ingest import Ingest
 from rollout_service.weights.log import WeightLog
+from rollout_service.weights.upload_address import UploadAddress
 from rollout_service.weights.upload_server import create_upload_app
 from tests.support.without_ray import services_of
 from tests.unit.client.service import serving
@@ -45,7 +46,7 @@ async def real_ingest(
     await ingest.start()
     authorizer = Authorizer(token)
     async with serving(App(create_upload_app(ingest, authorizer))) as uploads, httpx.AsyncClient() as http:
-        ingest.upload_url = uploads.url
+        ingest.upload_address = UploadAddress("127.0.0.1", httpx.URL(uploads.url).port or 0)
         services = services_of(ingest, config, authorizer, http)
         async with serving(App(create_app(services))) as gateway:
             yield RealIngest(gateway.url, ingest, WeightLog(root))

@@ -4,7 +4,7 @@ import asyncio
 import socket
 import threading
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -32,6 +32,7 @@ from rollout_service.weights.upload import (
     PartReceipt,
     TrainerRecipe,
     UploadPlan,
+    listener_proof,
     num_parts,
     part_size,
     upload_digest,
@@ -61,7 +62,11 @@ class Service:
     def __init__(self) -> None:
         self.url = ""
         self.upload_url: str | None = None
-        """Address announced for parts; None: the service's own."""
+        """Address announced for parts; None: none."""
+        self.upload_key = "key"
+        """What proves that a listener is the service's; two with the same are one service."""
+        self.headers: list[tuple[str, Mapping[str, str]]] = []
+        """Path and headers of every request."""
         self.token: str | None = None
         self.part_bytes = 1024
         self.recipe = TrainerRecipe(weights="fp8_block")
@@ -84,6 +89,7 @@ class Service:
             ("POST", "/v1/weights"): self._begin,
             ("GET", "/v1/weights"): self._list,
             ("GET", "/v1/weights/{version:int}"): self._get,
+            ("GET", "/v1/weights/{version:int}/listener"): self._prove,
             ("DELETE", "/v1/weights/{version:int}"): self._delete,
             ("PUT", "/v1/weights/{version:int}/parts/{part:int}"): self._put,
             ("POST", "/v1/weights/{version:int}/commit"): self._commit,
@@ -111,6 +117,7 @@ class Service:
     def _route(self, handler: Handler) -> Handler:
         async def route(request: Request) -> Response:
             self.log.append((request.method, request.url.path))
+            self.headers.append((request.url.path, request.headers))
             if request.client is not None:
                 self.client_ports.append(request.client.port)
             try:
@@ -148,9 +155,13 @@ class Service:
             num_parts=total,
             missing_parts=tuple(part for part in range(total) if part not in upload.parts),
             digests=upload.digests,
-            upload_url=self.upload_url or self.url,
+            upload_url=self.upload_url,
+            upload_key=self.upload_url and self.upload_key,
         )
         return JSONResponse(plan.model_dump(mode="json"), 201)
+
+    async def _prove(self, request: Request) -> Response:
+        return JSONResponse({"proof": listener_proof(self.upload_key, request.query_params["nonce"])})
 
     async def _put(self, request: Request) -> Response:
         upload, part = self._upload(request), request.path_params["part"]

@@ -1,28 +1,14 @@
 """Pushes that do not work at the first go."""
 
 import asyncio
-import socket
 
 import httpx
 import pytest
-import torch
 
 from rollout_service.client import RolloutClient
 from rollout_service.errors import CommitTimeout, EngineFailed, VersionConflict
-from rollout_service.weights.convert import tensor_bytes
-from tests.unit.client.service import Service, serving
-
-Tensors = dict[str, torch.Tensor]
-
-
-@pytest.fixture
-def tensors() -> Tensors:
-    """Ten parts of 1024 bytes."""
-    return {f"layer{i}": torch.full((512,), float(i)).bfloat16() for i in range(10)}
-
-
-def stream_of(tensors: Tensors) -> bytes:
-    return b"".join(bytes(tensor_bytes(tensor)) for tensor in tensors.values())
+from tests.unit.client.conftest import Tensors, stream_of
+from tests.unit.client.service import Service
 
 
 async def fail_at_part(service: Service, client: RolloutClient, tensors: Tensors, part: int) -> None:
@@ -134,30 +120,6 @@ async def test_a_commit_names_the_bytes_that_it_means(
     with pytest.raises(VersionConflict, match="version 5 has other parts"):
         await client.push_weights(5, tensors, parallel_parts=1)
     assert service.uploads[5].state == "staged"
-
-
-async def test_parts_go_to_the_address_that_the_service_announces(
-    service: Service, client: RolloutClient, tensors: Tensors
-) -> None:
-    async with serving(Service()) as direct:
-        direct.uploads = service.uploads
-        service.upload_url = f"{direct.url}/"
-        await client.push_weights(5, tensors)
-        assert sorted(direct.parts_sent()) == list(range(10))
-    assert service.parts_sent() == []
-    assert service.uploads[5].stream == stream_of(tensors)
-
-
-async def test_parts_take_the_long_way_if_that_address_takes_no_connection(
-    service: Service, tensors: Tensors, caplog: pytest.LogCaptureFixture
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        service.upload_url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    async with RolloutClient(service.url, retries=0) as client:
-        await client.push_weights(5, tensors, parallel_parts=1)
-        await client.push_weights(6, tensors, parallel_parts=1)
-    assert service.uploads[5].stream == service.uploads[6].stream == stream_of(tensors)
-    assert caplog.text.count("no connection to") == 1
 
 
 async def test_a_part_whose_connection_breaks_is_sent_again(tensors: Tensors) -> None:

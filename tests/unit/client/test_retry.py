@@ -39,6 +39,24 @@ BROKEN_LATER = [
 OUR_OWN_FAULT = [httpx.UnsupportedProtocol(""), httpx.LocalProtocolError(""), ValueError(), KeyboardInterrupt()]
 
 
+@pytest.mark.parametrize(("retries", "least_s", "most_s"), [(5, 3.8, 7.8), (8, 15.8, 31.8), (12, 31.8, 63.8)])
+def test_a_number_of_retries_is_an_outage_that_is_surely_outlived(
+    retries: int, least_s: float, most_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def waits(share: float) -> float:
+        monkeypatch.setattr("random.uniform", lambda low, high: low + share * (high - low))
+        strategy = retrying(Repeat.IDEMPOTENT, retries)
+        state = RetryCallState(strategy, None, (), {})
+        state.set_exception((httpx.ConnectError, httpx.ConnectError(""), None))
+        total = 0.0
+        for attempt in range(1, 1 + retries):
+            state.attempt_number = attempt
+            total += strategy.wait(state)
+        return total
+
+    assert waits(0.0) == pytest.approx(least_s, abs=0.2) and waits(1.0) == pytest.approx(most_s, abs=0.2)
+
+
 @pytest.mark.parametrize("error", NOT_CONNECTED, ids=repr)
 def test_what_was_never_sent_may_be_sent_again(error: Exception) -> None:
     assert may_retry(error, Repeat.IDEMPOTENT)

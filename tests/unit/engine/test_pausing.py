@@ -258,6 +258,28 @@ async def measuring(
     follower.stop()
 
 
+async def test_a_pause_that_waits_is_not_obeyed_by_a_version_that_was_loaded_over_what_runs_and_is_not_served(
+    measuring: Follower, log: WeightLog, running: FakeEngine, ingest: FakeIngest, scales: LateScales
+) -> None:
+    await pause(ingest, "wait", "first")
+    await drains(running)
+    running.loading.close()
+    commit(log, 1, mode="keep")
+    await ingest.wish(version=1)
+    running.loading.reached.clear()
+    await asyncio.wait_for(running.loading.reached.wait(), LONG_S)
+    commit(log, 2, mode="keep")
+    running.loading.open()
+    await ingest.wish(version=2)
+    await ingest.reported(lambda s: s.error is not None and "still measures" in s.error)
+    assert measuring.status().obeyed == ""
+    scales.measured = True
+    await serving(measuring, ingest, 2)
+    await drains(running)
+    running.draining.open()
+    assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
+
+
 async def test_an_engine_with_a_version_that_cannot_be_served_stays_closed_until_the_next_and_says_so(
     measuring: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, scales: LateScales
 ) -> None:

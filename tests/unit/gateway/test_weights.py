@@ -10,7 +10,7 @@ from rollout_service.gateway.services import Services
 from rollout_service.quant.experts import ExpertNaming
 from rollout_service.types import MAX_VERSION
 from rollout_service.web.auth import Authorizer
-from rollout_service.weights.upload import TrainerRecipe
+from rollout_service.weights.upload import LARGEST_PART_BYTES, TrainerRecipe
 from tests.support.without_ray import LocalHandle
 
 RECIPE = TrainerRecipe(weights="fp8_block", scales="power_of_two", quantized=("a", "b"), experts=ExpertNaming())
@@ -34,6 +34,13 @@ async def test_the_recipe_is_no_version(services: Services) -> None:
         reply = await http.get("/v1/weights/recipe")
         assert reply.status_code == 200
         assert TrainerRecipe.model_validate_json(reply.content) == RECIPE
+
+
+async def test_a_part_larger_than_any_is_refused_before_it_is_read(services: Services) -> None:
+    async with http_to(replace(services, ingest=None)) as http:  # it is asked for nothing
+        size = {"Content-Length": str(LARGEST_PART_BYTES + 1)}
+        reply = await http.put("/v1/weights/1/parts/0", content=b"", headers=size)
+        assert reply.status_code == 413 and reply.json()["error"]["detail"] == {"limit_bytes": LARGEST_PART_BYTES}
 
 
 async def test_the_recipe_needs_the_token_when_there_is_one(services: Services) -> None:

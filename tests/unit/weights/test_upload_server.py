@@ -346,12 +346,12 @@ async def test_the_listener_can_be_stopped_and_says_so_to_the_health_check(inges
     server.start()
     digest = {PART_DIGEST_HEADER: xxhash.xxh3_128_hexdigest(parts[0])}
     async with httpx.AsyncClient() as http:
-        reply = await http.put(f"{server.url}/v1/weights/1/parts/0", content=parts[0], headers=digest)
+        reply = await http.put(f"http://127.0.0.1:{server.port}/v1/weights/1/parts/0", content=parts[0], headers=digest)
         assert reply.status_code == 200
         await server.check_health()
         await server.stop()
         with pytest.raises(httpx.ConnectError):
-            await http.get(server.url)
+            await http.get(f"http://127.0.0.1:{server.port}")
     with pytest.raises(RuntimeError, match="has stopped"):
         await server.check_health()
 

@@ -1,0 +1,131 @@
+"""Parts go straight to the ingest where it is known to be the ingest, and the token to the gateway only."""
+
+import json
+import socket
+from collections.abc import Callable, Mapping
+
+import httpx
+import pytest
+
+from rollout_service.client import RolloutClient
+from rollout_service.weights.upload import UPLOAD_KEY_HEADER, listener_proof
+from tests.unit.client.conftest import Tensors, stream_of
+from tests.unit.client.service import Service, serving
+
+Answer = Callable[[httpx.Request], httpx.Response]
+
+
+async def test_parts_go_to_the_announced_address_with_its_key_and_without_the_token(
+    service: Service, tensors: Tensors
+) -> None:
+    service.token = "secret"
+    async with serving(Service()) as direct, RolloutClient(service.url, token="secret") as client:
+        direct.uploads = service.uploads
+        service.upload_url = f"{direct.url}/"
+        await client.push_weights(5, tensors)
+        assert sorted(direct.parts_sent()) == list(range(10))
+    assert service.parts_sent() == [] and service.uploads[5].stream == stream_of(tensors)
+    assert not any("authorization" in headers for _, headers in direct.headers)
+    keys = {path: headers.get(UPLOAD_KEY_HEADER) for path, headers in direct.headers}
+    assert keys.pop("/v1/weights/5/listener") is None
+    assert set(keys.values()) == {"key"} and len(keys) == 10
+
+
+class Network:
+    """A gateway, and an address where a test says what answers."""
+
+    def __init__(self, gateway: str, announced: str, answer: Answer) -> None:
+        self._gateway, self._announced, self._answer = httpx.URL(gateway), httpx.URL(announced), answer
+        self.service = Service()
+        self.service.upload_url, self.service.token = announced, "secret"
+        self.seen: list[tuple[str, Mapping[str, str], bytes]] = []
+        """What came to the announced address: path, headers and body."""
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        body = await request.aread()
+        if (request.url.host, request.url.port) == (self._announced.host, self._announced.port):
+            self.seen.append((request.url.path, request.headers, body))
+            return self._answer(request)
+        assert request.url.host == self._gateway.host
+        again = httpx.Request(request.method, request.url, headers=request.headers, content=body)
+        return await httpx.ASGITransport(self.service.app).handle_async_request(again)
+
+    async def push(self, tensors: Tensors) -> None:
+        """A push from the gateway's trainer; it succeeds through the gateway."""
+        async with RolloutClient(
+            str(self._gateway), token="secret", retries=0, transport=httpx.MockTransport(self)
+        ) as client:
+            await client.push_weights(5, tensors)
+            await client.push_weights(6, tensors)
+        assert self.service.uploads[5].stream == self.service.uploads[6].stream == stream_of(tensors)
+
+
+def proof(key: str) -> Answer:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"proof": listener_proof(key, request.url.params["nonce"])})
+
+    return answer
+
+
+STRANGERS: dict[str, Answer] = {
+    "one that answers 404": lambda _: httpx.Response(404, text="some other local server"),
+    "one that answers everything": lambda _: httpx.Response(200, json={}),
+    "one that returns what it is sent": lambda r: httpx.Response(200, json={"proof": r.url.params["nonce"]}),
+    "one that answers no hexadecimal": lambda _: httpx.Response(200, json={"proof": "ü"}),
+    "another service's listener": proof("another key"),
+    "one that sends elsewhere": lambda _: httpx.Response(307, headers={"Location": "http://gateway.example/"}),
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+async def test_a_stranger_at_the_announced_address_gets_neither_token_nor_key_nor_weights(
+    stranger: str, tensors: Tensors, caplog: pytest.LogCaptureFixture
+) -> None:
+    network = Network("http://gateway.example", "http://127.0.0.1:40123", STRANGERS[stranger])
+    await network.push(tensors)
+    assert [path for path, _, _ in network.seen] == ["/v1/weights/5/listener"]
+    for _, headers, body in network.seen:
+        assert "authorization" not in headers and UPLOAD_KEY_HEADER not in headers and body == b""
+    assert caplog.text.count("parts go through http://gateway.example, not directly to http://127.0.0.1:40123") == 1
+
+
+async def test_weights_that_a_gateway_would_take_encrypted_are_not_sent_in_the_clear(tensors: Tensors) -> None:
+    network = Network("https://gateway.example", "http://10.0.0.7:40123", proof("key"))
+    await network.push(tensors)
+    assert network.seen == []
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        lambda _: httpx.Response(404, text="somebody else by now"),
+        lambda _: httpx.Response(401, content=json.dumps({"error": {"type": "Unauthorized", "message": "key"}})),
+    ],
+)
+async def test_parts_that_the_listener_takes_no_more_go_through_the_gateway(refusal: Answer, tensors: Tensors) -> None:
+    network = Network("http://gateway.example", "http://10.0.0.7:40123", lambda r: listener(r))
+    prove = proof("key")
+
+    def listener(request: httpx.Request) -> httpx.Response:
+        return prove(request) if request.method == "GET" else refusal(request)
+
+    await network.push(tensors)
+    assert not any("authorization" in headers for _, headers, _ in network.seen)
+
+
+async def test_an_address_that_takes_no_connection_is_tried_once(
+    service: Service, tensors: Tensors, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        service.upload_url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    async with RolloutClient(service.url, retries=0) as client:
+        await client.push_weights(5, tensors)
+        await client.push_weights(6, tensors)
+    assert service.uploads[5].stream == service.uploads[6].stream == stream_of(tensors)
+    assert caplog.text.count("not directly to") == 1
+
+
+async def test_without_an_announced_address_parts_go_through_the_gateway(service: Service, tensors: Tensors) -> None:
+    async with RolloutClient(service.url) as client:
+        await client.push_weights(5, tensors)
+    assert sorted(service.parts_sent()) == list(range(10))
