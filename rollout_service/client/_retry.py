@@ -7,7 +7,14 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
-from tenacity import AsyncRetrying, RetryCallState, before_sleep_log, stop_after_attempt, wait_random_exponential
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    before_sleep_log,
+    stop_after_attempt,
+    wait_exponential,
+    wait_random_exponential,
+)
 
 from rollout_service.errors import CommitTimeout, NotReady, Overloaded, RolloutServiceError, from_wire
 
@@ -21,7 +28,8 @@ _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 _BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError)
 _MAYBE_RECEIVED = (*_BROKEN, httpx.TimeoutException)
 
-_backoff = wait_random_exponential(multiplier=0.25, max=8)
+# half of it is fixed: the default retries must outlast a restart of Serve's proxy, however the dice fall
+_backoff = wait_exponential(multiplier=0.5, max=4) + wait_random_exponential(multiplier=0.5, max=4)
 
 Outcome = httpx.Response | BaseException
 """How one attempt ended."""

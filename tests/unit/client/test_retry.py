@@ -1,3 +1,4 @@
+import random
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
@@ -124,6 +125,20 @@ def test_the_wait_is_what_the_service_asks_for_and_a_bounded_random_time(attempt
     waits_s = {policy.wait(state) for _ in range(20)}
     assert all(7 <= wait_s <= 7 + 8 for wait_s in waits_s)
     assert len(waits_s) > 1
+
+
+@pytest.mark.parametrize(("retries", "outlasted_s"), [(5, 10.0), (12, 35.0)])
+def test_retries_outlast_the_restart_of_a_proxy_however_the_dice_fall(
+    retries: int, outlasted_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(random, "uniform", lambda low, high: low)
+    policy, waited_s = retrying(Repeat.IF_NOT_ACCEPTED, retries), 0.0
+    state = RetryCallState(policy, None, (), {})
+    state.set_exception((httpx.ConnectError, httpx.ConnectError("refused"), None))
+    for state.attempt_number in range(1, 1 + retries):
+        assert policy.retry(state) and not policy.stop(state)
+        waited_s += policy.wait(state)
+    assert waited_s > outlasted_s
 
 
 def test_without_retry_after_there_is_no_wait_asked_for() -> None:
