@@ -8,7 +8,6 @@ from ray.serve.deployment import Application
 
 from rollout_service.autoscaling import RolloutAutoscaling
 from rollout_service.config import ScalingConfig, ServiceConfig
-from rollout_service.drain import ENDING_S
 from rollout_service.engine.args import engine_environment
 from rollout_service.engine.replica import EngineReplica
 from rollout_service.gateway.replica import GatewayReplica
@@ -66,7 +65,7 @@ def _deployment(config: ServiceConfig, cls: type, name: str, **options: Any) -> 
         max_ongoing_requests=UNLIMITED,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        graceful_shutdown_timeout_s=config.scaling.drain_timeout_s + ENDING_S,
+        graceful_shutdown_timeout_s=config.scaling.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.2,
         **options,
     )

@@ -65,8 +65,9 @@ class ScalingConfig(Config):
     """Processes that answer HTTP; each uses one core at most (docs/performance.md says what a rollout costs one)."""
 
     drain_timeout_s: float = Field(default=30, gt=0)
-    """How long a process that is to end (SIGTERM, scaling down, a node being drained) goes on with what it has; the
-    rollouts that still run then are continued by other replicas. At most the notice that your machines get."""
+    """How long a process has that is to end: SIGTERM, scaling down, a node being drained. What runs goes on for two
+    thirds of it; other replicas then continue the rollouts that still run, and in the rest answers are sent and engines
+    end. At most the notice that your machines get; a pod gets 30 s by default."""
 
     @model_validator(mode="after")
     def _max_not_below_min(self) -> "ScalingConfig":

@@ -21,8 +21,8 @@ from rollout_service.errors import NotReady
 
 logger = logging.getLogger(__name__)
 
-ENDING_S = 10.0
-"""After ``drain_timeout_s``, for answers to be sent and engine processes to end; then the process is ended."""
+_FOR_WORK = 2 / 3
+"""Share of the time in which what runs may go on; in the rest answers are sent and engine processes end."""
 _EXIT_STATUS = 128 + signal.SIGTERM
 
 
@@ -35,17 +35,21 @@ class Drain:
 
     Serve is told by the health check, which fails from then on: it routes nothing here any more, starts another replica
     at once where resources are free, and stops this one when it has answered what is open. If Serve does not, the
-    process ends by itself ``ENDING_S`` after the time is up.
+    process ends by itself: ``ending_s`` after its work is done, or when the time is up.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """``timeout_s``: how long what runs may go on. ``clock``: in seconds."""
-        self._timeout_s, self._clock = timeout_s, clock
+        """``timeout_s``: from the signal to the end of the process. ``clock``: in seconds."""
+        self.work_s = timeout_s * _FOR_WORK
+        """How long what runs may go on."""
+        self.ending_s = timeout_s - self.work_s
+        """How long answers and engine processes have after that."""
+        self._clock = clock
         self._deadline = math.inf
         self._work: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        self._backstop: threading.Timer | None = None
+        self._told = False
 
     def begin_on_sigterm(self) -> None:
         """Call this first: until ``serves`` is called, nobody is served, and SIGTERM ends the process at once."""
@@ -59,10 +63,12 @@ class Drain:
         """Begin now. A second time changes nothing."""
         if self.begun or self._work is None:
             return
-        logger.warning("SIGTERM: draining for at most %g s", self._timeout_s)
-        self._deadline = self._clock() + self._timeout_s
+        logger.warning(
+            "SIGTERM: what runs may go on for %g s, and this process for %g s more", self.work_s, self.ending_s
+        )
+        self._deadline = self._clock() + self.work_s
         self._task = asyncio.create_task(self._work())
-        self._task.add_done_callback(_say_if_failed)
+        self._task.add_done_callback(self._worked)
 
     @property
     def begun(self) -> bool:
@@ -88,12 +94,22 @@ class Drain:
         """On the thread that waits for signals: a blocked event loop does not keep the process from ending."""
         if self._loop is None:
             _exit("before it served anybody")
-        elif self._backstop is None:
-            last_s = self._timeout_s + ENDING_S
-            self._backstop = threading.Timer(last_s, _exit, [f"{last_s:g} s ago, and nobody has stopped it"])
-            self._backstop.daemon = True
-            self._backstop.start()
+        elif not self._told:
+            self._told = True
+            _end_in(self.work_s + self.ending_s)
             self._loop.call_soon_threadsafe(self.begin)
+
+    def _worked(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("what a drain was to do failed", exc_info=error)
+        if self._told:
+            _end_in(self.ending_s)
+
+
+def _end_in(seconds: float) -> None:
+    timer = threading.Timer(seconds, _exit, ["and nobody has stopped it since its time was up"])
+    timer.daemon = True  # or it would hold up a process that ends in another way
+    timer.start()
 
 
 def _on_sigterm(signalled: Callable[[], None]) -> None:
@@ -112,8 +128,3 @@ def _exit(when: str) -> None:
     logger.warning("process %d got SIGTERM %s: it ends now", os.getpid(), when)
     logging.shutdown()
     os._exit(_EXIT_STATUS)
-
-
-def _say_if_failed(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("what a drain was to do failed", exc_info=error)

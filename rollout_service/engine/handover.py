@@ -26,17 +26,13 @@ class HandOver:
     def __init__(
         self,
         drain: Drain,
-        timeout_s: float,
         admission: AdmissionLimit,
         others_serve: Callable[[], Awaitable[bool]],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """``timeout_s``: as in ``drain``. ``others_serve``: whether another replica takes requests.
-
-        ``clock``, ``sleep``: in seconds.
-        """
-        self._drain, self._timeout_s, self._admission = drain, timeout_s, admission
+        """``others_serve``: whether another replica takes requests. ``clock``, ``sleep``: in seconds."""
+        self._drain, self._admission = drain, admission
         self._others_serve, self._clock, self._sleep = others_serve, clock, sleep
         self._asked_at: float | None = None
 
@@ -69,5 +65,5 @@ class HandOver:
         """Without end: give back what runs in time when Serve removes this replica, of which it is not told."""
         while True:
             await self._sleep(STATS_PERIOD_S)
-            if self._admission.running and self._unasked_s > self._timeout_s:
+            if self._admission.running and self._unasked_s > self._drain.work_s:
                 await engine.abort()

@@ -48,7 +48,7 @@ class EngineReplica:
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._routed = False
         self._admission = AdmissionLimit(config.engine.admission_limit)
-        self._hand_over = HandOver(self._drain, config.scaling.drain_timeout_s, self._admission, self._others_serve)
+        self._hand_over = HandOver(self._drain, self._admission, self._others_serve)
         self._batch = CalibrationBatch(config.kv_cache.calibration, model.vocab_size, config.engine.max_model_len)
         copies = await copies_for(config.weights.root_here(), ingest, config.weights.poll_s)
         with Announcement(self._replica_id, ingest, config.weights.poll_s) as announcement:

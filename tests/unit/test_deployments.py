@@ -74,6 +74,21 @@ def test_the_ingest_gets_the_share_of_a_gpu_that_is_configured_and_none_by_defau
         assert ingest.ray_actor_options["num_gpus"] == share
 
 
+def test_serve_looks_after_every_deployment_within_a_second_and_gives_it_the_drain_s_time_to_end() -> None:
+    sections = {"scaling": {"drain_timeout_s": 12}, "shadow": {"share": 0.1}, "model": {"path": "anywhere"}}
+    gateway = build(ServiceConfig.model_validate(sections))
+    bound = [gateway, *(argument for argument in gateway._bound_deployment.init_args if _is_bound(argument))]
+    deployments = {each._bound_deployment.name: each._bound_deployment._deployment_config for each in bound}
+    assert deployments.keys() == {"gateway", "engine", "ingest", "monitor", "shadow"}
+    for config in deployments.values():
+        assert config.health_check_period_s <= 1
+        assert config.graceful_shutdown_timeout_s == 12
+
+
+def _is_bound(argument: object) -> bool:
+    return hasattr(argument, "_bound_deployment")
+
+
 @every_yaml
 def test_a_dead_proxy_is_noticed_in_seconds_whichever_way_the_service_is_started(path: Path) -> None:
     options = ServeDeploySchema.model_validate(document(path)).controller_options

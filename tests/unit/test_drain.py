@@ -18,10 +18,10 @@ from rollout_service import drain
 
 # as Ray does it: the main thread has a handler and is elsewhere, the loop is on another thread
 signal.signal(signal.SIGTERM, lambda *_: (print("Ray's handler", flush=True), sys.exit(1)))
-drain.ENDING_S = 0.0
 
 async def work():
     print("draining", flush=True)
+    {work}
 
 async def serve():
     ending = drain.Drain(timeout_s={timeout_s})
@@ -37,11 +37,14 @@ SERVES = "ending.serves(work)"
 FOR_EVER = "await asyncio.sleep(60)"
 
 
-async def output_after_sigterm(signals: int = 1, **script: object) -> tuple[list[str], int | None]:
-    """What a process says after it said that it is ready, and its exit status; None if it was killed by this."""
+async def output_after_sigterm(*, ends: bool, signals: int = 1, **script: object) -> tuple[list[str], int | None]:
+    """What a process says after it said that it is ready, and its exit status; its first line if it does not end."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-c", AS_IN_A_REPLICA.format(**{"timeout_s": 60, "serves": SERVES, "then": FOR_EVER, **script})),
+        *(
+            "-c",
+            AS_IN_A_REPLICA.format(**{"timeout_s": 6, "work": "pass", "serves": SERVES, "then": FOR_EVER, **script}),
+        ),
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
@@ -50,11 +53,9 @@ async def output_after_sigterm(signals: int = 1, **script: object) -> tuple[list
             assert await process.stdout.readline() == b"ready\n"
             for _ in range(signals):
                 process.send_signal(signal.SIGTERM)
-            first = (await process.stdout.readline()).decode().strip()
-            if script.get("timeout_s") is None and first:
-                return [first], None
-            rest = (await process.stdout.read()).decode().split("\n")
-            return [line for line in (first, *rest) if line], await process.wait()
+            if not ends:
+                return [(await process.stdout.readline()).decode().strip()], None
+            return (await process.stdout.read()).decode().splitlines(), await process.wait()
     finally:
         if process.returncode is None:
             process.kill()
@@ -62,19 +63,24 @@ async def output_after_sigterm(signals: int = 1, **script: object) -> tuple[list
 
 
 async def test_sigterm_begins_a_drain_on_the_event_loop_and_ray_s_handler_is_not_called() -> None:
-    assert await output_after_sigterm() == (["draining"], None)
+    assert await output_after_sigterm(ends=False, work="await asyncio.sleep(60)") == (["draining"], None)
 
 
-async def test_a_process_that_nobody_stops_ends_by_itself_and_two_signals_are_one_drain() -> None:
-    assert await output_after_sigterm(signals=2, timeout_s=0.5) == (["draining"], 128 + signal.SIGTERM)
+async def test_a_process_that_nobody_stops_ends_when_its_work_is_done_and_two_signals_are_one_drain() -> None:
+    assert await output_after_sigterm(signals=2, ends=True) == (["draining"], 128 + signal.SIGTERM)
+
+
+async def test_a_process_whose_work_does_not_end_ends_all_the_same() -> None:
+    output = await output_after_sigterm(ends=True, timeout_s=3, work="await asyncio.sleep(60)")
+    assert output == (["draining"], 128 + signal.SIGTERM)
 
 
 async def test_a_process_whose_event_loop_is_blocked_ends_too() -> None:
-    assert await output_after_sigterm(timeout_s=0.1, then="time.sleep(60)") == ([], 128 + signal.SIGTERM)
+    assert await output_after_sigterm(ends=True, timeout_s=0.1, then="time.sleep(60)") == ([], 128 + signal.SIGTERM)
 
 
 async def test_a_process_that_serves_nobody_yet_ends_at_once() -> None:
-    assert await output_after_sigterm(serves="", then="time.sleep(60)") == ([], 128 + signal.SIGTERM)
+    assert await output_after_sigterm(ends=True, serves="", then="time.sleep(60)") == ([], 128 + signal.SIGTERM)
 
 
 class Clock:
@@ -91,7 +97,7 @@ async def test_a_drain_begins_once_and_fails_the_health_check_from_then_on() -> 
         ran.append(drain.left_s)
         await going.wait()
 
-    drain = Drain(30.0, clock)
+    drain = Drain(45.0, clock)
     drain.serves(work)
     drain.check_health()
     assert not drain.begun and drain.left_s == float("inf")
