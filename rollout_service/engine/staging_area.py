@@ -54,7 +54,7 @@ class StagingArea:
         file, or OSError.
         """
         if self._taken_anew:
-            self.memory = torch.empty(placement.nbytes, dtype=torch.uint8)
+            self.memory = _taken(placement.nbytes, None, pinned=False)
         elif self.limit_bytes is not None and placement.nbytes > self.limit_bytes:
             raise CannotStage(
                 f"{placement.nbytes} bytes of version {manifest.version} would lie in the staging area, which has "

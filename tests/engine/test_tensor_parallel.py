@@ -19,6 +19,7 @@ TOKENS = [tuple((5 * i + 7 * j) % 120 + 3 for j in range(40)) for i in range(len
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # two engines, one after the other
 @pytest.mark.parametrize("family", ["qwen3_tp", "qwen3_moe_tp"])
 async def test_two_ranks_follow_versions_and_agree_with_one(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
