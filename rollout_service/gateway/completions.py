@@ -5,10 +5,10 @@ import uuid
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from rollout_service.errors import InvalidRequest
-from rollout_service.gateway.generate import packed_mask, spans, usage
+from rollout_service.gateway.generate import Usage, VersionSpan, packed_mask, spans, usage
 from rollout_service.gateway.prompts import (
     DATA_ERRORS,
     ModelName,
@@ -23,7 +23,7 @@ from rollout_service.gateway.routes import OpenRoute
 from rollout_service.gateway.services import Here, Services, SessionHeader
 from rollout_service.sampling import MOST_COMPLETIONS, CommonSampling, Sampling, StopString, StopStrings, StopTokens
 from rollout_service.tasks import raise_first_failure
-from rollout_service.types import Completion, Rollout
+from rollout_service.types import Completion, FinishReason, Rollout
 
 router = APIRouter(tags=["completions"], route_class=OpenRoute)
 
@@ -63,7 +63,43 @@ class CompletionRequest(RolloutOptions, CommonSampling):
         return Sampling(**fields, stop=stop, stop_token_ids=self.stop_token_ids or ())
 
 
-@router.post("/v1/completions", responses=DATA_ERRORS)
+class CompletionLogprobs(BaseModel):
+    """OpenAI's form."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    text_offset: list[int]
+    top_logprobs: None
+
+
+class CompletionChoice(BaseModel):
+    """One completion."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    weight_versions: list[VersionSpan]
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    packed_sampling_mask: list[str] | None = None
+
+
+class CompletionReply(BaseModel):
+    """Documents the reply, which is made without it."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    attempts: int
+    truncated_sampling: bool
+
+
+@router.post("/v1/completions", responses={200: {"model": CompletionReply}, **DATA_ERRORS})
 async def completions(body: CompletionRequest, services: Here, x_session_id: SessionHeader = None) -> dict[str, Any]:
     """The completions of all prompts; choice ``i * n + j`` is completion ``j`` of prompt ``i``."""
     check_model(body.model, services)

@@ -4,7 +4,7 @@ import time
 from typing import Any, Literal
 
 from fastapi import APIRouter
-from pydantic import model_validator
+from pydantic import BaseModel, model_validator
 
 from rollout_service.gateway.prompts import (
     DATA_ERRORS,
@@ -19,7 +19,7 @@ from rollout_service.gateway.prompts import (
 from rollout_service.gateway.routes import OpenRoute
 from rollout_service.gateway.services import Here, Services, SessionHeader
 from rollout_service.sampling import Sampling
-from rollout_service.types import Completion, Rollout
+from rollout_service.types import Completion, FinishReason, Rollout
 
 router = APIRouter(tags=["generate"], route_class=OpenRoute)
 
@@ -48,7 +48,65 @@ class GenerateRequest(RolloutOptions):
         return self
 
 
-@router.post("/inference/v1/generate", responses=DATA_ERRORS)
+class VersionSpan(BaseModel):
+    """Tokens ``[start, end)``, the version that made them, as vLLM writes it, and the replica."""
+
+    version: str
+    start: int
+    end: int
+    replica_id: str | None
+
+
+class Usage(BaseModel):
+    """Tokens of prompts and of completions."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TokenLogprob(BaseModel):
+    """A sampled token."""
+
+    token_id: int
+    logprob: float
+
+
+class TokenLogprobs(BaseModel):
+    """vLLM's form."""
+
+    content: list[TokenLogprob]
+
+
+class GenerateChoice(BaseModel):
+    """One completion."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: TokenLogprobs | list[float]
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    weight_versions: list[VersionSpan]
+    text: str | None = None
+    packed_sampling_mask: list[str] | None = None
+
+
+class GenerateReply(BaseModel):
+    """Documents the reply, which is made without it: checking each token again would cost as much as making it."""
+
+    request_id: str
+    model: str
+    created: int
+    output_mode: Literal["tokens", "text"]
+    choices: list[GenerateChoice]
+    usage: Usage
+    replica_id: str
+    attempts: int
+    truncated_sampling: bool
+    prompt_token_ids: list[int] | None = None
+
+
+@router.post("/inference/v1/generate", responses={200: {"model": GenerateReply}, **DATA_ERRORS})
 async def generate(body: GenerateRequest, services: Here, x_session_id: SessionHeader = None) -> dict[str, Any]:
     """The completions of one prompt, with the logprob and the weight version of every token."""
     check_model(body.model, services)

@@ -98,8 +98,6 @@ def test_vllm_takes_what_we_accept_and_takes_it_as_it_is(
     if sampling.temperature > 0:
         assert all(getattr(taken, name) == asked[name] for name in ("top_p", "top_k", "min_p"))
     # what only fails in the engine's process, which then is dead
-    if taken.min_tokens:
-        assert len(taken.all_stop_token_ids) <= MAX_NUM_STOP_TOKEN_IDS
     factors = np.float32([taken.repetition_penalty, 1 / taken.repetition_penalty])
     assert np.isfinite(factors).all() and (factors > 0).all()
     for index in {0, sampling.n - 1}:
@@ -136,6 +134,11 @@ def test_a_completion_request_that_is_accepted_has_sampling_parameters(fields: d
     except ValidationError:
         return
     assert request.sampling().n == request.n
+
+
+def test_stop_tokens_leave_room_for_the_model_s_own_in_what_the_gpu_runner_holds() -> None:
+    taken = vllm_sampling(Sampling(min_tokens=1, stop_token_ids=tuple(range(64))))
+    assert len(taken.all_stop_token_ids) + 16 <= MAX_NUM_STOP_TOKEN_IDS
 
 
 def test_what_vllm_refuses_nevertheless_is_an_invalid_request() -> None:
