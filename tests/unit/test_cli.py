@@ -15,7 +15,15 @@ from typer.testing import CliRunner
 import rollout_service
 from rollout_service.cli import app
 from rollout_service.config import ServiceConfig
-from rollout_service.types import Fleet, KVCacheChoice, KVCacheStatus, ReplicaStatus, UpdateTimings
+from rollout_service.types import (
+    FailedStart,
+    FailedStarts,
+    Fleet,
+    KVCacheChoice,
+    KVCacheStatus,
+    ReplicaStatus,
+    UpdateTimings,
+)
 from tests.support.models import FAMILIES
 
 FLEET = Fleet(
@@ -32,6 +40,12 @@ FLEET = Fleet(
         ),
         ReplicaStatus(replica_id="engine#two", version=7, state="syncing", target=8, paused=True),
         ReplicaStatus(replica_id="engine#three", version=None, state="failed", error="[boom] no memory"),
+    ),
+    failed_starts=FailedStarts(
+        tries=2,
+        first=FailedStart(replica_id="zero", reason="[boom] no disk", at=1.0),
+        last=FailedStart(replica_id="three", reason="[boom] no memory", at=2.0),
+        over=True,
     ),
 )
 TOKEN = "a-token"
@@ -236,6 +250,8 @@ def test_fleet_shows_every_replica(service_url: str, token_file: Path) -> None:
     assert "syncing, paused" in rows["engine#two"] and "7 → 8" in rows["engine#two"]
     assert "failed" in rows["engine#three"] and "[boom] no memory" in rows["engine#three"]
     assert result.output.count("KV cache bfloat16: 2 of 2 layers do not") == 1
+    words = " ".join(result.output.split())
+    assert "2 failed starts; one went well since; the first, of zero: [boom] no disk" in words
 
 
 def test_fleet_without_a_token_says_what_the_service_said(service_url: str) -> None:
