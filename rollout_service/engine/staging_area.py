@@ -67,12 +67,14 @@ class StagingArea:
             )
         lanes = [found[first :: self._threads] for first in range(self._threads)]
         with VersionReader(folder, manifest) as reader:
-            if self.memory.is_cuda:
-                bounces: list[_Lane] = [_Bounce(self.memory, self._device) for lane in lanes if lane]
-            else:
-                bounces = [_Fill(self.memory) for lane in lanes if lane]
-            work = list(zip(bounces, [lane for lane in lanes if lane], strict=True))
+            work = [(self._lane(), lane) for lane in lanes if lane]  # all memory before anything is read
             list(in_threads(lambda each: _run(each[0], reader, placement, each[1]), work))
+
+    def _lane(self) -> "_Lane":
+        if not self.memory.is_cuda:
+            return _Fill(self.memory)
+        with torch.cuda.device(self._device):  # a thread's is the first one: pinning would take a context there
+            return _Bounce(self.memory, self._device)
 
     def release(self) -> None:
         """Its content is not needed any more."""

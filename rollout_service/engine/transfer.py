@@ -194,7 +194,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
     def _recording(self, staged: Staged, sources: Sources) -> AbstractContextManager[object]:
         """While a version is loaded from which a plan may be learnt. Before the reload begins."""
         self._recorder = None
-        if self._area is None or not self._may_plan or (self._no_plan or [None])[0] == staged.layout:
+        if self._area is None or not self._may_plan or self._known_no_plan(staged) is not None:
             return nullcontext()
         self._held_before = list(held_tensors(self.model))
         self._recorder = CopyRecorder(self.model, sources)
@@ -205,9 +205,9 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         self._plan = None
         recorder, self._recorder = self._recorder, None
         held_before, self._held_before = self._held_before, []
-        if self._no_plan is not None and self._no_plan[0] == staged.layout:
-            self.report["no_plan"] = self._no_plan[1]
         if self._area is None or recorder is None:
+            if (known := self._known_no_plan(staged)) is not None:
+                self.report["no_plan"] = known
             return
         try:
             # expert kernels still read the scales of temporary parameters, which no plan reaches
@@ -225,6 +225,10 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
             self._without_plan(reason)
         except (CannotStage, LogCorrupt, OSError) as reason:  # of another version there may be one
             self._without_plan(reason)
+
+    def _known_no_plan(self, staged: Staged) -> str | None:
+        """Why there can be none for versions of this layout, once that was seen."""
+        return self._no_plan[1] if self._no_plan is not None and self._no_plan[0] == staged.layout else None
 
     def _without_plan(self, reason: Exception) -> None:
         logger.warning("versions are loaded by vLLM's layerwise reload: %s", reason)
