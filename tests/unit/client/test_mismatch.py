@@ -58,7 +58,7 @@ def transport(monitor: Monitor) -> httpx.ASGITransport:
 
 @pytest.fixture
 async def client(transport: httpx.ASGITransport) -> AsyncIterator[RolloutClient]:
-    async with RolloutClient("http://gateway", transport=transport) as client:
+    async with RolloutClient("http://127.0.0.1", transport=transport) as client:
         yield client
 
 
@@ -133,7 +133,7 @@ async def test_a_report_whose_reply_was_lost_is_sent_again_and_counts_once(
             return reply
 
     losing = LosesTheFirstReply()
-    async with RolloutClient("http://gateway", transport=losing) as client:
+    async with RolloutClient("http://127.0.0.1", transport=losing) as client:
         assert (await client.report_mismatch(ROLLOUTS, TRAINER)).tokens == 6
     assert losing.sent == 2
     assert [row.tokens for row in await monitor.rows()] == [6]
@@ -153,14 +153,14 @@ async def test_a_report_whose_reply_was_lost_is_sent_again_and_counts_once(
 def test_rows_that_do_not_match_are_refused_before_anything_is_sent(
     transport: httpx.ASGITransport, trainer: object, mask: object, says: str
 ) -> None:
-    with SyncRolloutClient("http://gateway", transport=transport) as client:
+    with SyncRolloutClient("http://127.0.0.1", transport=transport) as client:
         with pytest.raises(ValueError, match=says):
             client.report_mismatch(ROLLOUTS, trainer, mask)  # type: ignore[arg-type]
         assert client.mismatch().rows == ()
 
 
 def test_the_blocking_client_reports_too(transport: httpx.ASGITransport) -> None:
-    with SyncRolloutClient("http://gateway", transport=transport) as client:
+    with SyncRolloutClient("http://127.0.0.1", transport=transport) as client:
         assert client.report_mismatch(ROLLOUTS, TRAINER).tokens == 6
         assert client.mismatch(3).rows[0].tokens == 6
 
