@@ -1,5 +1,6 @@
 """Every YAML in deployments/ is built by the builder that it names."""
 
+import sys
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -90,7 +91,16 @@ def _is_bound(argument: object) -> bool:
 
 
 @every_yaml
-def test_a_dead_proxy_is_noticed_in_seconds_whichever_way_the_service_is_started(path: Path) -> None:
+def test_a_dead_proxy_is_noticed_in_seconds_whichever_way_the_service_is_started(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = ServeDeploySchema.model_validate(document(path)).controller_options
     assert controller_options(path) == options.model_dump(exclude_unset=True)
-    assert options.runtime_env == {"env_vars": {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1"}}
+    assert options.runtime_env is not None
+    variables = options.runtime_env["env_vars"]
+    assert variables.keys() == {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S"}
+    monkeypatch.delitem(sys.modules, "ray.serve._private.constants")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    constants = import_module("ray.serve._private.constants")  # Serve knows the variables by these names
+    assert (constants.PROXY_HEALTH_CHECK_PERIOD_S, constants.PROXY_HEALTH_CHECK_TIMEOUT_S) == (1, 4)
