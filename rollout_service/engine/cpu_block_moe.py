@@ -6,9 +6,12 @@ lies between them is BF16. The decoded weights cost four bytes a parameter besid
 models only.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import gelu, silu
 
 from rollout_service.engine.cpu_block_gemm import decode_activations
 from rollout_service.engine.vllm_internals import (
@@ -20,11 +23,15 @@ from rollout_service.engine.vllm_internals import (
     MoEActivation,
     QuantFP8,
     RoutedExperts,
-    apply_moe_activation,
 )
 from rollout_service.quant.blockwise import BLOCK, dequantize_blockwise
 
-_ACTIVATIONS = (MoEActivation.SILU, MoEActivation.GELU, MoEActivation.GELU_TANH)
+# vLLM's own CPU kernels cut a BF16 result off instead of rounding it where the processor has no BF16 instructions
+_ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {
+    MoEActivation.SILU: silu,
+    MoEActivation.GELU: gelu,
+    MoEActivation.GELU_TANH: partial(gelu, approximate="tanh"),
+}
 
 
 class CpuBlockMoEMethod(Fp8MoEMethod):
@@ -80,9 +87,8 @@ class CpuBlockMoEMethod(Fp8MoEMethod):
         output = torch.zeros_like(inputs)
         for expert in topk_ids.unique().tolist():
             tokens, choice = (topk_ids == expert).nonzero(as_tuple=True)
-            gate_up = (inputs[tokens] @ self.w13[expert].T).to(x.dtype)
-            hidden = gate_up.new_empty(len(tokens), gate_up.shape[1] // 2)
-            apply_moe_activation(layer.activation, hidden, gate_up)
+            gate, up = (inputs[tokens] @ self.w13[expert].T).to(x.dtype).float().chunk(2, dim=-1)
+            hidden = (_ACTIVATIONS[layer.activation](gate) * up).to(x.dtype)
             expert_output = self._through_e4m3(hidden) @ self.w2[expert].T
             output.index_add_(0, tokens, expert_output * topk_weights[tokens, choice].float().unsqueeze(-1))
         return output.to(x.dtype)

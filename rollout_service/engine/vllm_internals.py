@@ -140,11 +140,6 @@ NAMES = (
         gives="layer_name moe_config activation swiglu_limit apply_router_weight_on_input use_ep",
     ),
     _read(f"{_LAYERS}.fused_moe", "UnquantizedFusedMoEMethod.process_weights_after_loading", takes="self layer"),
-    _read(
-        f"{_LAYERS}.fused_moe",
-        "apply_moe_activation",
-        takes="activation output input activation_config topk_ids expert_map valid_token_counts",
-    ),
     # metrics
     _read(
         "vllm.v1.metrics.ray_wrappers",
@@ -173,7 +168,6 @@ from vllm.model_executor.layers.fused_moe import (
     MoEActivation,
     RoutedExperts,
     UnquantizedFusedMoEMethod,
-    apply_moe_activation,
 )
 from vllm.model_executor.layers.linear import (
     LinearBase,
@@ -223,7 +217,6 @@ __all__ = [
     "UnquantizedFusedMoEMethod",
     "UnquantizedLinearMethod",
     "VocabParallelEmbedding",
-    "apply_moe_activation",
     "create_fp8_scale_parameter",
     "create_fp8_weight_parameter",
     "finalize_layerwise_reload",
