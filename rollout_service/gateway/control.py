@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from rollout_service.errors import InvalidRequest
+from rollout_service.errors import InvalidRequest, Overtaken
 from rollout_service.gateway.routes import GuardedRoute
 from rollout_service.gateway.services import Here, call
 from rollout_service.types import Fleet, PauseMode
@@ -14,7 +14,7 @@ router = APIRouter(tags=["control"], route_class=GuardedRoute)
 TimeoutS = Annotated[float, Query(gt=0, allow_inf_nan=False)]
 
 
-@router.post("/pause", responses=documented(InvalidRequest))
+@router.post("/pause", responses=documented(InvalidRequest, Overtaken))
 async def pause(services: Here, mode: PauseMode = "keep", timeout_s: TimeoutS = 600.0) -> dict[str, str]:
     """Pause every replica, and those that start later, until ``/resume``. Requests queue meanwhile.
 
@@ -24,7 +24,7 @@ async def pause(services: Here, mode: PauseMode = "keep", timeout_s: TimeoutS = 
     return {"status": "paused"}
 
 
-@router.post("/resume", responses=documented(InvalidRequest))
+@router.post("/resume", responses=documented(InvalidRequest, Overtaken))
 async def resume(services: Here, timeout_s: TimeoutS = 600.0) -> dict[str, str]:
     """Resume every replica, also while it waits for running rollouts. 409 as for ``/pause``."""
     await call(services.ingest.set_paused.remote(False, "keep", timeout_s))
