@@ -6,7 +6,7 @@ What counts as private, of vLLM, Ray and transformers:
   in a string for ``getattr`` and its like, where it is not one of this package's own names;
 - an attribute of vLLM's objects that only UNDOCUMENTED names;
 - ``setattr`` and ``delattr``, by which anything could be set.
-Python's own protocols (``__name__``) do not count.
+Python's own protocols (``__name__``) and the documented methods of its named tuples do not count.
 """
 
 import ast
@@ -62,6 +62,7 @@ DOCUMENTED = {
 UNDOCUMENTED = {"engine_core", "pause_scheduler_async", "load_numel", "moe_kernel", "inter_token_latencies_iter"}
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr"}
 PRIVATE = re.compile(r"_(?!_)")
+OF_NAMED_TUPLES = {"_asdict", "_replace"}
 
 
 def private_uses(source: str, package: frozenset[str] = frozenset()) -> Iterator[str]:
@@ -74,7 +75,7 @@ def private_uses(source: str, package: frozenset[str] = frozenset()) -> Iterator
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from private_imports(node.module, [alias.name for alias in node.names])
         elif isinstance(node, ast.Attribute):
-            mine = own | package if ast.unparse(node.value) == "self" else own
+            mine = OF_NAMED_TUPLES | (own | package if ast.unparse(node.value) == "self" else own)
             if node.attr in UNDOCUMENTED or (PRIVATE.match(node.attr) and node.attr not in mine):
                 yield ast.unparse(node)
         elif isinstance(node, ast.Call) and private_by_name(node, own):
@@ -159,6 +160,7 @@ def test_a_private_name_is_seen(source: str) -> None:
         "class A:\n    def f(self):\n        self._mine = 1\n        return self._mine, type(self).__name__",
         "getattr(config, 'num_key_value_heads', None)",
         "from rollout_service.client._http import Http",
+        "key._asdict()",
     ],
 )
 def test_what_is_public_or_our_own_is_not_taken_for_private(source: str) -> None:

@@ -76,9 +76,9 @@ def count_stagings(engine: FakeEngine) -> list[Path]:
     staged: list[Path] = []
     stage = engine.stage
 
-    async def counted(folder: Path) -> None:
+    async def counted(folder: Path, digest: str | None = None) -> None:
         staged.append(folder)
-        await stage(folder)
+        await stage(folder, digest)
 
     engine.stage = counted  # type: ignore[method-assign]
     return staged

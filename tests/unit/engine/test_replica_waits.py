@@ -5,7 +5,9 @@ import asyncio
 import pytest
 
 from rollout_service.config import ServiceConfig
+from rollout_service.drain import Drain
 from rollout_service.engine.admission import AdmissionLimit
+from rollout_service.engine.handover import HandOver
 from rollout_service.engine.replica import EngineReplica
 from rollout_service.errors import TooEarly
 from rollout_service.sampling import GenerateCall, Sampling
@@ -53,6 +55,11 @@ class Replica(EngineReplica):
     def __init__(self, follower: WaitingFollower) -> None:
         self._config, self._replica_id, self._follower = ServiceConfig(), "r1", follower
         self._admission, self._engine, self._batch = AdmissionLimit(4), Engine(), Batch()
+        self._drain = Drain(30.0)
+        self._hand_over = HandOver(self._drain, self._admission, self._alone)
+
+    async def _alone(self) -> bool:
+        return False
 
     def __del__(self) -> None:
         pass
@@ -67,7 +74,7 @@ async def test_requests_for_a_version_that_never_comes_hold_no_place() -> None:
     follower = WaitingFollower()
     replica = Replica(follower)
     waiting = [asyncio.create_task(replica.generate(call(f"early-{i}", version=99))) for i in range(8)]
-    await follower.waiting.wait()
+    await asyncio.wait_for(follower.waiting.wait(), 30)
     assert len((await replica.generate(call("any"))).completions) == 4
     assert len((await replica.generate(call("this", version=1))).completions) == 4
     follower.let_go.set()

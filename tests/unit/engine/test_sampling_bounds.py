@@ -64,7 +64,13 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> InputProcessor:
 
 def gateway() -> Any:
     """What the gateway knows of the model."""
-    return SimpleNamespace(name="m", vocab_size=VOCABULARY, max_model_len=CONTEXT, tokenizer=character_tokenizer())
+    return SimpleNamespace(
+        name="m",
+        vocab_size=VOCABULARY,
+        max_model_len=CONTEXT,
+        tokenizer=character_tokenizer(),
+        returns_masks=False,
+    )
 
 
 def accepted(fields: dict[str, Any], prompt_tokens: int) -> Sampling | None:

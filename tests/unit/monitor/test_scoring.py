@@ -35,8 +35,8 @@ def test_a_sequence_of_two_versions_counts_each_token_for_its_own_and_for_neithe
 def by_replica(body: bytes, recent: RecentRollouts | None = None) -> dict[tuple[int, str], tuple[int, int]]:
     """Tokens and sequences by version and replica."""
     report = parse_report(body)
-    statistics = score(report, found(report, recent or RecentRollouts(0)), BOUND)
-    return {(key.version, key.replica_id): (s.sums.tokens, s.sums.sequences) for key, s in statistics.items()}
+    both = score(report, found(report, recent or RecentRollouts(0)), BOUND)
+    return {(key.version, key.replica_id): (s.sums.tokens, s.sums.sequences) for key, s in both.statistics.items()}
 
 
 def test_each_token_counts_for_the_replica_that_made_it_and_a_sequence_of_two_replicas_for_neither() -> None:

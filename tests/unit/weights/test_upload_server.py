@@ -384,6 +384,8 @@ async def test_the_listener_believes_no_header_about_who_calls(ingest: Ingest, p
     server.start()
     async with httpx.AsyncClient() as http:
         forwarded = {"X-Forwarded-For": "192.0.2.1"}
-        reply = await http.put(f"{server.url}/v1/weights/1/parts/0", content=parts[0], headers=forwarded)
+        reply = await http.put(
+            f"http://{server.host}:{server.port}/v1/weights/1/parts/0", content=parts[0], headers=forwarded
+        )
     await server.stop()
     assert seen == ["127.0.0.1"] and reply.status_code == 403
