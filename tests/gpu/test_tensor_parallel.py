@@ -74,7 +74,7 @@ async def test_two_ranks_follow_versions_through_every_door_and_agree_with_one(
     model, root = make_model(tmp_path / "model", family), tmp_path / "log"
     sections: dict[str, Any] = {
         "engine": {"tensor_parallel_size": 2},
-        "weights": {"source_roots": [tmp_path], "part_bytes": 4 << 20},
+        "weights": {"source_roots": [tmp_path], "part_bytes": 4 << 20, "keep_versions": 8},
     }
     async with real_ingest(model, root, **sections) as ingest, RolloutClient(ingest.url) as client:
         config = config_of(model, root, tensor_parallel_size=2, staging=staging)

@@ -30,7 +30,7 @@ with running_service(Path(sys.argv[1]), verbose=True) as service:
     time.sleep(600)
 """
 READY = "the block has begun"
-SAID = "taking parts at http://", "is empty: version 0 is made from", "version 0: staged"
+SAID = "taking parts on 127.0.0.1, port", "is empty: version 0 is made from", "version 0: staged"
 
 
 @pytest.fixture(scope="session")
