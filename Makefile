@@ -36,7 +36,7 @@ test-unit: setup ## tests without an engine (3 minutes)
 	@TRITON_INTERPRET=1 $(PYTHON_VENV) -m pytest tests/interpreted
 
 test-engine: setup ## tests of one real engine, without a service (3 minutes)
-	@$(PYTHON_VENV) -m pytest tests/engine -m "not slow" -n 2
+	@$(PYTHON_VENV) -m pytest tests/engine -m "not slow" -n 2 --dist loadgroup
 
 test-gpu: setup ## tests that only a GPU can decide
 	@$(PYTHON_VENV) -m pytest tests/gpu

@@ -24,8 +24,8 @@ WAIT_S = 180.0
 
 
 def term_cases() -> Iterator[Case]:
-    """A drain of each kind of process."""
-    for victim in ("replica", "ingest", "gateway", "monitor"):
+    """A drain of each kind of process of ours; Serve's controller is started anew instead."""
+    for victim in ("replica", "ingest", "gateway", "monitor", "controller"):
         yield Case(f"SIGTERM {victim}, generating", partial(ends, victim))
 
 

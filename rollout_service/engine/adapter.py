@@ -8,6 +8,7 @@ it answers nothing any more, its health check fails, and the replica is replaced
 import asyncio
 import logging
 import math
+import os
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -27,6 +28,7 @@ from rollout_service.calibration.measurement import KVMeasurement
 from rollout_service.engine.load import RayStats, SchedulerLog
 from rollout_service.engine.vllm_internals import pause_scheduler
 from rollout_service.errors import EngineFailed, InvalidRequest, LogCorrupt, NonFiniteLogprob
+from rollout_service.logs import TELL_VLLMS_OWN_PROCESSES
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
 from rollout_service.sampling import Sampling
@@ -49,6 +51,7 @@ class EngineAdapter:
         self.scheduler = SchedulerLog()
         """What the engine was doing at its last step."""
         loggers = [lambda _config, _index: self.scheduler, *([RayStats] if exports else [])]
+        os.environ.update(TELL_VLLMS_OWN_PROCESSES)  # noqa: TID251 - they inherit this process's
         self._llm = AsyncLLM.from_engine_args(args, stat_loggers=loggers)
         self._half_loaded: str | None = None
         self._has_loaded = False

@@ -4,12 +4,13 @@ import json
 from typing import Any
 
 from vllm import AsyncEngineArgs
-from vllm.config import WeightTransferConfig
+from vllm.config import LoggingConfig, WeightTransferConfig
 from vllm.platforms import current_platform
 
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.plugin import CPU_BF16, CPU_BLOCK_FP8, STAGING_KEY, TRANSFER_BACKEND
 from rollout_service.engine.worker import VersionStaging
+from rollout_service.logs import TELL_VLLM
 from rollout_service.quant.blockwise import BLOCK
 from rollout_service.quant.recipe import QuantPlan
 from rollout_service.weights.served_model import ServedModel
@@ -54,6 +55,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         weight_transfer_config=WeightTransferConfig(backend=TRANSFER_BACKEND),
         worker_extension_cls=f"{VersionStaging.__module__}.{VersionStaging.__qualname__}",
         additional_config=_staging(config, on_cpu),
+        logging_config=LoggingConfig(configure_logging=False),  # as the environment says, see logs.py
         enable_prefix_caching=True,
         scheduling_policy="priority",  # with equal priorities: in order of arrival, as with the other policy
         disable_log_stats=True,
@@ -145,7 +147,7 @@ def _kernels(config: ServiceConfig) -> dict[str, Any]:
 
 def engine_environment(config: ServiceConfig) -> dict[str, str]:
     """Environment variables that vLLM reads in the replica's processes."""
-    return {
+    return TELL_VLLM | {
         "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_kv_cache_gib),
         "VLLM_NO_USAGE_STATS": "1",
         # FlashInfer is not installed: it compiles for minutes on first use

@@ -10,6 +10,7 @@ from rollout_service import __version__
 from rollout_service.config import ServiceConfig
 from rollout_service.drain import Drain
 from rollout_service.gateway import completions, control, generate, metrics, mismatch, models, weights
+from rollout_service.gateway.controller_watch import watch_controller
 from rollout_service.gateway.overdue import OpenRequests
 from rollout_service.gateway.services import Services
 from rollout_service.logs import log_with_serve
@@ -36,6 +37,7 @@ class GatewayReplica:
         self._drain.begin_on_sigterm()
         self._services = Services.create(config, engine, ingest, monitor, shadow)
         self._open = OpenRequests()
+        self._watching = asyncio.create_task(watch_controller())
         self._drain.serves(self._end)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

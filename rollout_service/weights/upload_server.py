@@ -202,6 +202,7 @@ class UploadServer:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
+                log_config=None,  # see logs.py
                 log_level="warning",
                 access_log=False,
                 lifespan="off",

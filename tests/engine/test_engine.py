@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import torch
 from safetensors.torch import save_file
 
@@ -57,7 +58,7 @@ def lively_weights(model_path: Path, seed: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-async def committed(tmp_path: Path, quant: str, kv_cache_dtype: str) -> ServiceConfig:
+async def committed(tmp_path: Path, quant: str, kv_cache_dtype: str, max_model_len: int = 512) -> ServiceConfig:
     """A log whose version 0 are lively weights, and the configuration of an engine for it."""
     make_tiny_qwen3(tmp_path / "model")
     save_file(lively_weights(tmp_path / "model", seed=0), tmp_path / "model/model.safetensors")
@@ -65,7 +66,7 @@ async def committed(tmp_path: Path, quant: str, kv_cache_dtype: str) -> ServiceC
         {
             "model": {"path": tmp_path / "model"},
             "quant": {"weights": quant},
-            "engine": {"max_model_len": 512},
+            "engine": {"max_model_len": max_model_len},
             "kv_cache": {"dtype": kv_cache_dtype},
             "weights": {"root": tmp_path / "log", "source_roots": [tmp_path], "keep_versions": 3},
         }
@@ -85,12 +86,25 @@ async def running_engine(config: ServiceConfig, monkeypatch: pytest.MonkeyPatch)
     engine = EngineAdapter(engine_args(config, (), has_tokenizer=True))
     try:
         await engine.connect()
-        await engine.pause("keep")
-        await engine.load(WeightLog(config.weights.root).folder(0), 0)
-        await engine.resume()
+        await load(engine, WeightLog(config.weights.root).folder(0), 0)
         yield engine
     finally:
         engine.shutdown()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[ServiceConfig, EngineAdapter]]:
+    """An engine in FP8 for the tests that leave it open."""
+    config = await committed(tmp_path_factory.mktemp("served"), "fp8_block", "fp8_e4m3", max_model_len=4096)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        async with running_engine(config, monkeypatch) as engine:
+            yield config, engine
+
+
+async def load(engine: EngineAdapter, folder: Path, version: int) -> None:
+    await engine.pause("keep")
+    await engine.load(folder, version)
+    await engine.resume()
 
 
 async def sample(engine: EngineAdapter) -> list[tuple[tuple[int, ...], Completion]]:
@@ -108,21 +122,29 @@ def differences(
     )
 
 
-@pytest.mark.parametrize(
-    ("quant", "kv_cache_dtype", "mean", "largest"),
-    [
-        pytest.param("fp8_block", "fp8_e4m3", FP8_MEAN, FP8_MAX, id="fp8 weights and cache"),
-        # every run of the tests compares a BF16 engine with an FP8 one: the shadow in test_serve_run.py
-        pytest.param("none", "bfloat16", BF16_MEAN, BF16_MAX, id="bf16 weights and cache", marks=pytest.mark.slow),
-    ],
-)
-async def test_the_engine_returns_the_logprobs_of_a_plain_forward_pass(
-    quant: str, kv_cache_dtype: str, mean: float, largest: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.xdist_group("served")
+async def test_an_engine_in_fp8_returns_the_logprobs_of_a_plain_forward_pass(
+    served: tuple[ServiceConfig, EngineAdapter],
 ) -> None:
-    config = await committed(tmp_path, quant, kv_cache_dtype)
+    config, engine = served
+    await load(engine, WeightLog(config.weights.root).folder(0), 0)
+    assert_logprobs(await sample(engine), config, FP8_MEAN, FP8_MAX)
+
+
+@pytest.mark.slow  # every run of the tests compares a BF16 engine with an FP8 one: the shadow in test_serve_run.py
+async def test_so_does_one_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = await committed(tmp_path, "none", "bfloat16")
     async with running_engine(config, monkeypatch) as engine:
         pairs = await sample(engine)
-    fp8, folder = quant == "fp8_block", WeightLog(config.weights.root).folder(0)
+    assert_logprobs(pairs, config, BF16_MEAN, BF16_MAX)
+
+
+def assert_logprobs(
+    pairs: list[tuple[tuple[int, ...], Completion]], config: ServiceConfig, mean: float, largest: float
+) -> None:
+    """Those of the fp32 reference with version 0."""
+    fp8, folder = config.quant.weights == "fp8_block", WeightLog(config.weights.root).folder(0)
     model = reference_model(config.model.path, folder, fp8_activations=fp8, fp8_kv=fp8)
     difference = differences(pairs, model)
     assert difference.numel() == 1536
@@ -236,45 +258,46 @@ async def test_an_engine_reads_its_prefix_cache_within_a_version_never_across_an
         assert finished == [-5, 0, 1, 5]
 
 
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.xdist_group("served")
 async def test_a_pause_that_waits_for_a_rollout_can_be_taken_back_and_taken_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: tuple[ServiceConfig, EngineAdapter],
 ) -> None:
-    config = await committed(tmp_path, "fp8_block", "fp8_e4m3")
-    config = config.model_copy(update={"engine": config.engine.model_copy(update={"max_model_len": 4096})})
+    config, engine = served
     endless, short = Sampling(max_tokens=4000, ignore_eos=True), Sampling(max_tokens=4, ignore_eos=True)
     folder = WeightLog(config.weights.root).folder(0)
-    async with running_engine(config, monkeypatch) as engine:
+    await load(engine, folder, 0)
 
-        async def waiting_pause() -> asyncio.Task[None]:
-            pausing = asyncio.create_task(engine.pause("wait"))
-            while not await engine._llm.is_paused():
-                await asyncio.sleep(0)
-            assert not pausing.done()
-            return pausing
+    async def waiting_pause() -> asyncio.Task[None]:
+        pausing = asyncio.create_task(engine.pause("wait"))
+        while not await engine._llm.is_paused():
+            await asyncio.sleep(0)
+        assert not pausing.done()
+        return pausing
 
-        long = asyncio.create_task(engine.generate("long", (5, 6), endless))
-        while engine.scheduler.load(admitted=1)[RUNNING] == 0:
-            await asyncio.sleep(0.01)
-        # taken back: what came meanwhile begins, and the long rollout has not ended
-        pausing = await waiting_pause()
-        queued = asyncio.create_task(engine.generate("queued", (5, 6), short))
-        pausing.cancel()
-        await engine.resume()
-        assert [len(c.token_ids) for c in await queued] == [4] and not long.done()
-        # kept in its place, for a version
-        pausing = await waiting_pause()
-        await engine.pause("keep")
-        await pausing
-        await engine.load(folder, 1)
-        await engine.resume()
-        # and ended in its place
-        pausing = await waiting_pause()
-        await engine.pause("abort")
-        (aborted,) = await long
-        assert aborted.finish_reason == "abort" and aborted.versions == (0, 1)
-        await pausing
-        await engine.resume()
-        assert [c.versions for c in await engine.generate("next", (5, 6), short)] == [(1,)]
+    long = asyncio.create_task(engine.generate("long", (5, 6), endless))
+    while engine.scheduler.load(admitted=1)[RUNNING] == 0:
+        await asyncio.sleep(0.01)
+    # taken back: what came meanwhile begins, and the long rollout has not ended
+    pausing = await waiting_pause()
+    queued = asyncio.create_task(engine.generate("queued", (5, 6), short))
+    pausing.cancel()
+    await engine.resume()
+    assert [len(c.token_ids) for c in await queued] == [4] and not long.done()
+    # kept in its place, for a version
+    pausing = await waiting_pause()
+    await engine.pause("keep")
+    await pausing
+    await engine.load(folder, 1)
+    await engine.resume()
+    # and ended in its place
+    pausing = await waiting_pause()
+    await engine.pause("abort")
+    (aborted,) = await long
+    assert aborted.finish_reason == "abort" and aborted.versions == (0, 1)
+    await pausing
+    await engine.resume()
+    assert [c.versions for c in await engine.generate("next", (5, 6), short)] == [(1,)]
 
 
 async def _finish(engine: EngineAdapter, priority: int, finished: list[int]) -> None:

@@ -71,6 +71,7 @@ async def test_an_engine_measures_what_a_trainer_measures_leaves_no_trace_and_re
             await calibrator.loaded(WeightLog(one.config.weights.root).manifest(2))
 
 
+@pytest.mark.slow  # as all engines of two ranks
 async def test_tensor_parallel_ranks_measure_their_own_heads_and_hold_the_same_scales(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,14 @@
 """Replicas and the ingest die and come back; what was committed stays, and nothing stale is served."""
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+from ray import serve
+from ray.serve.schema import ApplicationStatus
 
 from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
@@ -52,6 +58,30 @@ async def test_an_ingest_that_restarts_finds_its_versions_and_replicas_again(
     assert fleet.latest_version == telltale
     status = await client.push_weights(telltale + 1, telltale_weights(service.config.model.path, telltale + 1))
     assert status.state == "live"
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+async def test_a_controller_that_ends_is_started_anew_and_keeps_every_replica(
+    how: signal.Signals, service: LocalService, client: RolloutClient, telltale: int
+) -> None:
+    """After SIGTERM Ray's process lives on and answers no call; the gateway finds that out."""
+    (controller,), before = descendants("ray::ServeController"), _replica_processes()
+    controller.send_signal(how)
+    await asyncio.to_thread(psutil.wait_procs, [controller])
+    while (found := descendants("ray::ServeController")) in ([], [controller]):
+        await asyncio.sleep(0.1)
+    assert found != [controller]
+    # Serve says so once it has looked at every replica that it found
+    while (await asyncio.to_thread(serve.status)).applications["rollout"].status != ApplicationStatus.RUNNING:
+        await asyncio.sleep(0.1)
+    assert _replica_processes() == before
+    rollouts = await client.generate_batch([PROMPT] * 8, max_tokens=4, temperature=0.0, min_weight_version=telltale)
+    for rollout in rollouts:
+        assert_pure(rollout.completions[0])
+
+
+def _replica_processes() -> set[int]:
+    return {process.pid for process in descendants("ray::ServeReplica:rollout")}
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""``serve run`` works by itself and ends by Ctrl-C; its shadow tells FP8 noise from a broken update, with no trainer.
+"""``serve run`` works by itself, says what it does and ends by Ctrl-C; its shadow tells FP8 noise from a broken update.
 
 One service for all of that: each costs a minute.
 """
@@ -30,6 +30,8 @@ DEPLOYMENT = Path(__file__).parents[2] / "deployments/cpu_rollout.yaml"
 SERVE = str(Path(sys.executable).with_name("serve"))
 MARK = "ROLLOUT_SERVICE_TEST_RUN"
 GONE_S = 60.0
+OUTPUT = "output"
+SAID = "taking parts on 127.0.0.1, port", "is empty: version 0 is made from", "version 0: staged"
 GOOD_VERSIONS = 3
 TOKENS = 48
 PROMPTS = [[5 + i, 6, 7, 9 + i] for i in range(40)]
@@ -60,7 +62,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "scaling": {"gateways": 2},  # either sends what it samples
     }
     (folder / "deployment.yaml").write_text(yaml.safe_dump(config))
-    process = subprocess.Popen(["env", f"{MARK}={mark}", SERVE, "run", "deployment.yaml"], cwd=folder)
+    with (folder / OUTPUT).open("wb") as output:
+        process = subprocess.Popen(
+            ["env", f"{MARK}={mark}", SERVE, "run", "deployment.yaml"], cwd=folder, stdout=output, stderr=output
+        )
     try:
         while not _healthy(f"http://127.0.0.1:{port}/health"):
             assert process.poll() is None, "serve run ended before it was healthy"
@@ -82,6 +87,8 @@ async def test_serve_run_makes_its_model_and_serves(served: Served) -> None:
     async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
         assert (await http.post("/v1/completions", json={"prompt": "1+1=", "max_tokens": 4})).status_code == 200
     assert (served.folder / "models/tiny-qwen3/model.safetensors").is_file()
+    said = (served.folder / OUTPUT).read_text()
+    assert [line for line in SAID if line not in said] == []
 
 
 async def rolled_out(client: RolloutClient, version: int) -> list[Rollout]:

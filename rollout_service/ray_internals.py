@@ -1,0 +1,40 @@
+"""Every name of Ray that this package uses and Ray does not document, and the check that it is there.
+
+The check runs as this file is imported. Nothing here replaces code of Ray.
+"""
+
+import asyncio
+
+from rollout_service.private_names import PrivateName, require_names
+
+_READ_IN = "Ray 2.60.0"
+NAMES = (
+    PrivateName("ray.serve._private.constants", "SERVE_CONTROLLER_NAME", _READ_IN),
+    PrivateName("ray.serve._private.constants", "SERVE_NAMESPACE", _READ_IN),
+    PrivateName("ray.serve._private.controller", "ServeController.check_alive", _READ_IN, ("self",)),
+)
+
+require_names(("ray",), NAMES)  # before the imports below, so that all that is missing is named at once
+
+import ray
+from ray.exceptions import RayError
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+
+async def controller_answers(within_s: float) -> bool:
+    """Whether Serve's controller answers a call in time. True, too, while Ray is starting it anew."""
+    try:
+        controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+        async with asyncio.timeout(within_s):
+            await controller.check_alive.remote()
+    except TimeoutError:
+        return False
+    except (RayError, ValueError):  # it has died, or Serve is being shut down: neither is for us to mend
+        return True
+    return True
+
+
+def restart_controller() -> None:
+    """Kill Serve's controller. Ray starts it anew, and it takes over the replicas that it finds."""
+    controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    ray.kill(controller, no_restart=False)
