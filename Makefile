@@ -29,19 +29,19 @@ dashboards: setup ## make dashboards/*.json and alerts.yml anew from dashboards/
 dashboards-check: setup ## every panel and alert against a real Prometheus and a running service (about 5 minutes)
 	@$(PYTHON_VENV) -m dashboards.check
 
-test: check test-unit test-engine test-service ## lint, types, unit tests and tests with real engines (under 15 minutes on 2 cores)
+test: check test-unit test-engine test-service ## lint, types, unit tests and tests with real engines (18 minutes on 2 cores)
 
-test-unit: setup ## tests without an engine (3 minutes)
+test-unit: setup ## tests without an engine (4 minutes)
 	@$(PYTHON_VENV) -m pytest tests/unit -n 2
 	@TRITON_INTERPRET=1 $(PYTHON_VENV) -m pytest tests/interpreted
 
-test-engine: setup ## tests of one real engine, without a service (3 minutes)
+test-engine: setup ## tests of one real engine, without a service (4 minutes)
 	@$(PYTHON_VENV) -m pytest tests/engine -m "not slow" -n 2 --dist loadgroup
 
 test-gpu: setup ## tests that only a GPU can decide
 	@$(PYTHON_VENV) -m pytest tests/gpu
 
-test-service: setup ## tests of a running service with real engines (8 minutes)
+test-service: setup ## tests of a running service with real engines (9 minutes)
 	@$(PYTHON_VENV) -m pytest tests/service -m "not slow"
 
 test-slow: setup ## an engine of every family, autoscaling, two nodes, the ablation (18 minutes more)
