@@ -33,6 +33,7 @@ PROCESSES = {
     "gateway": "ray::ServeReplica:rollout:gateway",
     "ingest": "ray::ServeReplica:rollout:ingest",
     "monitor": "ray::ServeReplica:rollout:monitor",
+    "controller": "ray::ServeController",
 }
 """What can be killed → how its process is called."""
 ENGINE_PROCESSES = ("vllm worker", "engine core", "replica")

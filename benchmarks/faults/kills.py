@@ -8,7 +8,7 @@ from functools import partial
 
 import psutil
 
-from benchmarks.faults.ground import ENGINE_PROCESSES, PROCESSES, Case, Ground, below, processes
+from benchmarks.faults.ground import ENGINE_PROCESSES, Case, Ground, below, processes
 from rollout_service.client._tensors import TensorSource, bytes_of_each
 from rollout_service.client._upload import cut_parts
 from rollout_service.errors import RolloutServiceError
@@ -23,7 +23,7 @@ MOMENT_S, COMMIT_S = 3.0, 60.0
 
 def kill_cases() -> Iterator[Case]:
     """Five processes at six moments, and a replica that stands still."""
-    for victim in (victim for victim in PROCESSES if victim != "monitor"):  # it has no part in any of these moments
+    for victim in (*ENGINE_PROCESSES, "gateway", "ingest"):  # the others have no part in any of these moments
         yield Case(f"kill {victim}, idle", partial(while_idle, victim), concurrency=0)
         yield Case(f"kill {victim}, generating", partial(while_generating, victim))
         staging = while_reading if victim in ENGINE_PROCESSES else while_uploading
