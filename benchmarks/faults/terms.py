@@ -16,6 +16,7 @@ from benchmarks.faults.ground import Case, Ground, ground, processes
 from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
 from rollout_service.types import Fleet
+from tests.support.processes import alive
 
 PROBE_S = 0.1
 MORE_S = 5.0
@@ -137,13 +138,6 @@ async def _until(ground: Ground, reached: Callable[[Fleet], object], what: str =
 async def _gone(family: list[psutil.Process]) -> None:
     """Every process has ended, whoever has not taken note of it yet."""
     deadline = time.perf_counter() + WAIT_S
-    while left := [process.pid for process in family if _runs(process)]:
+    while left := [process.pid for process in family if alive(process)]:
         assert time.perf_counter() < deadline, f"processes {left} of {[p.pid for p in family]} are still there"
         await asyncio.sleep(0.1)
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

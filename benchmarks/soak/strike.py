@@ -10,7 +10,7 @@ import psutil
 
 from benchmarks.soak.diary import Diary
 from benchmarks.soak.schedule import TITLES, Strike
-from tests.support.processes import titled
+from tests.support.processes import alive, titled
 
 BACK_S = 180.0
 """After which a strike counts as one that the service did not recover from."""
@@ -120,11 +120,3 @@ def missing(ended: psutil.Process | None) -> str:
         return f"process {ended.pid} has not ended"
     absent = [victim for victim, found in victims().items() if not found]
     return f"there is no {absent[0]}" if absent else ""
-
-
-def alive(process: psutil.Process) -> bool:
-    """Whether it runs, or stands still."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -23,8 +23,8 @@ MEASURED_VERSIONS = 8
 """Newest versions of which the mismatch is shown; ``GET /v1/mismatch`` has all that are kept."""
 
 
-class MismatchStatistics(Protocol):
-    """One row of ``GET /v1/mismatch``: what a replica sampled with a version, against what scored it."""
+class MismatchTokens(Protocol):
+    """Tokens that a replica sampled with a version; of truncated rollouts ``GET /v1/mismatch`` says no more."""
 
     @property
     def version(self) -> int: ...
@@ -34,6 +34,11 @@ class MismatchStatistics(Protocol):
     def source(self) -> str: ...
     @property
     def tokens(self) -> int: ...
+
+
+class MismatchStatistics(MismatchTokens, Protocol):
+    """One row of ``GET /v1/mismatch``: what a replica sampled with a version, against what scored it."""
+
     @property
     def sequences(self) -> int: ...
     @property
@@ -56,21 +61,8 @@ class MismatchStatistics(Protocol):
     def suspect_since(self) -> float | None: ...
 
 
-class NotJudgedTokens(Protocol):
-    """What ``GET /v1/mismatch`` says of truncated rollouts."""
-
-    @property
-    def version(self) -> int: ...
-    @property
-    def replica_id(self) -> str | None: ...
-    @property
-    def source(self) -> str: ...
-    @property
-    def tokens(self) -> int: ...
-
-
 def exposition(
-    state: ServiceState, mismatch: Iterable[MismatchStatistics] = (), truncated: Iterable[NotJudgedTokens] = ()
+    state: ServiceState, mismatch: Iterable[MismatchStatistics] = (), truncated: Iterable[MismatchTokens] = ()
 ) -> bytes:
     """Prometheus' text format, version 0.0.4. Of ``mismatch``, rows of live replicas and the newest versions count."""
     samples = _Samples()
@@ -91,7 +83,7 @@ def exposition(
     return generate_latest(registry)
 
 
-_Row = TypeVar("_Row", bound=NotJudgedTokens)
+_Row = TypeVar("_Row", bound=MismatchTokens)
 
 
 class _Samples(Collector):

@@ -16,12 +16,10 @@ from safetensors.torch import save_file
 from benchmarks.gpu_service import serving, settings_of, write_weights
 from benchmarks.rollout_work import make_work
 from benchmarks.shapes import write_config
-from rollout_service.calibration import scales_from_amax
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import LogCorrupt
-from tests.engine.test_kv_measure import BATCH, CALIBRATED_MEAN, measured_by_a_trainer
-from tests.support.key_channels import loud_weights
+from tests.engine.test_kv_measure import CALIBRATED_MEAN, difference_with_scales_of_two_ranks
 from tests.support.models import make_model, random_weights
 from tests.support.one_engine import OneEngine, engine_of, mean_difference, running
 from tests.unit.client.real_ingest import RealIngest, real_ingest
@@ -119,17 +117,7 @@ async def test_ranks_measure_their_own_heads_and_hold_the_same_scales(
 ) -> None:
     parallel: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "tensor_parallel_size": 2, "cuda_graph_sizes": (1, 8, 16)}
     async with running("llama", tmp_path, monkeypatch, quant="none", **parallel) as one:
-        folder = await one.update(1, loud_weights(one.config.model.path, seed=1))
-        ranks = await one.measured(BATCH)
-        scales = scales_from_amax([rank.amax for rank in ranks], model="loud", tokens=1).named()
-        await one.set_kv_scales(scales)
-        assert len(ranks) == 2 and ranks[0].amax != ranks[1].amax
-        assert scales == measured_by_a_trainer(one, folder).scales("loud").named()
-        held = await one.kv_scales_of_ranks()
-        assert held[0] == held[1] and {name: set(copies) for name, copies in held[0].items()} == {
-            name: {scale} for name, scale in scales.items()
-        }
-        assert await mean_difference(one, folder, fp8=False) < 2 * CALIBRATED_MEAN
+        assert await difference_with_scales_of_two_ranks(one) < 2 * CALIBRATED_MEAN
 
 
 @pytest.mark.parametrize(("shape", "layers"), [("qwen3-8b", 8), ("qwen3-30b-a3b", 4)])

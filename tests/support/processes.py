@@ -43,6 +43,14 @@ async def gone(name: str, value: str, within_s: float, besides: Collection[str] 
     return left()
 
 
+def alive(process: psutil.Process) -> bool:
+    """Whether it runs, or stands still: not whether somebody has yet to take note of its end."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def _title(process: psutil.Process) -> str:
     for command in _quietly(process.cmdline):
         return str(command)

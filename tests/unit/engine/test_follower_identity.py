@@ -65,7 +65,8 @@ async def test_a_replica_that_starts_compares_contents_too(
         engine.loading.open()
         await follower.start()
     head = commit(log, 1, content=77)
-    await ingest.reported(lambda s: s.digest == head.digest)
+    status = await ingest.reported(lambda s: s.digest == head.digest)
+    assert status.version == 1
     follower.stop()
 
 

@@ -18,7 +18,7 @@ from rollout_service.weights.files import WriterLock
 from rollout_service.weights.log import Head, WeightLog
 from rollout_service.weights.offers import Offers
 from tests.unit.weights.offering import CHUNK_BYTES, OfferingIngest
-from tests.unit.weights.trainer import settle
+from tests.unit.weights.trainer import settle, untouched_files
 from tests.unit.weights.versions import FIRST, commit, flip_a_byte, restored
 
 pytestmark = pytest.mark.usefixtures("object_store")
@@ -276,13 +276,10 @@ async def test_a_chunk_that_is_being_written_when_its_fetch_is_cancelled_goes_in
     await asyncio.to_thread(writing.wait, 30)
     fetching.cancel()
     await settle()
-    others = [(tmp_path / f"other-{number}").open("wb") for number in range(8)]  # one would have the closed number
-    go_on.set()
-    with pytest.raises(asyncio.CancelledError):
-        await fetching
-    for file in others:
-        file.close()
-    assert [Path(file.name).read_bytes() for file in others] == [b""] * 8
+    with untouched_files(tmp_path):
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
     monkeypatch.undo()
     await copies.fetch(head_of(log))
     assert contents(copies.log.folder(0)) == contents(log.folder(0))

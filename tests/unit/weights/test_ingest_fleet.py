@@ -187,6 +187,7 @@ async def test_several_ranks_may_ask_for_the_same_pause(ingest: Ingest) -> None:
     wish = await ingest.sync(replica("a", 0, sequence=1), running)
     await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=wish.order))
     await asyncio.wait_for(asyncio.gather(*ranks), LONG_S)
+    assert await ingest.is_paused()
 
 
 async def test_a_pause_that_is_not_obeyed_in_time_says_so_and_still_holds(ingest: Ingest) -> None:

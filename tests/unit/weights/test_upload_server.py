@@ -27,7 +27,16 @@ from rollout_service.weights.upload import (
     UploadTensor,
 )
 from rollout_service.weights.upload_server import UploadServer, create_upload_app
-from tests.unit.weights.trainer import Trainer, Weights, begin_of, config_of, open_files, settle, stream_of
+from tests.unit.weights.trainer import (
+    Trainer,
+    Weights,
+    begin_of,
+    config_of,
+    open_files,
+    settle,
+    stream_of,
+    untouched_files,
+)
 
 
 @pytest.fixture
@@ -325,13 +334,10 @@ async def test_a_part_that_is_being_written_when_its_sender_is_cut_off_goes_into
     await asyncio.to_thread(writing.wait, 30)
     sending.cancel()  # as the listener does with those that are still there when it stops
     await settle()
-    others = [(tmp_path / f"other-{number}").open("wb") for number in range(8)]  # one would have the closed number
-    go_on.set()
-    with pytest.raises(asyncio.CancelledError):
-        await sending
-    for file in others:
-        file.close()
-    assert [Path(file.name).read_bytes() for file in others] == [b""] * 8
+    with untouched_files(tmp_path):
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
     assert 0 in (await ingest.status(1)).missing_parts
 
 

@@ -1,7 +1,6 @@
 """Files laid out beforehand and filled in any order are what the safetensors library reads."""
 
 import errno
-import gc
 import os
 import random
 import resource
@@ -18,6 +17,7 @@ from safetensors import safe_open
 
 from rollout_service.weights.manifest import CHUNK_BYTES, StoredDtype
 from rollout_service.weights.writer import TensorSlot, VersionWriter
+from tests.unit.weights.trainer import open_files
 
 TORCH: dict[StoredDtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -32,12 +32,6 @@ SLOTS = st.lists(st.tuples(st.sampled_from(sorted(TORCH)), SHAPES), min_size=1, 
 
 def random_bytes(slot: TensorSlot) -> bytes:
     return random.Random(slot.name).randbytes(slot.nbytes)
-
-
-def open_files() -> int:
-    """How many this process has, those that earlier tests left to the garbage collector taken away."""
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
 
 
 @settings(deadline=None, max_examples=60)

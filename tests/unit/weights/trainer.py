@@ -1,8 +1,10 @@
 """A trainer as the ingest meets it: begins through the ingest, sends parts to its upload application, commits."""
 
 import asyncio
+import gc
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -94,6 +96,16 @@ def replica(name: str, version: int | None, sequence: int = 0, **fields: object)
     )
 
 
+@contextmanager
+def untouched_files(folder: Path) -> Iterator[None]:
+    """Open files of which one gets the number of a descriptor that was closed: nothing is written into any of them."""
+    others = [(folder / f"other-{number}").open("wb") for number in range(8)]
+    yield
+    for file in others:
+        file.close()
+    assert [Path(file.name).read_bytes() for file in others] == [b""] * 8
+
+
 async def settle() -> None:
     """Let every task that can run do so."""
     for _ in range(20):
@@ -101,7 +113,8 @@ async def settle() -> None:
 
 
 def open_files() -> int:
-    """File descriptors of this process."""
+    """File descriptors of this process, those that earlier tests left to the garbage collector taken away."""
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
