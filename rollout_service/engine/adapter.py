@@ -22,7 +22,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from rollout_service.calibration.measurement import KVMeasurement
 from rollout_service.engine.load import RayStats, SchedulerLog
@@ -69,6 +69,11 @@ class EngineAdapter:
         cache = self._llm.vllm_config.cache_config
         return (cache.num_gpu_blocks or 0) * cache.block_size
 
+    @property
+    def _least_top_k(self) -> int:
+        """The first that vLLM takes: an engine that returns sampling masks refuses 0, the whole vocabulary."""
+        return int(self._llm.vllm_config.model_config.return_sampling_mask)
+
     async def ask_workers(self, method: str, *args: object) -> list[Any]:
         """The answer of each worker, by rank, to a method of ``engine/worker.py``. Raises what they raise."""
         answers: list[Any] = await self._llm.collective_rpc(method, args=args)
@@ -82,8 +87,7 @@ class EngineAdapter:
         """Prepare the weight-transfer engine in the workers, and run two steps on the dummy weights."""
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         # the first forward passes compile and allocate for seconds; no rollout should wait for that
-        returns_masks = self._llm.vllm_config.model_config.return_sampling_mask  # then it takes no other top_k
-        warm_up = Sampling(max_tokens=2, ignore_eos=True, top_k=int(returns_masks))
+        warm_up = Sampling(max_tokens=2, ignore_eos=True, top_k=self._least_top_k)
         async for _ in self._stream("warm-up", (0,), vllm_sampling(warm_up)):
             pass
 
@@ -104,7 +108,8 @@ class EngineAdapter:
         end. Raises what ``generate`` raises.
         """
         # vLLM tells the logprobs of a prompt with its first token
-        sampling = vllm_sampling(Sampling(max_tokens=1, ignore_eos=True), prompt_logprobs=0)
+        sampled_token = Sampling(max_tokens=1, ignore_eos=True, top_k=self._least_top_k)
+        sampling = vllm_sampling(sampled_token, prompt_logprobs=0)
         output = await self._output(request_id, token_ids, sampling)
         [sampled] = output.outputs
         return prompt_logprobs(output), completion(sampled).spans[0].version
@@ -134,6 +139,10 @@ class EngineAdapter:
             raise EngineFailed(f"the engine died while it generated {request_id}: retry") from error
         except (ValueError, VLLMValidationError) as error:
             raise InvalidRequest(str(error)) from error
+        except EngineGenerateError as error:
+            if not isinstance(error.__cause__, ValueError):
+                raise
+            raise InvalidRequest(str(error.__cause__)) from error  # some of vLLM's refusals are plain ValueErrors
         if final is None:
             raise EngineFailed(f"the engine ended {request_id} without an answer")
         return final

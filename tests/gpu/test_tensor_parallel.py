@@ -32,6 +32,7 @@ FP8_MEAN = 0.06
 """As for the CPU engine, tests/engine/test_round_trip.py."""
 BETWEEN_RANKS_MEAN = 0.03
 """As for the CPU engine, tests/engine/test_tensor_parallel.py."""
+SMALL = {"cuda_graph_sizes": (1, 8, 16), "gpu_memory_utilization": 0.1}
 TOKENS = [tuple((5 * i + 7 * j) % 120 + 3 for j in range(40)) for i in range(8)]
 Record = Callable[[str, object], None]
 
@@ -58,7 +59,7 @@ async def loaded(one: OneEngine, ingest: RealIngest, version: int) -> float:
 
 
 def config_of(model: Path, root: Path, **engine: Any) -> ServiceConfig:
-    common = {"max_model_len": 256, "linear_backend": "cutlass", "cuda_graph_sizes": (1, 8, 16)}
+    common = {"max_model_len": 256, "linear_backend": "cutlass", **SMALL}
     sections: dict[str, Any] = {"model": {"path": model}, "engine": {**common, **engine}, "weights": {"root": root}}
     return ServiceConfig.model_validate({**sections, "kv_cache": {"dtype": "bfloat16"}})
 
@@ -115,11 +116,12 @@ async def test_two_ranks_follow_versions_through_every_door_and_agree_with_one(
 async def test_ranks_measure_their_own_heads_and_hold_the_same_scales(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parallel: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "tensor_parallel_size": 2, "cuda_graph_sizes": (1, 8, 16)}
+    parallel: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "tensor_parallel_size": 2, **SMALL}
     async with running("llama", tmp_path, monkeypatch, quant="none", **parallel) as one:
         assert await difference_with_scales_of_two_ranks(one) < 2 * CALIBRATED_MEAN
 
 
+@pytest.mark.xdist_group("service")
 @pytest.mark.parametrize(("shape", "layers"), [("qwen3-8b", 8), ("qwen3-30b-a3b", 4)])
 async def test_the_service_starts_with_default_staging_and_updates(
     shape: str, layers: int, tmp_path: Path, record_property: Record

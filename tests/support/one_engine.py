@@ -14,6 +14,7 @@ from rollout_service.calibration.measurement import KVMeasurement
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.args import engine_args, engine_environment, not_converted
+from rollout_service.engine.child_errors import collected_errors
 from rollout_service.engine.plugin import register
 from rollout_service.sampling import Sampling
 from rollout_service.types import Completion
@@ -152,7 +153,14 @@ async def engine_of(config: ServiceConfig, monkeypatch: pytest.MonkeyPatch) -> A
     if torch.cuda.is_available():
         # else vLLM measures what is free, and gives up when an engine of before, or of a test beside, frees memory then
         args.kv_cache_memory_bytes = KV_CACHE_BYTES
-    adapter = EngineAdapter(args)
+        # as in a replica: a process that has looked for GPUs, as this one has, cannot be forked into one that uses them
+        monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    with collected_errors() as errors:
+        try:
+            adapter = EngineAdapter(args)
+        except RuntimeError as error:
+            error.add_note(str(errors.first()))
+            raise
     try:
         await adapter.connect()
         yield adapter
