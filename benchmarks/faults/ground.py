@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from benchmarks.faults.load import CONCURRENCY
+from benchmarks.faults.update_marker import marked_updates
 from rollout_service.client import RolloutClient
 from rollout_service.client._retry import error_of
 from rollout_service.errors import RolloutServiceError
@@ -183,7 +184,7 @@ def settings(folder: Path, replicas: int) -> dict[str, dict[str, Any]]:
 
 @asynccontextmanager
 async def _ground(sections: dict[str, dict[str, Any]], replicas: int) -> AsyncIterator[Ground]:
-    with running_service(DEPLOYMENT, sections) as service:
+    with marked_updates(), running_service(DEPLOYMENT, sections) as service:
         async with RolloutClient(service.url, retries=12) as client:
             place = Ground(service, client, committed=0, replicas=replicas)
             await place.push(1)

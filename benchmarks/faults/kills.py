@@ -65,24 +65,24 @@ async def while_uploading(victim: str, ground: Ground) -> None:
 
 
 async def while_reading(victim: str, ground: Ground) -> None:
-    """Kill while the victim's replica reads a new version and serves the one before."""
+    """Kill while the worker of the victim's replica reads a new version, and the engine serves the one before."""
 
     def aim(version: int) -> Aim:
         replica = random.choice(processes("replica"))
-        folder = ground.log / str(version)
+        worker, folder = below(replica, "vllm worker"), ground.log / str(version)
         return Aim(
-            stopped=replica,
+            stopped=worker,
             begins=lambda: newest(ground) == version,
-            reached=lambda: has_open(replica, folder),
+            reached=lambda: has_open(worker, folder),
             victim=below(replica, victim),
-            told=f"the replica had files of version {version} open",
+            told=f"the worker had files of version {version} open",
         )
 
     await kill_at(ground, victim, aim)
 
 
 async def while_loading(victim: str, ground: Ground) -> None:
-    """Kill while a worker has a new version's file mapped: it does between start and finish of an update only."""
+    """Kill while a worker has a new version's manifest mapped: see ``update_marker``."""
 
     def aim(version: int) -> Aim:
         replica = random.choice(processes("replica"))
@@ -92,7 +92,7 @@ async def while_loading(victim: str, ground: Ground) -> None:
             begins=lambda: newest(ground) == version,
             reached=lambda: has_mapped(worker, folder),
             victim=below(replica, victim) if victim in ENGINE_PROCESSES else processes(victim)[0],
-            told=f"the worker had a file of version {version} mapped",
+            told=f"the worker had the manifest of version {version} mapped",
         )
 
     await kill_at(ground, victim, aim)

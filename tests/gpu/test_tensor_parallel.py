@@ -19,7 +19,7 @@ from benchmarks.shapes import write_config
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import LogCorrupt
-from tests.engine.test_kv_measure import CALIBRATED_MEAN, difference_with_scales_of_two_ranks
+from tests.engine.test_kv_measure import AGREE, CALIBRATED_MEAN, difference_with_scales_of_two_ranks
 from tests.support.models import make_model, random_weights
 from tests.support.one_engine import OneEngine, engine_of, mean_difference, running
 from tests.unit.client.real_ingest import RealIngest, real_ingest
@@ -117,8 +117,8 @@ async def test_ranks_measure_their_own_heads_and_hold_the_same_scales(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parallel: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "tensor_parallel_size": 2, **SMALL}
-    async with running("llama", tmp_path, monkeypatch, quant="none", **parallel) as one:
-        assert await difference_with_scales_of_two_ranks(one) < 2 * CALIBRATED_MEAN
+    async with running("llama_tp", tmp_path, monkeypatch, **parallel) as one:
+        assert await difference_with_scales_of_two_ranks(one, 4 * AGREE, fp8=True) < 2 * CALIBRATED_MEAN
 
 
 @pytest.mark.xdist_group("service")

@@ -57,6 +57,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         **_SHAPE, **_MOE, num_experts=NUM_EXPERTS, shared_expert_intermediate_size=256, norm_topk_prob=True
     ),
     "qwen3_moe": lambda: Qwen3MoeConfig(**_SHAPE, **_MOE, num_experts=NUM_EXPERTS, head_dim=64, norm_topk_prob=True),
+    "llama_tp": lambda: LlamaConfig(**_DIVISIBLE),
     "qwen3_tp": lambda: Qwen3Config(**_DIVISIBLE),
     "qwen3_moe_tp": lambda: Qwen3MoeConfig(
         **_DIVISIBLE, num_experts_per_tok=2, moe_intermediate_size=256, num_experts=NUM_EXPERTS, norm_topk_prob=True

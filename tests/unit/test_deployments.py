@@ -91,16 +91,19 @@ def _is_bound(argument: object) -> bool:
 
 
 @every_yaml
-def test_a_dead_proxy_is_noticed_in_seconds_whichever_way_the_service_is_started(
+def test_a_dead_proxy_is_noticed_in_seconds_and_a_slow_start_is_waited_for_whichever_way_the_service_starts(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ServeDeploySchema.model_validate(document(path)).controller_options
     assert controller_options(path) == options.model_dump(exclude_unset=True)
     assert options.runtime_env is not None
     variables = options.runtime_env["env_vars"]
-    assert variables.keys() == {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S"}
     monkeypatch.delitem(sys.modules, "ray.serve._private.constants")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     constants = import_module("ray.serve._private.constants")  # Serve knows the variables by these names
-    assert (constants.PROXY_HEALTH_CHECK_PERIOD_S, constants.PROXY_HEALTH_CHECK_TIMEOUT_S) == (1, 4)
+    assert {name: getattr(constants, name.removeprefix("RAY_SERVE_")) for name in variables} == {
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": 1,
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": 4,
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": 60,
+    }
