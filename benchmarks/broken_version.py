@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from rollout_service.quant.recipe import SCALE_SUFFIX
-from rollout_service.weights.convert import tensor_bytes
-from rollout_service.weights.log import WeightLog
-from rollout_service.weights.unquantized import unquantized_root
-from rollout_service.weights.writer import TensorSlot, VersionWriter
+from rollout_service.model.convert import tensor_bytes
+from rollout_service.model.quant_plan import SCALE_SUFFIX
+from rollout_service.protocol.tensors import TensorSlot
+from rollout_service.store.log import WeightLog
+from rollout_service.store.unquantized import unquantized_root
+from rollout_service.store.writer import VersionWriter
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
 

@@ -30,12 +30,12 @@ from benchmarks import results
 from benchmarks.gpu_service import graph_sizes, settings_of
 from benchmarks.rollout_work import Work, make_work
 from benchmarks.shapes import write_config
-from rollout_service.autoscaling import RUNNING, WAITING
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.args import engine_args, engine_environment, not_converted
 from rollout_service.engine.plugin import register
-from rollout_service.weights.served_model import ServedModel
+from rollout_service.fleet.autoscaling import RUNNING, WAITING
+from rollout_service.model.served_model import ServedModel
 
 KINDS = {
     "writing the KV cache": r"reshape_and_cache|cache_kernel|concat_and_cache",

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 from benchmarks.random_weights import gaussian
 from benchmarks.rollout_work import Work
-from rollout_service.deployment_file import BUILDER
+from rollout_service.config.deployment_file import BUILDER
 from rollout_service.local import LocalService, running_service
+from rollout_service.model.served_model import ServedModel
 from rollout_service.threads import in_threads
-from rollout_service.weights.served_model import ServedModel
 
 MODES: dict[str, dict[str, dict[str, Any]]] = {
     "bf16": {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16"}},

@@ -25,19 +25,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks import results
 from benchmarks.repeating import PERIOD, TRAINED_TOKENS, repeating, train
-from rollout_service.calibration import ScaledFrom
-from rollout_service.calibration.fp8_error import unfit_layers
-from rollout_service.calibration.observer import observe_qkv
-from rollout_service.calibration.scales import largest_of_ranks, layer_scales, named_scales
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.args import engine_args, engine_environment
 from rollout_service.engine.plugin import register
-from rollout_service.sampling import Sampling
-from rollout_service.types import Completion
-from rollout_service.weights.ingest import Ingest
-from rollout_service.weights.log import WeightLog
-from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.kv_scales import ScaledFrom
+from rollout_service.kv_scales.fp8_error import unfit_layers
+from rollout_service.kv_scales.observer import observe_qkv
+from rollout_service.kv_scales.scales import largest_of_ranks, layer_scales, named_scales
+from rollout_service.protocol.rollout import Completion
+from rollout_service.protocol.sampling import Sampling
+from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
+from rollout_service.store.log import WeightLog
 from tests.support.key_channels import loud, uneven
 
 CALIBRATION, PROMPTS = 10**6, 2 * 10**6

@@ -32,12 +32,12 @@ from rich.table import Table
 from benchmarks import results
 from benchmarks.logprobs import commit, engine
 from rollout_service.config import ServiceConfig
-from rollout_service.config_engine import EngineConfig
+from rollout_service.config.engine import EngineConfig
 from rollout_service.engine.adapter import EngineAdapter
-from rollout_service.gateway.dispatch import Dispatcher
-from rollout_service.sampling import GenerateCall, Sampling
-from rollout_service.tiny_model import make_tiny_qwen3
-from rollout_service.types import OnAbort, Rollout
+from rollout_service.fleet.dispatch import Dispatcher
+from rollout_service.model.tiny import make_tiny_qwen3
+from rollout_service.protocol.rollout import OnAbort, Rollout
+from rollout_service.protocol.sampling import GenerateCall, Sampling
 
 STOPS = (64, 65, 66)
 """Of 128 tokens."""

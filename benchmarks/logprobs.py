@@ -33,19 +33,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks import results
 from benchmarks.repeating import PERIOD, repeating, train
-from rollout_service.calibration.observer import observe_qkv
 from rollout_service.config import ServiceConfig
 from rollout_service.correction.metrics import mismatch_metrics
 from rollout_service.correction.ratios import compare
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.args import engine_args, engine_environment, not_converted
 from rollout_service.engine.plugin import register
-from rollout_service.sampling import Sampling
-from rollout_service.types import Completion
-from rollout_service.weights.ingest import Ingest
-from rollout_service.weights.log import WeightLog
-from rollout_service.weights.served_model import ServedModel
-from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.kv_scales.observer import observe_qkv
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.rollout import Completion
+from rollout_service.protocol.sampling import Sampling
+from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
+from rollout_service.store.log import WeightLog
 
 BATCH = 16
 """Sequences in a step of training."""

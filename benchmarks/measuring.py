@@ -28,8 +28,9 @@ from benchmarks.overhead import DEPLOYMENT, PROJECT, prompts
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
 from rollout_service.local import running_service
+from rollout_service.protocol.mismatch import MismatchRow
+from rollout_service.protocol.rollout import Rollout
 from rollout_service.shadow.sample import is_sampled
-from rollout_service.types import MismatchRow, Rollout
 
 Turn = Literal["unmeasured", "reports", "shadow"]
 TURNS: tuple[Turn, ...] = ("unmeasured", "reports", "shadow")

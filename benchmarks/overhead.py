@@ -23,7 +23,7 @@ from benchmarks import results
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
 from rollout_service.local import load_config, running_service
-from rollout_service.sampling import Sampling
+from rollout_service.protocol.sampling import Sampling
 
 PROJECT = Path(__file__).parents[1]
 DEPLOYMENT = PROJECT / "deployments/cpu_rollout.yaml"
@@ -59,7 +59,7 @@ async def bare(config: ServiceConfig, work: list[list[int]], n: int, out: int, r
     from rollout_service.engine.adapter import EngineAdapter
     from rollout_service.engine.args import engine_args
     from rollout_service.engine.plugin import register
-    from rollout_service.weights.log import WeightLog
+    from rollout_service.store.log import WeightLog
 
     register()
     engine = EngineAdapter(engine_args(config, (), has_tokenizer=True))

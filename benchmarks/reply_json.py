@@ -25,12 +25,12 @@ from rich.table import Table
 from benchmarks import results
 from rollout_service.client._generate import parse_rollout, request_body
 from rollout_service.config import MonitorConfig, ShadowConfig
-from rollout_service.gateway.replica import create_app
-from rollout_service.gateway.services import Services
+from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.deployment import create_app
 from rollout_service.monitor.feed import RolloutFeed
-from rollout_service.sampling import GenerateCall, Sampling
+from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.sampling import GenerateCall, Sampling
 from rollout_service.shadow.feed import ShadowFeed
-from rollout_service.types import Completion, Rollout, Span
 from rollout_service.web.auth import Authorizer
 
 VOCABULARY, PROMPT_TOKENS = 151_936, 512

@@ -54,9 +54,9 @@ from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.args import engine_args, engine_environment, not_converted
 from rollout_service.engine.plugin import register
 from rollout_service.local import APPLICATION
-from rollout_service.sampling import GenerateCall, Sampling
-from rollout_service.weights.log import WeightLog
-from rollout_service.weights.served_model import ServedModel
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.sampling import GenerateCall, Sampling
+from rollout_service.store.log import WeightLog
 
 SIDES = ("bare", "handle", "http")
 
@@ -106,7 +106,7 @@ async def through_the_service(
     """
     from ray import serve
 
-    from rollout_service.gateway.dispatch import Dispatcher
+    from rollout_service.fleet.dispatch import Dispatcher
 
     handles = [serve.get_deployment_handle(name, APPLICATION) for name in ("engine", "ingest")]
     dispatcher = Dispatcher(*handles, config.engine)

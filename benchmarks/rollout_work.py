@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine_watch import GpuWatch, cpu_seconds, gpu_watch
-from rollout_service.sampling import Sampling
+from rollout_service.protocol.sampling import Sampling
 
 Generate = Callable[[list[int], Sampling], Awaitable[object]]
 """One request: its prompt, and how its completions are sampled."""

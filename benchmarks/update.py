@@ -36,13 +36,13 @@ from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.args import engine_args, engine_environment, not_converted
 from rollout_service.engine.plugin import register
+from rollout_service.model.convert import Converter, tensor_bytes
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.sampling import Sampling
+from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.quant.quantizer import Quantizer
-from rollout_service.sampling import Sampling
-from rollout_service.weights.convert import Converter, tensor_bytes
-from rollout_service.weights.manifest import MANIFEST_FILE, Manifest, Recipe
-from rollout_service.weights.served_model import ServedModel
-from rollout_service.weights.upload import TrainerRecipe
-from rollout_service.weights.writer import VersionWriter
+from rollout_service.store.manifest import MANIFEST_FILE, Manifest, Recipe
+from rollout_service.store.writer import VersionWriter
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 400
 DOORS = ["native", "device", "host", "files"]

@@ -41,9 +41,9 @@ from benchmarks.rollout_work import make_work
 from benchmarks.shapes import write_config
 from rollout_service.client import RolloutClient
 from rollout_service.client._upload import Quantize
-from rollout_service.types import UpdateTimings
-from rollout_service.weights.served_model import ServedModel
-from rollout_service.weights.upload import UploadTensor
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.fleet import UpdateTimings
+from rollout_service.protocol.upload import UploadTensor
 
 DOORS = ("path", "parts", "trainer")
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 256

@@ -43,7 +43,7 @@ def make_model(folder: Path) -> int:
     """A Qwen3 of 2 GB with random weights; returns its bytes."""
     from transformers import Qwen3Config
 
-    from rollout_service.weights.served_model import ServedModel
+    from rollout_service.model.served_model import ServedModel
 
     config = Qwen3Config(
         architectures=["Qwen3ForCausalLM"],

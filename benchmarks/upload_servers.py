@@ -13,12 +13,12 @@ import uvicorn
 from fastapi import FastAPI, Request
 
 from rollout_service.config import ServiceConfig
-from rollout_service.gateway.replica import create_app
+from rollout_service.gateway.deployment import create_app
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.ingest.upload_address import UploadAddress
+from rollout_service.ingest.upload_server import UploadServer, create_upload_app
 from rollout_service.local import free_port
 from rollout_service.web.auth import Authorizer
-from rollout_service.weights.ingest import Ingest
-from rollout_service.weights.upload_address import UploadAddress
-from rollout_service.weights.upload_server import UploadServer, create_upload_app
 from tests.support.without_ray import services_of
 
 PART_BYTES = 16 << 20

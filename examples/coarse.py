@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from rollout_service.model.quant_plan import SCALE_SUFFIX
 from rollout_service.quant.blockwise import CODES, E4M3_MAX, dequantize_blockwise, quantize_blockwise
-from rollout_service.quant.recipe import SCALE_SUFFIX
 
 LEVELS = (3, 5, 7, 15)
 """How many values a weight of a block can take, zero among them; 15 are what 4 bits hold."""

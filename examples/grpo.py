@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from examples.digits_task import make_prompts, reward
 from rollout_service.client import SyncRolloutClient
 from rollout_service.correction import Correction, correct, preset
-from rollout_service.types import Rollout
+from rollout_service.protocol.rollout import Rollout
 
 PROMPTS_PER_STEP = 32
 COMPLETIONS_PER_PROMPT = 16

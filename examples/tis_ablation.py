@@ -31,7 +31,7 @@ from examples.digits_task import DIGITS, make_prompts, reward, warm_start
 from rollout_service.client import SyncRolloutClient
 from rollout_service.correction import correct, preset
 from rollout_service.local import LocalService, running_service
-from rollout_service.weights.upload import TrainerRecipe
+from rollout_service.protocol.upload import TrainerRecipe
 
 PROJECT = Path(__file__).parents[1]
 PAGE, FIGURE = PROJECT / "docs/tis_ablation.md", PROJECT / "docs/tis_ablation.png"

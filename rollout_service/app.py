@@ -6,16 +6,16 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.deployment import Application
 
-from rollout_service.autoscaling import RolloutAutoscaling
 from rollout_service.config import ScalingConfig, ServiceConfig
 from rollout_service.engine.args import engine_environment
 from rollout_service.engine.replica import EngineReplica
-from rollout_service.gateway.replica import GatewayReplica
-from rollout_service.monitor.replica import MonitorReplica
-from rollout_service.routing import STATS_PERIOD_S, RolloutRouter
-from rollout_service.shadow.replica import ShadowReplica
-from rollout_service.tiny_model import make_tiny_qwen3
-from rollout_service.weights.replica import IngestReplica
+from rollout_service.fleet.autoscaling import RolloutAutoscaling
+from rollout_service.fleet.routing import STATS_PERIOD_S, RolloutRouter
+from rollout_service.gateway.deployment import GatewayReplica
+from rollout_service.ingest.deployment import IngestReplica
+from rollout_service.model.tiny import make_tiny_qwen3
+from rollout_service.monitor.deployment import MonitorReplica
+from rollout_service.shadow.deployment import ShadowReplica
 
 # Serve's own limit (5) would queue control calls behind paused rollouts; the replica's admission limit decides instead
 UNLIMITED = 1_000_000

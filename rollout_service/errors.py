@@ -30,6 +30,9 @@ the same class again on the client.
 
 from typing import Any, ClassVar
 
+LONGEST_REASON = 2000
+"""Characters of a reason; a list of a thousand tensors is cut."""
+
 
 class RolloutServiceError(Exception):
     """Base of the tree. ``message`` says what, why, and what instead; ``detail`` carries the names and numbers."""
@@ -193,3 +196,9 @@ def from_wire(status: int, body: object) -> RolloutServiceError:
         return RolloutServiceError(f"HTTP {status}: {str(body)[:500]}", {"status": status})
     cls = error_classes().get(str(error.get("type")), RolloutServiceError)
     return cls(str(error["message"]), error.get("detail") or {})
+
+
+def shortened(reason: str) -> str:
+    """At most ``LONGEST_REASON`` characters of it: its begin and its end."""
+    half = LONGEST_REASON // 2
+    return reason if len(reason) <= LONGEST_REASON else f"{reason[:half]} … {reason[-half:]}"

@@ -14,8 +14,8 @@ from ray import serve
 
 from rollout_service.app import build
 from rollout_service.config import ServiceConfig
-from rollout_service.deployment_file import application_args, controller_options
-from rollout_service.serve_says import not_running
+from rollout_service.config.deployment_file import application_args, controller_options
+from rollout_service.fleet.serve_status import not_running
 
 APPLICATION = "rollout"
 LOGICAL_CPUS = 64

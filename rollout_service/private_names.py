@@ -1,6 +1,6 @@
 """The check of names that a library does not document: are they there, and are they what they were when they were read?
 
-``engine/vllm_internals.py`` and ``transformers_internals.py`` list such names and check them as they are imported, so
+``vllm_internals.py`` and ``transformers_internals.py`` list such names and check them as they are imported, so
 that an upgrade that takes one away ends the start of the service, by name, and nothing goes on with half of it.
 """
 

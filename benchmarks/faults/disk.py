@@ -12,7 +12,7 @@ from benchmarks.faults.inputs import refused
 from rollout_service.client._tensors import TensorSource, bytes_of_each
 from rollout_service.client._upload import cut_parts
 from rollout_service.errors import InsufficientStorage
-from rollout_service.weights.upload import BeginUpload, CommitUpload
+from rollout_service.protocol.upload import BeginUpload, CommitUpload
 
 DISK_BYTES = 96 << 20
 """Of a version of the small model it holds several."""

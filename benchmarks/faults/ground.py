@@ -20,8 +20,8 @@ from rollout_service.client import RolloutClient
 from rollout_service.client._retry import error_of
 from rollout_service.errors import RolloutServiceError
 from rollout_service.local import LocalService, running_service
-from rollout_service.types import Fleet
-from rollout_service.weights.upload import PART_DIGEST_HEADER
+from rollout_service.protocol.fleet import Fleet
+from rollout_service.protocol.upload import PART_DIGEST_HEADER
 from tests.support.processes import descendants
 from tests.support.telltale import telltale_weights
 

@@ -13,7 +13,7 @@ from rollout_service.client import RolloutClient
 from rollout_service.client._tensors import TensorSource, bytes_of_each
 from rollout_service.client._upload import cut_parts
 from rollout_service.errors import InvalidManifest, QuantizationError, RolloutServiceError, VersionConflict
-from rollout_service.weights.upload import BeginUpload, CommitUpload
+from rollout_service.protocol.upload import BeginUpload, CommitUpload
 
 Fault = Callable[[Ground], Awaitable[None]]
 Weights = dict[str, torch.Tensor]

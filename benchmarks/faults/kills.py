@@ -12,8 +12,8 @@ from benchmarks.faults.ground import ENGINE_PROCESSES, Case, Ground, below, proc
 from rollout_service.client._tensors import TensorSource, bytes_of_each
 from rollout_service.client._upload import cut_parts
 from rollout_service.errors import RolloutServiceError
-from rollout_service.weights.log import WeightLog
-from rollout_service.weights.upload import BeginUpload
+from rollout_service.protocol.upload import BeginUpload
+from rollout_service.store.log import WeightLog
 from tests.support.moments import MomentMissed, has_mapped, has_open, resume, stop_at, wait_for
 
 ATTEMPTS = 10

@@ -9,7 +9,7 @@ import httpx
 
 from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
-from rollout_service.types import Rollout
+from rollout_service.protocol.rollout import Rollout
 from tests.support.telltale import assert_pure
 
 CONCURRENCY, EASED = 16, 4

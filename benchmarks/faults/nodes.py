@@ -23,9 +23,9 @@ from benchmarks.faults.kills import push_until_committed
 from benchmarks.faults.load import CONCURRENCY, load
 from benchmarks.faults.outcome import RECOVERY_S, Outcome
 from rollout_service.client import RolloutClient
-from rollout_service.types import Fleet
-from rollout_service.weights.kv_settled import SETTLED_FILE
-from rollout_service.weights.log import WeightLog
+from rollout_service.kv_scales.result import SETTLED_FILE
+from rollout_service.protocol.fleet import Fleet
+from rollout_service.store.log import WeightLog
 from tests.support.two_nodes import HEAD, Nodes, service_on_two_nodes
 
 KILLED = "kill a node without the log, generating"

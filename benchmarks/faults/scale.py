@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from benchmarks.faults.ground import PROCESSES, Case, Ground, ground
-from rollout_service.types import Fleet
+from rollout_service.protocol.fleet import Fleet
 from tests.support.processes import descendants
 
 SCALING = {

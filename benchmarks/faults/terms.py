@@ -15,7 +15,7 @@ import psutil
 from benchmarks.faults.ground import Case, Ground, ground, processes
 from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
-from rollout_service.types import Fleet
+from rollout_service.protocol.fleet import Fleet
 from tests.support.processes import alive
 
 PROBE_S = 0.1

@@ -32,7 +32,7 @@ def marked_updates() -> Iterator[None]:
 
 def register() -> None:
     """vLLM calls it in each of an engine's processes."""
-    from rollout_service.engine.transfer import LogUpdateInfo, LogWeightTransferEngine
+    from rollout_service.engine.loading.transfer import LogUpdateInfo, LogWeightTransferEngine
 
     if hasattr(LogWeightTransferEngine, "manifest_mapped"):
         return

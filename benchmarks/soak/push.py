@@ -11,7 +11,7 @@ from benchmarks.faults.kills import newest
 from benchmarks.soak.account import Versions
 from benchmarks.soak.diary import Diary
 from rollout_service.errors import RolloutServiceError
-from rollout_service.types import PauseMode
+from rollout_service.protocol.fleet import PauseMode
 
 PAUSE_S = 0.5
 MODES: tuple[PauseMode, ...] = ("keep", "abort", "wait")

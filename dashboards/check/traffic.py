@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from dashboards.check.prometheus import Say
 from rollout_service.client import RolloutClient
 from rollout_service.errors import QuantizationError, RolloutServiceError, TooEarly
-from rollout_service.types import Rollout
+from rollout_service.protocol.rollout import Rollout
 
 NOISE_NATS = 0.03
 """Standard deviation of the trainer's logprobs around the engines', as FP8 would have it."""

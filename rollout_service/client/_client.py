@@ -16,13 +16,15 @@ from rollout_service.client._mismatch import MismatchCalls
 from rollout_service.client._retry import Repeat
 from rollout_service.client._tensors import TensorSource, TensorThread, drain
 from rollout_service.client._upload import Progress, Quantize, Uploader, named_scales
+from rollout_service.protocol.fleet import PauseMode
+from rollout_service.protocol.rollout import OnAbort, Rollout
+from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, UploadTensor
+from rollout_service.protocol.weights import WeightStatus
 from rollout_service.tasks import raise_first_failure
-from rollout_service.types import OnAbort, PauseMode, Rollout, WeightStatus
-from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource, UploadTensor
 
 if TYPE_CHECKING:
-    from rollout_service.calibration import KVScales
     from rollout_service.client._tensors import NamedTensors
+    from rollout_service.kv_scales import KVScales
 
 
 class RolloutClient(ControlCalls, MismatchCalls):
@@ -258,7 +260,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
             quantize: ``service``: send tensors as they are. ``trainer``: quantize them here, on the device they are
                 on, and send codes and scales: the same version, byte for byte, in half the bytes. Up to 256 MiB of
                 tensors are quantized at once, so a generator may not reuse a tensor's memory for the next.
-            kv_scales: Scales of an FP8 KV cache for these weights, from ``rollout_service.calibration``; they are part
+            kv_scales: Scales of an FP8 KV cache for these weights, from ``rollout_service.kv_scales``; they are part
                 of the version. None: ``kv_cache.scales_policy`` of the service says which it gets.
             mode: What happens to rollouts that are running, see ``CommitUpload.mode``.
             wait: ``all``: return once every live replica serves this version. ``none``: once it is committed.

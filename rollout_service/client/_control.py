@@ -9,7 +9,8 @@ from pydantic import BaseModel
 from rollout_service.client._http import Http, http_timeout, parse
 from rollout_service.client._retry import Repeat
 from rollout_service.errors import CommitTimeout, NotFound, RolloutServiceError
-from rollout_service.types import Fleet, PauseMode, WeightStatus
+from rollout_service.protocol.fleet import Fleet, PauseMode
+from rollout_service.protocol.weights import WeightStatus
 
 CONTROL_CONNECTIONS = 64
 CONTROL_READ_S = 120.0

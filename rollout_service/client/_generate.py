@@ -9,8 +9,8 @@ from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from rollout_service.client._http import parse
 from rollout_service.errors import InvalidRequest, RolloutServiceError
-from rollout_service.sampling import Sampling
-from rollout_service.types import Completion, FinishReason, OnAbort, Rollout, Span
+from rollout_service.protocol.rollout import Completion, FinishReason, OnAbort, Rollout, Span
+from rollout_service.protocol.sampling import Sampling
 
 Prompt = str | Sequence[int]
 """Text, which the gateway tokenizes, or token ids."""

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 from rollout_service.client._http import Http, parse
 from rollout_service.client._retry import Repeat
-from rollout_service.truncation import warn_of_truncated_sampling
-from rollout_service.types import Completion, MismatchReceipt, MismatchTable, Rollout
+from rollout_service.protocol.mismatch import MismatchReceipt, MismatchTable
+from rollout_service.protocol.rollout import Completion, Rollout
+from rollout_service.protocol.truncation import warn_of_truncated_sampling
 
 TOKENS_PER_REPORT = 100_000
 """About 4 MB of JSON. One completion is never divided."""

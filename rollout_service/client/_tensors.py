@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from rollout_service.weights.upload import DTYPE_BYTES, UploadTensor
+from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +87,7 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
 
 def bytes_of_each(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[memoryview]:
     """Each tensor's bytes; a tensor is let go before the next is gathered."""
-    from rollout_service.weights.convert import tensor_bytes  # needs torch
+    from rollout_service.model.convert import tensor_bytes  # needs torch
 
     for _, tensor in tensors:
         yield tensor_bytes(tensor)

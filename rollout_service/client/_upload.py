@@ -1,4 +1,4 @@
-"""Sends one weight version in parts. What is said on the wire: ``rollout_service.weights.upload``."""
+"""Sends one weight version in parts. What is said on the wire: ``rollout_service.protocol.upload``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from rollout_service.client._http import Http, http_timeout, parse
 from rollout_service.client._retry import Repeat
 from rollout_service.client._tensors import TensorSource, TensorThread, bytes_of_each, drain, other_ranks_gather
 from rollout_service.errors import CommitTimeout, QuantizationError, RolloutServiceError, VersionConflict
-from rollout_service.tasks import raise_first_failure
-from rollout_service.types import WeightStatus
-from rollout_service.weights.upload import (
+from rollout_service.protocol.upload import (
     PART_DIGEST_HEADER,
     UPLOAD_KEY_HEADER,
     UPLOADER_HEADER,
@@ -34,10 +32,12 @@ from rollout_service.weights.upload import (
     upload_digest,
     with_kv_scales,
 )
+from rollout_service.protocol.weights import WeightStatus
+from rollout_service.tasks import raise_first_failure
 
 if TYPE_CHECKING:
-    from rollout_service.calibration import KVScales
-    from rollout_service.weights.convert import Converter
+    from rollout_service.kv_scales import KVScales
+    from rollout_service.model.convert import Converter
 
 logger = logging.getLogger("rollout_service.client")
 
@@ -309,7 +309,7 @@ async def _put(http: Http, url: str, part: Part, headers: dict[str, str], repeat
 
 
 def _converter(recipe: TrainerRecipe) -> Converter:
-    from rollout_service.weights.convert import Converter  # needs torch
+    from rollout_service.model.convert import Converter  # needs torch
 
     return Converter(recipe, device="cpu")  # what is on the CPU stays there: the trainer's GPU may have no room
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollout_service.client._upload import named_scales
-from rollout_service.types import PauseMode, WeightStatus
-from rollout_service.weights.upload import CommitUpload
+from rollout_service.protocol.fleet import PauseMode
+from rollout_service.protocol.upload import CommitUpload
+from rollout_service.protocol.weights import WeightStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from rollout_service.calibration import KVScales
+    from rollout_service.kv_scales import KVScales
 
 
 async def push_refs(
@@ -43,7 +44,7 @@ async def push_refs(
     InvalidManifest, QuantizationError, VersionConflict, InsufficientStorage, CommitTimeout; NotReady if the ingest died
     meanwhile: push again.
     """
-    from rollout_service.weights.ref_source import buckets_of, push
+    from rollout_service.ingest.sources.ray_objects import buckets_of, push
 
     request = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s)
     return await push(ingest, version, buckets_of(refs), request, named_scales(kv_scales))

@@ -13,7 +13,7 @@ from rollout_service.correction.rejection import Rejection, Veto
 from rollout_service.correction.staleness import fresh_tokens, token_lag, token_versions
 from rollout_service.correction.support import SamplingSupport
 from rollout_service.correction.weights import ImportanceWeights, truncated_importance_weights
-from rollout_service.truncation import TruncatedSamplingWarning
+from rollout_service.protocol.truncation import TruncatedSamplingWarning
 
 __all__ = [
     "PRESETS",

@@ -13,7 +13,7 @@ from rollout_service.correction.rejection import Rejection, Veto
 from rollout_service.correction.rejection_metrics import rejection_metrics, total_rejection_metrics, veto_metrics
 from rollout_service.correction.weight_metrics import normalized, weight_metrics
 from rollout_service.correction.weights import ImportanceWeights
-from rollout_service.truncation import warn_of_truncated_sampling
+from rollout_service.protocol.truncation import warn_of_truncated_sampling
 
 Denominator: TypeAlias = Literal["sampled", "kept"]
 """What a loss is divided by: all sampled tokens, or those that no rejection and no veto took out."""

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from rollout_service.correction.bounds import require_choice
-from rollout_service.types import Span
+from rollout_service.protocol.rollout import Span
 
 FreshnessLevel: TypeAlias = Literal["token", "sequence"]
 NO_TOKEN = -1

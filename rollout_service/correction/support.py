@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rollout_service.sampling_mask import unpack
-from rollout_service.types import Completion
+from rollout_service.protocol.rollout import Completion
+from rollout_service.protocol.sampling_mask import unpack
 
 
 @dataclass(frozen=True, slots=True)

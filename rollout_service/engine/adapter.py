@@ -24,16 +24,17 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from rollout_service.calibration.measurement import KVMeasurement
-from rollout_service.engine.load import RayStats, SchedulerLog
-from rollout_service.engine.vllm_internals import pause_scheduler
+from rollout_service.engine.load_statistics import RayStats, SchedulerLog
 from rollout_service.errors import EngineFailed, InvalidRequest, LogCorrupt, NonFiniteLogprob
+from rollout_service.kv_scales.measurement import KVMeasurement
 from rollout_service.logs import TELL_VLLMS_OWN_PROCESSES
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
-from rollout_service.sampling import Sampling
-from rollout_service.sampling_mask import pack
-from rollout_service.types import Completion, FinishReason, PauseMode, Span
+from rollout_service.protocol.fleet import PauseMode
+from rollout_service.protocol.rollout import Completion, FinishReason, Span
+from rollout_service.protocol.sampling import Sampling
+from rollout_service.protocol.sampling_mask import pack
+from rollout_service.vllm_internals import pause_scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +226,7 @@ class EngineAdapter:
     ) -> tuple[KVMeasurement, ...]:
         """What each rank sees of q, k and v in a forward pass beside all requests; call it while paused.
 
-        ``scales``: as in ``engine/kv_measure.py``. Raises EngineFailed, with the reason.
+        ``scales``: as in ``kv_scales/probe.py``. Raises EngineFailed, with the reason.
         """
         self._require_sound()
         try:

@@ -11,9 +11,9 @@ from rollout_service.config import ServiceConfig
 from rollout_service.engine.plugin import CPU_BF16, CPU_BLOCK_FP8, STAGING_KEY, TRANSFER_BACKEND
 from rollout_service.engine.worker import VersionStaging
 from rollout_service.logs import TELL_VLLM
+from rollout_service.model.quant_plan import QuantPlan
+from rollout_service.model.served_model import ServedModel
 from rollout_service.quant.blockwise import BLOCK
-from rollout_service.quant.recipe import QuantPlan
-from rollout_service.weights.served_model import ServedModel
 
 BLOCK_FP8 = {"activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 """vLLM's serialized block-FP8 format: loads our codes and scales as they are, and keeps KV scales loadable

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rollout_service.errors import shortened
+
 _VARIABLE = "ROLLOUT_SERVICE_ENGINE_ERRORS"
-LONGEST_REASON = 2000
-"""Characters of a reason; a list of a thousand tensors is cut."""
 
 
 class EngineErrors:
@@ -82,9 +82,3 @@ def reason_of(error: BaseException) -> str:
         chain[id(found)] = f"{type(found).__name__}: {str(found) or 'no message'}"
         found = found.__cause__
     return shortened("; caused by ".join(chain.values()))
-
-
-def shortened(reason: str) -> str:
-    """At most ``LONGEST_REASON`` characters of it: its begin and its end."""
-    half = LONGEST_REASON // 2
-    return reason if len(reason) <= LONGEST_REASON else f"{reason[:half]} … {reason[-half:]}"

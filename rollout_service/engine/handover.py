@@ -7,7 +7,7 @@ from typing import Protocol
 
 from rollout_service.drain import Drain
 from rollout_service.engine.admission import AdmissionLimit
-from rollout_service.routing import STATS_PERIOD_S
+from rollout_service.fleet.routing import STATS_PERIOD_S
 
 UNASKED_AFTER_S = 10 * STATS_PERIOD_S
 """Serve asks replicas for their health and their routing stats every period, and tells none that it removes it."""

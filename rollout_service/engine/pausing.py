@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from rollout_service.types import PauseMode
-from rollout_service.weights.fleet import Wish
-from rollout_service.weights.log import Control
+from rollout_service.fleet.registry import Wish
+from rollout_service.protocol.fleet import PauseMode
+from rollout_service.store.log import Control
 
 
 class PausableEngine(Protocol):

@@ -13,7 +13,7 @@ CPU_BLOCK_FP8, CPU_BF16 = "rollout_service_cpu_block_fp8", "rollout_service_cpu_
 def register() -> None:
     """Register the transfer engine and, on the CPU, the quantization configurations. Safe to call again."""
     from rollout_service.engine.child_errors import tell_errors
-    from rollout_service.engine.orphans import die_with_parent
+    from rollout_service.engine.parent_death import die_with_parent
 
     die_with_parent()
     tell_errors()
@@ -22,13 +22,13 @@ def register() -> None:
 
     try:
         WeightTransferEngineFactory.register_engine(
-            TRANSFER_BACKEND, "rollout_service.engine.transfer", "LogWeightTransferEngine"
+            TRANSFER_BACKEND, "rollout_service.engine.loading.transfer", "LogWeightTransferEngine"
         )
     except ValueError as error:  # the factory's only way to say that the name is taken
         if "already registered" not in str(error):
             raise
     if current_platform.is_cpu():
-        from rollout_service.engine.amx import request_amx
+        from rollout_service.engine.cpu.amx import request_amx
 
-        importlib.import_module("rollout_service.engine.cpu_quant")  # it registers itself
+        importlib.import_module("rollout_service.engine.cpu.quant_config")  # it registers itself
         request_amx()

@@ -11,21 +11,22 @@ from rollout_service.drain import Drain
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.args import engine_args, not_converted
-from rollout_service.engine.calibration_batch import CalibrationBatch
-from rollout_service.engine.follower import Follower
 from rollout_service.engine.handover import HandOver
-from rollout_service.engine.kv_cache import chosen_before, fallen_back, with_kv_cache
-from rollout_service.engine.kv_calibrator import KVCalibrator, KVScales, NoKVScales
-from rollout_service.engine.load import autoscaling_stats, show_load
+from rollout_service.engine.load_statistics import autoscaling_stats, show_load
 from rollout_service.engine.plugin import register
-from rollout_service.engine.starting import Announcement, says_why_it_fails
+from rollout_service.engine.startup import Announcement, says_why_it_fails
+from rollout_service.engine.weight_sync import Follower
 from rollout_service.errors import EngineFailed, KVCacheUnfit, NotReady, Overloaded, TooEarly
+from rollout_service.kv_scales.batch import CalibrationBatch
+from rollout_service.kv_scales.cache_dtype import chosen_before, fallen_back, with_kv_cache
+from rollout_service.kv_scales.calibrator import KVCalibrator, KVScales, NoKVScales
 from rollout_service.logs import log_with_serve
-from rollout_service.sampling import GenerateCall
-from rollout_service.types import Fleet, KVCacheChoice, ReplicaStatus, Rollout
-from rollout_service.weights.ask import ask
-from rollout_service.weights.copies import Copies, copies_for
-from rollout_service.weights.served_model import ServedModel
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.fleet import Fleet, KVCacheChoice, ReplicaStatus
+from rollout_service.protocol.rollout import Rollout
+from rollout_service.protocol.sampling import GenerateCall
+from rollout_service.rpc import ask
+from rollout_service.store.node_cache import Copies, copies_for
 
 VERSION_WAIT_S = 0.5
 """Longest wait for a version here; then the gateway asks again, and another replica may have it by then."""

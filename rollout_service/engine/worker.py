@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from rollout_service.calibration.measurement import KVMeasurement
+from rollout_service.kv_scales.measurement import KVMeasurement
 
 
 class VersionStaging:

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from rollout_service.errors import InvalidRequest
+from rollout_service.gateway.dependencies import Here, Services, SessionHeader
 from rollout_service.gateway.generate import Usage, VersionSpan, packed_mask, spans, usage
 from rollout_service.gateway.prompts import (
     DATA_ERRORS,
@@ -20,10 +21,16 @@ from rollout_service.gateway.prompts import (
     tokenize,
 )
 from rollout_service.gateway.routes import OpenRoute
-from rollout_service.gateway.services import Here, Services, SessionHeader
-from rollout_service.sampling import MOST_COMPLETIONS, CommonSampling, Sampling, StopString, StopStrings, StopTokens
+from rollout_service.protocol.rollout import Completion, FinishReason, Rollout
+from rollout_service.protocol.sampling import (
+    MOST_COMPLETIONS,
+    CommonSampling,
+    Sampling,
+    StopString,
+    StopStrings,
+    StopTokens,
+)
 from rollout_service.tasks import raise_first_failure
-from rollout_service.types import Completion, FinishReason, Rollout
 
 router = APIRouter(tags=["completions"], route_class=OpenRoute)
 

@@ -5,9 +5,9 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from rollout_service.errors import InvalidRequest, Overtaken
+from rollout_service.gateway.dependencies import Here, call
 from rollout_service.gateway.routes import GuardedRoute
-from rollout_service.gateway.services import Here, call
-from rollout_service.types import Fleet, PauseMode
+from rollout_service.protocol.fleet import Fleet, PauseMode
 from rollout_service.web.errors import documented
 
 router = APIRouter(tags=["control"], route_class=GuardedRoute)

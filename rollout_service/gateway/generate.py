@@ -6,6 +6,7 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel, model_validator
 
+from rollout_service.gateway.dependencies import Here, Services, SessionHeader
 from rollout_service.gateway.prompts import (
     DATA_ERRORS,
     ModelName,
@@ -17,9 +18,8 @@ from rollout_service.gateway.prompts import (
     tokenize,
 )
 from rollout_service.gateway.routes import OpenRoute
-from rollout_service.gateway.services import Here, Services, SessionHeader
-from rollout_service.sampling import Sampling
-from rollout_service.types import Completion, FinishReason, Rollout
+from rollout_service.protocol.rollout import Completion, FinishReason, Rollout
+from rollout_service.protocol.sampling import Sampling
 
 router = APIRouter(tags=["generate"], route_class=OpenRoute)
 

@@ -6,9 +6,9 @@ from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
+from rollout_service.gateway.dependencies import Here, call
 from rollout_service.gateway.mismatch import table_or_none
 from rollout_service.gateway.routes import OpenRoute
-from rollout_service.gateway.services import Here, call
 from rollout_service.metrics.exposition import exposition
 
 router = APIRouter(tags=["metrics"], route_class=OpenRoute)

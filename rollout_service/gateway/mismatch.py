@@ -8,10 +8,12 @@ from typing import Annotated, TypeVar
 from fastapi import APIRouter, Query, Request
 
 from rollout_service.errors import InvalidRequest, NotFound, NotReady, RolloutServiceError
+from rollout_service.gateway.dependencies import Here, Services, call
 from rollout_service.gateway.routes import GuardedRoute, body_of, read_body
-from rollout_service.gateway.services import Here, Services, call
-from rollout_service.monitor.report import REPORT_BYTES, MismatchReport
-from rollout_service.types import MismatchReceipt, MismatchSource, MismatchTable, WeightStatus, WeightVersion
+from rollout_service.protocol.base import WeightVersion
+from rollout_service.protocol.mismatch import MismatchReceipt, MismatchSource, MismatchTable
+from rollout_service.protocol.mismatch_report import REPORT_BYTES, MismatchReport
+from rollout_service.protocol.weights import WeightStatus
 from rollout_service.web.errors import documented
 
 router = APIRouter(prefix="/v1/mismatch", tags=["mismatch"], route_class=GuardedRoute)

@@ -5,9 +5,9 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from rollout_service.gateway.dependencies import Here
 from rollout_service.gateway.readiness import failed_starts
 from rollout_service.gateway.routes import OpenRoute
-from rollout_service.gateway.services import Here
 
 router = APIRouter(tags=["models"], route_class=OpenRoute)
 _STARTED = int(time.time())

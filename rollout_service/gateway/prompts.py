@@ -17,10 +17,11 @@ from rollout_service.errors import (
     Overloaded,
     TooEarly,
 )
-from rollout_service.gateway.services import Services
+from rollout_service.gateway.dependencies import Services
 from rollout_service.metrics.process import counted_rollout
-from rollout_service.sampling import GenerateCall, Sampling, refuse_many_unknown
-from rollout_service.types import Frozen, OnAbort, Rollout, WeightVersion
+from rollout_service.protocol.base import Frozen, WeightVersion
+from rollout_service.protocol.rollout import OnAbort, Rollout
+from rollout_service.protocol.sampling import GenerateCall, Sampling, refuse_many_unknown
 from rollout_service.web.errors import documented
 
 DATA_ERRORS = documented(EngineFailed, InvalidRequest, NonFiniteLogprob, NotFound, NotReady, Overloaded, TooEarly)

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout_service.errors import NotReady
-from rollout_service.gateway.services import call
-from rollout_service.types import FailedStarts, Fleet
+from rollout_service.gateway.dependencies import call
+from rollout_service.protocol.fleet import FailedStarts, Fleet
 
 INGEST_ANSWERS_S = 5.0
 """An ingest that cannot start never answers, and nobody should wait for it to hear why."""

@@ -1,4 +1,4 @@
-"""The weight routes: recipe, begin, parts, commit, status. All need authorization; see ``weights/upload.py``."""
+"""The weight routes: recipe, begin, parts, commit, status. All need authorization; see ``protocol/upload.py``."""
 
 import httpx
 from fastapi import APIRouter, Request, Response
@@ -16,12 +16,11 @@ from rollout_service.errors import (
     UploadIncomplete,
     VersionConflict,
 )
+from rollout_service.gateway.dependencies import Here, call
 from rollout_service.gateway.mismatch import with_suspicions
 from rollout_service.gateway.routes import GuardedRoute
-from rollout_service.gateway.services import Here, call
-from rollout_service.types import Frozen, WeightStatus, WeightVersion
-from rollout_service.web.errors import documented
-from rollout_service.weights.upload import (
+from rollout_service.protocol.base import Frozen, WeightVersion
+from rollout_service.protocol.upload import (
     LARGEST_PART_BYTES,
     PART_DIGEST_HEADER,
     UPLOAD_KEY_HEADER,
@@ -32,6 +31,8 @@ from rollout_service.weights.upload import (
     TrainerRecipe,
     UploadPlan,
 )
+from rollout_service.protocol.weights import WeightStatus
+from rollout_service.web.errors import documented
 
 router = APIRouter(prefix="/v1/weights", tags=["weights"], route_class=GuardedRoute)
 _FORWARDED = (PART_DIGEST_HEADER, UPLOADER_HEADER, "content-length", "content-type")

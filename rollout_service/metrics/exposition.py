@@ -17,7 +17,8 @@ from rollout_service.metrics import table
 from rollout_service.metrics.process import stages
 from rollout_service.metrics.state import ServiceState
 from rollout_service.metrics.table import OURS, Metric
-from rollout_service.types import KVCacheStatus, ReplicaState, ReplicaStatus, VersionState, WeightStatus
+from rollout_service.protocol.fleet import KVCacheStatus, ReplicaState, ReplicaStatus
+from rollout_service.protocol.weights import VersionState, WeightStatus
 
 MEASURED_VERSIONS = 8
 """Newest versions of which the mismatch is shown; ``GET /v1/mismatch`` has all that are kept."""

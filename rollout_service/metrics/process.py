@@ -19,7 +19,8 @@ from ray.serve import metrics as ray_metrics
 from rollout_service import errors
 from rollout_service.metrics import table
 from rollout_service.metrics.table import Metric
-from rollout_service.types import Rollout, UpdateTimings
+from rollout_service.protocol.fleet import UpdateTimings
+from rollout_service.protocol.rollout import Rollout
 
 _P = ParamSpec("_P")
 _Answer = TypeVar("_Answer")

@@ -8,9 +8,11 @@ from pathlib import Path
 from pydantic import Field
 
 from rollout_service.config import ScalingConfig
-from rollout_service.types import Fleet, Frozen, ReplicaState, ReplicaStatus, WeightStatus
-from rollout_service.weights.log import WeightLog
-from rollout_service.weights.manifest import MANIFEST_FILE
+from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.fleet import Fleet, ReplicaState, ReplicaStatus
+from rollout_service.protocol.weights import WeightStatus
+from rollout_service.store.log import WeightLog
+from rollout_service.store.manifest import MANIFEST_FILE
 
 _REMEMBERED = 1024
 """Times of commits that are kept; those of older versions are forgotten."""

@@ -7,7 +7,7 @@ and of versions those that are on disk, staged, served or among the newest measu
 
 from typing import Literal
 
-from rollout_service.types import Frozen
+from rollout_service.protocol.base import Frozen
 
 Kind = Literal["counter", "gauge", "histogram"]
 Unit = Literal["seconds", "bytes", "ratio", "tokens", "versions", "nats", ""]

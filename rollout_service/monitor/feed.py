@@ -3,9 +3,9 @@
 import logging
 from typing import Any
 
+from rollout_service.background_sender import Outbox
 from rollout_service.monitor.recent import RecentRollout
-from rollout_service.outbox import Outbox
-from rollout_service.types import Rollout
+from rollout_service.protocol.rollout import Rollout
 
 logger = logging.getLogger(__name__)
 QUEUE_TOKENS = 1 << 20

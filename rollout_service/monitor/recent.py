@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from rollout_service.types import Completion, Rollout
+    from rollout_service.protocol.rollout import Completion, Rollout
 
 OVERHEAD_TOKENS = 256
 """What a rollout, and each of its completions, counts beside its tokens: objects around the arrays, about 1 KiB."""

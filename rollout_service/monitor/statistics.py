@@ -6,7 +6,7 @@ import torch
 from datasketches import req_floats_sketch
 
 from rollout_service.correction.ratios import bounded, chi2, k3, mult_prob_error
-from rollout_service.types import MismatchRow, MismatchSource
+from rollout_service.protocol.mismatch import MismatchRow, MismatchSource
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 SKETCH_K = 12

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rollout_service.monitor.statistics import Statistics
-from rollout_service.types import MismatchRow, MismatchSource, NotJudged, Suspicion
+from rollout_service.protocol.mismatch import MismatchRow, MismatchSource, NotJudged, Suspicion
 
 ROWS_PER_VERSION = 512
 """Replicas that crash and restart have a new name each time: above this the row that was idle longest goes."""

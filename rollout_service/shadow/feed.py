@@ -3,13 +3,13 @@
 import logging
 from typing import Any
 
+from rollout_service.background_sender import FULL, Outbox
 from rollout_service.config import ShadowConfig
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
-from rollout_service.outbox import FULL, Outbox
-from rollout_service.sampling import Sampling
+from rollout_service.protocol.rollout import Rollout
+from rollout_service.protocol.sampling import Sampling
 from rollout_service.shadow.sample import ScoreCall, calls_of, is_comparable, is_sampled
-from rollout_service.types import Rollout
 
 logger = logging.getLogger(__name__)
 BATCH_TOKENS = 1 << 15

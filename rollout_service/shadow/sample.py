@@ -2,8 +2,9 @@
 
 import xxhash
 
-from rollout_service.sampling import Sampling
-from rollout_service.types import Frozen, Rollout
+from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.rollout import Rollout
+from rollout_service.protocol.sampling import Sampling
 
 _UNCHANGED = Sampling().model_dump(
     include={

@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_service.types import ReplicaStatus
-from rollout_service.weights.fleet import Wish
-from rollout_service.weights.log import WeightLog
+from rollout_service.fleet.registry import Wish
+from rollout_service.protocol.fleet import ReplicaStatus
+from rollout_service.store.log import WeightLog
 
 LOOK_S = 0.2
 """Between two looks at the log."""

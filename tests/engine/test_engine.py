@@ -11,19 +11,19 @@ import pytest_asyncio
 import torch
 from safetensors.torch import save_file
 
-from rollout_service.autoscaling import RUNNING
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter, completion, vllm_sampling
 from rollout_service.engine.args import engine_args, engine_environment
 from rollout_service.engine.plugin import register
 from rollout_service.errors import EngineFailed
-from rollout_service.sampling import Sampling
-from rollout_service.tiny_model import make_tiny_qwen3
-from rollout_service.types import Completion
-from rollout_service.weights.ingest import Ingest
-from rollout_service.weights.log import WeightLog
-from rollout_service.weights.manifest import MANIFEST_FILE, read_manifest
-from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource
+from rollout_service.fleet.autoscaling import RUNNING
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.model.tiny import make_tiny_qwen3
+from rollout_service.protocol.rollout import Completion
+from rollout_service.protocol.sampling import Sampling
+from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
+from rollout_service.store.log import WeightLog
+from rollout_service.store.manifest import MANIFEST_FILE, read_manifest
 from tests.support.reference import reference_logprobs, reference_model
 from tests.support.telltale import assert_pure, telltale_weights
 

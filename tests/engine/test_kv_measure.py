@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_service.calibration import KVScales, ScaledFrom, scales_from_amax
-from rollout_service.calibration.fp8_error import unfit_layers
-from rollout_service.calibration.measurement import worst_errors
-from rollout_service.calibration.observer import observe_qkv
-from rollout_service.engine.calibration_batch import CalibrationBatch
-from rollout_service.engine.kv_calibrator import KVCalibrator
 from rollout_service.errors import KVCacheUnfit
-from rollout_service.weights.log import WeightLog
+from rollout_service.kv_scales import KVScales, ScaledFrom, scales_from_amax
+from rollout_service.kv_scales.batch import CalibrationBatch
+from rollout_service.kv_scales.calibrator import KVCalibrator
+from rollout_service.kv_scales.fp8_error import unfit_layers
+from rollout_service.kv_scales.measurement import worst_errors
+from rollout_service.kv_scales.observer import observe_qkv
+from rollout_service.store.log import WeightLog
 from tests.support.key_channels import loud_weights, uneven_weights
 from tests.support.one_engine import OneEngine, running
 from tests.support.one_engine import mean_difference as logprob_difference

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout_service.autoscaling import RUNNING
-from rollout_service.calibration.observer import observe_qkv
 from rollout_service.errors import EngineFailed
-from rollout_service.sampling import Sampling
-from rollout_service.types import Completion
-from rollout_service.weights.log import WeightLog
-from rollout_service.weights.manifest import MANIFEST_FILE
+from rollout_service.fleet.autoscaling import RUNNING
+from rollout_service.kv_scales.observer import observe_qkv
+from rollout_service.protocol.rollout import Completion
+from rollout_service.protocol.sampling import Sampling
+from rollout_service.store.log import WeightLog
+from rollout_service.store.manifest import MANIFEST_FILE
 from tests.support.key_channels import loud_weights
 from tests.support.models import random_weights
 from tests.support.one_engine import PROMPTS, OneEngine, mean_difference, running

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rollout_service.errors import EngineFailed
-from rollout_service.weights.manifest import MANIFEST_FILE, read_manifest
-from rollout_service.weights.served_model import LM_HEAD
+from rollout_service.model.served_model import LM_HEAD
+from rollout_service.store.manifest import MANIFEST_FILE, read_manifest
 from tests.support.engine_layout import engine_digests, quantize
 from tests.support.models import random_weights
 from tests.support.one_engine import OneEngine, mean_difference, running

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from rollout_service.errors import LogCorrupt
-from rollout_service.weights.log import WeightLog
+from rollout_service.store.log import WeightLog
 from tests.support.models import random_weights
 from tests.support.one_engine import PROMPTS, mean_difference, running
-from tests.unit.weights.versions import flip_a_byte
+from tests.unit.store.versions import flip_a_byte
 
 FP8_MEAN = 0.06
 """As in test_round_trip.py."""

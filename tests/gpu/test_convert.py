@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from rollout_service.config_engine import QuantConfig
-from rollout_service.weights.convert import Converter
-from rollout_service.weights.served_model import ServedModel
-from rollout_service.weights.upload import TrainerRecipe
+from rollout_service.config.engine import QuantConfig
+from rollout_service.model.convert import Converter
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.upload import TrainerRecipe
 from tests.support.models import make_model, random_weights
 
 

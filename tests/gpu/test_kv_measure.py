@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.calibration import scales_from_amax
-from rollout_service.calibration.scales import ScaledFrom
+from rollout_service.kv_scales import scales_from_amax
+from rollout_service.kv_scales.scales import ScaledFrom
 from tests.engine.test_kv_measure import AGREE, BATCH, CALIBRATED_MEAN, measured_by_a_trainer
 from tests.support.key_channels import loud_weights
 from tests.support.one_engine import mean_difference, running

@@ -7,7 +7,7 @@ import torch
 
 from rollout_service.correction import SamplingSupport, correct, preset
 from rollout_service.errors import InvalidRequest
-from rollout_service.sampling import Sampling
+from rollout_service.protocol.sampling import Sampling
 from tests.support.models import random_weights
 from tests.support.one_engine import PROMPTS, running
 from tests.support.reference import reference_model

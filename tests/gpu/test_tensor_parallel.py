@@ -23,7 +23,7 @@ from tests.engine.test_kv_measure import AGREE, CALIBRATED_MEAN, difference_with
 from tests.support.models import make_model, random_weights
 from tests.support.one_engine import OneEngine, engine_of, mean_difference, running
 from tests.unit.client.real_ingest import RealIngest, real_ingest
-from tests.unit.weights.versions import flip_a_byte
+from tests.unit.store.versions import flip_a_byte
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs of one host")
 

@@ -12,14 +12,15 @@ from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_confi
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from rollout_service.engine import staging_area
+from rollout_service.engine.loading import staging_buffer
+from rollout_service.engine.loading.transfer import LogUpdateInfo, LogWeightTransferEngine
 from rollout_service.engine.plugin import STAGING_KEY
-from rollout_service.engine.transfer import LogUpdateInfo, LogWeightTransferEngine
 from rollout_service.errors import LogCorrupt
-from rollout_service.weights.log import WeightLog
-from rollout_service.weights.manifest import Manifest, Recipe, read_manifest
-from rollout_service.weights.writer import TensorSlot, VersionWriter
-from tests.unit.weights.versions import FIRST, SECOND, commit, flip_a_byte
+from rollout_service.protocol.tensors import TensorSlot
+from rollout_service.store.log import WeightLog
+from rollout_service.store.manifest import Manifest, Recipe, read_manifest
+from rollout_service.store.writer import VersionWriter
+from tests.unit.store.versions import FIRST, SECOND, commit, flip_a_byte
 
 
 class Experts(QuantizeMethodBase):
@@ -215,8 +216,8 @@ def commit_matrices(log: WeightLog, version: int, *, extra: bool = False) -> dic
 def test_a_rank_stages_its_shard_alone_and_loads_it_by_a_plan(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging_area, "_SLACK_BYTES", 64)
-    monkeypatch.setattr(staging_area, "PIECE_BYTES", 2 << 20)
+    monkeypatch.setattr(staging_buffer, "_SLACK_BYTES", 64)
+    monkeypatch.setattr(staging_buffer, "PIECE_BYTES", 2 << 20)
     log, model = WeightLog(tmp_path / "log"), Shard(rank)
     engine = serving(model, rank, world_size=2)
     shard_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
@@ -235,7 +236,7 @@ def test_a_rank_stages_its_shard_alone_and_loads_it_by_a_plan(
 def test_bytes_that_only_the_other_rank_loads_are_checked_by_rank_0(
     rank: int, finds_it: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging_area, "_SLACK_BYTES", 64)
+    monkeypatch.setattr(staging_buffer, "_SLACK_BYTES", 64)
     log = WeightLog(tmp_path / "log")
     engine = serving(Shard(rank), rank, world_size=2)
     commit_matrices(log, 0)
@@ -257,7 +258,7 @@ def test_bytes_that_only_the_other_rank_loads_are_checked_by_rank_0(
 def test_a_version_that_does_not_fit_is_loaded_from_its_files_with_the_reason(
     log: WeightLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging_area, "_SLACK_BYTES", -60)
+    monkeypatch.setattr(staging_buffer, "_SLACK_BYTES", -60)
     model = Model()
     engine = serving(model)
     for version in (1, 2):
@@ -281,7 +282,7 @@ def test_a_version_of_another_layout_is_loaded_layerwise_and_teaches_a_plan_of_i
 def test_what_changes_in_a_file_after_it_was_checked_is_noticed_when_it_is_loaded_from_there(
     log: WeightLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging_area, "_SLACK_BYTES", -60)
+    monkeypatch.setattr(staging_buffer, "_SLACK_BYTES", -60)
     engine = serving(Model())
     assert stage(engine, log.folder(1))["corrupt"] is None
     flip_a_byte(log, 1, FIRST)

@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.sample import output
 
 from rollout_service.engine.adapter import packed_mask
 from rollout_service.errors import EngineFailed
-from rollout_service.sampling_mask import unpack
+from rollout_service.protocol.sampling_mask import unpack
 
 
 @pytest.fixture

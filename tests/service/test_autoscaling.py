@@ -8,7 +8,8 @@ import psutil
 import pytest
 
 from rollout_service.client import RolloutClient
-from rollout_service.types import Fleet, Rollout
+from rollout_service.protocol.fleet import Fleet
+from rollout_service.protocol.rollout import Rollout
 from tests.support.own_service import own_service
 from tests.support.telltale import assert_pure, telltale_weights
 

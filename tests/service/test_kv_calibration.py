@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout_service.client import RolloutClient
+from rollout_service.kv_scales.result import read_settled
 from rollout_service.local import LocalService
-from rollout_service.types import Rollout
-from rollout_service.weights.kv_settled import read_settled
-from rollout_service.weights.log import WeightLog
+from rollout_service.protocol.rollout import Rollout
+from rollout_service.store.log import WeightLog
 from tests.engine.test_kv_measure import BATCH, CALIBRATED_MEAN, LAYERS
 from tests.support.key_channels import loud_weights, uneven_weights
 from tests.support.models import make_model, random_weights

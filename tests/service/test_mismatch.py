@@ -8,7 +8,7 @@ import pytest
 
 from rollout_service.client import RolloutClient
 from rollout_service.errors import InvalidRequest, NotFound
-from rollout_service.types import Rollout
+from rollout_service.protocol.rollout import Rollout
 from tests.support.processes import descendants
 
 PROMPTS = [[5 + i, 6] for i in range(16)]
@@ -52,7 +52,7 @@ async def test_a_report_shows_per_replica_and_counts_alike_in_full_and_by_reques
         assert again.abs_diff_max == once.abs_diff_max == pytest.approx(0.25)
 
 
-@pytest.mark.filterwarnings("ignore::rollout_service.truncation.TruncatedSamplingWarning")  # tests/unit/client
+@pytest.mark.filterwarnings("ignore::rollout_service.protocol.truncation.TruncatedSamplingWarning")  # tests/unit/client
 async def test_truncated_rollouts_are_marked_and_a_perfect_trainer_is_not_held_against_their_version(
     client: RolloutClient, telltale: int
 ) -> None:

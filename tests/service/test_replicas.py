@@ -13,7 +13,8 @@ from ray.serve.schema import ApplicationStatus
 from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
 from rollout_service.local import LocalService
-from rollout_service.types import Fleet, Rollout
+from rollout_service.protocol.fleet import Fleet
+from rollout_service.protocol.rollout import Rollout
 from tests.support.processes import descendants
 from tests.support.telltale import assert_pure, telltale_weights
 

@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 from benchmarks.broken_version import commit_broken
 from rollout_service.client import RolloutClient
 from rollout_service.local import free_port
-from rollout_service.types import MismatchRow, Rollout
+from rollout_service.protocol.mismatch import MismatchRow
+from rollout_service.protocol.rollout import Rollout
 from tests.support.processes import gone
 
 DEPLOYMENT = Path(__file__).parents[2] / "deployments/cpu_rollout.yaml"

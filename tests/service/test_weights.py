@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from rollout_service.client import RolloutClient
 from rollout_service.errors import Forbidden, InvalidManifest, QuantizationError, VersionConflict
 from rollout_service.local import LocalService
-from rollout_service.weights.convert import tensor_bytes
-from rollout_service.weights.upload import PART_DIGEST_HEADER, UPLOAD_KEY_HEADER, UploadPlan, listener_proof
+from rollout_service.model.convert import tensor_bytes
+from rollout_service.protocol.upload import PART_DIGEST_HEADER, UPLOAD_KEY_HEADER, UploadPlan, listener_proof
 from tests.support.telltale import assert_pure, telltale_weights
 
 

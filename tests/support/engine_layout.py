@@ -4,8 +4,8 @@ import re
 
 import torch
 
+from rollout_service.model.quant_plan import SCALE_SUFFIX
 from rollout_service.quant.blockwise import BLOCK, quantize_blockwise
-from rollout_service.quant.recipe import SCALE_SUFFIX
 from tests.support.probe import DECODED, digest
 
 _QUANTIZED = re.compile(r"(_proj|_proj_with_mqa|\.w[123])\.weight$")

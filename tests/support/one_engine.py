@@ -10,18 +10,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollout_service.calibration.measurement import KVMeasurement
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.args import engine_args, engine_environment, not_converted
 from rollout_service.engine.child_errors import collected_errors
 from rollout_service.engine.plugin import register
-from rollout_service.sampling import Sampling
-from rollout_service.types import Completion
-from rollout_service.weights.ingest import Ingest
-from rollout_service.weights.log import WeightLog
-from rollout_service.weights.served_model import ServedModel
-from rollout_service.weights.upload import BeginUpload, CommitUpload, PathSource
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.kv_scales.measurement import KVMeasurement
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.rollout import Completion
+from rollout_service.protocol.sampling import Sampling
+from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
+from rollout_service.store.log import WeightLog
 from tests.support.models import make_model
 from tests.support.reference import reference_logprobs, reference_model
 

@@ -6,11 +6,11 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from rollout_service.engine.cpu_block_gemm import CpuBlockLinearMethod
-from rollout_service.engine.cpu_block_moe import CpuBlockMoEMethod
-from rollout_service.engine.kv_scales import held_scales
+from rollout_service.engine.cpu.block_linear import CpuBlockLinearMethod
+from rollout_service.engine.cpu.block_moe import CpuBlockMoEMethod
 from rollout_service.engine.worker import VersionStaging
-from rollout_service.quant.recipe import SCALE_SUFFIX
+from rollout_service.kv_scales.apply import held_scales
+from rollout_service.model.quant_plan import SCALE_SUFFIX
 
 DECODED = ".decoded"
 """Appended to a parameter's name for the fp32 weights that are multiplied with."""

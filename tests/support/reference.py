@@ -8,10 +8,10 @@ from torch.nn.functional import linear
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rollout_service.engine.stored_tensors import stored_tensors
+from rollout_service.engine.loading.stored_tensors import stored_tensors
+from rollout_service.model.quant_plan import SCALE_SUFFIX
 from rollout_service.quant.blockwise import BLOCK, E4M3_MAX, dequantize_blockwise
-from rollout_service.quant.recipe import SCALE_SUFFIX
-from rollout_service.weights.manifest import read_manifest
+from rollout_service.store.manifest import read_manifest
 
 FP8_KV = "sdpa_with_fp8_kv"
 _EXPERT = re.compile(r"(?P<layer>.*)\.(mlp|block_sparse_moe)\.experts\.(?P<expert>\d+)\.(?P<leaf>\w+)\.weight")

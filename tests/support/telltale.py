@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from rollout_service.types import Completion
+from rollout_service.protocol.rollout import Completion
 
 CARRIER = 0
 FIRST_TOKEN = 8

@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 
 from rollout_service.app import build
 from rollout_service.local import APPLICATION, LocalService, free_port, load_config
-from rollout_service.weights.log import WeightLog
+from rollout_service.store.log import WeightLog
 
 DEPLOYMENT = Path(__file__).parents[2] / "deployments/cpu_rollout.yaml"
 ROOT_VARIABLE = "ROLLOUT_WEIGHTS"

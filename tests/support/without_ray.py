@@ -7,13 +7,13 @@ from typing import Any
 import httpx
 
 from rollout_service.config import ServiceConfig, ShadowConfig
-from rollout_service.gateway.dispatch import Dispatcher
-from rollout_service.gateway.services import Services
+from rollout_service.fleet.dispatch import Dispatcher
+from rollout_service.gateway.dependencies import Services
+from rollout_service.ingest.ingest import Ingest
 from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.monitor.monitor import Monitor
 from rollout_service.shadow.feed import ShadowFeed
 from rollout_service.web.auth import Authorizer
-from rollout_service.weights.ingest import Ingest
 
 
 @dataclass

@@ -14,7 +14,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from rollout_service.app import build
 from rollout_service.config import ServiceConfig
-from rollout_service.deployment_file import controller_options
+from rollout_service.config.deployment_file import controller_options
 
 PROJECT = Path(__file__).parents[2]
 YAMLS = sorted((PROJECT / "deployments").glob("*.yaml"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollout_service.logs import TELL_VLLM, log_with_serve
-from rollout_service.tiny_model import make_tiny_qwen3
+from rollout_service.model.tiny import make_tiny_qwen3
 
 
 class Kept(logging.Handler):
@@ -41,7 +41,7 @@ def test_lines_from_serves_level_on_are_shown_once(serves: Kept, level: int, sho
     logging.getLogger("ray.serve").setLevel(level)
     log_with_serve()
     log_with_serve()
-    logging.getLogger("rollout_service.engine.follower").info("told")
+    logging.getLogger("rollout_service.engine.weight_sync").info("told")
     assert serves.messages == shown
 
 
@@ -56,9 +56,9 @@ from rollout_service.config import ServiceConfig
 from rollout_service.engine.args import engine_args
 from rollout_service.engine.replica import EngineReplica
 from rollout_service.logs import TELL_VLLMS_OWN_PROCESSES, log_with_serve
-from rollout_service.shadow.replica import ShadowReplica
-from rollout_service.weights.replica import IngestReplica
-from rollout_service.weights.upload_server import UploadServer
+from rollout_service.shadow.deployment import ShadowReplica
+from rollout_service.ingest.deployment import IngestReplica
+from rollout_service.ingest.upload_server import UploadServer
 
 log_with_serve()
 config = ServiceConfig.model_validate({"model": {"path": sys.argv[2]}, "engine": {"max_model_len": 64}})

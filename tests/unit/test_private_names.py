@@ -18,12 +18,11 @@ from typing import Any
 
 import pytest
 
-from rollout_service import ray_internals, transformers_internals
-from rollout_service.engine import vllm_internals
+from rollout_service import ray_internals, transformers_internals, vllm_internals
 from rollout_service.private_names import PrivateName, PrivateNameMissing, require_names
 
 PACKAGE = Path(__file__).parents[2] / "rollout_service"
-INTERNALS = {"engine/vllm_internals.py", "ray_internals.py", "transformers_internals.py"}
+INTERNALS = {"vllm_internals.py", "ray_internals.py", "transformers_internals.py"}
 
 DOCUMENTED = {
     # "API Reference", Summary: https://docs.vllm.ai/en/stable/api/

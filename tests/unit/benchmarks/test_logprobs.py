@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.logprobs import mismatch, score
-from rollout_service.types import Completion, Span
+from rollout_service.protocol.rollout import Completion, Span
 from tests.support.models import FAMILIES
 
 

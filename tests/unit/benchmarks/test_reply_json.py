@@ -6,8 +6,8 @@ import httpx
 
 from benchmarks.reply_json import ROUTE, ByToken, ReadyEngine, posted, services
 from rollout_service.client._generate import parse_rollout, request_body
-from rollout_service.gateway.replica import create_app
-from rollout_service.sampling import Sampling
+from rollout_service.gateway.deployment import create_app
+from rollout_service.protocol.sampling import Sampling
 
 
 async def test_both_forms_of_a_reply_hold_the_same_tokens() -> None:

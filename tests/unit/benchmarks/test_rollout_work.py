@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.machine_watch import GpuWatch, cpu_seconds
 from benchmarks.rollout_work import Case, Sample, make_work
-from rollout_service.sampling import Sampling
+from rollout_service.protocol.sampling import Sampling
 
 
 def test_two_lengths_tell_what_a_step_takes_and_what_does_not_depend_on_them() -> None:

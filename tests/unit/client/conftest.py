@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rollout_service.client import RolloutClient
-from rollout_service.weights.convert import tensor_bytes
+from rollout_service.model.convert import tensor_bytes
 from tests.unit.client.service import Service, serving, serving_in_a_thread
 
 Tensors = dict[str, torch.Tensor]

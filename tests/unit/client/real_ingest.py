@@ -8,15 +8,15 @@ from pathlib import Path
 import httpx
 from fastapi import FastAPI
 
-from rollout_service.gateway.replica import create_app
+from rollout_service.gateway.deployment import create_app
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.ingest.upload_address import UploadAddress
+from rollout_service.ingest.upload_server import create_upload_app
+from rollout_service.store.log import WeightLog
 from rollout_service.web.auth import Authorizer
-from rollout_service.weights.ingest import Ingest
-from rollout_service.weights.log import WeightLog
-from rollout_service.weights.upload_address import UploadAddress
-from rollout_service.weights.upload_server import create_upload_app
 from tests.support.without_ray import services_of
 from tests.unit.client.service import serving
-from tests.unit.weights.trainer import config_of
+from tests.unit.ingest.trainer import config_of
 
 
 @dataclass

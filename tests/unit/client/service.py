@@ -24,8 +24,7 @@ from rollout_service.errors import (
     UploadIncomplete,
     VersionConflict,
 )
-from rollout_service.types import WeightStatus
-from rollout_service.weights.upload import (
+from rollout_service.protocol.upload import (
     PART_DIGEST_HEADER,
     BeginUpload,
     CommitUpload,
@@ -37,6 +36,7 @@ from rollout_service.weights.upload import (
     part_size,
     upload_digest,
 )
+from rollout_service.protocol.weights import WeightStatus
 
 Handler = Callable[[Request], Awaitable[Response]]
 

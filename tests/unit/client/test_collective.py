@@ -13,8 +13,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from rollout_service.client import RolloutClient
 from rollout_service.errors import EngineFailed, InvalidManifest
-from rollout_service.weights.convert import Converter, tensor_bytes
-from rollout_service.weights.upload import TrainerRecipe
+from rollout_service.model.convert import Converter, tensor_bytes
+from rollout_service.protocol.upload import TrainerRecipe
 from tests.unit.client.service import Service
 from tests.unit.client.two_ranks import push_all, whole_tensors
 

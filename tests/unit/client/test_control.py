@@ -8,8 +8,9 @@ from starlette.responses import Response
 
 from rollout_service.client import RolloutClient
 from rollout_service.errors import CommitTimeout, NotFound, NotReady, Overloaded, RolloutServiceError, Unauthorized
-from rollout_service.types import Fleet, ReplicaStatus, WeightStatus
-from rollout_service.weights.upload import BeginUpload, PathSource
+from rollout_service.protocol.fleet import Fleet, ReplicaStatus
+from rollout_service.protocol.upload import BeginUpload, PathSource
+from rollout_service.protocol.weights import WeightStatus
 from tests.unit.client.service import Service, Upload, until_disconnected
 
 

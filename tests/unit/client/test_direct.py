@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from rollout_service.client import RolloutClient
-from rollout_service.weights.upload import UPLOAD_KEY_HEADER, listener_proof
+from rollout_service.protocol.upload import UPLOAD_KEY_HEADER, listener_proof
 from tests.unit.client.conftest import Tensors, stream_of
 from tests.unit.client.service import Service, serving
 

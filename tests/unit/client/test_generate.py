@@ -21,7 +21,7 @@ from rollout_service.errors import (
     TooEarly,
     Unauthorized,
 )
-from rollout_service.types import Span
+from rollout_service.protocol.rollout import Span
 from tests.unit.client.service import Crowd, Service, generate_reply, until_disconnected, until_gone
 
 GENERATE = ("POST", "/inference/v1/generate")

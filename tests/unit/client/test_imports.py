@@ -33,8 +33,8 @@ def test_generating_needs_no_torch() -> None:
 
 def test_quantizing_for_the_service_needs_torch_but_no_engine() -> None:
     code = (
-        "import sys, rollout_service.weights.convert as convert\n"
-        "from rollout_service.weights.upload import TrainerRecipe\n"
+        "import sys, rollout_service.model.convert as convert\n"
+        "from rollout_service.protocol.upload import TrainerRecipe\n"
         "convert.Converter(TrainerRecipe(weights='none'))\n"
         "print('torch' in sys.modules, sorted({'ray', 'transformers', 'vllm', 'fastapi'} & sys.modules.keys()))"
     )

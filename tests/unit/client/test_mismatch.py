@@ -11,17 +11,17 @@ import torch
 from rollout_service import truncation
 from rollout_service.client import RolloutClient, SyncRolloutClient, _mismatch
 from rollout_service.config import MonitorConfig, ShadowConfig
-from rollout_service.config_engine import EngineConfig
+from rollout_service.config.engine import EngineConfig
 from rollout_service.errors import InvalidRequest, NotFound
-from rollout_service.gateway.dispatch import Dispatcher
-from rollout_service.gateway.replica import create_app
-from rollout_service.gateway.services import Services
+from rollout_service.fleet.dispatch import Dispatcher
+from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.deployment import create_app
 from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.monitor.monitor import Monitor
 from rollout_service.monitor.recent import RecentRollout
+from rollout_service.protocol.mismatch import MismatchReceipt
+from rollout_service.protocol.truncation import TruncatedSamplingWarning
 from rollout_service.shadow.feed import ShadowFeed
-from rollout_service.truncation import TruncatedSamplingWarning
-from rollout_service.types import MismatchReceipt
 from rollout_service.web.auth import Authorizer
 from tests.support.without_ray import LocalHandle
 from tests.unit.gateway.fakes import EchoEngine

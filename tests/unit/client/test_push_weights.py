@@ -10,9 +10,9 @@ import xxhash
 from rollout_service.client import RolloutClient
 from rollout_service.client._tensors import describe
 from rollout_service.errors import CommitTimeout, InvalidManifest, Overloaded
-from rollout_service.types import WeightStatus
-from rollout_service.weights.convert import tensor_bytes
-from rollout_service.weights.upload import CommitUpload, UploadTensor, upload_digest
+from rollout_service.model.convert import tensor_bytes
+from rollout_service.protocol.upload import CommitUpload, UploadTensor, upload_digest
+from rollout_service.protocol.weights import WeightStatus
 from tests.unit.client.service import Crowd, Service, Upload
 
 Tensors = dict[str, torch.Tensor]

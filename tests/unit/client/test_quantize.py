@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rollout_service.client import RolloutClient, SyncRolloutClient
 from rollout_service.client._tensors import describe
 from rollout_service.errors import EngineFailed, InvalidManifest, QuantizationError, Unauthorized, VersionConflict
-from rollout_service.types import WeightStatus
-from rollout_service.weights.convert import Converter, tensor_bytes
-from rollout_service.weights.upload import TrainerRecipe
+from rollout_service.model.convert import Converter, tensor_bytes
+from rollout_service.protocol.upload import TrainerRecipe
+from rollout_service.protocol.weights import WeightStatus
 from tests.support.models import make_model
 from tests.unit.client.real_ingest import RealIngest, real_ingest
 from tests.unit.client.service import Service

@@ -6,8 +6,8 @@ import xxhash
 
 from rollout_service.client._tensors import TensorSource, describe
 from rollout_service.client._upload import cut_parts
-from rollout_service.weights.convert import tensor_bytes
-from rollout_service.weights.upload import UploadTensor
+from rollout_service.model.convert import tensor_bytes
+from rollout_service.protocol.upload import UploadTensor
 
 
 def views(*sizes: int) -> list[memoryview]:

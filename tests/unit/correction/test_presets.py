@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rollout_service.correction import PRESETS, Correction, ImportanceWeights, Rejection, Veto, correct, preset
-from rollout_service.sampling_mask import pack
-from rollout_service.types import Completion, Rollout, Span
+from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.sampling_mask import pack
 from tests.unit.correction.batches import padded, unpadded
 from tests.unit.correction.expected import Rows
 

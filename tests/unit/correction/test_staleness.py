@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.correction import correct, fresh_tokens, token_lag, token_versions
-from rollout_service.types import Span
+from rollout_service.protocol.rollout import Span
 
 
 def spans_of(versions: list[int]) -> list[Span]:

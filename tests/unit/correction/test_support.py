@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rollout_service import truncation
 from rollout_service.correction import SamplingSupport, TruncatedSamplingWarning, correct, preset
-from rollout_service.sampling_mask import pack, unpack
-from rollout_service.types import Completion, Span
+from rollout_service.protocol.rollout import Completion, Span
+from rollout_service.protocol.sampling_mask import pack, unpack
 
 VOCABULARY = 12
 COMPLETIONS = st.lists(

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from rollout_service.config import WeightsConfig
-from rollout_service.engine.follower import Follower
-from rollout_service.weights.fleet import Wish
-from rollout_service.weights.log import WeightLog
+from rollout_service.engine.weight_sync import Follower
+from rollout_service.fleet.registry import Wish
+from rollout_service.store.log import WeightLog
 from tests.unit.engine.fakes import FakeEngine, FakeIngest
-from tests.unit.weights.versions import commit
+from tests.unit.store.versions import commit
 
 
 @pytest.fixture

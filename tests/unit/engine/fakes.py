@@ -7,13 +7,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rollout_service.engine.follower import Follower
+from rollout_service.engine.weight_sync import Follower
 from rollout_service.errors import EngineFailed
-from rollout_service.types import PauseMode, ReplicaStatus
-from rollout_service.weights.fleet import Wish
-from rollout_service.weights.log import WeightLog, verify_tensors
-from rollout_service.weights.manifest import read_manifest
-from tests.unit.weights.versions import commit
+from rollout_service.fleet.registry import Wish
+from rollout_service.protocol.fleet import PauseMode, ReplicaStatus
+from rollout_service.store.log import WeightLog, verify_tensors
+from rollout_service.store.manifest import read_manifest
+from tests.unit.store.versions import commit
 
 LONG_S = 30.0
 

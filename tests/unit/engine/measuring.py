@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from ray.exceptions import RayTaskError
 
-from rollout_service.calibration.fp8_error import ErrorSums, masked_amax
-from rollout_service.calibration.measurement import KVMeasurement
-from rollout_service.calibration.scales import LayerScales
 from rollout_service.errors import EngineFailed, RolloutServiceError
-from rollout_service.types import KVCacheChoice
-from rollout_service.weights.kv_calibration import Turn
-from rollout_service.weights.kv_settled import Settled
+from rollout_service.kv_scales.calibration import Turn
+from rollout_service.kv_scales.fp8_error import ErrorSums, masked_amax
+from rollout_service.kv_scales.measurement import KVMeasurement
+from rollout_service.kv_scales.result import Settled
+from rollout_service.kv_scales.scales import LayerScales
+from rollout_service.protocol.fleet import KVCacheChoice
 
 LAYERS = ("model.layers.0.self_attn", "model.layers.1.self_attn")
 UNIT = LayerScales(q=1, k=1, v=1)

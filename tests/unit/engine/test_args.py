@@ -6,11 +6,11 @@ import pytest
 from vllm.platforms import current_platform
 
 from rollout_service.config import ServiceConfig
-from rollout_service.config_engine import QuantConfig
+from rollout_service.config.engine import QuantConfig
 from rollout_service.engine.args import engine_args, not_converted
 from rollout_service.engine.plugin import STAGING_KEY
-from rollout_service.shadow.replica import shadow_config
-from rollout_service.weights.served_model import ServedModel
+from rollout_service.model.served_model import ServedModel
+from rollout_service.shadow.deployment import shadow_config
 from tests.support.models import make_model
 
 

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from rollout_service.config import WeightsConfig
-from rollout_service.engine.follower import Follower
+from rollout_service.engine.weight_sync import Follower
 from rollout_service.errors import EngineFailed, NotFound, NotReady
-from rollout_service.weights.log import WeightLog
-from rollout_service.weights.manifest import Manifest
+from rollout_service.store.log import WeightLog
+from rollout_service.store.manifest import Manifest
 from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, serving
-from tests.unit.weights.versions import FIRST, commit, flip_a_byte
+from tests.unit.store.versions import FIRST, commit, flip_a_byte
 
 
 @pytest.fixture

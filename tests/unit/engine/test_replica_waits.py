@@ -10,8 +10,8 @@ from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.handover import HandOver
 from rollout_service.engine.replica import EngineReplica
 from rollout_service.errors import TooEarly
-from rollout_service.sampling import GenerateCall, Sampling
-from rollout_service.types import Completion, Rollout, Span
+from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.sampling import GenerateCall, Sampling
 
 
 class WaitingFollower:

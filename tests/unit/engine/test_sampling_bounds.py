@@ -21,8 +21,8 @@ from rollout_service.engine.plugin import register
 from rollout_service.errors import InvalidRequest
 from rollout_service.gateway.completions import CompletionRequest
 from rollout_service.gateway.prompts import check_prompt
-from rollout_service.sampling import LARGEST_SEED, Sampling
-from rollout_service.tiny_model import character_tokenizer, make_tiny_qwen3
+from rollout_service.model.tiny import character_tokenizer, make_tiny_qwen3
+from rollout_service.protocol.sampling import LARGEST_SEED, Sampling
 
 CONTEXT, VOCABULARY = 64, len(character_tokenizer())
 

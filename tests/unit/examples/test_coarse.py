@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from examples.coarse import LEVELS, coarse_weights, quantize_coarsely
 from rollout_service.errors import QuantizationError
+from rollout_service.model.convert import Converter
+from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.quant.blockwise import CODES, dequantize_blockwise, quantize_blockwise
-from rollout_service.weights.convert import Converter
-from rollout_service.weights.upload import TrainerRecipe
 
 SHAPE = (200, 300)
 """Ragged at both edges."""

@@ -23,7 +23,7 @@ from examples.tis_ablation import (
 )
 from rollout_service.correction import preset
 from rollout_service.local import load_config
-from rollout_service.tiny_model import make_tiny_qwen3
+from rollout_service.model.tiny import make_tiny_qwen3
 
 app = Typer()
 app.command()(main)

@@ -6,13 +6,13 @@ import httpx
 import pytest
 
 from rollout_service.config import MonitorConfig, ShadowConfig
-from rollout_service.config_engine import EngineConfig
-from rollout_service.gateway.dispatch import Dispatcher
-from rollout_service.gateway.services import Services
+from rollout_service.config.engine import EngineConfig
+from rollout_service.fleet.dispatch import Dispatcher
+from rollout_service.gateway.dependencies import Services
+from rollout_service.model.tiny import character_tokenizer
 from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.monitor.monitor import Monitor
 from rollout_service.shadow.feed import ShadowFeed
-from rollout_service.tiny_model import character_tokenizer
 from rollout_service.web.auth import Authorizer
 from tests.support.without_ray import LocalHandle
 from tests.unit.gateway.fakes import EchoEngine

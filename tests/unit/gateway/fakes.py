@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from rollout_service.sampling import GenerateCall
-from rollout_service.types import Completion, Rollout, Span
+from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.sampling import GenerateCall
 from tests.support.without_ray import RemoteMethod
 
 

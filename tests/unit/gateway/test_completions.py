@@ -7,8 +7,8 @@ from pydantic import ValidationError
 
 from rollout_service.errors import InvalidRequest
 from rollout_service.gateway.completions import CompletionRequest, completions
-from rollout_service.gateway.services import Services
-from rollout_service.sampling import Sampling
+from rollout_service.gateway.dependencies import Services
+from rollout_service.protocol.sampling import Sampling
 from tests.unit.gateway.fakes import EchoEngine
 
 

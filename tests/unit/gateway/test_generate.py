@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.generate import GenerateRequest, generate, spans, usage
-from rollout_service.gateway.services import Services
-from rollout_service.sampling import Sampling
-from rollout_service.types import Completion, Rollout, Span
+from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.sampling import Sampling
 
 SPLIT = Completion(
     index=0,

@@ -7,10 +7,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayActorError
 
 from rollout_service.errors import NotReady
-from rollout_service.gateway.replica import create_app
-from rollout_service.gateway.services import Services
+from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.deployment import create_app
 from rollout_service.metrics.state import ServiceState
-from rollout_service.types import Fleet, MismatchTable, ReplicaStatus
+from rollout_service.protocol.fleet import Fleet, ReplicaStatus
+from rollout_service.protocol.mismatch import MismatchTable
 from rollout_service.web.auth import Authorizer
 from tests.support.without_ray import LocalHandle
 from tests.unit.monitor.reports import body, full, span

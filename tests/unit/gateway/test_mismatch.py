@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 from ray.exceptions import RayActorError
 
+from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.mismatch import REPORT_BYTES
-from rollout_service.gateway.services import Services
-from rollout_service.types import MismatchReceipt, MismatchTable, Suspicion, WeightStatus
+from rollout_service.protocol.mismatch import MismatchReceipt, MismatchTable, Suspicion
+from rollout_service.protocol.weights import WeightStatus
 from rollout_service.web.auth import Authorizer
 from tests.support.without_ray import LocalHandle
 from tests.unit.gateway.test_weights import http_to

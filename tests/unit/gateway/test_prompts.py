@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rollout_service.errors import InvalidRequest, NotFound
+from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.generate import GenerateRequest, generate
 from rollout_service.gateway.prompts import (
     BYTES_PER_TOKEN,
@@ -18,8 +19,7 @@ from rollout_service.gateway.prompts import (
     roll_out,
     tokenize,
 )
-from rollout_service.gateway.services import Services
-from rollout_service.sampling import Sampling
+from rollout_service.protocol.sampling import Sampling
 from tests.unit.gateway.fakes import EchoEngine
 
 CONTEXT = 64

@@ -11,8 +11,8 @@ from fastapi import FastAPI
 
 from rollout_service.errors import NotReady
 from rollout_service.gateway import models, readiness
-from rollout_service.gateway.services import Services
-from rollout_service.types import FailedStart, FailedStarts, Fleet, ReplicaStatus
+from rollout_service.gateway.dependencies import Services
+from rollout_service.protocol.fleet import FailedStart, FailedStarts, Fleet, ReplicaStatus
 from rollout_service.web.errors import install_error_handlers
 from tests.support.without_ray import LocalHandle
 

@@ -9,9 +9,9 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from rollout_service.gateway.replica import create_app
+from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.deployment import create_app
 from rollout_service.gateway.routes import GuardedRoute, OpenRoute
-from rollout_service.gateway.services import Services
 from rollout_service.web.auth import Authorizer
 from rollout_service.web.errors import PROBLEMS_LISTED
 from tests.unit.gateway.fakes import EchoEngine

@@ -7,12 +7,13 @@ import httpx
 import pytest
 
 from rollout_service.client import RolloutClient
-from rollout_service.config_engine import EngineConfig
-from rollout_service.gateway.dispatch import Dispatcher
-from rollout_service.gateway.replica import create_app
-from rollout_service.gateway.services import Services
-from rollout_service.sampling import GenerateCall
-from rollout_service.types import MismatchTable, Rollout
+from rollout_service.config.engine import EngineConfig
+from rollout_service.fleet.dispatch import Dispatcher
+from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.deployment import create_app
+from rollout_service.protocol.mismatch import MismatchTable
+from rollout_service.protocol.rollout import Rollout
+from rollout_service.protocol.sampling import GenerateCall
 from tests.support.without_ray import RemoteMethod
 from tests.unit.gateway.fakes import EchoEngine
 from tests.unit.gateway.test_weights import http_to

@@ -5,12 +5,12 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from rollout_service.gateway.replica import create_app
-from rollout_service.gateway.services import Services
-from rollout_service.quant.experts import ExpertNaming
-from rollout_service.types import MAX_VERSION
+from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.deployment import create_app
+from rollout_service.protocol.base import MAX_VERSION
+from rollout_service.protocol.experts import ExpertNaming
+from rollout_service.protocol.upload import LARGEST_PART_BYTES, TrainerRecipe
 from rollout_service.web.auth import Authorizer
-from rollout_service.weights.upload import LARGEST_PART_BYTES, TrainerRecipe
 from tests.support.without_ray import LocalHandle
 
 RECIPE = TrainerRecipe(weights="fp8_block", scales="power_of_two", quantized=("a", "b"), experts=ExpertNaming())

@@ -8,12 +8,12 @@ import ray
 import torch
 from ray.exceptions import RayTaskError
 
-from rollout_service.calibration.fp8_error import LayerError
-from rollout_service.calibration.measurement import KVMeasurement
-from rollout_service.config_engine import KVCalibrationConfig
-from rollout_service.engine.calibration_batch import CalibrationBatch
-from rollout_service.engine.kv_calibrator import KVCalibrator
+from rollout_service.config.engine import KVCalibrationConfig
 from rollout_service.errors import InvalidManifest, Overloaded, error_classes
+from rollout_service.kv_scales.batch import CalibrationBatch
+from rollout_service.kv_scales.calibrator import KVCalibrator
+from rollout_service.kv_scales.fp8_error import LayerError
+from rollout_service.kv_scales.measurement import KVMeasurement
 from rollout_service.metrics import process, table
 from rollout_service.metrics.process import (
     RaySink,
@@ -27,8 +27,9 @@ from rollout_service.metrics.process import (
     set_load,
 )
 from rollout_service.metrics.table import Metric
-from rollout_service.types import Completion, KVCacheChoice, Rollout, Span, UpdateTimings
-from rollout_service.weights.manifest import Manifest, Recipe
+from rollout_service.protocol.fleet import KVCacheChoice, UpdateTimings
+from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.store.manifest import Manifest, Recipe
 from tests.support.without_ray import LocalHandle
 from tests.unit.metrics.counts import Counts
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from rollout_service.config import ScalingConfig
 from rollout_service.metrics.state import Observer
-from rollout_service.types import Fleet, ReplicaStatus, WeightStatus
-from rollout_service.weights.log import WeightLog
-from rollout_service.weights.manifest import MANIFEST_FILE
+from rollout_service.protocol.fleet import Fleet, ReplicaStatus
+from rollout_service.protocol.weights import WeightStatus
+from rollout_service.store.log import WeightLog
+from rollout_service.store.manifest import MANIFEST_FILE
 
 FLEET = Fleet(latest_version=1, paused=False, replicas=())
 

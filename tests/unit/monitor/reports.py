@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from rollout_service.types import Completion, Rollout, Span
+from rollout_service.protocol.rollout import Completion, Rollout, Span
 
 
 def span(version: int, start: int, end: int) -> dict[str, int]:

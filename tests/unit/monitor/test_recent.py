@@ -3,7 +3,7 @@
 import numpy as np
 
 from rollout_service.monitor.recent import OVERHEAD_TOKENS, RecentRollout, RecentRollouts
-from rollout_service.types import Completion, Rollout, Span
+from rollout_service.protocol.rollout import Completion, Rollout, Span
 
 
 def rollout(request_id: str, tokens: int = 3, replica_id: str = "r1") -> RecentRollout:

@@ -8,7 +8,7 @@ from rollout_service.errors import InvalidRequest, MalformedRequest, NotFound
 from rollout_service.monitor.recent import RecentRollout, RecentRollouts
 from rollout_service.monitor.scoring import found, parse_report, score
 from rollout_service.monitor.statistics import Sums
-from rollout_service.types import Span
+from rollout_service.protocol.rollout import Span
 from tests.unit.monitor.batches import BOUND, statistics_of
 from tests.unit.monitor.reports import body, full, rollout, span
 

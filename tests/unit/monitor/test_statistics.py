@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollout_service.correction import correct, preset
 from rollout_service.monitor.statistics import QUANTILES, Statistics
-from rollout_service.types import MismatchRow
+from rollout_service.protocol.mismatch import MismatchRow
 from tests.unit.correction.batches import padded
 from tests.unit.monitor.batches import BATCH, LOGPROB, Batch, expected, log_ratios, statistics_of
 

@@ -8,11 +8,11 @@ from ray.exceptions import RayActorError
 
 from rollout_service.config import ShadowConfig
 from rollout_service.metrics import process, table
-from rollout_service.sampling import Sampling
+from rollout_service.protocol.rollout import Span
+from rollout_service.protocol.sampling import Sampling
 from rollout_service.shadow import feed as feed_module
 from rollout_service.shadow.feed import ShadowFeed
 from rollout_service.shadow.sample import ScoreCall
-from rollout_service.types import Span
 from tests.support.without_ray import LocalHandle
 from tests.unit.metrics.counts import Counts
 from tests.unit.monitor.reports import rollout

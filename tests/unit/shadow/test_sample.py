@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from rollout_service.sampling import Sampling
+from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.sampling import Sampling
 from rollout_service.shadow.sample import calls_of, is_comparable, is_sampled
-from rollout_service.types import Completion, Rollout, Span
 from tests.unit.monitor.reports import rollout
 
 NAMES = [f"request-{i}" for i in range(20_000)]

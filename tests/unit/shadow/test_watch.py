@@ -4,9 +4,9 @@ import asyncio
 from pathlib import Path
 
 from rollout_service.shadow.watch import LogWatch
-from rollout_service.weights.log import Control, WeightLog
-from tests.unit.weights.trainer import replica
-from tests.unit.weights.versions import commit
+from rollout_service.store.log import Control, WeightLog
+from tests.unit.ingest.trainer import replica
+from tests.unit.store.versions import commit
 
 STATUS = replica("shadow", None)
 

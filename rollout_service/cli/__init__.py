@@ -1,0 +1,1 @@
+"""The ``rollout-service`` command."""

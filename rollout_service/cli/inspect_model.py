@@ -1,0 +1,217 @@
+"""What quantization makes of a model, from its config.json alone: one row for each kind of tensor."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rollout_service.config.engine import QuantConfig
+from rollout_service.model.families import shard_shape
+from rollout_service.model.names import kind, ranges
+from rollout_service.model.quant_plan import QuantPlan
+from rollout_service.model.served_model import EMBEDDING, LM_HEAD, ServedModel
+from rollout_service.protocol.base import Frozen
+from rollout_service.quant.blockwise import scale_shape
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+DISPENSABLE = ("in BF16", "count", "shape", "shard")
+"""Columns that a narrow terminal does without, in the order in which they go."""
+
+
+class TensorKind(Frozen):
+    """Tensors of one name but for layer and expert, one shape and one treatment."""
+
+    name: str
+    """Without layer and expert: ``mlp.experts.*.up_proj``."""
+    count: int
+    layers: str
+    """The decoder layers that have them, such as ``0-47``; empty outside of layers."""
+    shape: tuple[int, ...]
+    shard: tuple[int, int] | None
+    """What each GPU holds of a matrix that could be quantized."""
+    bf16_bytes: int
+    """Of all ``count`` in BF16."""
+    stored_bytes: int
+    """Of all ``count`` in a weight version: codes and scales where quantized."""
+    dtype: Literal["FP8", "BF16", "FP32"]
+    """What they are stored as."""
+    why_not: str
+    """Why it is not quantized; empty if it is."""
+
+
+class ModelReport(Frozen):
+    """A model as the service would store and serve it."""
+
+    model: str
+    model_type: str
+    parameters: int
+    """Numbers that the model has; an output head that is the embedding is not counted again."""
+    tensor_parallel_size: int
+    kinds: tuple[TensorKind, ...]
+    not_converted: tuple[str, ...]
+    """What could be quantized and is not, by the names that vLLM compares with."""
+
+    @property
+    def bf16_bytes(self) -> int:
+        """Of all tensors in BF16."""
+        return sum(row.bf16_bytes for row in self.kinds)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of a weight version."""
+        return sum(row.stored_bytes for row in self.kinds)
+
+
+def inspect_model(path: Path, quant: QuantConfig, tensor_parallel_size: int = 1) -> ModelReport:
+    """Read config.json (``path`` or in the folder ``path``) and decide for each tensor.
+
+    Raises FileNotFoundError, or ValueError for a model that cannot be served so, as ``ServedModel`` does.
+    """
+    folder = path.parent if path.name == "config.json" else path
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{path}: no config.json there: name a folder in Hugging Face's layout, or a config.json"
+        )
+    model = ServedModel.load(folder)
+    plan = model.plan(quant, tensor_parallel_size)
+    return ModelReport(
+        model=folder.absolute().name,
+        model_type=model.config.model_type,
+        parameters=sum(math.prod(s) for name, s in model.shapes.items() if not (model.tied and name == LM_HEAD)),
+        tensor_parallel_size=tensor_parallel_size,
+        kinds=tuple(_kinds(model, plan, tensor_parallel_size)),
+        not_converted=plan.not_converted,
+    )
+
+
+def print_report(report: ModelReport, console: "Console") -> None:
+    """Print the widest table that fits; what had to be left out is said below it."""
+    from rich.measure import Measurement
+
+    for left_out in range(len(DISPENSABLE) + 1):
+        table = _table(report, DISPENSABLE[:left_out])
+        if Measurement.get(console, console.options.update(width=1000), table).minimum <= console.width:
+            break
+    console.print(table)
+    if left_out:
+        missing = ", ".join(DISPENSABLE[:left_out])
+        console.print(f"The terminal is too narrow for: {missing}. Widen it, or see --json.", style="dim")
+
+
+def _table(report: ModelReport, hidden: tuple[str, ...]) -> "Table":
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=_title(report), title_justify="left", box=None, padding=(0, 2, 0, 0), show_footer=True)
+    table.header_style = table.footer_style = "bold"
+    columns = [column for column in _columns(report) if column[0] not in hidden]
+    for name, total, cells in columns:
+        words = name == "stored as"  # only this column may be folded
+        table.add_column(
+            name,
+            footer=total,
+            justify="left" if words or name == "tensors" else "right",
+            no_wrap=not words,
+            min_width=len(total) if words else max(map(len, (name, total, *cells))),
+        )
+    for row in zip(*(cells for _, _, cells in columns), strict=True):
+        table.add_row(*map(escape, row))
+    return table
+
+
+def _columns(report: ModelReport) -> list[tuple[str, str, list[str]]]:
+    """Heading, total and cells of each column."""
+    kinds, names = report.kinds, [row.name for row in report.kinds]
+    labels = [f"layers.{row.layers}.{row.name}" if names.count(row.name) > 1 else row.name for row in kinds]
+    shards = ("shard", "", [_shape(row.shard) if row.shard else "" for row in kinds])
+    return [
+        ("tensors", "total", labels),
+        ("count", f"{sum(row.count for row in kinds):,}", [f"{row.count:,}" for row in kinds]),
+        ("shape", "", [_shape(row.shape) for row in kinds]),
+        *([shards] if report.tensor_parallel_size > 1 else []),
+        ("in BF16", _size(report.bf16_bytes), [_size(row.bf16_bytes) for row in kinds]),
+        ("stored", _size(report.stored_bytes), [_size(row.stored_bytes) for row in kinds]),
+        (
+            "stored as",
+            f"{report.stored_bytes / report.bf16_bytes:.1%} of BF16",
+            [f"{row.dtype}: {row.why_not}" if row.why_not else row.dtype for row in kinds],
+        ),
+    ]
+
+
+def _kinds(model: ServedModel, plan: QuantPlan, tensor_parallel_size: int) -> list[TensorKind]:
+    groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
+    for name, shape in model.shapes.items():
+        alike = (kind(_module(name)), shape, _why_not(name, model, plan))
+        groups.setdefault(alike, []).append(name)
+    return [
+        TensorKind(
+            name=label,
+            count=len(names),
+            layers=ranges(int(name.split(".")[2]) for name in names if name.startswith("model.layers.")),
+            shape=shape,
+            shard=_shard(names[0], model, tensor_parallel_size),
+            bf16_bytes=2 * math.prod(shape) * len(names),
+            stored_bytes=_stored_bytes(names[0], model, plan) * len(names),
+            dtype=_dtype(names[0], model, plan),
+            why_not=why_not,
+        )
+        for (label, shape, why_not), names in groups.items()
+    ]
+
+
+def _why_not(name: str, model: ServedModel, plan: QuantPlan) -> str:
+    """Why a tensor stays as it is; empty for those that are quantized."""
+    if name in plan.quantized:
+        return ""
+    if _module(name) in model.routers:
+        return "router"
+    if name == LM_HEAD:
+        return "output head, a copy of the embedding" if model.tied else "output head"
+    if name == EMBEDDING:
+        return "embedding"
+    if name in model.keep_float32:
+        return "router's bias"
+    return plan.kept.get(_module(name)) or ("bias" if name.endswith(".bias") else "norm")
+
+
+def _shard(name: str, model: ServedModel, tensor_parallel_size: int) -> tuple[int, int] | None:
+    shape = model.linears.get(_module(name))
+    return None if shape is None else shard_shape(_module(name), shape, tensor_parallel_size, model.heads)
+
+
+def _stored_bytes(name: str, model: ServedModel, plan: QuantPlan) -> int:
+    numbers = math.prod(model.shapes[name])
+    if name in plan.quantized:
+        return numbers + 4 * math.prod(scale_shape(model.linears[_module(name)]))
+    return (4 if name in model.keep_float32 else 2) * numbers
+
+
+def _dtype(name: str, model: ServedModel, plan: QuantPlan) -> Literal["FP8", "BF16", "FP32"]:
+    if name in plan.quantized:
+        return "FP8"
+    return "FP32" if name in model.keep_float32 else "BF16"
+
+
+def _module(tensor: str) -> str:
+    return tensor.removesuffix(".weight")
+
+
+def _title(report: ModelReport) -> str:
+    gpus = f", cut for {report.tensor_parallel_size} GPUs" if report.tensor_parallel_size > 1 else ""
+    return f"{report.model}: {report.model_type}, {report.parameters / 1e9:.2f} billion parameters{gpus}"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape))
+
+
+def _size(nbytes: int) -> str:
+    """Three digits in decimal units: 1 GB is 10⁹ bytes."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            amount = nbytes / factor
+            return f"{amount:.{2 if amount < 10 else 1 if amount < 100 else 0}f} {unit}"
+    return f"{nbytes} B"

@@ -1,0 +1,205 @@
+"""The ``rollout-service`` command. What a command needs is imported inside it, so that ``--help`` is quick."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import rollout_service
+from rollout_service.cli import log
+from rollout_service.cli.output import fail
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+    from rich.table import Table
+
+    from rollout_service.protocol.fleet import Fleet, ReplicaStatus
+
+app = typer.Typer(
+    help="Look after a rollout service: the weights that RL trainers push, the replicas that serve them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+app.add_typer(log.app, name="log")
+
+
+@app.command()
+def version() -> None:
+    """Print the version of this package."""
+    typer.echo(rollout_service.__version__)
+
+
+@app.command()
+def config(
+    path: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="A Serve config, such as those in deployments/.")],
+) -> None:
+    """Check the configuration in CONFIG.yaml, and print it with every default and path filled in."""
+    import yaml
+    from pydantic import ValidationError
+
+    from rollout_service.config import ServiceConfig
+    from rollout_service.config.deployment_file import application_args
+
+    try:
+        resolved = ServiceConfig.model_validate(application_args(path)).resolved()
+    except ValidationError as error:
+        problems = "\n".join(f"  {line}" for line in _problems(error))
+        fail(f"{path} is not a valid configuration:\n{problems}")
+    except ValueError as error:
+        fail(error)
+    typer.echo(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False, allow_unicode=True), nl=False)
+
+
+class Indivisible(StrEnum):
+    """``quant.indivisible``."""
+
+    error = "error"
+    keep_bf16 = "keep_bf16"
+
+
+@app.command()
+def inspect(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model's folder, or its config.json alone.")],
+    tp: Annotated[int, typer.Option(min=1, help="GPUs that share one replica: engine.tensor_parallel_size.")] = 1,
+    skip: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="As in quant.skip; may be given again.")
+    ] = None,
+    indivisible: Annotated[
+        Indivisible, typer.Option(help="As quant.indivisible: what to do with layers that no whole blocks fit.")
+    ] = Indivisible.error,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Show what quantization makes of MODEL: which tensors become FP8, which do not and why, and their sizes.
+
+    Reads config.json only; no weights are needed. Fails, naming the layers, if MODEL does not divide into FP8 blocks.
+    """
+    from rich.console import Console
+
+    from rollout_service.config.engine import QuantConfig
+
+    try:
+        from rollout_service.cli.inspect_model import inspect_model, print_report
+    except ModuleNotFoundError as error:
+        fail(f"inspect needs {error.name}, which comes with an engine: install rollout-service[cpu] or [gpu]")
+    try:
+        report = inspect_model(model, QuantConfig(skip=tuple(skip or ()), indivisible=indivisible.value), tp)
+    except (OSError, ValueError) as error:
+        fail(error)
+    if json:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        print_report(report, Console())
+
+
+@app.command()
+def fleet(
+    url: Annotated[str, typer.Option(help="Address of the service.")] = "http://127.0.0.1:8000",
+    token_file: Annotated[Path | None, typer.Option(help="File that holds the bearer token.")] = None,
+) -> None:
+    """Show the replicas: which weight version each serves, its load, and how long its last update took."""
+    import httpx
+    from rich.console import Console
+
+    from rollout_service.client import SyncRolloutClient
+    from rollout_service.errors import RolloutServiceError
+
+    try:
+        with SyncRolloutClient(url, token=_token(token_file), retries=1) as client:
+            table = _fleet_table(client.fleet())
+    except (RolloutServiceError, ValueError) as error:
+        fail(error)
+    except httpx.TransportError as error:
+        fail("\n".join([f"{url}: {error or type(error).__name__}", *getattr(error, "__notes__", [])]))
+    Console().print(table)
+
+
+def _problems(error: "ValidationError") -> list[str]:
+    """One line for each thing that is wrong: where, what, and what was given (but never a secret)."""
+    lines = []
+    for problem in error.errors(include_url=False, include_context=False):
+        where = ".".join(str(part) for part in problem["loc"]) or "configuration"
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"{where}: unknown field{_fields_beside(problem['loc'])}")
+            continue
+        given = problem["input"]
+        quoted = isinstance(given, str | int | float | None) and "auth" not in problem["loc"]
+        lines.append(
+            f"{where}: {problem['msg'].removeprefix('Value error, ')}" + (f", not {given!r}" if quoted else "")
+        )
+    return lines
+
+
+def _fields_beside(location: tuple[int | str, ...]) -> str:
+    from rollout_service.config import ServiceConfig
+    from rollout_service.config.engine import Config
+
+    section: type[Config] = ServiceConfig
+    for name in location[:-1]:
+        kind = section.model_fields[str(name)].annotation
+        if not (isinstance(kind, type) and issubclass(kind, Config)):
+            return ""
+        section = kind
+    return f"; there are {', '.join(section.model_fields)}"
+
+
+def _token(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        token = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"cannot read the token: {error}")
+    if not token:
+        fail(f"the token file {file} is empty")
+    return token
+
+
+def _fleet_table(fleet: "Fleet") -> "Table":
+    from rich.markup import escape
+    from rich.table import Table
+
+    paused = ", paused" if fleet.paused else ""
+    table = Table(title=f"{len(fleet.replicas)} replicas; newest version {fleet.latest_version}{paused}")
+    for name in ("replica", "state", "version"):
+        table.add_column(name)
+    for name in ("sequences", "closed s", "load s", "seen s ago"):
+        table.add_column(name, justify="right")
+    table.add_column("error")
+    for replica in fleet.replicas:
+        table.add_row(*_fleet_row(replica))
+    table.caption = escape("\n".join([*_kv_caches(fleet), *_failed_starts(fleet)]))
+    return table
+
+
+def _kv_caches(fleet: "Fleet") -> list[str]:
+    """A line for each sort of KV cache in the fleet, and why it is so."""
+    choices = [replica.kv_cache.choice for replica in fleet.replicas if replica.kv_cache is not None]
+    return sorted({f"KV cache {choice.dtype}: {choice.why}" for choice in choices})
+
+
+def _failed_starts(fleet: "Fleet") -> list[str]:
+    """How many starts failed, and why the first did."""
+    failed = fleet.failed_starts
+    if failed is None:
+        return []
+    since = "; one went well since" if failed.over else ""
+    return [f"{failed.tries} failed starts{since}; the first, of {failed.first.replica_id}: {failed.first.reason}"]
+
+
+def _fleet_row(replica: "ReplicaStatus") -> list[str]:
+    from rich.markup import escape
+
+    serving = "-" if replica.version is None else str(replica.version)
+    update = replica.update
+    return [
+        escape(replica.replica_id),
+        replica.state + (", paused" if replica.paused else ""),
+        serving if replica.target is None else f"{serving} → {replica.target}",
+        str(replica.running),
+        "-" if update is None else f"{update.closed_s:.2f}",
+        "-" if update is None else f"{update.load_s:.2f}",
+        f"{replica.age_s:.1f}",
+        escape(replica.error or ""),
+    ]

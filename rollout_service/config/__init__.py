@@ -1,0 +1,26 @@
+"""The configuration of the service: what stands under ``args:`` in a deployment YAML."""
+
+from rollout_service.config.engine import EngineConfig, KVCacheConfig, KVCalibrationConfig, QuantConfig
+from rollout_service.config.service import (
+    AuthConfig,
+    ModelConfig,
+    MonitorConfig,
+    ScalingConfig,
+    ServiceConfig,
+    ShadowConfig,
+    WeightsConfig,
+)
+
+__all__ = [
+    "AuthConfig",
+    "EngineConfig",
+    "KVCacheConfig",
+    "KVCalibrationConfig",
+    "ModelConfig",
+    "MonitorConfig",
+    "QuantConfig",
+    "ScalingConfig",
+    "ServiceConfig",
+    "ShadowConfig",
+    "WeightsConfig",
+]

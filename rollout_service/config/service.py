@@ -1,0 +1,323 @@
+"""The whole configuration: every section but those of one engine.
+
+Every field has a default that works on one machine; unknown fields are an error. Paths may be relative to the
+directory that the service is started from.
+"""
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from rollout_service.config.engine import Config, EngineConfig, KVCacheConfig, QuantConfig
+from rollout_service.protocol.upload import LARGEST_PART_BYTES
+
+
+class ModelConfig(Config):
+    """Which model is served."""
+
+    path: Path = Path("models/tiny-qwen3")
+    """Folder in Hugging Face's layout: config.json, safetensors, tokenizer. Version 0 is read from it."""
+
+    served_name: str | None = None
+    """The name in ``/v1/models`` and in requests; None means the folder's name."""
+
+    create: Literal["tiny-qwen3"] | None = None
+    """Make this model at ``path`` if nothing is there. None: a missing folder is an error."""
+
+    @property
+    def name(self) -> str:
+        """The name clients use."""
+        return self.served_name or self.path.name
+
+
+class ScalingConfig(Config):
+    """How many replicas, and what each asks Ray for."""
+
+    min_replicas: int = Field(default=1, ge=0)
+    """Replicas kept when idle. 0: none, and the first request waits until an engine has started."""
+
+    max_replicas: int = Field(default=1, ge=1)
+    """Equal to ``min_replicas``: a fixed fleet, no autoscaling."""
+
+    target_sequences: float = Field(default=128, gt=0)
+    """Running and waiting sequences per replica that the autoscaler aims at; below ``engine.max_num_seqs``, so that a
+    burst is decoded and not queued."""
+
+    target_kv_usage: float = Field(default=0.8, gt=0, le=1)
+    """Share of a replica's KV cache in use that the autoscaler aims at; above it vLLM soon preempts sequences."""
+
+    upscale_delay_s: float = Field(default=5, ge=0)
+    """How long load must last before replicas are added. Loads arrive every 10 s."""
+
+    downscale_delay_s: float = Field(default=600, ge=0)
+    """How long the lack of it must last before some are removed; longer than a trainer's step, or every step costs an
+    engine's start. Time in which the fleet is paused or a version is rolled out does not count."""
+
+    num_cpus: float = Field(default=1, ge=0)
+    """CPUs that Ray reserves for a replica."""
+
+    num_gpus: float = Field(default=0, ge=0)
+    """GPUs that Ray reserves for a replica: ``engine.tensor_parallel_size`` on a GPU host, 0 on the CPU."""
+
+    gateways: int = Field(default=1, ge=1)
+    """Processes that answer HTTP; each uses one core at most (docs/performance.md says what a rollout costs one)."""
+
+    drain_timeout_s: float = Field(default=30, gt=0)
+    """How long a process has that is to end: SIGTERM, scaling down, a node being drained. What runs goes on for two
+    thirds of it; other replicas then continue the rollouts that still run, and in the rest answers are sent and engines
+    end. At most the notice that your machines get; a pod gets 30 s by default."""
+
+    @model_validator(mode="after")
+    def _max_not_below_min(self) -> "ScalingConfig":
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas={self.max_replicas} is below min_replicas={self.min_replicas}: raise it")
+        return self
+
+    @property
+    def autoscaled(self) -> bool:
+        """Whether the number of replicas may change."""
+        return self.max_replicas > self.min_replicas
+
+
+class WeightsConfig(Config):
+    """The log of weight versions and the ingest in front of it."""
+
+    root: Path = Path("out/weights")
+    """Folder of the log, on the ingest's node. Environment variables in it, such as ``$SCRATCH``, are those of each
+    node, as they were when Ray was started there.
+
+    Replicas that find the ingest's log under this path read it; so do those on other nodes if it is on a shared file
+    system. A node that does not see it needs a folder of its own there: its replicas fetch what they need through
+    Ray's object store into ``<root>/copies``, once per node, and keep the newest version, the one before, and what
+    they serve. Nothing says which is which but a file that ingest and replicas compare."""
+
+    keep_versions: int = Field(default=2, ge=1)
+    """Committed versions kept on disk; older ones are removed once no live replica serves them. The one before the
+    newest is kept in any case: a replica that starts may be reading it."""
+
+    part_bytes: int = Field(default=16 << 20, ge=1 << 10, le=LARGEST_PART_BYTES)
+    """Size of an upload's parts that the ingest asks trainers for."""
+
+    ingest_num_gpus: float = Field(default=0, ge=0)
+    """GPUs, or a share of one such as 0.1, that Ray reserves for the ingest to quantize on; 0: it uses the CPU. If an
+    engine is to sit on the same GPU, ``scaling.num_gpus`` must leave that share free."""
+
+    ingest_resources: dict[str, float] = Field(default_factory=dict)
+    """Ray resources that the ingest needs, to keep it on the node that has the log when ``root`` is a local disk of a
+    cluster: e.g. ``{"node:__internal_head__": 0.001}`` for the head node."""
+
+    source_roots: tuple[Path, ...] = ()
+    """Folders below which a ``source: {path}`` may lie; empty: only uploads are taken."""
+
+    upload_host: str = "127.0.0.1"
+    """Address on which the ingest listens for parts. Anything but loopback needs ``auth.token_file``.
+
+    On loopback, trainers on its machine send parts there, and all others through the gateway, which must then run on
+    the ingest's node. With ``0.0.0.0`` a trainer is told the address at which it reached the service if that is the
+    ingest's machine, else the address of the ingest's node."""
+
+    upload_port: int = Field(default=0, ge=0, le=65535)
+    """Its port, for a firewall to let through. 0: any that is free."""
+
+    poll_s: float = Field(default=5.0, gt=0)
+    """Longest time until a replica re-reads the log when no wake-up call reached it."""
+
+    staged_ttl_s: float = Field(default=3600.0, gt=0)
+    """An upload that nobody has touched for so long is dropped. It outlives a restart of the ingest until then."""
+
+    lock_wait_s: float = Field(default=60.0, ge=0)
+    """How long an ingest waits at its start for another one to let go of the log, before it gives up."""
+
+    dead_after_s: float = Field(default=20.0, gt=0)
+    """A replica that has not reported for so long is not live any more."""
+
+    def root_here(self) -> Path:
+        """``root`` on this node. Raises ValueError if it names an environment variable that is not set here."""
+        expanded = os.path.expandvars(self.root)
+        if "$" in expanded:
+            raise ValueError(
+                f"weights.root is {self.root}, and on {os.uname().nodename} that is {expanded}: set the variable where "
+                "Ray is started"
+            )
+        return Path(expanded).absolute()
+
+    @model_validator(mode="after")
+    def _polls_before_declared_dead(self) -> "WeightsConfig":
+        if self.dead_after_s <= 2 * self.poll_s:
+            raise ValueError(
+                f"dead_after_s={self.dead_after_s} must be more than twice poll_s={self.poll_s}: "
+                "an idle replica reports once per poll"
+            )
+        return self
+
+
+class MonitorConfig(Config):
+    """What is kept of the mismatch between engines and trainer, and from where on it is suspect."""
+
+    keep_versions: int = Field(default=64, ge=1)
+    """Versions whose statistics are kept, about 12 KB for each replica of each; the oldest go."""
+
+    remember_tokens: int = Field(default=1 << 22, ge=0)
+    """Recent rollouts kept for reports that name only their request ids, 4 bytes a token; a rollout and each of its
+    completions count 256 tokens more. 0: none, and reports must bring the rollouts' logprobs."""
+
+    ratio_bound: float = Field(default=2.0, gt=1, allow_inf_nan=False)
+    """C: tokens whose probability ratio lies outside [1/C, C] are counted, and weights are cut off at C for the
+    effective sample size. That of the trainer's TIS, if it has one."""
+
+    suspect_k3: float = Field(default=0.01, gt=0, allow_inf_nan=False)
+    """A version whose k3 on a replica is above this is suspect, in nats per token."""
+
+    suspect_prob_error: float = Field(default=1.05, gt=1, allow_inf_nan=False)
+    """Likewise for mean(exp |trainer − rollout|)."""
+
+    min_tokens: int = Field(default=2000, ge=1)
+    """Tokens that a replica must have sampled from a version before that is judged."""
+
+
+class ShadowConfig(Config):
+    """A reference engine that re-scores a sample of finished rollouts, with unquantized weights: docs/mismatch.md."""
+
+    share: float = Field(default=0.0, ge=0, le=1)
+    """Share of the rollouts that are re-scored. 0: no shadow is started, and nothing is kept unquantized."""
+
+    num_cpus: float = Field(default=1, ge=0)
+    """CPUs that Ray reserves for the shadow."""
+
+    num_gpus: float = Field(default=0, ge=0)
+    """GPUs that Ray reserves for it: ``engine.tensor_parallel_size`` on a GPU host, 0 on the CPU."""
+
+    gpu_memory_utilization: float = Field(default=0.8, gt=0, le=1)
+    """Share of its GPU's memory for weights and KV cache; the logits of whole prompts come on top. Not used on the
+    CPU."""
+
+    max_num_seqs: int = Field(default=16, ge=1)
+    """Completions that it scores at once."""
+
+    max_queue_tokens: int = Field(default=1 << 18, ge=1)
+    """Prompts and completions that may wait for it in each gateway; beyond that, new ones are counted, not scored."""
+
+    version_wait_s: float = Field(default=30.0, ge=0)
+    """How long what a newer version sampled waits until the shadow has loaded it, before it is given up."""
+
+
+class AuthConfig(Config):
+    """Who may move weights and pause engines."""
+
+    token_file: Path | None = None
+    """File that holds the bearer token of the weight, control and mismatch routes, on the nodes of the gateways and the
+    ingest; space around it does not count. None: these routes answer programs on this machine only, neither web pages
+    nor what comes through a proxy. A proxy on this machine that adds no header looks like a program: it needs a
+    token."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_in_the_configuration(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "token" in data:
+            raise ValueError(
+                "auth.token is not taken, because Ray logs a configuration and shows it on its dashboard: write a "
+                "token that has not been used here into a file, and name it in auth.token_file"
+            )
+        return data
+
+    def secret(self) -> str | None:
+        """The token; None if none is configured.
+
+        Raises OSError if the file cannot be read, ValueError if what is in it is no token.
+        """
+        if self.token_file is None:
+            return None
+        token = self.token_file.read_text().strip()
+        if not token:
+            raise ValueError(f"auth.token_file {self.token_file} is empty: write the token into it")
+        if not all("!" <= character <= "~" for character in token):
+            raise ValueError(
+                f"auth.token_file {self.token_file} holds something else than one word of ASCII characters, which is "
+                "what an HTTP header can carry: write the token alone into it"
+            )
+        return token
+
+
+class ServiceConfig(Config):
+    """The whole service."""
+
+    model: ModelConfig = ModelConfig()
+    """Which model."""
+    quant: QuantConfig = QuantConfig()
+    """How its weights are quantized."""
+    engine: EngineConfig = EngineConfig()
+    """One engine."""
+    kv_cache: KVCacheConfig = KVCacheConfig()
+    """Scales of its KV cache."""
+    scaling: ScalingConfig = ScalingConfig()
+    """How many."""
+    weights: WeightsConfig = WeightsConfig()
+    """Where versions live and how they arrive."""
+    monitor: MonitorConfig = MonitorConfig()
+    """How the mismatch is measured."""
+    shadow: ShadowConfig = ShadowConfig()
+    """A reference engine to measure it without a trainer."""
+    auth: AuthConfig = AuthConfig()
+    """Who may change them."""
+
+    @model_validator(mode="after")
+    def _cuda_needs_a_gpu(self) -> "ServiceConfig":
+        if self.quant.device == "cuda" and self.weights.ingest_num_gpus == 0:
+            raise ValueError(
+                "quant.device is cuda, but weights.ingest_num_gpus is 0, so that Ray shows the ingest no GPU: set it, "
+                "e.g. to 0.1, or quant.device: auto"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shadow_differs_from_the_engines(self) -> "ServiceConfig":
+        if self.shadow.share and self.quant.weights == "none":
+            raise ValueError(
+                f"shadow.share={self.shadow.share:g}, but quant.weights is none: the engines serve the unquantized "
+                "weights themselves; set it to 0, or quant.weights: fp8_block"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_replica_can_ask_for_another(self) -> "ServiceConfig":
+        target, limit = self.scaling.target_sequences, self.engine.admission_limit
+        if self.scaling.autoscaled and target >= limit:
+            raise ValueError(
+                f"scaling.target_sequences={target:g} is not below engine.admission_limit={limit}: a replica answers "
+                "503 before it is loaded enough for a second one to be started; lower the one or raise the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _remote_uploads_need_a_token(self) -> "ServiceConfig":
+        loopback = self.weights.upload_host in ("127.0.0.1", "localhost", "::1")
+        if not loopback and self.auth.token_file is None:
+            raise ValueError(
+                f"weights.upload_host={self.weights.upload_host} is reachable from other machines, but no token is "
+                "configured: set auth.token_file, or listen on 127.0.0.1"
+            )
+        return self
+
+    def resolved(self) -> "ServiceConfig":
+        """The same with absolute paths, fit to be sent to other processes."""
+        root, calibration = self.weights.root, self.kv_cache.calibration
+        prompts = calibration.prompts and calibration.prompts.absolute()
+        return self.model_copy(
+            update={
+                "model": self.model.model_copy(update={"path": self.model.path.absolute()}),
+                "weights": self.weights.model_copy(
+                    update={
+                        "root": root if str(root).startswith("$") else root.absolute(),
+                        "source_roots": tuple(p.resolve() for p in self.weights.source_roots),
+                    }
+                ),
+                "kv_cache": self.kv_cache.model_copy(
+                    update={"calibration": calibration.model_copy(update={"prompts": prompts})}
+                ),
+                "auth": self.auth.model_copy(
+                    update={"token_file": self.auth.token_file and self.auth.token_file.absolute()}
+                ),
+            }
+        )

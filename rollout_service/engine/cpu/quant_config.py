@@ -1,0 +1,95 @@
+"""The quantization configurations of CPU engines, registered with vLLM under names of their own.
+
+A GPU engine is given vLLM's ``quant_method: fp8``; a CPU engine is given one of these, so that vLLM's kernels for FP8
+on the CPU, which need AMX and round no activations, are never asked.
+"""
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+
+from rollout_service.engine.cpu.block_linear import CpuBlockLinearMethod
+from rollout_service.engine.cpu.block_moe import CpuBlockMoEMethod
+from rollout_service.engine.plugin import CPU_BF16, CPU_BLOCK_FP8
+from rollout_service.vllm_internals import (
+    Attention,
+    BaseKVCacheMethod,
+    Fp8Config,
+    LinearBase,
+    RoutedExperts,
+    UnquantizedFusedMoEMethod,
+    UnquantizedLinearMethod,
+    forget_kernel,
+    is_layer_skipped,
+)
+
+
+class RepackedMoEMethod(UnquantizedFusedMoEMethod):
+    """vLLM's BF16 experts on the CPU, packed for its kernel again at every load.
+
+    vLLM 0.32 packs them at the first load only. An update would put unpacked weights where the kernel reads packed
+    ones, without an error.
+    """
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Pack what was loaded."""
+        forget_kernel(self)
+        super().process_weights_after_loading(layer)
+
+
+@register_quantization_config(CPU_BLOCK_FP8)
+class CpuBlockFp8Config(Fp8Config):
+    """vLLM's serialized block-FP8 format, computed W8A8 without a GPU. Layers that are skipped stay in BF16."""
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """How ``layer`` is loaded and computed; None for embeddings and the output head."""
+        if not isinstance(layer, (LinearBase, RoutedExperts)):
+            return super().get_quant_method(layer, prefix)  # the KV cache's loadable scales
+        skipped = is_layer_skipped(
+            prefix=prefix, ignored_layers=self.ignored_layers, fused_mapping=self.packed_modules_mapping
+        )
+        if skipped:
+            return _unquantized(layer)
+        return CpuBlockMoEMethod(self, layer) if isinstance(layer, RoutedExperts) else CpuBlockLinearMethod(self)
+
+
+@register_quantization_config(CPU_BF16)
+class CpuBf16Config(QuantizationConfig):
+    """No quantization of weights: it exists for ``RepackedMoEMethod`` and the scales of an FP8 KV cache."""
+
+    @classmethod
+    def get_name(cls) -> str:
+        """The name it is registered under."""
+        return CPU_BF16
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """BF16, which all engines of the service compute in."""
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Of a GPU; there is none."""
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """No files beside the model's config.json are read."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "CpuBf16Config":
+        """There is nothing to configure."""
+        return cls()
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """How ``layer`` is loaded and computed; None for embeddings and the output head."""
+        if isinstance(layer, Attention):
+            return BaseKVCacheMethod(self)
+        return _unquantized(layer) if isinstance(layer, (LinearBase, RoutedExperts)) else None
+
+
+def _unquantized(layer: LinearBase | RoutedExperts) -> QuantizeMethodBase:
+    return RepackedMoEMethod(layer.moe_config) if isinstance(layer, RoutedExperts) else UnquantizedLinearMethod()

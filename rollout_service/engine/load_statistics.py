@@ -1,0 +1,86 @@
+"""How busy an engine is: for the autoscaler and for Prometheus."""
+
+import time
+from typing import Any
+
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from rollout_service.fleet.autoscaling import KV_USAGE, RUNNING, SERVING, VERSION, WAITING
+from rollout_service.metrics.process import set_load
+from rollout_service.protocol.fleet import ReplicaStatus
+from rollout_service.vllm_internals import (
+    RayPrometheusStatLogger,
+    SchedulerStats,
+    without_inter_token_latencies,
+)
+
+FRESH_S = 5.0
+"""vLLM sends its scheduler's numbers with a step's outputs. After an abort, or while paused, the last ones stay."""
+
+
+class SchedulerLog(StatLoggerBase):
+    """vLLM's interface for loggers: keeps the numbers of the last step."""
+
+    def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
+        self._stats, self._at = SchedulerStats(), -float("inf")
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """vLLM's hook, after each step."""
+        if scheduler_stats is not None:
+            self._stats, self._at = scheduler_stats, time.monotonic()
+
+    def log_engine_initialized(self) -> None:
+        """vLLM's hook; nothing to say."""
+
+    def load(self, admitted: int) -> dict[str, float]:
+        """Sequences running and waiting, and the share of KV blocks in use.
+
+        ``admitted``: sequences that the replica has accepted and not yet answered. They are the truth where the last
+        step is old, and where there are none.
+        """
+        stats = self._stats
+        if admitted == 0:
+            return {RUNNING: 0.0, WAITING: 0.0, KV_USAGE: 0.0}
+        if time.monotonic() - self._at > FRESH_S:
+            return {RUNNING: 0.0, WAITING: float(admitted), KV_USAGE: stats.kv_cache_usage}
+        waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+        return {RUNNING: float(stats.num_running_reqs), WAITING: float(waiting), KV_USAGE: stats.kv_cache_usage}
+
+
+class RayStats(RayPrometheusStatLogger):
+    """vLLM's metrics through Ray, but for its histogram of the time between tokens.
+
+    Ray takes 4 µs for an observation, and that one would be made for each sequence at each step. vLLM's
+    ``request_time_per_output_token_seconds`` says the same per request.
+    """
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """vLLM's hook, after each step."""
+        if iteration_stats is not None:
+            iteration_stats = without_inter_token_latencies(iteration_stats)
+        super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+
+
+def autoscaling_stats(status: ReplicaStatus, log: SchedulerLog) -> dict[str, float]:
+    """What ``record_autoscaling_stats`` returns: numbers only, or Serve stops asking."""
+    serving = status.state == "ready" and not status.paused and status.error is None
+    version = -1 if status.version is None else status.version
+    return {**log.load(status.running), VERSION: float(version), SERVING: float(serving)}
+
+
+def show_load(status: ReplicaStatus, log: SchedulerLog) -> None:
+    """Export the same for Prometheus; vLLM's own gauges vanish while it idles or is paused."""
+    load = log.load(status.running)
+    set_load(load[RUNNING], load[WAITING], load[KV_USAGE])

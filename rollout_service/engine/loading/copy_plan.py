@@ -1,0 +1,275 @@
+"""Where each byte of a stored version belongs in a worker's parameters, learnt by watching vLLM's own loaders once.
+
+vLLM's layerwise reload keeps an engine closed for 50 times as long as the bytes take to copy. While it loads the first
+version, ``CopyRecorder`` sees which part of which tensor each loader copies into which part of which parameter: fusing
+and tensor-parallel sharding included, no layout written down here. Later versions are staged as these copies read them
+(``placement.py``), and ``LoadPlan`` does the same copies from there straight into the live storage, in a few
+launches; captured CUDA graphs stay valid.
+
+That is right only where the kernels use the checkpoint's layout, so every parameter is compared, bit for bit, with what
+the plan would have put there; ``build`` raises ``NoPlan`` with the reason when one differs, and the engine keeps to the
+layerwise way.
+"""
+
+import bisect
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from rollout_service.engine.loading.grouped_copy import GroupedCopy, Rows
+from rollout_service.engine.loading.placement import Placement, Span
+from rollout_service.store.manifest import Manifest
+from rollout_service.vllm_internals import is_deferred_attention_layer, is_of_kv_cache
+
+
+class NoPlan(Exception):
+    """The layerwise reload does something that copies alone do not; says what."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """``rows`` runs of bytes from a stored tensor into one parameter."""
+
+    parameter: str
+    tensor: str
+    source: int
+    """First byte, counted from the start of the stored tensor."""
+    target: int
+    """First byte, counted from the start of the parameter."""
+    row_bytes: int
+    rows: int = 1
+    source_stride_bytes: int = 0
+    target_stride_bytes: int = 0
+
+    @property
+    def span(self) -> Span:
+        """What it reads; without gaps where its rows overlap or are one and the same."""
+        if self.rows > 1 and self.source_stride_bytes > self.row_bytes:
+            return Span(self.tensor, self.source, self.row_bytes, self.rows, self.source_stride_bytes)
+        return Span(self.tensor, self.source, (self.rows - 1) * self.source_stride_bytes + self.row_bytes)
+
+    def staged_stride(self) -> int:
+        """Of its rows where ``span`` lies packed."""
+        return self.row_bytes if self.span.rows > 1 else self.source_stride_bytes
+
+
+class Sources:
+    """At which addresses stored tensors lie while they are loaded."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._held: dict[int, tuple[str, int]] = {}
+
+    def add(self, tensor: str, memory: torch.Tensor) -> None:
+        """``memory``: contiguous. What lay there before lies there no more."""
+        address = memory.data_ptr()
+        first, last = (bisect.bisect_left(self._starts, at) for at in (address, address + max(memory.nbytes, 1)))
+        for start in self._starts[first:last]:
+            del self._held[start]
+        self._starts[first:last] = [address]
+        self._held[address] = tensor, memory.nbytes
+
+    def find(self, address: int) -> tuple[str, int] | None:
+        """Which tensor, and which byte of it, lies at an address."""
+        place = bisect.bisect_right(self._starts, address) - 1
+        if place < 0:
+            return None
+        tensor, nbytes = self._held[self._starts[place]]
+        byte = address - self._starts[place]
+        return (tensor, byte) if byte < nbytes else None
+
+
+class CopyRecorder(TorchFunctionMode):
+    """Notes every ``copy_`` from ``sources`` into a parameter of ``model`` that is done inside its context."""
+
+    def __init__(self, model: torch.nn.Module, sources: Sources) -> None:
+        super().__init__()
+        self._model, self._sources = model, sources
+        self._found: dict[int, tuple[str, torch.nn.Module]] = {}
+        self.copies: list[Copy] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Let everything happen, and look at copies."""
+        if func is torch.Tensor.copy_ and not args[0].is_meta and not args[1].is_meta:
+            stored = self._sources.find(args[1].data_ptr())
+            if stored is not None:
+                self._note(args[0], args[1], *stored)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, target: torch.Tensor, source: torch.Tensor, tensor: str, first: int) -> None:
+        found = self._parameter_of(target)
+        if found is None or target.shape != source.shape or target.dtype != source.dtype:
+            return  # what it would have filled stays uncovered, and there is no plan
+        name, parameter = found
+        start = target.data_ptr() - parameter.data_ptr()
+        for run in _runs(target, source):
+            self.copies.append(
+                Copy(
+                    parameter=name,
+                    tensor=tensor,
+                    source=first + run.source,
+                    target=start + run.target,
+                    row_bytes=run.row_bytes,
+                    rows=run.rows,
+                    source_stride_bytes=run.source_stride_bytes,
+                    target_stride_bytes=run.target_stride_bytes,
+                )
+            )
+
+    def _parameter_of(self, target: torch.Tensor) -> tuple[str, torch.nn.Parameter] | None:
+        # a reload fills temporary parameters, one module after the other, and storage that was freed is used again
+        address = target.untyped_storage().data_ptr()
+        known = self._found.get(address)
+        if known is not None:
+            parameter = _parameter(known[1], known[0].rpartition(".")[2])
+            if parameter is not None and parameter.untyped_storage().data_ptr() == address:
+                return known[0], parameter
+        for prefix, module in self._model.named_modules():
+            for leaf, parameter in module.named_parameters(recurse=False):
+                if not parameter.is_meta and parameter.untyped_storage().data_ptr() == address:
+                    name = f"{prefix}.{leaf}" if prefix else leaf
+                    self._found[address] = name, module
+                    return name, parameter
+        return None
+
+
+def _parameter(module: torch.nn.Module, leaf: str) -> torch.nn.Parameter | None:
+    parameter = getattr(module, leaf, None)
+    return parameter if isinstance(parameter, torch.nn.Parameter) and not parameter.is_meta else None
+
+
+def _runs(target: torch.Tensor, source: torch.Tensor) -> Iterator[Rows]:
+    """A copy between two strided views of one shape, as runs of bytes that are contiguous in both."""
+    if not target.numel():
+        return
+    item = target.element_size()
+    dims = [d for d in zip(target.shape, source.stride(), target.stride(), strict=True) if d[0] > 1]
+    run = 1
+    while dims and dims[-1][1] == dims[-1][2] == run:
+        run *= dims.pop()[0]
+    rows, source_stride, target_stride = dims.pop() if dims else (1, 0, 0)
+    for index in itertools.product(*(range(size) for size, *_ in dims)):
+        yield Rows(
+            source=item * sum(i * s for i, (_, s, _) in zip(index, dims, strict=True)),
+            target=item * sum(i * t for i, (_, _, t) in zip(index, dims, strict=True)),
+            row_bytes=item * run,
+            rows=rows,
+            source_stride_bytes=item * source_stride,
+            target_stride_bytes=item * target_stride,
+        )
+
+
+def placement_of(copies: Iterable[Copy], manifest: Manifest) -> Placement:
+    """What the copies read, packed, in the order of the files, so that neighbours there are neighbours here."""
+    place = {tensor.name: (tensor.file, tensor.offset) for tensor in manifest.tensors}
+    return Placement(sorted((copy.span for copy in copies), key=lambda span: (*place[span.tensor], span.start)))
+
+
+class LoadPlan:
+    """The copies that load any version of one layout from one staging area into one model's live parameters."""
+
+    def __init__(self, layout: str, placement: Placement, copies: GroupedCopy, launched_copies: int) -> None:
+        self.layout = layout
+        """Which tensors a version has; other layouts need a plan of their own."""
+        self.placement = placement
+        """Where in the area it reads them."""
+        self.num_copies = launched_copies
+        """Runs of bytes, after neighbours were joined."""
+        self._copies = copies
+
+    def run(self) -> None:
+        """Queue the copies on the current stream."""
+        self._copies.run()
+
+    @classmethod
+    def build(
+        cls, layout: str, placement: Placement, recorded: list[Copy], model: torch.nn.Module, area: torch.Tensor
+    ) -> "LoadPlan":
+        """The plan, after the layerwise reload that was recorded; raises NoPlan if it would not do the same.
+
+        ``area`` holds the version that was loaded, as ``placement`` says.
+        """
+        _require_nothing_derived(model)
+        parameters = _loadable_parameters(model)
+        by_parameter: dict[str, list[Copy]] = {name: [] for name in parameters}
+        for copy in recorded:
+            if copy.parameter not in by_parameter:
+                raise NoPlan(f"{copy.parameter} is loaded, and is no parameter any more afterwards")
+            by_parameter[copy.parameter].append(copy)
+        for name, copies in by_parameter.items():
+            _require_same(name, parameters[name], copies, placement, area)
+        joined = _joined([_addresses(c, parameters[c.parameter], placement, area) for c in recorded])
+        device = next(iter(parameters.values())).device
+        return cls(layout, placement, GroupedCopy(joined, device), len(joined))
+
+
+def _loadable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """All but the KV cache's scales, which a plan does not load."""
+    return {
+        f"{prefix}.{leaf}" if prefix else leaf: parameter
+        for prefix, module in model.named_modules()
+        if not is_deferred_attention_layer(module)
+        for leaf, parameter in module.named_parameters(recurse=False)
+    }
+
+
+def _require_nothing_derived(model: torch.nn.Module) -> None:
+    """Tensors beside parameters and buffers may be made from weights (as latent attention's absorbed matrices are)."""
+    for name, module in model.named_modules():
+        derived = [
+            key
+            for key, value in vars(module).items()
+            if isinstance(value, torch.Tensor) and not (is_deferred_attention_layer(module) and is_of_kv_cache(key))
+        ]
+        if derived:
+            raise NoPlan(f"{name} holds tensors that may be made from weights: {derived[:3]}")
+
+
+def _require_same(
+    name: str, parameter: torch.nn.Parameter, copies: list[Copy], placement: Placement, area: torch.Tensor
+) -> None:
+    """The copies into one parameter leave what is there now, and whatever they do not fill is zero (padding)."""
+    if not copies:
+        raise NoPlan(f"{name} is loaded in another way than by copies, or not at all")
+    if not parameter.is_contiguous():
+        raise NoPlan(f"{name} is not contiguous: its kernel changed the layout")
+    held = parameter.data.reshape(-1).view(torch.uint8)
+    planned = torch.zeros_like(held)
+    for c in copies:
+        end = c.target + (c.rows - 1) * c.target_stride_bytes + c.row_bytes
+        if end > held.numel():
+            raise NoPlan(f"{name} has {held.numel()} bytes, fewer than were loaded: its kernel changed the layout")
+        shape, from_stride, to_stride = (c.rows, c.row_bytes), (c.staged_stride(), 1), (c.target_stride_bytes, 1)
+        rows = area.as_strided(shape, from_stride, placement.places[c.span])
+        planned.as_strided(shape, to_stride, c.target).copy_(rows)
+    if not torch.equal(planned, held):
+        raise NoPlan(f"{name} does not hold the stored bytes: its kernel changes them after loading")
+
+
+def _addresses(copy: Copy, parameter: torch.nn.Parameter, placement: Placement, area: torch.Tensor) -> Rows:
+    source, target = area.data_ptr() + placement.places[copy.span], parameter.data_ptr() + copy.target
+    if copy.staged_stride() == copy.row_bytes == copy.target_stride_bytes:
+        return Rows(source, target, copy.rows * copy.row_bytes)
+    return Rows(source, target, copy.row_bytes, copy.rows, copy.staged_stride(), copy.target_stride_bytes)
+
+
+def _joined(copies: list[Rows]) -> list[Rows]:
+    """The same copies, with runs that follow each other on both sides made one."""
+    joined: list[Rows] = []
+    for copy in sorted(copies, key=lambda c: c.source):
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.rows == copy.rows == 1
+            and (last.source + last.row_bytes, last.target + last.row_bytes) == (copy.source, copy.target)
+        ):
+            joined[-1] = Rows(last.source, last.target, last.row_bytes + copy.row_bytes)
+        else:
+            joined.append(copy)
+    return joined

@@ -1,0 +1,63 @@
+"""The tensors of a version, read from its files one after the other and checked in the memory that they are taken from.
+
+For versions that lie in no staging area. Not mapped: a mapped file can change, or shrink, after it was checked.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from rollout_service.engine.loading.placement import batches
+from rollout_service.engine.loading.staging_buffer import tensor_view
+from rollout_service.store.direct_io import BufferPool
+from rollout_service.store.manifest import Manifest
+from rollout_service.store.reading import Piece, VersionReader
+from rollout_service.threads import io_threads
+
+_BATCH_BYTES = 16 << 20
+
+
+def stored_tensors(
+    folder: Path, manifest: Manifest, taken: Callable[[str, torch.Tensor], None] = lambda *_: None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors on the CPU, in the order of the files, read ahead by a few threads.
+
+    ``taken`` is told of each before it is yielded. Memory is used again once nothing refers to a tensor in it, and no
+    address that a tensor had is given back to the system before the end. Raises OSError, or LogCorrupt naming tensor,
+    chunk and file.
+    """
+    memory = BufferPool(1 << 62)
+
+    def read(piece: Piece) -> torch.Tensor:
+        buffer = memory.take(max(piece.nbytes, _BATCH_BYTES))
+        assert buffer is not None
+        reader.read(piece, buffer)
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    every = (tensor for tensors in manifest.files().values() for tensor in tensors)
+    with VersionReader(folder, manifest) as reader, ThreadPoolExecutor(io_threads()) as threads:
+        ahead: deque[tuple[Piece, Future[torch.Tensor]]] = deque()
+        try:
+            for piece in batches(every, _BATCH_BYTES):
+                ahead.append((piece, threads.submit(read, piece)))
+                if len(ahead) > io_threads():
+                    yield from _views(*ahead.popleft(), taken)
+            while ahead:
+                yield from _views(*ahead.popleft(), taken)
+        finally:
+            for _, reading in ahead:
+                reading.cancel()
+
+
+def _views(
+    piece: Piece, reading: Future[torch.Tensor], taken: Callable[[str, torch.Tensor], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    memory = reading.result()
+    for tensor in dict.fromkeys(tensor for tensor, _ in piece.chunks):
+        start = tensor.offset - piece.offset
+        view = tensor_view(memory[start : start + tensor.nbytes], tensor)
+        taken(tensor.name, view)
+        yield tensor.name, view

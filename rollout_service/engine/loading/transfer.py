@@ -1,0 +1,250 @@
+"""Our weight-transfer engine: loads a committed version from the log's files into a running vLLM worker.
+
+Registered with vLLM by ``plugin.py`` under ``TRANSFER_BACKEND``. Only the folder's path travels through the RPC (vLLM
+0.32 cannot pass tensors there).
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.platforms import current_platform
+
+from rollout_service.engine.loading.copy_plan import CopyRecorder, LoadPlan, NoPlan, Sources, placement_of
+from rollout_service.engine.loading.placement import layout_of
+from rollout_service.engine.loading.rebind import (
+    Held,
+    Unbound,
+    bind_to_parameters,
+    buffer_digests,
+    held_tensors,
+    require_same_buffers,
+)
+from rollout_service.engine.loading.staging import Staged, Stager
+from rollout_service.engine.loading.staging_buffer import CannotStage, StagingArea
+from rollout_service.engine.loading.stored_tensors import stored_tensors
+from rollout_service.engine.plugin import STAGING_KEY
+from rollout_service.errors import LogCorrupt
+from rollout_service.kv_scales.apply import load_kv_scales
+from rollout_service.kv_scales.measurement import KVMeasurement
+from rollout_service.kv_scales.probe import measure_kv
+from rollout_service.store.manifest import read_manifest
+from rollout_service.vllm_internals import (
+    VocabParallelEmbedding,
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    is_deferred_attention_layer,
+    load_progress,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class LogInitInfo(WeightTransferInitInfo):
+    """Nothing to agree on beforehand."""
+
+
+@dataclass
+class LogUpdateInfo(WeightTransferUpdateInfo):
+    """Which version to load."""
+
+    folder: str
+    """The version's folder in the log."""
+    kv_scales: dict[str, float] | None = None
+    """Those of the version, if they are not in its manifest."""
+
+
+class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
+    """Loads whole versions; raises RuntimeError when a parameter, or a part of one, received nothing.
+
+    A version is read and checked before the engine closes, into a staging area if there is one, and the first one
+    teaches a ``LoadPlan``. Later ones of the same layout are staged and copied by that plan; without one, vLLM's
+    layerwise reload loads each, from the area if it holds the whole version, else from the files.
+    """
+
+    init_info_cls = LogInitInfo
+    update_info_cls = LogUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        kind, parallel = vllm_config.additional_config.get(STAGING_KEY), vllm_config.parallel_config
+        self._area: StagingArea | None = None
+        refused = None
+        if kind is not None:
+            try:
+                # now, before vLLM measures how much memory is left for the KV cache
+                self._area = StagingArea(kind, model, device, parallel.world_size)
+            except CannotStage as error:
+                refused = str(error)
+                logger.warning("versions are loaded layer by layer from their files: %s", error)
+        self._stager = Stager(self._area, parallel.rank, refused)
+        self._buffers = buffer_digests(model) if self._area is not None else {}
+        self._plan: LoadPlan | None = None
+        # the CPU's kernels keep packed copies of weights, which no plan would renew
+        self._may_plan = not current_platform.is_cpu()
+        self._no_plan: tuple[str, str] | None = None
+        self._recorder: CopyRecorder | None = None
+        self._held_before: list[Held] = []
+        self._layerwise: Staged | None = None
+        self._kv_scales: dict[str, float] | None = None
+        self.report: dict[str, Any] = {}
+        """How the last version was loaded: ``way`` (``plan`` or ``layerwise``), ``copies`` of the plan, ``unstaged``:
+        why it was read from its files, ``no_plan``: why there is none, ``bound``: see ``bind_to_parameters``,
+        ``kv_scales``: how many were changed, ``area_bytes`` and ``staged_bytes``: of the staging area."""
+
+    def init_transfer_engine(self, init_info: LogInitInfo) -> None:
+        """Nothing to connect to."""
+
+    def stage(self, folder: Path, digest: str | None = None) -> None:
+        """Begin to read and check a version while the engine serves. ``digest``: of the manifest that is meant."""
+        self._stager.start(folder, digest, self._plan)
+
+    def staging_state(self) -> dict[str, Any]:
+        """See ``Stager.state``."""
+        return self._stager.state()
+
+    def plan_loads(self, allowed: bool) -> None:
+        """Whether versions may be loaded by a plan; the next one is layerwise in either case."""
+        self._plan, self._may_plan, self._no_plan = None, allowed, None
+
+    def start_weight_update(self) -> None:
+        """Nothing yet: which way it goes depends on the version."""
+
+    def receive_weights(self, update_info: LogUpdateInfo) -> None:
+        """Load every tensor of the version. From here on the engine cannot generate."""
+        folder = Path(update_info.folder)
+        staged = self._stager.staged(folder)
+        if staged is None:
+            manifest = read_manifest(folder)
+            staged = Staged(folder, manifest, layout_of(manifest), None, refused="it was not staged")
+        self._kv_scales = staged.manifest.kv_scales if update_info.kv_scales is None else update_info.kv_scales
+        if self._plan is not None and staged.placement is self._plan.placement:
+            self._plan.run()
+            self.report = {"way": "plan", "copies": self._plan.num_copies}
+        else:
+            self._load_layerwise(staged)
+            self.report = {"way": "layerwise"}
+        if staged.refused is not None:
+            self.report["unstaged"] = staged.refused
+
+    def finish_weight_update(self) -> None:
+        """Process what was loaded into the kernels' layout, in the old storage, which a plan has no need of.
+
+        Then the scales of an FP8 KV cache.
+        """
+        if self._layerwise is not None:
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._learn(self._layerwise)
+            self._layerwise = None
+        self._stager.forget()
+        if self._area is not None and self._area.limit_bytes is not None:
+            staged_bytes = 0 if self._plan is None else self._plan.placement.nbytes
+            self.report |= {"area_bytes": self._area.limit_bytes, "staged_bytes": staged_bytes}
+        self.report["kv_scales"] = load_kv_scales(self.model, self.model_config, self._kv_scales)
+
+    def set_kv_scales(self, scales: dict[str, float] | None) -> None:
+        """Other scales for the same weights. Nothing may be cached; raises what ``load_kv_scales`` raises."""
+        load_kv_scales(self.model, self.model_config, scales)
+
+    def measure_kv(self, sequences: list[list[int]], scales: dict[str, float] | None) -> KVMeasurement:
+        """See ``kv_scales/probe.py``."""
+        return measure_kv(self.model, self.vllm_config, self.device, sequences, scales)
+
+    def shutdown(self) -> None:
+        """Let the reading end."""
+        self._stager.finish()
+
+    def _load_layerwise(self, staged: Staged) -> None:
+        served = {name for name, _ in self.model.named_parameters()}
+        self._layerwise = staged
+        sources = Sources()
+        recording = self._recording(staged, sources)
+        initialize_layerwise_reload(self.model)
+        # what vLLM derives after loading (the absorbed matrices of latent attention) is served but never loaded; a
+        # tied head is loaded apart only where it is served apart
+        expected = served & {name for name, _ in self.model.named_parameters()}
+        with recording:
+            loaded = self.model.load_weights(self._tensors(staged, sources))
+        missing = sorted(expected - loaded) if loaded is not None else []
+        if missing:
+            raise RuntimeError(f"{staged.folder} left {len(missing)} parameters without weights: {missing[:5]}")
+        incomplete = incomplete_modules(self.model)
+        if incomplete:
+            raise RuntimeError(f"{staged.folder} left {len(incomplete)} modules incomplete: {incomplete[:5]}")
+
+    def _tensors(self, staged: Staged, sources: Sources) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._area is None or staged.placement is None or not staged.is_whole:
+            yield from stored_tensors(staged.folder, staged.manifest, sources.add)
+            return
+        for name, tensor in self._area.tensors(staged.manifest, staged.placement):
+            sources.add(name, tensor)
+            yield name, tensor
+
+    def _recording(self, staged: Staged, sources: Sources) -> AbstractContextManager[object]:
+        """While a version is loaded from which a plan may be learnt. Before the reload begins."""
+        self._recorder = None
+        if self._area is None or not self._may_plan or self._known_no_plan(staged) is not None:
+            return nullcontext()
+        self._held_before = list(held_tensors(self.model))
+        self._recorder = CopyRecorder(self.model, sources)
+        return self._recorder
+
+    def _learn(self, staged: Staged) -> None:
+        """Make the plan for the next versions, if there can be one."""
+        self._plan = None
+        recorder, self._recorder = self._recorder, None
+        held_before, self._held_before = self._held_before, []
+        if self._area is None or recorder is None:
+            if (known := self._known_no_plan(staged)) is not None:
+                self.report["no_plan"] = known
+            return
+        try:
+            # expert kernels still read the scales of temporary parameters, which no plan reaches
+            self.report["bound"] = bind_to_parameters(self.model, held_before)
+            require_same_buffers(self.model, self._buffers)
+            placement = placement_of(recorder.copies, staged.manifest)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # what was loaded from the area has left it
+            self._area.fill(staged.folder, staged.manifest, placement, every=False)
+            plan = LoadPlan.build(staged.layout, placement, recorder.copies, self.model, self._area.memory)
+            plan.run()  # the same bytes once more: its kernel is compiled now, and not while rollouts wait
+            self._plan = plan
+        except (NoPlan, Unbound) as reason:
+            self._no_plan = staged.layout, str(reason)
+            self._without_plan(reason)
+        except (CannotStage, LogCorrupt, OSError) as reason:  # of another version there may be one
+            self._without_plan(reason)
+
+    def _known_no_plan(self, staged: Staged) -> str | None:
+        """Why there can be none for versions of this layout, once that was seen."""
+        return self._no_plan[1] if self._no_plan is not None and self._no_plan[0] == staged.layout else None
+
+    def _without_plan(self, reason: Exception) -> None:
+        logger.warning("versions are loaded by vLLM's layerwise reload: %s", reason)
+        self.report["no_plan"] = str(reason)
+
+
+def incomplete_modules(model: torch.nn.Module) -> list[str]:
+    """Modules that received some of their weights and not all, during a reload: one expert of many, q without k.
+
+    The names that ``load_weights`` returns do not tell: one slice counts for the whole parameter there.
+    """
+    return [
+        f"{name} ({loaded} of {wanted} elements)"
+        for name, module in model.named_modules()
+        # padding is never loaded; scales of the KV cache need not be
+        if not isinstance(module, VocabParallelEmbedding) and not is_deferred_attention_layer(module)
+        for loaded, wanted in [load_progress(module)]
+        if 0 < loaded < wanted
+    ]

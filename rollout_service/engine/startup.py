@@ -1,0 +1,96 @@
+"""A replica that starts is seen: it reports before its engine exists, while loading keeps the event loop busy, and
+why it could not start."""
+
+import asyncio
+import functools
+import itertools
+import logging
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, Self
+
+from ray import serve
+
+from rollout_service.engine.child_errors import collected_errors, reason_of
+from rollout_service.protocol.fleet import ReplicaStatus
+from rollout_service.rpc import RAY_FAILURES
+
+logger = logging.getLogger(__name__)
+
+REPORTS = itertools.count()
+"""Numbers the reports of this process's replica, so that one overtaken on its way is not taken for news."""
+
+_LAST_WORD_S = 5.0
+"""A replica that could not start waits no longer for the ingest: Serve waits for it, to start another."""
+
+Constructor = Callable[..., Awaitable[None]]
+
+
+def says_why_it_fails(init: Constructor) -> Constructor:
+    """For the constructor of an engine replica, which is given the configuration and the ingest's handle.
+
+    A failure is logged where ``serve run`` shows it, with what vLLM's own processes said of it, and reported to the
+    ingest. It is raised again with the same added, so that Serve's status has it, too.
+    """
+
+    @functools.wraps(init)
+    async def constructor(self: Any, config: Any, ingest: Any) -> None:
+        with collected_errors() as errors:
+            try:
+                await init(self, config, ingest)
+            except Exception as error:
+                reason = reason_of(error)
+                if (root := errors.first()) is not None:
+                    reason = f"{root} ({reason})"
+                    error.add_note(root)
+                replica_id = serve.get_replica_context().replica_id.unique_id
+                logger.error("engine replica %s could not start: %s", replica_id, reason)
+                await report_failed_start(replica_id, ingest, reason)
+                raise
+
+    return constructor
+
+
+async def report_failed_start(replica_id: str, ingest: Any, reason: str) -> None:
+    """Tell the ingest; if it does not answer, Serve's status is all there is."""
+    status = ReplicaStatus(replica_id=replica_id, sequence=next(REPORTS), version=None, state="failed", error=reason)
+    try:
+        async with asyncio.timeout(_LAST_WORD_S):
+            await ingest.report.remote(status)
+    except (*RAY_FAILURES, TimeoutError) as error:
+        logger.warning("could not tell the ingest why this replica did not start: %s", error)
+
+
+class Announcement:
+    """Reports to the ingest every ``period_s`` seconds, from a thread of its own, until the ``with`` block ends."""
+
+    def __init__(self, replica_id: str, ingest: Any, period_s: float) -> None:
+        """``ingest``: handle of the ingest deployment."""
+        self._replica_id = replica_id
+        self.status: Callable[[], ReplicaStatus] = self._starting
+        """What is reported."""
+        self._ingest, self._period_s = ingest, period_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._report, name="announce", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def start_over(self) -> None:
+        """The engine that was being started is given up for another one."""
+        self.status = self._starting
+
+    def _starting(self) -> ReplicaStatus:
+        return ReplicaStatus(replica_id=self._replica_id, sequence=next(REPORTS), version=None, state="starting")
+
+    def _report(self) -> None:
+        while not self._ended.is_set():
+            try:
+                self._ingest.report.remote(self.status()).result(timeout_s=self._period_s)
+            except (*RAY_FAILURES, TimeoutError) as error:
+                logger.info("could not tell the ingest that this replica starts: %s", error)
+            self._ended.wait(self._period_s)

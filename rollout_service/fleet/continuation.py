@@ -1,0 +1,85 @@
+"""How a completion that was cut short goes on elsewhere, and how its pieces become one."""
+
+import xxhash
+
+from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling
+
+
+def remainder(call: GenerateCall, partial: Completion, attempt: int) -> GenerateCall:
+    """The call that makes what ``partial``, one of the call's completions, still lacks."""
+    done = len(partial.token_ids)
+    sampling = call.sampling
+    changes: dict[str, object] = {"n": 1, "min_tokens": max(0, sampling.min_tokens - done)}
+    if sampling.max_tokens is not None:
+        changes["max_tokens"] = sampling.max_tokens - done
+    if sampling.seed is not None:
+        changes["seed"] = _seed(sampling.seed, partial.index, done)
+    return call.model_copy(
+        update={
+            "request_id": f"{call.request_id}-{partial.index}-{attempt}",
+            "prompt_token_ids": call.prompt_token_ids + partial.token_ids,
+            "sampling": sampling.model_copy(update=changes),
+        }
+    )
+
+
+def named(rollout: Rollout) -> Rollout:
+    """With the replica in each span, as the completions may be joined with what other replicas make."""
+    completions = tuple(
+        c.model_copy(update={"spans": tuple(s.model_copy(update={"replica_id": rollout.replica_id}) for s in c.spans)})
+        for c in rollout.completions
+    )
+    return rollout.model_copy(update={"completions": completions})
+
+
+def kept(partial: Completion, sampling: Sampling) -> Completion:
+    """What of ``partial`` can be gone on from: all of it, or nothing.
+
+    Sampling that looks back at the completion's own text or tokens would not see what has become part of a prompt: a
+    stop string that lies across the seam, the penalties on tokens that occurred. Such a completion starts anew.
+    """
+    looks_back = bool(sampling.stop) or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+    nothing = {"token_ids": (), "logprobs": (), "spans": (), "packed_sampling_mask": None}
+    return partial.model_copy(update=nothing) if looks_back else partial
+
+
+def joined(partial: Completion, rest: Completion) -> Completion:
+    """One completion of a partial one and what was made after it; it ends as ``rest`` ended."""
+    done = len(partial.token_ids)
+    return Completion(
+        index=partial.index,
+        token_ids=partial.token_ids + rest.token_ids,
+        logprobs=partial.logprobs + rest.logprobs,
+        finish_reason=rest.finish_reason,
+        stop_reason=rest.stop_reason,
+        spans=_joined_spans(partial.spans, tuple(_moved(span, done) for span in rest.spans)),
+        packed_sampling_mask=_joined_masks(partial, rest),
+    )
+
+
+def _joined_masks(partial: Completion, rest: Completion) -> tuple[str, ...] | None:
+    """None where an engine returns none; a completion cut off before its first token has none either."""
+    masks = [piece.packed_sampling_mask for piece in (partial, rest) if piece.token_ids]
+    return None if not masks or None in masks else tuple(chunk for mask in masks for chunk in mask or ())
+
+
+def _moved(span: Span, by: int) -> Span:
+    return span.model_copy(update={"start": span.start + by, "end": span.end + by})
+
+
+def _joined_spans(first: tuple[Span, ...], second: tuple[Span, ...]) -> tuple[Span, ...]:
+    seam = (*first[-1:], *second[:1])
+    if len(seam) == 2 and (seam[0].version, seam[0].replica_id) == (seam[1].version, seam[1].replica_id):
+        return (*first[:-1], seam[0].model_copy(update={"end": seam[1].end}), *second[1:])
+    return first + second
+
+
+def _seed(seed: int, index: int, done: int) -> int:
+    """Another stream of random numbers for the rest: the same one again would repeat the draws of the first tokens.
+
+    Completion ``index`` starts with ``seed + index``, as in vLLM.
+    """
+    if done == 0:
+        return seed + index
+    return xxhash.xxh3_64_intdigest(f"{seed} {index} {done}".encode()) % LARGEST_SEED

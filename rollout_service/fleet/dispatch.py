@@ -1,0 +1,176 @@
+"""One rollout on however many replicas it takes.
+
+A *refusal* (full, behind the version asked for, being replaced) costs nothing: another replica is asked. An *attempt*
+is a generation that began: it may be aborted, and then goes on from its tokens on another replica, or be lost with its
+replica, and then starts anew from what was there before. Attempts are bounded.
+"""
+
+import asyncio
+import contextvars
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+
+from rollout_service.config.engine import EngineConfig
+from rollout_service.errors import EngineFailed, NotReady, Overloaded, RolloutServiceError, TooEarly
+from rollout_service.fleet.continuation import joined, kept, named, remainder
+from rollout_service.metrics import table
+from rollout_service.metrics.process import outcome_of, record
+from rollout_service.protocol.fleet import Fleet
+from rollout_service.protocol.rollout import Completion, OnAbort, Rollout
+from rollout_service.protocol.sampling import GenerateCall
+from rollout_service.tasks import raise_first_failure
+
+_PAUSE_S = 0.25
+"""Between two rounds of asking all replicas."""
+_REFUSALS = (Overloaded, TooEarly, NotReady)
+
+
+class _Lost(Exception):
+    """The replica died under a call, or its engine did."""
+
+    def __init__(self, replica_id: str | None, error: Exception) -> None:
+        super().__init__(replica_id, error)
+        self.replica_id, self.error = replica_id, error
+
+
+@dataclass
+class _Progress:
+    """What one call has been through."""
+
+    attempts: int = 1
+    lost_on: tuple[str, ...] = ()
+
+
+class Dispatcher:
+    """Has calls answered by the engine deployment."""
+
+    def __init__(self, engine: Any, ingest: Any, limits: EngineConfig) -> None:
+        """``engine``, ``ingest``: handles of the deployments."""
+        self._engine, self._ingest, self._limits = engine, ingest, limits
+        self._origin = uuid.uuid4().hex
+
+    async def complete(self, call: GenerateCall, on_abort: OnAbort = "continue") -> Rollout:
+        """The ``n`` completions of one prompt. Cancelling cancels them wherever they are made.
+
+        With ``on_abort="return"``, or when attempts are used up, an aborted completion comes back with the tokens it
+        has and ``finish_reason="abort"``.
+
+        Raises Overloaded, TooEarly, NotReady, InvalidRequest, NonFiniteLogprob, or EngineFailed when every attempt
+        lost its replica.
+        """
+        progress = _Progress()
+        call = call.model_copy(update={"origin": self._origin})
+        rollout = await self._generated(call, progress)
+        if on_abort == "return" or all(c.finish_reason != "abort" for c in rollout.completions):
+            return rollout.model_copy(update={"attempts": progress.attempts})
+        async with raise_first_failure() as group:
+            rests = [
+                group.create_task(self._finished(call, completion, rollout.replica_id, progress.attempts))
+                for completion in rollout.completions
+            ]
+        completions, replicas, attempts = zip(*(rest.result() for rest in rests), strict=True)
+        last = max(range(len(rests)), key=lambda i: attempts[i])
+        return rollout.model_copy(
+            update={"completions": completions, "replica_id": replicas[last], "attempts": attempts[last]}
+        )
+
+    async def _finished(
+        self, call: GenerateCall, completion: Completion, replica_id: str, attempts: int
+    ) -> tuple[Completion, str, int]:
+        """``completion``, gone on with until it ends by itself or attempts are used up; who made its end; attempts."""
+        progress = _Progress(attempts)
+        while completion.finish_reason == "abort" and progress.attempts < self._limits.max_attempts:
+            progress.attempts += 1
+            record(table.CONTINUATIONS, cause="abort")
+            base = kept(completion, call.sampling)
+            try:
+                rollout = await self._generated(remainder(call, base, progress.attempts), progress)
+            except (EngineFailed, NotReady):
+                break  # what there is goes back to the caller rather than nothing
+            completion, replica_id = joined(base, rollout.completions[0]), rollout.replica_id
+        return completion, replica_id, progress.attempts
+
+    async def _generated(self, call: GenerateCall, progress: _Progress) -> Rollout:
+        """One generation that was not lost with its replica. Raises EngineFailed when attempts are used up."""
+        while True:
+            try:
+                return await self._taken(call, progress)
+            except _Lost as lost:
+                if progress.attempts >= self._limits.max_attempts:
+                    raise EngineFailed(
+                        f"{call.request_id} lost its replica in attempt {progress.attempts} of "
+                        f"{self._limits.max_attempts}: send it again ({lost.error})",
+                        {"attempts": progress.attempts},
+                    ) from lost.error
+                progress.attempts += 1
+                record(table.CONTINUATIONS, cause="lost")
+                progress.lost_on += (lost.replica_id,) if lost.replica_id else ()
+
+    async def _taken(self, call: GenerateCall, progress: _Progress) -> Rollout:
+        """The answer of the first replica that does not refuse."""
+        started = time.monotonic()
+        refused = set(progress.lost_on)
+        while True:
+            try:
+                return await self._sent(call.model_copy(update={"avoid": tuple(sorted(refused))}))
+            except _REFUSALS as refusal:
+                record(table.REFUSALS, reason=outcome_of(refusal))
+                replica_id = refusal.detail.get("replica_id")
+                if replica_id is not None and replica_id not in refused:
+                    refused.add(replica_id)
+                    continue
+                if time.monotonic() - started >= self._patience_s(refusal, progress):
+                    raise await self._last_word(call, refusal) from refusal
+            await asyncio.sleep(_PAUSE_S)
+            refused.clear()
+
+    def _patience_s(self, refusal: RolloutServiceError, progress: _Progress) -> float:
+        if isinstance(refusal, TooEarly):
+            return self._limits.version_wait_s
+        accepted_before = progress.attempts > 1
+        replaced = isinstance(refusal, NotReady) and "replica_id" in refusal.detail
+        return self._limits.replica_wait_s if accepted_before or replaced else 0.0
+
+    async def _last_word(self, call: GenerateCall, refusal: RolloutServiceError) -> RolloutServiceError:
+        if not isinstance(refusal, TooEarly):
+            return refusal
+        try:
+            fleet: Fleet = await self._ingest.fleet.remote()
+        except (RayTaskError, RayActorError, RayServeException):
+            return refusal  # it names the version of the replica that sent it
+        live = {replica.replica_id: replica.version for replica in fleet.replicas}
+        return TooEarly(
+            f"no replica serves min_weight_version={call.min_weight_version} after {self._limits.version_wait_s} s "
+            f"(live: {live}): push it, or ask for what is live",
+            {
+                "min_weight_version": call.min_weight_version,
+                "latest_version": fleet.latest_version,
+                "live": live,
+            },
+        )
+
+    async def _sent(self, call: GenerateCall) -> Rollout:
+        # Serve gives all calls of one HTTP request one id, by which its router tells pending calls apart; outside of
+        # the request's context each has its own
+        response = contextvars.Context().run(self._engine.generate.remote, call)
+        try:
+            rollout: Rollout = await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except RayTaskError as error:
+            if isinstance(error.cause, EngineFailed):
+                raise _Lost(error.cause.detail.get("replica_id"), error.cause) from error
+            if isinstance(error.cause, RolloutServiceError):
+                raise error.cause from None
+            raise
+        except RayActorError as error:
+            raise _Lost(None, error) from error
+        except DeploymentUnavailableError as error:
+            raise NotReady(f"no engine replica can be started: see the service's log ({error})") from error
+        return named(rollout)

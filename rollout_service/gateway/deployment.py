@@ -1,0 +1,54 @@
+"""The gateway as a Serve deployment: the application's HTTP ingress."""
+
+import asyncio
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+
+from rollout_service import __version__
+from rollout_service.config import ServiceConfig
+from rollout_service.drain import Drain
+from rollout_service.fleet.controller_watch import watch_controller
+from rollout_service.gateway import completions, control, generate, metrics, mismatch, models, weights
+from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.overdue import OpenRequests
+from rollout_service.logs import log_with_serve
+from rollout_service.web.errors import install_error_handlers
+
+
+def create_app(services: Services) -> FastAPI:
+    """All routes."""
+    app = FastAPI(title="rollout service", version=__version__)
+    app.state.services = services
+    install_error_handlers(app)
+    for surface in (generate, completions, models, weights, mismatch, control, metrics):
+        app.include_router(surface.router)
+    return app
+
+
+@serve.ingress()
+class GatewayReplica:
+    """Holds the handles; the routes do the rest."""
+
+    def __init__(self, config: ServiceConfig, engine: Any, ingest: Any, monitor: Any, shadow: Any) -> None:
+        log_with_serve()
+        self._drain = Drain(config.scaling.drain_timeout_s)
+        self._drain.begin_on_sigterm()
+        self._services = Services.create(config, engine, ingest, monitor, shadow)
+        self._open = OpenRequests()
+        self._watching = asyncio.create_task(watch_controller())
+        self._drain.serves(self._end)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        app = create_app(self._services)
+        app.add_middleware(self._open.middleware)
+        return app
+
+    async def check_health(self) -> None:
+        """Serve's health check: fails when this process is to end."""
+        self._drain.check_health()
+
+    async def _end(self) -> None:
+        await asyncio.sleep(self._drain.left_s)
+        self._open.refuse()

@@ -1,0 +1,69 @@
+"""The ingest as a Serve deployment: one replica, on a share of a GPU where it is given one."""
+
+from collections.abc import Sequence
+
+import ray
+
+from rollout_service.config import ServiceConfig
+from rollout_service.drain import Drain
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.ingest.upload_address import UploadAddress
+from rollout_service.ingest.upload_server import UploadServer, create_upload_app
+from rollout_service.kv_scales.calibration import Turn
+from rollout_service.kv_scales.measurement import KVMeasurement
+from rollout_service.kv_scales.result import Settled
+from rollout_service.logs import log_with_serve
+from rollout_service.protocol.fleet import KVCacheChoice
+from rollout_service.web.auth import Authorizer
+
+
+class IngestReplica(Ingest):
+    """``Ingest`` and its upload listener; every public coroutine is callable through the deployment's handle."""
+
+    async def __init__(self, config: ServiceConfig) -> None:  # type: ignore[misc]  # Serve awaits constructors
+        log_with_serve()
+        self._drain = Drain(config.scaling.drain_timeout_s)
+        self._drain.begin_on_sigterm()
+        super().__init__(config)
+        app = create_upload_app(self, Authorizer(config.auth.secret()))
+        self._listener = UploadServer(app, config.weights.upload_host, config.weights.upload_port)
+        self._listener.start()
+        node = ray.get_runtime_context().get_node_id()
+        self.upload_address = UploadAddress(
+            self._listener.host, self._listener.port, ray.util.get_node_ip_address(), node
+        )
+        await self.start()
+        self._drain.serves(self._end)
+
+    async def kv_turn(self, version: int, replica_id: str, digest: str | None = None) -> Turn:
+        """See ``KVDesk.turn``."""
+        return await self.kv.turn(version, replica_id, digest)
+
+    async def kv_settle(
+        self, version: int, replica_id: str, ranks: Sequence[KVMeasurement], digest: str | None = None
+    ) -> Settled:
+        """See ``KVDesk.settle``."""
+        return await self.kv.settle(version, replica_id, ranks, digest)
+
+    async def kv_cache(self) -> KVCacheChoice | None:
+        """See ``KVDesk.choice``."""
+        return self.kv.choice()
+
+    async def choose_kv_cache(self, choice: KVCacheChoice) -> KVCacheChoice:
+        """See ``KVDesk.choose``."""
+        return await self.kv.choose(choice)
+
+    async def check_health(self) -> None:
+        """Serve's health check: fails when the listener has ended, or this process has let go of the log to end."""
+        if not self._drain.begun:
+            await self._listener.check_health()
+        elif self._drain.done:  # not before: the successor needs the log
+            self._drain.check_health()
+
+    async def _end(self) -> None:
+        await self._listener.stop()
+        await self.stop()
+
+    async def __del__(self) -> None:  # Serve awaits destructors
+        if hasattr(self, "_listener"):
+            await self._end()

@@ -1,0 +1,438 @@
+"""The ingest: the one process that writes the log, and the meeting point of trainers and replicas.
+
+Its state is the log plus what replicas report; when it restarts it has both again within one poll.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+
+from ray import ObjectRef
+
+from rollout_service.config import ServiceConfig
+from rollout_service.errors import (
+    CommitTimeout,
+    LogCorrupt,
+    NotFound,
+    NotReady,
+    Overtaken,
+    RolloutServiceError,
+    VersionConflict,
+)
+from rollout_service.fleet.desired_state import Guide
+from rollout_service.fleet.registry import FleetTable, Wish
+from rollout_service.ingest.sources.ray_objects import Bucket, RefSource
+from rollout_service.ingest.upload_address import Listener, UploadAddress
+from rollout_service.ingest.upload_session import StagedVersion
+from rollout_service.ingest.uploads import Uploads
+from rollout_service.kv_scales.coordinator import KVDesk
+from rollout_service.kv_scales.policy import KVScalesRule
+from rollout_service.metrics.process import counted_commit
+from rollout_service.metrics.state import KVScalesState, Observer, ServiceState
+from rollout_service.model.convert import Converter
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus
+from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, TrainerRecipe, UploadPlan
+from rollout_service.protocol.weights import WeightStatus
+from rollout_service.store.chunk_server import LogFile, Newest, Offers
+from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room
+from rollout_service.store.log import Control, WeightLog
+from rollout_service.store.manifest import Manifest, Recipe
+from rollout_service.store.unquantized import UnquantizedLog, remove_unquantized
+from rollout_service.store.upload_record import UploadRecord
+from rollout_service.store.version_summary import Content, unconfirmed
+from rollout_service.tasks import Changes, Turns, Unabandoned
+
+logger = logging.getLogger(__name__)
+
+
+class Ingest:
+    """Takes in versions, commits them, and tells replicas and callers where the fleet stands."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self._config = config
+        self._log = WeightLog(config.weights.root_here())
+        self._model = ServedModel.load(config.model.path)
+        self._plan = self._model.plan(config.quant, config.engine.tensor_parallel_size)
+        self._recipe = Recipe(
+            weights=config.quant.weights, scales=config.quant.scales, not_converted=self._plan.not_converted
+        )
+        self._trainer_recipe = TrainerRecipe(
+            weights=config.quant.weights,
+            scales=config.quant.scales,
+            quantized=tuple(sorted(self._plan.quantized)),
+            keep_float32=tuple(sorted(self._model.keep_float32)),
+            experts=self._model.experts,
+        )
+        self._kv_scales = KVScalesRule(config, self._model)
+        converter = Converter(self._trainer_recipe, device=config.quant.device)
+        unquantized = UnquantizedLog(self._log.root, self._model) if config.shadow.share else None
+        self._uploads = Uploads(config.weights, self._log, self._model, self._plan, converter, unquantized)
+        self._lock = WriterLock(self._log.root)
+        self._offers = Offers(self._log)
+        self._wish: Wish | None = None
+        self._fleet = FleetTable(config.weights.dead_after_s, may_be_empty=config.scaling.min_replicas == 0)
+        self._guide = Guide(self._log, self._fleet)
+        self._observer = Observer(self._log, config.scaling)
+        self._writing, self._controlling = Turns(), Turns()
+        # half a commit is neither staged nor committed: it is finished if its caller goes away
+        self._unabandoned = Unabandoned()
+        self._noted: frozenset[str] = frozenset()
+        self._endless: list[asyncio.Task[None]] = []
+        self._contents: dict[int, Content] = {}
+        self._changes = Changes()
+        self.upload_address: UploadAddress | None = None
+        """Where parts are taken; set by whoever opens the listener."""
+        self.kv = KVDesk(config, self._log, self._kv_scales, self._fleet, self._changes)
+        """Where replicas that measure KV scales turn to."""
+
+    async def start(self) -> None:
+        """Check the log, take up what was staged, and make version 0 from the configured model if the log is empty.
+
+        Raises LogLocked while another process writes the log, LogCorrupt if it is of another model.
+        """
+        await asyncio.to_thread(self._lock.acquire, self._config.weights.lock_wait_s)
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+        self._endless.append(asyncio.create_task(self._expire_staged()))
+
+    async def stop(self) -> None:
+        """Let go of the log; what is staged stays on disk. Half a commit is finished first.
+
+        Whoever then waits or writes gets NotReady. Safe to call again.
+        """
+        for task in self._endless:
+            task.cancel()
+        for writing in (self._writing, self._controlling, self.kv):
+            await writing.close()
+        await self._changes.end()
+        await self._uploads.close()
+        self._lock.release()
+
+    async def _start(self) -> None:
+        if not self._config.shadow.share:
+            await asyncio.to_thread(remove_unquantized, self._log.root)
+        head = self._log.head()
+        self._guide.sign()
+        self._noted = self._log.fleet()
+        self._fleet.wait_for(self._noted)
+        self._observer.known(self._noted)
+        if head is None:
+            logger.info("the log at %s is empty: version 0 is made from %s", self._log.root, self._config.model.path)
+            path = self._config.model.path
+            await self._uploads.stage(BeginUpload(version=0, source=PathSource(path=path)), path, roots=())
+            await self._commit(0, CommitUpload())
+            return
+        manifest = self._log.manifest(head.version)
+        if manifest.fingerprint != self._model.fingerprint or manifest.recipe != self._recipe:
+            raise LogCorrupt(
+                f"the log at {self._log.root} holds version {head.version} of another model or quantization than "
+                f"{self._config.model.path} with quant={self._config.quant.model_dump()}: name another weights.root"
+            )
+        self._kv_scales.remember(manifest)
+        self.kv.remember(head.version)
+        await asyncio.to_thread(self._log.remove_uncommitted)
+        await self._uploads.recover()
+        self._wish = self._guide.wish()
+
+    # --- trainers
+
+    async def recipe(self) -> TrainerRecipe:
+        """What becomes of each tensor of a version."""
+        return self._trainer_recipe
+
+    async def begin(self, begin: BeginUpload, reached: str | None = None) -> UploadPlan:
+        """Start or resume the upload of a version, or be told that it is committed; see ``protocol/upload.py``.
+
+        ``reached``: the address at which the trainer's call came to the service, if it is known.
+        Raises VersionConflict, InvalidManifest, InsufficientStorage, Forbidden or NotFound.
+        """
+        plan = await self._unabandoned.run(self._begin(begin))
+        direct = self.upload_address and self.upload_address.announced(begin.version, reached)
+        return plan.model_copy(update={"upload_url": direct.url, "upload_key": direct.key}) if direct else plan
+
+    async def listener(self, version: int, node_id: str | None) -> Listener:
+        """Where a gateway on a node sends the parts that it is given. Raises RolloutServiceError."""
+        assert self.upload_address is not None, "asked before there is a listener"
+        return self.upload_address.within(version, node_id)
+
+    async def _begin(self, begin: BeginUpload, objects: RefSource | None = None) -> UploadPlan:
+        self._kv_scales.check(begin.kv_scales)
+        async with self._writing:
+            self._guide.require_followed()
+            return await self._uploads.begin(begin, objects)
+
+    async def push_refs(
+        self,
+        version: int,
+        buckets: Sequence[Bucket],
+        request: CommitUpload,
+        kv_scales: dict[str, float] | None = None,
+    ) -> WeightStatus:
+        """Take weights from Ray's object store and commit them; trainers call ``rollout_service.client.ray_refs``.
+
+        The same weights again get the same answer. Raises NotFound for a lost object, and what ``begin`` and ``commit``
+        raise.
+        """
+        source = await asyncio.to_thread(RefSource, buckets)
+        begin, meant = source.announced(version, kv_scales)
+        await self._unabandoned.run(self._begin(begin, source))
+        return await self.commit(version, request.model_copy(update={"upload_digest": meant}))
+
+    def staged(self, version: int) -> StagedVersion:
+        """The upload of ``version``. Raises NotFound."""
+        return self._uploads.staged(version)
+
+    async def committed(self, version: int) -> UploadRecord | None:
+        """How a committed version came, if it is in the log."""
+        return await self._uploads.committed(version)
+
+    async def commit(self, version: int, request: CommitUpload) -> WeightStatus:
+        """Make a staged version the newest; the same commit again gets the same answer.
+
+        Raises NotFound, UploadIncomplete, VersionConflict, QuantizationError, or CommitTimeout; LogCorrupt if replicas
+        follow another log, or this one was replaced.
+        """
+        await self._unabandoned.run(self._commit(version, request))
+        if request.wait == "all":
+            await self.wait_live(version, request.timeout_s)
+        return await self.status(version)
+
+    async def wait_live(self, version: int, timeout_s: float) -> None:
+        """Return once every live replica serves ``version`` or newer. Raises CommitTimeout with their table.
+
+        Replicas that start are not waited for: they take no request before they are at the newest version.
+        """
+        digest = (await self._content(version)).log_digest if version in self._log.versions() else None
+        if not await self._changes.wait(lambda: self._fleet.all_serve(version, digest), timeout_s):
+            raise CommitTimeout(
+                f"version {version} is committed, but after {timeout_s} s not all replicas serve it; they go on trying",
+                {"version": version, "replicas": [s.model_dump(mode="json") for s in self._fleet.live()]},
+            )
+
+    async def discard(self, version: int) -> None:
+        """Drop a staged version. Raises VersionConflict for a committed one, NotFound."""
+        await self._unabandoned.run(self._discard(version))
+
+    async def status(self, version: int) -> WeightStatus:
+        """Where ``version`` stands. Raises NotFound."""
+        if version in self._uploads.staged_versions:
+            return self._uploads.staged(version).status()
+        why = self._uploads.why_dropped(version)
+        if why is not None and version not in self._log.versions():
+            raise NotFound(f"version {version} is neither committed nor staged any more: {why}", {"version": version})
+        content = await self._content(version)
+        return WeightStatus(
+            version=version,
+            state="live" if self._fleet.all_serve(version, content.log_digest) else "committed",
+            digest=content.digest,
+            total_bytes=content.total_bytes,
+            kv_scales_from=content.kv_scales_from,
+            error=unconfirmed(self._log.unconfirmed.get(version)),
+            replicas=self._fleet.live(),
+        )
+
+    async def versions(self) -> list[WeightStatus]:
+        """All versions on disk or staged, oldest first."""
+        known = {*self._log.versions(), *self._uploads.staged_versions}
+        found = []
+        for version in sorted(known):
+            with suppress(NotFound):  # one may be dropped while another is read
+                found.append(await self.status(version))
+        return found
+
+    # --- operators
+
+    async def set_paused(self, paused: bool, mode: PauseMode, timeout_s: float) -> None:
+        """Pause or resume every replica, later ones too; returns when all live ones have.
+
+        Raises NotReady after ``timeout_s``, or Overtaken once another pause or resume was asked for.
+        """
+        order = await self._unabandoned.run(self._set_control(paused, mode))
+        settled = await self._changes.wait(lambda: self._overtaken(order) or self._fleet.all_obey(order), timeout_s)
+        if self._overtaken(order):
+            raise Overtaken(
+                f"before every replica was {'paused' if paused else 'resumed'}, something else was asked for, which "
+                "holds: GET /v1/fleet says what"
+            )
+        if not settled:
+            raise NotReady(
+                f"not every replica is {'paused' if paused else 'resumed'} after {timeout_s} s; they go on trying",
+                {"replicas": [status.model_dump(mode="json") for status in self._fleet.live()]},
+            )
+
+    async def is_paused(self) -> bool:
+        """Whether a pause was asked for and every live replica has obeyed."""
+        return self._wish is not None and self._wish.paused and self._fleet.all_obey(self._wish.order)
+
+    async def fleet(self) -> Fleet:
+        """The live replicas, those that start included, beside the newest version."""
+        if self._wish is None:
+            raise NotReady("version 0 is still being made from the model's folder")
+        return Fleet(
+            latest_version=self._wish.version,
+            paused=self._wish.paused,
+            replicas=self._fleet.live(),
+            failed_starts=self._fleet.starts.failed(),
+        )
+
+    async def state(self) -> ServiceState:
+        """What ``GET /metrics`` is made of. Raises NotReady until there is a version 0."""
+        self._observe()
+        fleet, versions = await self.fleet(), tuple(await self.versions())
+        known = {version: c.kv_scales for version, c in self._contents.items() if c.kv_scales is not None}
+        kv_scales = KVScalesState(by_version=known, drift=self._kv_scales.drift)
+        return await self._observer.state(fleet, versions, kv_scales)
+
+    # --- replicas
+
+    async def sync(self, status: ReplicaStatus, seen: Wish | None) -> Wish:
+        """A replica's report, and its long poll: answers when the wish differs from ``seen``, or after ``poll_s``."""
+        await self.report(status)
+        if self._wish is None:
+            raise NotReady("version 0 is still being made from the model's folder")
+        await self._changes.wait(lambda: self._wish != seen, self._config.weights.poll_s)
+        return self._wish
+
+    async def report(self, status: ReplicaStatus) -> None:
+        """A replica's report alone."""
+        self._fleet.report(status)
+        await self._fleet_changed()
+
+    async def goodbye(self, replica_id: str) -> None:
+        """A replica ends: nobody waits for it any more, and it is not in the fleet's table."""
+        self._fleet.leave(replica_id)
+        self._observer.left(replica_id)
+        await self._fleet_changed()
+
+    async def newest(self) -> Newest:
+        """The newest version and which log it is in. Raises NotReady before version 0 is made."""
+        return await asyncio.to_thread(self._offers.newest)
+
+    async def files(self, version: int) -> tuple[LogFile, ...]:
+        """The files of a committed version, for a node without the log. Raises NotFound."""
+        return await asyncio.to_thread(self._offers.files, version)
+
+    async def chunk(self, version: int, file: str, index: int) -> list[ObjectRef]:
+        """One chunk of a file, see ``store/chunk_server.py``. Raises NotFound or LogCorrupt."""
+        return await self._offers.chunk(version, file, index)
+
+    # --- inside
+
+    async def _fleet_changed(self) -> None:
+        self._observe()
+        await self._changes.notify()
+        live = frozenset(replica.replica_id for replica in self._fleet.live())
+        if live != self._noted and self._fleet.is_complete():
+            self._noted = live
+            await self._unabandoned.run(self._note_fleet())
+
+    async def _content(self, version: int) -> Content:
+        """Of a committed version. Parsed once, and in a thread: a mixture of experts has 40 000 entries."""
+        if version not in self._contents:
+            committed = await asyncio.to_thread(self._log.manifest, version)
+            manifest, log_digest = self.kv.with_scales(committed), committed.digest
+            digest = log_digest if manifest is committed else manifest.digest
+            content = Content.of(manifest, digest, log_digest)
+            if manifest.awaits_kv_scales:
+                return content
+            self._contents[version] = content
+        return self._contents[version]
+
+    @counted_commit
+    async def _commit(self, version: int, request: CommitUpload) -> None:
+        async with self._writing:
+            self._guide.require_followed()
+            if version in self._log.versions():
+                if (record := await self._uploads.committed(version)) is not None:
+                    record.require_meant(request.upload_digest)
+                return
+            self._uploads.require_newer(version)
+            staged = self._uploads.staged(version)
+            tensors = await staged.finish(request.upload_digest)
+            bare = Manifest(version=version, fingerprint=self._model.fingerprint, recipe=self._recipe, tensors=tensors)
+            manifest = self._kv_scales.added_to(bare, staged.begin.kv_scales)
+            await self._append(manifest, staged.complete_record(), request.mode)
+            await self._uploads.committed_now(version, manifest.digest)
+            await self._remove_old()
+
+    async def _append(self, manifest: Manifest, record: UploadRecord, mode: PauseMode) -> None:
+        try:
+            head = await asyncio.to_thread(self._log.commit, manifest, mode, record)
+        except OSError as error:
+            if error.errno in DISK_FULL:
+                what = f"the manifest of version {manifest.version}, which is staged still,"
+                raise no_room(what, self._log.root, 2 * len(manifest.model_dump_json(indent=1))) from error
+            raise RolloutServiceError(
+                f"version {manifest.version} was not committed: {error}; it is staged still: commit it again"
+            ) from error
+        self._kv_scales.remember(manifest)
+        self._contents.pop(head.version, None)
+        if not manifest.awaits_kv_scales:
+            self._contents[head.version] = Content.of(manifest, head.digest, head.digest)
+        logger.info(
+            "version %d committed: %.1f MB, digest %s, KV scales: %s",
+            head.version, manifest.total_bytes / 1e6, head.digest, manifest.kv_scales_from,
+        )  # fmt: skip
+        self._wish = self._guide.wish()
+        await self._changes.notify()
+
+    async def _remove_old(self) -> None:
+        """Drop the versions that no replica needs."""
+        if not self._fleet.is_complete():
+            return
+        versions, in_use = self._log.versions(), self._fleet.in_use()
+        # a replica that starts reads the newest, or the one before if a commit has just overtaken it
+        for version in versions[: -max(2, self._config.weights.keep_versions)]:
+            if version not in in_use:
+                self._contents.pop(version, None)
+                try:
+                    await asyncio.to_thread(self._log.drop, version)
+                except OSError as error:  # what has just been committed is committed; the next commit tries again
+                    logger.warning("version %d is not needed any more and cannot be removed yet: %s", version, error)
+
+    async def _discard(self, version: int) -> None:
+        async with self._writing:
+            if version in self._log.versions():
+                raise VersionConflict(f"version {version} is committed; a commit is final: push a newer version")
+            await self._uploads.discard(version)
+
+    async def _expire(self) -> None:
+        async with self._writing:
+            await self._uploads.expire()
+
+    async def _expire_staged(self) -> None:
+        while True:
+            await asyncio.sleep(min(60.0, self._config.weights.staged_ttl_s / 4))
+            await self._unabandoned.run(self._expire())
+
+    def _observe(self) -> None:
+        if self._fleet.is_complete():
+            self._observer.saw(self._fleet.live())
+
+    async def _note_fleet(self) -> None:
+        async with self._controlling:
+            try:
+                await asyncio.to_thread(self._log.set_fleet, self._noted)
+            except OSError as error:  # only an ingest that starts while this lasts would know less
+                logger.warning("could not note which replicas are live: %s", error)
+
+    async def _set_control(self, paused: bool, mode: PauseMode) -> str:
+        """Note what is asked of the fleet, and wake it. Returns the order, which is the same for the same again."""
+        async with self._controlling:
+            control = Control(paused=paused, mode=mode, order=uuid.uuid4().hex)
+            known = self._log.control()
+            if known.model_copy(update={"order": control.order}) == control:
+                control = known
+            await asyncio.to_thread(self._log.set_control, control)
+            self._wish = self._guide.wish()
+            await self._changes.notify()
+        return control.order
+
+    def _overtaken(self, order: str) -> bool:
+        return self._wish is not None and self._wish.order != order

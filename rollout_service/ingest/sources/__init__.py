@@ -1,0 +1,1 @@
+"""Where the tensors of a version come from."""

@@ -1,0 +1,139 @@
+"""A safetensors file that belongs to somebody else: read, never mapped, and compared with what it was at each read.
+
+The trainer may save its next checkpoint into the same folder at any moment. A file that shrinks under a map kills the
+process (SIGBUS), and one that is rewritten in place would mix two versions.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from rollout_service.errors import InvalidManifest
+from rollout_service.protocol.upload import DTYPE_BYTES, SourceDtype
+
+_MOST_HEADER_BYTES = 100_000_000
+"""The library's own limit."""
+_DTYPES: dict[str, SourceDtype] = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F8_E4M3": "float8_e4m3fn",
+}
+
+
+class SourceTensor(NamedTuple):
+    """One entry of a header."""
+
+    dtype: SourceDtype
+    shape: tuple[int, ...]
+    offset: int
+    """First byte in the file."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class SourceFile:
+    """Reads the header at once.
+
+    Raises InvalidManifest for what is no safetensors file, cannot be read, or holds a dtype that the ingest does not
+    take.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors: dict[str, SourceTensor] = {}
+        """By name, in the order of their bytes."""
+        try:
+            with _opened(path) as fd:
+                self._stat = os.fstat(fd)
+                offset, entries = _entries(_header(fd, self._stat.st_size), self._stat.st_size)
+            for name, dtype, shape in entries:
+                self.tensors[name] = tensor = SourceTensor(self._known(name, dtype), shape, offset)
+                offset += tensor.nbytes  # the library has made sure that nothing lies between them
+        except (SafetensorError, OSError) as error:
+            raise InvalidManifest(f"{path} is not a safetensors file: {error}") from error
+
+    def _known(self, name: str, dtype: str) -> SourceDtype:
+        if dtype not in _DTYPES:
+            raise InvalidManifest(
+                f"{name} in {self.path.name} is {dtype}; the ingest takes {', '.join(_DTYPES)} and quantizes itself",
+                {"tensor": name, "dtype": dtype},
+            )
+        return _DTYPES[dtype]
+
+    @contextmanager
+    def reading(self) -> Iterator["SourceReader"]:
+        """Read tensors. Raises OSError if the file cannot be opened."""
+        with _opened(self.path) as fd:
+            yield SourceReader(fd, self, self._stat)
+
+
+class SourceReader:
+    """The open file."""
+
+    def __init__(self, fd: int, file: SourceFile, before: os.stat_result) -> None:
+        self._fd, self._file, self._before = fd, file, before
+
+    def read(self, name: str, room: memoryview) -> None:
+        """Fill ``room`` (uint8, the tensor's nbytes). Raises InvalidManifest if the file was changed, or OSError."""
+        tensor, done = self._file.tensors[name], 0
+        while done < room.nbytes:
+            count = os.preadv(self._fd, [room[done:]], tensor.offset + done)
+            if not count:
+                break
+            done += count
+        now = os.fstat(self._fd)  # after the bytes: what was written before or meanwhile shows
+        if done < room.nbytes or _identity(now) != _identity(self._before):
+            raise InvalidManifest(
+                f"{name} was to be read from {self._file.path}, which has changed since its version was begun: "
+                f"{self._before.st_size} bytes, modified at {self._before.st_mtime:.3f}, and {now.st_size} bytes, "
+                f"modified at {now.st_mtime:.3f} now; leave the files of a source alone until its version is committed",
+                {"tensor": name, "file": str(self._file.path)},
+            )
+
+
+def _identity(stat: os.stat_result) -> tuple[int, int, int, int]:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _header(fd: int, file_bytes: int) -> bytes:
+    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+    if not 0 < length <= min(_MOST_HEADER_BYTES, file_bytes - 8):
+        raise SafetensorError(f"a header of {length} bytes in a file of {file_bytes}")
+    header = os.pread(fd, 8 + length, 0)
+    if len(header) < 8 + length:
+        raise SafetensorError(f"only {len(header)} of the {8 + length} bytes of its header could be read")
+    return header
+
+
+def _entries(header: bytes, file_bytes: int) -> tuple[int, list[tuple[str, str, tuple[int, ...]]]]:
+    """Where the data begins; names, dtypes and shapes in the order of their bytes.
+
+    The library maps what it opens: it is given a file of our own, with this header and as many zeros as there are data.
+    """
+    memory = os.memfd_create("safetensors-header")
+    try:
+        os.pwrite(memory, header, 0)
+        os.ftruncate(memory, file_bytes)
+        with safe_open(f"/proc/self/fd/{memory}", framework="pt") as reader:
+            slices = [(name, reader.get_slice(name)) for name in reader.offset_keys()]
+            return len(header), [(name, entry.get_dtype(), tuple(entry.get_shape())) for name, entry in slices]
+    finally:
+        os.close(memory)

@@ -1,0 +1,187 @@
+"""Weights that a trainer in the same Ray cluster has put into the object store: tensors come by reference.
+
+A bucket is one object: a tensor by itself, or a dict of tensors. Buckets are read one at a time and let go of before
+the next, twice: once for names, shapes, dtypes and digests, by which a version is checked and known again, and once to
+convert them. Objects are Ray's, and whoever holds the ingest's handle is inside the cluster already.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import xxhash
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.serve.exceptions import DeploymentUnavailableError
+
+from rollout_service.errors import (
+    InvalidManifest,
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    RolloutServiceError,
+    VersionConflict,
+)
+from rollout_service.model.convert import tensor_bytes
+from rollout_service.protocol.base import MAX_VERSION
+from rollout_service.protocol.upload import (
+    DTYPE_BYTES,
+    BeginUpload,
+    CommitUpload,
+    ObjectSource,
+    SourceDtype,
+    UploadTensor,
+    with_kv_scales,
+)
+from rollout_service.protocol.weights import WeightStatus
+
+_DTYPES: dict[torch.dtype, SourceDtype] = {getattr(torch, name): name for name in DTYPE_BYTES}
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One object in the store."""
+
+    refs: tuple[ray.ObjectRef, ...]
+    """Exactly one. In a tuple, Ray passes it on as a reference."""
+    name: str | None = None
+    """Of the tensor that the object is; None: the object is a dict."""
+
+
+class RefSource:
+    """Reads every bucket at once to learn what is there.
+
+    Raises NotFound for an object that is lost, InvalidManifest for one that does not hold weights.
+    """
+
+    def __init__(self, buckets: Iterable[Bucket]) -> None:
+        self._buckets = tuple(buckets)
+        self._bucket_of: dict[str, int] = {}
+        self._digests: dict[str, str] = {}
+        self.table = tuple(self._survey())
+        """Names, dtypes and shapes of all tensors, bucket by bucket."""
+
+    @property
+    def digest(self) -> str:
+        """xxh3-128 of names, dtypes, shapes and bytes, whatever the order or the buckets."""
+        lines = sorted(f"{t.name}\0{t.dtype}\0{list(t.shape)}\0{self._digests[t.name]}" for t in self.table)
+        return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
+
+    def announced(self, version: int, kv_scales: dict[str, float] | None = None) -> tuple[BeginUpload, str]:
+        """A version of these weights and KV scales, and the digest that its commit means. Raises InvalidRequest."""
+        if not 0 <= version <= MAX_VERSION:
+            raise InvalidRequest(
+                f"version is {version}: versions are 0 to {MAX_VERSION}, which is what a double holds exactly"
+            )
+        begin = BeginUpload(version=version, source=ObjectSource(digest=self.digest), kv_scales=kv_scales)
+        return begin, with_kv_scales(self.digest, kv_scales)
+
+    def batches(self, batch_bytes: int) -> Iterator[list[str]]:
+        """The names in each bucket; how large those are, their trainer has chosen."""
+        for _, names in groupby(self._bucket_of, key=self._bucket_of.__getitem__):
+            yield list(names)
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each of these tensors. Raises NotFound if its object was lost since, VersionConflict if it holds others."""
+        for index, of_bucket in groupby(names, key=self._bucket_of.__getitem__):
+            bucket = self._tensors(index)
+            for name in of_bucket:
+                if name not in bucket or _digest(bucket[name]) != self._digests[name]:
+                    raise VersionConflict(f"{self._spell(index)}: {name} has changed while it was read: push it again")
+                yield name, bucket[name]
+            del bucket  # before the next one is fetched
+
+    def _survey(self) -> Iterator[UploadTensor]:
+        for index in range(len(self._buckets)):
+            for name, tensor in self._tensors(index).items():
+                if name in self._bucket_of:
+                    raise InvalidManifest(f"{name} comes twice: in {self._spell(self._bucket_of[name])} and again in "
+                                          f"{self._spell(index)}: put it once")  # fmt: skip
+                self._bucket_of[name], self._digests[name] = index, _digest(tensor)
+                yield UploadTensor(name=name, dtype=_DTYPES[tensor.dtype], shape=tuple(tensor.shape))
+
+    def _tensors(self, index: int) -> dict[str, torch.Tensor]:
+        bucket = self._buckets[index]
+        try:
+            found = ray.get(bucket.refs[0])
+        except RayTaskError as error:
+            raise InvalidManifest(f"{self._spell(index)} was to be made by a task, which failed: {error}") from error
+        except ObjectLostError as error:  # of which the death of its owner is one
+            raise NotFound(
+                f"{self._spell(index)} is lost: put the weights again, from a process that lives until the push has "
+                f"been answered ({error})"
+            ) from error
+        except RayError as error:
+            raise NotFound(f"{self._spell(index)} cannot be had: {error}") from error
+        named = found if bucket.name is None else {bucket.name: found}
+        if not isinstance(named, Mapping) or not named:
+            raise InvalidManifest(f"{self._spell(index)} is {_kind(found)}, not a dict of tensors by their names")
+        return {self._name(index, name): self._tensor(index, name, value) for name, value in named.items()}
+
+    def _name(self, index: int, name: object) -> str:
+        if not isinstance(name, str) or not name:
+            raise InvalidManifest(f"{self._spell(index)} has a key {name!r}: keys are Hugging Face's names of tensors")
+        return name
+
+    def _tensor(self, index: int, name: str, value: object) -> torch.Tensor:
+        if isinstance(value, np.ndarray) and value.dtype in (np.float32, np.float16):
+            value = torch.tensor(value)  # an array in the store cannot be written to, which torch does not know
+        if not isinstance(value, torch.Tensor):
+            raise InvalidManifest(f"{self._spell(index)}: {name} is {_kind(value)}, not a tensor of weights")
+        if value.dtype not in _DTYPES:
+            raise InvalidManifest(
+                f"{self._spell(index)}: {name} is {value.dtype}, but weights come as {', '.join(DTYPE_BYTES)}: cast it"
+            )
+        return value.detach().cpu()
+
+    def _spell(self, index: int) -> str:
+        bucket = self._buckets[index]
+        return f"bucket {index} of {len(self._buckets)}" if bucket.name is None else f"the object of {bucket.name}"
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(tensor_bytes(tensor))
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype}"
+    return f"a {type(value).__name__}"
+
+
+def buckets_of(refs: Any) -> tuple[Bucket, ...]:
+    """Buckets of a dict of references, of one reference, or of several. Raises ValueError for anything else."""
+    if isinstance(refs, Mapping):
+        return tuple(Bucket((_ref(ref, f"refs[{name!r}]"),), name) for name, ref in refs.items())
+    listed = [refs] if isinstance(refs, ray.ObjectRef) else list(refs)
+    return tuple(Bucket((_ref(ref, f"refs[{index}]"),)) for index, ref in enumerate(listed))
+
+
+async def push(
+    ingest: Any,
+    version: int,
+    buckets: tuple[Bucket, ...],
+    request: CommitUpload,
+    kv_scales: dict[str, float] | None = None,
+) -> WeightStatus:
+    """Call ``Ingest.push_refs`` through its handle; errors of the service come as they were raised there."""
+    if not buckets:
+        raise ValueError("refs is empty: give the weights of the whole model")
+    try:
+        status: WeightStatus = await ingest.push_refs.remote(version, buckets, request, kv_scales)
+    except RayTaskError as error:
+        if isinstance(error.cause, RolloutServiceError):
+            raise error.cause from None
+        raise
+    except (RayActorError, DeploymentUnavailableError) as error:
+        raise NotReady(f"the ingest died with version {version}: push it again ({error})") from error
+    return status
+
+
+def _ref(value: object, where: str) -> ray.ObjectRef:
+    if not isinstance(value, ray.ObjectRef):
+        raise ValueError(f"{where} is {_kind(value)}, not a ray.ObjectRef: ray.put() the tensors first")
+    return value

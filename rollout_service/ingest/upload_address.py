@@ -1,0 +1,101 @@
+"""Where the ingest takes parts, whom it tells which address, and how either side knows the other.
+
+The bearer token is sent to the gateway only. The reply to ``begin`` names an address of the listener and a key for that
+one version. The trainer first has the listener prove that it knows the key, without sending it, and then shows the key
+with each part: whoever else may listen on such an address, on the trainer's own machine for example, gets neither
+token nor key nor weights.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import secrets
+import socket
+from contextlib import suppress
+
+from rollout_service.errors import RolloutServiceError
+from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.upload import listener_proof
+
+
+class Listener(Frozen):
+    """What a caller needs to send parts of one version to the listener."""
+
+    url: str
+    key: str
+
+
+class UploadAddress:
+    """Of one listener, for as long as it listens."""
+
+    def __init__(self, host: str, port: int, node_ip: str | None = None, node_id: str | None = None) -> None:
+        """``host``: what it is bound to. ``node_ip``, ``node_id``: of its node in the Ray cluster, if it is in one."""
+        self._host, self._port, self._node_ip, self._node_id = host, port, node_ip, node_id
+        self._secret = secrets.token_bytes(32)
+
+    def __str__(self) -> str:
+        return _url(self._host, self._port)
+
+    def key(self, version: int) -> str:
+        """Opens the listener to the parts of one version."""
+        return hmac.new(self._secret, str(version).encode(), hashlib.sha256).hexdigest()
+
+    def opens(self, version: int, key: str | None) -> bool:
+        """Whether ``key`` is that version's."""
+        return key is not None and hmac.compare_digest(key.encode(), self.key(version).encode())
+
+    def proof(self, version: int, nonce: str) -> str:
+        """What tells a caller who has the key that this is the listener."""
+        return listener_proof(self.key(version), nonce)
+
+    def announced(self, version: int, reached: str | None) -> Listener | None:
+        """What a trainer is told whose call came to the service at the address ``reached``.
+
+        None if it is not known to reach the listener: its parts then go through the gateway.
+        """
+        host = self._host_for(reached)
+        return None if host is None else Listener(url=_url(host, self._port), key=self.key(version))
+
+    def within(self, version: int, node_id: str | None) -> Listener:
+        """What the gateway on a node uses. Raises RolloutServiceError if it cannot reach the listener."""
+        elsewhere = node_id != self._node_id
+        if elsewhere and _is_loopback(self._host):
+            raise RolloutServiceError(
+                f"the ingest listens for parts on {self._host} of another node than this gateway's: set "
+                "weights.upload_host to 0.0.0.0, with auth.token_file, or push with a path or Ray objects"
+            )
+        host = self._host
+        if _is_wildcard(host):
+            host = (self._node_ip if elsewhere else None) or ("::1" if ":" in host else "127.0.0.1")
+        return Listener(url=_url(host, self._port), key=self.key(version))
+
+    def _host_for(self, reached: str | None) -> str | None:
+        if _is_loopback(self._host):
+            return self._host if reached is not None and _is_loopback(reached) else None
+        if not _is_wildcard(self._host):
+            return self._host
+        if reached is not None and not _is_loopback(reached) and _is_of_this_machine(reached):
+            return reached
+        return self._node_ip
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _is_wildcard(host: str) -> bool:
+    return host in ("0.0.0.0", "::")  # compared with, not bound to
+
+
+def _is_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _is_of_this_machine(address: str) -> bool:
+    """Whether a socket can be bound to it."""
+    with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+        return True
+    return False

@@ -1,0 +1,308 @@
+"""The versions that are staged: begun or resumed, found again after a restart, dropped when nobody comes back."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from rollout_service.config import WeightsConfig
+from rollout_service.errors import (
+    InsufficientStorage,
+    InvalidRequest,
+    LogCorrupt,
+    NotFound,
+    RolloutServiceError,
+    VersionConflict,
+)
+from rollout_service.ingest.sources.ray_objects import RefSource
+from rollout_service.ingest.sources.sources import FolderSource, allowed_path
+from rollout_service.ingest.upload_session import StagedVersion, parts_folder
+from rollout_service.model.convert import Converter
+from rollout_service.model.quant_plan import QuantPlan
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.upload import BeginUpload, ObjectSource, PathSource, UploadPlan, with_kv_scales
+from rollout_service.store.direct_io import BufferPool
+from rollout_service.store.durable_io import remove_tree
+from rollout_service.store.log import WeightLog
+from rollout_service.store.unquantized import UnquantizedLog
+from rollout_service.store.upload_record import UploadRecord, read_record, source_stamp
+from rollout_service.threads import io_threads
+
+logger = logging.getLogger(__name__)
+_GRACE = 0.25
+"""Share of ``weights.staged_ttl_s`` for which nothing expires after the ingest has started."""
+_MOST_DROPPED = 100
+"""Versions of which it is remembered why they were dropped."""
+_PART_MEMORY_BYTES = 192 << 20
+"""Parts that are received or wait to be converted; those for which there is no room are read from their files."""
+
+
+class Uploads:
+    """All staged versions of one log. Whoever calls its coroutines lets one finish before the next."""
+
+    def __init__(
+        self,
+        config: WeightsConfig,
+        log: WeightLog,
+        model: ServedModel,
+        plan: QuantPlan,
+        converter: Converter,
+        unquantized: UnquantizedLog | None = None,
+    ) -> None:
+        """``unquantized``: None if no shadow will ask for versions as they came."""
+        self._unquantized = unquantized
+        self._config, self._log, self._model, self._plan, self._converter = config, log, model, plan, converter
+        self._executor = ThreadPoolExecutor(io_threads(), thread_name_prefix="quantize")
+        self._part_memory = BufferPool(_PART_MEMORY_BYTES)
+        self._staged: dict[int, StagedVersion] = {}
+        self._committed: dict[int, UploadRecord] = {}
+        self._dropped: dict[int, str] = {}
+        self._started_at = time.monotonic()
+
+    @property
+    def staged_versions(self) -> list[int]:
+        """Those that are staged, in no order."""
+        return list(self._staged)
+
+    def staged(self, version: int) -> StagedVersion:
+        """The upload of ``version``. Raises NotFound, with the reason if the service has dropped it."""
+        if version not in self._staged:
+            why = self._dropped.get(version)
+            dropped = "" if why is None else f"; what was staged of it was dropped: {why}"
+            raise NotFound(
+                f"version {version} is not staged (staged: {sorted(self._staged)}){dropped}: POST /v1/weights first",
+                {"version": version, "staged": sorted(self._staged)},
+            )
+        return self._staged[version]
+
+    def why_dropped(self, version: int) -> str | None:
+        """Why a version that was staged is not any more; None: nobody but its trainer has dropped it."""
+        return self._dropped.get(version)
+
+    def _note_dropped(self, version: int, why: str) -> None:
+        logger.warning("staged version %d is dropped: %s", version, why)
+        self._dropped = {**dict(list(self._dropped.items())[1 - _MOST_DROPPED :]), version: why}
+
+    async def committed(self, version: int) -> UploadRecord | None:
+        """How a committed version came; None for one that is not in the log, or of a log that kept no records."""
+        if version not in self._log.versions():
+            return None
+        if version not in self._committed:
+            record = await asyncio.to_thread(read_record, self._log.folder(version))
+            if record is None:
+                return None
+            self._committed = {version: record, **dict(list(self._committed.items())[:3])}
+        return self._committed[version]
+
+    async def begin(self, begin: BeginUpload, objects: RefSource | None = None) -> UploadPlan:
+        """Start or resume an upload; the plan of a staged or committed one if it is the same.
+
+        ``objects``: what a trainer has put into Ray's object store, of which ``begin`` has the digest.
+
+        Raises VersionConflict, InvalidManifest, InsufficientStorage, Forbidden or NotFound.
+        """
+        if objects is not None:
+            return await self._begin(begin, lambda: self._stage_anew(begin, objects, objects.digest))
+        return await self._begin(begin, lambda: self.stage(begin, self._source_of(begin)))
+
+    async def _begin(self, begin: BeginUpload, stage: Callable[[], Awaitable[StagedVersion]]) -> UploadPlan:
+        staged = self._staged.get(begin.version)
+        resumed = staged if staged is not None and staged.failure() is None else None
+        known = resumed.record if resumed is not None else await self.committed(begin.version)
+        if known is None:
+            self.require_newer(begin.version)
+            staged = await stage()
+            return self._plan_of(staged.record, staged)
+        await asyncio.to_thread(self._require_same, known, begin, "committed" if resumed is None else "staged")
+        if resumed is not None:
+            resumed.touched_at = time.monotonic()
+        return self._plan_of(known, resumed)
+
+    async def stage(
+        self, begin: BeginUpload, folder: Path | None, roots: tuple[Path, ...] | None = None
+    ) -> StagedVersion:
+        """Lay a version out and expect its parts, or convert the tensors of ``folder``."""
+        roots = self._config.source_roots if roots is None else roots
+        source = None if folder is None else await asyncio.to_thread(FolderSource, folder, roots or None)
+        stamp = "" if folder is None else await asyncio.to_thread(source_stamp, folder)
+        return await self._stage_anew(begin, source, stamp)
+
+    async def _stage_anew(
+        self, begin: BeginUpload, source: FolderSource | RefSource | None, stamp: str
+    ) -> StagedVersion:
+        failed = self._staged.pop(begin.version, None)
+        if failed is not None:
+            await failed.discard()
+        try:
+            self._staged[begin.version] = await asyncio.to_thread(self._stage, begin, source, stamp)
+        except OSError as error:
+            raise RolloutServiceError(
+                f"version {begin.version} cannot be staged in {self._log.staging(0).parent}: {error}"
+            ) from error
+        self._dropped.pop(begin.version, None)
+        return self._staged[begin.version]
+
+    async def discard(self, version: int) -> None:
+        """Drop a staged version. Raises NotFound."""
+        staged = self.staged(version)
+        del self._staged[version]
+        await staged.discard()
+
+    async def committed_now(self, version: int, digest: str) -> None:
+        """A staged version has been committed under that digest: remove what is left of its upload, and what it has
+        overtaken."""
+        staged = self._staged.pop(version)
+        await asyncio.to_thread(staged.keep_copy, digest)
+        await asyncio.to_thread(staged.remove_files)
+        self._part_memory.trim()
+        for older in [v for v in self._staged if v < version]:
+            self._note_dropped(older, f"version {version} is committed, and versions only grow")
+            await self._staged.pop(older).discard()
+
+    async def recover(self) -> None:
+        """Take up what an earlier ingest had staged; what can be committed no more is removed."""
+        if self._unquantized is not None:
+            await asyncio.to_thread(self._unquantized.recover, self._log)
+        staging = self._log.staging(0).parent
+        folders = sorted(staging.iterdir()) if staging.is_dir() else []
+        for parts in (path for path in folders if path.name.endswith(".parts")):
+            await self._recover(parts)
+        # the layouts are made again from the parts; anything else is nobody's
+        kept = {path.name for v in self._staged for path in (self._log.staging(v), parts_folder(self._log.staging(v)))}
+        for path in folders:
+            if path.name not in kept and not (path.name.endswith(".parts") and path.is_dir()):
+                await asyncio.to_thread(remove_tree, path)
+
+    async def expire(self) -> None:
+        """Drop what nobody has touched for too long."""
+        for version, staged in list(self._staged.items()):
+            now = time.monotonic()
+            # what an earlier ingest took in is as old as its files are by the wall clock, which may have been set since
+            # then: whoever still sends it has some time to come back
+            since_start = self._started_at + self._config.staged_ttl_s * _GRACE
+            if now - staged.touched_at > self._config.staged_ttl_s and now >= since_start:
+                await self.discard(version)
+                self._note_dropped(
+                    version,
+                    f"nothing came for {now - staged.touched_at:.0f} s "
+                    f"(weights.staged_ttl_s={self._config.staged_ttl_s:g}); it lacked {len(staged.missing)} of "
+                    f"{staged.num_parts} parts",
+                )
+
+    async def close(self) -> None:
+        """Stop converting and close every file; what is staged stays on disk for the next ingest."""
+        for staged in self._staged.values():
+            await staged.leave()
+        self._executor.shutdown()
+
+    def require_newer(self, version: int) -> None:
+        """Raises VersionConflict for a version that is not newer than the newest committed one."""
+        head = self._log.head()
+        if head is not None and version <= head.version:
+            raise VersionConflict(
+                f"version {version} is not newer than the newest committed version {head.version} "
+                f"(digest {head.digest}): versions only grow",
+                {"version": version, "latest_version": head.version, "latest_digest": head.digest},
+            )
+
+    def _source_of(self, begin: BeginUpload) -> Path | None:
+        if isinstance(begin.source, ObjectSource):
+            raise InvalidRequest(
+                "objects in Ray's store are named by references, which only the ingest's Python handle takes: push "
+                "them with rollout_service.client.ray_refs, or give a path or tensors"
+            )
+        return None if begin.source is None else allowed_path(begin.source.path, self._config.source_roots)
+
+    def _stage(self, begin: BeginUpload, source: FolderSource | RefSource | None, stamp: str) -> StagedVersion:
+        table = begin.tensors if source is None else source.table
+        self._model.check_table(table, self._plan)
+        staged = StagedVersion(
+            begin,
+            self._log.staging(begin.version),
+            self._model,
+            self._converter,
+            self._config.part_bytes,
+            self._executor,
+            stamp,
+            self._part_memory,
+            None if self._unquantized is None else self._unquantized.begin(begin.version, table),
+        )
+        if source is None:
+            staged.expect_parts()
+        else:
+            staged.convert_folder(source)
+        return staged
+
+    async def _recover(self, parts: Path) -> None:
+        number = parts.name.removesuffix(".parts")
+        try:
+            record = await asyncio.to_thread(read_record, parts)
+            if record is None:
+                raise LogCorrupt(f"{parts} holds no record")
+            version = record.begin.version
+            self.require_newer(version)
+            staged = await self.stage(record.begin, self._source_of(record.begin))
+        except (RolloutServiceError, OSError) as error:  # one that cannot be read is no reason not to start
+            if isinstance(error, InsufficientStorage):
+                logger.error("%s stays on disk until its upload is begun again: %s", parts, error)
+                return
+            if number.isdecimal():
+                self._note_dropped(int(number), f"{parts} cannot be taken up again: {error}")
+            await asyncio.to_thread(remove_tree, parts)
+        else:
+            logger.info(
+                "version %d is staged still, and lacks %d of %d parts", version, len(staged.missing), staged.num_parts
+            )
+
+    def _require_same(self, known: UploadRecord, begin: BeginUpload, state: str) -> None:
+        """Raises VersionConflict if ``begin`` announces something else than is staged or committed."""
+        mine, theirs = _announced_digest(known.begin), _announced_digest(begin)
+        if known.begin.describes_what(begin) and isinstance(begin.source, PathSource):
+            folder = self._source_of(begin)
+            assert folder is not None
+            mine, theirs = known.source_stamp, source_stamp(folder)
+        if mine == theirs:
+            return
+        instead = "push a newer version" if state == "committed" else "DELETE it to begin anew"
+        head = self._log.head()
+        raise VersionConflict(
+            f"version {begin.version} is {state} with {_difference(known.begin, begin)} ({mine}, and {theirs} now): "
+            f"{instead}",
+            {
+                "version": begin.version,
+                "digests": [mine, theirs],
+                "latest_version": head and head.version,
+                "latest_digest": head and head.digest,
+            },
+        )
+
+    def _plan_of(self, record: UploadRecord, staged: StagedVersion | None = None) -> UploadPlan:
+        """The reply to ``begin``; ``staged``: None if it is committed."""
+        return UploadPlan(
+            version=record.begin.version,
+            state="committed" if staged is None else "staged",
+            part_bytes=record.part_bytes,
+            num_parts=record.num_parts,
+            missing_parts=() if staged is None else tuple(sorted(staged.missing)),
+            digests=dict(enumerate(record.part_digests)) if staged is None else dict(staged.digests),
+        )
+
+
+def _announced_digest(begin: BeginUpload) -> str:
+    if isinstance(begin.source, ObjectSource):
+        return with_kv_scales(begin.source.digest, begin.kv_scales)
+    text = begin.model_dump_json(include={"tensors", "source"})
+    return with_kv_scales(xxhash.xxh3_128_hexdigest(text.encode()), begin.kv_scales)
+
+
+def _difference(known: BeginUpload, begin: BeginUpload) -> str:
+    """In what two announcements of one version differ, or two readings of the same path."""
+    if known.describes_what(begin):
+        return "another content under that path"
+    if known.describes_what(begin.model_copy(update={"kv_scales": known.kv_scales})):
+        return "other KV scales"
+    return "another content" if isinstance(begin.source, ObjectSource) else "another tensor table"

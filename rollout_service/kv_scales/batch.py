@@ -1,0 +1,64 @@
+"""The tokens that a replica measures q, k and v on."""
+
+import json
+import random
+from collections import deque
+from pathlib import Path
+
+from rollout_service.config.engine import KVCalibrationConfig
+from rollout_service.protocol.rollout import Rollout
+
+_RANDOM_TOKENS = 64
+"""Of each sequence, where nothing better is known."""
+
+
+class CalibrationBatch:
+    """Given prompts, or the newest rollouts of this replica, or random tokens before there are any."""
+
+    def __init__(self, config: KVCalibrationConfig, vocab_size: int, max_model_len: int) -> None:
+        """Raises FileNotFoundError, or ValueError that names the line, for prompts that cannot be used."""
+        self._longest = min(config.max_sequence_tokens, max_model_len)
+        self._random = _random_sequences(config.max_sequences, min(_RANDOM_TOKENS, self._longest), vocab_size)
+        self._recent: deque[list[int]] = deque(maxlen=config.max_sequences)
+        self._given: list[list[int]] = []
+        if config.prompts is not None:
+            given = read_prompts(config.prompts, vocab_size)
+            self._given = [sequence[: self._longest] for sequence in given[: config.max_sequences]]
+
+    def add(self, rollout: Rollout) -> None:
+        """Keep the prompt and the first completion of a rollout, beginning with the first token."""
+        sequence = [*rollout.prompt_token_ids[: self._longest], *rollout.completions[0].token_ids][: self._longest]
+        if not self._given and len(sequence) > 1:
+            self._recent.append(sequence)
+
+    @property
+    def origin(self) -> str:
+        """Where the tokens come from, in words."""
+        return "given prompts" if self._given else "recent rollouts" if self._recent else "random tokens"
+
+    def sequences(self) -> list[list[int]]:
+        """Token ids, a list for each sequence."""
+        return self._given or list(self._recent) or self._random
+
+
+def read_prompts(path: Path, vocab_size: int) -> list[list[int]]:
+    """The token ids of a file with a JSON list on each line. Raises FileNotFoundError, or ValueError with the line."""
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            ids = json.loads(line)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}, line {number}: {error}: each line is a JSON list of token ids") from error
+        if not isinstance(ids, list) or len(ids) < 2 or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+            raise ValueError(
+                f"{path}, line {number}: each line is a JSON list of two token ids at least, from 0 to {vocab_size - 1}"
+            )
+        found.append(ids)
+    if not found:
+        raise ValueError(f"{path} has no prompts: leave kv_cache.calibration.prompts out to use recent rollouts")
+    return found
+
+
+def _random_sequences(count: int, tokens: int, vocab_size: int) -> list[list[int]]:
+    chosen = random.Random(0)
+    return [[chosen.randrange(vocab_size) for _ in range(tokens)] for _ in range(count)]

@@ -1,0 +1,191 @@
+"""What an FP8 KV cache with one scale per tensor would cost a layer, and whether that is too much."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from pydantic import Field
+
+from rollout_service.errors import InvalidRequest
+from rollout_service.kv_scales.scales import FP8_MAX, LayerScales
+from rollout_service.protocol.base import Frozen
+
+
+class LayerError(Frozen):
+    """The cost of FP8 k and v in one layer. Of k: ``k``; of v: ``v``."""
+
+    k_saturated: float
+    """Share of elements with |x| / scale above 448, which are clamped."""
+    v_saturated: float
+    k_relative: float
+    """‖x̂ − x‖ / ‖x‖, Frobenius; rounding alone makes about 0.026."""
+    v_relative: float
+    k_channel_relative: float
+    """Mean over channels (head, dimension) of the relative error of each: near 1 where most channels are lost beside
+    a few huge ones, which the Frobenius norm does not show."""
+    v_channel_relative: float
+    logit_rms: float
+    """Root mean square, over pairs of positions of a sequence, of the error of q·k·scaling, in nats; what all keys
+    share for a query does not count, since the softmax does not see it."""
+
+
+class ErrorLimits(Frozen):
+    """Beyond any of these, a layer's FP8 k and v are called unfit."""
+
+    saturated: float = Field(default=1e-3, ge=0, le=1)
+    """Share of elements of k or of v."""
+    relative: float = Field(default=0.1, gt=0)
+    """Of k or of v, Frobenius. Rounding makes 0.026."""
+    channel_relative: float = Field(default=0.25, gt=0)
+    """Of k or of v, mean over channels."""
+    logit_rms: float = Field(default=0.5, gt=0)
+    """Nats. An error of 0.5 changes the odds of two positions by half as much again."""
+
+
+def fp8_round_trip(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """x as it comes out of an E4M3 cache: x / scale, clamped to ±448, rounded, times scale. fp32, x's shape."""
+    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float() * scale
+
+
+def masked_amax(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Largest |x| of x [batch, heads, tokens, head_dim] where ``counts`` [batch, tokens] bool; a scalar, fp32."""
+    of_position = torch.linalg.vector_norm(x.float(), math.inf, dim=(1, 3))
+    return torch.where(counts, of_position, 0).amax()
+
+
+def saturated_share(x: torch.Tensor, scale: float) -> float:
+    """Share of elements of x (any shape) with |x| / scale above 448."""
+    return float((x.float().abs() / scale > FP8_MAX).double().mean())
+
+
+def relative_error(x: torch.Tensor, scale: float) -> float:
+    """‖x̂ − x‖ / ‖x‖ (Frobenius) of x (any shape, not all zero) after FP8."""
+    error = fp8_round_trip(x, scale) - x.float()
+    return float(error.double().norm() / x.double().norm())
+
+
+def unfit_layers(errors: Mapping[str, LayerError], limits: ErrorLimits | None = None) -> dict[str, str]:
+    """Layer → why FP8 k and v cannot serve it, in words; empty if all can."""
+    limits = limits or ErrorLimits()
+    found = {layer: _reasons(error, limits) for layer, error in errors.items()}
+    return {layer: "; ".join(reasons) for layer, reasons in found.items() if reasons}
+
+
+def require_fit(errors: Mapping[str, LayerError], limits: ErrorLimits | None = None) -> None:
+    """Raise InvalidRequest that names the layers whose keys or values no scale of this kind can save."""
+    if unfit := unfit_layers(errors, limits):
+        raise InvalidRequest(f"{why_unfit(unfit, len(errors))}. Keep the KV cache in BF16", {"layers": unfit})
+
+
+def why_unfit(unfit: Mapping[str, str], num_layers: int) -> str:
+    """``unfit_layers`` in words, the first five by name."""
+    first = "; ".join(f"{layer}: {why}" for layer, why in list(unfit.items())[:5])
+    more = f", and {len(unfit) - 5} more" if len(unfit) > 5 else ""
+    return f"{len(unfit)} of {num_layers} layers do not bear an FP8 KV cache: {first}{more}"
+
+
+def _reasons(error: LayerError, limits: ErrorLimits) -> list[str]:
+    reasons = []
+    for measured, limit in {
+        "k_saturated": limits.saturated,
+        "v_saturated": limits.saturated,
+        "k_relative": limits.relative,
+        "v_relative": limits.relative,
+        "k_channel_relative": limits.channel_relative,
+        "v_channel_relative": limits.channel_relative,
+        "logit_rms": limits.logit_rms,
+    }.items():
+        value = getattr(error, measured)
+        if not value <= limit:
+            reasons.append(f"{measured} {value:.3g} is above {limit:g}")
+    return reasons
+
+
+class ErrorSums:
+    """Sums over the passes of one layer, on its device."""
+
+    def __init__(self, scales: LayerScales) -> None:
+        self._scales = scales
+        self._k, self._v = _TensorSums(scales.k), _TensorSums(scales.v)
+        self._logit: torch.Tensor | float = 0.0
+        self._pairs: torch.Tensor | float = 0.0
+
+    def add(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        counts_q: torch.Tensor,
+        counts_k: torch.Tensor,
+        scaling: float,
+    ) -> None:
+        """Add a pass: q [batch, num_heads, tokens, head_dim], k and v [batch, num_kv_heads, tokens, head_dim].
+
+        ``counts_q`` and ``counts_k``: [batch, tokens] bool, the positions that count.
+        """
+        error = self._k.add(k, counts_k)
+        self._v.add(v, counts_k)
+        squares, pairs = _logit_error(torch.where(counts_q[:, None, :, None], q.float(), 0), error, counts_q, counts_k)
+        self._logit = self._logit + squares * scaling**2
+        self._pairs = self._pairs + pairs
+
+    def result(self) -> LayerError:
+        """The errors so far."""
+        return LayerError(
+            k_saturated=self._k.saturated(),
+            v_saturated=self._v.saturated(),
+            k_relative=self._k.relative(),
+            v_relative=self._v.relative(),
+            k_channel_relative=self._k.channel_relative(),
+            v_channel_relative=self._v.channel_relative(),
+            logit_rms=float(self._logit / max(self._pairs, 1)) ** 0.5,
+        )
+
+
+class _TensorSums:
+    """Squares of x and of its error per channel [num_kv_heads, head_dim], float64, and saturated elements."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+        self._squares: torch.Tensor | float = 0.0
+        self._error_squares: torch.Tensor | float = 0.0
+        self._saturated: torch.Tensor | float = 0.0
+        self._elements: torch.Tensor | float = 0.0
+
+    def add(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The error of x [batch, num_kv_heads, tokens, head_dim], zero where nothing counts."""
+        x = torch.where(counts[:, None, :, None], x.float(), 0)
+        error = fp8_round_trip(x, self._scale) - x
+        self._squares = self._squares + x.double().square().sum((0, 2))
+        self._error_squares = self._error_squares + error.double().square().sum((0, 2))
+        self._saturated = self._saturated + (x.abs() / self._scale > FP8_MAX).sum()
+        self._elements = self._elements + counts.sum() * x.shape[1] * x.shape[3]
+        return error
+
+    def saturated(self) -> float:
+        return float(self._saturated / max(self._elements, 1))
+
+    def relative(self) -> float:
+        squares, errors = torch.as_tensor(self._squares), torch.as_tensor(self._error_squares)
+        return float((errors.sum() / squares.sum()).sqrt())
+
+    def channel_relative(self) -> float:
+        """A channel that is zero throughout loses nothing."""
+        squares, errors = torch.as_tensor(self._squares), torch.as_tensor(self._error_squares)
+        return float(torch.where(squares > 0, errors / squares, 0).sqrt().mean())
+
+
+def _logit_error(
+    q: torch.Tensor, error: torch.Tensor, counts_q: torch.Tensor, counts_k: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of (q·(Δk − mean Δk))² over all heads and pairs of positions of each row, and the number of terms.
+
+    Σ_ts (q_t·e_s)² = ⟨Σ_t q_t q_tᵀ, Σ_s e_s e_sᵀ⟩: no matrix of pairs is made.
+    """
+    keys = counts_k.sum(1).clamp(min=1)[:, None, None, None]
+    centred = (error - error.sum(2, keepdim=True) / keys) * counts_k[:, None, :, None]
+    batch, heads, tokens, dim = q.shape
+    grouped = q.reshape(batch, error.shape[1], -1, tokens, dim)
+    of_queries = torch.einsum("bgrti,bgrtj->bgij", grouped, grouped)
+    of_errors = torch.einsum("bgti,bgtj->bgij", centred, centred)
+    return (of_queries * of_errors).sum(), (counts_q.sum(1) * counts_k.sum(1)).sum() * heads

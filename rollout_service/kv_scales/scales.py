@@ -1,0 +1,207 @@
+"""Scales of q, k and v per attention layer, and the arithmetic from largest absolute values to them. Needs no torch."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, ValidationError
+
+from rollout_service.errors import InvalidRequest
+from rollout_service.protocol.base import Frozen
+
+FP8_MAX = 448.0
+"""The largest finite E4M3 value (OCP 8-bit floating point specification)."""
+TENSORS = ("q", "k", "v")
+"""The last axis of every array of largest absolute values here."""
+
+Amax = npt.NDArray[np.floating]
+
+
+class LayerScales(Frozen):
+    """Scales of one layer: an engine stores ``x / scale`` in FP8 and computes with ``code · scale``."""
+
+    q: float = Field(gt=0, allow_inf_nan=False)
+    k: float = Field(gt=0, allow_inf_nan=False)
+    v: float = Field(gt=0, allow_inf_nan=False)
+
+
+class Provenance(Frozen):
+    """How scales came about."""
+
+    tokens: int = Field(gt=0)
+    """Positions that were observed, over all ranks; padding is none."""
+    micro_batches: int = Field(gt=0)
+    """Of the rank that saw most."""
+    ranks: int = Field(default=1, gt=0)
+    percentile: float = Field(gt=0, le=100)
+    """Over each rank's micro-batches."""
+    margin: float = Field(gt=0, allow_inf_nan=False)
+    """Factor on the largest absolute value."""
+    power_of_two: bool = False
+    """Rounded up to a power of two."""
+
+
+class KVScales(Frozen):
+    """Scales of every attention layer of a model."""
+
+    format: Literal[1] = 1
+    """Of the JSON file; another one is refused."""
+    model: str
+    """Which model they belong to: a fingerprint or a path, whatever the trainer calls it."""
+    layers: dict[str, LayerScales] = Field(min_length=1)
+    """By the attention module's name in Hugging Face's scheme: ``model.layers.0.self_attn``."""
+    provenance: Provenance
+
+    def named(self) -> dict[str, float]:
+        """See ``named_scales``."""
+        return named_scales(self.layers)
+
+    def require_layers(self, expected: Sequence[str]) -> None:
+        """Raise InvalidRequest unless there are scales for exactly these layers."""
+        missing = [name for name in expected if name not in self.layers]
+        unknown = [name for name in self.layers if name not in set(expected)]
+        if missing or unknown:
+            raise InvalidRequest(
+                f"KV scales of {len(self.layers)} layers do not fit a model of {len(expected)}: missing {missing[:5]}, "
+                f"unknown {unknown[:5]}. Calibrate with the model that is served",
+                {"missing": missing, "unknown": unknown},
+            )
+
+    def save(self, path: Path) -> None:
+        """Write them as JSON. Raises OSError."""
+        path.write_text(self.model_dump_json(indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "KVScales":
+        """Read what ``save`` wrote. Raises OSError, and InvalidRequest for a file that is none."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors()[:5])
+            raise InvalidRequest(f"{path} holds no KV scales of format 1: {problems}", {"path": str(path)}) from error
+
+
+class ScaledFrom(Frozen):
+    """How largest absolute values become scales."""
+
+    percentile: float = Field(default=99.9, gt=0, le=100)
+    """Over the micro-batches of a rank, see ``percentile_over_micro_batches``: of up to 501, 99.9 is the largest."""
+    margin: float = Field(default=1.05, gt=0, allow_inf_nan=False)
+    """Factor on the largest value, for what the calibration did not see."""
+    power_of_two: bool = True
+    """Round each scale up to a power of two. In a floating-point format that costs nothing but a bit of range at the
+    lower end. What a scale of 1 neither saturates nor loses then has the codes that it has with 1, and a scale stays as
+    it is from version to version until the largest value has doubled or halved. False: NeMo-RL's scales."""
+
+
+def percentile_over_micro_batches(amax: npt.ArrayLike, percentile: float) -> Amax:
+    """An observed value over the first axis: [num_micro_batches, ...] → [...], float64.
+
+    NeMo-RL's rule: of n values in ascending order, the one at ``round(percentile / 100 · (n − 1))``, halves to even.
+    """
+    ordered = np.sort(np.asarray(amax, np.float64), axis=0)
+    return np.asarray(ordered[round(percentile / 100.0 * (len(ordered) - 1))])
+
+
+def scales_from_amax(
+    ranks: Sequence[Mapping[str, npt.ArrayLike]], *, model: str, tokens: int, how: ScaledFrom | None = None
+) -> KVScales:
+    """Scales from the largest absolute values that each rank saw.
+
+        scale = max over ranks (percentile over micro-batches (amax)) · margin / 448
+
+    The rule of NeMo-RL's trainer-side calibration, then rounded up to a power of two unless ``how`` says otherwise.
+    Any trainer can call it: with Megatron, each rank gives what its core attention got.
+
+    Args:
+        ranks: per rank, layer → [num_micro_batches, 3], the largest |q|, |k| and |v| of each micro-batch. Ranks may
+            hold different layers (pipeline parallelism) or heads (tensor parallelism), and any number of micro-batches.
+        model: the model's fingerprint or path.
+        tokens: positions observed, over all ranks.
+        how: percentile and margin.
+
+    Raises InvalidRequest, with the layers' names, for zero, infinity or NaN, and when nothing was observed.
+    """
+    how = how or ScaledFrom()
+    layers = layer_scales(largest_of_ranks(ranks, how.percentile), how)
+    return KVScales(
+        model=model,
+        layers=layers,
+        provenance=Provenance(
+            tokens=tokens,
+            micro_batches=max(len(np.asarray(observed)) for rank in ranks for observed in rank.values()),
+            ranks=len(ranks),
+            percentile=how.percentile,
+            margin=how.margin,
+            power_of_two=how.power_of_two,
+        ),
+    )
+
+
+def largest_of_ranks(ranks: Sequence[Mapping[str, npt.ArrayLike]], percentile: float = 99.9) -> dict[str, Amax]:
+    """The largest |q|, |k| and |v| of each layer, [3]: of each rank's percentile over micro-batches, the largest.
+
+    ``ranks`` as in ``scales_from_amax``, which raises the same.
+    """
+    largest: dict[str, Amax] = {}
+    for rank in ranks:
+        for layer, observed in rank.items():
+            here = percentile_over_micro_batches(_checked(layer, observed), percentile)
+            largest[layer] = np.maximum(largest.get(layer, here), here)
+    if not largest:
+        raise InvalidRequest("no q, k or v was observed: run at least one forward pass on at least one unmasked token")
+    _require_usable(largest)
+    return {layer: largest[layer] for layer in sorted(largest, key=_in_depth)}
+
+
+def layer_scales(largest: Mapping[str, Sequence[float] | Amax], how: ScaledFrom) -> dict[str, LayerScales]:
+    """Layer → scales, from the largest |q|, |k| and |v| of each."""
+    layers = {}
+    for layer, amax in largest.items():
+        exact = [float(x) * how.margin / FP8_MAX for x in amax]
+        q, k, v = map(rounded_up, exact) if how.power_of_two else exact
+        layers[layer] = LayerScales(q=q, k=k, v=v)
+    return layers
+
+
+def named_scales(layers: Mapping[str, LayerScales]) -> dict[str, float]:
+    """Name → scale as a checkpoint stores them (vLLM loads these names): ``<layer>.q_scale``, ``k``, ``v``.
+
+    All three of a layer always: vLLM puts 1 for one that is missing.
+    """
+    return {f"{name}.{x}_scale": getattr(scales, x) for name, scales in layers.items() for x in TENSORS}
+
+
+def rounded_up(scale: float) -> float:
+    """The smallest power of two that is not below a positive, finite number."""
+    mantissa, exponent = math.frexp(scale)  # scale = mantissa · 2^exponent, 0.5 ≤ mantissa < 1
+    return math.ldexp(1.0, exponent - (mantissa == 0.5))
+
+
+def _checked(layer: str, observed: npt.ArrayLike) -> Amax:
+    amax = np.asarray(observed, np.float64)
+    if amax.ndim != 2 or amax.shape[1] != len(TENSORS) or not len(amax):
+        raise InvalidRequest(
+            f"{layer}: amax has shape {list(amax.shape)}, wanted [num_micro_batches ≥ 1, 3] of q, k, v"
+        )
+    if not np.isfinite(amax).all():  # before the percentile, which could leave it out
+        passes = int((~np.isfinite(amax)).any(1).sum())
+        raise InvalidRequest(f"{layer}: q, k or v has NaN or infinity in {passes} of {len(amax)} micro-batches")
+    return amax
+
+
+def _require_usable(largest: Mapping[str, Amax]) -> None:
+    dead = [f"{layer}.{TENSORS[i]}" for layer, amax in largest.items() for i in np.flatnonzero(amax <= 0)]
+    if dead:
+        raise InvalidRequest(
+            f"{len(dead)} tensors were zero throughout, which gives no scale: {dead[:5]}. Was the model loaded?",
+            {"tensors": dead},
+        )
+
+
+def _in_depth(layer: str) -> tuple[tuple[float, str], ...]:
+    """Sorts layer 2 before layer 10."""
+    return tuple((float(part), "") if part.isdecimal() else (math.inf, part) for part in layer.split("."))

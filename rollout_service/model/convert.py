@@ -1,0 +1,161 @@
+"""A trainer's tensors become what the engines load: BF16, or FP8 codes and scales.
+
+The ingest does it, or the trainer before it sends, both with this code: a version has the same bytes either way.
+Needs torch, but neither ray nor transformers.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import get_args
+
+import numpy as np
+import torch
+
+from rollout_service.errors import InvalidManifest, QuantizationError
+from rollout_service.model.quant_plan import SCALE_SUFFIX
+from rollout_service.protocol.experts import pieces
+from rollout_service.protocol.tensors import StoredDtype, TensorSlot
+from rollout_service.protocol.upload import TrainerRecipe, UploadTensor
+from rollout_service.quant.blockwise import CODES, E4M3_MAX, any_has_all_bits, require_finite, scale_shape
+from rollout_service.quant.quantizer import Device, Quantizer
+
+BATCH_BYTES = 128 << 20
+"""What one call of the quantizer takes, unless a single matrix is larger: hundreds of experts' are one launch."""
+
+_NAN_CODE = 0x7F
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+_LARGEST_SCALE = (torch.tensor(torch.finfo(torch.bfloat16).max, dtype=torch.float32) / E4M3_MAX).item()
+"""That of the largest BF16 weight: with a larger one the largest code overflows what it stands for."""
+_LARGEST_POWER = 2.0 ** math.ceil(math.log2(_LARGEST_SCALE))
+_TORCH: dict[StoredDtype, torch.dtype] = {name: getattr(torch, name) for name in get_args(StoredDtype)}
+
+Named = tuple[str, torch.Tensor]
+
+
+class Converter:
+    """Follows one recipe; ``device`` as for ``Quantizer``. Threads may share one."""
+
+    def __init__(self, recipe: TrainerRecipe, *, device: Device = "auto", batch_bytes: int = BATCH_BYTES) -> None:
+        self._experts = recipe.experts
+        self._quantized = frozenset(recipe.quantized)
+        self._scales = frozenset(name + SCALE_SUFFIX for name in recipe.quantized)
+        self._float32 = frozenset(recipe.keep_float32) | self._scales
+        self._power_of_two = recipe.scales == "power_of_two"
+        self._quantizer = Quantizer(power_of_two=self._power_of_two, device=device)
+        self._batch_bytes = batch_bytes
+
+    def slots(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[TensorSlot]:
+        """Every tensor of a version, in the order they are stored: that of ``shapes``, so a layer's parts lie together.
+
+        vLLM's reload buffers a fused layer until all its parts have come; this order keeps one layer open at a time.
+        """
+        for name, shape in shapes.items():
+            if name in self._quantized:
+                yield TensorSlot(name=name, dtype="float8_e4m3fn", shape=shape)
+                yield TensorSlot(name=name + SCALE_SUFFIX, dtype="float32", shape=scale_shape(shape))
+            else:
+                yield TensorSlot(name=name, dtype=self._kept_dtype(name), shape=shape)
+
+    def table(self, tensors: Iterable[UploadTensor]) -> Iterator[UploadTensor]:
+        """What ``convert`` makes of tensors with this table, in its order.
+
+        Codes, and a weight that is no matrix, are left as they are: the service says what is wrong with them. Raises
+        ValueError for stacked experts that cannot be taken apart.
+        """
+        for tensor in tensors:
+            if tensor.dtype == "float8_e4m3fn":
+                yield tensor
+                continue
+            for piece in pieces(tensor.name, tensor.shape, self._experts):
+                if piece.name in self._quantized and len(piece.shape) == 2:
+                    yield UploadTensor(name=piece.name, dtype="float8_e4m3fn", shape=piece.shape)
+                    scales = scale_shape(piece.shape)
+                    yield UploadTensor(name=piece.name + SCALE_SUFFIX, dtype="float32", shape=scales)
+                else:
+                    yield UploadTensor(name=piece.name, dtype=self._kept_dtype(piece.name), shape=piece.shape)
+
+    def convert(self, tensors: Iterable[Named]) -> Iterator[Named]:
+        """Names on disk and tensors as they are stored, codes before their scales; other tensors stay on their device.
+
+        Experts are taken apart. Codes and scales that were made elsewhere are checked and passed on. Reads ahead at
+        most ``batch_bytes`` beyond the largest tensor.
+
+        Raises QuantizationError naming the first tensor and index with NaN, infinity, or a scale that the recipe does
+        not allow; InvalidManifest for codes of a tensor that stays in BF16.
+        """
+        batch: list[Named] = []
+        batch_bytes = 0
+        for name, tensor in tensors:
+            part = whole = tensor.detach()
+            for piece in pieces(name, tuple(whole.shape), self._experts):
+                part = whole[piece.index]
+                if batch and (batch_bytes + part.nbytes > self._batch_bytes or part.device != batch[-1][1].device):
+                    yield from self._convert_batch(batch)
+                    batch, batch_bytes = [], 0
+                batch.append((piece.name, part))
+                batch_bytes += part.nbytes
+            if whole.nbytes > self._batch_bytes:  # a view into it would keep all of it
+                yield from self._convert_batch(batch)
+                batch, batch_bytes = [], 0
+            del tensor, whole, part  # before a generator makes the next
+        yield from self._convert_batch(batch)
+
+    def _convert_batch(self, batch: list[Named]) -> Iterator[Named]:
+        wanted = [(name, tensor) for name, tensor in batch if self._quantizes(name, tensor)]
+        results = iter(self._quantizer.quantize(wanted, to_cpu=True) if wanted else ())
+        for name, tensor in batch:
+            if self._quantizes(name, tensor):
+                codes, scales = next(results)
+                yield name, codes
+                yield name + SCALE_SUFFIX, scales
+            else:
+                yield name, self._kept(name, tensor)
+
+    def _quantizes(self, name: str, tensor: torch.Tensor) -> bool:
+        return name in self._quantized and tensor.dtype != CODES
+
+    def _kept(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == CODES:
+            if name not in self._quantized:
+                raise InvalidManifest(f"{name} came as FP8 codes, but it is not quantized here: send its weights")
+            _require_numbers(name, tensor)
+            return tensor
+        if name in self._scales:
+            _require_scales(name, tensor, self._power_of_two)
+        else:
+            require_finite(tensor, name)
+        return tensor.to(_TORCH[self._kept_dtype(name)])
+
+    def _kept_dtype(self, name: str) -> StoredDtype:
+        return "float32" if name in self._float32 else "bfloat16"
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Little-endian bytes, row-major; without a copy if the tensor is contiguous and on the CPU."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _require_numbers(name: str, codes: torch.Tensor) -> None:
+    if any_has_all_bits(np.frombuffer(tensor_bytes(codes), np.uint8), _NAN_CODE):
+        _require(name, codes, codes.view(torch.uint8) & _NAN_CODE != _NAN_CODE, "a code for NaN")
+
+
+def _require_scales(name: str, scales: torch.Tensor, power_of_two: bool) -> None:
+    _require(name, scales, torch.isfinite(scales) & (scales > 0), "a block scale that is not a positive number")
+    _require(name, scales, scales >= _SMALLEST_SCALE, "a block scale that fp32 cannot hold as a normal number")
+    largest = _LARGEST_POWER if power_of_two else _LARGEST_SCALE
+    _require(name, scales, scales <= largest, f"a block scale above {largest:.4g}, which no BF16 weight needs")
+    if power_of_two:
+        mantissa = torch.frexp(scales.float()).mantissa
+        _require(name, scales, mantissa == 0.5, "no power of two, as quant.scales asks for")
+
+
+def _require(name: str, tensor: torch.Tensor, sound: torch.Tensor, complaint: str) -> None:
+    if bool(sound.all()):
+        return
+    index = (~sound).nonzero()[0].tolist()
+    value = tensor[tuple(index)].float().item()
+    raise QuantizationError(
+        f"{name}{index} is {value:g}, {complaint}: the version is refused; the one before stays live",
+        {"tensor": name, "index": index, "count": int((~sound).sum())},
+    )

@@ -1,0 +1,142 @@
+"""Which tensors of a model are quantized, and why the others are not."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from rollout_service.config.engine import QuantConfig
+from rollout_service.model.families import (
+    CUTS,
+    EngineModule,
+    Heads,
+    engine_modules,
+    require_whole_heads,
+    shard_shape,
+)
+from rollout_service.model.names import collapse, kind
+from rollout_service.quant.blockwise import BLOCK
+
+SCALE_SUFFIX = "_scale_inv"
+"""Appended to a weight's name for its block scales."""
+
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class QuantPlan:
+    """What happens to the linear modules of one model."""
+
+    quantized: frozenset[str]
+    """Names of the weights that become FP8 codes and scales."""
+    not_converted: tuple[str, ...] = ()
+    """``kept`` by the names that vLLM looks up in ``modules_to_not_convert``; routers, never quantized, are not here.
+
+    Modules that it fuses stand under their own names and the fused one (Qwen3-MoE's dense layers are looked up by the
+    second only), routed experts as one module ``….experts``.
+    """
+    kept: Mapping[str, str] = field(default_factory=dict)
+    """Linear modules that stay in BF16 although they could be quantized → why."""
+
+
+def plan(
+    linears: Mapping[str, Shape], config: QuantConfig, tensor_parallel_size: int = 1, heads: Heads | None = None
+) -> QuantPlan:
+    """Decide for each linear module (name → weight shape ``[N, K]``; lm_head and routers are not among them).
+
+    ``heads``: None if each GPU has KV heads of its own. Raises ValueError naming every module whose shard does not
+    divide into 128×128 blocks (unless ``config.indivisible`` keeps it in BF16) or cannot be cut at all, every pattern
+    of ``config.skip`` that matches nothing, or every module that is skipped without the others it is fused with.
+    """
+    if config.weights == "none":
+        return QuantPlan(frozenset())
+    if heads is not None:
+        require_whole_heads(heads, tensor_parallel_size)
+    modules = engine_modules(linears)
+    kept = _skipped(modules, config.skip)
+    ragged = _ragged(
+        [module for module in modules if module.parts[0] not in kept], linears, tensor_parallel_size, heads
+    )
+    if ragged and config.indivisible == "error":
+        raise ValueError(_refusal(ragged, tensor_parallel_size))
+    for module in modules:
+        if not ragged.keys().isdisjoint(module.parts):
+            kept |= {part: _indivisible(module, part, ragged) for part in module.parts}
+    return QuantPlan(
+        quantized=frozenset(f"{name}.weight" for name in linears if name not in kept),
+        not_converted=tuple(
+            sorted(name for module in modules if module.parts[0] in kept for name in _known_as(module))
+        ),
+        kept=kept,
+    )
+
+
+def _known_as(module: EngineModule) -> tuple[str, ...]:
+    if module.holds_experts or len(module.parts) == 1:
+        return (module.name,)
+    return (module.name, *module.parts)
+
+
+def _skipped(modules: list[EngineModule], patterns: tuple[str, ...]) -> dict[str, str]:
+    """Checkpoint modules that a pattern names, by themselves or through the module they are fused into → why."""
+    names = [name for module in modules for name in {module.name, *module.parts}]
+    idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+    if idle:
+        raise ValueError(
+            f"quant.skip: {', '.join(idle)} matches no linear module; their names are like "
+            f"{modules[0].parts[0] if modules else '(there are none)'}"
+        )
+    skipped: dict[str, str] = {}
+    torn: list[str] = []
+    for module in modules:
+        found = {part: pattern for part in module.parts if (pattern := _match((part, module.name), patterns))}
+        skipped |= {part: f"quant.skip {pattern}" for part, pattern in found.items()}
+        torn += [part for part in module.parts if found and part not in found]
+    if torn:
+        raise ValueError(
+            f"quant.skip leaves out only a part of what the engine fuses into one layer; {len(torn)} modules are to be "
+            f"skipped with it: {_listed(collapse(torn))}"
+        )
+    return skipped
+
+
+def _match(names: Iterable[str], patterns: Iterable[str]) -> str | None:
+    return next((pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)), None)
+
+
+def _ragged(
+    modules: Iterable[EngineModule], linears: Mapping[str, Shape], ways: int, heads: Heads | None
+) -> dict[str, Shape]:
+    """Modules of which a GPU's shard is not a whole number of blocks → that shard."""
+    found = {}
+    for module in modules:
+        for part in module.parts:
+            rows, columns = shard_shape(part, linears[part], ways, heads)
+            # DeepSeek's kv_a_proj_with_mqa has 576 rows in its published FP8 format; nothing follows them in the layer.
+            may_end_ragged = CUTS[part.rpartition(".")[2]] == "none" and part == module.parts[-1]
+            if columns % BLOCK or (rows % BLOCK and not may_end_ragged):
+                found[part] = (rows, columns)
+    return found
+
+
+def _refusal(ragged: Mapping[str, Shape], ways: int) -> str:
+    by_shard: dict[Shape, list[str]] = {}
+    for name, shard in ragged.items():
+        by_shard.setdefault(shard, []).append(name)
+    lines = [f"{line} {list(shard)}" for shard, names in by_shard.items() for line in collapse(names)]
+    lower = "lower tensor_parallel_size, or " if ways > 1 else ""
+    return (
+        f"{len(ragged)} linear modules do not divide into {BLOCK}×{BLOCK} blocks with tensor_parallel_size={ways}; "
+        f"each GPU's shard would be: {', '.join(lines)}: {lower}leave them in BF16 through quant.indivisible: keep_bf16"
+    )
+
+
+def _indivisible(module: EngineModule, part: str, ragged: Mapping[str, Shape]) -> str:
+    if part in ragged:
+        return f"a GPU's shard {list(ragged[part])} is no whole number of {BLOCK}×{BLOCK} blocks"
+    other = next(name for name in module.parts if name in ragged)
+    return f"in one layer with {kind(other)}, of which {_indivisible(module, other, ragged)}"
+
+
+def _listed(lines: list[str], most: int = 8) -> str:
+    more = f" and {len(lines) - most} more" if len(lines) > most else ""
+    return ", ".join(lines[:most]) + more

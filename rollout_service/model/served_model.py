@@ -1,0 +1,190 @@
+"""The model that is served, without its weights: which tensors a version must bring.
+
+Built from the folder's config.json by transformers on the meta device; names are those that ``save_pretrained`` writes.
+"""
+
+import json
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import xxhash
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from rollout_service.config.engine import QuantConfig
+from rollout_service.errors import InvalidManifest
+from rollout_service.model.families import FAMILIES, Heads
+from rollout_service.model.quant_plan import QuantPlan, plan
+from rollout_service.model.tensor_table import Expected, differences
+from rollout_service.protocol.experts import ExpertNaming, Piece, pieces
+from rollout_service.protocol.upload import UploadTensor
+from rollout_service.transformers_internals import kept_in_float32
+
+LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+ROUTERS = ("gate", "shared_expert_gate")
+"""What chooses experts, or scales the shared one; last part of the modules' names."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Shape of the served model, under the names of a checkpoint on disk: each expert's matrices by themselves."""
+
+    path: Path
+    config: PretrainedConfig
+    shapes: dict[str, tuple[int, ...]]
+    """Every tensor of a version. A layer's tensors lie together, and so do an expert's."""
+    linears: dict[str, tuple[int, int]]
+    """Modules that can be quantized → shape [N, K] of their weights."""
+    in_memory: dict[str, tuple[int, ...]]
+    """What transformers holds otherwise than it saves it, above all stacked experts; trainers may send that too."""
+    experts: ExpertNaming | None
+    """How the matrices of routed experts are called; None: a dense model."""
+    keep_float32: frozenset[str]
+    """Tensors of ``shapes`` that BF16 is too coarse for: they are stored and loaded in fp32."""
+    attention: tuple[str, ...]
+    """Modules whose k and v have scales in an FP8 cache; none where attention is latent."""
+    tied: bool
+    """The output head is the embedding: a version need not bring ``lm_head.weight``."""
+
+    @classmethod
+    def load(cls, path: Path) -> "ServedModel":
+        """Read ``path/config.json``. Raises FileNotFoundError, or ValueError for a model this release cannot serve."""
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(
+                f"model.path={path} has no config.json: name a folder in Hugging Face's layout, or set "
+                "model.create: tiny-qwen3 to have a small one made there"
+            )
+        model = _without_weights(path)
+        config, experts = model.config, _expert_naming(model.config, path)
+        held = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        stored = {name: pieces(name, shape, experts) for name, shape in held.items()}
+        shapes = {piece.name: piece.shape for piece in _experts_together(stored.values())}
+        return cls(
+            path=path,
+            config=config,
+            shapes=shapes,
+            linears=_linears(model, stored),
+            in_memory={name: shape for name, shape in held.items() if stored[name] != (Piece(name, shape),)},
+            experts=experts,
+            keep_float32=_kept_in_float32(model, shapes),
+            attention=_attention_layers(model),
+            tied=bool(config.tie_word_embeddings),
+        )
+
+    def plan(self, quant: QuantConfig, tensor_parallel_size: int = 1) -> QuantPlan:
+        """Which weights are quantized. Raises ValueError as ``quant.recipe.plan`` does, or for an unknown family."""
+        if quant.weights == "none":
+            return QuantPlan(frozenset())
+        if self.config.model_type not in FAMILIES:
+            raise ValueError(
+                f"{self.path}: how vLLM fuses and cuts the layers of a {self.config.model_type} model is not known, "
+                f"only that of {', '.join(FAMILIES)}: set quant.weights: none to serve it in BF16"
+            )
+        return plan(self.linears, quant, tensor_parallel_size, self.heads)
+
+    @cached_property
+    def routers(self) -> frozenset[str]:
+        """Modules that are never quantized and in no plan: they choose experts, or scale the shared one."""
+        modules = (name.removesuffix(".weight") for name in self.shapes if name.endswith(".weight"))
+        return frozenset(module for module in modules if module.rpartition(".")[2] in ROUTERS)
+
+    @property
+    def heads(self) -> Heads:
+        """Attention heads, which tensor parallelism shares out."""
+        query = int(self.config.num_attention_heads)
+        return Heads(query=query, kv=int(getattr(self.config, "num_key_value_heads", None) or query))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """xxh3-128 over architecture, tensor table and tying: versions of another model are refused."""
+        shapes = sorted(self.shapes.items())
+        content = {"architectures": self.config.architectures, "shapes": shapes, "tied": self.tied}
+        return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are ``[0, vocab_size)``."""
+        return int(self.config.vocab_size)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Text prompts and stop strings work."""
+        return all((self.path / file).is_file() for file in TOKENIZER_FILES)
+
+    def check_table(self, tensors: Iterable[UploadTensor], plan: QuantPlan) -> None:
+        """Compare a trainer's tensor table with the model, both ways; raises InvalidManifest with every difference.
+
+        Experts come one by one or stacked. A weight of ``plan.quantized`` comes unquantized, or as codes
+        (float8_e4m3fn) beside ``<name>_scale_inv`` (float32, one for each 128×128 block).
+        """
+        wrong = differences(tuple(tensors), Expected(self.shapes, self.in_memory, self.experts, plan.quantized))
+        wrong["missing"] = [name for name in wrong["missing"] if not (self.tied and name == LM_HEAD)]
+        wrong = {what: items for what, items in wrong.items() if items}
+        if wrong:
+            summary = "; ".join(f"{len(items)} {what}: {', '.join(items[:4])}" for what, items in wrong.items())
+            raise InvalidManifest(f"the version does not fit the served model {self.path.name}: {summary}", wrong)
+
+
+def _without_weights(path: Path) -> PreTrainedModel:
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # whatever the code of some model makes of a configuration that does not fit it
+        raise ValueError(
+            f"{path / 'config.json'} describes no causal language model that transformers can build: "
+            f"{textwrap.shorten(str(error), 240, placeholder=' …')}"
+        ) from error
+
+
+def _expert_naming(config: PretrainedConfig, path: Path) -> ExpertNaming | None:
+    if not any(getattr(config, key, None) for key in EXPERT_COUNTS):
+        return None
+    naming = FAMILIES.get(config.model_type)
+    if naming is None:
+        known = ", ".join(family for family, experts in FAMILIES.items() if experts)
+        raise ValueError(
+            f"{path} is a mixture of experts of a family that this release does not know ({config.model_type}): "
+            f"there are {known}, and dense models"
+        )
+    return naming
+
+
+def _experts_together(stored: Iterable[tuple[Piece, ...]]) -> Iterable[Piece]:
+    """The pieces in the order of the model, but an expert's gate, up and down one after the other."""
+    groups: dict[str, list[Piece]] = {}
+    for piece in (piece for group in stored for piece in group):
+        parent = piece.name.rsplit(".", 2)[0]
+        groups.setdefault(parent if parent.rpartition(".")[0].endswith(".experts") else piece.name, []).append(piece)
+    return (piece for group in groups.values() for piece in group)
+
+
+def _linears(model: torch.nn.Module, stored: dict[str, tuple[Piece, ...]]) -> dict[str, tuple[int, int]]:
+    weights = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] not in ("lm_head", *ROUTERS)
+    }
+    return {
+        piece.name.removesuffix(".weight"): (piece.shape[0], piece.shape[1])
+        for name, group in stored.items()
+        for piece in group
+        if name in weights or piece.index
+    }
+
+
+def _attention_layers(model: PreTrainedModel) -> tuple[str, ...]:
+    if getattr(model.config, "kv_lora_rank", None):
+        return ()
+    return tuple(n for n, module in model.named_modules() if hasattr(module, "k_proj") and hasattr(module, "v_proj"))
+
+
+def _kept_in_float32(model: PreTrainedModel, shapes: Iterable[str]) -> frozenset[str]:
+    """DeepSeek's ``e_score_correction_bias``: transformers keeps it in fp32, and vLLM's parameter is fp32."""
+    kept = kept_in_float32(model)
+    return frozenset(name for name in shapes if not kept.isdisjoint(name.split(".")))

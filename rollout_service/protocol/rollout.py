@@ -1,0 +1,79 @@
+"""Rollouts: completions, and which weights made which of their tokens."""
+
+import itertools
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rollout_service.protocol.base import Frozen, WeightVersion
+
+FinishReason = Literal["stop", "length", "abort"]
+OnAbort = Literal["continue", "return"]
+
+
+class Span(Frozen):
+    """Output tokens ``[start, end)`` of one completion were sampled by the weights of ``version`` on one replica."""
+
+    version: WeightVersion
+    start: int = Field(ge=0)
+    end: int
+    replica_id: str | None = None
+    """The replica that sampled them; None: the rollout's."""
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> "Span":
+        if self.end <= self.start:
+            raise ValueError(f"span [{self.start}, {self.end}) is empty")
+        return self
+
+
+class Completion(Frozen):
+    """One sampled continuation of a prompt.
+
+    ``logprobs[i]`` is the natural log-probability of ``token_ids[i]`` under the distribution it was sampled from
+    (vLLM's ``processed_logprobs``: after temperature, penalties and truncation). Always finite.
+    """
+
+    index: int = Field(ge=0)
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    spans: tuple[Span, ...]
+    text: str | None = None
+    packed_sampling_mask: tuple[str, ...] | None = None
+    """Which tokens each token was drawn from, in the chunks of ``rollout_service.protocol.sampling_mask``; None unless
+    ``engine.return_sampling_mask`` is set."""
+
+    @model_validator(mode="after")
+    def _aligned(self) -> "Completion":
+        if len(self.logprobs) != len(self.token_ids):
+            raise ValueError(f"{len(self.token_ids)} tokens but {len(self.logprobs)} logprobs")
+        position = 0
+        for span in self.spans:
+            if span.start != position:
+                raise ValueError(f"spans {self.spans} leave a gap at token {position}")
+            position = span.end
+        if position != len(self.token_ids):
+            raise ValueError(f"spans {self.spans} do not cover {len(self.token_ids)} tokens")
+        return self
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The weight versions that made this completion, in the order they were live."""
+        return tuple(version for version, _ in itertools.groupby(span.version for span in self.spans))
+
+
+class Rollout(Frozen):
+    """One prompt's ``n`` completions. Which replica made which token stands in their spans."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    replica_id: str
+    """The replica that ended the most interrupted completion: of a rollout that was not interrupted, the only one."""
+    attempts: int = Field(default=1, ge=1)
+    """How many replicas' generations the most interrupted completion took; 1: nothing was in its way."""
+    truncated_sampling: bool = False
+    """Sampled from a part of the vocabulary (``top_p``, ``top_k``, ``min_p``, ``min_tokens``), over which the logprobs
+    are renormalized: they do not compare with those of the whole vocabulary, and the monitor does not judge them."""

@@ -1,0 +1,206 @@
+"""What a trainer and the ingest say to each other while a version is uploaded. Needs neither torch nor ray.
+
+A trainer sends its weights as it has them, under Hugging Face's names (routed experts one by one or stacked), and the
+ingest quantizes. Or it sends a weight of ``TrainerRecipe.quantized`` as what it becomes: ``float8_e4m3fn`` codes under
+the weight's own name on disk, and their ``float32`` block scales [⌈N/128⌉, ⌈K/128⌉] under ``<name>_scale_inv``.
+
+The tensors' raw bytes (little-endian, contiguous, in the order of ``tensors``, nothing between them) are one stream,
+cut into parts of ``part_bytes``; the last part is what is left. Part ``i`` therefore holds the bytes
+``[i * part_bytes, (i + 1) * part_bytes)`` of the stream, and either side can work that out from the tensor table.
+
+    GET  /v1/weights/recipe                              -> TrainerRecipe
+    POST /v1/weights                        BeginUpload  -> UploadPlan
+    PUT  /v1/weights/{version}/parts/{i}    raw bytes, header X-Part-Digest: xxh3-128 in hex -> PartReceipt
+    GET  /v1/weights/{version}/listener?nonce=…                                              -> ListenerProof
+    POST /v1/weights/{version}/commit       CommitUpload -> WeightStatus
+
+Parts go to the service's own address, with the bearer token, or to ``UploadPlan.upload_url`` with the header
+X-Upload-Key and no token, once that address has proved itself (the last of these routes, which only it has).
+
+All of them may be repeated. ``UploadPlan.digests`` lists the parts that the ingest has, of a committed version too, so
+that a client sends what is missing and can tell whether the rest is what it would send. Who sends one part with other
+bytes gets 409 with both digests. When two clients upload the same version at once, the one that began first (by its
+``X-Uploader``) has its way until the other has committed, and ``CommitUpload.upload_digest`` keeps either from
+committing a mixture.
+"""
+
+import functools
+import hashlib
+import hmac
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+import xxhash
+from pydantic import Field, model_validator
+
+from rollout_service.protocol.base import Frozen, WeightVersion
+from rollout_service.protocol.experts import ExpertNaming
+from rollout_service.protocol.fleet import PauseMode
+
+PART_DIGEST_HEADER = "X-Part-Digest"
+UPLOADER_HEADER = "X-Uploader"
+"""Names one push of one client, as ``BeginUpload.uploader`` does."""
+UPLOAD_KEY_HEADER = "X-Upload-Key"
+"""``UploadPlan.upload_key``, for the listener at ``UploadPlan.upload_url`` alone."""
+
+LARGEST_PART_BYTES = 256 << 20
+"""More than this no service asks for."""
+
+DTYPE_BYTES: dict["SourceDtype", int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+"""Dtypes a trainer may send, and their size; ``float8_e4m3fn`` are codes, which come with their scales."""
+
+SourceDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
+
+
+class TrainerRecipe(Frozen):
+    """Reply to ``GET /v1/weights/recipe``: what the ingest makes of each tensor, for a trainer that does it itself."""
+
+    weights: Literal["fp8_block", "none"]
+    scales: Literal["fp32", "power_of_two"] = "fp32"
+    quantized: tuple[str, ...] = ()
+    """Weights that become codes and scales, by their names on disk; all other tensors are BF16,"""
+    keep_float32: tuple[str, ...] = ()
+    """but for these."""
+    experts: ExpertNaming | None = None
+    """Names of routed experts, to take stacked ones apart; None: the model has none."""
+
+
+class UploadTensor(Frozen):
+    """One tensor of the stream, under Hugging Face's name."""
+
+    name: str = Field(min_length=1)
+    dtype: SourceDtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the stream."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class PathSource(Frozen):
+    """A Hugging Face folder of safetensors that the ingest can read itself."""
+
+    path: Path
+
+
+class ObjectSource(Frozen):
+    """Objects in Ray's store, see ``ingest/sources/ray_objects.py``. Only taken through the ingest's Python handle."""
+
+    digest: str
+    """xxh3-128 over what they hold."""
+
+
+class BeginUpload(Frozen):
+    """Body of ``POST /v1/weights``: either a tensor table to be followed by parts, or a source."""
+
+    version: WeightVersion
+    tensors: tuple[UploadTensor, ...] = ()
+    source: PathSource | ObjectSource | None = None
+    kv_scales: dict[str, float] | None = None
+    """Scales of the FP8 KV cache that go with these weights, as ``KVScales.named()`` gives them: all of q, k and v of
+    every attention layer. None: the service's ``kv_cache.scales_policy`` says which."""
+    uploader: str = ""
+    """A name that no other push has; empty: none."""
+
+    @model_validator(mode="after")
+    def _tensors_or_source(self) -> "BeginUpload":
+        if bool(self.tensors) == (self.source is not None):
+            raise ValueError("give either tensors (then upload their parts) or source, not both and not neither")
+        return self
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Length of the whole stream. Asked for at each part, and a version of 37 000 tensors may have 500."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def describes_what(self, other: "BeginUpload") -> bool:
+        """Whether the same stream or source is announced, with the same KV scales, whoever announces it."""
+        mine = (self.version, self.tensors, self.source, self.kv_scales)
+        return mine == (other.version, other.tensors, other.source, other.kv_scales)
+
+
+class UploadPlan(Frozen):
+    """Reply to ``POST /v1/weights``: what the ingest still wants, and where to send it."""
+
+    version: int
+    state: Literal["staged", "committed"]
+    part_bytes: int
+    num_parts: int
+    missing_parts: tuple[int, ...]
+    digests: dict[int, str] = Field(default_factory=dict)
+    """xxh3-128 in hex of each part that the ingest has."""
+    upload_url: str | None = None
+    """Address that takes the parts directly, with one hop less than the service's own; None: there is none that the
+    caller is known to reach."""
+    upload_key: str | None = None
+    """By which that address and the caller know each other; valid for the parts of this version."""
+
+
+class ListenerProof(Frozen):
+    """Reply to ``GET .../listener``."""
+
+    proof: str
+    """``listener_proof`` of the upload's key and the caller's nonce."""
+
+
+class PartReceipt(Frozen):
+    """Reply to ``PUT .../parts/{i}``: the part is on disk and its digest was right."""
+
+    version: int
+    part: int
+    nbytes: int
+    digest: str
+
+
+class CommitUpload(Frozen):
+    """Body of ``POST /v1/weights/{version}/commit``."""
+
+    mode: PauseMode = "keep"
+    """What happens to running rollouts: ``keep`` recomputes their KV cache and goes on with the new weights, ``wait``
+    lets them finish first, ``abort`` ends them with ``finish_reason="abort"``."""
+    wait: Literal["none", "all"] = "none"
+    """``all``: answer when every live replica serves this version."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """How long ``wait="all"`` waits before 504."""
+    upload_digest: str | None = None
+    """``upload_digest`` of the parts that the caller means, ``with_kv_scales``; 409 if the ingest has others. None:
+    whatever is there."""
+
+
+def listener_proof(key: str, nonce: str) -> str:
+    """HMAC-SHA256 in hex: shows that a listener knows an upload's key, and does not tell the key."""
+    return hmac.new(key.encode(), nonce.encode(), hashlib.sha256).hexdigest()
+
+
+def upload_digest(part_digests: Iterable[str]) -> str:
+    """xxh3-128 over the digests of all parts, in order."""
+    return xxhash.xxh3_128_hexdigest("".join(part_digests).encode())
+
+
+def with_kv_scales(digest: str, kv_scales: Mapping[str, float] | None) -> str:
+    """The digest of some weights and the KV scales that go with them: without scales, that of the weights."""
+    if kv_scales is None:
+        return digest
+    return xxhash.xxh3_128_hexdigest((digest + json.dumps(kv_scales, sort_keys=True)).encode())
+
+
+def num_parts(nbytes: int, part_bytes: int) -> int:
+    """Parts that a stream of ``nbytes`` is cut into."""
+    return math.ceil(nbytes / part_bytes)
+
+
+def part_size(part: int, nbytes: int, part_bytes: int) -> int:
+    """Size of one part; only the last may be shorter than ``part_bytes``."""
+    return min(part_bytes, nbytes - part * part_bytes)
+
+
+def tensor_offsets(tensors: tuple[UploadTensor, ...]) -> Iterator[tuple[UploadTensor, int]]:
+    """Each tensor with the offset of its first byte in the stream."""
+    offset = 0
+    for tensor in tensors:
+        yield tensor, offset
+        offset += tensor.nbytes

@@ -1,0 +1,31 @@
+"""Weight versions as the service tells of them; how one is uploaded: ``upload``."""
+
+from typing import Literal
+
+from rollout_service.protocol.base import Failure, Frozen
+from rollout_service.protocol.fleet import ReplicaStatus
+from rollout_service.protocol.mismatch import Suspicion
+
+VersionState = Literal["staged", "committed", "live"]
+KVScalesFrom = Literal["trainer", "calibrate", "reuse", "unit"]
+
+
+class WeightStatus(Frozen):
+    """State of one weight version, from upload to live."""
+
+    version: int
+    state: VersionState
+    """``live``: every live replica serves this version or a newer one."""
+    digest: str | None = None
+    """xxh3-128 over the manifest, KV scales included once they are known; None while staged."""
+    total_bytes: int = 0
+    kv_scales_from: KVScalesFrom | None = None
+    """Where the scales of its FP8 KV cache come from, see docs/kv_scales.md; None while staged."""
+    missing_parts: tuple[int, ...] = ()
+    """Parts that a staged upload still lacks."""
+    error: Failure | None = None
+    """Why a staged version cannot be committed: mend the weights and begin it anew. Or what the disk did not confirm of
+    a committed one."""
+    replicas: tuple[ReplicaStatus, ...] = ()
+    suspect: tuple[Suspicion, ...] | None = None
+    """Replicas on which its mismatch is above a threshold of ``monitor``; None: not asked, or the monitor is away."""

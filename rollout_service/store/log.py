@@ -1,0 +1,333 @@
+"""The log of weight versions: the truth that every replica follows.
+
+    <root>/LATEST                      {"version", "digest", "mode"}, replaced by atomic rename
+    <root>/<version>/manifest.json     beside the safetensors files it lists; immutable
+    <root>/<version>/upload.json       digests of the parts it came in
+    <root>/<version>/kv_scales.json    KV scales, if the service measures them; written after the commit, once
+    <root>/staging/<version>/          an upload that is not committed; its parts are in <version>.parts/
+    <root>/CONTROL                     {"paused", "mode", "order"}: what the operator last asked of the fleet
+    <root>/kv_scales.json              what was measured last: its version may have been dropped since
+    <root>/KV_CACHE                    {"dtype", "why", "judged_by"}: of the KV cache, once it was measured
+    <root>/FLEET                       {"replicas"}: who was live, for an ingest that starts anew
+    <root>/ORIGIN                      {"log", "writer"}: who reads what the ingest names here shares its log
+    <root>/copies/<log>/               on a node that does not: a log of the versions that it has fetched
+    <root>/LOCK                        held by the one process that writes
+
+A version exists once LATEST says so or it is older than what LATEST says. One process writes (the ingest), any number
+read. A folder newer than LATEST is what a crash between the two renames left, and counts as not committed.
+"""
+
+import os
+import re
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import xxhash
+from pydantic import ValidationError
+
+from rollout_service.errors import LogCorrupt, NotFound
+from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.fleet import KVCacheChoice, PauseMode
+from rollout_service.store.durable_io import remove_tree, replace_synced, sync_folder, write_synced
+from rollout_service.store.manifest import CHUNK_BYTES, MANIFEST_FILE, Manifest, StoredTensor, read_manifest
+from rollout_service.store.reading import VersionReader
+from rollout_service.store.upload_record import UploadRecord, read_record, write_record
+from rollout_service.store.writer import safetensors_header
+from rollout_service.threads import in_threads
+
+_DROPPED = ".dropped-"
+_VERSION = re.compile("0|[1-9][0-9]*")
+
+
+class Head(Frozen):
+    """What LATEST says."""
+
+    version: int
+    digest: str
+    mode: PauseMode = "keep"
+    """How replicas close for this version."""
+
+
+class Control(Frozen):
+    """What CONTROL says."""
+
+    paused: bool = False
+    mode: PauseMode = "keep"
+    order: str = ""
+    """Tells one pause or resume from another; replicas say which they have obeyed. Empty: none was ever asked for."""
+
+
+class Origin(Frozen):
+    """What ORIGIN says."""
+
+    log: str
+    """Made with the log, and kept."""
+    writer: str
+    """Made anew by each ingest that starts: a clone of an older state of the log has another."""
+
+
+class KnownFleet(Frozen):
+    """What FLEET says."""
+
+    replicas: frozenset[str] = frozenset()
+
+
+_Model = TypeVar("_Model", bound=Frozen)
+
+
+class WeightLog:
+    """Reads and writes a log; see the module's docstring for the layout."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.unconfirmed: dict[int, OSError] = {}
+        """Versions that this process has committed, and what the disk said instead of that LATEST is durable."""
+
+    def head(self) -> Head | None:
+        """The newest committed version, or None in an empty log. Raises LogCorrupt."""
+        head = self._read("LATEST", Head)
+        # the first commit is version 0: its folder alone may be what a crash left
+        if head is None and any(version > 0 for version in self._folders()):
+            raise LogCorrupt(
+                f"{self.root} holds the versions {self._folders()} but no LATEST: put it back, or name another "
+                "weights.root"
+            )
+        return head
+
+    def control(self) -> Control:
+        """What the operator last asked of the fleet. Raises LogCorrupt."""
+        return self._read("CONTROL", Control) or Control()
+
+    def fleet(self) -> frozenset[str]:
+        """Names of the replicas that were live when they were last noted. Raises LogCorrupt."""
+        return (self._read("FLEET", KnownFleet) or KnownFleet()).replicas
+
+    def kv_cache(self) -> KVCacheChoice | None:
+        """What was chosen for the KV cache; None before it was measured. Raises LogCorrupt."""
+        return self._read("KV_CACHE", KVCacheChoice)
+
+    def set_kv_cache(self, choice: KVCacheChoice) -> None:
+        """Keep a choice, durably: replicas that start later make the same."""
+        self._replace("KV_CACHE", choice)
+
+    def origin(self) -> Origin | None:
+        """Which log this is; None before an ingest has signed it. Raises LogCorrupt."""
+        return self._read("ORIGIN", Origin)
+
+    def sign(self) -> Origin:
+        """Say durably that this process writes the log."""
+        known = self.origin()
+        origin = Origin(log=known.log if known else uuid.uuid4().hex, writer=uuid.uuid4().hex)
+        self._replace("ORIGIN", origin)
+        return origin
+
+    def set_fleet(self, replicas: frozenset[str]) -> None:
+        """Note who is live, durably: an ingest that starts waits for them before it says what all serve."""
+        self._replace("FLEET", KnownFleet(replicas=replicas))
+
+    def set_control(self, control: Control) -> None:
+        """Remember what the operator asked, durably."""
+        self._replace("CONTROL", control)
+
+    def folder(self, version: int) -> Path:
+        """Where a committed version lies."""
+        return self.root / str(version)
+
+    def staging(self, version: int) -> Path:
+        """Where an upload of ``version`` lies until it is committed."""
+        return self.root / "staging" / str(version)
+
+    def versions(self) -> list[int]:
+        """Committed versions still on disk, oldest first."""
+        head = self.head()
+        if head is None:
+            return []
+        return [version for version in self._folders() if version <= head.version]
+
+    def manifest(self, version: int, digest: str | None = None) -> Manifest:
+        """The manifest of a committed version. Raises NotFound or LogCorrupt.
+
+        ``digest``: what LATEST said of it; None: what it says now, if it is the newest.
+        """
+        if version not in self.versions():
+            raise NotFound(
+                f"version {version} is not in the log; it holds {self.versions()}",
+                {"version": version, "versions": self.versions()},
+            )
+        path = self.folder(version) / MANIFEST_FILE
+        try:
+            manifest = read_manifest(self.folder(version))
+        except (OSError, ValidationError) as error:
+            raise LogCorrupt(f"{path}: {error}") from error
+        if manifest.version != version:
+            raise LogCorrupt(f"{path} is of version {manifest.version}")
+        if digest is None and (head := self.head()) is not None and head.version == version:
+            digest = head.digest
+        if digest is not None and digest != (found := manifest.digest):
+            raise LogCorrupt(f"{path} has digest {found}, but LATEST says {digest}")
+        return manifest
+
+    def commit(self, manifest: Manifest, mode: PauseMode, record: UploadRecord | None = None) -> Head:
+        """Make the staged ``manifest.version`` the newest. Its files must be complete and synced already.
+
+        ``record``: how it came. Raises OSError; the version is staged then, as before. Once LATEST names it, it is
+        committed, whatever the disk says afterwards: replicas may have read it; see ``unconfirmed``.
+        """
+        staged, folder = self.staging(manifest.version), self.folder(manifest.version)
+        text = manifest.model_dump_json(indent=1)
+        if record is not None:
+            digest = xxhash.xxh3_128_hexdigest(text.encode())
+            write_record(staged, record.model_copy(update={"manifest_digest": digest}))
+        write_synced(staged / MANIFEST_FILE, text)
+        sync_folder(staged)
+        self.remove_uncommitted()
+        os.rename(staged, folder)
+        head = Head(version=manifest.version, digest=manifest.digest, mode=mode)
+        try:
+            sync_folder(self.root)
+            unconfirmed = self._replace("LATEST", head)
+        except OSError:
+            if self.head() != head:
+                os.rename(folder, staged)
+                raise
+            unconfirmed = None  # the rename was done all the same
+        self.unconfirmed = {} if unconfirmed is None else {**self.unconfirmed, manifest.version: unconfirmed}
+        return head
+
+    def remove_uncommitted(self) -> None:
+        """Remove the folders that a crash left before LATEST was replaced; their parts are staged still.
+
+        What cannot be removed yet is no version any more, and is tried again at the next call. Raises OSError.
+        """
+        committed = self.versions()
+        for version in self._folders():
+            if version not in committed:
+                self._set_aside(version)
+        self._remove_set_aside()
+
+    def drop(self, version: int) -> None:
+        """Remove a committed version that is not the newest. Raises ValueError for the newest, OSError."""
+        head = self.head()
+        if head is not None and head.version == version:
+            raise ValueError(f"version {version} is the newest: replicas need it")
+        self._set_aside(version)
+        self._remove_set_aside()
+
+    def clear(self) -> None:
+        """Remove every version and what is staged. Raises OSError."""
+        (self.root / "LATEST").unlink(missing_ok=True)
+        for version in self._folders():
+            self._set_aside(version)
+        remove_tree(self.staging(0).parent)
+        self._remove_set_aside()
+
+    def adopt(self, head: Head, staged: Path) -> None:
+        """Take in ``head.version`` from a folder as it was committed elsewhere; LATEST never goes back to an older one.
+
+        Its files must be complete and synced already. Raises OSError.
+        """
+        self.remove_uncommitted()
+        known = self.head()
+        os.rename(staged, self.folder(head.version))
+        sync_folder(self.root)
+        if known is None or known.version < head.version:
+            self._replace("LATEST", head)
+
+    def withdraw(self, version: int) -> None:
+        """Remove a version that was adopted, the newest too: LATEST then names the one before, if there is one.
+
+        Raises OSError, or pydantic.ValidationError if the manifest of that one is damaged.
+        """
+        self._set_aside(version)
+        head, left = self.head(), self.versions()
+        if not left:
+            (self.root / "LATEST").unlink()
+        elif head is not None and head.version == version:
+            self._replace("LATEST", Head(version=left[-1], digest=read_manifest(self.folder(left[-1])).digest))
+        self.remove_uncommitted()
+
+    def verify(
+        self, manifest: Manifest, progress: Callable[[int], None] = lambda _: None, *, folder: Path | None = None
+    ) -> None:
+        """Read every byte of a version and compare its digests: tensors, headers, manifest and record.
+
+        ``progress`` is called with the bytes of each tensor. ``folder``: where it lies, if not committed yet. Raises
+        LogCorrupt naming tensor, chunk and file, or OSError.
+        """
+        folder = folder or self.folder(manifest.version)
+        verify_tensors(manifest, folder, progress)
+        self.verify_frame(manifest, folder=folder)
+
+    def verify_frame(self, manifest: Manifest, *, folder: Path | None = None) -> None:
+        """The same for all but the bytes of the tensors, which whoever loads them checks: little is read.
+
+        Raises LogCorrupt naming the file, or OSError.
+        """
+        folder = folder or self.folder(manifest.version)
+        record, text = read_record(folder), (folder / MANIFEST_FILE).read_bytes()
+        if record is not None and record.manifest_digest not in ("", xxhash.xxh3_128_hexdigest(text)):
+            raise LogCorrupt(
+                f"{folder / MANIFEST_FILE} does not hash to {record.manifest_digest}: push the weights again under a "
+                "newer version",
+                {"version": manifest.version, "file": MANIFEST_FILE},
+            )
+        for file, tensors in manifest.files().items():
+            with (folder / file).open("rb") as stream:
+                _verify_layout(stream.fileno(), file, tensors, manifest.version)
+
+    def _set_aside(self, version: int) -> None:
+        # at once, so that no reader takes the half of it for damage; another one of its number may be there still
+        os.rename(self.folder(version), self.root / f"{_DROPPED}{version}-{uuid.uuid4().hex}")
+
+    def _remove_set_aside(self) -> None:
+        for dropped in self.root.glob(f"{_DROPPED}*"):
+            remove_tree(dropped)
+
+    def _folders(self) -> list[int]:
+        if not self.root.is_dir():
+            return []
+        return sorted(int(path.name) for path in self.root.iterdir() if _VERSION.fullmatch(path.name))
+
+    def _read(self, name: str, model: type[_Model]) -> _Model | None:
+        try:
+            return model.model_validate_json((self.root / name).read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            raise LogCorrupt(f"{self.root / name} does not parse: {error}") from error
+
+    def _replace(self, name: str, content: Frozen) -> OSError | None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        return replace_synced(self.root / name, content.model_dump_json())
+
+
+def _verify_layout(fd: int, file: str, tensors: list[StoredTensor], version: int) -> None:
+    header, data_bytes = safetensors_header(tensors)
+    nbytes = os.fstat(fd).st_size
+    if nbytes != len(header) + data_bytes or os.pread(fd, len(header), 0) != header:
+        raise LogCorrupt(
+            f"version {version}: {file} has {nbytes} of {len(header) + data_bytes} bytes, or its header is "
+            "not that of the tensors in the manifest: push the weights again under a newer version",
+            {"version": version, "file": file},
+        )
+
+
+def verify_tensors(manifest: Manifest, folder: Path, progress: Callable[[int], None] = lambda _: None) -> None:
+    """Read every byte of a version's tensors and compare their digests; ``progress`` as for ``WeightLog.verify``.
+
+    Raises LogCorrupt naming tensor, chunk and file, or OSError.
+    """
+    buffers = threading.local()
+
+    def check(tensor: StoredTensor) -> int:
+        if not hasattr(buffers, "mine"):  # fresh memory at each read would cost more than the reading
+            buffers.mine = memoryview(bytearray(CHUNK_BYTES))
+        return reader.check(tensor, buffers.mine)
+
+    with VersionReader(folder, manifest) as reader:
+        for tensors in manifest.files().values():
+            for nbytes in in_threads(check, tensors):
+                progress(nbytes)

@@ -1,0 +1,146 @@
+"""What a committed weight version consists of: ``manifest.json`` beside its safetensors files. Needs no torch."""
+
+import base64
+import binascii
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import xxhash
+from pydantic import Field, model_validator
+
+from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.tensors import StoredDtype
+from rollout_service.protocol.weights import KVScalesFrom
+
+MANIFEST_FILE = "manifest.json"
+
+
+CHUNK_BYTES = 1 << 20
+"""Of a tensor, that one digest covers: a worker that needs a part of a large tensor checks no more than that part."""
+_DIGEST_BYTES = 16
+
+
+class Chunk(NamedTuple):
+    """Bytes of a tensor with a digest of their own."""
+
+    start: int
+    """First byte, counted from the tensor's first."""
+    nbytes: int
+    digest: bytes
+    """xxh3-128."""
+
+
+class StoredTensor(Frozen):
+    """One tensor of a version as the engines load it."""
+
+    name: str
+    """Hugging Face's name; block scales stand under ``<weight>_scale_inv``."""
+    dtype: StoredDtype
+    shape: tuple[int, ...]
+    file: str
+    """Name of the safetensors file in the version's folder."""
+    offset: int
+    """First byte in that file, counted from its start."""
+    nbytes: int
+    digest: str
+    """xxh3-128 in hex: of the bytes, or, of a tensor with ``chunk_digests``, of these one after the other."""
+    chunk_digests: str = ""
+    """xxh3-128 of each ``CHUNK_BYTES`` of the bytes (the last ones may be fewer), one after the other, in base64. Empty
+    where ``digest`` covers all: in tensors of at most that size, and in versions written before there were chunks."""
+
+    @model_validator(mode="after")
+    def _chunks_are_those_of_the_digest(self) -> "StoredTensor":
+        if self.chunk_digests:
+            try:
+                digests = base64.b64decode(self.chunk_digests, validate=True)
+            except binascii.Error as error:
+                raise ValueError(f"chunk_digests of {self.name} are not base64: {error}") from error
+            chunks = -(-self.nbytes // CHUNK_BYTES)
+            if len(digests) != chunks * _DIGEST_BYTES or xxhash.xxh3_128_hexdigest(digests) != self.digest:
+                raise ValueError(f"chunk_digests of {self.name} are not those of its {chunks} chunks")
+        return self
+
+    def chunks(self) -> Iterator[Chunk]:
+        """All bytes of the tensor, in order: a single chunk if only ``digest`` covers them."""
+        if not self.chunk_digests:
+            yield Chunk(0, self.nbytes, bytes.fromhex(self.digest))
+            return
+        digests = base64.b64decode(self.chunk_digests)
+        for number, start in enumerate(range(0, self.nbytes, CHUNK_BYTES)):
+            digest = digests[number * _DIGEST_BYTES : (number + 1) * _DIGEST_BYTES]
+            yield Chunk(start, min(CHUNK_BYTES, self.nbytes - start), digest)
+
+
+def tensor_digests(data: memoryview) -> tuple[str, str]:
+    """``digest`` and ``chunk_digests`` of a ``StoredTensor`` with these bytes."""
+    data = data.cast("B")
+    if data.nbytes <= CHUNK_BYTES:
+        return xxhash.xxh3_128_hexdigest(data), ""
+    starts = range(0, data.nbytes, CHUNK_BYTES)
+    digests = b"".join(xxhash.xxh3_128_digest(data[start : start + CHUNK_BYTES]) for start in starts)
+    return xxhash.xxh3_128_hexdigest(digests), base64.b64encode(digests).decode()
+
+
+class Recipe(Frozen):
+    """How the version was quantized."""
+
+    weights: Literal["fp8_block", "none"]
+    scales: Literal["fp32", "power_of_two"] = "fp32"
+    block: tuple[int, int] = (128, 128)
+    not_converted: tuple[str, ...] = ()
+    """Linear modules left in BF16."""
+
+
+class Manifest(Frozen):
+    """A version, complete. Immutable once committed."""
+
+    version: int = Field(ge=0)
+    fingerprint: str
+    """Of the model it belongs to: engines of another model refuse it."""
+    recipe: Recipe
+    tensors: tuple[StoredTensor, ...]
+    kv_scales: dict[str, float] | None = None
+    """Scales of the FP8 KV cache, by ``<attention layer>.{q,k,v}_scale``; None: 1 everywhere, or they come later."""
+    kv_scales_from: KVScalesFrom = "unit"
+    """Where they come from. ``trainer``: with the version. ``calibrate``: measured by the first replica that loads it,
+    and kept beside the manifest (kv_scales/result.py). ``reuse``: it came without, and these are those of the version
+    before. ``unit``: it came without, and has none."""
+    delta_of: int | None = None
+    """The version this one is a delta of; None: complete by itself."""
+
+    @property
+    def awaits_kv_scales(self) -> bool:
+        """Whether its scales are not in it, but beside it once they are measured."""
+        return self.kv_scales is None and self.kv_scales_from == "calibrate"
+
+    @property
+    def digest(self) -> str:
+        """xxh3-128 over what the engines get: equal for equal content, whatever the version or the file layout."""
+        content = {
+            "fingerprint": self.fingerprint,
+            # logs written before there was a choice of scales keep their digests
+            "recipe": self.recipe.model_dump(mode="json", exclude={"scales"} if self.recipe.scales == "fp32" else None),
+            "kv_scales": "calibrate" if self.awaits_kv_scales else self.kv_scales,
+            "delta_of": self.delta_of,
+            "tensors": sorted((t.name, t.dtype, list(t.shape), t.digest) for t in self.tensors),
+        }
+        return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def files(self) -> dict[str, list[StoredTensor]]:
+        """The tensors of each file, in the order of their offsets."""
+        by_file: dict[str, list[StoredTensor]] = {}
+        for tensor in sorted(self.tensors, key=lambda t: (t.file, t.offset)):
+            by_file.setdefault(tensor.file, []).append(tensor)
+        return by_file
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a version's folder. Raises OSError or pydantic.ValidationError."""
+    return Manifest.model_validate_json((folder / MANIFEST_FILE).read_bytes())

@@ -1,0 +1,242 @@
+"""A node's own copies of versions, for replicas that do not see the ingest's log.
+
+All replicas of a node share one folder of copies, ``<root>/copies/<log>``, which is a log by itself; a lock lets one of
+them fetch while the others wait for what it fetched. A copy is read whole and held against its digests before it is
+taken in, so LATEST there only ever names a complete version; which version is the newest, the ingest says.
+
+A replica holds a shared lock on the folder of each version that it serves or loads. The kernel takes it back when the
+process ends, so what nobody needs any more is known without asking anyone.
+"""
+
+import asyncio
+import fcntl
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from pydantic import ValidationError
+from ray.exceptions import RayError
+
+from rollout_service.errors import LogCorrupt, LogLocked
+from rollout_service.rpc import RAY_FAILURES, ask, away
+from rollout_service.store.chunk_server import CHUNK_BYTES, LogFile, Newest
+from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remove_tree, sync_folder
+from rollout_service.store.log import Head, WeightLog
+from rollout_service.store.manifest import read_manifest
+from rollout_service.threads import to_thread_and_back
+
+logger = logging.getLogger(__name__)
+
+_KEPT = 2
+"""The newest copy and the one before: a replica that starts may be reading it."""
+_LOCK_TURN_S = 1.0
+
+
+async def copies_for(root: Path, ingest: Any, retry_s: float) -> "Copies | None":
+    """None if ``root`` is the very log that the ingest writes, else this node's copies of it.
+
+    Waits for the ingest; ``ingest`` is the handle of its deployment. Raises LogCorrupt or OSError if ``root`` cannot be
+    read.
+    """
+    before: Newest | None = None
+    while True:
+        try:
+            newest: Newest = await ingest.newest.remote()
+        except RAY_FAILURES as error:
+            logger.info("waiting for the ingest: %s", error)
+            await asyncio.sleep(retry_s)
+            continue
+        if WeightLog(root).origin() == newest.origin:
+            return None
+        if before is not None and before.origin == newest.origin:  # else the ingest may have just restarted
+            return Copies(root, ingest, newest)
+        before = newest
+
+
+class Copies:
+    """The versions that this node's replicas need, fetched through Ray's object store."""
+
+    def __init__(self, root: Path, ingest: Any, newest: Newest, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._ingest, self._chunk_bytes = ingest, chunk_bytes
+        self.newest = newest
+        """What the ingest last said."""
+        self.log = WeightLog(root / "copies" / newest.origin.log)
+        """The copies, as a log."""
+        self.log.root.mkdir(parents=True, exist_ok=True)
+        self._in_use: dict[int, int] = {}
+        self._fd = _shared_lock(self.log.root)
+        for other in self.log.root.parent.iterdir():
+            if other != self.log.root and _nobody_holds(other):
+                shutil.rmtree(other, ignore_errors=True)  # of a log that is no more
+
+    async def look(self) -> None:
+        """Ask the ingest what is newest. Raises NotReady if it is away, LogCorrupt if it writes another log now."""
+        newest: Newest = await ask(self._ingest, "newest")
+        if newest.origin.log != self.newest.origin.log:
+            raise LogCorrupt(
+                f"the ingest writes another log now ({newest.origin.log}, newest version {newest.head.version}; it was "
+                f"{self.newest.origin.log}, {self.newest.head.version}): bring it back to the node with its log, see "
+                "weights.ingest_resources, or restart the service"
+            )
+        self.newest = newest
+
+    async def fetch(self, head: Head) -> None:
+        """Have a complete copy of a version here, and hold it until ``release``.
+
+        A copy of another content under the same number, of a log that was restored from a backup since, is replaced.
+        Raises NotReady if the ingest is away, NotFound if the version is gone there, LogCorrupt if the bytes that came
+        are not those of its manifest, InsufficientStorage.
+        """
+        with await self._lock():
+            if not await to_thread_and_back(self._has, head):
+                self._let_go(head.version)
+                await to_thread_and_back(self._remove, head.version)
+                await self._copy(head)
+            if head.version not in self._in_use:
+                self._in_use[head.version] = _shared_lock(self.log.folder(head.version))
+            await to_thread_and_back(self._remove_old, max(head.version, self.newest.head.version))
+
+    async def forget(self, version: int) -> None:
+        """Remove a copy that has been damaged."""
+        with await self._lock():
+            self._let_go(version)
+            await to_thread_and_back(self._remove, version)
+
+    def release(self, *, but: int) -> None:
+        """Hold no other version any more: this process neither serves nor loads it."""
+        for version in [known for known in self._in_use if known != but]:
+            self._let_go(version)
+
+    def _let_go(self, version: int) -> None:
+        if version in self._in_use:
+            os.close(self._in_use.pop(version))
+
+    async def _lock(self) -> WriterLock:
+        lock = WriterLock(self.log.root)
+        while True:
+            try:
+                return await to_thread_and_back(lock.acquire, _LOCK_TURN_S)
+            except LogLocked:
+                continue
+            except asyncio.CancelledError:
+                lock.release()  # it may have come meanwhile, and nobody else would
+                raise
+
+    def _sound_versions(self) -> list[int]:
+        """What is here. All of it is fetched anew if a crash left the folder without its LATEST."""
+        try:
+            return self.log.versions()
+        except LogCorrupt as error:
+            logger.warning("all copies are dropped: %s", error)
+            self.log.clear()
+            return []
+
+    def _has(self, head: Head) -> bool:
+        """Whether the copy of this number is the one that the ingest means."""
+        if head.version not in self._sound_versions():
+            return False
+        try:
+            digest = read_manifest(self.log.folder(head.version)).digest
+        except (OSError, ValidationError) as error:
+            logger.warning("fetching version %d anew: %s", head.version, error)
+            return False
+        if digest != head.digest:
+            logger.warning(
+                "version %d is %s in the ingest's log now, and was %s: fetching it anew",
+                head.version, head.digest, digest,
+            )  # fmt: skip
+        return digest == head.digest
+
+    def _remove(self, version: int) -> None:
+        if version not in self._sound_versions():
+            return
+        try:
+            self.log.withdraw(version)
+        except ValidationError as error:
+            logger.warning("all copies are dropped: %s", error)
+            self.log.clear()
+
+    async def _copy(self, head: Head) -> None:
+        # named by its content: what an interrupted copy left is gone on from, and may be of another log by now
+        staged = self.log.staging(head.version).with_name(f"{head.version}-{head.digest}")
+        for other in [path for path in staged.parent.glob("*") if path != staged]:
+            await to_thread_and_back(remove_tree, other)
+        files: tuple[LogFile, ...] = await ask(self._ingest, "files", head.version)
+        try:
+            staged.mkdir(parents=True, exist_ok=True)
+            for file in files:
+                await self._copy_file(head.version, file, staged / file.name)
+            await to_thread_and_back(self._take_in, head, staged)
+        except OSError as error:
+            if error.errno in DISK_FULL:
+                needed_bytes = sum(file.nbytes for file in files)
+                raise no_room(f"the copy of version {head.version}", self.log.root, needed_bytes) from error
+            raise LogCorrupt(f"version {head.version} cannot be copied to {self.log.root}: {error}") from error
+
+    async def _copy_file(self, version: int, file: LogFile, path: Path) -> None:
+        """What an interrupted copy left of the file is gone on from."""
+        whole = min(path.stat().st_size if path.exists() else 0, file.nbytes) // self._chunk_bytes
+        with path.open("ab") as stream:
+            stream.truncate(whole * self._chunk_bytes)
+            for index in range(whole, -(-file.nbytes // self._chunk_bytes)):
+                (ref,) = await ask(self._ingest, "chunk", version, file.name, index)
+                try:
+                    chunk = await asyncio.to_thread(_chunk_of, ref)
+                except RayError as error:
+                    raise away(error) from error
+                await to_thread_and_back(_append, stream.fileno(), chunk)
+            await to_thread_and_back(os.fsync, stream.fileno())
+
+    def _take_in(self, head: Head, staged: Path) -> None:
+        try:
+            manifest = read_manifest(staged)
+            if (manifest.version, manifest.digest) != (head.version, head.digest):
+                raise LogCorrupt(
+                    f"what came as version {head.version} is version {manifest.version} with digest {manifest.digest}, "
+                    f"not {head.digest}"
+                )
+            self.log.verify(manifest, folder=staged)
+        except (LogCorrupt, ValidationError, FileNotFoundError) as error:
+            remove_tree(staged)
+            raise LogCorrupt(f"fetched from the ingest: {error}") from error
+        sync_folder(staged)
+        self.log.adopt(head, staged)
+
+    def _remove_old(self, newest: int) -> None:
+        """Drop what no replica of this node holds and none will ask for: the log may have been set back, too."""
+        versions = self.log.versions()
+        for version in {*versions[:-_KEPT], *(v for v in versions if v > newest)}:
+            if _nobody_holds(self.log.folder(version)):
+                self._remove(version)
+
+
+def _chunk_of(ref: ray.ObjectRef) -> np.ndarray:
+    chunk: np.ndarray = ray.get(ref)  # mapped from the object store, not copied
+    return chunk
+
+
+def _append(fd: int, chunk: np.ndarray) -> None:
+    rest = chunk.data
+    while rest.nbytes:
+        rest = rest[os.write(fd, rest) :]
+
+
+def _shared_lock(folder: Path) -> int:
+    fd = os.open(folder, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    return fd
+
+
+def _nobody_holds(folder: Path) -> bool:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True

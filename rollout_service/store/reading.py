@@ -1,0 +1,117 @@
+"""Reads a version's files and checks the bytes where they have been read to: what is checked is what is used.
+
+A check of a file that is read again afterwards would say nothing about the second reading: a page that the kernel has
+dropped meanwhile comes anew from the disk, and a file may be written to.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple, NoReturn, Self
+
+import xxhash
+
+from rollout_service.errors import LogCorrupt
+from rollout_service.store.manifest import CHUNK_BYTES, Chunk, Manifest, StoredTensor
+
+
+class Piece(NamedTuple):
+    """Whole chunks that follow one another in a file, and are read at once."""
+
+    file: str
+    offset: int
+    """First byte in the file."""
+    nbytes: int
+    chunks: tuple[tuple[StoredTensor, Chunk], ...]
+
+
+def pieces(chunks: Iterable[tuple[StoredTensor, Chunk]], most_bytes: int) -> Iterator[Piece]:
+    """Chunks, in the order of their files, joined up to ``most_bytes``; a larger chunk is a piece of its own."""
+    group: list[tuple[StoredTensor, Chunk]] = []
+    file, offset, end = "", 0, 0
+    for tensor, chunk in chunks:
+        start = tensor.offset + chunk.start
+        if group and (tensor.file != file or start != end or start + chunk.nbytes - offset > most_bytes):
+            yield Piece(file, offset, end - offset, tuple(group))
+            group = []
+        if not group:
+            file, offset = tensor.file, start
+        group.append((tensor, chunk))
+        end = start + chunk.nbytes
+    if group:
+        yield Piece(file, offset, end - offset, tuple(group))
+
+
+class VersionReader:
+    """The open files of one version, for any number of threads. A context manager.
+
+    Raises OSError if a file cannot be opened. Every method raises OSError, or LogCorrupt that names tensor, chunk and
+    file.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._version = manifest.version
+        self._fds: dict[str, int] = {}
+        try:
+            for file in manifest.files():
+                self._fds[file] = os.open(folder / file, os.O_RDONLY)
+        except OSError:
+            self.close()
+            raise
+
+    def read(self, piece: Piece, memory: memoryview) -> None:
+        """Read a piece to the start of ``memory``, and check its chunks there."""
+        memory = memory[: piece.nbytes]
+        filled = self._fill(piece.file, piece.offset, memory)
+        for tensor, chunk in piece.chunks:
+            start = tensor.offset + chunk.start - piece.offset
+            held = memory[start : min(start + chunk.nbytes, filled)]
+            if xxhash.xxh3_128_digest(held) != chunk.digest:
+                self._refuse(tensor, chunk, xxhash.xxh3_128_hexdigest(held), start + chunk.nbytes - filled)
+
+    def check(self, tensor: StoredTensor, buffer: memoryview) -> int:
+        """Read a tensor piece by piece into ``buffer``, for its digests alone; returns its bytes."""
+        for chunk in tensor.chunks():
+            hasher, position = xxhash.xxh3_128(), 0
+            while position < chunk.nbytes:
+                held = buffer[: chunk.nbytes - position]
+                filled = self._fill(tensor.file, tensor.offset + chunk.start + position, held)
+                hasher.update(held[:filled])
+                if filled < held.nbytes:
+                    self._refuse(tensor, chunk, hasher.hexdigest(), held.nbytes - filled)
+                position += filled
+            if hasher.digest() != chunk.digest:
+                self._refuse(tensor, chunk, hasher.hexdigest(), 0)
+        return tensor.nbytes
+
+    def close(self) -> None:
+        """Close the files."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fill(self, file: str, offset: int, memory: memoryview) -> int:
+        """How many bytes came: fewer at the end of the file."""
+        filled = 0
+        while filled < memory.nbytes:
+            count = os.preadv(self._fds[file], [memory[filled:]], offset + filled)
+            if not count:
+                break
+            filled += count
+        return filled
+
+    def _refuse(self, tensor: StoredTensor, chunk: Chunk, found: str, lacking: int) -> NoReturn:
+        number, chunks = chunk.start // CHUNK_BYTES, -(-tensor.nbytes // CHUNK_BYTES) if tensor.chunk_digests else 1
+        where = f"chunk {number} of {chunks} (bytes {chunk.start} to {chunk.start + chunk.nbytes})"
+        ends = f"{tensor.file} ends {lacking} bytes early, and " if lacking > 0 else ""
+        raise LogCorrupt(
+            f"version {self._version}: {tensor.name} in {tensor.file}: {ends}{where} hashes to {found}, its manifest "
+            f"says {chunk.digest.hex()}: push the weights again under a newer version",
+            {"version": self._version, "tensor": tensor.name, "chunk": number, "file": tensor.file},
+        )

@@ -1,0 +1,73 @@
+"""What is remembered of an upload: beside its parts while it is staged, beside its manifest once it is committed.
+
+A JSON document and, on a line of its own, the xxh3-128 of it: a record that a crash or a bad disk has damaged is told
+from a sound one.
+"""
+
+from pathlib import Path
+
+import xxhash
+from pydantic import ValidationError
+
+from rollout_service.errors import LogCorrupt, VersionConflict
+from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.upload import BeginUpload, num_parts, upload_digest, with_kv_scales
+from rollout_service.store.durable_io import read_sealed, write_sealed
+
+RECORD_FILE = "upload.json"
+
+
+class UploadRecord(Frozen):
+    """How a version came."""
+
+    begin: BeginUpload
+    part_bytes: int
+    part_digests: tuple[str, ...] = ()
+    """xxh3-128 of every part, in order; empty while the upload is under way."""
+    source_stamp: str = ""
+    """Names, sizes and times of the files of a source, hashed: tells whether they were touched since. Of objects, the
+    digest of what they hold."""
+
+    manifest_digest: str = ""
+    """xxh3-128 of the file manifest.json; empty while the upload is under way."""
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the whole upload."""
+        return num_parts(self.begin.nbytes, self.part_bytes)
+
+    @property
+    def upload_digest(self) -> str:
+        """Of all parts, or the stamp of a source; and of the KV scales that came with it."""
+        content = upload_digest(self.part_digests) if self.begin.source is None else self.source_stamp
+        return with_kv_scales(content, self.begin.kv_scales)
+
+    def require_meant(self, digest: str | None) -> None:
+        """Raises VersionConflict if a committed version holds other parts than its committer means (None: any)."""
+        if digest not in (None, self.upload_digest):
+            raise VersionConflict(
+                f"version {self.begin.version} is committed with parts that hash to {self.upload_digest}, and not to "
+                f"the {digest} of this commit: push a newer version",
+                {"version": self.begin.version, "digests": [self.upload_digest, digest]},
+            )
+
+
+def source_stamp(folder: Path) -> str:
+    """A hash over names, sizes and times of modification of the safetensors in ``folder``. Raises OSError."""
+    entries = [(path.name, path.stat()) for path in sorted(folder.glob("*.safetensors"))]
+    text = "\n".join(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}" for name, stat in entries)
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def write_record(folder: Path, record: UploadRecord) -> None:
+    """Put ``record`` into ``folder``, durably and at once."""
+    write_sealed(folder / RECORD_FILE, record.model_dump_json(exclude_defaults=True))
+
+
+def read_record(folder: Path) -> UploadRecord | None:
+    """The record in ``folder``; None if there is none. Raises LogCorrupt for a damaged one."""
+    text = read_sealed(folder / RECORD_FILE)
+    try:
+        return None if text is None else UploadRecord.model_validate_json(text)
+    except ValidationError as error:
+        raise LogCorrupt(f"{folder / RECORD_FILE} does not parse: {error}") from error

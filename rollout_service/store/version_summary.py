@@ -1,0 +1,35 @@
+"""What the ingest keeps in memory of each committed version."""
+
+from typing import NamedTuple
+
+from rollout_service.protocol.base import Failure
+from rollout_service.protocol.weights import KVScalesFrom
+from rollout_service.store.manifest import Manifest
+
+
+class Content(NamedTuple):
+    """What statuses and metrics tell of a manifest, without its tensors, which may be 40 000."""
+
+    digest: str
+    log_digest: str
+    """What LATEST said of it: without the KV scales that were settled since. Replicas name it by this."""
+    total_bytes: int
+    kv_scales_from: KVScalesFrom
+    kv_scales: dict[str, float] | None
+    """As in the manifest, or as they were settled since."""
+
+    @classmethod
+    def of(cls, manifest: Manifest, digest: str, log_digest: str) -> "Content":
+        """``digest``: the manifest's, which takes a while to compute."""
+        return cls(digest, log_digest, manifest.total_bytes, manifest.kv_scales_from, manifest.kv_scales)
+
+
+def unconfirmed(error: OSError | None) -> Failure | None:
+    """What is shown of a committed version for which ``WeightLog.unconfirmed`` has an error."""
+    if error is None:
+        return None
+    return Failure(
+        type=type(error).__name__,
+        message=f"committed, but the disk did not confirm it ({error}): a power failure may undo it, until a newer "
+        "version is committed without this error",
+    )

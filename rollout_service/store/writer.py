@@ -1,0 +1,158 @@
+"""Writes a version's tensors, in any order, into safetensors files whose layout is fixed before the first byte.
+
+The safetensors library writes a file in one go from tensors that are all in memory; a version arrives tensor by
+tensor and may be larger than memory. Names, dtypes and shapes are known from the start, so the headers can be.
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+import json
+import os
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from rollout_service.protocol.tensors import StoredDtype, TensorSlot
+from rollout_service.store.manifest import StoredTensor, tensor_digests
+from rollout_service.threads import in_threads
+
+MAX_FILE_BYTES = 1 << 30
+"""Linux lets one thread at a time write into a file: several are written by several."""
+_SYNC_BYTES = 128 << 20
+_SAFETENSORS_DTYPE: dict[StoredDtype, str] = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3"}
+
+
+class VersionWriter:
+    """Lays ``slots`` out in files below ``folder`` and fills them. Thread-safe for different tensors.
+
+    Raises OSError when the disk has no room for all of them.
+    """
+
+    def __init__(self, folder: Path, slots: Iterable[TensorSlot], max_file_bytes: int = MAX_FILE_BYTES) -> None:
+        self._folder = folder
+        self._slots: dict[str, TensorSlot] = {}
+        self._place: dict[str, tuple[str, int]] = {}
+        self._written: dict[str, StoredTensor] = {}
+        self._fds: dict[str, int] = {}
+        self._syncer = ThreadPoolExecutor(1, "sync")
+        self._syncing: Future[None] | None = None
+        self._unsynced_bytes = 0
+        self._lock = threading.Lock()
+        try:
+            files = [
+                self._open_file(f"weights-{number:05d}.safetensors", group)
+                for number, group in enumerate(_groups(slots, max_file_bytes), start=1)
+            ]
+            # a full disk is an error here, before any upload; a tmpfs zeroes its memory here
+            list(in_threads(lambda file: os.posix_fallocate(file[0], 0, file[1]), files))
+        except OSError:
+            self.close()
+            raise
+
+    def write(self, name: str, data: memoryview) -> None:
+        """Store the bytes of one tensor. Raises KeyError for a name without a slot, ValueError for a wrong size."""
+        slot = self._slots[name]
+        if data.nbytes != slot.nbytes:
+            raise ValueError(f"{name} has {data.nbytes} bytes, its slot {slot.nbytes}")
+        file, offset = self._place[name]
+        _write_at(self._fds[file], data, offset)
+        self._sync_early(file, data.nbytes)
+        digest, chunk_digests = tensor_digests(data)
+        self._written[name] = StoredTensor(
+            name=name,
+            dtype=slot.dtype,
+            shape=slot.shape,
+            file=file,
+            offset=offset,
+            nbytes=slot.nbytes,
+            digest=digest,
+            chunk_digests=chunk_digests,
+        )
+
+    def _sync_early(self, file: str, nbytes: int) -> None:
+        """Let the disk work while more is written, or the commit would wait for all of it."""
+        with self._lock:
+            self._unsynced_bytes += nbytes
+            if self._unsynced_bytes < _SYNC_BYTES or (self._syncing is not None and not self._syncing.done()):
+                return
+            self._require_synced()
+            self._unsynced_bytes = 0
+            self._syncing = self._syncer.submit(os.fdatasync, self._fds[file])
+
+    def _require_synced(self) -> None:
+        # Linux says once that a page could not be written: a later sync of the same file would succeed
+        if self._syncing is not None:
+            self._syncing.result()
+
+    @property
+    def unwritten(self) -> list[str]:
+        """Slots that nothing was written to yet."""
+        return [name for name in self._slots if name not in self._written]
+
+    def finish(self) -> tuple[StoredTensor, ...]:
+        """Sync the files to disk and return what they hold.
+
+        Raises ValueError while slots are unwritten, OSError for what the disk did not take.
+        """
+        if self.unwritten:
+            raise ValueError(f"{len(self.unwritten)} tensors were never written: {self.unwritten[:5]}")
+        self._require_synced()
+        for fd in self._fds.values():
+            os.fsync(fd)
+        self.close()
+        return tuple(self._written[name] for name in self._slots)
+
+    def close(self) -> None:
+        """Close the files; what was written stays."""
+        self._syncer.shutdown()
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds = {}
+
+    def _open_file(self, file: str, group: list[TensorSlot]) -> tuple[int, int]:
+        """Its descriptor and size; it holds its header."""
+        header, data_bytes = safetensors_header(group)
+        offset = len(header)
+        for slot in group:
+            self._slots[slot.name] = slot
+            self._place[slot.name] = (file, offset)
+            offset += slot.nbytes
+        fd = os.open(self._folder / file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._fds[file] = fd
+        _write_at(fd, memoryview(header), 0)
+        return fd, len(header) + data_bytes
+
+
+def _groups(slots: Iterable[TensorSlot], max_file_bytes: int) -> Iterable[list[TensorSlot]]:
+    group: list[TensorSlot] = []
+    size = 0
+    for slot in slots:
+        if group and size + slot.nbytes > max_file_bytes:
+            yield group
+            group, size = [], 0
+        group.append(slot)
+        size += slot.nbytes
+    if group:
+        yield group
+
+
+def safetensors_header(group: Iterable[TensorSlot | StoredTensor]) -> tuple[bytes, int]:
+    """The first bytes of a file of these tensors, one after the other, and how many bytes of data follow."""
+    entries, position = {}, 0
+    for slot in group:
+        entries[slot.name] = {
+            "dtype": _SAFETENSORS_DTYPE[slot.dtype],
+            "shape": slot.shape,
+            "data_offsets": [position, position + slot.nbytes],
+        }
+        position += slot.nbytes
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, position
+
+
+def _write_at(fd: int, data: memoryview, offset: int) -> None:
+    data = data.cast("B")
+    while data.nbytes:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written

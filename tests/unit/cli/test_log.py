@@ -1,0 +1,64 @@
+"""``rollout-service log`` on a log on disk."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from rollout_service.cli.main import app
+from rollout_service.store.durable_io import WriterLock
+from rollout_service.store.log import WeightLog
+from tests.unit.store.versions import FIRST, commit, flip_a_byte
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> WeightLog:
+    """Versions 0 to 3."""
+    log = WeightLog(tmp_path / "log")
+    for version in range(4):
+        commit(log, version)
+    return log
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["log", *map(str, arguments)])
+
+
+def test_ls_lists_the_versions_and_marks_the_newest(log: WeightLog) -> None:
+    result = run("ls", log.root)
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0 and [line.split()[0] for line in lines] == ["0", "1", "2", "*"]
+    assert log.manifest(3).digest in lines[3]
+
+
+def test_verify_says_which_versions_are_sound_and_fails_for_the_others(log: WeightLog) -> None:
+    assert run("verify", log.root).exit_code == 0
+    flip_a_byte(log, 2, FIRST)
+    result = run("verify", log.root)
+    assert result.exit_code == 1 and FIRST in result.stderr and "1 of 4 versions" in result.stderr
+    assert [line.split(":")[0] for line in result.stdout.splitlines()] == ["version 0", "version 1", "version 3"]
+    assert run("verify", log.root, "--version", 1).exit_code == 0
+    assert run("verify", log.root, "--version", 2).exit_code == 1
+    assert "version 9 is not in the log" in run("verify", log.root, "--version", 9).stderr
+
+
+def test_gc_keeps_the_newest(log: WeightLog) -> None:
+    result = run("gc", log.root, "--keep", 3)
+    assert result.exit_code == 0 and log.versions() == [1, 2, 3]
+    assert run("gc", log.root).exit_code == 0 and log.versions() == [2, 3]
+    assert run("gc", log.root, "--keep", 0).exit_code == 2
+
+
+def test_gc_refuses_while_a_service_writes_the_log(log: WeightLog) -> None:
+    with WriterLock(log.root).acquire(0):
+        result = run("gc", log.root)
+    assert result.exit_code == 1 and "is being written by process" in result.stderr
+    assert log.versions() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "gc"])
+def test_a_folder_that_is_no_log_is_an_error(tmp_path: Path, command: str) -> None:
+    result = run(command, tmp_path)
+    assert result.exit_code == 1 and "is not a log of weight versions" in result.stderr
+    assert list(tmp_path.iterdir()) == []

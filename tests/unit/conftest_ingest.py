@@ -1,0 +1,90 @@
+"""Model folders, and an ingest that has made version 0 from one of them."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+from rollout_service.tiny_model import make_tiny_qwen3, tiny_qwen3_config
+from rollout_service.weights import fleet
+from rollout_service.weights.ingest import Ingest
+from rollout_service.weights.log import WeightLog
+from tests.unit.weights.trainer import Trainer, config_of, folder_weights
+from transformers import Qwen3ForCausalLM
+
+from rollout_service.config import ServiceConfig
+from tests.support.clock import Clock
+from tests.support.models import make_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that the CPU deployment serves."""
+    path = tmp_path_factory.mktemp("models") / "tiny-qwen3"
+    make_tiny_qwen3(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Like it, with one layer: the tests that write many versions need no more."""
+    return _saved(tmp_path_factory.mktemp("models") / "one-layer", tied=False)
+
+
+@pytest.fixture(scope="session")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer, and the embedding is the output head: its file has no ``lm_head.weight``."""
+    return _saved(tmp_path_factory.mktemp("models") / "tied", tied=True)
+
+
+@pytest.fixture(scope="session")
+def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts; on disk each expert's matrices are by themselves."""
+    return make_model(tmp_path_factory.mktemp("models") / "qwen3-moe", "qwen3_moe")
+
+
+def _saved(path: Path, tied: bool) -> Path:
+    config = tiny_qwen3_config()
+    config.num_hidden_layers, config.tie_word_embeddings, config.layer_types = 1, tied, ["full_attention"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """By which a silent replica counts as dead."""
+    clock = Clock()
+    monkeypatch.setattr(fleet, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def config(model: Path, tmp_path: Path) -> ServiceConfig:
+    return config_of(model, tmp_path / "log")
+
+
+@pytest.fixture
+async def ingest(config: ServiceConfig) -> AsyncIterator[Ingest]:
+    ingest = Ingest(config)
+    await ingest.start()
+    yield ingest
+    await ingest.stop()
+
+
+@pytest.fixture
+async def trainer(ingest: Ingest) -> Trainer:
+    return Trainer(ingest)
+
+
+@pytest.fixture(scope="session")
+def weights(model: Path) -> dict[str, torch.Tensor]:
+    """The tensors of ``model``."""
+    return folder_weights(model)
+
+
+@pytest.fixture
+def log(config: ServiceConfig) -> WeightLog:
+    """What a replica sees of the ingest's log."""
+    return WeightLog(config.weights.root)

@@ -1,0 +1,180 @@
+"""What kernels hold beside the parameters is found, and bound to the live parameters after vLLM's own reload."""
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
+
+from rollout_service.engine.loading.rebind import Held, Unbound, bind_to_parameters, held_tensors
+
+
+@dataclass
+class Description:
+    scale: torch.Tensor | None = None
+
+
+@dataclass
+class Kernel:
+    """As vLLM's for experts: it reads the codes from the layer at each call, and keeps the scales that it was given."""
+
+    first: Description
+    second: Description = field(default_factory=Description)
+    more: Any = None
+
+
+class Method(QuantizeMethodBase):
+    """Makes its kernel anew whenever weights were loaded."""
+
+    def __init__(self, derived: bool = False) -> None:
+        self._derived = derived
+
+    def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        for name in ("weight", "scale"):
+            parameter = torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+            parameter.weight_loader = lambda param, loaded: param.data.copy_(loaded)
+            layer.register_parameter(name, parameter)
+
+    def apply(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return layer.weight * self.kernel.first.scale
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        self.kernel = Kernel(Description(layer.scale), more=2 * layer.scale if self._derived else None)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, method: Method) -> None:
+        super().__init__()
+        self.quant_method = method
+        method.create_weights(self)
+
+
+def started(*methods: Method) -> torch.nn.Module:
+    """A model as vLLM has it once it serves."""
+    model = torch.nn.Sequential(*map(Layer, methods))
+    record_metadata_for_reloading(model)
+    for layer in model:
+        layer.quant_method.process_weights_after_loading(layer)
+    return model
+
+
+def reload(model: torch.nn.Module) -> list[Held]:
+    """With random weights, by vLLM's layerwise reload; returns what was held when it began."""
+    initialize_layerwise_reload(model)
+    before = list(held_tensors(model))
+    for _, parameter in list(model.named_parameters()):
+        parameter.weight_loader(parameter, torch.randn(2, 3))
+    finalize_layerwise_reload(model, None)
+    return before
+
+
+def test_a_kernel_reads_the_live_parameter_after_it_was_bound() -> None:
+    model = started(Method(), Method())
+    before = reload(model)
+    layer = model[1]
+    layer.scale.data.mul_(2)
+    assert not torch.equal(layer.quant_method.apply(layer), layer.weight * layer.scale), "vLLM binds it by itself now"
+    layer.scale.data.div_(2)
+    assert bind_to_parameters(model, before) == 2
+    for layer in model:
+        layer.scale.data.mul_(2)
+        assert torch.equal(layer.quant_method.apply(layer), layer.weight * layer.scale)
+        assert layer.quant_method.kernel.first.scale is layer.scale
+
+
+def test_the_scales_of_vllms_own_description_of_an_expert_kernel_are_bound() -> None:
+    class Experts(Method):
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            self.config = fp8_w8a8_moe_quant_config(w1_scale=layer.scale, w2_scale=layer.weight, block_shape=[128, 128])
+
+    model = started(Experts())
+    before = reload(model)
+    layer = model[0]
+    assert layer.quant_method.config.w1_scale is not layer.scale
+    assert bind_to_parameters(model, before) == 2
+    assert layer.quant_method.config.w1_scale is layer.scale
+    assert layer.quant_method.config.w2_scale is layer.weight
+
+
+def test_a_scale_without_dimensions_is_compared_too() -> None:
+    model = started(Method())
+    before = reload(model)
+    model[0].register_parameter("one", torch.nn.Parameter(torch.tensor(3.0), requires_grad=False))
+    model[0].quant_method.one = torch.tensor(3.0)
+    assert bind_to_parameters(model, before) == 2
+    assert model[0].quant_method.one is model[0].one
+
+
+def test_after_each_reload_there_is_the_same_to_bind() -> None:
+    model = started(Method())
+    for _ in range(3):
+        assert bind_to_parameters(model, reload(model)) == 1
+        assert bind_to_parameters(model, list(held_tensors(model))) == 0
+
+
+def test_what_is_made_from_weights_is_no_parameter() -> None:
+    model = started(Method(derived=True))
+    with pytest.raises(Unbound, match=r"quant_method\.kernel\.more.*equals 0 parameters"):
+        bind_to_parameters(model, reload(model))
+
+
+def test_what_was_held_before_the_reload_does_not_matter() -> None:
+    model = started(Method())
+    model[0].quant_method.workspace = [torch.randn(7)]
+    assert bind_to_parameters(model, reload(model)) == 1
+
+
+def test_two_parameters_with_the_same_bytes_are_not_told_apart() -> None:
+    model = started(Method())
+    before = reload(model)
+    layer = model[0]
+    layer.weight.data.copy_(layer.scale)
+    with pytest.raises(Unbound, match="equals 2 parameters"):
+        bind_to_parameters(model, before)
+
+
+def test_where_nothing_can_be_replaced_it_is_said() -> None:
+    model = started(Method())
+    before = reload(model)
+    model[0].quant_method.pair = (model[0].scale.detach().clone(),)
+    with pytest.raises(Unbound, match=r"pair\[0\] cannot be bound"):
+        bind_to_parameters(model, before)
+
+
+class Slotted:
+    __slots__ = ("other", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_tensors_are_found_in_whatever_holds_them() -> None:
+    model = torch.nn.Linear(2, 2)
+    tensors = [torch.full((1,), float(i)) for i in range(6)]
+    inner = torch.nn.Linear(1, 1, bias=False)
+
+    def closure() -> torch.Tensor:
+        return tensors[4]
+
+    model.anything = {
+        "list": [tensors[0], model],
+        "slots": Slotted(tensors[1]),
+        "partial": functools.partial(torch.add, tensors[2]),
+        "method": functools.partial(Kernel(Description(tensors[3])).__eq__),
+        "closure": closure,
+        "module": inner,
+    }
+    model.anything["itself"] = model.anything
+    model.direct = tensors[5]
+    found = {id(held.tensor) for held in held_tensors(model)}
+    assert {id(tensor) for tensor in tensors[:4]} | {id(inner.weight)} <= found
+    assert id(tensors[4]) in found
+    assert not found & {id(model.weight), id(model.bias)}

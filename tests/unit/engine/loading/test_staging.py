@@ -1,0 +1,96 @@
+"""What one worker says of a version that it was told to stage."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout_service.engine.loading import staging_buffer
+from rollout_service.engine.loading.staging import Stager
+from rollout_service.engine.loading.staging_buffer import CannotStage, StagingArea
+from rollout_service.store.log import WeightLog
+from tests.unit.store.versions import FIRST, commit, flip_a_byte
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> WeightLog:
+    log = WeightLog(tmp_path)
+    commit(log, 1)
+    return log
+
+
+def area() -> StagingArea:
+    return StagingArea("memory", torch.nn.Linear(1, 1), torch.device("cpu"))
+
+
+def staged(stager: Stager, log: WeightLog, digest: str | None = None) -> dict[str, Any]:
+    """The state at the end."""
+    stager.start(log.folder(1), digest, None)
+    stager.finish()
+    return stager.state()
+
+
+def test_a_sound_version_is_done_and_lies_in_the_area(log: WeightLog) -> None:
+    stager = Stager(area(), rank=1)
+    assert staged(stager, log, log.manifest(1).digest) == {"done": True, "refused": None, "corrupt": None}
+    found = stager.staged(log.folder(1))
+    assert found is not None and found.is_whole and found.manifest == log.manifest(1)
+    assert stager.staged(log.folder(2)) is None
+    stager.forget()
+    assert stager.staged(log.folder(1)) is None
+
+
+def test_without_an_area_rank_0_checks_the_version_and_says_why_it_is_not_staged(log: WeightLog) -> None:
+    for rank in (0, 1):
+        stager = Stager(None, rank, refused="there is no memory")
+        assert staged(stager, log)["refused"] == "there is no memory"
+        found = stager.staged(log.folder(1))
+        assert found is not None and found.placement is None
+    flip_a_byte(log, 1, FIRST)
+    assert staged(Stager(None, 1), log)["corrupt"] is None
+    message, detail = staged(Stager(None, 0), log)["corrupt"]
+    assert FIRST in message and detail["tensor"] == FIRST
+
+
+def test_what_cannot_be_read_is_damage_of_the_version_and_not_of_the_worker(log: WeightLog) -> None:
+    stager = Stager(area(), rank=0)
+    (log.folder(1) / "weights-00001.safetensors").unlink()
+    assert "cannot be read" in staged(stager, log)["corrupt"][0]
+    assert stager.staged(log.folder(1)) is None
+    (log.folder(1) / "manifest.json").write_text("{")
+    assert "cannot be read" in staged(stager, log)["corrupt"][0]
+
+
+def test_another_version_under_the_same_number_is_refused(log: WeightLog) -> None:
+    message, _ = staged(Stager(area(), rank=0), log, digest="0" * 32)["corrupt"]
+    assert message.endswith(f"with digest {log.manifest(1).digest}, not {'0' * 32}")
+
+
+def test_what_was_damaged_is_read_again_and_what_is_staged_is_not(log: WeightLog) -> None:
+    stager, digest = Stager(area(), rank=0), log.manifest(1).digest
+    path = log.folder(1) / "weights-00001.safetensors"
+    sound = path.read_bytes()
+    flip_a_byte(log, 1, FIRST)
+    assert staged(stager, log, digest)["corrupt"] is not None
+    path.write_bytes(sound)
+    assert staged(stager, log, digest)["corrupt"] is None
+    flip_a_byte(log, 1, FIRST)
+    assert staged(stager, log, digest)["corrupt"] is None  # it lies in the area since before
+    stager.forget()
+    assert staged(stager, log, digest)["corrupt"] is not None
+
+
+def test_memory_that_is_not_there_is_a_reason_and_no_failure(log: WeightLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    huge = torch.nn.Linear(1 << 29, 1 << 29, bias=False, device="meta")
+    with pytest.raises(CannotStage, match=r"no 1152921\d+ bytes of memory to stage in"):
+        StagingArea("host", huge, torch.device("cpu"))
+
+    def refused(*_: object, **__: object) -> torch.Tensor:
+        raise CannotStage("pinned memory is refused")
+
+    stager = Stager(area(), rank=0)
+    monkeypatch.setattr(staging_buffer, "_taken", refused)
+    assert staged(stager, log) == {"done": True, "refused": "pinned memory is refused", "corrupt": None}
+    flip_a_byte(log, 1, FIRST)
+    assert staged(stager, log)["corrupt"] is not None

@@ -1,0 +1,62 @@
+"""What a replica tells the autoscaler, also when the engine has said nothing for a while."""
+
+import pytest
+
+from rollout_service.fleet.autoscaling import KV_USAGE, RUNNING, SERVING, VERSION, WAITING
+from rollout_service.protocol.fleet import ReplicaStatus
+
+pytest.importorskip("vllm")
+
+from vllm.v1.metrics.stats import SchedulerStats
+
+from rollout_service.engine import load_statistics
+from rollout_service.engine.load_statistics import SchedulerLog, autoscaling_stats
+
+STEP = SchedulerStats(num_running_reqs=5, num_waiting_reqs=2, num_skipped_waiting_reqs=1, kv_cache_usage=0.25)
+
+
+@pytest.fixture
+def log() -> SchedulerLog:
+    log = SchedulerLog()
+    log.record(STEP, None)
+    return log
+
+
+def status(**changes: object) -> ReplicaStatus:
+    return ReplicaStatus.model_validate({"replica_id": "a", "version": 7, "state": "ready", "running": 8, **changes})
+
+
+def test_the_numbers_of_the_last_step_are_told(log: SchedulerLog) -> None:
+    assert autoscaling_stats(status(), log) == {RUNNING: 5, WAITING: 3, KV_USAGE: 0.25, VERSION: 7, SERVING: 1}
+
+
+def test_a_step_without_numbers_leaves_those_of_the_one_before(log: SchedulerLog) -> None:
+    log.record(None, None)
+    assert log.load(admitted=8)[RUNNING] == 5
+
+
+def test_nothing_is_held_after_the_last_answer_whatever_the_last_step_said(log: SchedulerLog) -> None:
+    assert log.load(admitted=0) == {RUNNING: 0, WAITING: 0, KV_USAGE: 0}
+
+
+def test_what_was_admitted_counts_when_the_last_step_is_old(log: SchedulerLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_statistics, "FRESH_S", -1.0)
+    assert log.load(admitted=40) == {RUNNING: 0, WAITING: 40, KV_USAGE: 0.25}
+
+
+def test_what_was_admitted_counts_before_the_first_step() -> None:
+    assert SchedulerLog().load(admitted=40)[WAITING] == 40
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"state": "syncing", "target": 8}, {"state": "stale"}, {"paused": True}, {"error": "half loaded"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_replica_that_is_not_ready_is_not_serving(log: SchedulerLog, change: dict[str, object]) -> None:
+    assert autoscaling_stats(status(**change), log)[SERVING] == 0
+
+
+def test_serve_takes_every_value_for_a_number(log: SchedulerLog) -> None:
+    values = autoscaling_stats(status(version=None, state="starting"), log).values()
+    assert all(isinstance(value, (int, float)) for value in values)

@@ -1,0 +1,115 @@
+"""A replica that starts is seen while its engine keeps the event loop busy."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray import serve
+from ray.exceptions import ActorDiedError
+
+from rollout_service.engine.child_errors import tell_errors
+from rollout_service.engine.startup import Announcement, says_why_it_fails
+from rollout_service.protocol.fleet import ReplicaStatus
+
+LONG_S = 30.0
+
+
+class Ingest:
+    """Keeps reports; handle and answer of a Serve deployment in one."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.failures = failures
+        self.reports: list[ReplicaStatus] = []
+        self.enough = threading.Event()
+
+    @property
+    def report(self) -> "Ingest":
+        return self
+
+    def remote(self, status: ReplicaStatus) -> "Ingest":
+        self.reports.append(status)
+        if len(self.reports) >= 3:
+            self.enough.set()
+        return self
+
+    def result(self, timeout_s: float) -> None:
+        if self.failures > 0:
+            self.failures -= 1
+            raise ActorDiedError()
+
+
+@pytest.mark.parametrize("failures", [0, 2], ids=["ingest there", "ingest away at first"])
+def test_it_reports_from_its_own_thread_until_the_block_ends(failures: int) -> None:
+    ingest = Ingest(failures)
+    with Announcement("r1", ingest, 0.001) as announcement:
+        assert ingest.enough.wait(LONG_S)
+    announcement._thread.join(LONG_S)
+    assert not announcement._thread.is_alive()
+    assert {(s.replica_id, s.state, s.version) for s in ingest.reports} == {("r1", "starting", None)}
+    sequences = [status.sequence for status in ingest.reports]
+    assert sequences == sorted(set(sequences))
+
+
+def test_it_says_what_the_follower_says_once_there_is_one() -> None:
+    ingest = Ingest()
+    with Announcement("r1", ingest, 0.001) as announcement:
+        announcement.status = lambda: ReplicaStatus(
+            replica_id="r1", sequence=7, version=None, state="syncing", target=4
+        )
+        ingest.enough.clear()
+        ingest.reports.clear()
+        assert ingest.enough.wait(LONG_S)
+    assert ingest.reports[-1].target == 4
+
+
+class LastWord:
+    """Keeps the report of a replica that could not start; handle and method in one."""
+
+    def __init__(self, away: bool = False) -> None:
+        self._away = away
+        self.heard: list[ReplicaStatus] = []
+
+    @property
+    def report(self) -> "LastWord":
+        return self
+
+    async def remote(self, status: ReplicaStatus) -> None:
+        if self._away:
+            raise ActorDiedError()
+        self.heard.append(status)
+
+
+class Replica:
+    @says_why_it_fails
+    async def __init__(self, config: str, ingest: LastWord) -> None:  # type: ignore[misc]  # Serve awaits it
+        self.config = config
+        if config == "bad":
+            raise ValueError("cannot be served") from MemoryError("no memory")
+
+
+@pytest.fixture(autouse=True)
+def replica_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve's, which this process has not."""
+    context: Any = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r1"))
+    monkeypatch.setattr(serve, "get_replica_context", lambda: context)
+
+
+@pytest.mark.parametrize("away", [False, True], ids=["ingest there", "ingest away"])
+async def test_a_replica_that_cannot_start_reports_why_and_raises_what_was_raised(
+    away: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    ingest = LastWord(away)
+    with pytest.raises(ValueError, match="cannot be served"):
+        await Replica.__init__(object.__new__(Replica), "bad", ingest)
+    reason = "ValueError: cannot be served; caused by MemoryError: no memory"
+    assert f"engine replica r1 could not start: {reason}" in caplog.text
+    said = [(s.replica_id, s.state, s.version, s.error) for s in ingest.heard]
+    assert said == ([] if away else [("r1", "failed", None, reason)])
+    assert not tell_errors()
+
+
+async def test_a_replica_that_starts_reports_no_failure() -> None:
+    ingest, replica = LastWord(), object.__new__(Replica)
+    await Replica.__init__(replica, "good", ingest)
+    assert replica.config == "good" and ingest.heard == []

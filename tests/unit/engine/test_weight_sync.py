@@ -1,0 +1,219 @@
+"""A replica follows a real log on disk; its engine and its ingest are small ones in this process."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rollout_service.config import WeightsConfig
+from rollout_service.engine.weight_sync import Follower
+from rollout_service.errors import LogCorrupt
+from rollout_service.store.log import Control, Head, WeightLog
+from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push, serving
+from tests.unit.store.versions import FIRST, commit, flip_a_byte
+
+# --- start
+
+
+async def test_a_replica_has_loaded_the_newest_version_before_it_starts_to_serve(
+    log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    commit(log, 1)
+    follower = Follower("r1", engine, ingest, WeightsConfig(root=log.root), fingerprint="model")
+    assert follower.status().state == "starting" and follower.version is None
+    await follower.start()
+    assert engine.calls == ["pause keep", "load 1", "resume"]
+    status = follower.status()
+    assert (status.version, status.state, status.target, status.error) == (1, "ready", None, None)
+    follower.stop()
+
+
+async def test_a_replica_that_starts_first_waits_for_version_0(
+    tmp_path: Path, engine: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, looked, head = WeightLog(tmp_path / "empty"), asyncio.Event(), WeightLog.head
+
+    def noted(self: WeightLog) -> Head | None:
+        looked.set()
+        return head(self)
+
+    monkeypatch.setattr(WeightLog, "head", noted)
+    follower = Follower("r1", engine, ingest, WeightsConfig(root=log.root), fingerprint="model")
+    starting = asyncio.create_task(follower.start())
+    await asyncio.wait_for(looked.wait(), LONG_S)
+    assert not starting.done() and engine.calls == []
+    commit(log, 0)
+    await asyncio.wait_for(starting, LONG_S)
+    assert follower.version == 0
+    follower.stop()
+
+
+async def test_a_replica_does_not_start_on_a_corrupt_version(
+    log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    flip_a_byte(log, 0, FIRST)
+    follower = Follower("r1", engine, ingest, WeightsConfig(root=log.root), fingerprint="model")
+    with pytest.raises(LogCorrupt, match=FIRST):
+        await follower.start()
+    assert engine.calls == []
+
+
+async def test_a_replica_does_not_load_the_weights_of_another_model(
+    log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    follower = Follower("r1", engine, ingest, WeightsConfig(root=log.root), fingerprint="other")
+    with pytest.raises(LogCorrupt, match="belongs to another model"):
+        await follower.start()
+    assert engine.calls == []
+
+
+# --- updates
+
+
+async def test_a_new_version_is_staged_then_loaded_while_paused_then_served(
+    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    await push(log, ingest, 1)
+    await serving(follower, ingest, 1)
+    assert engine.calls == ["pause keep", "load 1", "resume"]
+    update = ingest.reports[-1].update
+    assert update is not None and update.load_s == 0.5 and update.stage_s >= 0 and update.closed_s >= 0
+
+
+async def test_bytes_are_checked_before_the_engine_is_paused(
+    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    commit(log, 1)
+    flip_a_byte(log, 1, FIRST)
+    await ingest.wish(version=1)
+    await ingest.reported(lambda s: s.state == "stale")
+    assert engine.calls == []
+
+
+async def test_a_replica_says_what_it_loads_and_that_it_still_serves_the_old(
+    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    engine.loading.close()
+    engine.loading.reached.clear()
+    await push(log, ingest, 1)
+    await asyncio.wait_for(engine.loading.reached.wait(), LONG_S)
+    status = ingest.reports[-1]
+    assert (status.version, status.state, status.target) == (0, "syncing", 1)
+    assert not await follower.wait_version(1, timeout_s=0.01)
+    engine.loading.open()
+    await serving(follower, ingest, 1)
+
+
+async def test_the_version_says_how_the_engine_is_paused_for_it(
+    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    commit(log, 1, mode="wait")
+    await ingest.wish(version=1)
+    await serving(follower, ingest, 1)
+    assert engine.calls[0] == "pause wait"
+
+
+async def test_only_the_newest_of_several_versions_is_loaded(
+    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    for version in (1, 2, 3):
+        commit(log, version)
+    await ingest.wish(version=3)
+    await serving(follower, ingest, 3)
+    assert [call for call in engine.calls if "load" in call] == ["load 3"]
+
+
+async def test_a_version_committed_during_an_update_is_loaded_next(
+    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    engine.loading.close()
+    engine.loading.reached.clear()
+    await push(log, ingest, 1)
+    await asyncio.wait_for(engine.loading.reached.wait(), LONG_S)
+    await push(log, ingest, 2)
+    engine.loading.open()
+    await serving(follower, ingest, 2)
+    assert [call for call in engine.calls if "load" in call] == ["load 1", "load 2"]
+
+
+async def test_sequence_numbers_of_reports_grow(follower: Follower, log: WeightLog, ingest: FakeIngest) -> None:
+    await push(log, ingest, 1)
+    await serving(follower, ingest, 1)
+    sequences = [status.sequence for status in ingest.reports]
+    assert len(sequences) >= 3 and sequences == sorted(set(sequences))
+
+
+# --- pause
+
+
+async def test_a_replica_pauses_and_resumes_when_the_fleet_does(
+    follower: Follower, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    await ingest.wish(paused=True, pause_mode="abort")
+    await ingest.reported(lambda s: s.paused)
+    await ingest.wish(paused=False)
+    await ingest.reported(lambda s: not s.paused)
+    assert engine.calls == ["pause abort", "resume"]
+
+
+async def test_a_replica_of_a_paused_fleet_stays_paused_after_an_update(
+    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    await ingest.wish(paused=True)
+    await ingest.reported(lambda s: s.paused)
+    await push(log, ingest, 1)
+    await serving(follower, ingest, 1)
+    assert engine.paused and "resume" not in engine.calls
+    await ingest.wish(paused=False)
+    await ingest.reported(lambda s: not s.paused)
+    assert engine.calls[-1] == "resume" and not engine.paused
+
+
+async def test_a_resume_that_comes_while_the_engine_pauses_is_not_lost(
+    follower: Follower, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    engine.pausing.close()
+    engine.pausing.reached.clear()
+    await ingest.wish(paused=True)
+    await asyncio.wait_for(engine.pausing.reached.wait(), LONG_S)
+    await ingest.wish(paused=False)
+    await ingest.reported(lambda _: ingest.seen is not None and not ingest.seen.paused)
+    engine.pausing.open()
+    async with asyncio.timeout(LONG_S):
+        while engine.calls[-1:] != ["resume"]:
+            await asyncio.sleep(0.001)
+    await ingest.reported(lambda s: not s.paused)
+    assert engine.calls == ["pause keep", "resume"]
+
+
+async def test_a_replica_that_starts_in_a_paused_fleet_makes_no_token_before_it_is_resumed(
+    log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    log.set_control(Control(paused=True, mode="keep"))
+    await ingest.wish(paused=True)
+    follower = Follower("r1", engine, ingest, WeightsConfig(root=log.root, poll_s=0.01), fingerprint="model")
+    await follower.start()
+    assert engine.calls == ["pause keep", "load 0"] and follower.status().paused
+    await ingest.wish(paused=False)
+    await ingest.reported(lambda s: not s.paused)
+    assert engine.calls[-1] == "resume"
+    follower.stop()
+
+
+# --- waiting for a version
+
+
+async def test_waiting_for_a_version_that_is_served_returns_at_once(follower: Follower) -> None:
+    assert await follower.wait_version(0, timeout_s=LONG_S)
+
+
+async def test_waiting_ends_when_a_newer_version_is_served(
+    follower: Follower, log: WeightLog, ingest: FakeIngest
+) -> None:
+    waiting = asyncio.create_task(follower.wait_version(1, timeout_s=LONG_S))
+    await push(log, ingest, 2)
+    assert await asyncio.wait_for(waiting, LONG_S)
+
+
+async def test_waiting_in_vain_ends_with_false(follower: Follower) -> None:
+    assert not await follower.wait_version(1, timeout_s=0.01)

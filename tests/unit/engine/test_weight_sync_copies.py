@@ -1,0 +1,111 @@
+"""A replica on a node without the log: it fetches what it serves, through a real object store."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from rollout_service.config import WeightsConfig
+from rollout_service.engine.weight_sync import Follower
+from rollout_service.store.chunk_server import Offers
+from rollout_service.store.log import WeightLog
+from rollout_service.store.node_cache import Copies
+from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push, serving
+from tests.unit.store.offering import CHUNK_BYTES, OfferingIngest
+from tests.unit.store.versions import FIRST, commit, flip_a_byte
+
+pytestmark = pytest.mark.usefixtures("object_store")
+
+
+@pytest.fixture
+def offering(log: WeightLog) -> OfferingIngest:
+    log.sign()
+    return OfferingIngest(Offers(log, CHUNK_BYTES))
+
+
+@pytest.fixture
+def copies(offering: OfferingIngest, tmp_path: Path) -> Copies:
+    return Copies(tmp_path / "node", offering, offering.offers.newest(), CHUNK_BYTES)
+
+
+@pytest.fixture
+async def remote(engine: FakeEngine, ingest: FakeIngest, copies: Copies) -> AsyncIterator[Follower]:
+    """Started on the other node."""
+    config = WeightsConfig(root=copies.log.root, poll_s=0.01)
+    follower = Follower("r1", engine, ingest, config, fingerprint="model", copies=copies)
+    await follower.start()
+    engine.calls.clear()
+    yield follower
+    follower.stop()
+
+
+async def test_every_version_is_fetched_checked_and_served(
+    remote: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, copies: Copies
+) -> None:
+    assert remote.version == 0
+    for version in (1, 2, 3):
+        await push(log, ingest, version)
+        await serving(remote, ingest, version)
+    assert [call for call in engine.calls if "load" in call] == ["load 1", "load 2", "load 3"]
+    assert copies.log.versions() == [2, 3] and copies.log.head() == log.head()
+
+
+async def test_while_the_ingest_is_away_the_replica_serves_on_and_then_fetches_what_it_missed(
+    remote: Follower, log: WeightLog, ingest: FakeIngest, offering: OfferingIngest
+) -> None:
+    offering.fail_after = len(offering.chunks) + 2
+    await push(log, ingest, 1)
+    status = await ingest.reported(lambda s: s.state == "stale")
+    assert status.version == 0 and status.error is not None and "does not answer" in status.error
+    offering.away = ActorDiedError()
+    for _ in range(2):  # it asks again
+        await offering.has_refused()
+    remote.check_health()
+    offering.fail_after = offering.away = None
+    await serving(remote, ingest, 1)
+    assert remote.status().error is None
+
+
+async def test_bytes_that_were_damaged_at_the_ingest_are_not_loaded(
+    remote: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    commit(log, 1)
+    flip_a_byte(log, 1, FIRST)
+    await ingest.wish(version=1)
+    status = await ingest.reported(lambda s: s.state == "stale")
+    assert status.version == 0 and status.error is not None and FIRST in status.error
+    assert engine.calls == []
+    await push(log, ingest, 2)
+    await serving(remote, ingest, 2)
+
+
+async def test_a_copy_that_was_damaged_on_this_node_is_fetched_anew(
+    copies: Copies, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    head = log.head()
+    assert head is not None
+    await copies.fetch(head)
+    flip_a_byte(copies.log, 0, FIRST)
+    follower = Follower("r2", engine, ingest, WeightsConfig(), fingerprint="model", copies=copies)
+    await asyncio.wait_for(follower.start(), LONG_S)
+    assert follower.version == 0
+    copies.log.verify(copies.log.manifest(0))
+    follower.stop()
+
+
+async def test_a_replica_that_starts_is_not_ready_while_nobody_can_say_what_is_newest(
+    remote: Follower, log: WeightLog, offering: OfferingIngest, ingest: FakeIngest
+) -> None:
+    await asyncio.wait_for(remote.caught_up(), LONG_S)
+    offering.away = ActorDiedError()
+    commit(log, 1)
+    waiting = asyncio.create_task(remote.caught_up())
+    for _ in range(2):  # it asks again
+        await offering.has_refused()
+    assert not waiting.done()
+    offering.away = None
+    await ingest.wish(version=1)
+    await asyncio.wait_for(waiting, LONG_S)
+    assert remote.version == 1

@@ -1,0 +1,178 @@
+"""The number of engines: within bounds, monotone in load, and still while versions move."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from rollout_service.fleet.autoscaling import Goals, Memory, ReplicaLoad, decide, held_because, wanted_replicas
+
+GOALS = Goals(
+    min_replicas=1,
+    max_replicas=8,
+    target_sequences=128,
+    target_kv_usage=0.8,
+    upscale_delay_s=5,
+    downscale_delay_s=600,
+)
+IDLE = ReplicaLoad(sequences=0, kv_usage=0.0, version=3, serving=True)
+
+sequences = st.floats(0, 1e5)
+shares = st.floats(0, 1)
+delays = st.floats(0, 1000)
+
+
+@st.composite
+def goals(draw: st.DrawFn) -> Goals:
+    low = draw(st.integers(0, 6))
+    return Goals(
+        min_replicas=low,
+        max_replicas=draw(st.integers(max(1, low), 20)),
+        target_sequences=draw(st.floats(1, 1000)),
+        target_kv_usage=draw(st.floats(0.1, 1)),
+        upscale_delay_s=draw(delays),
+        downscale_delay_s=draw(delays),
+    )
+
+
+memories = st.builds(
+    Memory,
+    at_s=st.floats(0, 1000),
+    direction=st.sampled_from([-1, 0, 1]),
+    lasted_s=delays,
+    most_wanted=st.integers(0, 20),
+)
+loads = st.builds(ReplicaLoad, sequences, shares, st.integers(0, 3), st.booleans())
+fleets = st.lists(st.none() | loads, max_size=6)
+settled_fleets = st.lists(st.builds(ReplicaLoad, sequences, shares, st.just(3), st.just(True)), min_size=1, max_size=6)
+
+
+def after(seconds: float, fleet: list[ReplicaLoad], target: int, goals: Goals = GOALS, step_s: float = 1.0) -> int:
+    """The target once ``fleet`` has been the same for so long."""
+    memory = Memory(at_s=0)
+    for tick in range(round(seconds / step_s) + 1):
+        target, memory = decide(fleet, target, goals, memory, tick * step_s)
+    return target
+
+
+def busy(sequences: float, replicas: int = 1) -> list[ReplicaLoad]:
+    return [replace(IDLE, sequences=sequences / replicas) for _ in range(replicas)]
+
+
+@given(fleets, st.integers(0, 30), goals(), memories, st.floats(0, 5000))
+def test_the_target_is_never_out_of_bounds(
+    fleet: list[ReplicaLoad | None], target: int, goals: Goals, memory: Memory, now_s: float
+) -> None:
+    decided, _ = decide(fleet, target, goals, memory, now_s)
+    assert goals.min_replicas <= decided <= goals.max_replicas
+
+
+@given(settled_fleets, st.data(), goals(), memories, st.floats(0, 5000))
+def test_more_load_never_means_fewer_replicas(
+    fleet: list[ReplicaLoad], data: st.DataObject, goals: Goals, memory: Memory, now_s: float
+) -> None:
+    target = data.draw(st.integers(goals.min_replicas, goals.max_replicas))
+    more = [
+        replace(
+            load,
+            sequences=load.sequences + data.draw(sequences),
+            kv_usage=max(load.kv_usage, data.draw(shares)),
+        )
+        for load in fleet
+    ]
+    assert wanted_replicas(more, goals) >= wanted_replicas(fleet, goals)
+    assert decide(more, target, goals, memory, now_s)[0] >= decide(fleet, target, goals, memory, now_s)[0]
+
+
+@given(fleets, st.data(), goals(), memories, st.floats(0, 5000))
+def test_nothing_changes_while_a_version_is_rolled_out_or_anything_is_paused_or_unknown(
+    fleet: list[ReplicaLoad | None], data: st.DataObject, goals: Goals, memory: Memory, now_s: float
+) -> None:
+    assume(held_because(fleet) is not None)
+    target = data.draw(st.integers(goals.min_replicas, goals.max_replicas))
+    decided, remembered = decide(fleet, target, goals, memory, now_s)
+    assert decided == target
+    assert remembered == replace(memory, at_s=now_s)
+
+
+@given(settled_fleets, st.integers(1, 20), goals(), memories, st.floats(0, 5000))
+def test_the_last_replica_goes_alone(
+    fleet: list[ReplicaLoad], target: int, goals: Goals, memory: Memory, now_s: float
+) -> None:
+    decided, _ = decide(fleet, target, goals, memory, now_s)
+    assert decided > 0 or target == 1
+
+
+@pytest.mark.parametrize(
+    ("fleet", "reason"),
+    [
+        ([], "no replica"),
+        ([IDLE, None], "has not said"),
+        ([IDLE, replace(IDLE, serving=False)], "paused, syncing"),
+        ([IDLE, replace(IDLE, version=4)], "different versions"),
+        ([IDLE, IDLE], None),
+    ],
+)
+def test_the_reason_for_holding_is_told(fleet: list[ReplicaLoad | None], reason: str | None) -> None:
+    told = held_because(fleet)
+    assert told is None if reason is None else told is not None and reason in told
+
+
+def test_a_target_that_was_lowered_meanwhile_is_not_raised_by_what_was_wanted_before() -> None:
+    memory = Memory(at_s=0, direction=-1, lasted_s=600, most_wanted=5)
+    assert decide(busy(300), 4, GOALS, memory, 1)[0] == 4
+
+
+def test_a_burst_asks_for_all_the_replicas_it_needs_at_once() -> None:
+    assert after(4, busy(1000), target=1) == 1
+    assert after(5, busy(1000), target=1) == 8
+    assert after(5, busy(300), target=1) == 3
+
+
+def test_a_full_kv_cache_asks_for_more_though_sequences_are_few() -> None:
+    assert after(5, [replace(IDLE, sequences=4, kv_usage=0.9)], target=1) == 2
+
+
+def test_shares_that_add_up_to_the_target_do_not_exceed_it_by_rounding() -> None:
+    assert 0.1 + 0.1 + 0.1 > 0.3
+    assert wanted_replicas([replace(IDLE, kv_usage=0.1)] * 3, replace(GOALS, target_kv_usage=0.3)) == 1
+
+
+def test_silence_shorter_than_a_trainers_step_costs_no_replica() -> None:
+    fleet = [IDLE] * 4
+    assert after(599, fleet, target=4, step_s=1) == 4
+    assert after(600, fleet, target=4, step_s=1) == 1
+
+
+@pytest.mark.parametrize("busy_second", [0, 590])
+def test_as_many_stay_as_were_wanted_at_most_in_the_delay(busy_second: int) -> None:
+    target, memory = 4, Memory(at_s=0)
+    for second in range(601):
+        load = 300 if second == busy_second else 0
+        target, memory = decide(busy(load, 4), target, GOALS, memory, second)
+    assert target == 3
+
+
+def test_time_in_which_a_version_is_rolled_out_does_not_count_as_silence_and_ends_no_count() -> None:
+    target, memory = 2, Memory(at_s=0)
+    for second in range(900):
+        rolling = second % 3 == 0
+        fleet = [IDLE, replace(IDLE, version=4 if rolling else 3)]
+        target, memory = decide(fleet, target, GOALS, memory, second)
+        assert target == 2
+    assert memory.lasted_s == 599
+    assert decide([IDLE, IDLE], target, GOALS, memory, 900)[0] == 1
+
+
+def test_a_fleet_that_is_paused_full_or_empty_keeps_its_size() -> None:
+    for load in (0.0, 5000.0):
+        paused = [replace(IDLE, sequences=load, serving=False)] * 3
+        assert after(5000, paused, target=3, step_s=10) == 3
+
+
+def test_zero_is_reached_where_it_is_allowed_and_only_when_nothing_is_held() -> None:
+    to_zero = replace(GOALS, min_replicas=0, downscale_delay_s=10)
+    assert after(10, [IDLE], target=1, goals=to_zero) == 0
+    assert after(100, busy(1), target=1, goals=to_zero) == 1
+    assert after(10, [IDLE, IDLE], target=2, goals=to_zero) == 1

@@ -1,0 +1,96 @@
+"""A completion in two pieces becomes one, as if it had been made in one go."""
+
+import pytest
+
+from rollout_service.fleet.continuation import joined, kept, remainder
+from rollout_service.protocol.rollout import Completion, FinishReason, Span
+from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling
+
+
+def piece(tokens: tuple[int, ...], *spans: tuple[int, int], index: int = 0, end: FinishReason = "abort") -> Completion:
+    """A completion of ``tokens`` with spans given as (version, length)."""
+    made, start = [], 0
+    for version, length in spans:
+        made.append(Span(version=version, start=start, end=start + length))
+        start += length
+    logprobs = tuple(-0.1 * token for token in tokens)
+    return Completion(index=index, token_ids=tokens, logprobs=logprobs, finish_reason=end, spans=tuple(made))
+
+
+def call(**sampling: object) -> GenerateCall:
+    return GenerateCall(
+        request_id="r", prompt_token_ids=(1, 2), sampling=Sampling(**sampling), min_weight_version=3, priority=4
+    )
+
+
+def test_pieces_join_with_their_logprobs_and_the_end_of_the_second() -> None:
+    rest = piece((8, 9), (5, 2), end="stop").model_copy(update={"stop_reason": 9})
+    whole = joined(piece((6, 7), (4, 2), index=2), rest)
+    assert (whole.index, whole.token_ids) == (2, (6, 7, 8, 9))
+    assert whole.logprobs == pytest.approx((-0.6, -0.7, -0.8, -0.9))
+    assert (whole.finish_reason, whole.stop_reason) == ("stop", 9)
+    assert whole.spans == (Span(version=4, start=0, end=2), Span(version=5, start=2, end=4))
+
+
+def test_spans_of_one_version_on_both_sides_of_the_seam_become_one() -> None:
+    whole = joined(piece((5, 6, 7), (3, 1), (4, 2)), piece((8, 9), (4, 1), (5, 1), end="length"))
+    assert [(s.version, s.start, s.end) for s in whole.spans] == [(3, 0, 1), (4, 1, 4), (5, 4, 5)]
+
+
+@pytest.mark.parametrize(("first", "second"), [((), (7,)), ((7,), ()), ((), ())])
+def test_a_piece_may_be_empty(first: tuple[int, ...], second: tuple[int, ...]) -> None:
+    whole = joined(piece(first, *[(3, 1)] * len(first)), piece(second, *[(3, 1)] * len(second)))
+    assert whole.token_ids == first + second
+    assert sum(span.end - span.start for span in whole.spans) == len(whole.token_ids)
+
+
+def test_the_remainder_goes_on_after_the_partial_tokens_with_what_is_left_of_the_length() -> None:
+    rest = remainder(call(n=4, max_tokens=10, min_tokens=5, stop_token_ids=(9,)), piece((6, 7, 8), (3, 3), index=2), 2)
+    assert rest.prompt_token_ids == (1, 2, 6, 7, 8)
+    assert (rest.sampling.n, rest.sampling.max_tokens, rest.sampling.min_tokens) == (1, 7, 2)
+    assert (rest.sampling.stop_token_ids, rest.min_weight_version, rest.priority) == ((9,), 3, 4)
+    assert rest.request_id == "r-2-2"
+
+
+def test_a_minimum_that_is_reached_stays_reached() -> None:
+    assert remainder(call(max_tokens=10, min_tokens=2), piece((6, 7, 8), (3, 3)), 2).sampling.min_tokens == 0
+
+
+def test_a_seeded_remainder_draws_other_numbers_than_its_start_and_the_same_each_time() -> None:
+    def seed(index: int, done: int) -> int | None:
+        return remainder(call(n=4, seed=7), piece((5,) * done, *[(3, 1)] * done, index=index), 2).sampling.seed
+
+    assert [seed(index, 0) for index in range(4)] == [7, 8, 9, 10]
+    later = {seed(index, done) for index in range(4) for done in (1, 2, 3)}
+    assert len(later) == 12 and not later & {7, 8, 9, 10}
+    assert seed(1, 2) == seed(1, 2)
+    assert remainder(call(), piece((5,), (3, 1)), 2).sampling.seed is None
+
+
+def test_the_largest_seed_has_successors() -> None:
+    rest = remainder(call(n=2, seed=LARGEST_SEED), piece((), index=1), 2)
+    assert rest.sampling.seed == LARGEST_SEED + 1 < 2**63
+
+
+@pytest.mark.parametrize(
+    "looks_back", [{"stop": ("x",)}, {"presence_penalty": 0.5}, {"frequency_penalty": -0.5}], ids=str
+)
+def test_sampling_that_looks_back_at_the_completion_starts_anew(looks_back: dict[str, object]) -> None:
+    partial = piece((6, 7), (3, 2), index=1)
+    assert kept(partial, Sampling(repetition_penalty=1.2, stop_token_ids=(3,))) == partial
+    anew = kept(partial, Sampling(**looks_back))
+    assert (anew.index, anew.token_ids, anew.logprobs, anew.spans) == (1, (), (), ())
+
+
+def masked(completion: Completion, *chunks: str) -> Completion:
+    return completion.model_copy(update={"packed_sampling_mask": chunks})
+
+
+def test_sampling_masks_of_both_pieces_come_one_after_the_other() -> None:
+    first, second = piece((6, 7), (3, 2)), piece((8,), (3, 1))
+    assert joined(masked(first, "a"), masked(second, "b")).packed_sampling_mask == ("a", "b")
+    assert joined(piece(()), masked(second, "b")).packed_sampling_mask == ("b",)
+    assert joined(masked(first, "a"), piece(())).packed_sampling_mask == ("a",)
+    assert joined(first, second).packed_sampling_mask is None
+    anew = kept(masked(first, "a"), Sampling(stop=("x",)))
+    assert joined(anew, masked(second, "b")).packed_sampling_mask == ("b",)

@@ -1,0 +1,292 @@
+"""A rollout on engines that refuse, abort and die."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+from ray.serve.exceptions import DeploymentUnavailableError
+
+from rollout_service.config.engine import EngineConfig
+from rollout_service.errors import (
+    EngineFailed,
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+    RolloutServiceError,
+    TooEarly,
+)
+from rollout_service.fleet.dispatch import Dispatcher
+from rollout_service.protocol.fleet import Fleet, ReplicaStatus
+from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.sampling import GenerateCall, Sampling
+from rollout_service.shadow.sample import calls_of
+
+Step = Callable[[GenerateCall], Rollout] | Exception
+
+
+def raised(error: RolloutServiceError) -> RayTaskError:
+    """``error`` as it arrives from another process."""
+    return RayTaskError("generate", "", error).as_instanceof_cause()
+
+
+def refusal(cls: type[RolloutServiceError], replica_id: str) -> Exception:
+    return raised(cls("no", {"replica_id": replica_id}))
+
+
+def made(*lengths: int, version: int = 3, end: str = "length", replica_id: str = "a") -> Step:
+    """An answer with a completion of each length, ended by ``end``."""
+
+    def step(call: GenerateCall) -> Rollout:
+        completions = tuple(
+            Completion(
+                index=index,
+                token_ids=(version,) * length,
+                logprobs=(-0.5,) * length,
+                finish_reason=end,  # type: ignore[arg-type]
+                spans=(Span(version=version, start=0, end=length),) if length else (),
+            )
+            for index, length in enumerate(lengths)
+        )
+        return Rollout(
+            request_id=call.request_id,
+            prompt_token_ids=call.prompt_token_ids,
+            completions=completions,
+            replica_id=replica_id,
+        )
+
+    return step
+
+
+class Response:
+    """What a handle's ``remote`` returns."""
+
+    def __init__(self, step: Step | None, call: GenerateCall) -> None:
+        self._step, self._call, self.cancelled = step, call, False
+
+    def __await__(self):  # type: ignore[no-untyped-def]
+        return self._result().__await__()
+
+    async def _result(self) -> Rollout:
+        await asyncio.sleep(0)
+        if self._step is None:
+            await asyncio.Event().wait()
+        if isinstance(self._step, Exception):
+            raise self._step
+        assert self._step is not None
+        return self._step(self._call)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@dataclass
+class Script:
+    """An engine deployment whose answers are written down; None never comes."""
+
+    steps: list[Step | None]
+    calls: list[GenerateCall] = field(default_factory=list)
+    responses: list[Response] = field(default_factory=list)
+
+    @property
+    def generate(self) -> "Script":
+        return self
+
+    def remote(self, call: GenerateCall) -> Response:
+        self.calls.append(call)
+        self.responses.append(Response(self.steps.pop(0), call))
+        return self.responses[-1]
+
+
+class Ingest:
+    """Knows two replicas."""
+
+    @property
+    def fleet(self) -> "Ingest":
+        return self
+
+    async def remote(self) -> Fleet:
+        replicas = [ReplicaStatus(replica_id=i, version=v, state="ready") for i, v in (("a", 3), ("b", 4))]
+        return Fleet(latest_version=4, paused=False, replicas=tuple(replicas))
+
+
+def call(n: int = 1, **fields: object) -> GenerateCall:
+    return GenerateCall(request_id="r", prompt_token_ids=(1, 2), sampling=Sampling(n=n, max_tokens=9), **fields)
+
+
+def dispatcher(engine: Script, **limits: float) -> Dispatcher:
+    limits = {"version_wait_s": 0.0, "replica_wait_s": 0.0, **limits}
+    return Dispatcher(engine, Ingest(), EngineConfig(**limits))
+
+
+DIED = ActorDiedError()
+
+
+async def test_an_undisturbed_rollout_is_one_attempt() -> None:
+    engine = Script([made(9, 9)])
+    rollout = await dispatcher(engine).complete(call(n=2))
+    assert rollout.attempts == 1 and len(engine.calls) == 1 and engine.calls[0].avoid == ()
+
+
+# --- lost replicas
+
+
+@pytest.mark.parametrize("loss", [DIED, refusal(EngineFailed, "a")], ids=["the replica died", "its engine died"])
+async def test_a_rollout_that_lost_its_replica_starts_anew_on_another(loss: Exception) -> None:
+    engine = Script([loss, made(9, 9, replica_id="b")])
+    rollout = await dispatcher(engine).complete(call(n=2))
+    assert (rollout.attempts, rollout.replica_id, len(rollout.completions)) == (2, "b", 2)
+    assert engine.calls[1].sampling == engine.calls[0].sampling
+
+
+async def test_the_replica_that_lost_a_rollout_is_avoided() -> None:
+    engine = Script([refusal(EngineFailed, "a"), refusal(EngineFailed, "b"), made(9)])
+    await dispatcher(engine).complete(call())
+    assert [c.avoid for c in engine.calls] == [(), ("a",), ("a", "b")]
+
+
+async def test_attempts_are_bounded() -> None:
+    engine = Script([DIED] * 3)
+    with pytest.raises(EngineFailed, match="attempt 3 of 3") as failed:
+        await dispatcher(engine).complete(call())
+    assert failed.value.detail == {"attempts": 3} and engine.steps == []
+
+
+async def test_an_error_of_the_request_itself_is_not_tried_again() -> None:
+    engine = Script([raised(InvalidRequest("bad"))])
+    with pytest.raises(InvalidRequest, match="bad"):
+        await dispatcher(engine).complete(call())
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize("cls", [Overloaded, NotReady, TooEarly])
+async def test_a_refusal_is_no_attempt_and_another_replica_is_asked(cls: type[RolloutServiceError]) -> None:
+    engine = Script([refusal(cls, "a"), made(9, replica_id="b")])
+    rollout = await dispatcher(engine).complete(call(min_weight_version=3))
+    assert (rollout.attempts, rollout.replica_id) == (1, "b")
+    assert engine.calls[1].avoid == ("a",)
+
+
+async def test_when_all_replicas_are_full_the_caller_is_told_at_once() -> None:
+    engine = Script([refusal(Overloaded, "a"), refusal(Overloaded, "b"), refusal(Overloaded, "a")])
+    with pytest.raises(Overloaded):
+        await dispatcher(engine, replica_wait_s=60).complete(call())
+
+
+async def test_a_rollout_that_was_accepted_once_waits_for_a_place() -> None:
+    engine = Script([DIED, *[refusal(Overloaded, "b")] * 2, made(9, replica_id="b")])
+    rollout = await dispatcher(engine, replica_wait_s=60).complete(call())
+    assert rollout.attempts == 2
+
+
+async def test_a_rollout_waits_for_a_replica_that_is_being_replaced() -> None:
+    engine = Script([*[refusal(NotReady, "a")] * 2, made(9, replica_id="b")])
+    assert (await dispatcher(engine, replica_wait_s=60).complete(call())).attempts == 1
+
+
+async def test_a_deployment_that_cannot_start_is_no_reason_to_wait() -> None:
+    with pytest.raises(NotReady, match="no engine replica can be started"):
+        await dispatcher(Script([DeploymentUnavailableError("engine")]), replica_wait_s=60).complete(call())
+
+
+async def test_a_version_that_nobody_has_is_waited_for_then_refused_with_what_is_live() -> None:
+    steps = [refusal(TooEarly, "a"), refusal(TooEarly, "b"), refusal(TooEarly, "a")]
+    with pytest.raises(TooEarly, match=r"min_weight_version=7 .* \(live: {'a': 3, 'b': 4}\)") as refused:
+        await dispatcher(Script(list(steps))).complete(call(min_weight_version=7))
+    assert refused.value.detail == {"min_weight_version": 7, "latest_version": 4, "live": {"a": 3, "b": 4}}
+    waited = await dispatcher(Script([*steps, made(9)]), version_wait_s=60).complete(call(min_weight_version=7))
+    assert waited.attempts == 1
+
+
+# --- aborts
+
+
+async def test_an_aborted_completion_goes_on_from_its_tokens() -> None:
+    engine = Script([made(4, end="abort"), made(5, version=4, replica_id="b")])
+    rollout = await dispatcher(engine).complete(call())
+    (completion,) = rollout.completions
+    assert completion.token_ids == (3,) * 4 + (4,) * 5 and completion.finish_reason == "length"
+    assert completion.versions == (3, 4) and (rollout.attempts, rollout.replica_id) == (2, "b")
+    assert engine.calls[1].prompt_token_ids == (1, 2, 3, 3, 3, 3) and engine.calls[1].sampling.max_tokens == 5
+    assert rollout.prompt_token_ids == (1, 2)
+
+
+async def test_only_the_aborted_completions_of_a_rollout_go_on() -> None:
+    def mixed(c: GenerateCall) -> Rollout:
+        rollout = made(9, 4, 0)(c)  # type: ignore[operator]
+        ends = ("length", "abort", "abort")
+        completions = [
+            d.model_copy(update={"finish_reason": e}) for d, e in zip(rollout.completions, ends, strict=True)
+        ]
+        return rollout.model_copy(update={"completions": tuple(completions)})
+
+    engine = Script([mixed, made(5, version=4), made(9, version=4)])
+    rollout = await dispatcher(engine).complete(call(n=3))
+    assert [c.index for c in rollout.completions] == [0, 1, 2]
+    assert [c.versions for c in rollout.completions] == [(3,), (3, 4), (4,)]
+    assert [len(c.token_ids) for c in rollout.completions] == [9, 9, 9]
+
+
+async def test_every_token_names_the_replica_that_made_it_and_no_other() -> None:
+    def mixed(c: GenerateCall) -> Rollout:
+        rollout = made(9, 4, 4)(c)  # type: ignore[operator]
+        first, *rest = rollout.completions
+        aborted = [d.model_copy(update={"finish_reason": "abort"}) for d in rest]
+        return rollout.model_copy(update={"completions": (first, *aborted)})
+
+    engine = Script([mixed, made(5, replica_id="b"), made(5, replica_id="a")])
+    rollout = await dispatcher(engine).complete(call(n=3))
+    assert [[(s.version, s.replica_id, s.start, s.end) for s in c.spans] for c in rollout.completions] == [
+        [(3, "a", 0, 9)],
+        [(3, "a", 0, 4), (3, "b", 4, 9)],
+        [(3, "a", 0, 9)],
+    ]
+    assert [c.versions for c in rollout.completions] == [(3,)] * 3
+    assert [(c.version, c.replica_id) for c in calls_of(rollout)] == [(3, "a"), (3, "a")]
+
+
+async def test_an_aborted_completion_with_stop_strings_starts_anew() -> None:
+    engine = Script([made(4, end="abort"), made(9, version=4)])
+    sampling = Sampling(max_tokens=9, stop=("x",))
+    rollout = await dispatcher(engine).complete(call().model_copy(update={"sampling": sampling}))
+    assert rollout.completions[0].token_ids == (4,) * 9 and rollout.attempts == 2
+    assert engine.calls[1].prompt_token_ids == (1, 2) and engine.calls[1].sampling == sampling
+
+
+async def test_an_aborted_completion_comes_back_as_it_is_when_asked_for() -> None:
+    engine = Script([made(4, end="abort")])
+    rollout = await dispatcher(engine).complete(call(), on_abort="return")
+    assert (rollout.completions[0].finish_reason, rollout.attempts) == ("abort", 1)
+
+
+async def test_after_the_last_attempt_the_partial_completion_comes_back() -> None:
+    engine = Script([made(2, end="abort")] * 3)
+    rollout = await dispatcher(engine).complete(call())
+    assert (rollout.completions[0].finish_reason, len(rollout.completions[0].token_ids)) == ("abort", 6)
+    assert rollout.attempts == 3
+
+
+async def test_the_tokens_of_before_survive_the_loss_of_the_replica_that_went_on() -> None:
+    engine = Script([made(4, end="abort"), DIED, made(5, version=4)])
+    rollout = await dispatcher(engine).complete(call())
+    assert (rollout.completions[0].versions, rollout.attempts) == ((3, 4), 3)
+    hopeless = await dispatcher(Script([made(4, end="abort"), DIED, DIED])).complete(call())
+    assert (hopeless.completions[0].finish_reason, len(hopeless.completions[0].token_ids)) == ("abort", 4)
+
+
+# --- cancellation
+
+
+async def test_cancelling_a_rollout_cancels_every_call_that_is_under_way() -> None:
+    engine = Script([made(4, 4, end="abort"), None, None])
+    rollout = asyncio.create_task(dispatcher(engine).complete(call(n=2)))
+    while len(engine.calls) < 3:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    rollout.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await rollout
+    assert [response.cancelled for response in engine.responses] == [False, True, True]

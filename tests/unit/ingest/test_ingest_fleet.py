@@ -1,0 +1,292 @@
+"""The ingest and its replicas: waiting for them, waking them, pausing them, keeping what they need."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rollout_service.config import ServiceConfig
+from rollout_service.errors import CommitTimeout, NotReady, Overtaken
+from rollout_service.fleet.registry import Wish
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.protocol.upload import CommitUpload
+from rollout_service.store.log import WeightLog
+from tests.support.clock import Clock
+from tests.unit.ingest.trainer import Trainer, Weights, config_of, order, replica, settle
+
+LONG_S = 60.0
+
+
+def asked(wish: Wish) -> tuple[int, bool, str]:
+    """What a replica acts on."""
+    return wish.version, wish.paused, wish.pause_mode
+
+
+async def told(ingest: Ingest) -> Wish:
+    """What replicas are told now."""
+    return await ingest.sync(replica("a", 0), None)
+
+
+async def versions(ingest: Ingest) -> list[int]:
+    return [status.version for status in await ingest.versions()]
+
+
+# --- waiting
+
+
+async def test_a_commit_that_waits_answers_once_every_replica_serves_the_version(
+    ingest: Ingest, trainer: Trainer, weights: Weights
+) -> None:
+    await ingest.report(replica("a", 0))
+    await ingest.report(replica("b", 0))
+    await trainer.upload(1, weights)
+    commit = asyncio.create_task(ingest.commit(1, CommitUpload(wait="all", timeout_s=LONG_S)))
+    while (await ingest.fleet()).latest_version != 1:
+        await asyncio.sleep(0.001)
+    await ingest.report(replica("a", 1, sequence=1))
+    await settle()
+    assert not commit.done()
+    await ingest.report(replica("b", 1, sequence=1))
+    status = await asyncio.wait_for(commit, LONG_S)
+    assert status.state == "live" and {r.replica_id for r in status.replicas} == {"a", "b"}
+
+
+async def test_a_replica_that_skipped_to_a_newer_version_counts_as_serving_the_older(ingest: Ingest) -> None:
+    await ingest.report(replica("a", 3))
+    await asyncio.wait_for(ingest.wait_live(2, timeout_s=LONG_S), LONG_S)
+    older = await ingest.status(0)
+    assert older.state == "live" and [r.version for r in older.replicas] == [3]
+
+
+async def test_a_commit_that_waited_in_vain_shows_the_table_and_stays_committed(
+    ingest: Ingest, trainer: Trainer, weights: Weights
+) -> None:
+    await ingest.report(replica("a", 0, state="stale", error="disk on fire"))
+    await trainer.upload(1, weights)
+    with pytest.raises(CommitTimeout, match=r"version 1 is committed, but after 0\.01 s") as late:
+        await ingest.commit(1, CommitUpload(wait="all", timeout_s=0.01))
+    table = late.value.detail["replicas"]
+    assert [(row["replica_id"], row["version"], row["error"]) for row in table] == [("a", 0, "disk on fire")]
+    assert (await ingest.status(1)).state == "committed"
+    assert (await ingest.fleet()).latest_version == 1
+
+
+async def test_without_any_replica_nothing_is_live(ingest: Ingest) -> None:
+    with pytest.raises(CommitTimeout):
+        await ingest.wait_live(0, timeout_s=0.01)
+    assert (await ingest.status(0)).state == "committed"
+
+
+# --- waking
+
+
+async def test_a_poll_that_has_seen_nothing_is_answered_at_once(ingest: Ingest) -> None:
+    wish = await asyncio.wait_for(ingest.sync(replica("a", None), None), LONG_S)
+    assert asked(wish) == (0, False, "keep")
+    assert (wish.digest, wish.origin) == ((await ingest.status(0)).digest, WeightLog(ingest._log.root).origin())
+    assert [status.replica_id for status in (await ingest.fleet()).replicas] == ["a"]
+
+
+async def test_a_poll_that_knows_the_wish_is_answered_when_a_version_is_committed(
+    model: Path, tmp_path: Path, weights: Weights
+) -> None:
+    ingest = Ingest(config_of(model, tmp_path / "log", weights={"poll_s": LONG_S, "dead_after_s": 3 * LONG_S}))
+    await ingest.start()
+    poll = asyncio.create_task(ingest.sync(replica("a", 0), await ingest.sync(replica("a", 0), None)))
+    await settle()
+    assert not poll.done()
+    await Trainer(ingest).push(1, weights)
+    wish = await asyncio.wait_for(poll, LONG_S)
+    assert asked(wish) == (1, False, "keep") and wish.digest == (await ingest.status(1)).digest
+
+
+async def test_a_poll_is_answered_with_the_same_wish_after_a_while(model: Path, tmp_path: Path) -> None:
+    ingest = Ingest(config_of(model, tmp_path / "log", weights={"poll_s": 0.01}))
+    await ingest.start()
+    wish = await ingest.sync(replica("a", 0), None)
+    assert await ingest.sync(replica("a", 0), wish) == wish
+
+
+async def test_before_version_0_is_made_a_poll_is_told_to_come_back(model: Path, tmp_path: Path) -> None:
+    ingest = Ingest(config_of(model, tmp_path / "log"))
+    with pytest.raises(NotReady, match="version 0 is still being made"):
+        await ingest.sync(replica("a", None), None)
+    with pytest.raises(NotReady, match="version 0 is still being made"):
+        await ingest.fleet()
+
+
+async def test_reports_that_were_overtaken_do_not_turn_the_table_back(ingest: Ingest) -> None:
+    await ingest.report(replica("a", 1, sequence=2))
+    await ingest.report(replica("a", 0, sequence=1))
+    assert (await ingest.fleet()).replicas[0].version == 1
+
+
+async def test_a_silent_replica_is_waited_for_no_more(ingest: Ingest, config: ServiceConfig, clock: Clock) -> None:
+    await ingest.report(replica("dead", 0))
+    clock.go_on(config.weights.dead_after_s)
+    await ingest.report(replica("alive", 1))
+    await asyncio.wait_for(ingest.wait_live(1, timeout_s=LONG_S), LONG_S)
+    assert [status.replica_id for status in (await ingest.fleet()).replicas] == ["alive"]
+
+
+# --- pausing
+
+
+async def test_a_pause_answers_when_every_replica_has_obeyed(ingest: Ingest) -> None:
+    await ingest.report(replica("a", 0))
+    wish = await ingest.sync(replica("a", 0), None)
+    poll = asyncio.create_task(ingest.sync(replica("a", 0, sequence=1), wish))
+    pause = asyncio.create_task(ingest.set_paused(True, "wait", LONG_S))
+    wish = await asyncio.wait_for(poll, LONG_S)
+    assert asked(wish) == (0, True, "wait")
+    assert not pause.done() and not await ingest.is_paused()
+    await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=wish.order))
+    await asyncio.wait_for(pause, LONG_S)
+    assert await ingest.is_paused() and (await ingest.fleet()).paused
+
+
+async def test_a_resume_answers_when_every_replica_has_obeyed(ingest: Ingest) -> None:
+    await order(ingest, True)
+    paused = await told(ingest)
+    resume = asyncio.create_task(ingest.set_paused(False, "keep", LONG_S))
+    wish = await ingest.sync(replica("a", 0, sequence=1, paused=True, obeyed=paused.order), paused)
+    assert not wish.paused and not resume.done()
+    await ingest.report(replica("a", 0, sequence=2, obeyed=wish.order))
+    await asyncio.wait_for(resume, LONG_S)
+    assert not await ingest.is_paused() and not (await ingest.fleet()).paused
+
+
+async def test_a_resume_of_a_pause_that_no_replica_has_obeyed_yet_waits_until_it_is_obeyed_itself(
+    ingest: Ingest,
+) -> None:
+    running = await told(ingest)
+    pause = asyncio.create_task(ingest.set_paused(True, "wait", LONG_S))
+    await ingest.sync(replica("a", 0), running)
+    resume = asyncio.create_task(ingest.set_paused(False, "keep", LONG_S))
+    with pytest.raises(Overtaken, match="before every replica was paused, something else was asked for"):
+        await asyncio.wait_for(pause, LONG_S)
+    assert not resume.done()  # the replica says that it runs, but may have begun to pause since
+    wish = await ingest.sync(replica("a", 0, sequence=1), None)
+    await ingest.report(replica("a", 0, sequence=2, obeyed=wish.order))
+    await asyncio.wait_for(resume, LONG_S)
+
+
+async def test_a_pause_with_another_mode_waits_until_that_is_obeyed(ingest: Ingest) -> None:
+    await order(ingest, True, "keep")
+    keeps = await told(ingest)
+    abort = asyncio.create_task(ingest.set_paused(True, "abort", LONG_S))
+    wish = await ingest.sync(replica("a", 0, sequence=1, paused=True, obeyed=keeps.order), keeps)
+    assert wish.pause_mode == "abort" and not abort.done()
+    await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=wish.order))
+    await asyncio.wait_for(abort, LONG_S)
+
+
+async def test_several_ranks_may_ask_for_the_same_pause(ingest: Ingest) -> None:
+    running = await told(ingest)
+    ranks = [asyncio.create_task(ingest.set_paused(True, "keep", LONG_S)) for _ in range(3)]
+    wish = await ingest.sync(replica("a", 0, sequence=1), running)
+    await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=wish.order))
+    await asyncio.wait_for(asyncio.gather(*ranks), LONG_S)
+    assert await ingest.is_paused()
+
+
+async def test_a_pause_that_is_not_obeyed_in_time_says_so_and_still_holds(ingest: Ingest) -> None:
+    await ingest.report(replica("deaf", 0))
+    with pytest.raises(NotReady, match=r"not every replica is paused after 0\.01 s") as late:
+        await ingest.set_paused(True, "keep", timeout_s=0.01)
+    assert late.value.detail["replicas"][0]["replica_id"] == "deaf"
+    assert (await ingest.fleet()).paused and not await ingest.is_paused()
+
+
+async def test_a_pause_outlives_a_commit(ingest: Ingest, trainer: Trainer, weights: Weights) -> None:
+    ordered = await order(ingest, True, "abort")
+    await trainer.push(1, weights)
+    wish = await ingest.sync(replica("a", 0, sequence=1, paused=True), None)
+    assert (asked(wish), wish.order) == ((1, True, "abort"), ordered)
+
+
+# --- keeping
+
+
+async def test_old_versions_are_dropped_beyond_those_to_keep(
+    ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog
+) -> None:
+    for version in (1, 2, 5):
+        await trainer.push(version, weights)
+    assert await versions(ingest) == [2, 5]
+    assert {path.name for path in log.root.iterdir() if path.name.isdigit()} == {"2", "5"}
+
+
+async def test_a_version_that_a_live_replica_serves_or_loads_is_kept(
+    ingest: Ingest, trainer: Trainer, weights: Weights
+) -> None:
+    await ingest.report(replica("slow", 0, target=1))
+    for version in (1, 2, 3, 4):
+        await trainer.push(version, weights)
+    assert await versions(ingest) == [0, 1, 3, 4]
+    await ingest.report(replica("slow", 4, sequence=1))
+    await trainer.push(5, weights)
+    assert await versions(ingest) == [4, 5]
+
+
+async def test_a_dead_replica_keeps_nothing(
+    ingest: Ingest, trainer: Trainer, weights: Weights, config: ServiceConfig, clock: Clock
+) -> None:
+    await ingest.report(replica("dead", 0))
+    clock.go_on(config.weights.dead_after_s)
+    for version in (1, 2):
+        await trainer.push(version, weights)
+    assert await versions(ingest) == [1, 2]
+
+
+# --- coming and going
+
+
+async def test_a_commit_does_not_wait_for_a_replica_that_starts(ingest: Ingest) -> None:
+    await ingest.report(replica("old", 1))
+    await ingest.report(replica("newcomer", None, state="starting"))
+    await asyncio.wait_for(ingest.wait_live(1, timeout_s=LONG_S), LONG_S)
+    assert [(r.replica_id, r.state) for r in (await ingest.fleet()).replicas] == [
+        ("newcomer", "starting"),
+        ("old", "ready"),
+    ]
+
+
+async def test_a_commit_that_waits_for_a_replica_is_answered_when_that_one_says_goodbye(
+    ingest: Ingest, log: WeightLog
+) -> None:
+    await ingest.report(replica("ends", 0))
+    await ingest.report(replica("stays", 1))
+    assert log.fleet() == {"ends", "stays"}
+    waiting = asyncio.create_task(ingest.wait_live(1, timeout_s=LONG_S))
+    await settle()
+    assert not waiting.done()
+    await ingest.goodbye("ends")
+    await asyncio.wait_for(waiting, LONG_S)
+    assert [r.replica_id for r in (await ingest.fleet()).replicas] == ["stays"]
+    assert log.fleet() == {"stays"}
+
+
+async def test_a_node_without_the_log_is_told_what_is_newest(ingest: Ingest, log: WeightLog) -> None:
+    newest = await ingest.newest()
+    assert newest.head == log.head() and newest.origin == log.origin()
+    assert {file.name for file in await ingest.files(0)} == {path.name for path in log.folder(0).iterdir()}
+
+
+# --- metrics
+
+
+async def test_the_state_for_metrics_has_the_fleet_the_versions_and_the_time_of_each_commit(
+    ingest: Ingest, trainer: Trainer, weights: Weights
+) -> None:
+    await ingest.report(replica("a", 0))
+    await trainer.push(1, weights)
+    await ingest.report(replica("a", 1, sequence=1))
+    await ingest.report(replica("b", 0, state="failed"))
+    await ingest.report(replica("a", 1, sequence=2, state="failed"))
+    state = await ingest.state()
+    assert {status.replica_id for status in state.fleet.replicas} == {"a", "b"}
+    assert [status.version for status in state.versions] == [0, 1]
+    assert state.committed_at[0] <= state.committed_at[1] <= state.at
+    assert state.log_bytes > sum(status.total_bytes for status in state.versions)
+    assert (state.replica_starts, state.replica_failures) == (2, 1)

@@ -1,0 +1,125 @@
+"""Mixtures of experts: by the names of a checkpoint, and stacked as transformers holds them in memory."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.unit.weights import expected
+from transformers import AutoModelForCausalLM
+
+from rollout_service.errors import InvalidManifest, QuantizationError
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.upload import CommitUpload
+from rollout_service.store.log import WeightLog
+from tests.support.models import make_model
+from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of, folder_weights
+
+GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+def in_memory(model: Path) -> dict[str, torch.Tensor]:
+    """The state dict of a trainer that has loaded the folder."""
+    return dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).state_dict())
+
+
+async def started(model: Path, root: Path, **sections: dict[str, object]) -> Ingest:
+    ingest = Ingest(config_of(model, root, **sections))
+    await ingest.start()
+    return ingest
+
+
+@pytest.fixture
+async def moe_ingest(moe_model: Path, tmp_path: Path) -> Ingest:
+    return await started(moe_model, tmp_path / "log")
+
+
+@pytest.fixture(scope="session")
+def stacked(moe_model: Path) -> dict[str, torch.Tensor]:
+    return in_memory(moe_model)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3"])
+async def test_folder_names_and_a_state_dict_give_the_digest_of_an_independent_conversion(
+    tmp_path: Path, family: str
+) -> None:
+    model = make_model(tmp_path / family, family)
+    ingest, on_disk = await started(model, tmp_path / "log"), folder_weights(model)
+    digest = expected.digest(on_disk, ServedModel.load(model).fingerprint)
+    assert (await ingest.status(0)).digest == digest
+    held = in_memory(model)
+    assert any(tensor.dim() == 3 for tensor in held.values()) and all(t.dim() < 3 for t in on_disk.values())
+    assert (await Trainer(ingest).push(1, held)).digest == digest
+    assert (await Trainer(ingest).push(2, on_disk)).digest == digest
+
+
+async def test_a_version_stores_each_experts_matrices_by_themselves(
+    moe_ingest: Ingest, stacked: Weights, moe_model: Path, tmp_path: Path
+) -> None:
+    await Trainer(moe_ingest).push(1, stacked)
+    stored = {tensor.name: tensor for tensor in WeightLog(tmp_path / "log").manifest(1).tensors}
+    assert set(folder_weights(moe_model)) <= set(stored)
+    expert = "model.layers.1.mlp.experts.7"
+    assert stored[f"{expert}.up_proj.weight"].shape == (128, 256)
+    assert stored[f"{expert}.down_proj.weight"].dtype == "float8_e4m3fn"
+    assert stored[f"{expert}.down_proj.weight_scale_inv"].shape == (2, 1)
+    assert stored["model.layers.1.mlp.gate.weight"].dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+async def test_stacked_experts_of_wider_dtypes_are_rounded_to_bf16_first(
+    moe_ingest: Ingest, stacked: Weights, dtype: torch.dtype
+) -> None:
+    sent = changed({name: tensor.to(dtype) for name, tensor in stacked.items()}, 0.1)
+    rounded = {name: tensor.to(torch.bfloat16) for name, tensor in sent.items()}
+    trainer = Trainer(moe_ingest)
+    assert (await trainer.push(1, sent)).digest == (await trainer.push(2, rounded)).digest
+
+
+async def test_a_nan_in_a_stacked_tensor_is_named_by_its_expert(moe_ingest: Ingest, stacked: Weights) -> None:
+    broken = changed(stacked, 0.0)
+    broken[GATE_UP][5, 130, 9] = float("nan")
+    with pytest.raises(QuantizationError, match=r"layers\.0\.mlp\.experts\.5\.up_proj\.weight\[2, 9\] is nan"):
+        await Trainer(moe_ingest).push(1, broken)
+    assert (await moe_ingest.fleet()).latest_version == 0
+
+
+def without_experts(weights: dict[str, torch.Tensor]) -> None:
+    del weights[GATE_UP]
+
+
+def with_one_expert_less(weights: dict[str, torch.Tensor]) -> None:
+    weights[GATE_UP] = weights[GATE_UP][:-1]
+
+
+def with_an_expert_twice(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.layers.0.mlp.experts.3.up_proj.weight"] = weights[GATE_UP][3, 128:]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "complaint"),
+    [
+        (without_experts, r"16 missing: model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight"),
+        (with_one_expert_less, r"experts\.gate_up_proj is \[7, 256, 256\], the model's is \[8, 256, 256\]"),
+        (with_an_expert_twice, r"1 duplicate: model\.layers\.0\.mlp\.experts\.3\.up_proj\.weight"),
+    ],
+)
+async def test_experts_that_do_not_fit_are_refused_by_name(
+    moe_ingest: Ingest, stacked: Weights, mistake: Callable[[dict[str, torch.Tensor]], None], complaint: str
+) -> None:
+    weights = dict(stacked)
+    mistake(weights)
+    with pytest.raises(InvalidManifest, match=complaint):
+        await Trainer(moe_ingest).upload(1, weights)
+
+
+async def test_experts_that_the_recipe_skips_are_stored_in_bf16(
+    moe_model: Path, tmp_path: Path, stacked: Weights
+) -> None:
+    ingest = await started(moe_model, tmp_path / "log", quant={"skip": ["*.layers.0.mlp.experts.*"]})
+    await Trainer(ingest).upload(1, stacked)
+    await ingest.commit(1, CommitUpload())
+    stored = {tensor.name: tensor.dtype for tensor in WeightLog(tmp_path / "log").manifest(1).tensors}
+    assert stored["model.layers.0.mlp.experts.2.up_proj.weight"] == "bfloat16"
+    assert stored["model.layers.1.mlp.experts.2.up_proj.weight"] == "float8_e4m3fn"

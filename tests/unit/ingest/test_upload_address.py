@@ -1,0 +1,108 @@
+"""Which trainer is told which address of the upload listener, and who may use it."""
+
+import socket
+
+import httpx
+import pytest
+import xxhash
+
+from rollout_service.errors import RolloutServiceError
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.ingest.upload_address import UploadAddress
+from rollout_service.protocol.upload import PART_DIGEST_HEADER, UPLOAD_KEY_HEADER, listener_proof
+from tests.unit.ingest.trainer import Trainer, Weights, begin_of, stream_of
+
+ELSEWHERE = "203.0.113.9"
+"""An address for documentation: no machine has it."""
+NONCE = "0123456789abcdef"
+
+
+def own_address() -> str:
+    """One of this machine's, not loopback if it has another."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((ELSEWHERE, 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has loopback only")
+        return str(probe.getsockname()[0])
+
+
+def told(host: str, reached: str | None) -> str | None:
+    listener = UploadAddress(host, 7000, node_ip="10.1.2.3", node_id="head").announced(1, reached)
+    return None if listener is None else listener.url
+
+
+@pytest.mark.parametrize(
+    ("host", "reached", "url"),
+    [
+        ("127.0.0.1", "127.0.0.1", "http://127.0.0.1:7000"),
+        ("127.0.0.1", "::1", "http://127.0.0.1:7000"),
+        ("::1", "127.0.0.1", "http://[::1]:7000"),
+        ("localhost", "127.0.0.1", "http://localhost:7000"),
+        ("127.0.0.1", ELSEWHERE, None),
+        ("127.0.0.1", "testserver", None),
+        ("127.0.0.1", None, None),
+        ("10.9.9.9", ELSEWHERE, "http://10.9.9.9:7000"),
+        ("10.9.9.9", None, "http://10.9.9.9:7000"),
+        ("0.0.0.0", "127.0.0.1", "http://10.1.2.3:7000"),
+        ("0.0.0.0", ELSEWHERE, "http://10.1.2.3:7000"),
+        ("::", ELSEWHERE, "http://10.1.2.3:7000"),
+        ("0.0.0.0", None, "http://10.1.2.3:7000"),
+    ],
+)
+def test_a_trainer_is_told_an_address_that_it_can_reach_or_none(
+    host: str, reached: str | None, url: str | None
+) -> None:
+    assert told(host, reached) == url
+
+
+def test_of_a_listener_on_all_addresses_the_one_at_which_the_trainer_reached_this_machine_is_told() -> None:
+    reached = own_address()
+    assert told("0.0.0.0", reached) == f"http://{reached}:7000"
+
+
+def test_a_gateway_is_told_an_address_that_it_can_reach_or_what_to_do() -> None:
+    everywhere = UploadAddress("0.0.0.0", 7000, node_ip="10.1.2.3", node_id="head")
+    assert everywhere.within(1, "head").url == "http://127.0.0.1:7000"
+    assert everywhere.within(1, "worker").url == "http://10.1.2.3:7000"
+    loopback = UploadAddress("127.0.0.1", 7000, node_ip="10.1.2.3", node_id="head")
+    assert loopback.within(1, "head").url == "http://127.0.0.1:7000"
+    with pytest.raises(
+        RolloutServiceError, match=r"127\.0\.0\.1 of another node .* set weights\.upload_host to 0\.0\.0\.0"
+    ):
+        loopback.within(1, "worker")
+
+
+def test_a_key_is_of_one_version_and_of_one_listener() -> None:
+    address = UploadAddress("127.0.0.1", 7000)
+    assert address.opens(1, address.key(1))
+    assert not address.opens(2, address.key(1)) and not address.opens(1, None) and not address.opens(1, "ü")
+    assert not UploadAddress("127.0.0.1", 7000).opens(1, address.key(1))
+    assert address.proof(1, NONCE) == listener_proof(address.key(1), NONCE) != address.key(1)
+
+
+async def test_a_part_is_taken_with_its_versions_key_or_the_token_and_with_nothing_else(
+    ingest: Ingest, weights: Weights
+) -> None:
+    ingest.upload_address = UploadAddress("127.0.0.1", 7000)
+    remote = Trainer(ingest, token="secret", client=("203.0.113.9", 1)).http
+    plan = await ingest.begin(begin_of(1, weights), "127.0.0.1")
+    assert plan.upload_url == "http://127.0.0.1:7000" and plan.upload_key is not None
+    data = stream_of(weights)[: plan.part_bytes]
+    digest = {PART_DIGEST_HEADER: xxhash.xxh3_128_hexdigest(data)}
+
+    async def put(headers: dict[str, str]) -> int:
+        return (await remote.put("/v1/weights/1/parts/0", content=data, headers=digest | headers)).status_code
+
+    assert await put({}) == await put({UPLOAD_KEY_HEADER: ingest.upload_address.key(2)}) == 401
+    assert await put({UPLOAD_KEY_HEADER: plan.upload_key}) == 200
+    assert await put({"Authorization": "Bearer secret"}) == 200
+
+
+async def test_the_listener_proves_that_it_knows_the_key_to_anyone_and_tells_it_to_no_one(ingest: Ingest) -> None:
+    ingest.upload_address = UploadAddress("127.0.0.1", 7000)
+    anyone: httpx.AsyncClient = Trainer(ingest, token="secret", client=("203.0.113.9", 1)).http
+    reply = await anyone.get("/v1/weights/1/listener", params={"nonce": NONCE})
+    assert reply.json() == {"proof": listener_proof(ingest.upload_address.key(1), NONCE)}
+    for nonce in ("", "short", "x" * 129):
+        assert (await anyone.get("/v1/weights/1/listener", params={"nonce": nonce})).status_code == 422

@@ -1,0 +1,344 @@
+"""A version between begin and commit, with the executor held where a test needs it."""
+
+import asyncio
+import resource
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from safetensors.torch import save_file
+
+from rollout_service.config.engine import QuantConfig
+from rollout_service.errors import (
+    InsufficientStorage,
+    InvalidManifest,
+    NotFound,
+    QuantizationError,
+    RolloutServiceError,
+)
+from rollout_service.ingest.sources.sources import FolderSource
+from rollout_service.ingest.upload_session import StagedVersion, spread
+from rollout_service.model.convert import Converter
+from rollout_service.model.served_model import EMBEDDING, LM_HEAD, ServedModel
+from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe
+from rollout_service.store.manifest import StoredTensor
+from tests.unit.ingest.trainer import Weights, begin_of, folder_weights, open_files, settle, stream_of
+
+PART_BYTES = 64 << 10
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        executor.submit(int).result()  # its thread is there before a test counts anything
+        yield executor
+
+
+@pytest.fixture
+def gate(executor: ThreadPoolExecutor) -> Iterator[threading.Event]:
+    """Until it is set, the executor runs nothing that a test submits."""
+    gate = threading.Event()
+    executor.submit(gate.wait)
+    yield gate
+    gate.set()
+
+
+@pytest.fixture
+def source(weights: Weights, tmp_path: Path) -> Path:
+    """A trainer's folder with ``weights``."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    save_file(dict(weights), folder / "model.safetensors")
+    return folder
+
+
+def staged_version(begin: BeginUpload, folder: Path, model: Path, executor: ThreadPoolExecutor) -> StagedVersion:
+    served = ServedModel.load(model)
+    recipe = TrainerRecipe(weights="fp8_block", quantized=tuple(served.plan(QuantConfig()).quantized))
+    return StagedVersion(begin, folder, served, Converter(recipe), PART_BYTES, executor)
+
+
+def accept_all(staged: StagedVersion, weights: Weights, uploader: str = "") -> None:
+    stream = stream_of(weights)
+    for part in range(staged.num_parts):
+        received, data = staged.incoming_path(part), stream[part * PART_BYTES : (part + 1) * PART_BYTES]
+        received.write_bytes(data)
+        staged.accept(part, xxhash.xxh3_128_hexdigest(data), received, uploader)
+
+
+async def uploaded(
+    weights: Weights, folder: Path, model: Path, executor: ThreadPoolExecutor
+) -> tuple[StoredTensor, ...]:
+    staged = staged_version(begin_of(1, weights), folder, model, executor)
+    staged.expect_parts()
+    accept_all(staged, weights)
+    return await staged.finish()
+
+
+def from_folder(source: Path, folder: Path, model: Path, executor: ThreadPoolExecutor) -> StagedVersion:
+    staged = staged_version(BeginUpload(version=1, source=PathSource(path=source)), folder, model, executor)
+    staged.convert_folder(FolderSource(source))
+    return staged
+
+
+# --- tied embeddings
+
+
+async def test_a_tied_model_without_a_head_stores_a_copy_of_the_embedding(
+    tied_model: Path, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    weights = folder_weights(tied_model)
+    assert LM_HEAD not in weights
+    stored = {t.name: t for t in await uploaded(weights, tmp_path / "1", tied_model, executor)}
+    assert stored[LM_HEAD].digest == stored[EMBEDDING].digest
+    assert stored[LM_HEAD].shape == tuple(weights[EMBEDDING].shape)
+
+
+async def test_a_tied_model_may_send_its_head_too(
+    tied_model: Path, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    weights = folder_weights(tied_model)
+    weights[LM_HEAD] = weights[EMBEDDING]
+    stored = {t.name: t for t in await uploaded(weights, tmp_path / "1", tied_model, executor)}
+    assert stored[LM_HEAD].digest == stored[EMBEDDING].digest
+
+
+async def test_a_head_that_differs_from_the_embedding_it_is_tied_to_fails_the_version(
+    tied_model: Path, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    weights = folder_weights(tied_model)
+    weights[LM_HEAD] = weights[EMBEDDING] * 2
+    with pytest.raises(InvalidManifest, match=f"{LM_HEAD} differs from {EMBEDDING}"):
+        await uploaded(weights, tmp_path / "1", tied_model, executor)
+
+
+# --- failures
+
+
+async def test_a_failure_is_known_before_the_commit(
+    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    broken = {name: tensor.clone() for name, tensor in weights.items()}
+    broken["model.norm.weight"][3] = float("nan")
+    staged = staged_version(begin_of(1, broken), tmp_path / "1", model, executor)
+    staged.expect_parts()
+    accept_all(staged, broken)
+    executor.submit(int).result()
+    assert isinstance(staged.failure(), QuantizationError)
+    await staged.discard()
+
+
+async def test_files_that_vanish_before_they_are_read_fail_the_version_with_a_reason(
+    model: Path, source: Path, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
+) -> None:
+    staged = from_folder(source, tmp_path / "1", model, executor)
+    (source / "model.safetensors").unlink()
+    gate.set()
+    with pytest.raises(RolloutServiceError, match=r"version 1 could not be stored: .*model\.safetensors"):
+        await staged.finish()
+    assert staged.failure() is not None
+    await staged.discard()
+
+
+async def test_files_that_change_before_they_are_read_fail_the_version_by_name(
+    model: Path, weights: Weights, source: Path, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
+) -> None:
+    staged = from_folder(source, tmp_path / "1", model, executor)
+    name = "model.layers.0.mlp.down_proj.weight"
+    save_file({**weights, name: weights[name].T.contiguous()}, source / "model.safetensors")
+    gate.set()
+    with pytest.raises(InvalidManifest, match=r"was to be read from .*model\.safetensors, which has changed since"):
+        await staged.finish()
+    await staged.discard()
+
+
+async def test_a_version_that_the_disk_has_no_room_for_is_an_error_and_leaves_nothing_behind(
+    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    before = open_files()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(InsufficientStorage, match=r"version 1 .* needs \d+ bytes, and .* has \d+ free"):
+            staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+    assert open_files() == before
+
+
+# --- discarding
+
+
+async def test_discarding_closes_and_removes_every_file(
+    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    before = open_files()
+    staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
+    staged.expect_parts()
+    assert open_files() > before
+    accept_all(staged, weights)
+    await staged.discard()
+    assert open_files() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_discarding_does_not_wait_for_conversions_that_have_not_begun(
+    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
+) -> None:
+    staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
+    staged.expect_parts()
+    accept_all(staged, weights)
+    await asyncio.wait_for(staged.discard(), 30)
+    assert not gate.is_set() and list(tmp_path.iterdir()) == []
+
+
+class HeldSource(FolderSource):
+    """Reads tensors only when it is let go."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.reading, self.go_on = threading.Event(), threading.Event()
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        self.reading.set()
+        assert self.go_on.wait(60)
+        return super().read(names)
+
+
+async def test_discarding_waits_for_the_conversion_that_runs_or_it_would_write_into_another_file(
+    model: Path, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    source = HeldSource(model)
+    staged = staged_version(BeginUpload(version=1, source=PathSource(path=model)), tmp_path / "1", model, executor)
+    staged.convert_folder(source)
+    await asyncio.to_thread(source.reading.wait, 60)
+    discarding = asyncio.create_task(staged.discard())
+    await settle()
+    still_open = not discarding.done() and (tmp_path / "1").exists()
+    source.go_on.set()
+    await discarding
+    assert still_open and staged.failure() is None
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_part_that_arrives_after_the_discard_is_told_so(
+    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
+    staged.expect_parts()
+    await staged.discard()
+    with pytest.raises(NotFound, match="version 1 was discarded before part 0 was complete"):
+        staged.accept(0, "digest", tmp_path / "received")
+
+
+async def test_what_an_earlier_upload_left_in_the_folder_is_removed(
+    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    for folder in (tmp_path / "1", tmp_path / "1.parts"):
+        folder.mkdir()
+        (folder / "part-000000").write_bytes(b"old")
+    staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
+    staged.expect_parts()
+    assert 0 in staged.missing and {path.name for path in (tmp_path / "1.parts").iterdir()} == {"upload.json"}
+    assert {path.name for path in (tmp_path / "1").iterdir()} == {"weights-00001.safetensors"}
+    await staged.discard()
+
+
+# --- several threads, where a GPU quantizes
+
+
+async def test_several_threads_store_what_one_stores(
+    weights: Weights, model: Path, source: Path, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    by_one = await uploaded(weights, tmp_path / "1", model, executor)
+    with ThreadPoolExecutor(4) as several:
+        assert await uploaded(weights, tmp_path / "2", model, several) == by_one
+        assert await from_folder(source, tmp_path / "3", model, several).finish() == by_one
+
+
+async def test_a_replaced_part_is_removed_once_nobody_reads_it(weights: Weights, model: Path, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as executor:
+        begin = begin_of(1, weights).model_copy(update={"uploader": "first"})
+        staged = staged_version(begin, tmp_path / "1", model, executor)
+        staged.expect_parts()
+        other = staged.incoming_path(0)
+        other.write_bytes(b"\x01" * staged.part_size(0))
+        staged.accept(0, xxhash.xxh3_128_hexdigest(other.read_bytes()), other, uploader="second")
+        accept_all(staged, weights, uploader="first")
+        await staged.finish()
+        assert len(list(tmp_path.glob("1.parts/part-000000.*"))) == 1
+
+
+class LateWriter(Converter):
+    """What it reads first, it hands on only when it is let."""
+
+    def __init__(self, recipe: TrainerRecipe) -> None:
+        super().__init__(recipe)
+        self.first_has_read, self.go_on = threading.Event(), threading.Event()
+        self.order: list[str] = []
+
+    def convert(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        self.order.append("reads")
+        made = [(name, tensor.clone()) for name, tensor in super().convert(tensors)]
+        if not self.first_has_read.is_set():
+            self.first_has_read.set()
+            assert self.go_on.wait(60)
+        yield from made
+        self.order.append("has written")
+
+
+class NotingExecutor(ThreadPoolExecutor):
+    """Counts the tasks that have begun."""
+
+    def __init__(self, max_workers: int) -> None:
+        super().__init__(max_workers)
+        self.begun = threading.Semaphore(0)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def noted() -> Any:
+            self.begun.release()
+            return fn(*args, **kwargs)
+
+        return super().submit(noted)
+
+
+async def test_what_replaces_a_part_is_stored_last_whatever_the_threads_do(
+    model: Path, tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    weights = {name: tensor.clone() for name, tensor in folder_weights(model).items()}
+    by_one = await uploaded(weights, tmp_path / "1", model, executor)
+    served = ServedModel.load(model)
+    converter = LateWriter(TrainerRecipe(weights="fp8_block", quantized=tuple(served.plan(QuantConfig()).quantized)))
+    stream = stream_of(weights)
+    with NotingExecutor(4) as several:
+        begin = begin_of(1, weights).model_copy(update={"uploader": "first"})
+        staged = StagedVersion(begin, tmp_path / "2", served, converter, len(stream), several)
+        staged.expect_parts()
+        for uploader, data in (("second", bytes(len(stream))), ("first", bytes(stream))):
+            received = staged.incoming_path(0)
+            received.write_bytes(data)
+            staged.accept(0, xxhash.xxh3_128_hexdigest(data), received, uploader)
+            assert await asyncio.to_thread(converter.first_has_read.wait, 60)
+        for _ in range(3):  # the first conversion, the removal of what it reads, and the second conversion
+            assert await asyncio.to_thread(several.begun.acquire, timeout=60)
+        converter.go_on.set()
+        assert await staged.finish() == by_one
+    assert converter.order == ["reads", "has written"] * 2
+
+
+@pytest.mark.parametrize(("batches", "threads"), [(0, 4), (1, 4), (7, 1), (7, 3), (8, 4), (100, 8)])
+def test_threads_take_batches_that_are_far_apart(batches: int, threads: int) -> None:
+    given = [[str(i)] for i in range(batches)]
+    order = spread(given, threads)
+    assert sorted(order) == sorted(given)
+    together = [int(name) for [name] in order[: min(threads, batches)]]
+    assert all(b - a >= batches // threads for a, b in pairwise(together))
+    if threads == 1:
+        assert order == given

@@ -1,0 +1,129 @@
+"""A trainer as the ingest meets it: begins through the ingest, sends parts to its upload application, commits."""
+
+import asyncio
+import gc
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import torch
+import xxhash
+from safetensors.torch import load_file
+
+from rollout_service.config import ServiceConfig
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.ingest.upload_server import create_upload_app
+from rollout_service.protocol.fleet import PauseMode, ReplicaStatus
+from rollout_service.protocol.upload import PART_DIGEST_HEADER, BeginUpload, CommitUpload, UploadPlan, UploadTensor
+from rollout_service.protocol.weights import WeightStatus
+from rollout_service.web.auth import Authorizer
+
+Weights = Mapping[str, torch.Tensor]
+
+
+def config_of(model: Path, root: Path, **sections: dict[str, object]) -> ServiceConfig:
+    """Small parts, so that a small model has several."""
+    weights = {"root": root, "part_bytes": 64 << 10, "lock_wait_s": 0.2, **sections.pop("weights", {})}
+    return ServiceConfig.model_validate({"model": {"path": model}, "weights": weights, **sections})
+
+
+def folder_weights(model: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a model folder."""
+    return load_file(model / "model.safetensors")
+
+
+def changed(weights: Weights, by: float) -> dict[str, torch.Tensor]:
+    """Other weights of the same model."""
+    return {name: (tensor + by).to(tensor.dtype) for name, tensor in weights.items()}
+
+
+def begin_of(version: int, weights: Weights, kv_scales: dict[str, float] | None = None) -> BeginUpload:
+    """The tensor table of an upload, and the scales that go with it."""
+    table = [
+        UploadTensor(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))  # type: ignore[arg-type]
+        for name, tensor in weights.items()
+    ]
+    return BeginUpload(version=version, tensors=tuple(table), kv_scales=kv_scales)
+
+
+def stream_of(weights: Weights) -> bytes:
+    """All bytes of an upload."""
+    return b"".join(t.contiguous().flatten().view(torch.uint8).numpy().tobytes() for t in weights.values())
+
+
+class Trainer:
+    """Pushes versions into ``ingest``."""
+
+    def __init__(self, ingest: Ingest, token: str | None = None, client: tuple[str, int] = ("127.0.0.1", 1)) -> None:
+        app = create_upload_app(ingest, Authorizer(token))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=client)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+        self._ingest = ingest
+
+    async def put(
+        self, version: int, part: int, data: bytes, digest: str | None = None, **headers: str
+    ) -> httpx.Response:
+        """One part with its own digest, or a given one."""
+        headers[PART_DIGEST_HEADER] = digest or xxhash.xxh3_128_hexdigest(data)
+        return await self.http.put(f"/v1/weights/{version}/parts/{part}", content=data, headers=headers)
+
+    async def upload(
+        self,
+        version: int,
+        weights: Weights,
+        order: Iterable[int] | None = None,
+        kv_scales: dict[str, float] | None = None,
+    ) -> UploadPlan:
+        """Begin, and send the parts in ``order`` (all of them by default)."""
+        plan = await self._ingest.begin(begin_of(version, weights, kv_scales))
+        stream = stream_of(weights)
+        for part in plan.missing_parts if order is None else order:
+            reply = await self.put(version, part, stream[part * plan.part_bytes : (part + 1) * plan.part_bytes])
+            assert reply.status_code == 200, reply.text
+        return plan
+
+    async def push(self, version: int, weights: Weights, kv_scales: dict[str, float] | None = None) -> WeightStatus:
+        """Upload and commit."""
+        await self.upload(version, weights, kv_scales=kv_scales)
+        return await self._ingest.commit(version, CommitUpload())
+
+
+def replica(name: str, version: int | None, sequence: int = 0, **fields: object) -> ReplicaStatus:
+    """What a live replica reports."""
+    return ReplicaStatus.model_validate(
+        {"replica_id": name, "version": version, "state": "ready", "sequence": sequence, **fields}
+    )
+
+
+@contextmanager
+def untouched_files(folder: Path) -> Iterator[None]:
+    """Open files of which one gets the number of a descriptor that was closed: nothing is written into any of them."""
+    others = [(folder / f"other-{number}").open("wb") for number in range(8)]
+    yield
+    for file in others:
+        file.close()
+    assert [Path(file.name).read_bytes() for file in others] == [b""] * 8
+
+
+async def settle() -> None:
+    """Let every task that can run do so."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def open_files() -> int:
+    """File descriptors of this process, those that earlier tests left to the garbage collector taken away."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def order(ingest: Ingest, paused: bool, mode: PauseMode = "keep") -> str:
+    """Have one replica, "a", obey a pause or resume. Returns the order."""
+    before = await ingest.sync(replica("a", 0), None)
+    asking = asyncio.create_task(ingest.set_paused(paused, mode, 60.0))
+    wish = await ingest.sync(replica("a", 0), before)
+    await ingest.report(replica("a", 0, paused=paused, obeyed=wish.order))
+    await asking
+    return wish.order

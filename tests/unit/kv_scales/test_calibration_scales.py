@@ -1,0 +1,200 @@
+"""What scales become of a measurement, by hand; ``Calibrating`` divides by 448 and does no more unless told to."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.kv_scales.measured import LAYER, Calibrating, measured, scales_of
+
+NAN, INF = float("nan"), float("inf")
+BEFORE = measured((448, 448, 448))
+"""Scales of 1."""
+
+Start = Callable[..., Calibrating]
+
+
+@pytest.fixture
+def start(model: Path, tmp_path: Path) -> Start:
+    return lambda **calibration: Calibrating(tmp_path / "log", model, **calibration)
+
+
+def k_scales(ingest: Calibrating, *largest_k: float) -> list[float]:
+    """k's scale after each of these versions, in which q and v stay 448."""
+    settled = [ingest.measure(version, measured((448, k, 448))) for version, k in enumerate(largest_k)]
+    assert all(s.scales is not None for s in settled)
+    assert {(s.scales[f"{LAYER}.q_scale"], s.scales[f"{LAYER}.v_scale"]) for s in settled if s.scales} == {(1.0, 1.0)}
+    return [s.scales[f"{LAYER}.k_scale"] for s in settled if s.scales]
+
+
+# --- from the largest values
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ({"margin": 1.05, "power_of_two": False}, scales_of(1.05, 2.1, 0.525)),
+        ({"margin": 1.05, "power_of_two": True}, scales_of(2, 4, 1)),
+        ({"margin": 1.0, "power_of_two": True}, scales_of(1, 2, 0.5)),
+    ],
+    ids=["margin", "margin and power of two", "already powers of two"],
+)
+def test_a_scale_is_the_largest_value_times_the_margin_over_448_and_rounded_up_if_wished(
+    start: Start, how: dict[str, Any], expected: dict[str, float]
+) -> None:
+    settled = start(**how).measure(0, measured((448, 896, 224)))
+    assert settled.scales == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_largest_of_all_ranks_and_passes_counts(start: Start) -> None:
+    ranks = measured((448, 1, 1), (1, 896, 1)), measured((1, 1, 1), (2, 2, 1792))
+    settled = start().measure(0, *ranks)
+    assert settled.scales == scales_of(1, 2, 4)
+    assert settled.largest == {LAYER: (448, 896, 1792)}
+
+
+def test_the_percentile_leaves_out_passes_that_stand_alone(start: Start) -> None:
+    passes = [(448.0, 448.0, 448.0)] * 9 + [(448.0, 44800.0, 448.0)]
+    assert start(percentile=90).measure(0, measured(*passes)).scales == scales_of(1, 1, 1)
+    assert start(percentile=95).measure(1, measured(*passes)).scales == scales_of(1, 100, 1)
+
+
+@given(
+    passes=st.lists(st.tuples(*[st.floats(1e-6, 1e9)] * 3), min_size=1, max_size=5),
+    margin=st.floats(1, 4),
+    power_of_two=st.booleans(),
+)
+@settings(max_examples=50, deadline=None)
+def test_no_value_that_was_measured_saturates_with_the_scales_made_of_it(
+    model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    passes: list[tuple[float, float, float]],
+    margin: float,
+    power_of_two: bool,
+) -> None:
+    ingest = Calibrating(tmp_path_factory.mktemp("log"), model, margin=margin, power_of_two=power_of_two)
+    settled = ingest.measure(0, measured(*passes))
+    assert settled.how == "measured" and settled.scales is not None
+    for values, scale in zip(zip(*passes, strict=True), settled.scales.values(), strict=True):
+        assert max(values) <= 448 * scale * (1 + 1e-15)  # rounding of fp64 alone
+        assert scale <= 2 * margin * max(values) / 448
+
+
+# --- progressive, over three versions
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ({"progressive": "off"}, [2, 1, 4]),
+        ({"progressive": "max"}, [2, 2, 4]),
+        ({"progressive": "average", "average_decay": 0.75}, [2, 0.75 * 2 + 0.25 * 1, 0.75 * 1.75 + 0.25 * 4]),
+        ({"progressive": "average", "average_decay": 0}, [2, 1, 4]),
+    ],
+    ids=["off", "max", "average", "average that forgets"],
+)
+def test_what_came_before_counts_as_progressive_says(start: Start, how: dict[str, Any], expected: list[float]) -> None:
+    assert k_scales(start(**how), 896, 448, 1792) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("progressive", ["max", "average"])
+def test_it_goes_on_over_a_restart(start: Start, progressive: str) -> None:
+    ingest = start(progressive=progressive, average_decay=0.5)
+    k_scales(ingest, 896, 448)
+    settled = start(progressive=progressive, average_decay=0.5).measure(2, BEFORE)
+    assert settled.scales == scales_of(1, {"max": 2, "average": 1.25}[progressive], 1)
+
+
+def test_the_average_is_taken_before_scales_are_rounded_up(start: Start) -> None:
+    ingest = start(progressive="average", average_decay=0.5, power_of_two=True)
+    assert k_scales(ingest, 448, 448 * 1.5, 448) == [1, 2, 2]  # of 1, 1.25, 1.125
+
+
+# --- drift
+
+
+def test_scales_are_kept_until_they_would_change_by_more_than_the_drift_allowed(start: Start) -> None:
+    ingest = start(max_drift=0.25)
+    assert ingest.measure(0, BEFORE).how == "measured"
+    smaller = ingest.measure(1, measured((448, 448, 358.4)))
+    assert (smaller.how, smaller.scales, smaller.drift) == ("kept", scales_of(1, 1, 1), pytest.approx(0.25))
+    larger = ingest.measure(2, measured((448, 561, 448)))
+    assert (larger.how, larger.drift) == ("measured", pytest.approx(561 / 448 - 1))
+    assert ingest.rule.newest == scales_of(1, 561 / 448, 1)
+
+
+def test_scales_that_are_kept_are_compared_with_what_holds_and_not_with_what_was_measured_last(start: Start) -> None:
+    ingest = start(max_drift=0.25)
+    ingest.measure(0, BEFORE)
+    hows = [ingest.measure(1 + step, measured((448, 448 * 1.15 ** (1 + step), 448))).how for step in range(3)]
+    assert hows == ["kept", "measured", "kept"]
+
+
+@pytest.mark.parametrize("error", ["k_saturated", "v_saturated"])
+def test_scales_are_not_kept_where_too_much_saturates_with_them(start: Start, error: str) -> None:
+    ingest = start(max_drift=0.25, max_saturated=0.01)
+    ingest.measure(0, BEFORE)
+    passes = (500, 500, 500)
+    kept = ingest.measure(1, measured(passes, **{error: 0.01}))
+    assert (kept.how, kept.saturated) == ("kept", 0.01)
+    found = ingest.measure(2, measured(passes), measured(passes, **{error: 0.011}))
+    assert (found.how, found.saturated, found.scales) == ("measured", 0.011, scales_of(*[500 / 448] * 3))
+
+
+def test_the_first_scales_are_taken_whatever_drift_is_allowed(start: Start) -> None:
+    settled = start(max_drift=1e9).measure(0, measured((448, 896, 448)))
+    assert (settled.how, settled.drift) == ("measured", None)
+
+
+def test_without_a_limit_new_scales_are_taken_and_their_drift_is_told(start: Start) -> None:
+    ingest = start()
+    ingest.measure(0, BEFORE)
+    settled = ingest.measure(1, measured((448, 448, 224)))
+    assert (settled.how, settled.drift) == ("measured", 1.0)
+    assert ingest.rule.drift == 1.0
+
+
+# --- measurements that give no scales
+
+
+@pytest.mark.parametrize(
+    ("passes", "why"),
+    [
+        ((448, NAN, 448), f"{LAYER}: q, k or v has NaN or infinity in 1 of 2"),
+        ((448, 448, INF), f"{LAYER}: q, k or v has NaN or infinity in 1 of 2"),
+        ((0, 0, 0), f"zero throughout.*{LAYER}.k"),
+        ((0, 1e-40, 0), f"1 unusable: {LAYER}.k_scale"),
+    ],
+    ids=["nan", "infinity", "zero", "subnormal"],
+)
+def test_a_measurement_that_gives_no_scales_leaves_those_of_before_and_says_why(
+    start: Start, passes: tuple[float, float, float], why: str
+) -> None:
+    ingest = start()
+    before = ingest.measure(0, measured((896, 896, 896)))
+    failed = ingest.measure(1, measured((448, 0, 448), passes, k_saturated=0.5))
+    assert (failed.how, failed.scales, failed.largest) == ("failed", scales_of(2, 2, 2), before.largest)
+    assert failed.error is not None and re.search(why, failed.error)
+    assert (failed.saturated, failed.drift) == (0.5, None)
+    assert ingest.measure(2, BEFORE).scales == scales_of(1, 1, 1)
+
+
+def test_a_first_measurement_that_fails_leaves_the_version_without_scales(start: Start) -> None:
+    ingest = start()
+    failed = ingest.measure(0, measured((0, 0, 0)))
+    assert (failed.how, failed.scales, failed.largest) == ("failed", None, {})
+    turn = ingest.turn("b", 0)
+    assert turn is not None and (turn.scales, turn.measures) == (None, False)
+
+
+def test_a_layer_that_the_served_model_does_not_have_is_named(start: Start) -> None:
+    ingest = start()
+    stranger = measured((448, 448, 448))
+    elsewhere = "model.layers.7.self_attn"
+    amax, errors = {elsewhere: stranger.amax[LAYER]}, {elsewhere: stranger.errors[LAYER]}
+    failed = ingest.measure(0, stranger.model_copy(update={"amax": amax, "errors": errors}))
+    assert failed.how == "failed" and failed.error is not None and f"unknown: {elsewhere}.k_scale" in failed.error

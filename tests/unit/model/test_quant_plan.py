@@ -1,0 +1,257 @@
+"""Which modules are quantized, and what cannot be."""
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+import vllm.distributed
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.model_executor.layers.quantization.utils.fp8_utils import (
+    validate_fp8_block_shape,
+    validate_fp8_block_shape_moe,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+
+from rollout_service.config.engine import QuantConfig
+from rollout_service.model.families import FUSED, Heads, engine_modules
+from rollout_service.model.quant_plan import QuantPlan, plan
+from rollout_service.quant.blockwise import BLOCK
+
+Linears = dict[str, tuple[int, int]]
+
+LAYER = "model.layers.0."
+LINEARS = {
+    f"{LAYER}self_attn.q_proj": (512, 256),
+    f"{LAYER}self_attn.k_proj": (256, 256),
+    f"{LAYER}self_attn.v_proj": (256, 256),
+    f"{LAYER}self_attn.o_proj": (256, 512),
+    f"{LAYER}mlp.gate_proj": (768, 256),
+    f"{LAYER}mlp.up_proj": (768, 256),
+    f"{LAYER}mlp.down_proj": (256, 768),
+}
+KEEP = QuantConfig(indivisible="keep_bf16")
+
+
+def moe(intermediate: int = 256, hidden: int = 256, experts: int = 3, layers: int = 2) -> Linears:
+    shapes = {
+        "gate_proj": (intermediate, hidden),
+        "up_proj": (intermediate, hidden),
+        "down_proj": (hidden, intermediate),
+    }
+    return {
+        f"model.layers.{layer}.mlp.experts.{expert}.{leaf}": shape
+        for layer in range(layers)
+        for expert in range(experts)
+        for leaf, shape in shapes.items()
+    }
+
+
+def test_every_linear_module_is_quantized_when_nothing_is_skipped() -> None:
+    assert plan(LINEARS, QuantConfig()) == QuantPlan(frozenset(f"{name}.weight" for name in LINEARS), ())
+
+
+def test_nothing_is_quantized_in_bf16_and_no_shape_is_refused() -> None:
+    assert plan({"odd": (3, 5)}, QuantConfig(weights="none")) == QuantPlan(frozenset())
+
+
+def test_skipped_modules_stay_in_bf16_and_vllm_is_told() -> None:
+    decided = plan(LINEARS, QuantConfig(skip=("*.mlp.down_proj", "*.o_proj")))
+    assert decided.not_converted == (f"{LAYER}mlp.down_proj", f"{LAYER}self_attn.o_proj")
+    assert f"{LAYER}mlp.down_proj.weight" not in decided.quantized
+    assert len(decided.quantized) == len(LINEARS) - 2
+    assert decided.kept == {
+        f"{LAYER}mlp.down_proj": "quant.skip *.mlp.down_proj",
+        f"{LAYER}self_attn.o_proj": "quant.skip *.o_proj",
+    }
+
+
+def test_a_pattern_names_a_layer_and_no_other_that_begins_like_it() -> None:
+    linears = {f"model.layers.{layer}.mlp.down_proj": (128, 128) for layer in (1, 10, 11)}
+    assert plan(linears, QuantConfig(skip=("*.layers.1.*",))).not_converted == ("model.layers.1.mlp.down_proj",)
+
+
+def test_patterns_tell_upper_from_lower_case() -> None:
+    with pytest.raises(ValueError, match=r"\*\.Down_Proj matches no linear module"):
+        plan(LINEARS, QuantConfig(skip=("*.Down_Proj",)))
+
+
+def test_a_pattern_that_matches_nothing_is_refused_instead_of_ignored() -> None:
+    with pytest.raises(
+        ValueError, match=r"\*\.layer\.9\.\* matches no linear module; their names are like model\.layers"
+    ):
+        plan(LINEARS, QuantConfig(skip=("*.down_proj", "*.layer.9.*")))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "torn"),
+    [("*.q_proj", ["k_proj", "v_proj"]), ("*.up_proj", ["gate_proj"])],
+)
+def test_a_part_of_a_fused_layer_is_not_skipped_without_the_rest(pattern: str, torn: list[str]) -> None:
+    with pytest.raises(ValueError, match="fuses into one layer") as refused:
+        plan(LINEARS, QuantConfig(skip=(pattern,)))
+    assert all(f".{name}" in str(refused.value) for name in torn)
+    assert "down_proj" not in str(refused.value)
+
+
+@pytest.mark.parametrize("pattern", ["*.experts.1.*", "*.down_proj", "model.layers.1.mlp.experts.[01].*"])
+def test_some_experts_of_a_layer_are_not_skipped_without_the_rest(pattern: str) -> None:
+    with pytest.raises(ValueError, match=r"fuses into one layer.*layers\.\{?(0-)?1\}?\.mlp\.experts\."):
+        plan(moe(), QuantConfig(skip=(pattern,)))
+
+
+@pytest.mark.parametrize("pattern", ["*.[qkv]_proj", "*.qkv_proj"])
+def test_a_fused_layer_is_skipped_as_a_whole(pattern: str) -> None:
+    decided = plan(LINEARS, QuantConfig(skip=(pattern,)))
+    assert decided.kept.keys() == {f"{LAYER}self_attn.{x}_proj" for x in "qkv"}
+    assert decided.quantized == {f"{name}.weight" for name in LINEARS.keys() - decided.kept.keys()}
+
+
+@pytest.mark.parametrize("pattern", ["model.layers.1.*", "*.layers.1.mlp.experts", "*.layers.1.mlp.experts.*"])
+def test_the_experts_of_a_layer_are_skipped_as_a_whole(pattern: str) -> None:
+    decided = plan(moe(), QuantConfig(skip=(pattern,)))
+    assert decided.not_converted == ("model.layers.1.mlp.experts",)
+    assert decided.quantized == {f"{name}.weight" for name in moe() if ".layers.0." in name}
+
+
+def test_every_module_that_does_not_divide_is_named_with_its_shard() -> None:
+    linears = LINEARS | {f"{LAYER}mlp.down_proj": (256, 700), f"{LAYER}self_attn.o_proj": (200, 512)}
+    with pytest.raises(ValueError, match=r"2 linear modules do not divide into 128×128 blocks") as refused:
+        plan(linears, QuantConfig())
+    message = str(refused.value)
+    assert f"{LAYER}mlp.down_proj [256, 700]" in message and f"{LAYER}self_attn.o_proj [200, 512]" in message
+    assert "up_proj" not in message and "quant.indivisible: keep_bf16" in message and "lower" not in message
+
+
+def test_a_module_that_does_not_divide_may_be_skipped() -> None:
+    assert plan({"a.o_proj": (130, 128)}, QuantConfig(skip=("a.o_proj",))).not_converted == ("a.o_proj",)
+
+
+def test_thousands_of_experts_that_do_not_divide_are_named_in_a_few_words() -> None:
+    with pytest.raises(ValueError, match="18432 linear modules do not divide") as refused:
+        plan(moe(768, 2048, experts=128, layers=48), QuantConfig(), tensor_parallel_size=8)
+    message = str(refused.value)
+    assert "model.layers.{0-47}.mlp.experts.{0-127}.up_proj [96, 2048]" in message
+    assert "model.layers.{0-47}.mlp.experts.{0-127}.down_proj [2048, 96]" in message
+    assert "lower tensor_parallel_size" in message and len(message) < 600
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("mlp.up_proj", (256, 128)), ("x.o_proj", (128, 256)), ("x.down_proj", (128, 256))]
+)
+def test_a_shard_must_divide_and_not_only_the_whole(name: str, shape: tuple[int, int]) -> None:
+    assert plan({name: shape}, QuantConfig(), tensor_parallel_size=2).quantized == {f"{name}.weight"}
+    with pytest.raises(ValueError, match=rf"tensor_parallel_size=4; .*{name} \["):
+        plan({name: shape}, QuantConfig(), tensor_parallel_size=4)
+
+
+def test_kv_heads_that_are_repeated_still_divide() -> None:
+    heads = Heads(query=8, kv=2)
+    linears = {f"a.{leaf}_proj": (rows, 128) for leaf, rows in (("q", 1024), ("k", 256), ("v", 256))}
+    assert len(plan(linears, QuantConfig(), 8, heads).quantized) == 3
+    with pytest.raises(ValueError, match=r"a\.k_proj \[32, 128\]"):
+        plan(linears, QuantConfig(), 8)
+
+
+def test_gpus_that_get_no_whole_heads_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot share out 6 attention heads and 2 KV heads"):
+        plan(LINEARS, QuantConfig(), 4, Heads(query=6, kv=2))
+
+
+def test_deepseek_s_last_replicated_projection_may_end_in_a_part_of_a_block() -> None:
+    linears = {"a.q_a_proj": (1536, 7168), "a.kv_a_proj_with_mqa": (576, 7168)}
+    assert len(plan(linears, QuantConfig(), 8).quantized) == 2
+    assert len(plan({"a.kv_a_proj_with_mqa": (576, 2048)}, QuantConfig(), 8).quantized) == 1
+    with pytest.raises(ValueError, match=r"a\.q_a_proj \[1500, 7168\]"):
+        plan(linears | {"a.q_a_proj": (1500, 7168)}, QuantConfig())
+    with pytest.raises(ValueError, match=r"a\.kv_a_proj_with_mqa \[576, 7000\]"):
+        plan({"a.kv_a_proj_with_mqa": (576, 7000)}, QuantConfig())
+
+
+def test_what_does_not_divide_is_kept_in_bf16_with_all_that_it_is_fused_with() -> None:
+    decided = plan(LINEARS, KEEP, 4, Heads(query=4, kv=4))
+    attention = {f"{LAYER}self_attn.{x}_proj" for x in "qkv"}
+    mlp = {f"{LAYER}mlp.{x}_proj" for x in ("gate", "up", "down")}
+    assert decided.kept.keys() == attention | mlp
+    assert decided.quantized == {f"{LAYER}self_attn.o_proj.weight"}
+    assert "[64, 256]" in decided.kept[f"{LAYER}self_attn.k_proj"]
+    assert "self_attn.k_proj" in decided.kept[f"{LAYER}self_attn.q_proj"]
+
+
+def test_experts_that_do_not_divide_are_kept_in_bf16_layer_by_layer() -> None:
+    linears = moe(256) | {"model.layers.1.mlp.experts.2.down_proj": (256, 200)}
+    decided = plan(linears, KEEP)
+    assert decided.not_converted == ("model.layers.1.mlp.experts",)
+    assert decided.quantized == {f"{name}.weight" for name in linears if ".layers.0." in name}
+    assert "mlp.experts.*.down_proj" in decided.kept["model.layers.1.mlp.experts.0.gate_proj"]
+
+
+def test_a_skipped_module_is_not_complained_about() -> None:
+    assert len(plan(moe(100), QuantConfig(skip=("*.experts",))).kept) == len(moe())
+
+
+MIXED = LINEARS | moe() | {f"{LAYER}self_attn.q_a_proj": (256, 256), f"{LAYER}self_attn.kv_a_proj_with_mqa": (192, 256)}
+MIXED |= {f"model.layers.1.mlp.shared_experts.{x}_proj": (128, 128) for x in ("gate", "up", "down")}
+
+
+@given(st.sets(st.sampled_from([module.name for module in engine_modules(MIXED)])), st.booleans())
+def test_vllm_leaves_in_bf16_exactly_what_the_plan_keeps(kept: set[str], mapped: bool) -> None:
+    decided = plan(MIXED, QuantConfig(skip=tuple(sorted(kept))))
+    fused = {name: list(parts) for name, parts in FUSED.items()} if mapped else {}  # Qwen3-MoE may lack an entry
+    for module in engine_modules(MIXED):
+        assert is_layer_skipped(module.name, list(decided.not_converted), fused) is (module.name in kept), module.name
+        assert {f"{part}.weight" in decided.quantized for part in module.parts} == {module.name not in kept}
+
+
+SIZES = [64, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1408]
+
+
+@pytest.fixture(params=[1, 2, 4])
+def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A number of GPUs, in which vLLM believes although none was started."""
+    monkeypatch.setattr(vllm.distributed, "get_tensor_model_parallel_world_size", lambda: request.param)
+    return int(request.param)
+
+
+def accepts(check: Callable[..., object], *arguments: object) -> bool:
+    try:
+        check(*arguments)
+    except ValueError:
+        return False
+    return True
+
+
+def vllm_accepts(shape: tuple[int, int], cut: tuple[int, int], outputs: list[int], ways: int) -> bool:
+    """vLLM's check of a linear layer ``shape`` of which a GPU holds ``cut``, made of parts with ``outputs`` rows."""
+    layer = torch.nn.Module()
+    layer.tp_size = ways
+    return accepts(validate_fp8_block_shape, layer, shape[1], shape[0], cut[1], outputs, [BLOCK, BLOCK])
+
+
+def test_experts_that_the_plan_accepts_are_accepted_by_vllm(ways: int) -> None:
+    ours = {size: accepts(plan, moe(size), QuantConfig(), ways) for size in SIZES}
+    vllms = {size: accepts(validate_fp8_block_shape_moe, size // ways, [BLOCK, BLOCK]) for size in SIZES}
+    assert ours == vllms and set(ours.values()) == {True, False}
+
+
+def test_fused_layers_that_the_plan_accepts_are_accepted_by_vllm(ways: int) -> None:
+    for size in SIZES:
+        linears = {"mlp.gate_proj": (size, 256), "mlp.up_proj": (size, 256)}
+        theirs = vllm_accepts((2 * size, 256), (2 * size // ways, 256), [size // ways] * 2, ways)
+        assert accepts(plan, linears, QuantConfig(), ways) is theirs, size
+
+
+def test_layers_cut_by_input_that_the_plan_accepts_are_accepted_by_vllm(ways: int) -> None:
+    for size in SIZES:
+        theirs = vllm_accepts((256, size), (256, size // ways), [256], ways)
+        ours = accepts(plan, {"mlp.down_proj": (256, size)}, QuantConfig(), ways)
+        assert ours <= theirs, size
+        assert ways == 1 or ours is theirs, size  # alone on a GPU vLLM takes any size; here the rule is one for all
+
+
+def test_deepseek_s_fused_projections_are_accepted_just_as_vllm_does(ways: int) -> None:
+    for query, latent in product(SIZES, SIZES):
+        linears = {"a.q_a_proj": (query, 256), "a.kv_a_proj_with_mqa": (latent, 256)}
+        theirs = vllm_accepts((query + latent, 256), (query + latent, 256), [query, latent], 1)
+        assert accepts(plan, linears, QuantConfig(), ways) is theirs, (query, latent)

@@ -1,0 +1,60 @@
+"""The small model is an ordinary Hugging Face folder that fits blockwise FP8."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rollout_service.config.engine import QuantConfig
+from rollout_service.model.quant_plan import plan
+from rollout_service.model.served_model import ServedModel
+from rollout_service.model.tiny import make_tiny_qwen3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny_qwen3(path)
+    return path
+
+
+def test_transformers_loads_it_and_it_generates(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16 and 1e6 < model.num_parameters() < 1e7
+    assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=3, min_new_tokens=3).shape == (1, 5)
+
+
+def test_text_survives_the_tokenizer(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "12+34= a\tB\n(ü)"
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text) and tokenizer.decode(ids) == text
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+
+
+def test_every_linear_module_divides_into_blocks(folder: Path) -> None:
+    model = ServedModel.load(folder)
+    assert plan(model.linears, QuantConfig()).quantized == {f"{name}.weight" for name in model.linears}
+
+
+def test_a_seed_makes_the_same_bytes_and_another_seed_does_not(folder: Path, tmp_path: Path) -> None:
+    make_tiny_qwen3(tmp_path / "same")
+    make_tiny_qwen3(tmp_path / "other", seed=1)
+    weights = {name: load_file(path / "model.safetensors") for name, path in _folders(folder, tmp_path).items()}
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(weights["first"][name], weights["same"][name])
+    assert not torch.equal(weights["first"][name], weights["other"][name])
+
+
+def test_a_model_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:
+    make_tiny_qwen3(tmp_path / "tiny")
+    before = (tmp_path / "tiny/model.safetensors").stat().st_mtime_ns
+    make_tiny_qwen3(tmp_path / "tiny", seed=1)
+    assert (tmp_path / "tiny/model.safetensors").stat().st_mtime_ns == before
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
+def _folders(first: Path, others: Path) -> dict[str, Path]:
+    return {"first": first, "same": others / "same", "other": others / "other"}

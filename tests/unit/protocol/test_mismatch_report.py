@@ -1,0 +1,56 @@
+"""What a report must hold before any number is looked at."""
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rollout_service.protocol.mismatch_report import MismatchReport
+
+SPAN = {"version": 3, "start": 0, "end": 2}
+FULL = {"trainer_logprobs": [-1.0, -2], "rollout_logprobs": [-1.0, -2.0], "spans": [SPAN]}
+
+
+def message_of(**rollout: Any) -> str:
+    with pytest.raises(ValidationError) as refused:
+        MismatchReport.model_validate_json(json_of(rollout))
+    return str(refused.value)
+
+
+def json_of(rollout: dict[str, Any]) -> bytes:
+    return json.dumps({"rollouts": [rollout]}).encode()
+
+
+def test_a_rollout_may_come_in_full_or_by_its_request_id() -> None:
+    full = MismatchReport.model_validate_json(json_of({"replica_id": "r", "completions": [FULL]}))
+    assert full.rollouts[0].completions[0].trainer_logprobs == [-1.0, -2.0]
+    MismatchReport.model_validate_json(json_of({"request_id": "a", "completions": [{"trainer_logprobs": []}]}))
+
+
+def test_spans_may_be_pasted_from_a_reply_whose_versions_are_text() -> None:
+    pasted = {**FULL, "spans": [{**SPAN, "version": "3"}]}
+    report = MismatchReport.model_validate_json(json_of({"replica_id": "r", "completions": [pasted]}))
+    spans = report.rollouts[0].completions[0].spans
+    assert spans is not None and spans[0].version == 3
+
+
+@pytest.mark.parametrize(
+    ("rollout", "says"),
+    [
+        ({"completions": [{"trainer_logprobs": [-1.0]}]}, "no request_id"),
+        ({"request_id": "a", "completions": [FULL]}, "no replica_id"),
+        ({"replica_id": "r", "completions": [{**FULL, "spans": None}]}, "together"),
+        ({"replica_id": "r", "completions": [{**FULL, "mask": [1, 0]}]}, "valid boolean"),
+        ({"replica_id": "r", "completions": [{**FULL, "trainer_logprobs": ["-1", True]}]}, "valid number"),
+        ({"replica_id": "r", "completions": [{**FULL, "trainer_logprobs": [None, -1.0]}]}, "valid number"),
+        ({"replica_id": "r", "completions": [{**FULL, "logprobs": []}]}, "not permitted"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(rollout: dict[str, Any], says: str) -> None:
+    assert says in message_of(**rollout)
+
+
+def test_a_report_without_a_rollout_is_refused() -> None:
+    with pytest.raises(ValidationError, match="at least 1 item"):
+        MismatchReport.model_validate_json('{"rollouts": []}')

@@ -1,0 +1,153 @@
+"""The nouns hold their invariants from the moment they are made."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from rollout_service.protocol.base import MAX_VERSION
+from rollout_service.protocol.fleet import Fleet, ReplicaStatus, UpdateTimings
+from rollout_service.protocol.mismatch import MismatchReceipt, MismatchRow, MismatchTable, Suspicion
+from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.sampling import GenerateCall, Sampling
+from rollout_service.protocol.upload import BeginUpload, PathSource
+from rollout_service.protocol.weights import WeightStatus
+
+STATUS = ReplicaStatus(
+    replica_id="engine#1",
+    version=3,
+    state="ready",
+    target=4,
+    running=2,
+    update=UpdateTimings(stage_s=0.5, closed_s=0.1, load_s=0.05),
+)
+ROLLOUT = Rollout(
+    request_id="r-1",
+    prompt_token_ids=(5, 6),
+    completions=(
+        Completion(
+            index=0,
+            token_ids=(7, 8),
+            logprobs=(-0.5, 0.0),
+            finish_reason="stop",
+            spans=(Span(version=3, start=0, end=2),),
+        ),
+    ),
+    replica_id="engine#1",
+)
+SUSPICION = Suspicion(replica_id="engine#1", source="shadow", since=1.5e9, tokens=9, k3=0.5, prob_error=1.2)
+ROW = MismatchRow(
+    version=3,
+    replica_id=None,
+    source="trainer",
+    tokens=9,
+    sequences=0,
+    k1=-0.1,
+    k3=0.1,
+    chi2_token=0.2,
+    chi2_seq=None,
+    ess_ratio=0.9,
+    prob_error=1.2,
+    abs_diff_max=3.0,
+    outside_ratio=0.1,
+    quantiles={0.5: 0.01, 0.999: 2.0},
+)
+NOUNS = [
+    ROLLOUT,
+    STATUS,
+    WeightStatus(version=3, state="live", digest="ab", total_bytes=10, replicas=(STATUS,)),
+    WeightStatus(version=3, state="live", suspect=(SUSPICION,)),
+    Fleet(latest_version=3, paused=False, replicas=(STATUS,)),
+    MismatchTable(rows=(ROW,), versions=(ROW,)),
+    MismatchReceipt(tokens=3),
+]
+
+
+def completion(**changes: Any) -> Completion:
+    fields: dict[str, Any] = {
+        "index": 0,
+        "token_ids": (1, 2, 3),
+        "logprobs": (-1.0, -2.0, -3.0),
+        "finish_reason": "length",
+        "spans": ({"version": 1, "start": 0, "end": 2}, {"version": 2, "start": 2, "end": 3}),
+    }
+    return Completion.model_validate(fields | changes)
+
+
+@pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: type(noun).__name__)
+def test_a_noun_survives_json(noun: Rollout | ReplicaStatus | WeightStatus | Fleet) -> None:
+    assert type(noun).model_validate_json(noun.model_dump_json()) == noun
+
+
+@pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: type(noun).__name__)
+def test_a_noun_refuses_fields_that_it_does_not_have(noun: Rollout | ReplicaStatus | WeightStatus | Fleet) -> None:
+    with pytest.raises(ValidationError, match="colour"):
+        type(noun).model_validate(noun.model_dump() | {"colour": "red"})
+
+
+def test_a_noun_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        STATUS.version = 4
+
+
+@pytest.mark.parametrize(("start", "end"), [(2, 2), (3, 1), (-1, 2)])
+def test_a_span_holds_at_least_one_token(start: int, end: int) -> None:
+    with pytest.raises(ValidationError):
+        Span(version=1, start=start, end=end)
+
+
+def test_a_completion_names_its_versions_in_order() -> None:
+    assert completion().versions == (1, 2)
+
+
+def test_a_completion_without_tokens_has_no_versions() -> None:
+    assert completion(token_ids=(), logprobs=(), spans=()).versions == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logprobs": (-1.0,)}, "3 tokens but 1 logprobs"),
+        ({"spans": ()}, "do not cover 3 tokens"),
+        ({"spans": ({"version": 1, "start": 0, "end": 2},)}, "do not cover 3 tokens"),
+        ({"spans": ({"version": 1, "start": 1, "end": 3},)}, "gap at token 0"),
+        ({"spans": ({"version": 1, "start": 0, "end": 1}, {"version": 2, "start": 2, "end": 3})}, "gap at token 1"),
+        ({"spans": ({"version": 1, "start": 0, "end": 2}, {"version": 2, "start": 1, "end": 3})}, "gap at token 2"),
+        ({"spans": ({"version": 1, "start": 0, "end": 4},)}, "do not cover 3 tokens"),
+        ({"finish_reason": "tired"}, "finish_reason"),
+        ({"index": -1}, "index"),
+    ],
+)
+def test_a_completion_whose_parts_do_not_fit_together_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        completion(**changes)
+
+
+@given(st.lists(st.integers(min_value=1, max_value=5), max_size=6))
+def test_spans_that_follow_one_another_to_the_last_token_are_taken(lengths: list[int]) -> None:
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    spans = tuple(
+        Span(version=i, start=end - length, end=end) for i, (end, length) in enumerate(zip(ends, lengths, strict=True))
+    )
+    tokens = tuple(range(sum(lengths)))
+    made = completion(token_ids=tokens, logprobs=(0.0,) * len(tokens), spans=spans)
+    assert made.versions == tuple(range(len(lengths)))
+
+
+@pytest.mark.parametrize("version", [-1, MAX_VERSION + 1, 2**63, 10**255])
+def test_a_version_that_json_does_not_hold_exactly_is_refused(version: int) -> None:
+    with pytest.raises(ValidationError, match="version"):
+        Span(version=version, start=0, end=1)
+    with pytest.raises(ValidationError, match="version"):
+        BeginUpload(version=version, source=PathSource(path=Path("weights")))
+    with pytest.raises(ValidationError, match="min_weight_version"):
+        GenerateCall(request_id="r", prompt_token_ids=(1,), sampling=Sampling(), min_weight_version=version)
+
+
+def test_the_largest_version_comes_through_json_and_a_double_as_it_is() -> None:
+    span = Span(version=MAX_VERSION, start=0, end=1)
+    assert Span.model_validate_json(span.model_dump_json()) == span
+    assert int(float(MAX_VERSION)) == MAX_VERSION

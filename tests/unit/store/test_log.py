@@ -1,0 +1,368 @@
+"""The log on disk: what counts as committed, and what a crash or a damaged file can do."""
+
+import errno
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rollout_service.errors import LogCorrupt, NotFound
+from rollout_service.protocol.fleet import KVCacheChoice
+from rollout_service.protocol.upload import BeginUpload, PathSource
+from rollout_service.store import durable_io
+from rollout_service.store import log as log_module
+from rollout_service.store.log import Control, Head, WeightLog
+from rollout_service.store.manifest import MANIFEST_FILE, Manifest
+from rollout_service.store.upload_record import UploadRecord
+from tests.unit.store.versions import FIRST, SECOND, commit, flip_a_byte, stage
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> WeightLog:
+    return WeightLog(tmp_path / "log")
+
+
+def test_an_empty_log_has_no_head_and_no_versions(log: WeightLog) -> None:
+    assert log.head() is None
+    assert log.versions() == []
+    assert log.control() == Control()
+
+
+def test_a_commit_makes_its_version_the_newest(log: WeightLog) -> None:
+    commit(log, 0)
+    manifest = stage(log, 5)
+    head = log.commit(manifest, "abort")
+    assert head == log.head() == Head(version=5, digest=manifest.digest, mode="abort")
+    assert log.versions() == [0, 5]
+    assert log.manifest(5) == manifest
+    log.verify(manifest)
+
+
+def test_a_commit_moves_the_staged_files(log: WeightLog) -> None:
+    commit(log, 0)
+    assert not log.staging(0).exists()
+    assert {path.name for path in log.folder(0).iterdir()} == {MANIFEST_FILE, "weights-00001.safetensors"}
+
+
+def test_versions_are_numbers_and_not_text(log: WeightLog) -> None:
+    for version in (0, 9, 10, 100):
+        commit(log, version)
+    assert log.versions() == [0, 9, 10, 100]
+
+
+def test_a_staged_version_is_not_committed(log: WeightLog) -> None:
+    commit(log, 0)
+    stage(log, 1)
+    assert log.versions() == [0]
+    with pytest.raises(NotFound, match=r"version 1 is not in the log; it holds \[0\]"):
+        log.manifest(1)
+
+
+def crash_before_latest_is_replaced(log: WeightLog, version: int) -> None:
+    manifest = stage(log, version)
+    (log.staging(version) / MANIFEST_FILE).write_text(manifest.model_dump_json())
+    log.staging(version).rename(log.folder(version))
+
+
+def test_a_folder_newer_than_latest_does_not_count(log: WeightLog) -> None:
+    commit(log, 0)
+    crash_before_latest_is_replaced(log, 1)
+    assert log.versions() == [0]
+    assert log.head() is not None and log.head().version == 0  # type: ignore[union-attr]
+    with pytest.raises(NotFound):
+        log.manifest(1)
+
+
+def test_the_folder_of_a_crash_gives_way_to_the_same_version(log: WeightLog) -> None:
+    commit(log, 0)
+    crash_before_latest_is_replaced(log, 1)
+    (log.folder(1) / "left over").touch()
+    commit(log, 1)
+    assert log.versions() == [0, 1]
+    assert not (log.folder(1) / "left over").exists()
+
+
+def test_the_folder_of_a_crash_does_not_become_a_version_when_a_newer_one_is_committed(log: WeightLog) -> None:
+    commit(log, 0)
+    crash_before_latest_is_replaced(log, 1)
+    commit(log, 2)
+    assert log.versions() == [0, 2]
+
+
+def test_a_crash_in_the_very_first_commit_leaves_an_empty_log(log: WeightLog) -> None:
+    crash_before_latest_is_replaced(log, 0)
+    assert log.head() is None and log.versions() == []
+    commit(log, 0)
+    assert log.versions() == [0]
+
+
+def test_a_commit_that_fails_leaves_the_head_as_it_was(log: WeightLog) -> None:
+    before = commit(log, 0)
+    manifest = stage(log, 1)
+    (log.root / ".LATEST.tmp").mkdir()  # so the new head cannot be written
+    with pytest.raises(OSError):
+        log.commit(manifest, "keep")
+    assert log.head() == before and log.versions() == [0]
+
+
+def test_a_log_whose_latest_is_gone_is_corrupt_and_not_empty(log: WeightLog) -> None:
+    commit(log, 0)
+    commit(log, 7)
+    (log.root / "LATEST").unlink()
+    with pytest.raises(LogCorrupt, match=r"versions \[0, 7\] but no LATEST"):
+        log.head()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b'{"version": 3, "dig', b"\xff\xfe", b"3", b'{"version": 3}', b'{"versio": 3}']
+)
+def test_a_latest_that_does_not_parse_is_corrupt(log: WeightLog, content: bytes) -> None:
+    commit(log, 0)
+    (log.root / "LATEST").write_bytes(content)
+    with pytest.raises(LogCorrupt, match=r"LATEST does not parse"):
+        log.head()
+
+
+def test_what_a_crash_left_of_writing_latest_is_not_read(log: WeightLog) -> None:
+    before = commit(log, 0)
+    (log.root / ".LATEST.tmp").write_text('{"version": 1, "dig')
+    assert log.head() == before
+    commit(log, 1)
+    assert log.versions() == [0, 1]
+
+
+def test_a_reader_never_sees_a_half_written_latest(log: WeightLog) -> None:
+    commit(log, 0)
+    writer = threading.Thread(target=lambda: [commit(log, version) for version in range(1, 40)])
+    writer.start()
+    seen: list[int] = []
+    while writer.is_alive() or not seen:
+        head = log.head()
+        assert head is not None and log.manifest(head.version).digest == head.digest
+        seen.append(head.version)
+    assert seen == sorted(seen)
+    assert log.versions() == list(range(40))
+
+
+def test_a_manifest_that_does_not_parse_is_corrupt(log: WeightLog) -> None:
+    commit(log, 0)
+    (log.folder(0) / MANIFEST_FILE).write_text("{}")
+    with pytest.raises(LogCorrupt, match=MANIFEST_FILE):
+        log.manifest(0)
+
+
+def test_a_manifest_that_is_gone_is_corrupt(log: WeightLog) -> None:
+    commit(log, 0)
+    (log.folder(0) / MANIFEST_FILE).unlink()
+    with pytest.raises(LogCorrupt, match=MANIFEST_FILE):
+        log.manifest(0)
+
+
+def test_a_manifest_other_than_the_one_committed_is_corrupt(log: WeightLog) -> None:
+    commit(log, 0)
+    path = log.folder(0) / MANIFEST_FILE
+    path.write_text(path.read_text().replace('"fingerprint": "model"', '"fingerprint": "modem"'))
+    with pytest.raises(LogCorrupt, match="but LATEST says"):
+        log.manifest(0)
+
+
+def test_the_manifest_of_another_version_is_corrupt(log: WeightLog) -> None:
+    commit(log, 0)
+    commit(log, 1)
+    (log.folder(1) / MANIFEST_FILE).write_bytes((log.folder(0) / MANIFEST_FILE).read_bytes())
+    with pytest.raises(LogCorrupt, match="is of version 0"):
+        log.manifest(1)
+
+
+@pytest.mark.parametrize("name", [FIRST, SECOND])
+def test_verify_finds_a_flipped_bit_and_names_the_tensor(log: WeightLog, name: str) -> None:
+    commit(log, 4)
+    flip_a_byte(log, 4, name)
+    with pytest.raises(LogCorrupt, match=f"version 4: {name} in weights-00001.safetensors") as found:
+        log.verify(log.manifest(4))
+    assert found.value.detail == {"version": 4, "tensor": name, "chunk": 0, "file": "weights-00001.safetensors"}
+
+
+def test_verify_finds_a_file_that_was_cut_off(log: WeightLog) -> None:
+    commit(log, 0)
+    path = log.folder(0) / "weights-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(LogCorrupt, match=SECOND):
+        log.verify(log.manifest(0))
+
+
+def commit_with_record(log: WeightLog) -> Manifest:
+    manifest = stage(log, 0)
+    log.commit(
+        manifest, "keep", UploadRecord(begin=BeginUpload(version=0, source=PathSource(path=log.root)), part_bytes=8)
+    )
+    return manifest
+
+
+def test_verify_finds_a_flipped_bit_in_every_byte_of_every_file(log: WeightLog) -> None:
+    manifest = commit_with_record(log)
+    log.verify(manifest)
+    files = sorted(log.folder(0).iterdir())
+    assert [path.name for path in files] == ["manifest.json", "upload.json", "weights-00001.safetensors"]
+    for path in files:
+        sound = path.read_bytes()
+        for position in range(len(sound)):
+            path.write_bytes(sound[:position] + bytes([sound[position] ^ 4]) + sound[position + 1 :])
+            with pytest.raises(LogCorrupt):
+                log.verify(manifest)
+        path.write_bytes(sound)
+    log.verify(manifest)
+
+
+def test_verify_finds_a_file_that_has_grown(log: WeightLog) -> None:
+    commit(log, 0)
+    with (log.folder(0) / "weights-00001.safetensors").open("ab") as stream:
+        stream.write(b"!")
+    with pytest.raises(LogCorrupt, match=r"weights-00001\.safetensors has"):
+        log.verify(log.manifest(0))
+
+
+def test_what_a_crash_left_of_dropping_a_version_is_no_version_and_goes_with_the_next_commit(log: WeightLog) -> None:
+    commit(log, 0)
+    commit(log, 1)
+    log.folder(0).rename(log.root / ".dropped-0")
+    assert log.versions() == [1]
+    commit(log, 2)
+    assert not (log.root / ".dropped-0").exists()
+
+
+def test_verify_does_not_pass_over_a_file_that_is_gone(log: WeightLog) -> None:
+    commit(log, 0)
+    (log.folder(0) / "weights-00001.safetensors").unlink()
+    with pytest.raises(FileNotFoundError):
+        log.verify(log.manifest(0))
+
+
+def test_an_old_version_can_be_dropped(log: WeightLog) -> None:
+    commit(log, 0)
+    commit(log, 1)
+    log.drop(0)
+    assert log.versions() == [1] and not log.folder(0).exists()
+
+
+def test_the_newest_version_cannot_be_dropped(log: WeightLog) -> None:
+    commit(log, 0)
+    with pytest.raises(ValueError, match="version 0 is the newest"):
+        log.drop(0)
+    assert log.versions() == [0]
+
+
+def test_control_survives_and_is_replaced(log: WeightLog) -> None:
+    log.set_control(Control(paused=True, mode="abort"))
+    assert WeightLog(log.root).control() == Control(paused=True, mode="abort")
+    log.set_control(Control())
+    assert WeightLog(log.root).control() == Control()
+
+
+def test_the_choice_of_the_kv_cache_survives_and_one_that_does_not_parse_is_corrupt(log: WeightLog) -> None:
+    assert log.kv_cache() is None
+    choice = KVCacheChoice(dtype="bfloat16", why="2 layers do not bear FP8", judged_by="r1, version 0")
+    log.set_kv_cache(choice)
+    assert WeightLog(log.root).kv_cache() == choice
+    (log.root / "KV_CACHE").write_text('{"dtype": "int8", "why": ""}')
+    with pytest.raises(LogCorrupt, match="KV_CACHE does not parse"):
+        log.kv_cache()
+
+
+def test_a_control_that_does_not_parse_is_corrupt(log: WeightLog) -> None:
+    log.set_control(Control(paused=True))
+    (log.root / "CONTROL").write_text('{"paused": ')
+    with pytest.raises(LogCorrupt, match="CONTROL does not parse"):
+        log.control()
+
+
+# --- files that stay open, and disks that do not confirm
+
+
+@pytest.fixture
+def held_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+    """Makes a folder as NFS leaves it while a process has a file of it open: ``.nfs…``, which cannot be removed."""
+    unlink = os.unlink
+
+    def busy(path: str, *, dir_fd: int | None = None) -> None:
+        if Path(path).name.startswith(".nfs"):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+        unlink(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", busy)
+    yield lambda folder: (folder / ".nfs0001").touch()
+
+
+def test_an_old_version_that_is_still_open_somewhere_is_dropped_and_removed_later(
+    log: WeightLog, held_open: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(log, 0)
+    commit(log, 1)
+    held_open(log.folder(0))
+    log.drop(0)
+    assert log.versions() == [1]
+    (left,) = log.root.glob(".dropped-*")
+    assert [path.name for path in left.iterdir()] == [".nfs0001"]
+    commit(log, 2)
+    assert log.versions() == [1, 2] and left.exists()
+    monkeypatch.undo()  # it is closed
+    commit(log, 3)
+    assert not left.exists() and log.versions() == [1, 2, 3]
+
+
+def test_what_a_crash_left_of_a_version_gives_way_to_it_although_it_is_still_open(
+    log: WeightLog, held_open: Callable[[Path], None]
+) -> None:
+    commit(log, 0)
+    for _ in range(2):
+        crash_before_latest_is_replaced(log, 1)
+        held_open(log.folder(1))
+        log.remove_uncommitted()
+        assert log.versions() == [0] and not log.folder(1).exists()
+    commit(log, 1)
+    assert log.versions() == [0, 1] and len(list(log.root.glob(".dropped-1-*"))) == 2
+
+
+@pytest.fixture
+def unconfirmed(log: WeightLog, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Has the nth sync of the log's folder from now on fail, as a bad disk does."""
+
+    def fail(nth: int) -> None:
+        count, sync = itertools.count(1), durable_io.sync_folder
+
+        def failing(folder: Path) -> None:
+            if folder == log.root and next(count) == nth:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            sync(folder)
+
+        for module in (durable_io, log_module):
+            monkeypatch.setattr(module, "sync_folder", failing)
+
+    return fail
+
+
+def test_a_version_that_latest_names_is_committed_although_the_disk_did_not_confirm_it(
+    log: WeightLog, unconfirmed: Callable[[int], None]
+) -> None:
+    commit(log, 0)
+    unconfirmed(2)
+    head = commit(log, 1)
+    assert head == log.head() == WeightLog(log.root).head() and log.versions() == [0, 1]
+    assert log.unconfirmed[1].errno == errno.EIO
+    commit(log, 2)
+    assert log.unconfirmed == {}
+
+
+def test_a_version_that_the_disk_refused_before_latest_named_it_is_staged_still(
+    log: WeightLog, unconfirmed: Callable[[int], None]
+) -> None:
+    before = commit(log, 0)
+    unconfirmed(1)
+    manifest = stage(log, 1)
+    with pytest.raises(OSError, match="Input/output error"):
+        log.commit(manifest, "keep")
+    assert log.head() == before and log.versions() == [0] and log.unconfirmed == {}
+    assert log.commit(manifest, "keep").version == 1

@@ -1,0 +1,369 @@
+"""Replicas of a node without the log fetch versions into a folder that they share."""
+
+import asyncio
+import errno
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorDiedError
+
+from rollout_service.errors import InsufficientStorage, LogCorrupt, NotFound, NotReady
+from rollout_service.store import node_cache as module
+from rollout_service.store.chunk_server import Offers
+from rollout_service.store.durable_io import WriterLock
+from rollout_service.store.log import Head, WeightLog
+from rollout_service.store.node_cache import Copies, copies_for
+from tests.unit.ingest.trainer import settle, untouched_files
+from tests.unit.store.offering import CHUNK_BYTES, OfferingIngest
+from tests.unit.store.versions import FIRST, commit, flip_a_byte, restored
+
+pytestmark = pytest.mark.usefixtures("object_store")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> WeightLog:
+    """The ingest's."""
+    log = WeightLog(tmp_path / "ingest")
+    commit(log, 0)
+    log.sign()
+    return log
+
+
+@pytest.fixture
+def ingest(log: WeightLog) -> OfferingIngest:
+    return OfferingIngest(Offers(log, CHUNK_BYTES))
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    """The root on another node."""
+    return tmp_path / "node"
+
+
+def copies_on(node: Path, ingest: OfferingIngest) -> Copies:
+    """Of one replica there."""
+    return Copies(node, ingest, ingest.offers.newest(), CHUNK_BYTES)
+
+
+@pytest.fixture
+def copies(node: Path, ingest: OfferingIngest) -> Copies:
+    return copies_on(node, ingest)
+
+
+def head_of(log: WeightLog) -> Head:
+    head = log.head()
+    assert head is not None
+    return head
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# --- whose log it is
+
+
+async def test_a_replica_that_sees_the_ingests_log_needs_no_copies(log: WeightLog, ingest: OfferingIngest) -> None:
+    assert await copies_for(log.root, ingest, retry_s=0.01) is None
+
+
+@pytest.mark.parametrize("cloned", [False, True], ids=["empty", "clone of an older state"])
+async def test_a_replica_that_does_not_see_it_has_a_folder_of_copies(
+    log: WeightLog, ingest: OfferingIngest, node: Path, cloned: bool
+) -> None:
+    if cloned:
+        shutil.copytree(log.root, node)
+        log.sign()
+    copies = await copies_for(node, ingest, retry_s=0.01)
+    assert copies is not None and copies.log.root.parent == node / "copies"
+    assert copies.newest.head == log.head()
+
+
+async def test_an_ingest_that_restarts_while_a_replica_compares_is_not_taken_for_another(
+    log: WeightLog, ingest: OfferingIngest
+) -> None:
+    told = ingest.offers.newest()
+    log.sign()
+    ingest.answers = [told]
+    assert await copies_for(log.root, ingest, retry_s=0.01) is None
+
+
+async def test_a_replica_waits_for_an_ingest_that_is_away(log: WeightLog, ingest: OfferingIngest) -> None:
+    ingest.away = ActorDiedError()
+    waiting = asyncio.create_task(copies_for(log.root, ingest, retry_s=0.001))
+    for _ in range(2):  # it asks again
+        await ingest.has_refused()
+    assert not waiting.done()
+    ingest.away = None
+    assert await asyncio.wait_for(waiting, 30) is None
+
+
+async def test_an_ingest_that_has_lost_its_log_is_not_followed(
+    copies: Copies, ingest: OfferingIngest, log: WeightLog, tmp_path: Path
+) -> None:
+    await copies.look()
+    other = WeightLog(tmp_path / "other")
+    commit(other, 0)
+    other.sign()
+    ingest.offers = Offers(other, CHUNK_BYTES)
+    with pytest.raises(LogCorrupt, match="the ingest writes another log now"):
+        await copies.look()
+    assert copies.newest.head == log.head()
+
+
+# --- fetching
+
+
+async def test_a_fetched_version_has_the_same_files_and_is_the_newest_of_the_copies(
+    copies: Copies, log: WeightLog
+) -> None:
+    await copies.fetch(head_of(log))
+    assert contents(copies.log.folder(0)) == contents(log.folder(0))
+    assert copies.log.head() == log.head()
+    copies.log.verify(copies.log.manifest(0))
+
+
+async def test_replicas_of_a_node_fetch_a_version_once(
+    node: Path, ingest: OfferingIngest, copies: Copies, log: WeightLog
+) -> None:
+    others = [copies_on(node, ingest) for _ in range(3)]
+    await asyncio.gather(*(each.fetch(head_of(log)) for each in [copies, *others]))
+    assert len(ingest.chunks) == len(set(ingest.chunks)) > 2
+
+
+async def test_a_copy_that_was_interrupted_goes_on_where_it_was(
+    copies: Copies, ingest: OfferingIngest, log: WeightLog
+) -> None:
+    ingest.fail_after = 3
+    with pytest.raises(NotReady, match="does not answer"):
+        await copies.fetch(head_of(log))
+    assert copies.log.versions() == []
+    ingest.fail_after = None
+    await copies.fetch(head_of(log))
+    assert contents(copies.log.folder(0)) == contents(log.folder(0))
+    assert len(ingest.chunks) == len(set(ingest.chunks))
+
+
+async def test_a_version_that_was_damaged_at_the_ingest_is_never_taken_in(
+    copies: Copies, ingest: OfferingIngest, log: WeightLog
+) -> None:
+    await copies.fetch(head_of(log))
+    commit(log, 1)
+    sound = contents(log.folder(1))
+    flip_a_byte(log, 1, FIRST)
+    with pytest.raises(LogCorrupt, match=FIRST):
+        await copies.fetch(head_of(log))
+    assert copies.log.versions() == [0]
+    (log.folder(1) / "weights-00001.safetensors").write_bytes(sound["weights-00001.safetensors"])
+    await copies.fetch(head_of(log))
+    assert copies.log.versions() == [0, 1]
+
+
+async def test_a_manifest_of_other_content_than_the_ingest_says_is_refused(copies: Copies, log: WeightLog) -> None:
+    with pytest.raises(LogCorrupt, match="not 00ff"):
+        await copies.fetch(head_of(log).model_copy(update={"digest": "00ff"}))
+    assert copies.log.versions() == []
+
+
+async def test_a_version_that_is_gone_at_the_ingest_is_said_to_be_gone(copies: Copies, log: WeightLog) -> None:
+    old = head_of(log)
+    commit(log, 1)
+    log.drop(0)
+    with pytest.raises(NotFound, match="version 0 is not in the log"):
+        await copies.fetch(old)
+
+
+async def test_a_full_disk_says_so_and_leaves_what_was_there(
+    copies: Copies, log: WeightLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await copies.fetch(head_of(log))
+    commit(log, 1)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_append", full)
+        with pytest.raises(InsufficientStorage, match="the copy of version 1 needs"):
+            await copies.fetch(head_of(log))
+    assert copies.log.versions() == [0]
+    await copies.fetch(head_of(log))
+    assert copies.log.head() == log.head()
+
+
+async def test_an_older_version_fetched_late_does_not_turn_latest_back(copies: Copies, log: WeightLog) -> None:
+    old = head_of(log)
+    commit(log, 1)
+    await copies.fetch(head_of(log))
+    await copies.fetch(old)
+    assert copies.log.head() == log.head() and copies.log.versions() == [0, 1]
+
+
+# --- a log that was restored from a backup
+
+
+async def test_a_copy_of_other_weights_under_the_same_number_is_replaced(
+    copies: Copies, ingest: OfferingIngest, log: WeightLog
+) -> None:
+    with restored(log):
+        commit(log, 1)
+        await copies.fetch(head_of(log))
+    commit(log, 1, content=77)
+    await copies.look()
+    await copies.fetch(head_of(log))
+    assert contents(copies.log.folder(1)) == contents(log.folder(1))
+    assert copies.log.head() == log.head()
+
+
+async def test_the_same_number_is_fetched_anew_also_while_another_replica_reads_the_old_copy(
+    node: Path, ingest: OfferingIngest, copies: Copies, log: WeightLog
+) -> None:
+    other = copies_on(node, ingest)
+    with restored(log):
+        commit(log, 1)
+        await copies.fetch(head_of(log))
+        await other.fetch(head_of(log))
+    commit(log, 1, content=77)
+    await other.look()
+    await other.fetch(head_of(log))
+    assert contents(other.log.folder(1)) == contents(log.folder(1))
+
+
+async def test_copies_that_the_restored_log_does_not_have_are_removed(copies: Copies, log: WeightLog) -> None:
+    with restored(log):
+        for version in (1, 2):
+            commit(log, version)
+            await copies.fetch(head_of(log))
+    copies.release(but=-1)
+    await copies.look()
+    await copies.fetch(head_of(log))
+    assert copies.log.versions() == [0] and copies.log.head() == log.head()
+
+
+async def test_a_copy_that_was_interrupted_is_not_gone_on_from_with_other_bytes(
+    copies: Copies, ingest: OfferingIngest, log: WeightLog
+) -> None:
+    with restored(log):
+        commit(log, 1)
+        ingest.fail_after = 3
+        with pytest.raises(NotReady, match="does not answer"):
+            await copies.fetch(head_of(log))
+    ingest.fail_after = None
+    commit(log, 1, content=77)
+    await copies.fetch(head_of(log))
+    assert contents(copies.log.folder(1)) == contents(log.folder(1))
+
+
+# --- a fetch that is cancelled
+
+
+async def test_a_chunk_that_is_being_written_when_its_fetch_is_cancelled_goes_into_no_other_file(
+    copies: Copies, log: WeightLog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    writing, go_on, append = threading.Event(), threading.Event(), module._append
+
+    def held(fd: int, chunk: np.ndarray) -> None:
+        writing.set()
+        go_on.wait(30)
+        append(fd, chunk)
+
+    monkeypatch.setattr(module, "_append", held)
+    fetching = asyncio.create_task(copies.fetch(head_of(log)))
+    await asyncio.to_thread(writing.wait, 30)
+    fetching.cancel()
+    await settle()
+    with untouched_files(tmp_path):
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+    monkeypatch.undo()
+    await copies.fetch(head_of(log))
+    assert contents(copies.log.folder(0)) == contents(log.folder(0))
+
+
+async def test_a_fetch_that_is_cancelled_while_it_waits_for_the_lock_does_not_keep_it(
+    node: Path, ingest: OfferingIngest, copies: Copies, log: WeightLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting, go_on, acquire = threading.Event(), threading.Event(), WriterLock.acquire
+
+    def held(lock: WriterLock, timeout_s: float) -> WriterLock:
+        waiting.set()
+        go_on.wait(30)
+        return acquire(lock, timeout_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WriterLock, "acquire", held)
+        fetching = asyncio.create_task(copies.fetch(head_of(log)))
+        await asyncio.to_thread(waiting.wait, 30)
+        fetching.cancel()
+        await settle()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+    await asyncio.wait_for(copies_on(node, ingest).fetch(head_of(log)), 30)
+
+
+# --- keeping
+
+
+async def test_copies_that_no_replica_needs_are_removed(node: Path, ingest: OfferingIngest, log: WeightLog) -> None:
+    slow, fast = copies_on(node, ingest), copies_on(node, ingest)
+    await slow.fetch(head_of(log))
+    for version in (1, 2, 3, 4):
+        commit(log, version)
+        await fast.fetch(head_of(log))
+        fast.release(but=version)
+    assert fast.log.versions() == [0, 3, 4]
+    slow.release(but=4)
+    commit(log, 5)
+    await fast.fetch(head_of(log))
+    assert fast.log.versions() == [4, 5]
+
+
+async def test_a_damaged_copy_is_forgotten_and_fetched_anew(
+    copies: Copies, ingest: OfferingIngest, log: WeightLog
+) -> None:
+    old = head_of(log)
+    await copies.fetch(old)
+    commit(log, 1)
+    await copies.fetch(head_of(log))
+    flip_a_byte(copies.log, 1, FIRST)
+    await copies.forget(1)
+    assert copies.log.versions() == [0]
+    now = copies.log.head()
+    assert now is not None and (now.version, now.digest) == (0, old.digest)
+    await copies.fetch(head_of(log))
+    copies.log.verify(copies.log.manifest(1))
+    await copies.forget(1)
+    await copies.forget(0)
+    assert copies.log.head() is None
+    await copies.fetch(head_of(log))
+    assert copies.log.head() == log.head()
+
+
+async def test_copies_that_a_crash_left_without_latest_are_fetched_anew(copies: Copies, log: WeightLog) -> None:
+    commit(log, 1)
+    await copies.fetch(head_of(log))
+    (copies.log.root / "LATEST").unlink()
+    await copies.fetch(head_of(log))
+    assert contents(copies.log.folder(1)) == contents(log.folder(1))
+    assert copies.log.head() == log.head()
+
+
+async def test_copies_of_a_log_that_is_no_more_are_removed_once_nobody_reads_them(
+    node: Path, ingest: OfferingIngest, copies: Copies, log: WeightLog, tmp_path: Path
+) -> None:
+    await copies.fetch(head_of(log))
+    other = WeightLog(tmp_path / "other")
+    commit(other, 0)
+    other.sign()
+    elsewhere = OfferingIngest(Offers(other, CHUNK_BYTES))
+    first = copies_on(node, elsewhere)
+    assert {path.name for path in (node / "copies").iterdir()} == {copies.log.root.name, first.log.root.name}
+    os.close(copies._fd)
+    copies_on(node, elsewhere)
+    assert [path.name for path in (node / "copies").iterdir()] == [first.log.root.name]

@@ -1,0 +1,87 @@
+"""What is read of a version is checked where it lies, piece by piece or tensor by tensor."""
+
+import random
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from rollout_service.errors import LogCorrupt
+from rollout_service.protocol.tensors import TensorSlot
+from rollout_service.store.log import WeightLog, verify_tensors
+from rollout_service.store.manifest import CHUNK_BYTES, Manifest, Recipe, StoredTensor
+from rollout_service.store.reading import VersionReader, pieces
+from rollout_service.store.writer import VersionWriter
+
+SIZES = (5, CHUNK_BYTES + 3, 0, 7)
+
+
+@pytest.fixture
+def version(tmp_path: Path) -> tuple[Path, Manifest, bytes]:
+    """Folder, manifest, and the bytes of the tensors in their order."""
+    slots = [TensorSlot(name=f"t{i}", dtype="float8_e4m3fn", shape=(size,)) for i, size in enumerate(SIZES)]
+    data = random.Random(0).randbytes(sum(SIZES))
+    writer, position = VersionWriter(tmp_path, slots), 0
+    for slot in slots:
+        writer.write(slot.name, memoryview(data[position : position + slot.nbytes]))
+        position += slot.nbytes
+    manifest = Manifest(version=1, fingerprint="model", recipe=Recipe(weights="none"), tensors=writer.finish())
+    return tmp_path, manifest, data
+
+
+def all_chunks(manifest: Manifest) -> list[tuple[StoredTensor, object]]:
+    return [(tensor, chunk) for tensor in manifest.tensors for chunk in tensor.chunks()]
+
+
+@pytest.mark.parametrize("most_bytes", [1, CHUNK_BYTES + 6, 1 << 30])
+def test_the_pieces_are_all_bytes_in_order(version: tuple[Path, Manifest, bytes], most_bytes: int) -> None:
+    folder, manifest, data = version
+    found, read = list(pieces(all_chunks(manifest), most_bytes)), b""  # type: ignore[arg-type]
+    with VersionReader(folder, manifest) as reader:
+        for piece in found:
+            memory = bytearray(piece.nbytes + 3)
+            reader.read(piece, memoryview(memory))
+            read += memory[: piece.nbytes]
+    assert read == data
+    assert len(found) == {1: 5, CHUNK_BYTES + 6: 2, 1 << 30: 1}[most_bytes]
+
+
+def test_every_flipped_byte_is_found_by_either_way_of_reading(version: tuple[Path, Manifest, bytes]) -> None:
+    folder, manifest, data = version
+    path = folder / manifest.tensors[0].file
+    sound, start = path.read_bytes(), manifest.tensors[0].offset
+    for position, tensor, chunk in ((2, 0, 0), (5, 1, 0), (4 + CHUNK_BYTES, 1, 0), (5 + CHUNK_BYTES, 1, 1), (-1, 3, 0)):
+        place = start + position % len(data)
+        path.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
+        with pytest.raises(LogCorrupt) as found:
+            verify_tensors(manifest, folder)
+        assert (found.value.detail["tensor"], found.value.detail["chunk"]) == (f"t{tensor}", chunk)
+        with VersionReader(folder, manifest) as reader, pytest.raises(LogCorrupt) as again:
+            for piece in pieces(all_chunks(manifest), 1 << 30):  # type: ignore[arg-type]
+                reader.read(piece, memoryview(bytearray(piece.nbytes)))
+        assert again.value.message == found.value.message
+
+
+def test_a_large_tensor_with_one_digest_is_read_through_a_small_buffer(
+    version: tuple[Path, Manifest, bytes],
+) -> None:
+    folder, manifest, data = version
+    whole = data[5 : 5 + SIZES[1]]
+    old = manifest.tensors[1].model_copy(update={"digest": xxhash.xxh3_128_hexdigest(whole), "chunk_digests": ""})
+    with VersionReader(folder, manifest) as reader:
+        assert reader.check(old, memoryview(bytearray(1000))) == SIZES[1]
+
+
+def test_the_log_calls_digests_of_chunks_that_do_not_fit_damage(tmp_path: Path) -> None:
+    log = WeightLog(tmp_path)
+    folder = log.staging(0)
+    folder.mkdir(parents=True)
+    writer = VersionWriter(folder, [TensorSlot(name="t", dtype="float8_e4m3fn", shape=(CHUNK_BYTES + 1,))])
+    writer.write("t", memoryview(bytes(CHUNK_BYTES + 1)))
+    manifest = Manifest(version=0, fingerprint="model", recipe=Recipe(weights="none"), tensors=writer.finish())
+    log.commit(manifest, "keep")
+    path = log.folder(0) / "manifest.json"
+    digests = manifest.tensors[0].chunk_digests
+    path.write_text(path.read_text().replace(digests, "A" + digests[1:] if digests[0] != "A" else "B" + digests[1:]))
+    with pytest.raises(LogCorrupt, match="chunk_digests of t are not"):
+        log.manifest(0)
