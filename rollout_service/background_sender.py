@@ -24,7 +24,7 @@ class HasCost(Protocol):
 _Item = TypeVar("_Item", bound=HasCost)
 
 
-class Outbox(Generic[_Item]):
+class BackgroundSender(Generic[_Item]):
     """Nobody waits for what is put here; what does not fit, or does not arrive, is dropped and said."""
 
     def __init__(

@@ -18,11 +18,11 @@ async def ask(ingest: Any, method: str, *args: object) -> Any:
     except RayTaskError as error:
         if isinstance(error.cause, RolloutServiceError):
             raise error.cause from None
-        raise away(error) from error
+        raise unreachable(error) from error
     except RAY_FAILURES as error:
-        raise away(error) from error
+        raise unreachable(error) from error
 
 
-def away(error: Exception) -> NotReady:
+def unreachable(error: Exception) -> NotReady:
     """What is said of an ingest that does not answer."""
     return NotReady(f"the ingest, which has the log, does not answer: {error}")

@@ -22,7 +22,7 @@ async def raise_first_failure() -> AsyncIterator[asyncio.TaskGroup]:
     raise first
 
 
-class Unabandoned:
+class ShieldedTasks:
     """Work that goes on when whoever waits for it goes away."""
 
     def __init__(self) -> None:

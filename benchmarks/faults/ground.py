@@ -23,7 +23,7 @@ from rollout_service.local import LocalService, running_service
 from rollout_service.protocol.fleet import Fleet
 from rollout_service.protocol.upload import PART_DIGEST_HEADER
 from tests.support.processes import descendants
-from tests.support.telltale import telltale_weights
+from tests.support.telltale import canary_weights
 
 DEPLOYMENT = Path(__file__).parents[2] / "deployments/cpu_rollout.yaml"
 REPLICAS = 2
@@ -96,7 +96,7 @@ class Ground:
 
     def weights(self, version: int) -> dict[str, torch.Tensor]:
         """Weights that tell ``version``."""
-        return telltale_weights(self.service.config.model.path, version)
+        return canary_weights(self.service.config.model.path, version)
 
     async def push(self, version: int, **options: object) -> None:
         """Push ``version``; it counts as committed once the service says so."""

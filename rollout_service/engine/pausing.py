@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from rollout_service.fleet.registry import Wish
+from rollout_service.fleet.registry import DesiredState
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.store.log import Control
 
@@ -54,7 +54,7 @@ class Pausing:
         self._taken = self.obeyed = control.order
         self._mode, self._for_version = control.mode if control.paused else None, True
 
-    async def obey(self, wish: Wish) -> bool:
+    async def obey(self, wish: DesiredState) -> bool:
         """Do what is ordered; whether that has become so just now. Does not wait for running rollouts."""
         if wish.order != self._taken:
             before, self._taken = self._mode, wish.order

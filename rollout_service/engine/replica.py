@@ -14,8 +14,8 @@ from rollout_service.engine.args import engine_args, not_converted
 from rollout_service.engine.handover import HandOver
 from rollout_service.engine.load_statistics import autoscaling_stats, show_load
 from rollout_service.engine.plugin import register
-from rollout_service.engine.startup import Announcement, says_why_it_fails
-from rollout_service.engine.weight_sync import Follower
+from rollout_service.engine.startup import StartupHeartbeat, says_why_it_fails
+from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed, KVCacheUnfit, NotReady, Overloaded, TooEarly
 from rollout_service.kv_scales.batch import CalibrationBatch
 from rollout_service.kv_scales.cache_dtype import chosen_before, fallen_back, with_kv_cache
@@ -26,7 +26,7 @@ from rollout_service.protocol.fleet import Fleet, KVCacheChoice, ReplicaStatus
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.rpc import ask
-from rollout_service.store.node_cache import Copies, copies_for
+from rollout_service.store.node_cache import NodeCache, node_cache_for
 
 VERSION_WAIT_S = 0.5
 """Longest wait for a version here; then the gateway asks again, and another replica may have it by then."""
@@ -51,8 +51,8 @@ class EngineReplica:
         self._admission = AdmissionLimit(config.engine.admission_limit)
         self._hand_over = HandOver(self._drain, self._admission, self._others_serve)
         self._batch = CalibrationBatch(config.kv_cache.calibration, model.vocab_size, config.engine.max_model_len)
-        copies = await copies_for(config.weights.root_here(), ingest, config.weights.poll_s)
-        with Announcement(self._replica_id, ingest, config.weights.poll_s) as announcement:
+        copies = await node_cache_for(config.weights.root_here(), ingest, config.weights.poll_s)
+        with StartupHeartbeat(self._replica_id, ingest, config.weights.poll_s) as announcement:
             choice = chosen_before(config.kv_cache.dtype, model, await ask(ingest, "kv_cache"))
             try:
                 await self._start(ingest, model, choice, copies, announcement)
@@ -69,8 +69,8 @@ class EngineReplica:
         ingest: Any,
         model: ServedModel,
         choice: KVCacheChoice | None,
-        copies: Copies | None,
-        announcement: Announcement,
+        copies: NodeCache | None,
+        announcement: StartupHeartbeat,
     ) -> None:
         """Have an engine at the newest version. ``choice``: of its KV cache; None: FP8, if the model bears it."""
         config = self._config if choice is None else with_kv_cache(self._config, choice)
@@ -79,7 +79,7 @@ class EngineReplica:
         self._engine = EngineAdapter(args, load_limit_s=config.engine.load_limit_s)
         try:
             await self._engine.connect()
-            self._follower = Follower(
+            self._weight_sync = WeightSync(
                 self._replica_id,
                 self._engine,
                 ingest,
@@ -90,8 +90,8 @@ class EngineReplica:
                 copies,
                 self._kv_scales(ingest, choice),
             )
-            announcement.status = self._follower.status
-            await self._follower.start()
+            announcement.status = self._weight_sync.status
+            await self._weight_sync.start()
         except BaseException as error:
             if isinstance(error, KVCacheUnfit):  # another engine may follow, and a dead one be no failure
                 announcement.start_over()
@@ -132,19 +132,19 @@ class EngineReplica:
 
     async def status(self) -> ReplicaStatus:
         """What this replica says of itself."""
-        return self._follower.status()
+        return self._weight_sync.status()
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Serve's hook: what the router knows of this replica."""
         self._routed = True
         self._hand_over.asked()
-        status = self._follower.status()
+        status = self._weight_sync.status()
         show_load(status, self._engine.scheduler)
         return {"version": status.version, "state": status.state, "running": self._admission.by_origin()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: what the autoscaling policy knows of this replica."""
-        return autoscaling_stats(self._follower.status(), self._engine.scheduler)
+        return autoscaling_stats(self._weight_sync.status(), self._engine.scheduler)
 
     async def check_health(self) -> None:
         """Serve's health check: fails when the engine is dead or half updated, follows no more, or is to end.
@@ -154,15 +154,15 @@ class EngineReplica:
         self._hand_over.asked()
         self._drain.check_health()
         if not self._routed:
-            await self._follower.caught_up()
+            await self._weight_sync.caught_up()
         await self._engine.check_health()
-        self._follower.check_health()
+        self._weight_sync.check_health()
 
     async def _end(self) -> None:
         """The work of a drain. Serve calls ``__del__`` when no call is open any more, and then ends the process."""
         with suppress(NotReady, TimeoutError):  # it hears with the next report
             async with asyncio.timeout(_INGEST_S):
-                await ask(self._ingest, "report", self._follower.status())
+                await ask(self._ingest, "report", self._weight_sync.status())
         await self._hand_over.hand_over(self._engine)
 
     async def _others_serve(self) -> bool:
@@ -182,15 +182,15 @@ class EngineReplica:
 
     async def _wait_version(self, version: int) -> None:
         wait_s = min(VERSION_WAIT_S, self._config.engine.version_wait_s)
-        if not await self._follower.wait_version(version, wait_s):
+        if not await self._weight_sync.wait_version(version, wait_s):
             raise TooEarly(
-                f"replica {self._replica_id} serves version {self._follower.version}, which is behind "
+                f"replica {self._replica_id} serves version {self._weight_sync.version}, which is behind "
                 f"min_weight_version={version}: push it, or ask for what is live",
-                {"min_weight_version": version, "live_version": self._follower.version},
+                {"min_weight_version": version, "live_version": self._weight_sync.version},
             )
 
     async def __del__(self) -> None:  # Serve awaits destructors
-        if hasattr(self, "_follower"):  # the constructor may have failed before, or be running still
-            await self._follower.leave()
+        if hasattr(self, "_weight_sync"):  # the constructor may have failed before, or be running still
+            await self._weight_sync.leave()
         if hasattr(self, "_engine"):
             self._engine.shutdown()

@@ -61,7 +61,7 @@ async def report_failed_start(replica_id: str, ingest: Any, reason: str) -> None
         logger.warning("could not tell the ingest why this replica did not start: %s", error)
 
 
-class Announcement:
+class StartupHeartbeat:
     """Reports to the ingest every ``period_s`` seconds, from a thread of its own, until the ``with`` block ends."""
 
     def __init__(self, replica_id: str, ingest: Any, period_s: float) -> None:

@@ -21,7 +21,7 @@ from rollout_service.config import WeightsConfig
 from rollout_service.engine.pausing import Pausing
 from rollout_service.engine.startup import REPORTS
 from rollout_service.errors import EngineFailed, InsufficientStorage, LogCorrupt, NotFound, NotReady
-from rollout_service.fleet.registry import Wish
+from rollout_service.fleet.registry import DesiredState
 from rollout_service.kv_scales.calibrator import KVScales, NoKVScales
 from rollout_service.metrics import table
 from rollout_service.metrics.process import count_update, record
@@ -29,7 +29,7 @@ from rollout_service.protocol.fleet import PauseMode, ReplicaState, ReplicaStatu
 from rollout_service.rpc import RAY_FAILURES
 from rollout_service.store.log import Head, Origin, WeightLog
 from rollout_service.store.manifest import Manifest
-from rollout_service.store.node_cache import Copies
+from rollout_service.store.node_cache import NodeCache
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _GOODBYE_S = 2.0
 
 
 class Engine(Protocol):
-    """What the follower needs of the engine adapter."""
+    """What ``WeightSync`` needs of the engine adapter."""
 
     @property
     def broken(self) -> str | None: ...
@@ -53,7 +53,7 @@ class Engine(Protocol):
     async def load(self, folder: Path, version: int, kv_scales: dict[str, float] | None = None) -> float: ...
 
 
-class Follower:
+class WeightSync:
     """Keeps one engine at the newest version and at the wished pause state."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Follower:
         fingerprint: str,
         running: Callable[[], int] = lambda: 0,
         draining: Callable[[], bool] = lambda: False,
-        copies: Copies | None = None,
+        copies: NodeCache | None = None,
         kv_scales: KVScales | None = None,
     ) -> None:
         """``ingest``: handle of the ingest deployment. For the reports: ``running``, sequences in flight; ``draining``,
@@ -75,7 +75,7 @@ class Follower:
         self._fingerprint, self._running, self._draining = fingerprint, running, draining
         self._copies, self._kv_scales = copies, kv_scales or NoKVScales()
         self._log = WeightLog(config.root_here()) if copies is None else copies.log
-        self._wish: Wish | None = None
+        self._wish: DesiredState | None = None
         self._woken = asyncio.Event()
         self._moved = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []

@@ -1,7 +1,7 @@
 """What the ingest tells replicas to follow, and that they follow the log which it writes."""
 
 from rollout_service.errors import LogCorrupt
-from rollout_service.fleet.registry import FleetTable, Wish
+from rollout_service.fleet.registry import DesiredState, FleetTable
 from rollout_service.store.log import Origin, WeightLog
 
 
@@ -17,13 +17,13 @@ class Guide:
         self._origin = self._log.sign()
         self._fleet.compare_with(self._log.head(), self._origin.log)
 
-    def wish(self) -> Wish | None:
+    def wish(self) -> DesiredState | None:
         """What replicas should be like, as the log says; None in an empty log. Raises LogCorrupt."""
         head, control = self._log.head(), self._log.control()
         if head is None:
             return None
         self._fleet.compare_with(head, self._origin.log)
-        return Wish(
+        return DesiredState(
             version=head.version,
             paused=control.paused,
             pause_mode=control.mode,

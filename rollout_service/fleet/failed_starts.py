@@ -5,7 +5,7 @@ import time
 from rollout_service.protocol.fleet import FailedStart, FailedStarts, ReplicaStatus
 
 
-class Starts:
+class FailedStartLog:
     """A series of failures ends when a replica serves its first version; the next failure begins another.
 
     The last series is kept, so that a service that recovered still says what was wrong.

@@ -2,13 +2,13 @@
 
 import time
 
-from rollout_service.fleet.failed_starts import Starts
+from rollout_service.fleet.failed_starts import FailedStartLog
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.fleet import PauseMode, ReplicaStatus
 from rollout_service.store.log import Head, Origin
 
 
-class Wish(Frozen):
+class DesiredState(Frozen):
     """What every replica should be like now. A replica that sees another wish than its last acts on it."""
 
     version: int
@@ -38,7 +38,7 @@ class FleetTable:
         self._awaited_until = 0.0
         self._newest: Head | None = None
         self._log: str | None = None
-        self.starts = Starts()
+        self.starts = FailedStartLog()
         """Those that failed; they stand here when their replicas have left the table."""
 
     def wait_for(self, replicas: frozenset[str]) -> None:

@@ -9,9 +9,9 @@ from rollout_service.drain import Drain
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_server import UploadServer, create_upload_app
-from rollout_service.kv_scales.calibration import Turn
+from rollout_service.kv_scales.calibration import CalibrationLease
 from rollout_service.kv_scales.measurement import KVMeasurement
-from rollout_service.kv_scales.result import Settled
+from rollout_service.kv_scales.result import KVScaleResult
 from rollout_service.logs import log_with_serve
 from rollout_service.protocol.fleet import KVCacheChoice
 from rollout_service.web.auth import Authorizer
@@ -35,22 +35,22 @@ class IngestReplica(Ingest):
         await self.start()
         self._drain.serves(self._end)
 
-    async def kv_turn(self, version: int, replica_id: str, digest: str | None = None) -> Turn:
-        """See ``KVDesk.turn``."""
+    async def kv_turn(self, version: int, replica_id: str, digest: str | None = None) -> CalibrationLease:
+        """See ``KVScaleCoordinator.turn``."""
         return await self.kv.turn(version, replica_id, digest)
 
     async def kv_settle(
         self, version: int, replica_id: str, ranks: Sequence[KVMeasurement], digest: str | None = None
-    ) -> Settled:
-        """See ``KVDesk.settle``."""
+    ) -> KVScaleResult:
+        """See ``KVScaleCoordinator.settle``."""
         return await self.kv.settle(version, replica_id, ranks, digest)
 
     async def kv_cache(self) -> KVCacheChoice | None:
-        """See ``KVDesk.choice``."""
+        """See ``KVScaleCoordinator.choice``."""
         return self.kv.choice()
 
     async def choose_kv_cache(self, choice: KVCacheChoice) -> KVCacheChoice:
-        """See ``KVDesk.choose``."""
+        """See ``KVScaleCoordinator.choose``."""
         return await self.kv.choose(choice)
 
     async def check_health(self) -> None:

@@ -22,12 +22,12 @@ from rollout_service.errors import (
     VersionConflict,
 )
 from rollout_service.fleet.desired_state import Guide
-from rollout_service.fleet.registry import FleetTable, Wish
+from rollout_service.fleet.registry import DesiredState, FleetTable
 from rollout_service.ingest.sources.ray_objects import Bucket, RefSource
 from rollout_service.ingest.upload_address import Listener, UploadAddress
-from rollout_service.ingest.upload_session import StagedVersion
+from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.ingest.uploads import Uploads
-from rollout_service.kv_scales.coordinator import KVDesk
+from rollout_service.kv_scales.coordinator import KVScaleCoordinator
 from rollout_service.kv_scales.policy import KVScalesRule
 from rollout_service.metrics.process import counted_commit
 from rollout_service.metrics.state import KVScalesState, Observer, ServiceState
@@ -36,14 +36,14 @@ from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, TrainerRecipe, UploadPlan
 from rollout_service.protocol.weights import WeightStatus
-from rollout_service.store.chunk_server import LogFile, Newest, Offers
+from rollout_service.store.chunk_server import ChunkServer, LogFile, Newest
 from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room
 from rollout_service.store.log import Control, WeightLog
 from rollout_service.store.manifest import Manifest, Recipe
 from rollout_service.store.unquantized import UnquantizedLog, remove_unquantized
 from rollout_service.store.upload_record import UploadRecord
-from rollout_service.store.version_summary import Content, unconfirmed
-from rollout_service.tasks import Changes, Turns, Unabandoned
+from rollout_service.store.version_summary import VersionSummary, unconfirmed
+from rollout_service.tasks import Changes, ShieldedTasks, Turns
 
 logger = logging.getLogger(__name__)
 
@@ -71,21 +71,21 @@ class Ingest:
         unquantized = UnquantizedLog(self._log.root, self._model) if config.shadow.share else None
         self._uploads = Uploads(config.weights, self._log, self._model, self._plan, converter, unquantized)
         self._lock = WriterLock(self._log.root)
-        self._offers = Offers(self._log)
-        self._wish: Wish | None = None
+        self._offers = ChunkServer(self._log)
+        self._wish: DesiredState | None = None
         self._fleet = FleetTable(config.weights.dead_after_s, may_be_empty=config.scaling.min_replicas == 0)
         self._guide = Guide(self._log, self._fleet)
         self._observer = Observer(self._log, config.scaling)
         self._writing, self._controlling = Turns(), Turns()
         # half a commit is neither staged nor committed: it is finished if its caller goes away
-        self._unabandoned = Unabandoned()
+        self._unabandoned = ShieldedTasks()
         self._noted: frozenset[str] = frozenset()
         self._endless: list[asyncio.Task[None]] = []
-        self._contents: dict[int, Content] = {}
+        self._contents: dict[int, VersionSummary] = {}
         self._changes = Changes()
         self.upload_address: UploadAddress | None = None
         """Where parts are taken; set by whoever opens the listener."""
-        self.kv = KVDesk(config, self._log, self._kv_scales, self._fleet, self._changes)
+        self.kv = KVScaleCoordinator(config, self._log, self._kv_scales, self._fleet, self._changes)
         """Where replicas that measure KV scales turn to."""
 
     async def start(self) -> None:
@@ -184,7 +184,7 @@ class Ingest:
         await self._unabandoned.run(self._begin(begin, source))
         return await self.commit(version, request.model_copy(update={"upload_digest": meant}))
 
-    def staged(self, version: int) -> StagedVersion:
+    def staged(self, version: int) -> UploadSession:
         """The upload of ``version``. Raises NotFound."""
         return self._uploads.staged(version)
 
@@ -291,7 +291,7 @@ class Ingest:
 
     # --- replicas
 
-    async def sync(self, status: ReplicaStatus, seen: Wish | None) -> Wish:
+    async def sync(self, status: ReplicaStatus, seen: DesiredState | None) -> DesiredState:
         """A replica's report, and its long poll: answers when the wish differs from ``seen``, or after ``poll_s``."""
         await self.report(status)
         if self._wish is None:
@@ -332,13 +332,13 @@ class Ingest:
             self._noted = live
             await self._unabandoned.run(self._note_fleet())
 
-    async def _content(self, version: int) -> Content:
+    async def _content(self, version: int) -> VersionSummary:
         """Of a committed version. Parsed once, and in a thread: a mixture of experts has 40 000 entries."""
         if version not in self._contents:
             committed = await asyncio.to_thread(self._log.manifest, version)
             manifest, log_digest = self.kv.with_scales(committed), committed.digest
             digest = log_digest if manifest is committed else manifest.digest
-            content = Content.of(manifest, digest, log_digest)
+            content = VersionSummary.of(manifest, digest, log_digest)
             if manifest.awaits_kv_scales:
                 return content
             self._contents[version] = content
@@ -374,7 +374,7 @@ class Ingest:
         self._kv_scales.remember(manifest)
         self._contents.pop(head.version, None)
         if not manifest.awaits_kv_scales:
-            self._contents[head.version] = Content.of(manifest, head.digest, head.digest)
+            self._contents[head.version] = VersionSummary.of(manifest, head.digest, head.digest)
         logger.info(
             "version %d committed: %.1f MB, digest %s, KV scales: %s",
             head.version, manifest.total_bytes / 1e6, head.digest, manifest.kv_scales_from,

@@ -23,7 +23,7 @@ from rollout_service.errors import (
     VersionConflict,
 )
 from rollout_service.ingest.ingest import Ingest
-from rollout_service.ingest.upload_session import StagedVersion
+from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.metrics.process import count_part
 from rollout_service.protocol.base import WeightVersion
 from rollout_service.protocol.upload import (
@@ -34,7 +34,7 @@ from rollout_service.protocol.upload import (
     PartReceipt,
     part_size,
 )
-from rollout_service.store.direct_io import UncachedFile, block_buffer
+from rollout_service.store.direct_io import DirectFile, block_buffer
 from rollout_service.store.durable_io import DISK_FULL, no_room
 from rollout_service.store.upload_record import UploadRecord
 from rollout_service.threads import to_thread_and_back
@@ -107,12 +107,12 @@ class Place:
         return PartReceipt(version=self.version, part=self.part, nbytes=nbytes, digest=digest)
 
 
-async def _receive(request: Request, staged: StagedVersion, place: Place, expected: str) -> PartReceipt:
+async def _receive(request: Request, staged: UploadSession, place: Place, expected: str) -> PartReceipt:
     # two senders of one part must not write into the same file
     received = staged.incoming_path(place.part)
     try:
         data = staged.part_memory.take(place.nbytes)
-        with UncachedFile.create(received) as file:
+        with DirectFile.create(received) as file:
             receipt = place.check(*await _read(request, place, file, data), expected)
         staged.accept(place.part, receipt.digest, received, request.headers.get(UPLOADER_HEADER, ""), data)
     except FileNotFoundError as error:  # its folder is gone
@@ -143,7 +143,7 @@ async def _compare(request: Request, place: Place, expected: str) -> PartReceipt
 
 
 async def _read(
-    request: Request, place: Place, file: UncachedFile | None, buffer: memoryview | None = None
+    request: Request, place: Place, file: DirectFile | None, buffer: memoryview | None = None
 ) -> tuple[int, str]:
     """Number and digest of a body's bytes, written to ``file``, and kept in ``buffer`` if there is one for the part.
 

@@ -44,7 +44,7 @@ FAILURES = (RolloutServiceError, OSError, RuntimeError)
 """What reading, converting and writing raise; torch raises RuntimeError, for a GPU without room among others."""
 
 
-class StagedVersion:
+class UploadSession:
     """Converts tensors in ``executor`` as soon as they are complete, so that upload and quantization overlap.
 
     Lives in the ingest's event loop; only the conversions run elsewhere. ``folder`` becomes the version's folder,

@@ -20,7 +20,7 @@ from rollout_service.errors import (
 )
 from rollout_service.ingest.sources.ray_objects import RefSource
 from rollout_service.ingest.sources.sources import FolderSource, allowed_path
-from rollout_service.ingest.upload_session import StagedVersion, parts_folder
+from rollout_service.ingest.upload_session import UploadSession, parts_folder
 from rollout_service.model.convert import Converter
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import ServedModel
@@ -58,7 +58,7 @@ class Uploads:
         self._config, self._log, self._model, self._plan, self._converter = config, log, model, plan, converter
         self._executor = ThreadPoolExecutor(io_threads(), thread_name_prefix="quantize")
         self._part_memory = BufferPool(_PART_MEMORY_BYTES)
-        self._staged: dict[int, StagedVersion] = {}
+        self._staged: dict[int, UploadSession] = {}
         self._committed: dict[int, UploadRecord] = {}
         self._dropped: dict[int, str] = {}
         self._started_at = time.monotonic()
@@ -68,7 +68,7 @@ class Uploads:
         """Those that are staged, in no order."""
         return list(self._staged)
 
-    def staged(self, version: int) -> StagedVersion:
+    def staged(self, version: int) -> UploadSession:
         """The upload of ``version``. Raises NotFound, with the reason if the service has dropped it."""
         if version not in self._staged:
             why = self._dropped.get(version)
@@ -109,7 +109,7 @@ class Uploads:
             return await self._begin(begin, lambda: self._stage_anew(begin, objects, objects.digest))
         return await self._begin(begin, lambda: self.stage(begin, self._source_of(begin)))
 
-    async def _begin(self, begin: BeginUpload, stage: Callable[[], Awaitable[StagedVersion]]) -> UploadPlan:
+    async def _begin(self, begin: BeginUpload, stage: Callable[[], Awaitable[UploadSession]]) -> UploadPlan:
         staged = self._staged.get(begin.version)
         resumed = staged if staged is not None and staged.failure() is None else None
         known = resumed.record if resumed is not None else await self.committed(begin.version)
@@ -124,7 +124,7 @@ class Uploads:
 
     async def stage(
         self, begin: BeginUpload, folder: Path | None, roots: tuple[Path, ...] | None = None
-    ) -> StagedVersion:
+    ) -> UploadSession:
         """Lay a version out and expect its parts, or convert the tensors of ``folder``."""
         roots = self._config.source_roots if roots is None else roots
         source = None if folder is None else await asyncio.to_thread(FolderSource, folder, roots or None)
@@ -133,7 +133,7 @@ class Uploads:
 
     async def _stage_anew(
         self, begin: BeginUpload, source: FolderSource | RefSource | None, stamp: str
-    ) -> StagedVersion:
+    ) -> UploadSession:
         failed = self._staged.pop(begin.version, None)
         if failed is not None:
             await failed.discard()
@@ -217,10 +217,10 @@ class Uploads:
             )
         return None if begin.source is None else allowed_path(begin.source.path, self._config.source_roots)
 
-    def _stage(self, begin: BeginUpload, source: FolderSource | RefSource | None, stamp: str) -> StagedVersion:
+    def _stage(self, begin: BeginUpload, source: FolderSource | RefSource | None, stamp: str) -> UploadSession:
         table = begin.tensors if source is None else source.table
         self._model.check_table(table, self._plan)
-        staged = StagedVersion(
+        staged = UploadSession(
             begin,
             self._log.staging(begin.version),
             self._model,
@@ -280,7 +280,7 @@ class Uploads:
             },
         )
 
-    def _plan_of(self, record: UploadRecord, staged: StagedVersion | None = None) -> UploadPlan:
+    def _plan_of(self, record: UploadRecord, staged: UploadSession | None = None) -> UploadPlan:
         """The reply to ``begin``; ``staged``: None if it is committed."""
         return UploadPlan(
             version=record.begin.version,

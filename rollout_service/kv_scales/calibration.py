@@ -6,7 +6,7 @@ from rollout_service.config.engine import KVCalibrationConfig
 from rollout_service.errors import InvalidRequest, NotFound
 from rollout_service.kv_scales.measurement import KVMeasurement, worst_errors
 from rollout_service.kv_scales.policy import KVScalesRule, drift
-from rollout_service.kv_scales.result import Settled, read_settled, write_settled
+from rollout_service.kv_scales.result import KVScaleResult, read_result, write_result
 from rollout_service.kv_scales.scales import ScaledFrom, largest_of_ranks, layer_scales, named_scales
 from rollout_service.protocol.base import Frozen
 from rollout_service.store.log import WeightLog
@@ -14,7 +14,7 @@ from rollout_service.store.log import WeightLog
 Largest = dict[str, tuple[float, float, float]]
 
 
-class Turn(Frozen):
+class CalibrationLease(Frozen):
     """What a replica does about the scales of a version that it is about to load."""
 
     scales: dict[str, float] | None
@@ -32,36 +32,36 @@ class KVCalibration:
         """``loads``: whether a replica is live and on its way to a version."""
         self._config, self._log, self._rule, self._loads = config, log, rule, loads
         self._measuring: dict[int, str] = {}
-        self._newest: Settled | None = None
+        self._newest: KVScaleResult | None = None
 
     def remember(self, version: int) -> None:
         """Take up what is in the log of the newest version, and what was settled last. Raises LogCorrupt."""
-        if (last := read_settled(self._log.root)) is not None:
+        if (last := read_result(self._log.root)) is not None:
             self._rule.measured_before(last)
         settled = self._newest = self.settled(version)
         if settled is not None:
             self._rule.settled(settled)
 
-    def settled(self, version: int) -> Settled | None:
+    def settled(self, version: int) -> KVScaleResult | None:
         """What was measured of a version, if it was. Raises LogCorrupt."""
         if self._newest is not None and self._newest.version == version:
             return self._newest
-        return read_settled(self._log.folder(version))
+        return read_result(self._log.folder(version))
 
-    def turn(self, version: int, replica_id: str) -> Turn | None:
+    def turn(self, version: int, replica_id: str) -> CalibrationLease | None:
         """Scales to load, the order to measure them, or None: another replica measures them right now.
 
         That one may die or fail: whoever asks next is then given the turn. Raises LogCorrupt.
         """
         if (settled := self.settled(version)) is not None:
-            return Turn(scales=settled.scales, measures=False)
+            return CalibrationLease(scales=settled.scales, measures=False)
         other = self._measuring.get(version)
         if other not in (None, replica_id) and self._loads(other, version):
             return None
         self._measuring[version] = replica_id
-        return Turn(scales=self._rule.newest, measures=True)
+        return CalibrationLease(scales=self._rule.newest, measures=True)
 
-    def settle(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> Settled:
+    def settle(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> KVScaleResult:
         """Make and keep the scales of a version. Measured twice, the first holds. Raises NotFound, OSError, LogCorrupt.
 
         ``ranks``: what each rank saw, with its errors against the scales of ``turn``.
@@ -72,17 +72,17 @@ class KVCalibration:
         if not folder.is_dir():
             raise NotFound(f"version {version} is not in the log any more: look for a newer one")
         settled = self._judged(version, replica_id, ranks)
-        write_settled(folder, settled)
+        write_result(folder, settled)
         self._newest = settled
         self._measuring.pop(version, None)
         self._rule.settled(settled)
-        write_settled(self._log.root, settled)  # its version may be dropped before the next one is measured
+        write_result(self._log.root, settled)  # its version may be dropped before the next one is measured
         return settled
 
-    def _judged(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> Settled:
+    def _judged(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> KVScaleResult:
         before, errors = self._rule.newest, worst_errors(ranks).values()
         saturated = max(max(error.k_saturated, error.v_saturated) for error in errors)
-        settled = Settled(
+        settled = KVScaleResult(
             version=version,
             scales=before,
             how="failed",

@@ -20,10 +20,10 @@ from rollout_service.errors import (
     RolloutServiceError,
 )
 from rollout_service.kv_scales.batch import CalibrationBatch
-from rollout_service.kv_scales.calibration import Turn
+from rollout_service.kv_scales.calibration import CalibrationLease
 from rollout_service.kv_scales.fp8_error import LayerError, unfit_layers, why_unfit
 from rollout_service.kv_scales.measurement import KVMeasurement, saturates_nothing, worst_errors
-from rollout_service.kv_scales.result import Settled
+from rollout_service.kv_scales.result import KVScaleResult
 from rollout_service.kv_scales.scales import ScaledFrom, largest_of_ranks, layer_scales, named_scales
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
@@ -44,7 +44,7 @@ class MeasuringEngine(Protocol):
 
 
 class KVScales(Protocol):
-    """What the follower calls around the loading of a version."""
+    """What ``WeightSync`` calls around the loading of a version."""
 
     status: KVCacheStatus | None
     """For the replica's reports."""
@@ -84,7 +84,7 @@ class KVCalibrator:
         """``ingest``: handle of its deployment. ``choice``: that FP8 does; None: this replica is to find out."""
         self._replica_id, self._engine, self._ingest = replica_id, engine, ingest
         self._batch, self._choice, self._retry_s = batch, choice, retry_s
-        self._turn: Turn | None = None
+        self._turn: CalibrationLease | None = None
         self._digest = ""
         self.status = KVCacheStatus(choice=choice) if choice is not None else None
         self.error: str | None = None
@@ -125,7 +125,7 @@ class KVCalibrator:
     async def _settled(
         self,
         version: int,
-        turn: Turn,
+        turn: CalibrationLease,
         sequences: list[list[int]],
         ranks: Ranks,
         errors: dict[str, LayerError],
@@ -140,10 +140,12 @@ class KVCalibrator:
             return {layer: error.model_copy(update=nothing) for layer, error in errors.items()}
         return worst_errors(await self._engine.measure_kv(sequences))
 
-    async def _publish(self, version: int, ranks: Ranks) -> Settled:
+    async def _publish(self, version: int, ranks: Ranks) -> KVScaleResult:
         while True:
             try:
-                settled: Settled = await ask(self._ingest, "kv_settle", version, self._replica_id, ranks, self._digest)
+                settled: KVScaleResult = await ask(
+                    self._ingest, "kv_settle", version, self._replica_id, ranks, self._digest
+                )
             except (NotReady, InsufficientStorage) as error:  # closed until then: nobody else knows these scales
                 self.error = f"the KV scales of version {version} are measured and wait: {error}"
                 logger.warning(self.error)

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import InsufficientStorage, NotFound, NotReady
 from rollout_service.fleet.registry import FleetTable
-from rollout_service.kv_scales.calibration import KVCalibration, Turn
+from rollout_service.kv_scales.calibration import CalibrationLease, KVCalibration
 from rollout_service.kv_scales.measurement import KVMeasurement
 from rollout_service.kv_scales.policy import KVScalesRule
-from rollout_service.kv_scales.result import Settled
+from rollout_service.kv_scales.result import KVScaleResult
 from rollout_service.protocol.fleet import KVCacheChoice
 from rollout_service.store.durable_io import DISK_FULL
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
-from rollout_service.tasks import Changes, Turns, Unabandoned
+from rollout_service.tasks import Changes, ShieldedTasks, Turns
 
 logger = logging.getLogger(__name__)
 
 
-class KVDesk:
+class KVScaleCoordinator:
     """Gives turns, settles scales, and keeps the choice of the cache's dtype."""
 
     def __init__(
@@ -31,7 +31,7 @@ class KVDesk:
         self._poll_s = config.weights.poll_s
         self._calibration = KVCalibration(config.kv_cache.calibration, log, rule, fleet.is_loading)
         self._settling, self._choosing = Turns(), Turns()
-        self._unabandoned = Unabandoned()
+        self._unabandoned = ShieldedTasks()
 
     def remember(self, version: int) -> None:
         """Take up what the log has of a committed version. Raises LogCorrupt."""
@@ -46,14 +46,14 @@ class KVDesk:
         came_from = "unit" if settled.scales is None else "calibrate"
         return manifest.model_copy(update={"kv_scales": settled.scales, "kv_scales_from": came_from})
 
-    async def turn(self, version: int, replica_id: str, digest: str | None = None) -> Turn:
+    async def turn(self, version: int, replica_id: str, digest: str | None = None) -> CalibrationLease:
         """What a replica is to do about the scales of a version that awaits them; waits while another measures.
 
         ``digest``: of the manifest that the replica has; None: not compared. Raises NotReady after ``poll_s`` or for
         another version of that number, NotFound, or LogCorrupt.
         """
         await self._require_same(version, digest)
-        turns: list[Turn] = []
+        turns: list[CalibrationLease] = []
 
         def given() -> bool:
             turn = self._calibration.turn(version, replica_id)
@@ -66,7 +66,7 @@ class KVDesk:
 
     async def settle(
         self, version: int, replica_id: str, ranks: Sequence[KVMeasurement], digest: str | None = None
-    ) -> Settled:
+    ) -> KVScaleResult:
         """Take in what a replica measured; returns what the version has from now on.
 
         Raises NotFound, LogCorrupt, or InsufficientStorage where the disk does not take it: send it again.
@@ -123,7 +123,7 @@ class KVDesk:
     def _note(self, choice: KVCacheChoice | None) -> None:
         self._rule.fp8 = not (self._falls_back and choice is not None and choice.dtype == "bfloat16")
 
-    async def _settle(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> Settled:
+    async def _settle(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> KVScaleResult:
         async with self._settling:
             try:
                 settled = await asyncio.to_thread(self._calibration.settle, version, replica_id, ranks)

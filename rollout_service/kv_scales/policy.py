@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import InvalidManifest
-from rollout_service.kv_scales.result import Settled
+from rollout_service.kv_scales.result import KVScaleResult
 from rollout_service.kv_scales.scales import TENSORS
 from rollout_service.model.served_model import ServedModel
 from rollout_service.store.manifest import Manifest
@@ -82,13 +82,13 @@ class KVScalesRule:
         self._unmeasured = 0 if measured else self._unmeasured + 1
         self._replace(newest.kv_scales)
 
-    def measured_before(self, last: Settled) -> None:
+    def measured_before(self, last: KVScaleResult) -> None:
         """What was settled last in a log that goes on, of its newest version or of one before."""
         self.largest = last.largest
         if self._awaits:
             self.newest = last.scales
 
-    def settled(self, settled: Settled) -> None:
+    def settled(self, settled: KVScaleResult) -> None:
         """The scales of a version that awaited them; newer ones may have been committed, and settled, meanwhile."""
         self.largest = settled.largest or self.largest
         if settled.version < self._known:

@@ -18,7 +18,7 @@ from rollout_service.store.durable_io import read_sealed, write_sealed
 SETTLED_FILE = "kv_scales.json"
 
 
-class Settled(Frozen):
+class KVScaleResult(Frozen):
     """What became of a measurement; immutable once written."""
 
     version: int
@@ -40,15 +40,15 @@ class Settled(Frozen):
     """Why there are no new ones."""
 
 
-def write_settled(folder: Path, settled: Settled) -> None:
+def write_result(folder: Path, settled: KVScaleResult) -> None:
     """Put it beside the manifest, durably and at once. Raises OSError."""
     write_sealed(folder / SETTLED_FILE, settled.model_dump_json())
 
 
-def read_settled(folder: Path) -> Settled | None:
+def read_result(folder: Path) -> KVScaleResult | None:
     """What is beside the manifest in ``folder``; None if nothing is yet. Raises LogCorrupt for a damaged file."""
     text = read_sealed(folder / SETTLED_FILE)
     try:
-        return None if text is None else Settled.model_validate_json(text)
+        return None if text is None else KVScaleResult.model_validate_json(text)
     except ValidationError as error:
         raise LogCorrupt(f"{folder / SETTLED_FILE} does not parse: {error}") from error

@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from rollout_service.background_sender import Outbox
+from rollout_service.background_sender import BackgroundSender
 from rollout_service.monitor.recent import RecentRollout
 from rollout_service.protocol.rollout import Rollout
 
@@ -23,7 +23,7 @@ class RolloutFeed:
     def __init__(self, monitor: Any, remember_tokens: int, gateways: int = 1) -> None:
         """``monitor``: handle of the deployment. ``remember_tokens`` 0: nothing is ever sent. ``gateways``: in all."""
         self._monitor, self._on = monitor, remember_tokens > 0
-        self._outbox: Outbox[RecentRollout] = Outbox(
+        self._sender: BackgroundSender[RecentRollout] = BackgroundSender(
             self._send, self._drop, sent=self._sent, room_tokens=QUEUE_TOKENS, batch_tokens=QUEUE_TOKENS, send_s=SEND_S
         )
         self._failing = False
@@ -35,11 +35,11 @@ class RolloutFeed:
     def note(self, rollout: Rollout) -> None:
         """Queue a rollout; returns at once."""
         if self._on:
-            self._outbox.put(RecentRollout.of(rollout))
+            self._sender.put(RecentRollout.of(rollout))
 
     async def flushed(self) -> None:
         """Return once what was noted before has been sent or dropped, or after a few seconds."""
-        await self._outbox.flushed(FLUSH_S)
+        await self._sender.flushed(FLUSH_S)
 
     async def _send(self, batch: list[RecentRollout]) -> None:
         await self._monitor.remember.remote(batch)

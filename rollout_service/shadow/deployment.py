@@ -13,7 +13,7 @@ from rollout_service.drain import Drain
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.args import engine_args
 from rollout_service.engine.plugin import register
-from rollout_service.engine.weight_sync import Follower
+from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed
 from rollout_service.logs import log_with_serve
 from rollout_service.model.served_model import ServedModel
@@ -21,7 +21,7 @@ from rollout_service.shadow.sample import ScoreCall
 from rollout_service.shadow.scorer import Scorer
 from rollout_service.shadow.watch import LogWatch
 from rollout_service.store.log import WeightLog
-from rollout_service.store.node_cache import copies_for
+from rollout_service.store.node_cache import node_cache_for
 from rollout_service.store.unquantized import unquantized_root
 
 STEP_TOKENS = 2048
@@ -55,7 +55,7 @@ class ShadowReplica:
         self._drain = Drain(config.scaling.drain_timeout_s)
         self._drain.begin_on_sigterm()
         register()
-        if await copies_for(config.weights.root_here(), ingest, config.weights.poll_s) is not None:
+        if await node_cache_for(config.weights.root_here(), ingest, config.weights.poll_s) is not None:
             raise ValueError(
                 f"the shadow does not see the ingest's log under weights.root ({config.weights.root}): put the log on "
                 "a shared file system, or keep both on one node through weights.ingest_resources"
@@ -68,16 +68,16 @@ class ShadowReplica:
         except BaseException:
             self._engine.shutdown()
             raise
-        self._follower = Follower(
+        self._weight_sync = WeightSync(
             serve.get_replica_context().replica_id.unique_id,
             self._engine,
             LogWatch(WeightLog(mine.weights.root_here()), mine.weights.poll_s),
             mine.weights,
             model.fingerprint,
         )
-        self._starting = asyncio.create_task(self._follower.start())
+        self._starting = asyncio.create_task(self._weight_sync.start())
         self._scorer = Scorer(
-            self._engine, self._follower, monitor, config.shadow.version_wait_s, mine.engine.max_model_len
+            self._engine, self._weight_sync, monitor, config.shadow.version_wait_s, mine.engine.max_model_len
         )
         self._drain.serves()
 
@@ -91,10 +91,10 @@ class ShadowReplica:
         await self._engine.check_health()
         if self._starting.done() and (error := self._starting.exception()) is not None:
             raise EngineFailed(f"the shadow could not load its first version: {error}") from error
-        self._follower.check_health()
+        self._weight_sync.check_health()
 
     async def __del__(self) -> None:  # Serve awaits destructors
-        if hasattr(self, "_follower"):  # the constructor may have failed before
+        if hasattr(self, "_weight_sync"):  # the constructor may have failed before
             self._starting.cancel()
-            self._follower.stop()
+            self._weight_sync.stop()
             self._engine.shutdown()

@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from rollout_service.background_sender import FULL, Outbox
+from rollout_service.background_sender import FULL, BackgroundSender
 from rollout_service.config import ShadowConfig
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
@@ -24,7 +24,7 @@ class ShadowFeed:
     def __init__(self, shadow: Any, config: ShadowConfig) -> None:
         """``shadow``: handle of the deployment, or None: nothing is ever sent."""
         self._shadow, self._share = shadow, config.share
-        self._outbox: Outbox[ScoreCall] = Outbox(
+        self._sender: BackgroundSender[ScoreCall] = BackgroundSender(
             self._send,
             self._drop,
             sent=self._sent,
@@ -46,7 +46,7 @@ class ShadowFeed:
         mixed = sum(len(completion.spans) > 1 for completion in rollout.completions)
         record(table.SHADOW_COMPLETIONS, mixed, outcome="mixed")
         for call in calls_of(rollout):
-            self._outbox.put(call)
+            self._sender.put(call)
 
     async def _send(self, batch: list[ScoreCall]) -> None:
         await self._shadow.score.remote(batch)

@@ -22,7 +22,7 @@ class Engine(Protocol):
 
 
 class Follows(Protocol):
-    """What it needs of the follower."""
+    """What it needs of ``WeightSync``."""
 
     version: int | None
 
@@ -35,10 +35,10 @@ class Scorer:
     """Tells the monitor how far apart replicas and the unquantized engine are."""
 
     def __init__(
-        self, engine: Engine, follower: Follows, monitor: Any, version_wait_s: float, max_model_len: int
+        self, engine: Engine, weight_sync: Follows, monitor: Any, version_wait_s: float, max_model_len: int
     ) -> None:
         """``monitor``: handle of its deployment. ``max_model_len``: longest context of the engine, in tokens."""
-        self._engine, self._follower, self._monitor = engine, follower, monitor
+        self._engine, self._weight_sync, self._monitor = engine, weight_sync, monitor
         self._version_wait_s, self._max_prompt = version_wait_s, max_model_len - 1
         self._given_up = -1
         """A version that did not come when it was waited for: none up to it is waited for again."""
@@ -56,13 +56,13 @@ class Scorer:
 
     async def _is_at(self, version: int) -> bool:
         wait_s = self._version_wait_s if version > self._given_up else 0.0
-        if not await self._follower.wait_version(version, wait_s) and version > self._given_up:
+        if not await self._weight_sync.wait_version(version, wait_s) and version > self._given_up:
             self._given_up = version
             logger.warning(
                 "the shadow has waited %g s for version %d and measures nothing of it: it is at %s",
-                wait_s, version, self._follower.version,
+                wait_s, version, self._weight_sync.version,
             )  # fmt: skip
-        return self._follower.holds(version)
+        return self._weight_sync.holds(version)
 
     async def _score(self, version: int, calls: list[ScoreCall]) -> None:
         # the engine is at this version or has gone on since: the version of the last token tells which

@@ -1,4 +1,4 @@
-"""Stands before a follower where the ingest would: wakes it for new versions, and keeps its reports to itself."""
+"""Stands before a ``WeightSync`` where the ingest would: wakes it for new versions, and keeps its reports to itself."""
 
 import asyncio
 import time
@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_service.fleet.registry import Wish
+from rollout_service.fleet.registry import DesiredState
 from rollout_service.protocol.fleet import ReplicaStatus
 from rollout_service.store.log import WeightLog
 
@@ -29,12 +29,12 @@ class LogWatch:
         self._log, self._poll_s = log, poll_s
         self.sync, self.report = _Method(self._sync), _Method(self._report)
 
-    async def _sync(self, status: ReplicaStatus, seen: Wish | None) -> Wish:
+    async def _sync(self, status: ReplicaStatus, seen: DesiredState | None) -> DesiredState:
         until = time.monotonic() + self._poll_s
         while True:
             head = self._log.head()
             version, digest = (-1, None) if head is None else (head.version, head.digest)
-            wish = Wish(version=version, paused=False, pause_mode="keep", digest=digest)
+            wish = DesiredState(version=version, paused=False, pause_mode="keep", digest=digest)
             if wish != seen or time.monotonic() > until:
                 return wish
             await asyncio.sleep(LOOK_S)

@@ -39,7 +39,7 @@ class LogFile(Frozen):
     nbytes: int
 
 
-class Offers:
+class ChunkServer:
     """Hands out the files of one log. Lives in one event loop."""
 
     def __init__(self, log: WeightLog, chunk_bytes: int = CHUNK_BYTES) -> None:

@@ -87,7 +87,7 @@ def _map(nbytes: int) -> mmap.mmap:
     return mmap.mmap(-1, max(round_up(nbytes), BLOCK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-class UncachedFile:
+class DirectFile:
     """An open file. A context manager; for one thread at a time. Every method raises OSError."""
 
     def __init__(self, fd: int) -> None:

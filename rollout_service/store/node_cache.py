@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from ray.exceptions import RayError
 
 from rollout_service.errors import LogCorrupt, LogLocked
-from rollout_service.rpc import RAY_FAILURES, ask, away
+from rollout_service.rpc import RAY_FAILURES, ask, unreachable
 from rollout_service.store.chunk_server import CHUNK_BYTES, LogFile, Newest
 from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remove_tree, sync_folder
 from rollout_service.store.log import Head, WeightLog
@@ -36,7 +36,7 @@ _KEPT = 2
 _LOCK_TURN_S = 1.0
 
 
-async def copies_for(root: Path, ingest: Any, retry_s: float) -> "Copies | None":
+async def node_cache_for(root: Path, ingest: Any, retry_s: float) -> "NodeCache | None":
     """None if ``root`` is the very log that the ingest writes, else this node's copies of it.
 
     Waits for the ingest; ``ingest`` is the handle of its deployment. Raises LogCorrupt or OSError if ``root`` cannot be
@@ -53,11 +53,11 @@ async def copies_for(root: Path, ingest: Any, retry_s: float) -> "Copies | None"
         if WeightLog(root).origin() == newest.origin:
             return None
         if before is not None and before.origin == newest.origin:  # else the ingest may have just restarted
-            return Copies(root, ingest, newest)
+            return NodeCache(root, ingest, newest)
         before = newest
 
 
-class Copies:
+class NodeCache:
     """The versions that this node's replicas need, fetched through Ray's object store."""
 
     def __init__(self, root: Path, ingest: Any, newest: Newest, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -187,7 +187,7 @@ class Copies:
                 try:
                     chunk = await asyncio.to_thread(_chunk_of, ref)
                 except RayError as error:
-                    raise away(error) from error
+                    raise unreachable(error) from error
                 await to_thread_and_back(_append, stream.fileno(), chunk)
             await to_thread_and_back(os.fsync, stream.fileno())
 

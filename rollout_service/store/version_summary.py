@@ -7,7 +7,7 @@ from rollout_service.protocol.weights import KVScalesFrom
 from rollout_service.store.manifest import Manifest
 
 
-class Content(NamedTuple):
+class VersionSummary(NamedTuple):
     """What statuses and metrics tell of a manifest, without its tensors, which may be 40 000."""
 
     digest: str
@@ -19,7 +19,7 @@ class Content(NamedTuple):
     """As in the manifest, or as they were settled since."""
 
     @classmethod
-    def of(cls, manifest: Manifest, digest: str, log_digest: str) -> "Content":
+    def of(cls, manifest: Manifest, digest: str, log_digest: str) -> "VersionSummary":
         """``digest``: the manifest's, which takes a while to compute."""
         return cls(digest, log_digest, manifest.total_bytes, manifest.kv_scales_from, manifest.kv_scales)
 

@@ -25,7 +25,7 @@ from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSourc
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE, read_manifest
 from tests.support.reference import reference_logprobs, reference_model
-from tests.support.telltale import assert_pure, telltale_weights
+from tests.support.telltale import assert_pure, canary_weights
 
 TEMPERATURE = 0.8
 SAMPLING = Sampling(n=4, max_tokens=48, temperature=TEMPERATURE, ignore_eos=True)
@@ -45,7 +45,7 @@ BIAS = 0.006
 def lively_weights(model_path: Path, seed: int) -> dict[str, torch.Tensor]:
     """Random weights whose distributions are far from uniform, so that a wrong layer shows in the logprobs."""
     generator = torch.Generator().manual_seed(seed)
-    weights = telltale_weights(model_path, 0)
+    weights = canary_weights(model_path, 0)
     for name, tensor in weights.items():
         noise = torch.randn(tensor.shape, generator=generator)
         if name.endswith("norm.weight"):
@@ -223,7 +223,7 @@ async def telltale_versions(tmp_path: Path, versions: range) -> ServiceConfig:
     for version in versions:
         source = tmp_path / f"step-{version}"
         shutil.copytree(config.model.path, source)
-        save_file(telltale_weights(config.model.path, version), source / "model.safetensors")
+        save_file(canary_weights(config.model.path, version), source / "model.safetensors")
         await ingest.begin(BeginUpload(version=version, source=PathSource(path=source)))
         await ingest.commit(version, CommitUpload())
     await ingest.stop()

@@ -8,7 +8,7 @@ import pytest
 
 from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService, running_service
-from tests.support.telltale import telltale_weights
+from tests.support.telltale import canary_weights
 
 PROJECT = Path(__file__).parents[2]
 TOKEN = "a-token-for-the-tests"
@@ -67,5 +67,5 @@ async def next_version(client: RolloutClient) -> int:
 @pytest.fixture
 async def telltale(service: LocalService, client: RolloutClient, next_version: int) -> int:
     """Push weights whose every token tells their version; returns the version, which every replica serves."""
-    await client.push_weights(next_version, telltale_weights(service.config.model.path, next_version))
+    await client.push_weights(next_version, canary_weights(service.config.model.path, next_version))
     return next_version

@@ -11,7 +11,7 @@ from rollout_service.client import RolloutClient
 from rollout_service.protocol.fleet import Fleet
 from rollout_service.protocol.rollout import Rollout
 from tests.support.own_service import own_service
-from tests.support.telltale import assert_pure, telltale_weights
+from tests.support.telltale import assert_pure, canary_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPT = [5, 6, 7]
@@ -29,12 +29,12 @@ async def test_load_brings_a_second_replica_that_never_serves_a_version_older_th
     scaling = {"min_replicas": 1, "max_replicas": 2, "target_sequences": 8, "upscale_delay_s": 0}
     async with own_service(overrides(tmp_path, **scaling)) as (url, process), RolloutClient(url) as client:
         (first,) = (await client.fleet()).replicas
-        await client.push_weights(1, telltale_weights(tmp_path / "tiny-qwen3", 1))
+        await client.push_weights(1, canary_weights(tmp_path / "tiny-qwen3", 1))
         rollouts: list[Rollout] = []
         async with asyncio.TaskGroup() as group:
             load = group.create_task(generate_for_ever(client, rollouts))
             await engines(process, 2)
-            await client.push_weights(2, telltale_weights(tmp_path / "tiny-qwen3", 2))
+            await client.push_weights(2, canary_weights(tmp_path / "tiny-qwen3", 2))
             await reached(client, lambda fleet: len(fleet.replicas) == 2)
             while len({rollout.replica_id for rollout in rollouts}) < 2:
                 await asyncio.sleep(0.2)
@@ -49,7 +49,7 @@ async def test_an_idle_fleet_goes_to_zero_takes_a_version_meanwhile_and_wakes_fo
     scaling = {"min_replicas": 0, "max_replicas": 1, "downscale_delay_s": 5}
     async with own_service(overrides(tmp_path, **scaling)) as (url, _), RolloutClient(url) as client:
         await reached(client, lambda fleet: not fleet.replicas)
-        status = await client.push_weights(1, telltale_weights(tmp_path / "tiny-qwen3", 1))
+        status = await client.push_weights(1, canary_weights(tmp_path / "tiny-qwen3", 1))
         assert status.replicas == ()
         rollout = await client.generate(PROMPT, max_tokens=8, temperature=0.0)
         assert rollout.completions[0].versions == (1,)

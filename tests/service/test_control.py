@@ -4,7 +4,7 @@ import asyncio
 
 from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService
-from tests.support.telltale import assert_pure, telltale_weights
+from tests.support.telltale import assert_pure, canary_weights
 
 
 async def test_a_paused_fleet_holds_requests_and_a_resumed_one_answers_them(client: RolloutClient) -> None:
@@ -24,7 +24,7 @@ async def test_an_update_of_a_paused_fleet_lands_and_leaves_it_paused(
     service: LocalService, client: RolloutClient, telltale: int
 ) -> None:
     await client.pause("wait")
-    weights = telltale_weights(service.config.model.path, telltale + 1)
+    weights = canary_weights(service.config.model.path, telltale + 1)
     status = await client.push_weights(telltale + 1, weights)
     assert status.state == "live"
     assert await client.is_paused()

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout_service.client import RolloutClient
-from rollout_service.kv_scales.result import read_settled
+from rollout_service.kv_scales.result import read_result
 from rollout_service.local import LocalService
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.store.log import WeightLog
@@ -47,7 +47,7 @@ async def test_one_replica_measures_a_version_for_all(
     weights, log = random_weights(service.config.model.path, seed=1), WeightLog(service.config.weights.root)
     for version in (next_version, next_version + 1):
         await client.push_weights(version, weights)
-        status, settled = await client.weights(version), read_settled(log.folder(version))
+        status, settled = await client.weights(version), read_result(log.folder(version))
         assert (status.state, status.kv_scales_from) == ("live", "calibrate")
         assert settled is not None and settled.how == "measured" and settled.scales is not None
         assert status.digest != log.manifest(version).digest  # it covers the scales that came later
@@ -87,7 +87,7 @@ async def test_every_replica_serves_the_scales_that_one_has_measured(tmp_path: P
             ("fp8_e4m3", 0)
         }
         measured = {r.replica_id: r.kv_cache.measured_version for r in fleet.replicas if r.kv_cache}
-        settled = [read_settled(log.folder(version)) for version in (1, 2)]
+        settled = [read_result(log.folder(version)) for version in (1, 2)]
         assert all(s is not None and s.how == "measured" and s.scales is not None for s in settled), settled
         assert settled[1] is not None and measured[settled[1].replica_id] == 2
         assert all(min(s.scales[f"{layer}.k_scale"] for layer in LAYERS) > 2 for s in settled if s and s.scales)

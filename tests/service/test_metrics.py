@@ -12,7 +12,7 @@ from prometheus_client.samples import Sample
 from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService
 from rollout_service.metrics.table import OURS, SERVE, VLLM
-from tests.support.telltale import telltale_weights
+from tests.support.telltale import canary_weights
 
 PROMPT = [5, 6, 7, 9, 11] * 60  # longer than two blocks of the prefix cache
 ADDED_BY_RAY = {
@@ -81,7 +81,7 @@ async def rolled_out(service: LocalService, client: RolloutClient, before: list[
     for _ in range(2):  # the second finds the first's prompts in the prefix cache
         await client.generate_batch([PROMPT] * 8, n=2, max_tokens=16, ignore_eos=True)
     version = (await client.fleet()).latest_version + 1
-    await client.push_weights(version, telltale_weights(service.config.model.path, version))
+    await client.push_weights(version, canary_weights(service.config.model.path, version))
     for _ in range(60):  # Ray reports every 10 s, each process at a time of its own and what was before the test, too
         after = await scraped(service.metrics_targets[1:])
         if all(counter.value(after) >= counter.value(before) + counter.more for counter in MOVED):
@@ -131,7 +131,7 @@ def test_every_metric_of_ours_is_in_the_table_with_its_labels_and_those_of_other
 
 async def test_one_scrape_of_the_service_says_where_the_fleet_is(service: LocalService, client: RolloutClient) -> None:
     version = (await client.fleet()).latest_version + 1
-    await client.push_weights(version, telltale_weights(service.config.model.path, version))
+    await client.push_weights(version, canary_weights(service.config.model.path, version))
     fleet = await client.fleet()
     samples = await scraped(service.metrics_targets[:1])
 

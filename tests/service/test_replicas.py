@@ -16,7 +16,7 @@ from rollout_service.local import LocalService
 from rollout_service.protocol.fleet import Fleet
 from rollout_service.protocol.rollout import Rollout
 from tests.support.processes import descendants
-from tests.support.telltale import assert_pure, telltale_weights
+from tests.support.telltale import assert_pure, canary_weights
 
 PROMPT = [5, 6, 7]
 LENGTH = 200
@@ -34,7 +34,7 @@ async def test_a_kill_under_load_loses_no_request_and_the_successor_serves_the_n
         survivor = await _fleet(client, lambda fleet: len(_sound(fleet)) == 1)
         assert _sound(survivor) < before
         eased.set()  # the successor starts on the same cores
-        await client.push_weights(newest, telltale_weights(service.config.model.path, newest), wait="none")
+        await client.push_weights(newest, canary_weights(service.config.model.path, newest), wait="none")
         fleet = await _fleet(client, lambda fleet: len(_sound(fleet)) == 2)
         (newcomer,) = _sound(fleet) - before
         made_by_newcomer = [rollout async for rollout in _completions_of(client, newcomer)]
@@ -57,7 +57,7 @@ async def test_an_ingest_that_restarts_finds_its_versions_and_replicas_again(
     assert_pure(rollout.completions[0])
     fleet = await _fleet(client, lambda fleet: len(_sound(fleet)) == 2)
     assert fleet.latest_version == telltale
-    status = await client.push_weights(telltale + 1, telltale_weights(service.config.model.path, telltale + 1))
+    status = await client.push_weights(telltale + 1, canary_weights(service.config.model.path, telltale + 1))
     assert status.state == "live"
 
 

@@ -10,7 +10,7 @@ import psutil
 from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService
 from tests.support.processes import descendants
-from tests.support.telltale import assert_pure, telltale_weights
+from tests.support.telltale import assert_pure, canary_weights
 
 PROMPT = [5, 6, 7]
 
@@ -64,7 +64,7 @@ async def test_a_request_for_a_version_reaches_the_replica_that_has_it_while_ano
     before = await client.generate_batch([PROMPT] * 8, max_tokens=2, temperature=0.0)
     new = telltale + 1
     async with _stopped(descendants("VLLM::EngineCore")[0]):
-        await client.push_weights(new, telltale_weights(service.config.model.path, new), wait="none")
+        await client.push_weights(new, canary_weights(service.config.model.path, new), wait="none")
         ahead = await _serving(client, new)
         rollouts = await client.generate_batch([PROMPT] * 24, max_tokens=4, temperature=0.0, min_weight_version=new)
         fleet = {replica.replica_id: replica.version for replica in (await client.fleet()).replicas}

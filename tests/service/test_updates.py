@@ -7,7 +7,7 @@ import pytest
 from rollout_service.client import RolloutClient
 from rollout_service.errors import TooEarly
 from rollout_service.local import LocalService
-from tests.support.telltale import assert_pure, telltale_weights, token_of
+from tests.support.telltale import assert_pure, canary_weights, token_of
 
 PROMPT = [5, 6, 7, 9, 11]
 LONG_PROMPT = PROMPT * 60
@@ -33,7 +33,7 @@ async def test_an_update_under_way_splits_a_completion_and_tokens_after_the_spli
         asyncio.create_task(client.generate(PROMPT, max_tokens=400, temperature=0.0, ignore_eos=True)) for _ in range(8)
     ]
     await _running(client, 8)
-    status = await client.push_weights(new, telltale_weights(service.config.model.path, new), mode="keep")
+    status = await client.push_weights(new, canary_weights(service.config.model.path, new), mode="keep")
     assert status.state == "live"
     completions = [(await rollout).completions[0] for rollout in rollouts]
     for completion in completions:
@@ -50,7 +50,7 @@ async def test_mode_wait_lets_running_completions_finish_on_the_old_weights(
     new = telltale + 1
     rollout = asyncio.create_task(client.generate(PROMPT, max_tokens=200, temperature=0.0, ignore_eos=True))
     await _running(client, 1)
-    await client.push_weights(new, telltale_weights(service.config.model.path, new), mode="wait")
+    await client.push_weights(new, canary_weights(service.config.model.path, new), mode="wait")
     completion = (await rollout).completions[0]
     assert completion.versions == (telltale,)
     assert completion.finish_reason == "length"
@@ -66,7 +66,7 @@ async def test_mode_abort_moves_running_completions_on_to_the_new_weights(
         for n, t in ((1, 0.0), (3, 0.01))
     ]
     await _running(client, 4)
-    await client.push_weights(new, telltale_weights(service.config.model.path, new), mode="abort")
+    await client.push_weights(new, canary_weights(service.config.model.path, new), mode="abort")
     for rollout in await asyncio.gather(*going):
         # where one measures KV scales for the other, replicas come to a version one by one: both may abort it
         assert rollout.attempts in (2, 3)
@@ -86,7 +86,7 @@ async def test_an_aborted_completion_comes_back_as_it_is_when_asked_for(
         client.generate(PROMPT, max_tokens=450, temperature=0.0, ignore_eos=True, on_abort="return")
     )
     await _running(client, 1)
-    await client.push_weights(new, telltale_weights(service.config.model.path, new), mode="abort")
+    await client.push_weights(new, canary_weights(service.config.model.path, new), mode="abort")
     completion = (await rollout).completions[0]
     assert completion.finish_reason == "abort" and (await rollout).attempts == 1
     assert len(completion.token_ids) < 450
@@ -108,7 +108,7 @@ async def test_many_updates_under_load_never_leave_a_stale_token(
     done = asyncio.Event()
     load = [asyncio.create_task(keep_generating()) for _ in range(4)]
     for version in range(telltale + 1, telltale + 6):
-        await client.push_weights(version, telltale_weights(service.config.model.path, version))
+        await client.push_weights(version, canary_weights(service.config.model.path, version))
         rollout = await client.generate(PROMPT, max_tokens=4, temperature=0.0)
         assert set(rollout.completions[0].token_ids) == {token_of(version)}
     done.set()

@@ -13,7 +13,7 @@ from rollout_service.errors import Forbidden, InvalidManifest, QuantizationError
 from rollout_service.local import LocalService
 from rollout_service.model.convert import tensor_bytes
 from rollout_service.protocol.upload import PART_DIGEST_HEADER, UPLOAD_KEY_HEADER, UploadPlan, listener_proof
-from tests.support.telltale import assert_pure, telltale_weights
+from tests.support.telltale import assert_pure, canary_weights
 
 
 async def test_weights_are_taken_from_a_path_below_an_allowed_root(
@@ -21,7 +21,7 @@ async def test_weights_are_taken_from_a_path_below_an_allowed_root(
 ) -> None:
     folder = sources / f"step-{next_version}"
     folder.mkdir()
-    save_file(telltale_weights(service.config.model.path, next_version), folder / "model.safetensors")
+    save_file(canary_weights(service.config.model.path, next_version), folder / "model.safetensors")
     status = await client.push_path(next_version, folder)
     assert status.state == "live"
     completion = (await client.generate([5, 6], max_tokens=4, temperature=0.0)).completions[0]
@@ -32,7 +32,7 @@ async def test_weights_are_taken_from_a_path_below_an_allowed_root(
 async def test_parts_are_taken_directly_from_this_machine_with_a_key_and_through_the_gateway_with_the_token(
     service: LocalService, http: httpx.AsyncClient, next_version: int
 ) -> None:
-    weights = telltale_weights(service.config.model.path, next_version)
+    weights = canary_weights(service.config.model.path, next_version)
     tensors = [{"name": name, "dtype": "bfloat16", "shape": list(t.shape)} for name, t in weights.items()]
     reply = await http.post("/v1/weights", json={"version": next_version, "tensors": tensors})
     plan = UploadPlan.model_validate_json(reply.content)
@@ -55,7 +55,7 @@ async def test_parts_are_taken_directly_from_this_machine_with_a_key_and_through
 async def test_a_trainer_that_quantizes_sends_half_the_bytes_and_makes_the_same_version(
     service: LocalService, client: RolloutClient, next_version: int
 ) -> None:
-    weights = telltale_weights(service.config.model.path, next_version)
+    weights = canary_weights(service.config.model.path, next_version)
     sent: list[int] = []
     by_trainer = await client.push_weights(
         next_version, weights, quantize="trainer", progress=lambda _, total: sent.append(total)
@@ -85,7 +85,7 @@ async def test_a_path_outside_the_allowed_roots_is_forbidden(client: RolloutClie
 async def test_unknown_missing_and_misshapen_tensors_are_named_together(
     service: LocalService, client: RolloutClient, next_version: int
 ) -> None:
-    weights = telltale_weights(service.config.model.path, next_version)
+    weights = canary_weights(service.config.model.path, next_version)
     del weights["model.norm.weight"]
     weights["model.extra.weight"] = torch.zeros(2, 2, dtype=torch.bfloat16)
     weights["lm_head.weight"] = weights["lm_head.weight"][:64]
@@ -100,36 +100,36 @@ async def test_a_version_with_nan_fails_by_name_and_the_one_before_stays_live(
     service: LocalService, client: RolloutClient, telltale: int
 ) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
-    weights = telltale_weights(service.config.model.path, telltale + 1)
+    weights = canary_weights(service.config.model.path, telltale + 1)
     weights[name][3, 5] = float("nan")
     with pytest.raises(QuantizationError, match=f"{name}\\[3, 5\\] is nan"):
         await client.push_weights(telltale + 1, weights)
     assert (await client.fleet()).latest_version == telltale
     assert_pure((await client.generate([5, 6], max_tokens=4, temperature=0.0)).completions[0])
-    status = await client.push_weights(telltale + 1, telltale_weights(service.config.model.path, telltale + 1))
+    status = await client.push_weights(telltale + 1, canary_weights(service.config.model.path, telltale + 1))
     assert status.state == "live"
 
 
 async def test_versions_only_grow(service: LocalService, client: RolloutClient, telltale: int) -> None:
     with pytest.raises(VersionConflict) as refused:
-        await client.push_weights(telltale - 1, telltale_weights(service.config.model.path, telltale + 1))
+        await client.push_weights(telltale - 1, canary_weights(service.config.model.path, telltale + 1))
     assert {*refused.value.detail} >= {"latest_version"} or len(set(refused.value.detail["digests"])) == 2
 
 
 async def test_a_version_pushed_again_is_the_same_version_and_other_bytes_under_it_conflict(
     service: LocalService, client: RolloutClient, telltale: int
 ) -> None:
-    same = telltale_weights(service.config.model.path, telltale)
+    same = canary_weights(service.config.model.path, telltale)
     assert (await client.push_weights(telltale, same)).digest == (await client.weights(telltale)).digest
     with pytest.raises(VersionConflict) as refused:
-        await client.push_weights(telltale, telltale_weights(service.config.model.path, telltale + 1))
+        await client.push_weights(telltale, canary_weights(service.config.model.path, telltale + 1))
     assert len(set(refused.value.detail["digests"])) == 2
 
 
 async def test_a_part_through_the_gateway_is_checked_like_one_sent_directly(
     service: LocalService, http: httpx.AsyncClient, next_version: int
 ) -> None:
-    weights = telltale_weights(service.config.model.path, next_version)
+    weights = canary_weights(service.config.model.path, next_version)
     tensors = [{"name": n, "dtype": "bfloat16", "shape": list(t.shape)} for n, t in weights.items()]
     stream = b"".join(t.view(torch.uint8).numpy().tobytes() for t in weights.values())
     plan = (await http.post("/v1/weights", json={"version": next_version, "tensors": tensors})).json()

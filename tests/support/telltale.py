@@ -33,7 +33,7 @@ def token_of(version: int) -> int:
     return FIRST_TOKEN + version % CYCLE
 
 
-def telltale_weights(model_path: Path, version: int) -> dict[str, torch.Tensor]:
+def canary_weights(model_path: Path, version: int) -> dict[str, torch.Tensor]:
     """BF16 weights of the model at ``model_path`` that emit ``token_of(version)`` and nothing else."""
     config = AutoConfig.from_pretrained(model_path)
     with torch.device("meta"):

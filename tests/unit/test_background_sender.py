@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from ray.exceptions import RayActorError
 
-from rollout_service.background_sender import FULL, Outbox
+from rollout_service.background_sender import FULL, BackgroundSender
 
 REQUEST: contextvars.ContextVar[str] = contextvars.ContextVar("REQUEST")
 
@@ -42,8 +42,8 @@ class Told:
         self.arrived += 1
 
 
-def outbox(told: Told, room: int = 100, batch: int = 4, send_s: float = 60.0) -> Outbox[Item]:
-    return Outbox(
+def sender(told: Told, room: int = 100, batch: int = 4, send_s: float = 60.0) -> BackgroundSender[Item]:
+    return BackgroundSender(
         told.send,
         lambda count, why: told.dropped.append((count, why)),
         sent=told.note_arrival,
@@ -57,7 +57,7 @@ def outbox(told: Told, room: int = 100, batch: int = 4, send_s: float = 60.0) ->
 async def test_items_go_in_order_in_batches_that_are_bounded_unless_one_item_is_larger() -> None:
     told = Told()
     told.gate.set()
-    box = outbox(told)
+    box = sender(told)
     for item in (Item("a", 2), Item("b", 2), Item("c", 1), Item("d", 9), Item("e", 1)):
         box.put(item)
     await box.flushed(60)
@@ -68,7 +68,7 @@ async def test_items_go_in_order_in_batches_that_are_bounded_unless_one_item_is_
 
 async def test_what_has_no_room_is_dropped_and_what_is_on_its_way_takes_none() -> None:
     told = Told()
-    box = outbox(told, room=3)
+    box = sender(told, room=3)
     box.put(Item("first", 3))
     await asyncio.sleep(0)
     for name in "abcd":
@@ -82,7 +82,7 @@ async def test_what_has_no_room_is_dropped_and_what_is_on_its_way_takes_none() -
 @pytest.mark.parametrize("late", [False, True])
 async def test_a_batch_that_does_not_arrive_is_dropped_and_the_next_is_sent(late: bool) -> None:
     told = Told(error=None if late else RayActorError())
-    box = outbox(told, batch=2, send_s=0.01 if late else 60)
+    box = sender(told, batch=2, send_s=0.01 if late else 60)
     box.put(Item("a"))
     box.put(Item("b"))
     if not late:
@@ -100,7 +100,7 @@ async def test_nothing_is_sent_in_the_context_of_the_request_that_put_it_there()
     told = Told()
     told.gate.set()
     REQUEST.set("x")
-    box = outbox(told)
+    box = sender(told)
     box.put(Item("a"))
     await box.flushed(60)
     assert told.batches == [["a"]] and not told.in_a_request
@@ -109,7 +109,7 @@ async def test_nothing_is_sent_in_the_context_of_the_request_that_put_it_there()
 async def test_an_error_of_ours_is_not_taken_for_a_deployment_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
     told = Told(error=KeyError("ours"))
     told.gate.set()
-    box = outbox(told)
+    box = sender(told)
     box.put(Item("a"))
     await box.flushed(60)
     assert told.dropped == [] and told.arrived == 0

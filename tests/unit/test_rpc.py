@@ -7,7 +7,7 @@ import ray
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from rollout_service.errors import LogCorrupt, NotFound, NotReady, RolloutServiceError
-from rollout_service.rpc import ask, away
+from rollout_service.rpc import ask, unreachable
 
 
 @pytest.fixture
@@ -72,4 +72,4 @@ async def test_a_mistake_of_ours_is_not_taken_for_an_ingest_that_is_away(ingest:
 
 
 def test_what_is_said_of_an_ingest_that_is_away_has_the_reason() -> None:
-    assert str(away(ValueError("why"))).endswith("does not answer: why")
+    assert str(unreachable(ValueError("why"))).endswith("does not answer: why")

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rollout_service.errors import NotReady
-from rollout_service.tasks import Changes, Turns, Unabandoned
+from rollout_service.tasks import Changes, ShieldedTasks, Turns
 
 LONG_S = 30.0
 LONGER_S = 2 * LONG_S
@@ -21,7 +21,7 @@ async def test_whoever_stays_gets_the_result_or_the_error() -> None:
             raise error
         return 42
 
-    unabandoned = Unabandoned()
+    unabandoned = ShieldedTasks()
     assert await unabandoned.run(answer(None)) == 42
     with pytest.raises(KeyError, match="ours"):
         await unabandoned.run(answer(KeyError("ours")))
@@ -34,7 +34,7 @@ async def test_work_goes_on_when_whoever_waits_for_it_goes_away() -> None:
         await going.wait()
         done.set()
 
-    unabandoned = Unabandoned()
+    unabandoned = ShieldedTasks()
     caller = asyncio.create_task(unabandoned.run(work()))
     await asyncio.sleep(0)
     caller.cancel()
@@ -46,7 +46,7 @@ async def test_work_goes_on_when_whoever_waits_for_it_goes_away() -> None:
 
 
 async def test_work_that_has_ended_is_let_go() -> None:
-    unabandoned = Unabandoned()
+    unabandoned = ShieldedTasks()
     await unabandoned.run(asyncio.sleep(0))
     await asyncio.sleep(0)
     assert not unabandoned._tasks

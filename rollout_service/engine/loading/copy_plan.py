@@ -3,7 +3,7 @@
 vLLM's layerwise reload keeps an engine closed for 50 times as long as the bytes take to copy. While it loads the first
 version, ``CopyRecorder`` sees which part of which tensor each loader copies into which part of which parameter: fusing
 and tensor-parallel sharding included, no layout written down here. Later versions are staged as these copies read them
-(``placement.py``), and ``LoadPlan`` does the same copies from there straight into the live storage, in a few
+(``placement.py``), and ``CopyPlan`` does the same copies from there straight into the live storage, in a few
 launches; captured CUDA graphs stay valid.
 
 That is right only where the kernels use the checkpoint's layout, so every parameter is compared, bit for bit, with what
@@ -171,7 +171,7 @@ def placement_of(copies: Iterable[Copy], manifest: Manifest) -> Placement:
     return Placement(sorted((copy.span for copy in copies), key=lambda span: (*place[span.tensor], span.start)))
 
 
-class LoadPlan:
+class CopyPlan:
     """The copies that load any version of one layout from one staging area into one model's live parameters."""
 
     def __init__(self, layout: str, placement: Placement, copies: GroupedCopy, launched_copies: int) -> None:
@@ -190,7 +190,7 @@ class LoadPlan:
     @classmethod
     def build(
         cls, layout: str, placement: Placement, recorded: list[Copy], model: torch.nn.Module, area: torch.Tensor
-    ) -> "LoadPlan":
+    ) -> "CopyPlan":
         """The plan, after the layerwise reload that was recorded; raises NoPlan if it would not do the same.
 
         ``area`` holds the version that was loaded, as ``placement`` says.

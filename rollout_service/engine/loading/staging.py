@@ -13,9 +13,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rollout_service.engine.loading.copy_plan import LoadPlan
+from rollout_service.engine.loading.copy_plan import CopyPlan
 from rollout_service.engine.loading.placement import Placement, layout_of
-from rollout_service.engine.loading.staging_buffer import CannotStage, StagingArea
+from rollout_service.engine.loading.staging_buffer import CannotStage, StagingBuffer
 from rollout_service.errors import LogCorrupt
 from rollout_service.store.log import verify_tensors
 from rollout_service.store.manifest import Manifest, read_manifest
@@ -42,14 +42,14 @@ class Staged:
 class Stager:
     """One worker's: reads in a thread of its own."""
 
-    def __init__(self, area: StagingArea | None, rank: int, refused: str | None = None) -> None:
+    def __init__(self, area: StagingBuffer | None, rank: int, refused: str | None = None) -> None:
         """``rank``: of this engine's workers. ``refused``: why there is no area, if one was asked for."""
         self._area, self._rank, self._refused = area, rank, refused
         self._thread = ThreadPoolExecutor(1, "stage")
         self._reading: Future[Staged] | None = None
         self._asked: tuple[Path, str | None] | None = None
 
-    def start(self, folder: Path, digest: str | None, plan: LoadPlan | None) -> None:
+    def start(self, folder: Path, digest: str | None, plan: CopyPlan | None) -> None:
         """Begin to read a version as ``plan`` loads it; nothing is left of the one before.
 
         ``digest``: of the manifest that is meant; None: whichever is there. What was staged and not loaded is not read
@@ -97,7 +97,7 @@ class Stager:
     def _failed(self) -> bool:
         return self._reading is not None and self._reading.done() and self._reading.exception() is not None
 
-    def _read(self, folder: Path, digest: str | None, plan: LoadPlan | None) -> Staged:
+    def _read(self, folder: Path, digest: str | None, plan: CopyPlan | None) -> Staged:
         try:
             manifest = read_manifest(folder)
             if digest not in (None, manifest.digest):
@@ -106,7 +106,7 @@ class Stager:
         except (OSError, ValidationError) as error:
             raise LogCorrupt(f"{folder} cannot be read: {error}") from error
 
-    def _into_area(self, folder: Path, manifest: Manifest, plan: LoadPlan | None) -> Staged:
+    def _into_area(self, folder: Path, manifest: Manifest, plan: CopyPlan | None) -> Staged:
         layout = layout_of(manifest)
         try:
             if self._area is None:

@@ -32,7 +32,7 @@ class CannotStage(Exception):
     """A version does not go into the area, and why; the engine can load it from its files all the same."""
 
 
-class StagingArea:
+class StagingBuffer:
     """Holds what one worker needs of one version."""
 
     def __init__(self, kind: StagingKind, model: torch.nn.Module, device: torch.device, workers: int = 1) -> None:

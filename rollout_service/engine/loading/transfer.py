@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.platforms import current_platform
 
-from rollout_service.engine.loading.copy_plan import CopyRecorder, LoadPlan, NoPlan, Sources, placement_of
+from rollout_service.engine.loading.copy_plan import CopyPlan, CopyRecorder, NoPlan, Sources, placement_of
 from rollout_service.engine.loading.placement import layout_of
 from rollout_service.engine.loading.rebind import (
     Held,
@@ -30,7 +30,7 @@ from rollout_service.engine.loading.rebind import (
     require_same_buffers,
 )
 from rollout_service.engine.loading.staging import Staged, Stager
-from rollout_service.engine.loading.staging_buffer import CannotStage, StagingArea
+from rollout_service.engine.loading.staging_buffer import CannotStage, StagingBuffer
 from rollout_service.engine.loading.stored_tensors import stored_tensors
 from rollout_service.engine.plugin import STAGING_KEY
 from rollout_service.errors import LogCorrupt
@@ -68,7 +68,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
     """Loads whole versions; raises RuntimeError when a parameter, or a part of one, received nothing.
 
     A version is read and checked before the engine closes, into a staging area if there is one, and the first one
-    teaches a ``LoadPlan``. Later ones of the same layout are staged and copied by that plan; without one, vLLM's
+    teaches a ``CopyPlan``. Later ones of the same layout are staged and copied by that plan; without one, vLLM's
     layerwise reload loads each, from the area if it holds the whole version, else from the files.
     """
 
@@ -79,18 +79,18 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         kind, parallel = vllm_config.additional_config.get(STAGING_KEY), vllm_config.parallel_config
-        self._area: StagingArea | None = None
+        self._area: StagingBuffer | None = None
         refused = None
         if kind is not None:
             try:
                 # now, before vLLM measures how much memory is left for the KV cache
-                self._area = StagingArea(kind, model, device, parallel.world_size)
+                self._area = StagingBuffer(kind, model, device, parallel.world_size)
             except CannotStage as error:
                 refused = str(error)
                 logger.warning("versions are loaded layer by layer from their files: %s", error)
         self._stager = Stager(self._area, parallel.rank, refused)
         self._buffers = buffer_digests(model) if self._area is not None else {}
-        self._plan: LoadPlan | None = None
+        self._plan: CopyPlan | None = None
         # the CPU's kernels keep packed copies of weights, which no plan would renew
         self._may_plan = not current_platform.is_cpu()
         self._no_plan: tuple[str, str] | None = None
@@ -217,7 +217,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # what was loaded from the area has left it
             self._area.fill(staged.folder, staged.manifest, placement, every=False)
-            plan = LoadPlan.build(staged.layout, placement, recorder.copies, self.model, self._area.memory)
+            plan = CopyPlan.build(staged.layout, placement, recorder.copies, self.model, self._area.memory)
             plan.run()  # the same bytes once more: its kernel is compiled now, and not while rollouts wait
             self._plan = plan
         except (NoPlan, Unbound) as reason:

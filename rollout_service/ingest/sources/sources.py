@@ -16,7 +16,7 @@ from rollout_service.ingest.sources.foreign_file import SourceFile
 from rollout_service.model.quant_plan import SCALE_SUFFIX
 from rollout_service.protocol.upload import DTYPE_BYTES, SourceDtype, UploadTensor, tensor_offsets
 from rollout_service.quant.blockwise import BLOCK
-from rollout_service.store.direct_io import BLOCK_BYTES, ThreadBuffers, UncachedFile, round_up
+from rollout_service.store.direct_io import BLOCK_BYTES, DirectFile, ThreadBuffers, round_up
 
 logger = logging.getLogger(__name__)
 _TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
@@ -226,7 +226,7 @@ class PartFiles:
             else:
                 inside = first % BLOCK_BYTES if in_blocks else 0
                 target = room[start - inside :][: round_up(inside + count) if in_blocks else count]
-                with UncachedFile.open(self._paths[part]) as file:
+                with DirectFile.open(self._paths[part]) as file:
                     if not file.read(target, inside + count, first - inside):
                         raise OSError(f"{self._paths[part]} is shorter than when it came")
             position += count

@@ -1,4 +1,4 @@
-"""A follower between a real log on disk and a small engine and ingest in this process."""
+"""A ``WeightSync`` between a real log on disk and a small engine and ingest in this process."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rollout_service.config import WeightsConfig
-from rollout_service.engine.weight_sync import Follower
-from rollout_service.fleet.registry import Wish
+from rollout_service.engine.weight_sync import WeightSync
+from rollout_service.fleet.registry import DesiredState
 from rollout_service.store.log import WeightLog
 from tests.unit.engine.fakes import FakeEngine, FakeIngest
 from tests.unit.store.versions import commit
@@ -27,14 +27,14 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def ingest() -> FakeIngest:
-    return FakeIngest(Wish(version=0, paused=False, pause_mode="keep"))
+    return FakeIngest(DesiredState(version=0, paused=False, pause_mode="keep"))
 
 
 @pytest.fixture
-async def follower(log: WeightLog, engine: FakeEngine, ingest: FakeIngest) -> AsyncIterator[Follower]:
+async def weight_sync(log: WeightLog, engine: FakeEngine, ingest: FakeIngest) -> AsyncIterator[WeightSync]:
     """Started: it serves version 0 and follows."""
-    follower = Follower("r1", engine, ingest, WeightsConfig(root=log.root, poll_s=0.01), fingerprint="model")
-    await follower.start()
+    weight_sync = WeightSync("r1", engine, ingest, WeightsConfig(root=log.root, poll_s=0.01), fingerprint="model")
+    await weight_sync.start()
     engine.calls.clear()
-    yield follower
-    follower.stop()
+    yield weight_sync
+    weight_sync.stop()

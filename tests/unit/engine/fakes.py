@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rollout_service.engine.weight_sync import Follower
+from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed
-from rollout_service.fleet.registry import Wish
+from rollout_service.fleet.registry import DesiredState
 from rollout_service.protocol.fleet import PauseMode, ReplicaStatus
 from rollout_service.store.log import WeightLog, verify_tensors
 from rollout_service.store.manifest import read_manifest
@@ -94,12 +94,12 @@ class FakeIngest:
 
     POLL_S = 0.02
 
-    def __init__(self, wish: Wish) -> None:
+    def __init__(self, wish: DesiredState) -> None:
         self._wish = wish
-        self.seen: Wish | None = None
+        self.seen: DesiredState | None = None
         """What the replica has heard last."""
         self._changed = asyncio.Condition()
-        self.away: Exception | None = None
+        self.unreachable: Exception | None = None
         """Raised by every call while it is set."""
         self.reports: list[ReplicaStatus] = []
         self.left: list[str] = []
@@ -119,30 +119,30 @@ class FakeIngest:
             await self._changed.wait_for(lambda: bool(self.reports) and reached(self.reports[-1]))
             return self.reports[-1]
 
-    async def _sync(self, status: ReplicaStatus, seen: Wish | None) -> Wish:
+    async def _sync(self, status: ReplicaStatus, seen: DesiredState | None) -> DesiredState:
         self.seen = seen
         await self._report(status)
         with suppress(TimeoutError):
             async with asyncio.timeout(self.POLL_S), self._changed:
-                await self._changed.wait_for(lambda: self.away is not None or self._wish != seen)
-        if self.away is not None:
-            raise self.away
+                await self._changed.wait_for(lambda: self.unreachable is not None or self._wish != seen)
+        if self.unreachable is not None:
+            raise self.unreachable
         return self._wish
 
     async def _report(self, status: ReplicaStatus) -> None:
-        if self.away is not None:
-            raise self.away
+        if self.unreachable is not None:
+            raise self.unreachable
         self.reports.append(status)
         await self._notify()
 
     async def _goodbye(self, replica_id: str) -> None:
-        if self.away is not None:
-            raise self.away
+        if self.unreachable is not None:
+            raise self.unreachable
         self.left.append(replica_id)
 
     async def leave(self, error: Exception) -> None:
         """Fail every call, those that wait included."""
-        self.away = error
+        self.unreachable = error
         await self._notify()
 
     async def _notify(self) -> None:
@@ -155,6 +155,6 @@ async def push(log: WeightLog, ingest: FakeIngest, version: int) -> None:
     await ingest.wish(version=version)
 
 
-async def serving(follower: Follower, ingest: FakeIngest, version: int) -> None:
+async def serving(weight_sync: WeightSync, ingest: FakeIngest, version: int) -> None:
     await ingest.reported(lambda s: s.version == version and s.state == "ready")
-    assert follower.version == version
+    assert weight_sync.version == version

@@ -7,10 +7,10 @@ import torch
 from ray.exceptions import RayTaskError
 
 from rollout_service.errors import EngineFailed, RolloutServiceError
-from rollout_service.kv_scales.calibration import Turn
+from rollout_service.kv_scales.calibration import CalibrationLease
 from rollout_service.kv_scales.fp8_error import ErrorSums, masked_amax
 from rollout_service.kv_scales.measurement import KVMeasurement
-from rollout_service.kv_scales.result import Settled
+from rollout_service.kv_scales.result import KVScaleResult
 from rollout_service.kv_scales.scales import LayerScales
 from rollout_service.protocol.fleet import KVCacheChoice
 
@@ -88,7 +88,7 @@ class FakeMeasuringEngine:
 class _Method:
     """``method.remote(...)`` as on a Serve handle: our errors come as Ray's."""
 
-    def __init__(self, desk: "FakeDesk", name: str) -> None:
+    def __init__(self, desk: "FakeCoordinator", name: str) -> None:
         self._desk, self._name = desk, name
 
     async def remote(self, *args: Any) -> Any:
@@ -104,7 +104,7 @@ class _Method:
             raise RayTaskError("ingest", "traceback", error).as_instanceof_cause() from error
 
 
-class FakeDesk:
+class FakeCoordinator:
     """An ingest that answers as it is told, and keeps what it was asked."""
 
     def __init__(self) -> None:
@@ -116,11 +116,11 @@ class FakeDesk:
 
     def gives(self, scales: dict[str, float] | None, measures: bool) -> None:
         """The next turn."""
-        self.answers.setdefault("kv_turn", []).append(Turn(scales=scales, measures=measures))
+        self.answers.setdefault("kv_turn", []).append(CalibrationLease(scales=scales, measures=measures))
 
     def settles(self, version: int, scales: dict[str, float] | None) -> None:
         """What becomes of the next measurement, unless something is to go wrong before."""
-        settled = Settled(version=version, scales=scales, how="measured", replica_id="r1", tokens=1)
+        settled = KVScaleResult(version=version, scales=scales, how="measured", replica_id="r1", tokens=1)
         self.answers.setdefault("kv_settle", []).append(settled)
 
     def names(self) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from rollout_service.config import WeightsConfig
-from rollout_service.engine.weight_sync import Follower
+from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed, NotFound, NotReady
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
@@ -35,17 +35,17 @@ async def drains(engine: FakeEngine) -> None:
 
 
 async def test_a_pause_that_waits_is_obeyed_when_the_last_rollout_has_finished(
-    follower: Follower, running: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest
 ) -> None:
     await pause(ingest, "wait", "first")
     await drains(running)
-    assert (follower.status().paused, follower.status().obeyed) == (False, "")
+    assert (weight_sync.status().paused, weight_sync.status().obeyed) == (False, "")
     running.draining.open()
     assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
 
 
 async def test_a_resume_takes_a_waiting_pause_back_and_is_obeyed_only_then(
-    follower: Follower, running: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest
 ) -> None:
     await pause(ingest, "wait", "first")
     await drains(running)
@@ -59,7 +59,7 @@ async def test_a_resume_takes_a_waiting_pause_back_and_is_obeyed_only_then(
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 async def test_another_mode_takes_a_waiting_pause_over(
-    follower: Follower, running: FakeEngine, ingest: FakeIngest, mode: str
+    weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest, mode: str
 ) -> None:
     await pause(ingest, "wait", "first")
     await drains(running)
@@ -69,19 +69,19 @@ async def test_another_mode_takes_a_waiting_pause_over(
 
 
 async def test_what_runs_is_waited_for_once_when_a_pause_that_keeps_becomes_one_that_waits(
-    follower: Follower, running: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest
 ) -> None:
     await pause(ingest, "keep", "first")
     await ingest.reported(lambda s: s.obeyed == "first")
     await pause(ingest, "wait", "second")
     await drains(running)
-    assert not follower.status().paused
+    assert not weight_sync.status().paused
     running.draining.open()
     assert (await ingest.reported(lambda s: s.obeyed == "second")).paused
 
 
 async def test_the_same_mode_ordered_again_is_obeyed_without_asking_the_engine_again(
-    follower: Follower, engine: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     for order in ("first", "second"):
         await pause(ingest, "keep", order)
@@ -90,39 +90,39 @@ async def test_the_same_mode_ordered_again_is_obeyed_without_asking_the_engine_a
 
 
 async def test_an_engine_that_dies_while_it_is_waited_for_ends_following(
-    follower: Follower, running: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
+    weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def dies(mode: str) -> None:
         raise EngineFailed("the engine died")
 
     monkeypatch.setattr(running, "pause", dies)
     await pause(ingest, "wait", "first")
-    await asyncio.wait([follower._tasks[1]], timeout=LONG_S)
+    await asyncio.wait([weight_sync._tasks[1]], timeout=LONG_S)
     with pytest.raises(EngineFailed, match="stopped following the log: the engine died"):
-        follower.check_health()
+        weight_sync.check_health()
 
 
 # --- a version, while a pause waits
 
 
 async def test_a_version_that_keeps_what_runs_is_loaded_though_a_pause_waits_which_then_waits_on(
-    follower: Follower, log: WeightLog, running: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
 ) -> None:
     await pause(ingest, "wait", "first")
     await drains(running)
     commit(log, 1, mode="keep")
     await ingest.wish(version=1)
-    await serving(follower, ingest, 1)
+    await serving(weight_sync, ingest, 1)
     await drains(running)
     assert running.calls == ["pause wait", "pause keep", "load 1", "pause wait"]
-    assert not follower.status().paused
+    assert not weight_sync.status().paused
     running.draining.open()
     assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
     assert "resume" not in running.calls
 
 
 async def test_a_version_that_aborts_what_runs_fulfils_a_pause_that_waits(
-    follower: Follower, log: WeightLog, running: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
 ) -> None:
     await pause(ingest, "wait", "first")
     await drains(running)
@@ -145,48 +145,48 @@ async def commit_that_waits(log: WeightLog, engine: FakeEngine, ingest: FakeInge
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 async def test_a_newer_version_takes_over_from_one_that_waits(
-    follower: Follower, log: WeightLog, running: FakeEngine, ingest: FakeIngest, mode: str
+    weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest, mode: str
 ) -> None:
     await commit_that_waits(log, running, ingest, 1)
     commit(log, 2, mode=mode)
     await ingest.wish(version=2)
-    await serving(follower, ingest, 2)
+    await serving(weight_sync, ingest, 2)
     assert running.calls == ["pause wait", f"pause {mode}", "load 2", "resume"]
 
 
 async def test_a_newer_version_that_waits_too_does_not_let_new_rollouts_begin_before_it(
-    follower: Follower, log: WeightLog, running: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
 ) -> None:
     await commit_that_waits(log, running, ingest, 1)
     commit(log, 2, mode="wait")
     await ingest.wish(version=2)
     await ingest.reported(lambda s: s.target == 2)
     running.draining.open()
-    await serving(follower, ingest, 2)
+    await serving(weight_sync, ingest, 2)
     assert running.calls[-2:] == ["load 2", "resume"] and running.calls.count("resume") == 1
 
 
 async def test_a_newer_version_that_cannot_be_read_lets_the_engine_go_on(
-    follower: Follower, log: WeightLog, running: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
 ) -> None:
     await commit_that_waits(log, running, ingest, 1)
     commit(log, 2, mode="keep")
     flip_a_byte(log, 2, FIRST)
     await ingest.wish(version=2)
     await ingest.reported(lambda s: s.state == "stale")
-    assert running.calls == ["pause wait", "resume"] and follower.version == 0
+    assert running.calls == ["pause wait", "resume"] and weight_sync.version == 0
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 async def test_a_pause_with_another_mode_takes_over_from_a_version_that_waits(
-    follower: Follower, log: WeightLog, running: FakeEngine, ingest: FakeIngest, mode: str
+    weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest, mode: str
 ) -> None:
     await commit_that_waits(log, running, ingest, 1)
     running.loading.close()
     await pause(ingest, mode, "first")
     assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
     running.loading.open()
-    await serving(follower, ingest, 1)
+    await serving(weight_sync, ingest, 1)
     assert running.calls == ["pause wait", f"pause {mode}", "load 1"]
     await ingest.wish(paused=False, order="second")
     await ingest.reported(lambda s: s.obeyed == "second")
@@ -194,21 +194,21 @@ async def test_a_pause_with_another_mode_takes_over_from_a_version_that_waits(
 
 
 async def test_a_resume_is_obeyed_only_when_the_version_that_waits_has_been_loaded(
-    follower: Follower, log: WeightLog, running: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
 ) -> None:
     await pause(ingest, "keep", "first")
     await ingest.reported(lambda s: s.paused)
     await commit_that_waits(log, running, ingest, 1)
     await ingest.wish(paused=False, order="second")
     await ingest.reported(lambda s: ingest.seen is not None and ingest.seen.order == "second")
-    assert follower.status().obeyed == "first" and "resume" not in running.calls
+    assert weight_sync.status().obeyed == "first" and "resume" not in running.calls
     running.draining.open()
     await ingest.reported(lambda s: s.obeyed == "second")
     assert running.calls == ["pause keep", "pause wait", "load 1", "resume"]
 
 
 async def test_a_version_that_waits_is_given_up_when_the_log_goes_back_to_what_is_served(
-    follower: Follower, log: WeightLog, running: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
 ) -> None:
     before = (log.root / "LATEST").read_bytes()
     await commit_that_waits(log, running, ingest, 1)
@@ -217,7 +217,7 @@ async def test_a_version_that_waits_is_given_up_when_the_log_goes_back_to_what_i
     await ingest.reported(lambda s: s.obeyed == "first")
     await ingest.wish(paused=False, order="second")
     await ingest.reported(lambda s: s.obeyed == "second")
-    assert running.calls == ["pause wait", "pause keep", "resume"] and follower.version == 0
+    assert running.calls == ["pause wait", "pause keep", "resume"] and weight_sync.version == 0
 
 
 # --- a version that is loaded and cannot be served
@@ -249,17 +249,17 @@ def scales() -> LateScales:
 @pytest.fixture
 async def measuring(
     log: WeightLog, engine: FakeEngine, ingest: FakeIngest, scales: LateScales
-) -> AsyncIterator[Follower]:
+) -> AsyncIterator[WeightSync]:
     config = WeightsConfig(root=log.root, poll_s=0.01)
-    follower = Follower("r1", engine, ingest, config, fingerprint="model", kv_scales=scales)
-    await follower.start()
+    weight_sync = WeightSync("r1", engine, ingest, config, fingerprint="model", kv_scales=scales)
+    await weight_sync.start()
     engine.calls.clear()
-    yield follower
-    follower.stop()
+    yield weight_sync
+    weight_sync.stop()
 
 
 async def test_a_pause_that_waits_is_not_obeyed_by_a_version_that_was_loaded_over_what_runs_and_is_not_served(
-    measuring: Follower, log: WeightLog, running: FakeEngine, ingest: FakeIngest, scales: LateScales
+    measuring: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest, scales: LateScales
 ) -> None:
     await pause(ingest, "wait", "first")
     await drains(running)
@@ -281,7 +281,7 @@ async def test_a_pause_that_waits_is_not_obeyed_by_a_version_that_was_loaded_ove
 
 
 async def test_an_engine_with_a_version_that_cannot_be_served_stays_closed_until_the_next_and_says_so(
-    measuring: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, scales: LateScales
+    measuring: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, scales: LateScales
 ) -> None:
     engine.loading.close()
     engine.loading.reached.clear()

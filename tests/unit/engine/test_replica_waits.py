@@ -52,8 +52,8 @@ class Batch:
 class Replica(EngineReplica):
     """Made of parts by a test, which leaves nothing to be stopped."""
 
-    def __init__(self, follower: WaitingFollower) -> None:
-        self._config, self._replica_id, self._follower = ServiceConfig(), "r1", follower
+    def __init__(self, weight_sync: WaitingFollower) -> None:
+        self._config, self._replica_id, self._weight_sync = ServiceConfig(), "r1", weight_sync
         self._admission, self._engine, self._batch = AdmissionLimit(4), Engine(), Batch()
         self._drain = Drain(30.0)
         self._hand_over = HandOver(self._drain, self._admission, self._alone)
@@ -71,13 +71,13 @@ def call(name: str, version: int | None = None) -> GenerateCall:
 
 
 async def test_requests_for_a_version_that_never_comes_hold_no_place() -> None:
-    follower = WaitingFollower()
-    replica = Replica(follower)
+    weight_sync = WaitingFollower()
+    replica = Replica(weight_sync)
     waiting = [asyncio.create_task(replica.generate(call(f"early-{i}", version=99))) for i in range(8)]
-    await asyncio.wait_for(follower.waiting.wait(), 30)
+    await asyncio.wait_for(weight_sync.waiting.wait(), 30)
     assert len((await replica.generate(call("any"))).completions) == 4
     assert len((await replica.generate(call("this", version=1))).completions) == 4
-    follower.let_go.set()
+    weight_sync.let_go.set()
     for refused in waiting:
         with pytest.raises(TooEarly, match="behind min_weight_version=99"):
             await refused

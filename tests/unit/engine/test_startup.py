@@ -9,7 +9,7 @@ from ray import serve
 from ray.exceptions import ActorDiedError
 
 from rollout_service.engine.child_errors import tell_errors
-from rollout_service.engine.startup import Announcement, says_why_it_fails
+from rollout_service.engine.startup import StartupHeartbeat, says_why_it_fails
 from rollout_service.protocol.fleet import ReplicaStatus
 
 LONG_S = 30.0
@@ -42,7 +42,7 @@ class Ingest:
 @pytest.mark.parametrize("failures", [0, 2], ids=["ingest there", "ingest away at first"])
 def test_it_reports_from_its_own_thread_until_the_block_ends(failures: int) -> None:
     ingest = Ingest(failures)
-    with Announcement("r1", ingest, 0.001) as announcement:
+    with StartupHeartbeat("r1", ingest, 0.001) as announcement:
         assert ingest.enough.wait(LONG_S)
     announcement._thread.join(LONG_S)
     assert not announcement._thread.is_alive()
@@ -53,7 +53,7 @@ def test_it_reports_from_its_own_thread_until_the_block_ends(failures: int) -> N
 
 def test_it_says_what_the_follower_says_once_there_is_one() -> None:
     ingest = Ingest()
-    with Announcement("r1", ingest, 0.001) as announcement:
+    with StartupHeartbeat("r1", ingest, 0.001) as announcement:
         announcement.status = lambda: ReplicaStatus(
             replica_id="r1", sequence=7, version=None, state="syncing", target=4
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollout_service.config import WeightsConfig
-from rollout_service.engine.weight_sync import Follower
+from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import LogCorrupt
 from rollout_service.store.log import Control, Head, WeightLog
 from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push, serving
@@ -19,13 +19,13 @@ async def test_a_replica_has_loaded_the_newest_version_before_it_starts_to_serve
     log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     commit(log, 1)
-    follower = Follower("r1", engine, ingest, WeightsConfig(root=log.root), fingerprint="model")
-    assert follower.status().state == "starting" and follower.version is None
-    await follower.start()
+    weight_sync = WeightSync("r1", engine, ingest, WeightsConfig(root=log.root), fingerprint="model")
+    assert weight_sync.status().state == "starting" and weight_sync.version is None
+    await weight_sync.start()
     assert engine.calls == ["pause keep", "load 1", "resume"]
-    status = follower.status()
+    status = weight_sync.status()
     assert (status.version, status.state, status.target, status.error) == (1, "ready", None, None)
-    follower.stop()
+    weight_sync.stop()
 
 
 async def test_a_replica_that_starts_first_waits_for_version_0(
@@ -38,32 +38,32 @@ async def test_a_replica_that_starts_first_waits_for_version_0(
         return head(self)
 
     monkeypatch.setattr(WeightLog, "head", noted)
-    follower = Follower("r1", engine, ingest, WeightsConfig(root=log.root), fingerprint="model")
-    starting = asyncio.create_task(follower.start())
+    weight_sync = WeightSync("r1", engine, ingest, WeightsConfig(root=log.root), fingerprint="model")
+    starting = asyncio.create_task(weight_sync.start())
     await asyncio.wait_for(looked.wait(), LONG_S)
     assert not starting.done() and engine.calls == []
     commit(log, 0)
     await asyncio.wait_for(starting, LONG_S)
-    assert follower.version == 0
-    follower.stop()
+    assert weight_sync.version == 0
+    weight_sync.stop()
 
 
 async def test_a_replica_does_not_start_on_a_corrupt_version(
     log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     flip_a_byte(log, 0, FIRST)
-    follower = Follower("r1", engine, ingest, WeightsConfig(root=log.root), fingerprint="model")
+    weight_sync = WeightSync("r1", engine, ingest, WeightsConfig(root=log.root), fingerprint="model")
     with pytest.raises(LogCorrupt, match=FIRST):
-        await follower.start()
+        await weight_sync.start()
     assert engine.calls == []
 
 
 async def test_a_replica_does_not_load_the_weights_of_another_model(
     log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
-    follower = Follower("r1", engine, ingest, WeightsConfig(root=log.root), fingerprint="other")
+    weight_sync = WeightSync("r1", engine, ingest, WeightsConfig(root=log.root), fingerprint="other")
     with pytest.raises(LogCorrupt, match="belongs to another model"):
-        await follower.start()
+        await weight_sync.start()
     assert engine.calls == []
 
 
@@ -71,17 +71,17 @@ async def test_a_replica_does_not_load_the_weights_of_another_model(
 
 
 async def test_a_new_version_is_staged_then_loaded_while_paused_then_served(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     await push(log, ingest, 1)
-    await serving(follower, ingest, 1)
+    await serving(weight_sync, ingest, 1)
     assert engine.calls == ["pause keep", "load 1", "resume"]
     update = ingest.reports[-1].update
     assert update is not None and update.load_s == 0.5 and update.stage_s >= 0 and update.closed_s >= 0
 
 
 async def test_bytes_are_checked_before_the_engine_is_paused(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     commit(log, 1)
     flip_a_byte(log, 1, FIRST)
@@ -91,7 +91,7 @@ async def test_bytes_are_checked_before_the_engine_is_paused(
 
 
 async def test_a_replica_says_what_it_loads_and_that_it_still_serves_the_old(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     engine.loading.close()
     engine.loading.reached.clear()
@@ -99,32 +99,32 @@ async def test_a_replica_says_what_it_loads_and_that_it_still_serves_the_old(
     await asyncio.wait_for(engine.loading.reached.wait(), LONG_S)
     status = ingest.reports[-1]
     assert (status.version, status.state, status.target) == (0, "syncing", 1)
-    assert not await follower.wait_version(1, timeout_s=0.01)
+    assert not await weight_sync.wait_version(1, timeout_s=0.01)
     engine.loading.open()
-    await serving(follower, ingest, 1)
+    await serving(weight_sync, ingest, 1)
 
 
 async def test_the_version_says_how_the_engine_is_paused_for_it(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     commit(log, 1, mode="wait")
     await ingest.wish(version=1)
-    await serving(follower, ingest, 1)
+    await serving(weight_sync, ingest, 1)
     assert engine.calls[0] == "pause wait"
 
 
 async def test_only_the_newest_of_several_versions_is_loaded(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     for version in (1, 2, 3):
         commit(log, version)
     await ingest.wish(version=3)
-    await serving(follower, ingest, 3)
+    await serving(weight_sync, ingest, 3)
     assert [call for call in engine.calls if "load" in call] == ["load 3"]
 
 
 async def test_a_version_committed_during_an_update_is_loaded_next(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     engine.loading.close()
     engine.loading.reached.clear()
@@ -132,13 +132,13 @@ async def test_a_version_committed_during_an_update_is_loaded_next(
     await asyncio.wait_for(engine.loading.reached.wait(), LONG_S)
     await push(log, ingest, 2)
     engine.loading.open()
-    await serving(follower, ingest, 2)
+    await serving(weight_sync, ingest, 2)
     assert [call for call in engine.calls if "load" in call] == ["load 1", "load 2"]
 
 
-async def test_sequence_numbers_of_reports_grow(follower: Follower, log: WeightLog, ingest: FakeIngest) -> None:
+async def test_sequence_numbers_of_reports_grow(weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest) -> None:
     await push(log, ingest, 1)
-    await serving(follower, ingest, 1)
+    await serving(weight_sync, ingest, 1)
     sequences = [status.sequence for status in ingest.reports]
     assert len(sequences) >= 3 and sequences == sorted(set(sequences))
 
@@ -147,7 +147,7 @@ async def test_sequence_numbers_of_reports_grow(follower: Follower, log: WeightL
 
 
 async def test_a_replica_pauses_and_resumes_when_the_fleet_does(
-    follower: Follower, engine: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     await ingest.wish(paused=True, pause_mode="abort")
     await ingest.reported(lambda s: s.paused)
@@ -157,12 +157,12 @@ async def test_a_replica_pauses_and_resumes_when_the_fleet_does(
 
 
 async def test_a_replica_of_a_paused_fleet_stays_paused_after_an_update(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     await ingest.wish(paused=True)
     await ingest.reported(lambda s: s.paused)
     await push(log, ingest, 1)
-    await serving(follower, ingest, 1)
+    await serving(weight_sync, ingest, 1)
     assert engine.paused and "resume" not in engine.calls
     await ingest.wish(paused=False)
     await ingest.reported(lambda s: not s.paused)
@@ -170,7 +170,7 @@ async def test_a_replica_of_a_paused_fleet_stays_paused_after_an_update(
 
 
 async def test_a_resume_that_comes_while_the_engine_pauses_is_not_lost(
-    follower: Follower, engine: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     engine.pausing.close()
     engine.pausing.reached.clear()
@@ -191,29 +191,29 @@ async def test_a_replica_that_starts_in_a_paused_fleet_makes_no_token_before_it_
 ) -> None:
     log.set_control(Control(paused=True, mode="keep"))
     await ingest.wish(paused=True)
-    follower = Follower("r1", engine, ingest, WeightsConfig(root=log.root, poll_s=0.01), fingerprint="model")
-    await follower.start()
-    assert engine.calls == ["pause keep", "load 0"] and follower.status().paused
+    weight_sync = WeightSync("r1", engine, ingest, WeightsConfig(root=log.root, poll_s=0.01), fingerprint="model")
+    await weight_sync.start()
+    assert engine.calls == ["pause keep", "load 0"] and weight_sync.status().paused
     await ingest.wish(paused=False)
     await ingest.reported(lambda s: not s.paused)
     assert engine.calls[-1] == "resume"
-    follower.stop()
+    weight_sync.stop()
 
 
 # --- waiting for a version
 
 
-async def test_waiting_for_a_version_that_is_served_returns_at_once(follower: Follower) -> None:
-    assert await follower.wait_version(0, timeout_s=LONG_S)
+async def test_waiting_for_a_version_that_is_served_returns_at_once(weight_sync: WeightSync) -> None:
+    assert await weight_sync.wait_version(0, timeout_s=LONG_S)
 
 
 async def test_waiting_ends_when_a_newer_version_is_served(
-    follower: Follower, log: WeightLog, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
 ) -> None:
-    waiting = asyncio.create_task(follower.wait_version(1, timeout_s=LONG_S))
+    waiting = asyncio.create_task(weight_sync.wait_version(1, timeout_s=LONG_S))
     await push(log, ingest, 2)
     assert await asyncio.wait_for(waiting, LONG_S)
 
 
-async def test_waiting_in_vain_ends_with_false(follower: Follower) -> None:
-    assert not await follower.wait_version(1, timeout_s=0.01)
+async def test_waiting_in_vain_ends_with_false(weight_sync: WeightSync) -> None:
+    assert not await weight_sync.wait_version(1, timeout_s=0.01)

@@ -8,10 +8,10 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from rollout_service.config import WeightsConfig
-from rollout_service.engine.weight_sync import Follower
-from rollout_service.store.chunk_server import Offers
+from rollout_service.engine.weight_sync import WeightSync
+from rollout_service.store.chunk_server import ChunkServer
 from rollout_service.store.log import WeightLog
-from rollout_service.store.node_cache import Copies
+from rollout_service.store.node_cache import NodeCache
 from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push, serving
 from tests.unit.store.offering import CHUNK_BYTES, OfferingIngest
 from tests.unit.store.versions import FIRST, commit, flip_a_byte
@@ -22,27 +22,27 @@ pytestmark = pytest.mark.usefixtures("object_store")
 @pytest.fixture
 def offering(log: WeightLog) -> OfferingIngest:
     log.sign()
-    return OfferingIngest(Offers(log, CHUNK_BYTES))
+    return OfferingIngest(ChunkServer(log, CHUNK_BYTES))
 
 
 @pytest.fixture
-def copies(offering: OfferingIngest, tmp_path: Path) -> Copies:
-    return Copies(tmp_path / "node", offering, offering.offers.newest(), CHUNK_BYTES)
+def copies(offering: OfferingIngest, tmp_path: Path) -> NodeCache:
+    return NodeCache(tmp_path / "node", offering, offering.offers.newest(), CHUNK_BYTES)
 
 
 @pytest.fixture
-async def remote(engine: FakeEngine, ingest: FakeIngest, copies: Copies) -> AsyncIterator[Follower]:
+async def remote(engine: FakeEngine, ingest: FakeIngest, copies: NodeCache) -> AsyncIterator[WeightSync]:
     """Started on the other node."""
     config = WeightsConfig(root=copies.log.root, poll_s=0.01)
-    follower = Follower("r1", engine, ingest, config, fingerprint="model", copies=copies)
-    await follower.start()
+    weight_sync = WeightSync("r1", engine, ingest, config, fingerprint="model", copies=copies)
+    await weight_sync.start()
     engine.calls.clear()
-    yield follower
-    follower.stop()
+    yield weight_sync
+    weight_sync.stop()
 
 
 async def test_every_version_is_fetched_checked_and_served(
-    remote: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, copies: Copies
+    remote: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, copies: NodeCache
 ) -> None:
     assert remote.version == 0
     for version in (1, 2, 3):
@@ -53,23 +53,23 @@ async def test_every_version_is_fetched_checked_and_served(
 
 
 async def test_while_the_ingest_is_away_the_replica_serves_on_and_then_fetches_what_it_missed(
-    remote: Follower, log: WeightLog, ingest: FakeIngest, offering: OfferingIngest
+    remote: WeightSync, log: WeightLog, ingest: FakeIngest, offering: OfferingIngest
 ) -> None:
     offering.fail_after = len(offering.chunks) + 2
     await push(log, ingest, 1)
     status = await ingest.reported(lambda s: s.state == "stale")
     assert status.version == 0 and status.error is not None and "does not answer" in status.error
-    offering.away = ActorDiedError()
+    offering.unreachable = ActorDiedError()
     for _ in range(2):  # it asks again
         await offering.has_refused()
     remote.check_health()
-    offering.fail_after = offering.away = None
+    offering.fail_after = offering.unreachable = None
     await serving(remote, ingest, 1)
     assert remote.status().error is None
 
 
 async def test_bytes_that_were_damaged_at_the_ingest_are_not_loaded(
-    remote: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+    remote: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     commit(log, 1)
     flip_a_byte(log, 1, FIRST)
@@ -82,30 +82,30 @@ async def test_bytes_that_were_damaged_at_the_ingest_are_not_loaded(
 
 
 async def test_a_copy_that_was_damaged_on_this_node_is_fetched_anew(
-    copies: Copies, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+    copies: NodeCache, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     head = log.head()
     assert head is not None
     await copies.fetch(head)
     flip_a_byte(copies.log, 0, FIRST)
-    follower = Follower("r2", engine, ingest, WeightsConfig(), fingerprint="model", copies=copies)
-    await asyncio.wait_for(follower.start(), LONG_S)
-    assert follower.version == 0
+    weight_sync = WeightSync("r2", engine, ingest, WeightsConfig(), fingerprint="model", copies=copies)
+    await asyncio.wait_for(weight_sync.start(), LONG_S)
+    assert weight_sync.version == 0
     copies.log.verify(copies.log.manifest(0))
-    follower.stop()
+    weight_sync.stop()
 
 
 async def test_a_replica_that_starts_is_not_ready_while_nobody_can_say_what_is_newest(
-    remote: Follower, log: WeightLog, offering: OfferingIngest, ingest: FakeIngest
+    remote: WeightSync, log: WeightLog, offering: OfferingIngest, ingest: FakeIngest
 ) -> None:
     await asyncio.wait_for(remote.caught_up(), LONG_S)
-    offering.away = ActorDiedError()
+    offering.unreachable = ActorDiedError()
     commit(log, 1)
     waiting = asyncio.create_task(remote.caught_up())
     for _ in range(2):  # it asks again
         await offering.has_refused()
     assert not waiting.done()
-    offering.away = None
+    offering.unreachable = None
     await ingest.wish(version=1)
     await asyncio.wait_for(waiting, LONG_S)
     assert remote.version == 1

@@ -8,7 +8,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from rollout_service.config import WeightsConfig
 from rollout_service.engine import weight_sync as module
-from rollout_service.engine.weight_sync import Follower
+from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed, NotReady
 from rollout_service.store.log import WeightLog
 from tests.support.clock import Clock
@@ -16,19 +16,19 @@ from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push, servin
 from tests.unit.store.versions import FIRST, commit, flip_a_byte
 
 
-async def why_unhealthy(follower: Follower) -> str:
+async def why_unhealthy(weight_sync: WeightSync) -> str:
     """What its health check says once it fails."""
     async with asyncio.timeout(LONG_S):
         while True:
             try:
-                follower.check_health()
+                weight_sync.check_health()
             except EngineFailed as error:
                 return str(error)
             await asyncio.sleep(0)
 
 
 async def test_a_corrupt_version_leaves_the_replica_on_the_old_one_and_says_why(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     commit(log, 1)
     flip_a_byte(log, 1, FIRST)
@@ -36,24 +36,24 @@ async def test_a_corrupt_version_leaves_the_replica_on_the_old_one_and_says_why(
     status = await ingest.reported(lambda s: s.state == "stale")
     assert status.version == 0 and status.target is None
     assert status.error is not None and FIRST in status.error and "version 1" in status.error
-    follower.check_health()
+    weight_sync.check_health()
     await push(log, ingest, 2)
-    await serving(follower, ingest, 2)
-    assert follower.status().error is None and [c for c in engine.calls if "load" in c] == ["load 2"]
+    await serving(weight_sync, ingest, 2)
+    assert weight_sync.status().error is None and [c for c in engine.calls if "load" in c] == ["load 2"]
 
 
 async def test_an_engine_whose_workers_fail_while_they_stage_is_replaced(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     engine.fail_stage = "a worker died"
     await push(log, ingest, 1)
     await ingest.reported(lambda s: s.state == "syncing")
-    assert "a worker died" in await why_unhealthy(follower)
-    assert follower.version == 0 and not engine.paused
+    assert "a worker died" in await why_unhealthy(weight_sync)
+    assert weight_sync.version == 0 and not engine.paused
 
 
 async def test_what_is_not_of_the_tensors_is_checked_before_the_engine_reads(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     commit(log, 1)
     path = log.folder(1) / "weights-00001.safetensors"
@@ -64,7 +64,7 @@ async def test_what_is_not_of_the_tensors_is_checked_before_the_engine_reads(
 
 
 async def test_a_version_whose_files_are_gone_leaves_the_replica_on_the_old_one(
-    follower: Follower, log: WeightLog, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
 ) -> None:
     commit(log, 1)
     (log.folder(1) / "weights-00001.safetensors").unlink()
@@ -74,7 +74,7 @@ async def test_a_version_whose_files_are_gone_leaves_the_replica_on_the_old_one(
 
 
 async def test_a_version_of_another_model_leaves_the_replica_on_the_old_one(
-    follower: Follower, log: WeightLog, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
 ) -> None:
     commit(log, 1, fingerprint="other")
     await ingest.wish(version=1)
@@ -83,19 +83,19 @@ async def test_a_version_of_another_model_leaves_the_replica_on_the_old_one(
 
 
 async def test_a_load_that_fails_ends_following_and_the_replica_is_unhealthy(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
-    follower.check_health()
+    weight_sync.check_health()
     engine.fail_load = "version 1 is half loaded"
     await push(log, ingest, 1)
     await ingest.reported(lambda s: s.error == "version 1 is half loaded")
-    assert "r1 stopped following the log: version 1 is half loaded" in await why_unhealthy(follower)
-    assert engine.paused and follower.version == 0
-    assert not await follower.wait_version(1, timeout_s=0.01)
+    assert "r1 stopped following the log: version 1 is half loaded" in await why_unhealthy(weight_sync)
+    assert engine.paused and weight_sync.version == 0
+    assert not await weight_sync.wait_version(1, timeout_s=0.01)
 
 
 async def test_a_corrupt_version_is_not_read_again_at_each_poll_but_again_once_it_may_be_mended(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
@@ -117,11 +117,11 @@ async def test_a_corrupt_version_is_not_read_again_at_each_poll_but_again_once_i
     path.write_bytes(sound)
     clock.go_on(60)
     await ingest.wish(paused=False)
-    await serving(follower, ingest, 1)
+    await serving(weight_sync, ingest, 1)
 
 
 async def test_a_version_that_is_removed_while_a_replica_reads_it_gives_way_to_the_newer_one(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     def removed_meanwhile(version: int) -> None:
         if version == 1:
@@ -130,7 +130,7 @@ async def test_a_version_that_is_removed_while_a_replica_reads_it_gives_way_to_t
 
     engine.before_reading = removed_meanwhile
     await push(log, ingest, 1)
-    await serving(follower, ingest, 2)
+    await serving(weight_sync, ingest, 2)
     assert all(status.error is None for status in ingest.reports)
 
 
@@ -144,10 +144,10 @@ async def test_a_replica_that_starts_says_what_it_reads_and_goes_on_with_the_new
             log.drop(0)
 
     engine.before_reading = removed_meanwhile
-    follower = Follower("r1", engine, ingest, WeightsConfig(root=log.root), fingerprint="model")
-    await follower.start()
-    assert follower.version == 1
-    follower.stop()
+    weight_sync = WeightSync("r1", engine, ingest, WeightsConfig(root=log.root), fingerprint="model")
+    await weight_sync.start()
+    assert weight_sync.version == 1
+    weight_sync.stop()
 
 
 # --- an ingest that is away
@@ -163,21 +163,21 @@ def task_error() -> RayError:
     ids=lambda error: type(error).__name__,
 )
 async def test_an_ingest_that_is_away_does_not_stop_the_replica_from_following_the_log(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, error: Exception
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, error: Exception
 ) -> None:
     await ingest.leave(error)
     commit(log, 1)
-    assert await follower.wait_version(1, timeout_s=LONG_S)
-    follower.check_health()
-    ingest.away = None
-    await serving(follower, ingest, 1)
+    assert await weight_sync.wait_version(1, timeout_s=LONG_S)
+    weight_sync.check_health()
+    ingest.unreachable = None
+    await serving(weight_sync, ingest, 1)
     await ingest.wish(paused=True)
     await ingest.reported(lambda s: s.paused)
 
 
 async def test_an_error_that_is_not_rays_ends_following_instead_of_being_passed_over(
-    follower: Follower, ingest: FakeIngest
+    weight_sync: WeightSync, ingest: FakeIngest
 ) -> None:
-    follower.check_health()
+    weight_sync.check_health()
     await ingest.leave(TypeError("a bug"))
-    assert "a bug" in await why_unhealthy(follower)
+    assert "a bug" in await why_unhealthy(weight_sync)

@@ -6,7 +6,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from rollout_service.config import WeightsConfig
-from rollout_service.engine.weight_sync import Follower
+from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.store.log import Origin, WeightLog
 from tests.unit.engine.fakes import FakeEngine, FakeIngest, push, serving
 from tests.unit.ingest.trainer import settle
@@ -18,12 +18,12 @@ def loads(engine: FakeEngine) -> list[str]:
 
 
 async def test_other_weights_under_the_number_that_is_served_are_loaded(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     with restored(log):
         await push(log, ingest, 1)
-        await serving(follower, ingest, 1)
-        before = follower.status().digest
+        await serving(weight_sync, ingest, 1)
+        before = weight_sync.status().digest
     head = commit(log, 1, content=77)
     status = await ingest.reported(lambda s: s.digest == head.digest and s.state == "ready")
     assert (status.version, status.digest) == (1, head.digest) and before not in (None, head.digest)
@@ -31,43 +31,43 @@ async def test_other_weights_under_the_number_that_is_served_are_loaded(
 
 
 async def test_a_log_that_was_set_back_is_followed_back(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     with restored(log):
         await push(log, ingest, 5)
-        await serving(follower, ingest, 5)
-        assert follower.holds(5)
+        await serving(weight_sync, ingest, 5)
+        assert weight_sync.holds(5)
     await ingest.wish(version=0)
-    await serving(follower, ingest, 0)
-    assert loads(engine) == ["load 5", "load 0"] and follower.holds(0) and not follower.holds(5)
+    await serving(weight_sync, ingest, 0)
+    assert loads(engine) == ["load 5", "load 0"] and weight_sync.holds(0) and not weight_sync.holds(5)
 
 
 async def test_what_it_serves_is_not_what_the_log_has_under_that_number(
-    follower: Follower, log: WeightLog, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
 ) -> None:
     with restored(log):
         await push(log, ingest, 1)
-        await serving(follower, ingest, 1)
-        assert follower.holds(1) and not follower.holds(0)
-    follower.stop()
-    assert not follower.holds(1)
+        await serving(weight_sync, ingest, 1)
+        assert weight_sync.holds(1) and not weight_sync.holds(0)
+    weight_sync.stop()
+    assert not weight_sync.holds(1)
     commit(log, 1, content=77)
-    assert not follower.holds(1)
+    assert not weight_sync.holds(1)
 
 
 async def test_a_replica_that_starts_compares_contents_too(
     log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     engine.loading.close()
-    follower = Follower("r1", engine, ingest, WeightsConfig(root=log.root, poll_s=0.01), fingerprint="model")
+    weight_sync = WeightSync("r1", engine, ingest, WeightsConfig(root=log.root, poll_s=0.01), fingerprint="model")
     with restored(log):
         commit(log, 1)
         engine.loading.open()
-        await follower.start()
+        await weight_sync.start()
     head = commit(log, 1, content=77)
     status = await ingest.reported(lambda s: s.digest == head.digest)
     assert status.version == 1
-    follower.stop()
+    weight_sync.stop()
 
 
 # --- an ingest that writes another log
@@ -82,13 +82,13 @@ def elsewhere(tmp_path: Path) -> Origin:
 
 
 async def test_a_replica_that_sees_the_old_log_says_so_and_goes_on_when_the_ingest_comes_back(
-    follower: Follower, log: WeightLog, ingest: FakeIngest, elsewhere: Origin
+    weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest, elsewhere: Origin
 ) -> None:
     here = log.sign()
     await ingest.wish(origin=here)
     await push(log, ingest, 7)
-    await serving(follower, ingest, 7)
-    assert follower.status().log == here.log
+    await serving(weight_sync, ingest, 7)
+    assert weight_sync.status().log == here.log
     await ingest.wish(version=0, origin=elsewhere)
     status = await ingest.reported(lambda s: s.state == "stale")
     assert status.version == 7 and status.log == here.log
@@ -96,11 +96,11 @@ async def test_a_replica_that_sees_the_old_log_says_so_and_goes_on_when_the_inge
     await ingest.wish(version=7, origin=here)
     await ingest.reported(lambda s: s.state == "ready" and s.error is None)
     await push(log, ingest, 8)
-    await serving(follower, ingest, 8)
+    await serving(weight_sync, ingest, 8)
 
 
 async def test_nor_is_a_clone_of_the_log_taken_for_the_log(
-    follower: Follower, log: WeightLog, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
 ) -> None:
     here = log.sign()
     await ingest.wish(origin=here.model_copy(update={"writer": "of the clone"}))
@@ -109,7 +109,7 @@ async def test_nor_is_a_clone_of_the_log_taken_for_the_log(
 
 
 async def test_an_ingest_that_restarts_on_the_same_log_makes_no_replica_stale(
-    follower: Follower, log: WeightLog, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
 ) -> None:
     await ingest.wish(origin=log.sign())
     seen = len(ingest.reports)
@@ -117,16 +117,16 @@ async def test_an_ingest_that_restarts_on_the_same_log_makes_no_replica_stale(
     await ingest.leave(ActorDiedError())
     later = log.sign()
     for _ in range(3):  # it looks while nobody has told it of the new ingest
-        follower._woken.set()
-        await ingest_is_away(follower)
-    ingest.away = None
+        weight_sync._woken.set()
+        await ingest_is_away(weight_sync)
+    ingest.unreachable = None
     await ingest.wish(origin=later)
     await push(log, ingest, 1)
-    await serving(follower, ingest, 1)
+    await serving(weight_sync, ingest, 1)
     assert "stale" not in {status.state for status in ingest.reports}
 
 
-async def ingest_is_away(follower: Follower) -> None:
+async def ingest_is_away(weight_sync: WeightSync) -> None:
     """Until it has looked once more."""
-    while follower._woken.is_set():
+    while weight_sync._woken.is_set():
         await settle()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollout_service.config import WeightsConfig
-from rollout_service.engine.weight_sync import Follower
+from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed, KVCacheUnfit, NotFound, NotReady
 from rollout_service.protocol.fleet import KVCacheChoice, KVCacheStatus
 from rollout_service.store.log import WeightLog
@@ -56,16 +56,16 @@ def kv_scales(engine: FakeEngine) -> FakeKVScales:
 @pytest.fixture
 async def new(
     log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
-) -> AsyncIterator[Follower]:
+) -> AsyncIterator[WeightSync]:
     """Not started yet."""
     config = WeightsConfig(root=log.root, poll_s=0.01)
-    follower = Follower("r1", engine, ingest, config, "model", kv_scales=kv_scales)
-    yield follower
-    follower.stop()
+    weight_sync = WeightSync("r1", engine, ingest, config, "model", kv_scales=kv_scales)
+    yield weight_sync
+    weight_sync.stop()
 
 
 @pytest.fixture
-async def follower(new: Follower, engine: FakeEngine) -> Follower:
+async def weight_sync(new: WeightSync, engine: FakeEngine) -> WeightSync:
     await new.start()
     engine.calls.clear()
     return new
@@ -95,14 +95,14 @@ def in_order(version: int) -> list[str]:
 
 
 async def test_a_version_is_loaded_with_its_scales_and_settled_before_the_engine_resumes(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     await push(log, ingest, 1)
-    await serving(follower, ingest, 1)
+    await serving(weight_sync, ingest, 1)
     assert engine.calls == in_order(1)
 
 
-async def test_so_is_the_first_version_before_the_replica_is_ready(new: Follower, engine: FakeEngine) -> None:
+async def test_so_is_the_first_version_before_the_replica_is_ready(new: WeightSync, engine: FakeEngine) -> None:
     assert new.status().kv_cache is None
     await new.start()
     assert engine.calls == in_order(0)
@@ -111,36 +111,36 @@ async def test_so_is_the_first_version_before_the_replica_is_ready(new: Follower
 
 
 async def test_scales_that_are_in_the_version_are_left_to_the_engine(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
 ) -> None:
     kv_scales.scales = None
     await push(log, ingest, 1)
-    await serving(follower, ingest, 1)
+    await serving(weight_sync, ingest, 1)
     assert engine.calls == ["scales of 1", "pause keep", "load 1", "settle 1", "resume"]
 
 
 async def test_while_it_measures_it_is_closed_and_on_its_way_and_the_old_version_is_what_it_serves(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
 ) -> None:
     kv_scales.settling.close()
     kv_scales.settling.reached.clear()
     await push(log, ingest, 1)
     await asyncio.wait_for(kv_scales.settling.reached.wait(), LONG_S)
     await ingest.reported(lambda s: (s.version, s.state, s.target) == (0, "syncing", 1))
-    assert engine.paused and not await follower.wait_version(1, timeout_s=0.01)
+    assert engine.paused and not await weight_sync.wait_version(1, timeout_s=0.01)
     kv_scales.settling.open()
-    await serving(follower, ingest, 1)
+    await serving(weight_sync, ingest, 1)
     assert not engine.paused
 
 
 async def test_in_a_paused_fleet_it_settles_and_stays_paused(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     await ingest.wish(paused=True)
     await ingest.reported(lambda s: s.paused)
     engine.calls.clear()
     await push(log, ingest, 1)
-    await serving(follower, ingest, 1)
+    await serving(weight_sync, ingest, 1)
     assert engine.calls == in_order(1)[:-1] and engine.paused
 
 
@@ -148,21 +148,21 @@ async def test_in_a_paused_fleet_it_settles_and_stays_paused(
 
 
 async def test_while_another_replica_measures_it_serves_the_old_version_and_says_why(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
 ) -> None:
     kv_scales.fail_scales = WAITS
     await push(log, ingest, 1)
     status = await ingest.reported(lambda s: s.error is not None)
     assert (status.version, status.state, status.target, status.error) == (0, "syncing", 1, str(WAITS))
     assert engine.calls == [] and not engine.paused
-    follower.check_health()
+    weight_sync.check_health()
     kv_scales.fail_scales = None
-    await serving(follower, ingest, 1)
-    assert engine.calls == in_order(1) and follower.status().error is None
+    await serving(weight_sync, ingest, 1)
+    assert engine.calls == in_order(1) and weight_sync.status().error is None
 
 
 async def test_however_long_another_replica_measures_the_version_is_read_once(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
 ) -> None:
     staged = count_stagings(engine)
     kv_scales.fail_scales = WAITS
@@ -170,12 +170,12 @@ async def test_however_long_another_replica_measures_the_version_is_read_once(
     seen = len(ingest.reports)
     await ingest.reported(lambda _: len(ingest.reports) > seen + 20)
     kv_scales.fail_scales = None
-    await serving(follower, ingest, 1)
+    await serving(weight_sync, ingest, 1)
     assert [folder.name for folder in staged] == ["1"]
 
 
 async def test_a_newer_version_that_comes_while_another_replica_measures_is_read_in_its_place(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
 ) -> None:
     staged = count_stagings(engine)
     kv_scales.fail_scales = WAITS
@@ -184,12 +184,12 @@ async def test_a_newer_version_that_comes_while_another_replica_measures_is_read
     await push(log, ingest, 2)
     await ingest.reported(lambda s: s.target == 2 and s.error is not None)
     kv_scales.fail_scales = None
-    await serving(follower, ingest, 2)
+    await serving(weight_sync, ingest, 2)
     assert [folder.name for folder in staged] == ["1", "2"] and "load 1" not in " ".join(engine.calls)
 
 
 async def test_a_replica_that_starts_meanwhile_waits_and_is_not_ready(
-    new: Follower, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
+    new: WeightSync, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
 ) -> None:
     kv_scales.fail_scales = WAITS
     starting = asyncio.create_task(new.start())
@@ -205,7 +205,7 @@ async def test_a_replica_that_starts_meanwhile_waits_and_is_not_ready(
 
 
 async def test_a_version_that_was_removed_while_it_was_measured_gives_way_to_the_newer_one(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
 ) -> None:
     kv_scales.fail_loaded[1] = NotFound("version 1 is not in the log any more")
     kv_scales.settling.close()
@@ -215,25 +215,25 @@ async def test_a_version_that_was_removed_while_it_was_measured_gives_way_to_the
     commit(log, 2)
     kv_scales.settling.open()
     await ingest.wish(version=2)
-    await serving(follower, ingest, 2)
+    await serving(weight_sync, ingest, 2)
     assert engine.calls == in_order(1)[:-1] + in_order(2)
 
 
 async def test_an_engine_that_cannot_measure_never_serves_the_version_and_is_replaced(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
 ) -> None:
     kv_scales.fail_loaded[1] = EngineFailed("keys and values could not be measured")
     await push(log, ingest, 1)
     async with asyncio.timeout(LONG_S):
-        while not follower._tasks[1].done():
+        while not weight_sync._tasks[1].done():
             await asyncio.sleep(0.001)
     with pytest.raises(EngineFailed, match="r1 stopped following the log: keys and values could not be measured"):
-        follower.check_health()
-    assert engine.calls == in_order(1)[:-1] and engine.paused and follower.version == 0
+        weight_sync.check_health()
+    assert engine.calls == in_order(1)[:-1] and engine.paused and weight_sync.version == 0
 
 
 async def test_a_model_that_does_not_bear_fp8_does_not_start(
-    new: Follower, engine: FakeEngine, kv_scales: FakeKVScales
+    new: WeightSync, engine: FakeEngine, kv_scales: FakeKVScales
 ) -> None:
     kv_scales.fail_loaded[0] = KVCacheUnfit("2 of 2 layers do not bear an FP8 KV cache")
     with pytest.raises(KVCacheUnfit, match="2 of 2 layers"):

@@ -8,7 +8,7 @@ from ray.exceptions import ActorDiedError
 
 from rollout_service.config import WeightsConfig
 from rollout_service.engine import weight_sync as module
-from rollout_service.engine.weight_sync import Follower
+from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed, LogCorrupt
 from rollout_service.store.log import WeightLog
 from tests.support.clock import Clock
@@ -23,32 +23,32 @@ def drained() -> set[str]:
 
 
 @pytest.fixture
-async def follower(
+async def weight_sync(
     log: WeightLog, engine: FakeEngine, ingest: FakeIngest, drained: set[str]
-) -> AsyncIterator[Follower]:
+) -> AsyncIterator[WeightSync]:
     """Not started yet."""
     config = WeightsConfig(root=log.root, poll_s=0.01)
-    follower = Follower("r1", engine, ingest, config, "model", draining=lambda: "r1" in drained)
-    yield follower
-    follower.stop()
+    weight_sync = WeightSync("r1", engine, ingest, config, "model", draining=lambda: "r1" in drained)
+    yield weight_sync
+    weight_sync.stop()
 
 
 async def test_a_version_committed_while_a_replica_starts_is_loaded_before_it_is_ready(
-    follower: Follower, log: WeightLog, engine: FakeEngine
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine
 ) -> None:
     engine.loading.close()
-    starting = asyncio.create_task(follower.start())
+    starting = asyncio.create_task(weight_sync.start())
     await asyncio.wait_for(engine.loading.reached.wait(), LONG_S)
-    assert (follower.status().state, follower.status().version) == ("syncing", None)
+    assert (weight_sync.status().state, weight_sync.status().version) == ("syncing", None)
     commit(log, 1)
     engine.loading.open()
     await asyncio.wait_for(starting, LONG_S)
-    assert (follower.status().state, follower.version) == ("ready", 1)
+    assert (weight_sync.status().state, weight_sync.version) == ("ready", 1)
     assert [call for call in engine.calls if "load" in call] == ["load 0", "load 1"]
 
 
 async def test_a_version_that_is_removed_while_a_replica_starts_on_it_gives_way_to_the_newer_one(
-    follower: Follower, log: WeightLog, engine: FakeEngine
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine
 ) -> None:
     def overtaken(version: int) -> None:
         if version == 0:
@@ -56,74 +56,74 @@ async def test_a_version_that_is_removed_while_a_replica_starts_on_it_gives_way_
             log.drop(0)
 
     engine.before_reading = overtaken
-    await follower.start()
-    assert follower.version == 1 and engine.calls == ["pause keep", "load 1", "resume"]
+    await weight_sync.start()
+    assert weight_sync.version == 1 and engine.calls == ["pause keep", "load 1", "resume"]
 
 
 async def test_a_replica_has_caught_up_once_it_serves_what_was_committed_last(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
-    await follower.start()
-    await asyncio.wait_for(follower.caught_up(), LONG_S)
+    await weight_sync.start()
+    await asyncio.wait_for(weight_sync.caught_up(), LONG_S)
     engine.loading.close()
     commit(log, 1)
-    waiting = asyncio.create_task(follower.caught_up())
+    waiting = asyncio.create_task(weight_sync.caught_up())
     await ingest.wish(version=1)
     await ingest.reported(lambda s: s.target == 1)
     assert not waiting.done()
     engine.loading.open()
     await asyncio.wait_for(waiting, LONG_S)
-    assert follower.version == 1
+    assert weight_sync.version == 1
 
 
 async def test_a_replica_that_cannot_catch_up_says_why(
-    follower: Follower, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "time", Clock())  # it does not read the corrupt version again, syncing meanwhile
-    await follower.start()
+    await weight_sync.start()
     commit(log, 1)
     flip_a_byte(log, 1, FIRST)
     await ingest.wish(version=1)
     with pytest.raises(LogCorrupt, match=FIRST):
-        await asyncio.wait_for(follower.caught_up(), LONG_S)
-    assert follower.status().state == "stale"
+        await asyncio.wait_for(weight_sync.caught_up(), LONG_S)
+    assert weight_sync.status().state == "stale"
     engine.fail_load = "half loaded"
     commit(log, 2)
     await ingest.wish(version=2)
     await ingest.reported(lambda s: s.state == "failed")
     with pytest.raises((EngineFailed, LogCorrupt)):
-        await asyncio.wait_for(follower.caught_up(), LONG_S)
+        await asyncio.wait_for(weight_sync.caught_up(), LONG_S)
 
 
 async def test_a_replica_with_a_broken_engine_has_failed_whatever_it_was_doing(
-    follower: Follower, engine: FakeEngine, drained: set[str]
+    weight_sync: WeightSync, engine: FakeEngine, drained: set[str]
 ) -> None:
-    await follower.start()
+    await weight_sync.start()
     drained.add("r1")
     engine.broken = "the engine's process is dead"
-    status = follower.status()
+    status = weight_sync.status()
     assert (status.state, status.error) == ("failed", "the engine's process is dead")
 
 
 async def test_a_replica_that_gets_no_calls_any_more_is_draining_and_goes_on_following(
-    follower: Follower, log: WeightLog, ingest: FakeIngest, drained: set[str]
+    weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest, drained: set[str]
 ) -> None:
-    await follower.start()
+    await weight_sync.start()
     drained.add("r1")
-    assert follower.status().state == "draining"
+    assert weight_sync.status().state == "draining"
     commit(log, 1)
     await ingest.wish(version=1)
     await ingest.reported(lambda s: s.version == 1 and s.state == "draining")
 
 
-async def test_a_replica_that_ends_says_goodbye(follower: Follower, ingest: FakeIngest) -> None:
-    await follower.start()
-    await follower.leave()
+async def test_a_replica_that_ends_says_goodbye(weight_sync: WeightSync, ingest: FakeIngest) -> None:
+    await weight_sync.start()
+    await weight_sync.leave()
     assert ingest.left == ["r1"]
 
 
-async def test_a_replica_ends_without_the_ingest_too(follower: Follower, ingest: FakeIngest) -> None:
-    await follower.start()
+async def test_a_replica_ends_without_the_ingest_too(weight_sync: WeightSync, ingest: FakeIngest) -> None:
+    await weight_sync.start()
     await ingest.leave(ActorDiedError())
-    await asyncio.wait_for(follower.leave(), LONG_S)
+    await asyncio.wait_for(weight_sync.leave(), LONG_S)
     assert ingest.left == []

@@ -104,9 +104,9 @@ async def test_a_version_says_that_it_is_suspect_and_others_that_they_are_not(se
 async def test_versions_are_shown_while_the_monitor_is_away(
     services: Services, caplog: pytest.LogCaptureFixture
 ) -> None:
-    away = replace(services, ingest=LocalHandle(Ingest()), monitor=LocalHandle(Away()))
+    unreachable = replace(services, ingest=LocalHandle(Ingest()), monitor=LocalHandle(Away()))
     with caplog.at_level(logging.WARNING, "rollout_service.gateway.mismatch"):
-        async with http_to(away) as http:
+        async with http_to(unreachable) as http:
             shown = (await http.get("/v1/weights/3")).json()
             reported = await http.post("/v1/mismatch", content=body(full([], [], [])))
     assert shown["state"] == "live" and shown["suspect"] is None

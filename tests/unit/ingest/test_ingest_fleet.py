@@ -7,7 +7,7 @@ import pytest
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import CommitTimeout, NotReady, Overtaken
-from rollout_service.fleet.registry import Wish
+from rollout_service.fleet.registry import DesiredState
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.upload import CommitUpload
 from rollout_service.store.log import WeightLog
@@ -17,12 +17,12 @@ from tests.unit.ingest.trainer import Trainer, Weights, config_of, order, replic
 LONG_S = 60.0
 
 
-def asked(wish: Wish) -> tuple[int, bool, str]:
+def asked(wish: DesiredState) -> tuple[int, bool, str]:
     """What a replica acts on."""
     return wish.version, wish.paused, wish.pause_mode
 
 
-async def told(ingest: Ingest) -> Wish:
+async def told(ingest: Ingest) -> DesiredState:
     """What replicas are told now."""
     return await ingest.sync(replica("a", 0), None)
 

@@ -24,7 +24,7 @@ from rollout_service.protocol.upload import (
     UploadPlan,
     UploadTensor,
 )
-from rollout_service.store.direct_io import UncachedFile
+from rollout_service.store.direct_io import DirectFile
 from rollout_service.store.log import WeightLog
 from rollout_service.web.auth import Authorizer
 from tests.unit.ingest.trainer import (
@@ -320,14 +320,14 @@ async def test_a_sender_that_breaks_off_leaves_neither_a_file_nor_a_descriptor(
 async def test_a_part_that_is_being_written_when_its_sender_is_cut_off_goes_into_no_other_file(
     ingest: Ingest, weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writing, go_on, write = threading.Event(), threading.Event(), UncachedFile.write
+    writing, go_on, write = threading.Event(), threading.Event(), DirectFile.write
 
-    def held(file: UncachedFile, buffer: memoryview, nbytes: int, offset: int) -> None:
+    def held(file: DirectFile, buffer: memoryview, nbytes: int, offset: int) -> None:
         writing.set()
         go_on.wait(30)
         write(file, buffer, nbytes, offset)
 
-    monkeypatch.setattr(UncachedFile, "write", held)
+    monkeypatch.setattr(DirectFile, "write", held)
     plan = await ingest.begin(begin_of(1, weights))
     part = stream_of(weights)[: plan.part_bytes]
     sending = asyncio.create_task(Trainer(ingest).put(1, 0, part))

@@ -23,7 +23,7 @@ from rollout_service.errors import (
     RolloutServiceError,
 )
 from rollout_service.ingest.sources.sources import FolderSource
-from rollout_service.ingest.upload_session import StagedVersion, spread
+from rollout_service.ingest.upload_session import UploadSession, spread
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import EMBEDDING, LM_HEAD, ServedModel
 from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe
@@ -58,13 +58,13 @@ def source(weights: Weights, tmp_path: Path) -> Path:
     return folder
 
 
-def staged_version(begin: BeginUpload, folder: Path, model: Path, executor: ThreadPoolExecutor) -> StagedVersion:
+def staged_version(begin: BeginUpload, folder: Path, model: Path, executor: ThreadPoolExecutor) -> UploadSession:
     served = ServedModel.load(model)
     recipe = TrainerRecipe(weights="fp8_block", quantized=tuple(served.plan(QuantConfig()).quantized))
-    return StagedVersion(begin, folder, served, Converter(recipe), PART_BYTES, executor)
+    return UploadSession(begin, folder, served, Converter(recipe), PART_BYTES, executor)
 
 
-def accept_all(staged: StagedVersion, weights: Weights, uploader: str = "") -> None:
+def accept_all(staged: UploadSession, weights: Weights, uploader: str = "") -> None:
     stream = stream_of(weights)
     for part in range(staged.num_parts):
         received, data = staged.incoming_path(part), stream[part * PART_BYTES : (part + 1) * PART_BYTES]
@@ -81,7 +81,7 @@ async def uploaded(
     return await staged.finish()
 
 
-def from_folder(source: Path, folder: Path, model: Path, executor: ThreadPoolExecutor) -> StagedVersion:
+def from_folder(source: Path, folder: Path, model: Path, executor: ThreadPoolExecutor) -> UploadSession:
     staged = staged_version(BeginUpload(version=1, source=PathSource(path=source)), folder, model, executor)
     staged.convert_folder(FolderSource(source))
     return staged
@@ -319,7 +319,7 @@ async def test_what_replaces_a_part_is_stored_last_whatever_the_threads_do(
     stream = stream_of(weights)
     with NotingExecutor(4) as several:
         begin = begin_of(1, weights).model_copy(update={"uploader": "first"})
-        staged = StagedVersion(begin, tmp_path / "2", served, converter, len(stream), several)
+        staged = UploadSession(begin, tmp_path / "2", served, converter, len(stream), several)
         staged.expect_parts()
         for uploader, data in (("second", bytes(len(stream))), ("first", bytes(stream))):
             received = staged.incoming_path(0)

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from rollout_service.config import ServiceConfig
-from rollout_service.kv_scales.calibration import KVCalibration, Turn
+from rollout_service.kv_scales.calibration import CalibrationLease, KVCalibration
 from rollout_service.kv_scales.fp8_error import LayerError
 from rollout_service.kv_scales.measurement import KVMeasurement
 from rollout_service.kv_scales.policy import KVScalesRule
-from rollout_service.kv_scales.result import Settled
+from rollout_service.kv_scales.result import KVScaleResult
 from rollout_service.model.served_model import ServedModel
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
@@ -63,16 +63,16 @@ class Calibrating:
         self.rule.remember(manifest)
         return manifest
 
-    def turn(self, replica_id: str, version: int) -> Turn | None:
+    def turn(self, replica_id: str, version: int) -> CalibrationLease | None:
         """What a replica that is on its way to a version is told."""
         self.loading.add((replica_id, version))
         return self._calibration.turn(version, replica_id)
 
-    def settle(self, version: int, *ranks: KVMeasurement, replica_id: str = "a") -> Settled:
+    def settle(self, version: int, *ranks: KVMeasurement, replica_id: str = "a") -> KVScaleResult:
         """What becomes of a measurement."""
         return self._calibration.settle(version, replica_id, ranks)
 
-    def measure(self, version: int, *ranks: KVMeasurement) -> Settled:
+    def measure(self, version: int, *ranks: KVMeasurement) -> KVScaleResult:
         """Commit a version that comes without scales, and measure it."""
         assert self.commit(version).awaits_kv_scales
         return self.settle(version, *ranks)

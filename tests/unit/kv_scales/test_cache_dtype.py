@@ -11,7 +11,7 @@ from rollout_service.kv_scales.cache_dtype import chosen_before, fallen_back, wi
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import KVCacheChoice
 from tests.support.models import make_model
-from tests.unit.engine.measuring import FakeDesk
+from tests.unit.engine.measuring import FakeCoordinator
 
 FP8 = KVCacheChoice(dtype="fp8_e4m3", why="all layers bear it", judged_by="r0, version 0")
 BF16 = KVCacheChoice(dtype="bfloat16", why="2 of 2 layers do not", judged_by="r0, version 0")
@@ -68,7 +68,7 @@ def test_latent_attention_is_not_measured_and_gets_fp8_by_name_alone(
 
 
 async def test_a_model_that_does_not_bear_fp8_gets_bf16_and_the_reasons_are_noted_for_all() -> None:
-    desk = FakeDesk()
+    desk = FakeCoordinator()
     held = await fallen_back(desk, UNFIT)
     assert held == KVCacheChoice(dtype="bfloat16", why=UNFIT.message, judged_by="r1, version 3")
     assert desk.asked == [("choose_kv_cache", held)]
@@ -76,13 +76,13 @@ async def test_a_model_that_does_not_bear_fp8_gets_bf16_and_the_reasons_are_note
 
 @pytest.mark.parametrize("first", [FP8, BF16], ids=lambda choice: choice.dtype)
 async def test_a_replica_takes_what_another_one_noted_first(first: KVCacheChoice) -> None:
-    desk = FakeDesk()
+    desk = FakeCoordinator()
     desk.answers["choose_kv_cache"] = [first]
     assert await fallen_back(desk, UNFIT) == first
 
 
 async def test_a_replica_does_not_fall_back_by_itself_while_the_ingest_is_away() -> None:
-    desk = FakeDesk()
+    desk = FakeCoordinator()
     desk.answers["choose_kv_cache"] = [ActorDiedError()]
     with pytest.raises(NotReady, match="does not answer"):
         await fallen_back(desk, UNFIT)

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from rollout_service.errors import LogCorrupt, NotFound
-from rollout_service.kv_scales.calibration import Turn
+from rollout_service.kv_scales.calibration import CalibrationLease
 from rollout_service.kv_scales.result import SETTLED_FILE
 from tests.unit.kv_scales.measured import Calibrating, measured, scales_of
 
 ONE, TWO = measured((448, 896, 56)), measured((1, 1, 1))
 SCALES = scales_of(1, 2, 0.125)
 """Of ``ONE``."""
-FIRST_TURN = Turn(scales=None, measures=True)
+FIRST_TURN = CalibrationLease(scales=None, measures=True)
 
 Restart = Callable[..., Calibrating]
 
@@ -74,13 +74,13 @@ def test_once_settled_all_load_the_same_scales_and_nobody_measures(ingest: Calib
     settled = ingest.settle(0, ONE)
     assert (settled.how, settled.scales, settled.replica_id, settled.tokens) == ("measured", SCALES, "a", 64)
     for replica in "abc":
-        assert ingest.turn(replica, 0) == Turn(scales=SCALES, measures=False)
+        assert ingest.turn(replica, 0) == CalibrationLease(scales=SCALES, measures=False)
 
 
 def test_the_next_version_is_loaded_with_the_scales_of_before_until_it_is_measured(ingest: Calibrating) -> None:
     ingest.settle(0, ONE)
     ingest.commit(1)
-    assert ingest.turn("b", 1) == Turn(scales=SCALES, measures=True)
+    assert ingest.turn("b", 1) == CalibrationLease(scales=SCALES, measures=True)
 
 
 # --- settling
@@ -89,7 +89,7 @@ def test_the_next_version_is_loaded_with_the_scales_of_before_until_it_is_measur
 def test_of_two_measurements_of_a_version_the_first_holds(ingest: Calibrating) -> None:
     first = ingest.settle(0, ONE, replica_id="a")
     assert ingest.settle(0, TWO, replica_id="b") == first
-    assert ingest.turn("b", 0) == Turn(scales=SCALES, measures=False)
+    assert ingest.turn("b", 0) == CalibrationLease(scales=SCALES, measures=False)
     assert ingest.rule.newest == SCALES
 
 
@@ -115,7 +115,7 @@ def test_an_older_version_that_settles_late_changes_nothing_for_those_that_follo
         ingest.commit(version)
     ingest.settle(1, ONE)
     late = ingest.settle(0, TWO)
-    assert late.scales != SCALES and ingest.turn("b", 0) == Turn(scales=late.scales, measures=False)
+    assert late.scales != SCALES and ingest.turn("b", 0) == CalibrationLease(scales=late.scales, measures=False)
     assert ingest.commit(2).kv_scales == SCALES
 
 
@@ -133,7 +133,7 @@ def test_a_version_that_settles_while_a_newer_one_awaits_its_scales_does_not_cou
     for version in (0, 1):
         ingest.commit(version)
     ingest.settle(0, ONE)
-    assert ingest.turn("b", 1) == Turn(scales=SCALES, measures=True)
+    assert ingest.turn("b", 1) == CalibrationLease(scales=SCALES, measures=True)
     assert ingest.commit(2).awaits_kv_scales
 
 
@@ -143,7 +143,7 @@ def test_a_version_that_settles_while_a_newer_one_awaits_its_scales_does_not_cou
 def test_an_ingest_that_starts_again_knows_what_was_settled(ingest: Calibrating, start: Restart) -> None:
     settled = ingest.settle(0, ONE)
     again = start()
-    assert again.turn("b", 0) == Turn(scales=SCALES, measures=False)
+    assert again.turn("b", 0) == CalibrationLease(scales=SCALES, measures=False)
     assert again.rule.newest == SCALES and again.rule.largest == settled.largest == ingest.rule.largest
     assert again.settle(0, TWO) == settled
 
@@ -187,7 +187,7 @@ def test_the_scales_of_before_are_known_to_an_ingest_that_starts_while_the_newes
     ingest.settle(0, ONE)
     ingest.commit(1)
     again = start()
-    assert again.turn("b", 1) == Turn(scales=SCALES, measures=True)
+    assert again.turn("b", 1) == CalibrationLease(scales=SCALES, measures=True)
     assert again.settle(1, measured((0, 0, 0))).scales == SCALES
 
 

@@ -15,7 +15,7 @@ from rollout_service.kv_scales.batch import CalibrationBatch
 from rollout_service.kv_scales.calibrator import KVCalibrator, NoKVScales
 from rollout_service.protocol.fleet import KVCacheChoice, KVCacheStatus
 from rollout_service.store.manifest import Manifest, Recipe
-from tests.unit.engine.measuring import LAYERS, FakeDesk, FakeMeasuringEngine, all_scales, loud, ordinary, uneven
+from tests.unit.engine.measuring import LAYERS, FakeCoordinator, FakeMeasuringEngine, all_scales, loud, ordinary, uneven
 
 KNOWN = KVCacheChoice(dtype="fp8_e4m3", why="found before", judged_by="r0, version 0")
 OTHERS, FOURS = all_scales(0.5, 0.5, 0.5), all_scales(1 / 64, 16, 1 / 64)
@@ -38,8 +38,8 @@ def engine() -> FakeMeasuringEngine:
 
 
 @pytest.fixture
-def desk() -> FakeDesk:
-    return FakeDesk()
+def desk() -> FakeCoordinator:
+    return FakeCoordinator()
 
 
 @pytest.fixture
@@ -48,12 +48,12 @@ def batch() -> CalibrationBatch:
 
 
 @pytest.fixture
-def make(engine: FakeMeasuringEngine, desk: FakeDesk, batch: CalibrationBatch) -> Make:
+def make(engine: FakeMeasuringEngine, desk: FakeCoordinator, batch: CalibrationBatch) -> Make:
     return lambda choice=KNOWN: KVCalibrator("r1", engine, desk, batch, choice, retry_s=0.001)
 
 
 async def load(calibrator: KVCalibrator, engine: FakeMeasuringEngine, manifest: Manifest) -> None:
-    """As the follower does it."""
+    """As ``WeightSync`` does it."""
     found = await calibrator.scales_for(manifest)
     engine.scales = found or manifest.kv_scales
     await calibrator.loaded(manifest)
@@ -63,7 +63,7 @@ async def load(calibrator: KVCalibrator, engine: FakeMeasuringEngine, manifest: 
 
 
 async def test_a_version_that_brings_its_scales_is_neither_asked_for_nor_measured(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator
 ) -> None:
     calibrator = make()
     assert await calibrator.scales_for(BRINGS) is None
@@ -73,7 +73,7 @@ async def test_a_version_that_brings_its_scales_is_neither_asked_for_nor_measure
 
 
 async def test_scales_that_another_replica_measured_are_loaded_and_nothing_is_measured(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator
 ) -> None:
     desk.gives(OTHERS, measures=False)
     calibrator = make()
@@ -84,7 +84,7 @@ async def test_scales_that_another_replica_measured_are_loaded_and_nothing_is_me
 
 
 async def test_on_its_turn_it_measures_and_publishes_what_every_rank_saw(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk, batch: CalibrationBatch
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator, batch: CalibrationBatch
 ) -> None:
     engine.keys = {layer: [ordinary(), loud()] for layer in LAYERS}
     desk.gives(None, measures=True)
@@ -97,7 +97,7 @@ async def test_on_its_turn_it_measures_and_publishes_what_every_rank_saw(
 
 
 async def test_settled_scales_that_differ_from_those_it_was_loaded_with_are_loaded_and_measured(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator
 ) -> None:
     engine.keys[LAYERS[0]] = [loud()]
     desk.gives(OTHERS, measures=True)
@@ -120,7 +120,7 @@ async def test_settled_scales_that_differ_from_those_it_was_loaded_with_are_load
 async def test_with_new_scales_it_measures_again_only_where_the_first_time_does_not_say_what_they_cost(
     make: Make,
     engine: FakeMeasuringEngine,
-    desk: FakeDesk,
+    desk: FakeCoordinator,
     keys: torch.Tensor,
     settled: dict[str, float],
     calls: list[str],
@@ -137,7 +137,7 @@ async def test_with_new_scales_it_measures_again_only_where_the_first_time_does_
 
 
 async def test_settled_scales_that_are_those_it_was_loaded_with_are_left_alone(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator
 ) -> None:
     engine.keys[LAYERS[0]] = [loud()]
     desk.gives(OTHERS, measures=True)
@@ -149,7 +149,7 @@ async def test_settled_scales_that_are_those_it_was_loaded_with_are_left_alone(
 
 
 async def test_a_first_measurement_that_failed_leaves_the_scales_of_1(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator
 ) -> None:
     desk.gives(None, measures=True)
     desk.settles(1, None)
@@ -157,7 +157,9 @@ async def test_a_first_measurement_that_failed_leaves_the_scales_of_1(
     assert engine.calls == ["measure"] and engine.scales is None
 
 
-async def test_its_turn_is_over_with_the_version(make: Make, engine: FakeMeasuringEngine, desk: FakeDesk) -> None:
+async def test_its_turn_is_over_with_the_version(
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator
+) -> None:
     desk.gives(OTHERS, measures=True)
     calibrator = make()
     await calibrator.scales_for(AWAITING)  # and loading it fails, say
@@ -170,7 +172,7 @@ async def test_its_turn_is_over_with_the_version(make: Make, engine: FakeMeasuri
 
 @pytest.mark.parametrize("awaits", [True, False], ids=["measured by another", "brings its scales"])
 async def test_while_nobody_has_chosen_it_measures_whatever_scales_the_version_has(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk, awaits: bool
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator, awaits: bool
 ) -> None:
     desk.gives(OTHERS, measures=False)
     calibrator = make(None)
@@ -202,7 +204,7 @@ async def test_it_is_judged_by_the_rank_that_is_worst(make: Make, engine: FakeMe
 
 
 async def test_keys_that_no_scale_saves_are_refused_with_the_layers_and_the_reasons(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator
 ) -> None:
     engine.keys[LAYERS[1]] = [uneven()]
     desk.gives(None, measures=True)
@@ -217,7 +219,7 @@ async def test_keys_that_no_scale_saves_are_refused_with_the_layers_and_the_reas
 
 
 async def test_once_it_has_chosen_it_does_not_choose_again(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator
 ) -> None:
     calibrator = make(None)
     await load(calibrator, engine, BRINGS)
@@ -227,7 +229,7 @@ async def test_once_it_has_chosen_it_does_not_choose_again(
 
 
 async def test_a_model_that_later_does_not_bear_fp8_any_more_is_served_and_the_status_says_why(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator
 ) -> None:
     engine.keys[LAYERS[1]] = [uneven()]
     desk.gives(OTHERS, measures=True)
@@ -239,7 +241,7 @@ async def test_a_model_that_later_does_not_bear_fp8_any_more_is_served_and_the_s
 
 
 async def test_keys_that_are_zero_do_not_tell_whether_fp8_does_and_that_is_what_is_noted(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator
 ) -> None:
     engine.keys[LAYERS[1]] = [ordinary() * 0]
     calibrator = make(None)
@@ -253,7 +255,7 @@ async def test_keys_that_are_zero_do_not_tell_whether_fp8_does_and_that_is_what_
 
 
 async def test_while_the_ingest_is_away_it_waits_and_then_goes_on(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator
 ) -> None:
     desk.gives(OTHERS, measures=True)
     disk_full = InsufficientStorage("the KV scales of version 1 cannot be kept")
@@ -267,7 +269,7 @@ async def test_while_the_ingest_is_away_it_waits_and_then_goes_on(
 
 
 async def test_while_its_scales_cannot_be_kept_it_says_why(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator
 ) -> None:
     desk.gives(OTHERS, measures=True)
     calibrator = make()
@@ -282,7 +284,7 @@ async def test_while_its_scales_cannot_be_kept_it_says_why(
 
 
 async def test_it_does_not_serve_in_fp8_before_that_is_noted_for_all(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator
 ) -> None:
     desk.answers["choose_kv_cache"] = [ActorDiedError(), InsufficientStorage("make room")]
     calibrator = make(None)
@@ -295,7 +297,7 @@ async def test_it_does_not_serve_in_fp8_before_that_is_noted_for_all(
 
 @pytest.mark.parametrize("measured", [True, False], ids=["it found FP8 to do", "it could not measure"])
 async def test_a_replica_that_finds_fp8_to_do_gives_way_to_one_that_found_otherwise_before(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk, measured: bool
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator, measured: bool
 ) -> None:
     held = KVCacheChoice(dtype="bfloat16", why="1 of 2 layers do not bear it", judged_by="r0, version 0")
     desk.answers["choose_kv_cache"] = [held]
@@ -306,14 +308,14 @@ async def test_a_replica_that_finds_fp8_to_do_gives_way_to_one_that_found_otherw
     assert refused.value.detail["judged_by"] == "r0, version 0" and calibrator.status is None
 
 
-async def test_waiting_for_another_replica_is_left_to_the_follower(make: Make, desk: FakeDesk) -> None:
+async def test_waiting_for_another_replica_is_left_to_the_follower(make: Make, desk: FakeCoordinator) -> None:
     desk.answers["kv_turn"] = [NotReady("another replica still measures the KV scales of version 1")]
     with pytest.raises(NotReady, match="another replica still measures"):
         await make().scales_for(AWAITING)
 
 
 async def test_a_version_that_was_removed_meanwhile_is_not_found(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator
 ) -> None:
     desk.gives(None, measures=True)
     desk.answers["kv_settle"] = [NotFound("version 1 is not in the log any more", {"version": 1})]
@@ -323,7 +325,7 @@ async def test_a_version_that_was_removed_meanwhile_is_not_found(
 
 
 async def test_any_other_answer_to_a_measurement_fails_the_engine(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator
 ) -> None:
     desk.gives(None, measures=True)
     desk.answers["kv_settle"] = [LogCorrupt("kv_scales.json does not hash")]
@@ -332,7 +334,7 @@ async def test_any_other_answer_to_a_measurement_fails_the_engine(
 
 
 async def test_an_engine_that_cannot_measure_scales_that_it_is_to_have_fails_and_says_what_instead(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator
 ) -> None:
     engine.fail = "its attention has attention sinks"
     desk.gives(None, measures=True)
@@ -342,7 +344,7 @@ async def test_an_engine_that_cannot_measure_scales_that_it_is_to_have_fails_and
 
 
 async def test_an_engine_that_cannot_measure_whether_fp8_does_goes_on_with_it_and_says_so_to_the_fleet(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator
 ) -> None:
     engine.fail = "its attention has attention sinks"
     calibrator = make(None)
@@ -353,7 +355,7 @@ async def test_an_engine_that_cannot_measure_whether_fp8_does_goes_on_with_it_an
 
 
 async def test_an_error_that_is_not_rays_is_not_waited_for(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator
 ) -> None:
     desk.gives(None, measures=True)
     desk.answers["kv_settle"] = [TypeError("a bug")]
@@ -365,7 +367,7 @@ async def test_an_error_that_is_not_rays_is_not_waited_for(
 
 
 async def test_the_status_is_of_the_version_that_was_measured_last(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator
 ) -> None:
     calibrator = make()
     for number in (1, 2):
@@ -382,7 +384,7 @@ async def test_the_status_is_of_the_version_that_was_measured_last(
 
 
 async def test_keys_that_are_not_numbers_leave_a_status_that_a_client_can_read(
-    make: Make, engine: FakeMeasuringEngine, desk: FakeDesk
+    make: Make, engine: FakeMeasuringEngine, desk: FakeCoordinator
 ) -> None:
     engine.keys[LAYERS[1]] = [ordinary() * math.nan]
     desk.gives(OTHERS, measures=True)
@@ -394,7 +396,7 @@ async def test_keys_that_are_not_numbers_leave_a_status_that_a_client_can_read(
     assert KVCacheStatus.model_validate_json(calibrator.status.model_dump_json()) == calibrator.status
 
 
-async def test_a_bf16_cache_needs_nothing(desk: FakeDesk) -> None:
+async def test_a_bf16_cache_needs_nothing(desk: FakeCoordinator) -> None:
     bf16 = KVCacheChoice(dtype="bfloat16", why="kv_cache.dtype says so")
     nothing = NoKVScales(bf16)
     await nothing.loaded(AWAITING)

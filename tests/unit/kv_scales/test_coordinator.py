@@ -12,7 +12,7 @@ from rollout_service.config import ServiceConfig
 from rollout_service.errors import InsufficientStorage, LogCorrupt, NotFound, NotReady
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.kv_scales import calibration
-from rollout_service.kv_scales.calibration import Turn
+from rollout_service.kv_scales.calibration import CalibrationLease
 from rollout_service.kv_scales.result import SETTLED_FILE
 from rollout_service.protocol.fleet import KVCacheChoice
 from rollout_service.store.log import WeightLog
@@ -23,7 +23,7 @@ LONG_S = 60.0
 RANKS = (measured((448, 896, 224)),)
 SCALES = scales_of(1, 2, 0.5)
 """Of ``RANKS``, with a margin of 1."""
-FIRST_TURN = Turn(scales=None, measures=True)
+FIRST_TURN = CalibrationLease(scales=None, measures=True)
 FP8 = KVCacheChoice(dtype="fp8_e4m3", why="all layers bear it", judged_by="a, version 0")
 BF16 = KVCacheChoice(dtype="bfloat16", why="2 layers do not", judged_by="b, version 0")
 
@@ -56,7 +56,7 @@ async def test_a_second_replica_waits_and_gets_the_scales_as_soon_as_the_first_h
     assert not second.done()
     settled = await ingest.kv.settle(0, "a", RANKS)
     assert settled.scales == SCALES
-    assert await asyncio.wait_for(second, LONG_S) == Turn(scales=SCALES, measures=False)
+    assert await asyncio.wait_for(second, LONG_S) == CalibrationLease(scales=SCALES, measures=False)
 
 
 @pytest.mark.parametrize("how", ["it ends", "it fails", "it stays at the old version"])
@@ -129,7 +129,7 @@ async def test_what_a_replica_measured_is_kept_although_it_dies_before_it_is_ans
     with pytest.raises(asyncio.CancelledError):
         await settling
     await ingest.kv.settle(0, "b", (measured((1, 1, 1)),))
-    assert await ingest.kv.turn(0, "b") == Turn(scales=SCALES, measures=False)
+    assert await ingest.kv.turn(0, "b") == CalibrationLease(scales=SCALES, measures=False)
     assert (log.folder(0) / SETTLED_FILE).is_file()
 
 
@@ -143,7 +143,7 @@ async def test_scales_that_the_disk_refuses_are_not_given_to_anyone(
         raise OSError(code, "the disk says so")
 
     with monkeypatch.context() as patch:
-        patch.setattr(calibration, "write_settled", refuse)
+        patch.setattr(calibration, "write_result", refuse)
         expected = rf"^the KV scales of version 0 .* {log.root}: .*the disk says so: {instead}$"
         with pytest.raises(InsufficientStorage, match=expected):
             await ingest.kv.settle(0, "a", RANKS)
@@ -200,8 +200,8 @@ async def test_an_ingest_that_starts_again_says_the_same_of_every_version(
     again = Ingest(config)
     await again.start()
     assert await again.versions() == before and len({status.digest for status in before}) == 2
-    assert await again.kv.turn(0, "b") == Turn(scales=SCALES, measures=False)
-    assert await again.kv.turn(1, "b") == Turn(scales=scales_of(1, 1, 1), measures=False)
+    assert await again.kv.turn(0, "b") == CalibrationLease(scales=SCALES, measures=False)
+    assert await again.kv.turn(1, "b") == CalibrationLease(scales=scales_of(1, 1, 1), measures=False)
     await again.stop()
 
 

@@ -6,10 +6,10 @@ import pytest
 import xxhash
 
 from rollout_service.errors import LogCorrupt
-from rollout_service.kv_scales.result import SETTLED_FILE, Settled, read_settled, write_settled
+from rollout_service.kv_scales.result import SETTLED_FILE, KVScaleResult, read_result, write_result
 from tests.unit.kv_scales.measured import LAYER, scales_of
 
-SETTLED = Settled(
+SETTLED = KVScaleResult(
     version=3,
     scales=scales_of(1, 2, 0.1),
     how="measured",
@@ -19,29 +19,29 @@ SETTLED = Settled(
     saturated=0.01,
     largest={LAYER: (448.0, 896.0, 44.8)},
 )
-FAILED = Settled(version=0, scales=None, how="failed", replica_id="r1", tokens=1, error="zero\nthroughout")
+FAILED = KVScaleResult(version=0, scales=None, how="failed", replica_id="r1", tokens=1, error="zero\nthroughout")
 
 
 @pytest.mark.parametrize("settled", [SETTLED, FAILED], ids=lambda settled: settled.how)
-def test_what_is_written_is_read_again(tmp_path: Path, settled: Settled) -> None:
-    write_settled(tmp_path, settled)
-    assert read_settled(tmp_path) == settled
+def test_what_is_written_is_read_again(tmp_path: Path, settled: KVScaleResult) -> None:
+    write_result(tmp_path, settled)
+    assert read_result(tmp_path) == settled
     assert [path.name for path in tmp_path.iterdir()] == [SETTLED_FILE]
 
 
 def test_nothing_was_settled_where_there_is_no_file_or_no_folder(tmp_path: Path) -> None:
-    assert read_settled(tmp_path) is None and read_settled(tmp_path / "7") is None
+    assert read_result(tmp_path) is None and read_result(tmp_path / "7") is None
 
 
 def test_what_a_crash_left_half_written_does_not_count(tmp_path: Path) -> None:
     (tmp_path / f".{SETTLED_FILE}.tmp").write_text('{"version": 3, "sca')
-    assert read_settled(tmp_path) is None
-    write_settled(tmp_path, SETTLED)
-    assert read_settled(tmp_path) == SETTLED and [path.name for path in tmp_path.iterdir()] == [SETTLED_FILE]
+    assert read_result(tmp_path) is None
+    write_result(tmp_path, SETTLED)
+    assert read_result(tmp_path) == SETTLED and [path.name for path in tmp_path.iterdir()] == [SETTLED_FILE]
 
 
 def test_a_file_that_is_torn_or_has_a_bit_flipped_anywhere_is_corrupt_by_name(tmp_path: Path) -> None:
-    write_settled(tmp_path, SETTLED)
+    write_result(tmp_path, SETTLED)
     path = tmp_path / SETTLED_FILE
     sound = path.read_bytes()
     torn = [sound[:end] for end in range(len(sound) - 1)]  # without its last newline it is whole
@@ -49,11 +49,11 @@ def test_a_file_that_is_torn_or_has_a_bit_flipped_anywhere_is_corrupt_by_name(tm
     for damaged in torn + flipped:
         path.write_bytes(damaged)
         with pytest.raises(LogCorrupt, match=str(path)):
-            read_settled(tmp_path)
+            read_result(tmp_path)
 
 
 def test_a_file_of_another_release_is_corrupt_and_says_what_it_does_not_know(tmp_path: Path) -> None:
     text = SETTLED.model_dump_json().replace('"drift"', '"drifted"')
     (tmp_path / SETTLED_FILE).write_text(f"{text}\n{xxhash.xxh3_128_hexdigest(text.encode())}\n")
     with pytest.raises(LogCorrupt, match=rf"{SETTLED_FILE} does not parse(.|\n)*drifted"):
-        read_settled(tmp_path)
+        read_result(tmp_path)

@@ -20,13 +20,13 @@ class Listener:
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
-        self.away = False
+        self.unreachable = False
         self.open = asyncio.Event()
         self.open.set()
 
     async def remember(self, rollouts: Sequence[RecentRollout]) -> None:
         await self.open.wait()
-        if self.away:
+        if self.unreachable:
             raise RayActorError()
         self.batches.append([rollout.request_id for rollout in rollouts])
 
@@ -70,18 +70,18 @@ async def test_a_monitor_that_is_away_costs_its_rollouts_and_one_line(
     listener: Listener, caplog: pytest.LogCaptureFixture
 ) -> None:
     feed = feed_to(listener)
-    listener.away = True
+    listener.unreachable = True
     with caplog.at_level(logging.WARNING, LOGGER):
         for name in "abc":
             feed.note(rollout(name, [-1.0]))
             await feed.flushed()
         assert feed.dropped == 3
-        listener.away = False
+        listener.unreachable = False
         feed.note(rollout("d", [-1.0]))
         await feed.flushed()
     assert listener.told == ["d"]
-    away, back = [record.getMessage() for record in caplog.records]
-    assert "not told of rollouts" in away and "missed 3" in back
+    unreachable, back = [record.getMessage() for record in caplog.records]
+    assert "not told of rollouts" in unreachable and "missed 3" in back
 
 
 async def test_a_monitor_that_is_slow_costs_what_the_queue_has_no_room_for(

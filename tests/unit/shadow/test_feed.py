@@ -25,13 +25,13 @@ class Shadow:
 
     def __init__(self) -> None:
         self.batches: list[list[float]] = []
-        self.away = False
+        self.unreachable = False
         self.open, self.idle = asyncio.Event(), asyncio.Event()
         self.open.set()
 
     async def score(self, calls: Sequence[ScoreCall]) -> None:
         await self.open.wait()
-        if self.away:
+        if self.unreachable:
             raise RayActorError()
         self.batches.append([call.logprobs[0] for call in calls])
 
@@ -125,10 +125,10 @@ async def test_a_full_queue_drops_the_new_ones(
 
 async def test_a_shadow_that_is_away_costs_its_rollouts(shadow: Shadow, counts: Counts) -> None:
     feed = feed_to(shadow)
-    shadow.away = True
+    shadow.unreachable = True
     feed.note(rollout("a", [-1.0], [-1.0]), PLAIN)
     await settle()
-    shadow.away = False
+    shadow.unreachable = False
     feed.note(rollout("b", [-2.0]), PLAIN)
     await settle()
     assert not_scored(counts, "lost") == 2 and shadow.batches == [[-2.0]]

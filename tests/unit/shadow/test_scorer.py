@@ -31,7 +31,7 @@ class Engine:
         return tuple(-float(token) for token in token_ids[1:]), self.version
 
 
-class Follower:
+class WeightSync:
     """At one version, or at a newer one once that is waited for."""
 
     def __init__(self, version: int | None, coming: int | None = None) -> None:
@@ -62,14 +62,14 @@ def call(version: int, *tokens: int, replica: str = "r1", off: float = 0.0) -> S
     return ScoreCall(version=version, replica_id=replica, prompt_token_ids=PROMPT, token_ids=tokens, logprobs=logprobs)
 
 
-async def scored(follower: Follower, engine: Engine, *calls: ScoreCall) -> Monitor:
+async def scored(weight_sync: WeightSync, engine: Engine, *calls: ScoreCall) -> Monitor:
     monitor = Monitor(MonitorConfig())
-    await Scorer(engine, follower, LocalHandle(monitor), 30.0, MAX_MODEL_LEN).score(calls)
+    await Scorer(engine, weight_sync, LocalHandle(monitor), 30.0, MAX_MODEL_LEN).score(calls)
     return monitor
 
 
 async def test_each_replica_is_held_against_the_reference_token_by_token(counts: Counts) -> None:
-    monitor = await scored(Follower(3), Engine(3), call(3, 1, 2), call(3, 4), call(3, 5, 6, replica="r2", off=0.25))
+    monitor = await scored(WeightSync(3), Engine(3), call(3, 1, 2), call(3, 4), call(3, 5, 6, replica="r2", off=0.25))
     rows = {row.replica_id: row for row in await monitor.rows()}
     assert {(row.version, row.source) for row in rows.values()} == {(3, "shadow")}
     assert (rows["r1"].tokens, rows["r1"].sequences, rows["r1"].k3) == (3, 2, 0.0)
@@ -78,41 +78,41 @@ async def test_each_replica_is_held_against_the_reference_token_by_token(counts:
 
 
 async def test_a_newer_version_is_waited_for(counts: Counts) -> None:
-    follower = Follower(2, coming=3)
-    monitor = await scored(follower, Engine(3), call(3, 1))
-    assert follower.waits == [30.0] and [row.version for row in await monitor.rows()] == [3]
+    weight_sync = WeightSync(2, coming=3)
+    monitor = await scored(weight_sync, Engine(3), call(3, 1))
+    assert weight_sync.waits == [30.0] and [row.version for row in await monitor.rows()] == [3]
 
 
 async def test_an_older_version_is_not_compared_with_a_newer_one(counts: Counts) -> None:
-    monitor = await scored(Follower(4), Engine(4), call(3, 1), call(4, 1))
+    monitor = await scored(WeightSync(4), Engine(4), call(3, 1), call(4, 1))
     assert [row.version for row in await monitor.rows()] == [4]
     assert counts.total(table.SHADOW_COMPLETIONS, "version") == 1
 
 
 async def test_a_version_that_changes_while_it_scores_is_not_compared(counts: Counts) -> None:
-    monitor = await scored(Follower(3), Engine(4), call(3, 1))
+    monitor = await scored(WeightSync(3), Engine(4), call(3, 1))
     assert await monitor.rows() == []
     assert counts.total(table.SHADOW_COMPLETIONS, "version") == 1
 
 
 async def test_a_version_that_never_comes_is_waited_for_once(counts: Counts, caplog: pytest.LogCaptureFixture) -> None:
-    follower, engine = Follower(2), Engine(2)
-    scorer = Scorer(engine, follower, LocalHandle(Monitor(MonitorConfig())), 30.0, MAX_MODEL_LEN)
+    weight_sync, engine = WeightSync(2), Engine(2)
+    scorer = Scorer(engine, weight_sync, LocalHandle(Monitor(MonitorConfig())), 30.0, MAX_MODEL_LEN)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             await scorer.score([call(3, 1)])
-    assert follower.waits == [30.0, 0.0, 0.0] and engine.scored == []
+    assert weight_sync.waits == [30.0, 0.0, 0.0] and engine.scored == []
     assert len(caplog.records) == 1 and "version 3" in caplog.text
 
 
 async def test_a_completion_that_fills_the_context_is_scored_but_for_its_end(counts: Counts) -> None:
     engine = Engine(3)
-    monitor = await scored(Follower(3), engine, call(3, 1, 2, 3, 4, 5))
+    monitor = await scored(WeightSync(3), engine, call(3, 1, 2, 3, 4, 5))
     assert engine.scored == [(*PROMPT, 1, 2, 3, 4)]
     assert [row.tokens for row in await monitor.rows()] == [4]
 
 
 async def test_one_that_cannot_be_scored_does_not_cost_the_others(counts: Counts) -> None:
-    monitor = await scored(Follower(3), Engine(3), call(3, 99), call(3, 1))
+    monitor = await scored(WeightSync(3), Engine(3), call(3, 99), call(3, 1))
     assert [row.tokens for row in await monitor.rows()] == [1]
     assert counts.total(table.SHADOW_COMPLETIONS, "failed") == 1

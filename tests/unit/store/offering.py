@@ -8,7 +8,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from rollout_service.errors import RolloutServiceError
-from rollout_service.store.chunk_server import LogFile, Newest, Offers
+from rollout_service.store.chunk_server import ChunkServer, LogFile, Newest
 
 CHUNK_BYTES = 64
 """Small, so that small files have several."""
@@ -31,9 +31,9 @@ class _Method:
 class OfferingIngest:
     """Real files through a real object store; only the way to the ingest is short."""
 
-    def __init__(self, offers: Offers) -> None:
+    def __init__(self, offers: ChunkServer) -> None:
         self.offers = offers
-        self.away: Exception | None = None
+        self.unreachable: Exception | None = None
         """Raised by every question for what is newest while it is set."""
         self.refused = asyncio.Event()
         """Somebody was told that it is away."""
@@ -51,9 +51,9 @@ class OfferingIngest:
         await asyncio.wait_for(self.refused.wait(), LONG_S)
 
     async def _newest(self) -> Newest:
-        if self.away is not None:
+        if self.unreachable is not None:
             self.refused.set()
-            raise self.away
+            raise self.unreachable
         return self.answers.pop(0) if self.answers else self.offers.newest()
 
     async def _files(self, version: int) -> tuple[LogFile, ...]:

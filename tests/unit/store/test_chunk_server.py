@@ -11,7 +11,7 @@ import ray
 from rollout_service.errors import LogCorrupt, NotFound, NotReady
 from rollout_service.kv_scales.result import SETTLED_FILE
 from rollout_service.store import chunk_server
-from rollout_service.store.chunk_server import Offers
+from rollout_service.store.chunk_server import ChunkServer
 from rollout_service.store.log import Control, WeightLog
 from tests.unit.ingest.trainer import settle
 from tests.unit.store.versions import commit
@@ -30,11 +30,13 @@ def log(tmp_path: Path) -> WeightLog:
 
 
 @pytest.fixture
-def offered(log: WeightLog) -> Offers:
-    return Offers(log, CHUNK_BYTES)
+def offered(log: WeightLog) -> ChunkServer:
+    return ChunkServer(log, CHUNK_BYTES)
 
 
-def test_the_newest_version_is_told_with_its_log_and_what_the_operator_asked(log: WeightLog, offered: Offers) -> None:
+def test_the_newest_version_is_told_with_its_log_and_what_the_operator_asked(
+    log: WeightLog, offered: ChunkServer
+) -> None:
     log.set_control(Control(paused=True, mode="abort"))
     newest = offered.newest()
     assert (newest.head.version, newest.head.mode, newest.control.mode) == (3, "wait", "abort")
@@ -52,16 +54,16 @@ def test_before_version_0_there_is_nothing_to_tell(tmp_path: Path) -> None:
     log = WeightLog(tmp_path / "empty")
     log.sign()
     with pytest.raises(NotReady, match="version 0 is still being made"):
-        Offers(log).newest()
+        ChunkServer(log).newest()
 
 
-def test_a_file_that_is_being_written_beside_a_manifest_is_not_offered(log: WeightLog, offered: Offers) -> None:
+def test_a_file_that_is_being_written_beside_a_manifest_is_not_offered(log: WeightLog, offered: ChunkServer) -> None:
     before = offered.files(3)
     (log.folder(3) / f".{SETTLED_FILE}.tmp").write_text("{")
     assert offered.files(3) == before
 
 
-async def test_the_chunks_of_all_files_are_their_bytes(log: WeightLog, offered: Offers) -> None:
+async def test_the_chunks_of_all_files_are_their_bytes(log: WeightLog, offered: ChunkServer) -> None:
     files = offered.files(3)
     assert {"manifest.json", FILE} <= {file.name for file in files}
     for file in files:
@@ -74,13 +76,13 @@ async def test_the_chunks_of_all_files_are_their_bytes(log: WeightLog, offered: 
         assert read == (log.folder(3) / file.name).read_bytes()
 
 
-async def test_nodes_that_copy_side_by_side_get_the_same_object(offered: Offers) -> None:
+async def test_nodes_that_copy_side_by_side_get_the_same_object(offered: ChunkServer) -> None:
     replies = await asyncio.gather(*(offered.chunk(3, FILE, 0) for _ in range(8)))
     assert len({reply[0] for reply in replies}) == 1
 
 
 async def test_few_references_are_held_and_none_for_long(
-    log: WeightLog, offered: Offers, monkeypatch: pytest.MonkeyPatch
+    log: WeightLog, offered: ChunkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = (await offered.chunk(3, "manifest.json", 0))[0]
     for index in range(1, chunk_server.HELD_CHUNKS + 1):
@@ -88,13 +90,13 @@ async def test_few_references_are_held_and_none_for_long(
     assert len(offered._held) == chunk_server.HELD_CHUNKS
     assert (await offered.chunk(3, "manifest.json", 0))[0] != first
     monkeypatch.setattr(chunk_server, "HELD_S", 0.0)
-    brief = Offers(log, CHUNK_BYTES)
+    brief = ChunkServer(log, CHUNK_BYTES)
     await brief.chunk(3, FILE, 0)
     await settle()
     assert brief._held == {}
 
 
-async def test_what_is_not_in_the_log_is_not_handed_out(log: WeightLog, offered: Offers) -> None:
+async def test_what_is_not_in_the_log_is_not_handed_out(log: WeightLog, offered: ChunkServer) -> None:
     with pytest.raises(NotFound, match="version 7 is not in the log"):
         offered.files(7)
     with pytest.raises(NotFound, match="version 7 is not in the log"):
@@ -105,7 +107,7 @@ async def test_what_is_not_in_the_log_is_not_handed_out(log: WeightLog, offered:
 
 
 async def test_a_file_that_cannot_be_read_is_named_and_read_again_when_it_is_mended(
-    offered: Offers, monkeypatch: pytest.MonkeyPatch
+    offered: ChunkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(chunk_server.np, "fromfile", _fail)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.store.direct_io import BLOCK_BYTES, BufferPool, UncachedFile, block_buffer
+from rollout_service.store.direct_io import BLOCK_BYTES, BufferPool, DirectFile, block_buffer
 
 FOLDERS = ["disk", "memory"]
 """A folder of the disk, and one of a file system that may refuse O_DIRECT."""
@@ -26,14 +26,14 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_a_file_holds_the_bytes_that_were_written_and_no_more(path: Path, nbytes: int, piece: int) -> None:
     data = random.Random(nbytes).randbytes(nbytes)
     buffer = block_buffer(piece)
-    with UncachedFile.create(path) as file:
+    with DirectFile.create(path) as file:
         for start in range(0, nbytes, piece):
             part = data[start : start + piece]
             buffer[: len(part)] = part
             file.write(buffer, len(part), start)
     assert path.read_bytes() == data
     whole = block_buffer(nbytes)
-    with UncachedFile.open(path) as file:
+    with DirectFile.open(path) as file:
         assert file.read(whole, nbytes, 0)
         assert not file.read(block_buffer(BLOCK_BYTES), BLOCK_BYTES, 8 * BLOCK_BYTES)
     assert whole[:nbytes] == data
@@ -43,7 +43,7 @@ def test_what_is_no_whole_block_is_read_through_the_cache(path: Path) -> None:
     data = random.Random(0).randbytes(3 * BLOCK_BYTES)
     path.write_bytes(data)
     target = bytearray(100)
-    with UncachedFile.open(path) as file:
+    with DirectFile.open(path) as file:
         assert file.read(memoryview(target), 100, 4321)
     assert target == data[4321:4421]
 

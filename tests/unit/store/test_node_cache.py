@@ -13,10 +13,10 @@ from ray.exceptions import ActorDiedError
 
 from rollout_service.errors import InsufficientStorage, LogCorrupt, NotFound, NotReady
 from rollout_service.store import node_cache as module
-from rollout_service.store.chunk_server import Offers
+from rollout_service.store.chunk_server import ChunkServer
 from rollout_service.store.durable_io import WriterLock
 from rollout_service.store.log import Head, WeightLog
-from rollout_service.store.node_cache import Copies, copies_for
+from rollout_service.store.node_cache import NodeCache, node_cache_for
 from tests.unit.ingest.trainer import settle, untouched_files
 from tests.unit.store.offering import CHUNK_BYTES, OfferingIngest
 from tests.unit.store.versions import FIRST, commit, flip_a_byte, restored
@@ -35,7 +35,7 @@ def log(tmp_path: Path) -> WeightLog:
 
 @pytest.fixture
 def ingest(log: WeightLog) -> OfferingIngest:
-    return OfferingIngest(Offers(log, CHUNK_BYTES))
+    return OfferingIngest(ChunkServer(log, CHUNK_BYTES))
 
 
 @pytest.fixture
@@ -44,13 +44,13 @@ def node(tmp_path: Path) -> Path:
     return tmp_path / "node"
 
 
-def copies_on(node: Path, ingest: OfferingIngest) -> Copies:
+def copies_on(node: Path, ingest: OfferingIngest) -> NodeCache:
     """Of one replica there."""
-    return Copies(node, ingest, ingest.offers.newest(), CHUNK_BYTES)
+    return NodeCache(node, ingest, ingest.offers.newest(), CHUNK_BYTES)
 
 
 @pytest.fixture
-def copies(node: Path, ingest: OfferingIngest) -> Copies:
+def copies(node: Path, ingest: OfferingIngest) -> NodeCache:
     return copies_on(node, ingest)
 
 
@@ -68,7 +68,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 async def test_a_replica_that_sees_the_ingests_log_needs_no_copies(log: WeightLog, ingest: OfferingIngest) -> None:
-    assert await copies_for(log.root, ingest, retry_s=0.01) is None
+    assert await node_cache_for(log.root, ingest, retry_s=0.01) is None
 
 
 @pytest.mark.parametrize("cloned", [False, True], ids=["empty", "clone of an older state"])
@@ -78,7 +78,7 @@ async def test_a_replica_that_does_not_see_it_has_a_folder_of_copies(
     if cloned:
         shutil.copytree(log.root, node)
         log.sign()
-    copies = await copies_for(node, ingest, retry_s=0.01)
+    copies = await node_cache_for(node, ingest, retry_s=0.01)
     assert copies is not None and copies.log.root.parent == node / "copies"
     assert copies.newest.head == log.head()
 
@@ -89,27 +89,27 @@ async def test_an_ingest_that_restarts_while_a_replica_compares_is_not_taken_for
     told = ingest.offers.newest()
     log.sign()
     ingest.answers = [told]
-    assert await copies_for(log.root, ingest, retry_s=0.01) is None
+    assert await node_cache_for(log.root, ingest, retry_s=0.01) is None
 
 
 async def test_a_replica_waits_for_an_ingest_that_is_away(log: WeightLog, ingest: OfferingIngest) -> None:
-    ingest.away = ActorDiedError()
-    waiting = asyncio.create_task(copies_for(log.root, ingest, retry_s=0.001))
+    ingest.unreachable = ActorDiedError()
+    waiting = asyncio.create_task(node_cache_for(log.root, ingest, retry_s=0.001))
     for _ in range(2):  # it asks again
         await ingest.has_refused()
     assert not waiting.done()
-    ingest.away = None
+    ingest.unreachable = None
     assert await asyncio.wait_for(waiting, 30) is None
 
 
 async def test_an_ingest_that_has_lost_its_log_is_not_followed(
-    copies: Copies, ingest: OfferingIngest, log: WeightLog, tmp_path: Path
+    copies: NodeCache, ingest: OfferingIngest, log: WeightLog, tmp_path: Path
 ) -> None:
     await copies.look()
     other = WeightLog(tmp_path / "other")
     commit(other, 0)
     other.sign()
-    ingest.offers = Offers(other, CHUNK_BYTES)
+    ingest.offers = ChunkServer(other, CHUNK_BYTES)
     with pytest.raises(LogCorrupt, match="the ingest writes another log now"):
         await copies.look()
     assert copies.newest.head == log.head()
@@ -119,7 +119,7 @@ async def test_an_ingest_that_has_lost_its_log_is_not_followed(
 
 
 async def test_a_fetched_version_has_the_same_files_and_is_the_newest_of_the_copies(
-    copies: Copies, log: WeightLog
+    copies: NodeCache, log: WeightLog
 ) -> None:
     await copies.fetch(head_of(log))
     assert contents(copies.log.folder(0)) == contents(log.folder(0))
@@ -128,7 +128,7 @@ async def test_a_fetched_version_has_the_same_files_and_is_the_newest_of_the_cop
 
 
 async def test_replicas_of_a_node_fetch_a_version_once(
-    node: Path, ingest: OfferingIngest, copies: Copies, log: WeightLog
+    node: Path, ingest: OfferingIngest, copies: NodeCache, log: WeightLog
 ) -> None:
     others = [copies_on(node, ingest) for _ in range(3)]
     await asyncio.gather(*(each.fetch(head_of(log)) for each in [copies, *others]))
@@ -136,7 +136,7 @@ async def test_replicas_of_a_node_fetch_a_version_once(
 
 
 async def test_a_copy_that_was_interrupted_goes_on_where_it_was(
-    copies: Copies, ingest: OfferingIngest, log: WeightLog
+    copies: NodeCache, ingest: OfferingIngest, log: WeightLog
 ) -> None:
     ingest.fail_after = 3
     with pytest.raises(NotReady, match="does not answer"):
@@ -149,7 +149,7 @@ async def test_a_copy_that_was_interrupted_goes_on_where_it_was(
 
 
 async def test_a_version_that_was_damaged_at_the_ingest_is_never_taken_in(
-    copies: Copies, ingest: OfferingIngest, log: WeightLog
+    copies: NodeCache, ingest: OfferingIngest, log: WeightLog
 ) -> None:
     await copies.fetch(head_of(log))
     commit(log, 1)
@@ -163,13 +163,13 @@ async def test_a_version_that_was_damaged_at_the_ingest_is_never_taken_in(
     assert copies.log.versions() == [0, 1]
 
 
-async def test_a_manifest_of_other_content_than_the_ingest_says_is_refused(copies: Copies, log: WeightLog) -> None:
+async def test_a_manifest_of_other_content_than_the_ingest_says_is_refused(copies: NodeCache, log: WeightLog) -> None:
     with pytest.raises(LogCorrupt, match="not 00ff"):
         await copies.fetch(head_of(log).model_copy(update={"digest": "00ff"}))
     assert copies.log.versions() == []
 
 
-async def test_a_version_that_is_gone_at_the_ingest_is_said_to_be_gone(copies: Copies, log: WeightLog) -> None:
+async def test_a_version_that_is_gone_at_the_ingest_is_said_to_be_gone(copies: NodeCache, log: WeightLog) -> None:
     old = head_of(log)
     commit(log, 1)
     log.drop(0)
@@ -178,7 +178,7 @@ async def test_a_version_that_is_gone_at_the_ingest_is_said_to_be_gone(copies: C
 
 
 async def test_a_full_disk_says_so_and_leaves_what_was_there(
-    copies: Copies, log: WeightLog, monkeypatch: pytest.MonkeyPatch
+    copies: NodeCache, log: WeightLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await copies.fetch(head_of(log))
     commit(log, 1)
@@ -195,7 +195,7 @@ async def test_a_full_disk_says_so_and_leaves_what_was_there(
     assert copies.log.head() == log.head()
 
 
-async def test_an_older_version_fetched_late_does_not_turn_latest_back(copies: Copies, log: WeightLog) -> None:
+async def test_an_older_version_fetched_late_does_not_turn_latest_back(copies: NodeCache, log: WeightLog) -> None:
     old = head_of(log)
     commit(log, 1)
     await copies.fetch(head_of(log))
@@ -207,7 +207,7 @@ async def test_an_older_version_fetched_late_does_not_turn_latest_back(copies: C
 
 
 async def test_a_copy_of_other_weights_under_the_same_number_is_replaced(
-    copies: Copies, ingest: OfferingIngest, log: WeightLog
+    copies: NodeCache, ingest: OfferingIngest, log: WeightLog
 ) -> None:
     with restored(log):
         commit(log, 1)
@@ -220,7 +220,7 @@ async def test_a_copy_of_other_weights_under_the_same_number_is_replaced(
 
 
 async def test_the_same_number_is_fetched_anew_also_while_another_replica_reads_the_old_copy(
-    node: Path, ingest: OfferingIngest, copies: Copies, log: WeightLog
+    node: Path, ingest: OfferingIngest, copies: NodeCache, log: WeightLog
 ) -> None:
     other = copies_on(node, ingest)
     with restored(log):
@@ -233,7 +233,7 @@ async def test_the_same_number_is_fetched_anew_also_while_another_replica_reads_
     assert contents(other.log.folder(1)) == contents(log.folder(1))
 
 
-async def test_copies_that_the_restored_log_does_not_have_are_removed(copies: Copies, log: WeightLog) -> None:
+async def test_copies_that_the_restored_log_does_not_have_are_removed(copies: NodeCache, log: WeightLog) -> None:
     with restored(log):
         for version in (1, 2):
             commit(log, version)
@@ -245,7 +245,7 @@ async def test_copies_that_the_restored_log_does_not_have_are_removed(copies: Co
 
 
 async def test_a_copy_that_was_interrupted_is_not_gone_on_from_with_other_bytes(
-    copies: Copies, ingest: OfferingIngest, log: WeightLog
+    copies: NodeCache, ingest: OfferingIngest, log: WeightLog
 ) -> None:
     with restored(log):
         commit(log, 1)
@@ -262,7 +262,7 @@ async def test_a_copy_that_was_interrupted_is_not_gone_on_from_with_other_bytes(
 
 
 async def test_a_chunk_that_is_being_written_when_its_fetch_is_cancelled_goes_into_no_other_file(
-    copies: Copies, log: WeightLog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    copies: NodeCache, log: WeightLog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     writing, go_on, append = threading.Event(), threading.Event(), module._append
 
@@ -286,7 +286,7 @@ async def test_a_chunk_that_is_being_written_when_its_fetch_is_cancelled_goes_in
 
 
 async def test_a_fetch_that_is_cancelled_while_it_waits_for_the_lock_does_not_keep_it(
-    node: Path, ingest: OfferingIngest, copies: Copies, log: WeightLog, monkeypatch: pytest.MonkeyPatch
+    node: Path, ingest: OfferingIngest, copies: NodeCache, log: WeightLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting, go_on, acquire = threading.Event(), threading.Event(), WriterLock.acquire
 
@@ -325,7 +325,7 @@ async def test_copies_that_no_replica_needs_are_removed(node: Path, ingest: Offe
 
 
 async def test_a_damaged_copy_is_forgotten_and_fetched_anew(
-    copies: Copies, ingest: OfferingIngest, log: WeightLog
+    copies: NodeCache, ingest: OfferingIngest, log: WeightLog
 ) -> None:
     old = head_of(log)
     await copies.fetch(old)
@@ -345,7 +345,7 @@ async def test_a_damaged_copy_is_forgotten_and_fetched_anew(
     assert copies.log.head() == log.head()
 
 
-async def test_copies_that_a_crash_left_without_latest_are_fetched_anew(copies: Copies, log: WeightLog) -> None:
+async def test_copies_that_a_crash_left_without_latest_are_fetched_anew(copies: NodeCache, log: WeightLog) -> None:
     commit(log, 1)
     await copies.fetch(head_of(log))
     (copies.log.root / "LATEST").unlink()
@@ -355,13 +355,13 @@ async def test_copies_that_a_crash_left_without_latest_are_fetched_anew(copies: 
 
 
 async def test_copies_of_a_log_that_is_no_more_are_removed_once_nobody_reads_them(
-    node: Path, ingest: OfferingIngest, copies: Copies, log: WeightLog, tmp_path: Path
+    node: Path, ingest: OfferingIngest, copies: NodeCache, log: WeightLog, tmp_path: Path
 ) -> None:
     await copies.fetch(head_of(log))
     other = WeightLog(tmp_path / "other")
     commit(other, 0)
     other.sign()
-    elsewhere = OfferingIngest(Offers(other, CHUNK_BYTES))
+    elsewhere = OfferingIngest(ChunkServer(other, CHUNK_BYTES))
     first = copies_on(node, elsewhere)
     assert {path.name for path in (node / "copies").iterdir()} == {copies.log.root.name, first.log.root.name}
     os.close(copies._fd)

@@ -8,7 +8,7 @@ import torch
 
 from rollout_service.engine.loading import staging_buffer
 from rollout_service.engine.loading.staging import Stager
-from rollout_service.engine.loading.staging_buffer import CannotStage, StagingArea
+from rollout_service.engine.loading.staging_buffer import CannotStage, StagingBuffer
 from rollout_service.store.log import WeightLog
 from tests.unit.store.versions import FIRST, commit, flip_a_byte
 
@@ -20,8 +20,8 @@ def log(tmp_path: Path) -> WeightLog:
     return log
 
 
-def area() -> StagingArea:
-    return StagingArea("memory", torch.nn.Linear(1, 1), torch.device("cpu"))
+def area() -> StagingBuffer:
+    return StagingBuffer("memory", torch.nn.Linear(1, 1), torch.device("cpu"))
 
 
 def staged(stager: Stager, log: WeightLog, digest: str | None = None) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def test_what_was_damaged_is_read_again_and_what_is_staged_is_not(log: WeightLog
 def test_memory_that_is_not_there_is_a_reason_and_no_failure(log: WeightLog, monkeypatch: pytest.MonkeyPatch) -> None:
     huge = torch.nn.Linear(1 << 29, 1 << 29, bias=False, device="meta")
     with pytest.raises(CannotStage, match=r"no 1152921\d+ bytes of memory to stage in"):
-        StagingArea("host", huge, torch.device("cpu"))
+        StagingBuffer("host", huge, torch.device("cpu"))
 
     def refused(*_: object, **__: object) -> torch.Tensor:
         raise CannotStage("pinned memory is refused")

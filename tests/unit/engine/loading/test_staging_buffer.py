@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollout_service.engine.loading import staging_buffer
 from rollout_service.engine.loading.placement import Move, Placement, Span
-from rollout_service.engine.loading.staging_buffer import CannotStage, StagingArea, StagingKind, packed_runs
+from rollout_service.engine.loading.staging_buffer import CannotStage, StagingBuffer, StagingKind, packed_runs
 from rollout_service.errors import LogCorrupt
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.store.log import WeightLog
@@ -48,8 +48,8 @@ def large(tmp_path: Path) -> tuple[Path, Manifest, torch.Tensor]:
     return folder, manifest, torch.frombuffer(bytearray(data), dtype=torch.uint8).view(ROWS, COLUMNS)
 
 
-def area(kind: StagingKind = "host", like: torch.nn.Module | None = None) -> StagingArea:
-    return StagingArea(kind, like or torch.nn.Linear(8, 8), torch.device("cpu"))
+def area(kind: StagingKind = "host", like: torch.nn.Module | None = None) -> StagingBuffer:
+    return StagingBuffer(kind, like or torch.nn.Linear(8, 8), torch.device("cpu"))
 
 
 def flip(path: Path, position: int) -> None:
