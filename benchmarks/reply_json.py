@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import results
-from rollout_service.client._generate import parse_rollout, request_body
+from rollout_service.client._generate import body_of, request_of, rollout_of
 from rollout_service.config import MonitorConfig, ShadowConfig
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
@@ -132,7 +132,8 @@ def median_ms(work: Callable[[], object], repeats: int) -> float:
 
 def main(n: int = 16, tokens: int = 512, repeats: int = 50) -> None:
     """Measure, print the table, and write benchmarks/results/<machine>/reply_json.json."""
-    flat = request_body(list(range(PROMPT_TOKENS)), Sampling(n=n, max_tokens=tokens, ignore_eos=True))
+    asked = request_of(list(range(PROMPT_TOKENS)), Sampling(n=n, max_tokens=tokens, ignore_eos=True))
+    flat = body_of(asked)
     by_token = {name: value for name, value in flat.items() if name != "flat_logprobs"}
     app, cases = create_app(services(ReadyEngine(n, tokens))), []
     with asyncio.Runner() as runner:
@@ -141,7 +142,7 @@ def main(n: int = 16, tokens: int = 512, repeats: int = 50) -> None:
             reply = runner.run(posted(app, request))
             response = httpx.Response(200, content=reply, request=httpx.Request("POST", f"http://service{ROUTE}"))
             read: Callable[[], object] = (
-                (lambda response=response: parse_rollout(response, flat))
+                (lambda response=response: rollout_of(response, asked))
                 if body is flat
                 else (lambda reply=reply: TypeAdapter(ByToken).validate_json(reply))
             )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, get_args, overload
 import httpx
 
 from rollout_service.client._control import CONTROL_CONNECTIONS, CONTROL_READ_S, ControlCalls
-from rollout_service.client._generate import GenerateOptions, Prompt, parse_rollout, request_body, sampling_of
+from rollout_service.client._generate import GenerateOptions, Prompt, body_of, request_of, rollout_of, sampling_of
 from rollout_service.client._http import Http
 from rollout_service.client._mismatch import MismatchCalls
 from rollout_service.client._retry import Repeat
@@ -141,7 +141,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
             ignore_eos=ignore_eos,
             min_tokens=min_tokens,
         )
-        body = request_body(
+        request = request_of(
             prompt,
             sampling,
             min_weight_version=min_weight_version,
@@ -150,8 +150,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
             on_abort=on_abort,
             request_id=request_id,
         )
-        reply = await self._data.send("POST", "/inference/v1/generate", json=body, repeat=Repeat.IF_LOST)
-        return parse_rollout(reply, body)
+        reply = await self._data.send("POST", "/inference/v1/generate", json=body_of(request), repeat=Repeat.IF_LOST)
+        return rollout_of(reply, request)
 
     async def generate_batch(
         self,

@@ -1,15 +1,16 @@
-"""The body of ``POST /inference/v1/generate`` and the reply to it."""
+"""``POST /inference/v1/generate``: from a call's arguments to a request, and from the reply to a rollout."""
 
 import operator
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import httpx
-from pydantic import BaseModel, Field, FiniteFloat, ValidationError
+from pydantic import ValidationError
 
 from rollout_service.client._http import parse
 from rollout_service.errors import InvalidRequest, RolloutServiceError
-from rollout_service.protocol.rollout import Completion, FinishReason, OnAbort, Rollout, Span
+from rollout_service.protocol.generate import GenerateReply, GenerateRequest
+from rollout_service.protocol.rollout import OnAbort, Rollout
 from rollout_service.protocol.sampling import Sampling
 
 Prompt = str | Sequence[int]
@@ -42,24 +43,31 @@ def sampling_of(**parameters: Any) -> Sampling:
         return Sampling(**parameters)
     except ValidationError as error:
         wrong = {".".join(map(str, e["loc"])): e["msg"] for e in error.errors(include_url=False)}
-        given = ", ".join(f"{name}={parameters.get(name.partition('.')[0])!r}: {why}" for name, why in wrong.items())
-        raise InvalidRequest(f"sampling parameters refused: {given}", {"parameters": wrong}) from error
+        raise InvalidRequest(
+            f"sampling parameters refused: {_problems(error, parameters)}", {"parameters": wrong}
+        ) from error
 
 
-def request_body(prompt: Prompt, sampling: Sampling, **options: Any) -> dict[str, Any]:
-    """JSON of one request; parameters at their default stay out of it."""
-    body: dict[str, Any] = {"sampling_params": sampling.model_dump(mode="json", exclude_defaults=True)}
-    body["sampling_params"]["logprobs"] = 0
-    body["flat_logprobs"] = True
-    if isinstance(prompt, str):
-        body |= {"prompt": prompt, "output_mode": "text"}
-    else:
-        body["token_ids"] = token_ids_of(prompt)
-    return body | {name: value for name, value in options.items() if value != _DEFAULTS.get(name)}
+def _problems(error: ValidationError, given: dict[str, Any]) -> str:
+    """Each wrong parameter with its value, and why."""
+    wrong = {".".join(map(str, e["loc"])): e["msg"] for e in error.errors(include_url=False)}
+    return ", ".join(f"{name}={given.get(name.partition('.')[0])!r}: {why}" for name, why in wrong.items())
 
 
-_DEFAULTS = {"priority": 0, "on_abort": "continue"}
-"""Of the options that are not sampling parameters; None for the others."""
+def request_of(prompt: Prompt, sampling: Sampling, **options: Any) -> GenerateRequest:
+    """What is asked for. Raises InvalidRequest, as the service would."""
+    asked = (
+        {"prompt": prompt, "output_mode": "text"} if isinstance(prompt, str) else {"token_ids": token_ids_of(prompt)}
+    )
+    try:
+        return GenerateRequest(**asked, sampling_params=sampling, flat_logprobs=True, **options)
+    except ValidationError as error:
+        raise InvalidRequest(f"the request is refused: {_problems(error, options)}") from error
+
+
+def body_of(request: GenerateRequest) -> dict[str, Any]:
+    """Its JSON; what is at its default stays out."""
+    return request.model_dump(mode="json", exclude_defaults=True)
 
 
 def token_ids_of(prompt: Sequence[int]) -> list[int]:
@@ -72,11 +80,11 @@ def token_ids_of(prompt: Sequence[int]) -> list[int]:
         ) from error
 
 
-def parse_rollout(response: httpx.Response, body: dict[str, Any]) -> Rollout:
-    """The reply to ``body``. Raises RolloutServiceError if it does not fit together."""
-    reply = parse(_Reply, response)
-    prompt_token_ids = body.get("token_ids") if reply.prompt_token_ids is None else reply.prompt_token_ids
-    num_asked = body["sampling_params"].get("n", 1)
+def rollout_of(response: httpx.Response, request: GenerateRequest) -> Rollout:
+    """What was answered. Raises RolloutServiceError if it does not fit together."""
+    reply = parse(GenerateReply, response)
+    prompt_token_ids = request.token_ids if reply.prompt_token_ids is None else reply.prompt_token_ids
+    num_asked = request.sampling_params.n
     choices = sorted(reply.choices, key=lambda choice: choice.index)
     if [choice.index for choice in choices] != list(range(num_asked)) or prompt_token_ids is None:
         raise RolloutServiceError(
@@ -89,42 +97,9 @@ def parse_rollout(response: httpx.Response, body: dict[str, Any]) -> Rollout:
         raise RolloutServiceError(f"reply {reply.request_id} contradicts itself: {error}") from error
     return Rollout(
         request_id=reply.request_id,
-        prompt_token_ids=tuple(prompt_token_ids),
+        prompt_token_ids=prompt_token_ids,
         completions=completions,
         replica_id=reply.replica_id,
         attempts=reply.attempts,
         truncated_sampling=reply.truncated_sampling,
     )
-
-
-class _Choice(BaseModel):
-    index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[FiniteFloat, ...]
-    finish_reason: FinishReason
-    stop_reason: int | str | None = None
-    weight_versions: tuple[Span, ...]
-    text: str | None = None
-    packed_sampling_mask: tuple[str, ...] | None = None
-
-    def completion(self) -> Completion:
-        """As the noun. Raises ValueError if tokens, logprobs and spans do not match."""
-        return Completion(
-            index=self.index,
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            spans=self.weight_versions,
-            text=self.text,
-            packed_sampling_mask=self.packed_sampling_mask,
-        )
-
-
-class _Reply(BaseModel):
-    request_id: str
-    choices: list[_Choice]
-    prompt_token_ids: tuple[int, ...] | None = None
-    replica_id: str
-    attempts: int = Field(default=1, ge=1)
-    truncated_sampling: bool = False

@@ -9,18 +9,10 @@ from pydantic import BaseModel, Field
 
 from rollout_service.errors import InvalidRequest
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
-from rollout_service.gateway.generate import Usage, VersionSpan, packed_mask, spans, usage
-from rollout_service.gateway.prompts import (
-    DATA_ERRORS,
-    ModelName,
-    RolloutOptions,
-    TokenIds,
-    check_model,
-    detokenize,
-    roll_out,
-    tokenize,
-)
+from rollout_service.gateway.generate import packed_mask, spans, usage
+from rollout_service.gateway.prompts import DATA_ERRORS, check_model, detokenize, roll_out, tokenize
 from rollout_service.gateway.routes import OpenRoute
+from rollout_service.protocol.generate import ModelName, RolloutOptions, TokenIds, Usage, VersionSpan
 from rollout_service.protocol.rollout import Completion, FinishReason, Rollout
 from rollout_service.protocol.sampling import (
     MOST_COMPLETIONS,

@@ -1,109 +1,17 @@
 """``POST /inference/v1/generate``: tokens in, tokens out, as vLLM's clients expect it."""
 
 import time
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, model_validator
 
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
-from rollout_service.gateway.prompts import (
-    DATA_ERRORS,
-    ModelName,
-    RolloutOptions,
-    TokenIds,
-    check_model,
-    detokenize,
-    roll_out,
-    tokenize,
-)
+from rollout_service.gateway.prompts import DATA_ERRORS, check_model, detokenize, roll_out, tokenize
 from rollout_service.gateway.routes import OpenRoute
-from rollout_service.protocol.rollout import Completion, FinishReason, Rollout
-from rollout_service.protocol.sampling import Sampling
+from rollout_service.protocol.generate import GenerateReply, GenerateRequest
+from rollout_service.protocol.rollout import Completion, Rollout
 
 router = APIRouter(tags=["generate"], route_class=OpenRoute)
-
-
-class GenerateRequest(RolloutOptions):
-    """vLLM's ``GenerateRequest``, as far as it is implemented, plus ``prompt`` and what ``RolloutOptions`` adds."""
-
-    token_ids: TokenIds | None = None
-    prompt: str | None = None
-    """Text instead of ``token_ids``; the reply then names the ids it became."""
-    sampling_params: Sampling = Sampling()
-    model: ModelName | None = None
-    output_mode: Literal["tokens", "text"] = "tokens"
-    """``text`` adds each completion's text."""
-    flat_logprobs: bool = False
-    """A choice's ``logprobs`` as one list, beside its ``token_ids``: half the bytes, an eighth of the work to read
-    them. Our client asks for it; vLLM's do not know it."""
-    return_token_ids: bool = False
-    """Repeat the prompt's ids in the reply."""
-    stream: Literal[False] | None = False
-
-    @model_validator(mode="after")
-    def _ids_or_text(self) -> "GenerateRequest":
-        if (self.token_ids is None) == (self.prompt is None):
-            raise ValueError("give either token_ids or prompt")
-        return self
-
-
-class VersionSpan(BaseModel):
-    """Tokens ``[start, end)``, the version that made them, as vLLM writes it, and the replica."""
-
-    version: str
-    start: int
-    end: int
-    replica_id: str | None
-
-
-class Usage(BaseModel):
-    """Tokens of prompts and of completions."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class TokenLogprob(BaseModel):
-    """A sampled token."""
-
-    token_id: int
-    logprob: float
-
-
-class TokenLogprobs(BaseModel):
-    """vLLM's form."""
-
-    content: list[TokenLogprob]
-
-
-class GenerateChoice(BaseModel):
-    """One completion."""
-
-    index: int
-    token_ids: list[int]
-    logprobs: TokenLogprobs | list[float]
-    finish_reason: FinishReason
-    stop_reason: int | str | None
-    weight_versions: list[VersionSpan]
-    text: str | None = None
-    packed_sampling_mask: list[str] | None = None
-
-
-class GenerateReply(BaseModel):
-    """Documents the reply, which is made without it: checking each token again would cost as much as making it."""
-
-    request_id: str
-    model: str
-    created: int
-    output_mode: Literal["tokens", "text"]
-    choices: list[GenerateChoice]
-    usage: Usage
-    replica_id: str
-    attempts: int
-    truncated_sampling: bool
-    prompt_token_ids: list[int] | None = None
 
 
 @router.post("/inference/v1/generate", responses={200: {"model": GenerateReply}, **DATA_ERRORS})

@@ -4,9 +4,6 @@ import asyncio
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any
-
-from pydantic import Field, StrictInt, model_validator
 
 from rollout_service.errors import (
     EngineFailed,
@@ -19,50 +16,17 @@ from rollout_service.errors import (
 )
 from rollout_service.gateway.dependencies import Services
 from rollout_service.metrics.process import counted_rollout
-from rollout_service.protocol.base import Frozen, WeightVersion
-from rollout_service.protocol.rollout import OnAbort, Rollout
-from rollout_service.protocol.sampling import GenerateCall, Sampling, refuse_many_unknown
+from rollout_service.protocol.generate import RolloutOptions
+from rollout_service.protocol.rollout import Rollout
+from rollout_service.protocol.sampling import GenerateCall, Sampling
 from rollout_service.web.errors import documented
 
 DATA_ERRORS = documented(EngineFailed, InvalidRequest, NonFiniteLogprob, NotFound, NotReady, Overloaded, TooEarly)
 """Of a data route."""
-TokenIds = Annotated[tuple[StrictInt, ...], Field(fail_fast=True)]
-"""Fails at the first that is none: a body has room for millions, and pydantic would make an error of each."""
-ModelName = Annotated[str, Field(max_length=1024)]
 BYTES_PER_TOKEN = 64
 """Text with more than this for each token of the context is refused before it is tokenized, which takes seconds for
 megabytes. Only a prompt of almost nothing but runs of one character could be longer and fit."""
 _tokenizing = ThreadPoolExecutor(4, thread_name_prefix="tokenize")
-
-
-class RolloutOptions(Frozen):
-    """What a request of either data route may say about where and when it is answered."""
-
-    request_id: str | None = Field(default=None, min_length=1, max_length=256)
-    """The rollout's name in logs."""
-    min_weight_version: WeightVersion | None = None
-    """Only weights at least this new may answer; they are waited for ``engine.version_wait_s``, then 425."""
-    session_id: str | None = Field(default=None, min_length=1, max_length=256)
-    """Requests of one session go to one replica while it lives. Or as header ``X-Session-Id``."""
-    priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
-    """vLLM's: a lower one is scheduled earlier."""
-    on_abort: OnAbort = "continue"
-    """``return``: a completion that an update, a pause or a lost replica cuts short comes back as it is, with
-    ``finish_reason="abort"``, instead of going on elsewhere."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few_names_are_unknown(cls, data: Any) -> Any:
-        return refuse_many_unknown(cls.model_fields, data)
-
-    def options(self, session_header: str | None) -> "RolloutOptions":
-        """These fields alone, the session from wherever it was named. Raises InvalidRequest for two sessions."""
-        if session_header and self.session_id and session_header != self.session_id:
-            raise InvalidRequest(
-                f"session_id={self.session_id!r} and the header X-Session-Id: {session_header!r} differ: send one"
-            )
-        fields = {name: getattr(self, name) for name in RolloutOptions.model_fields}
-        return RolloutOptions(**{**fields, "session_id": self.session_id or session_header or None})
 
 
 def check_model(name: str | None, services: Services) -> None:

@@ -7,7 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from rollout_service.gateway.dependencies import Services
-from rollout_service.gateway.generate import GenerateRequest, generate, spans, usage
+from rollout_service.gateway.generate import generate, spans, usage
+from rollout_service.protocol.generate import GenerateRequest
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling import Sampling
 

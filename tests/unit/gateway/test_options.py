@@ -6,7 +6,7 @@ import pytest
 from rollout_service.errors import InvalidRequest
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
-from rollout_service.gateway.prompts import RolloutOptions
+from rollout_service.protocol.generate import RolloutOptions
 from tests.unit.gateway.fakes import EchoEngine
 
 ROUTES = {"/inference/v1/generate": {"token_ids": [5, 6]}, "/v1/completions": {"prompt": [5, 6]}}

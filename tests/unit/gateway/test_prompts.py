@@ -9,16 +9,16 @@ import pytest
 
 from rollout_service.errors import InvalidRequest, NotFound
 from rollout_service.gateway.dependencies import Services
-from rollout_service.gateway.generate import GenerateRequest, generate
+from rollout_service.gateway.generate import generate
 from rollout_service.gateway.prompts import (
     BYTES_PER_TOKEN,
-    RolloutOptions,
     check_model,
     check_prompt,
     detokenize,
     roll_out,
     tokenize,
 )
+from rollout_service.protocol.generate import GenerateRequest, RolloutOptions
 from rollout_service.protocol.sampling import Sampling
 from tests.unit.gateway.fakes import EchoEngine
 

@@ -1,0 +1,144 @@
+"""``POST /inference/v1/generate``: vLLM's request and reply, as far as they are implemented, and what we add."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, FiniteFloat, StrictInt, model_validator
+
+from rollout_service.errors import InvalidRequest
+from rollout_service.protocol.base import Frozen, WeightVersion
+from rollout_service.protocol.rollout import Completion, FinishReason, OnAbort, Span
+from rollout_service.protocol.sampling import Sampling, refuse_many_unknown
+
+TokenIds = Annotated[tuple[StrictInt, ...], Field(fail_fast=True)]
+"""Fails at the first that is none: a body has room for millions, and pydantic would make an error of each."""
+ModelName = Annotated[str, Field(max_length=1024)]
+
+
+class RolloutOptions(Frozen):
+    """What a request of either data route may say about where and when it is answered."""
+
+    request_id: str | None = Field(default=None, min_length=1, max_length=256)
+    """The rollout's name in logs."""
+    min_weight_version: WeightVersion | None = None
+    """Only weights at least this new may answer; they are waited for ``engine.version_wait_s``, then 425."""
+    session_id: str | None = Field(default=None, min_length=1, max_length=256)
+    """Requests of one session go to one replica while it lives. Or as header ``X-Session-Id``."""
+    priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
+    """vLLM's: a lower one is scheduled earlier."""
+    on_abort: OnAbort = "continue"
+    """``return``: a completion that an update, a pause or a lost replica cuts short comes back as it is, with
+    ``finish_reason="abort"``, instead of going on elsewhere."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_names_are_unknown(cls, data: Any) -> Any:
+        return refuse_many_unknown(cls.model_fields, data)
+
+    def options(self, session_header: str | None) -> "RolloutOptions":
+        """These fields alone, the session from wherever it was named. Raises InvalidRequest for two sessions."""
+        if session_header and self.session_id and session_header != self.session_id:
+            raise InvalidRequest(
+                f"session_id={self.session_id!r} and the header X-Session-Id: {session_header!r} differ: send one"
+            )
+        fields = {name: getattr(self, name) for name in RolloutOptions.model_fields}
+        return RolloutOptions(**{**fields, "session_id": self.session_id or session_header or None})
+
+
+class GenerateRequest(RolloutOptions):
+    """vLLM's ``GenerateRequest``, as far as it is implemented, plus ``prompt`` and what ``RolloutOptions`` adds."""
+
+    token_ids: TokenIds | None = None
+    prompt: str | None = None
+    """Text instead of ``token_ids``; the reply then names the ids it became."""
+    sampling_params: Sampling = Sampling()
+    model: ModelName | None = None
+    output_mode: Literal["tokens", "text"] = "tokens"
+    """``text`` adds each completion's text."""
+    flat_logprobs: bool = False
+    """A choice's ``logprobs`` as one list, beside its ``token_ids``: half the bytes, an eighth of the work to read
+    them. Our client asks for it; vLLM's do not know it."""
+    return_token_ids: bool = False
+    """Repeat the prompt's ids in the reply."""
+    stream: Literal[False] | None = False
+
+    @model_validator(mode="after")
+    def _ids_or_text(self) -> "GenerateRequest":
+        if (self.token_ids is None) == (self.prompt is None):
+            raise ValueError("give either token_ids or prompt")
+        return self
+
+
+class VersionSpan(BaseModel):
+    """Tokens ``[start, end)``, the version that made them, as vLLM writes it, and the replica."""
+
+    version: str
+    start: int
+    end: int
+    replica_id: str | None = None
+
+
+class Usage(BaseModel):
+    """Tokens of prompts and of completions."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TokenLogprob(BaseModel):
+    """A sampled token."""
+
+    token_id: int
+    logprob: FiniteFloat
+
+
+class TokenLogprobs(BaseModel):
+    """vLLM's form."""
+
+    content: list[TokenLogprob]
+
+
+class GenerateChoice(BaseModel):
+    """One completion."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: Annotated[tuple[FiniteFloat, ...] | TokenLogprobs, Field(union_mode="left_to_right")]
+    """One list with ``flat_logprobs``."""
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    weight_versions: tuple[VersionSpan, ...]
+    text: str | None = None
+    packed_sampling_mask: tuple[str, ...] | None = None
+    """See ``Completion``. vLLM's own form is several times as long."""
+
+    def completion(self) -> Completion:
+        """Raises ValueError if tokens, logprobs and spans do not match."""
+        logprobs = self.logprobs
+        if isinstance(logprobs, TokenLogprobs):
+            logprobs = tuple(token.logprob for token in logprobs.content)
+        return Completion(
+            index=self.index,
+            token_ids=self.token_ids,
+            logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            spans=tuple(Span.model_validate(span.model_dump()) for span in self.weight_versions),
+            text=self.text,
+            packed_sampling_mask=self.packed_sampling_mask,
+        )
+
+
+class GenerateReply(BaseModel):
+    """The gateway makes it without checking it: checking each token again would cost as much as making it."""
+
+    request_id: str
+    model: str
+    created: int
+    output_mode: Literal["tokens", "text"] = "tokens"
+    choices: list[GenerateChoice]
+    usage: Usage
+    replica_id: str
+    attempts: int = Field(default=1, ge=1)
+    truncated_sampling: bool = False
+    prompt_token_ids: tuple[int, ...] | None = None
