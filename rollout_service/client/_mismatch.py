@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from rollout_service.client._http import Http, parse
 from rollout_service.client._retry import Repeat
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchTable
+from rollout_service.protocol.mismatch_report import MismatchReport, ReportedCompletion, ReportedRollout
 from rollout_service.protocol.rollout import Completion, Rollout
 from rollout_service.protocol.truncation import warn_of_truncated_sampling
 
@@ -73,7 +74,7 @@ class MismatchCalls:
     async def _send(self, chunks: list[list[_Row]], by_request_id: bool, renormalized: bool) -> MismatchReceipt:
         name, receipts = uuid.uuid4().hex, []
         for number, chunk in enumerate(chunks):
-            body = await asyncio.to_thread(_body, f"{name}-{number}", chunk, by_request_id, renormalized)
+            body = await asyncio.to_thread(_report, f"{name}-{number}", chunk, by_request_id, renormalized)
             reply = await self._control.send("POST", "/v1/mismatch", json=body, repeat=Repeat.IDEMPOTENT)
             receipts.append(parse(MismatchReceipt, reply))
         return MismatchReceipt(
@@ -136,28 +137,26 @@ def _chunks(rows: list[_Row]) -> Iterator[list[_Row]]:
         yield chunk
 
 
-def _body(report_id: str, chunk: list[_Row], by_request_id: bool, renormalized: bool) -> dict[str, Any]:
-    """JSON of a ``MismatchReport``."""
+def _report(report_id: str, chunk: list[_Row], by_request_id: bool, renormalized: bool) -> dict[str, Any]:
+    """JSON of one report."""
     grouped = [list(rows) for _, rows in itertools.groupby(chunk, key=lambda row: id(row[0]))]
-    rollouts = [
-        {
-            "request_id": rows[0][0].request_id,
-            "replica_id": rows[0][0].replica_id,
-            "completions": [_completion(row, by_request_id) for row in rows],
-            "truncated_sampling": rows[0][0].truncated_sampling,
-            "renormalized": renormalized,
-        }
+    rollouts = tuple(
+        ReportedRollout(
+            request_id=rows[0][0].request_id,
+            replica_id=rows[0][0].replica_id,
+            completions=tuple(_completion(row, by_request_id) for row in rows),
+            truncated_sampling=rows[0][0].truncated_sampling,
+            renormalized=renormalized,
+        )
         for rows in grouped
-    ]
-    return {"report_id": report_id, "rollouts": rollouts}
+    )
+    return MismatchReport(report_id=report_id, rollouts=rollouts).model_dump(mode="json", exclude_none=True)
 
 
-def _completion(row: _Row, by_request_id: bool) -> dict[str, Any]:
+def _completion(row: _Row, by_request_id: bool) -> ReportedCompletion:
     _, completion, logprobs, mask = row
-    body: dict[str, Any] = {"trainer_logprobs": logprobs}
-    if mask is not None:
-        body["mask"] = mask
     if by_request_id:
-        return body | {"index": completion.index}
-    spans = [span.model_dump(exclude_none=True) for span in completion.spans]
-    return body | {"rollout_logprobs": completion.logprobs, "spans": spans}
+        return ReportedCompletion(trainer_logprobs=logprobs, mask=mask, index=completion.index)
+    return ReportedCompletion(
+        trainer_logprobs=logprobs, mask=mask, rollout_logprobs=list(completion.logprobs), spans=completion.spans
+    )

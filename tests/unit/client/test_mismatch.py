@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_service import truncation
 from rollout_service.client import RolloutClient, SyncRolloutClient, _mismatch
 from rollout_service.config import MonitorConfig, ShadowConfig
 from rollout_service.config.engine import EngineConfig
@@ -19,6 +18,7 @@ from rollout_service.gateway.deployment import create_app
 from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.monitor.monitor import Monitor
 from rollout_service.monitor.recent import RecentRollout
+from rollout_service.protocol import truncation
 from rollout_service.protocol.mismatch import MismatchReceipt
 from rollout_service.protocol.truncation import TruncatedSamplingWarning
 from rollout_service.shadow.feed import ShadowFeed

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service import truncation
 from rollout_service.correction import SamplingSupport, TruncatedSamplingWarning, correct, preset
+from rollout_service.protocol import truncation
 from rollout_service.protocol.rollout import Completion, Span
 from rollout_service.protocol.sampling_mask import pack, unpack
 

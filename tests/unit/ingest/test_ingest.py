@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.unit.weights import expected
 
 from rollout_service.errors import (
     Forbidden,
@@ -19,6 +18,7 @@ from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, num_parts
 from rollout_service.store.log import WeightLog
+from tests.unit.ingest import expected
 from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of
 
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.weights import expected
 from transformers import AutoModelForCausalLM
 
 from rollout_service.errors import InvalidManifest, QuantizationError
@@ -14,6 +13,7 @@ from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import CommitUpload
 from rollout_service.store.log import WeightLog
 from tests.support.models import make_model
+from tests.unit.ingest import expected
 from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of, folder_weights
 
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
