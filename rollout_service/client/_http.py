@@ -9,7 +9,7 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from rollout_service.client._retry import Repeat, error_of, retrying
-from rollout_service.client._transport import ManyConnections
+from rollout_service.connections import ManyConnections
 from rollout_service.errors import RolloutServiceError
 
 CONNECT_S = 10.0

@@ -13,8 +13,8 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rollout_service.client._transport import ManyConnections
 from rollout_service.config import ServiceConfig
+from rollout_service.connections import ManyConnections
 from rollout_service.errors import NotReady, RolloutServiceError
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.fleet.serve_status import not_running

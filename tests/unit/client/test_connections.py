@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollout_service.client import RolloutClient
-from rollout_service.client._transport import ManyConnections
+from rollout_service.connections import ManyConnections
 from tests.unit.client.service import Service, until_disconnected
 
 
