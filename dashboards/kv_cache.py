@@ -63,7 +63,7 @@ KV_CACHE = Row(
             ],
         ),
         Panel(
-            "FP8 or not",
+            "KV cache dtype",
             "short",
             "1: a replica keeps keys and values in FP8; 0: in BF16, half as many tokens. Layers that are unfit for FP8 "
             "while it is served make rollouts wrong: GET /v1/fleet says which and why. All replicas should agree.",

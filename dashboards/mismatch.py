@@ -29,7 +29,7 @@ NOW = Row(
             steps=True,
         ),
         Panel(
-            "Suspect for",
+            "Time suspect",
             "s",
             "How long a version has been suspect on a replica; empty if none is. Longer than a trainer's step: nobody "
             "looked.",

@@ -77,7 +77,7 @@ THROUGHPUT = Row(
             ],
         ),
         Panel(
-            "Second attempts",
+            "Retries",
             "cps",
             "Refusals of a replica that was full (Overloaded), behind (TooEarly) or being replaced (NotReady), after "
             "which the gateway asks another one; and continuations of what an update cut off (abort) or a replica's "
@@ -182,7 +182,7 @@ FLEET = Row(
             steps=True,
         ),
         Panel(
-            "Trouble of replicas",
+            "Replica errors",
             "short",
             "1: a replica says why it is not at the newest version or is being replaced (GET /v1/fleet has the text), "
             "or it has obeyed a pause. A pause that nobody wants any more: POST /v1/resume.",

@@ -9,7 +9,7 @@ VERSIONS = Row(
         Panel(
             "Version of each replica",
             "short",
-            "Against the newest. A replica that stays below: Trouble of replicas, and GET /v1/fleet, say why.",
+            "Against the newest. A replica that stays below: Replica errors, and GET /v1/fleet, say why.",
             [
                 Query(f"max by (replica) (rollout_replica_version{{{REPLICA}}})", "{{replica}}"),
                 Query(f"max(rollout_latest_version{{{SERVICE}}})", "newest"),
@@ -234,7 +234,7 @@ AUTOSCALING = Row(
             ],
         ),
         Panel(
-            "Serve's view",
+            "Serve health",
             "short",
             "Replicas of each deployment whose health check passes, and how often one was started, by Serve. engine "
             "below ready replicas: Serve is about to replace one.",

@@ -11,7 +11,11 @@ from rollout_service.cli.output import complain, fail
 if TYPE_CHECKING:
     from rollout_service.store.log import WeightLog
 
-app = typer.Typer(help="Look after a log of weight versions on disk: weights.root of a service.", no_args_is_help=True)
+app = typer.Typer(
+    help="List, check and prune a log of weight versions on disk: weights.root of a service.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 Root = Annotated[Path, typer.Argument(metavar="PATH", help="Folder of the log: weights.root in the configuration.")]
 

@@ -17,18 +17,28 @@ if TYPE_CHECKING:
     from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 
 app = typer.Typer(
-    help="Look after a rollout service: the weights that RL trainers push, the replicas that serve them.",
+    help="Inspect a rollout service: its configuration, its replicas, and the weight versions that trainers pushed.",
     no_args_is_help=True,
+    rich_markup_mode=None,
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(log.app, name="log")
 
 
-@app.command()
-def version() -> None:
-    """Print the version of this package."""
-    typer.echo(rollout_service.__version__)
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(rollout_service.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """What stands before every command."""
 
 
 @app.command()

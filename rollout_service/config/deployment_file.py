@@ -16,7 +16,9 @@ def application_args(path: Path) -> dict[str, Any]:
     """
     try:
         document = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise ValueError(f"cannot read {path}: {error}") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from error

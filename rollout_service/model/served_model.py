@@ -82,8 +82,8 @@ class ServedModel:
             return QuantPlan(frozenset())
         if self.config.model_type not in FAMILIES:
             raise ValueError(
-                f"{self.path}: how vLLM fuses and cuts the layers of a {self.config.model_type} model is not known, "
-                f"only that of {', '.join(FAMILIES)}: set quant.weights: none to serve it in BF16"
+                f"{self.path}: FP8 is not supported for {self.config.model_type}, only for {', '.join(FAMILIES)}: set "
+                "quant.weights: none to serve it in BF16"
             )
         return plan(self.linears, quant, tensor_parallel_size, self.heads)
 

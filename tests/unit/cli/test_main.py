@@ -110,12 +110,12 @@ def run(*arguments: object) -> Result:
 
 
 def test_version_is_the_package_s() -> None:
-    assert run("version").output == f"{rollout_service.__version__}\n"
+    assert run("--version").output == f"{rollout_service.__version__}\n"
 
 
 def test_help_names_every_command() -> None:
     output = run("--help").output
-    assert all(command in output for command in ("version", "config", "inspect", "fleet"))
+    assert all(command in output for command in ("--version", "config", "inspect", "fleet"))
 
 
 def test_config_prints_what_the_service_will_use(serve_config: Callable[[Any], Path]) -> None:

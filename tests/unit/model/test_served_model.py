@@ -284,7 +284,7 @@ def test_a_dense_model_of_another_family_can_be_served_in_bf16_only(tmp_path: Pa
     GPT2Config(n_layer=1).save_pretrained(tmp_path)
     model = ServedModel.load(tmp_path)
     assert model.plan(QuantConfig(weights="none")) == BF16
-    with pytest.raises(ValueError, match=r"gpt2 model is not known, only that of llama, .*quant\.weights: none"):
+    with pytest.raises(ValueError, match=r"FP8 is not supported for gpt2, only for llama, .*quant\.weights: none"):
         model.plan(QuantConfig())
 
 
