@@ -167,7 +167,7 @@ class NonFiniteLogprob(RolloutServiceError):
 
 
 class KVCacheUnfit(RolloutServiceError):
-    """The model's keys or values do not bear FP8, whatever the scale."""
+    """FP8 is not accurate enough for the model's keys or values, whatever the scale."""
 
 
 class EngineFailed(RolloutServiceError):

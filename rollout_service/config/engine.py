@@ -49,7 +49,7 @@ class KVCalibrationConfig(Config):
     """How a replica measures q, k and v of a version before it serves it."""
 
     every_versions: int = Field(default=1, ge=1)
-    """Each how many-th version is measured; those between have the scales of the one before."""
+    """Calibrate every N versions; those between have the scales of the one before."""
 
     prompts: Path | None = None
     """JSON lines, a list of token ids each, that are measured every time. None: recent rollouts of the replica, prompts
@@ -89,15 +89,15 @@ class KVCacheConfig(Config):
     """The KV cache, and the scales of an FP8 one: docs/kv_scales.md."""
 
     dtype: Literal["auto", "fp8_e4m3", "bfloat16"] = "auto"
-    """``auto``: FP8, and BF16 if the model's keys or values do not bear FP8, which the first replica measures.
-    ``fp8_e4m3``: such a model is refused at start, with the names of its layers."""
+    """``auto``: FP8, and BF16 if FP8 is not accurate enough for the model's keys or values, which the first replica
+    measures. ``fp8_e4m3``: such a model is refused at start, with the names of its layers."""
 
     scales_policy: Literal["calibrate", "reuse", "unit"] = "reuse"
     """What a weight version gets that comes without scales. ``calibrate``: the first replica that loads it measures
     them, and all load the same. ``reuse``: those of the version before; 1 as long as none has come. ``unit``: 1."""
 
     calibration: KVCalibrationConfig = KVCalibrationConfig()
-    """How the service measures scales, and whether a model bears FP8."""
+    """How the service measures scales, and whether FP8 is accurate enough for a model."""
 
     @model_validator(mode="after")
     def _scales_need_fp8(self) -> "KVCacheConfig":

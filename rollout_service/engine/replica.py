@@ -72,7 +72,7 @@ class EngineReplica:
         copies: NodeCache | None,
         announcement: StartupHeartbeat,
     ) -> None:
-        """Have an engine at the newest version. ``choice``: of its KV cache; None: FP8, if the model bears it."""
+        """Start an engine on the newest version. ``choice``: of its KV cache; None: FP8, if it is accurate enough."""
         config = self._config if choice is None else with_kv_cache(self._config, choice)
         left_in_bf16 = not_converted(model, model.plan(config.quant, config.engine.tensor_parallel_size))
         args = engine_args(config, left_in_bf16, model.has_tokenizer)

@@ -1,5 +1,4 @@
-"""A replica that starts is seen: it reports before its engine exists, while loading keeps the event loop busy, and
-why it could not start."""
+"""What a replica reports while it starts: heartbeats before its engine exists, and why it could not start."""
 
 import asyncio
 import functools

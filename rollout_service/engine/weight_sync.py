@@ -54,7 +54,7 @@ class Engine(Protocol):
 
 
 class WeightSync:
-    """Keeps one engine at the newest version and at the wished pause state."""
+    """Keeps one engine at the newest version and in the desired pause state."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampli
 
 
 def remainder(call: GenerateCall, partial: Completion, attempt: int) -> GenerateCall:
-    """The call that makes what ``partial``, one of the call's completions, still lacks."""
+    """The request for the tokens that ``partial``, one of the call's completions, still lacks."""
     done = len(partial.token_ids)
     sampling = call.sampling
     changes: dict[str, object] = {"n": 1, "min_tokens": max(0, sampling.min_tokens - done)}
@@ -34,7 +34,7 @@ def named(rollout: Rollout) -> Rollout:
 
 
 def kept(partial: Completion, sampling: Sampling) -> Completion:
-    """What of ``partial`` can be gone on from: all of it, or nothing.
+    """The part of ``partial`` that can be continued: all of it, or nothing.
 
     Sampling that looks back at the completion's own text or tokens would not see what has become part of a prompt: a
     stop string that lies across the seam, the penalties on tokens that occurred. Such a completion starts anew.

@@ -1,4 +1,4 @@
-"""Who is live, what each replica serves, and what all of them are wished to do."""
+"""The table of replicas: who is live, what each serves, and the state that all of them should reach."""
 
 import time
 
@@ -9,7 +9,7 @@ from rollout_service.store.log import Head, Origin
 
 
 class DesiredState(Frozen):
-    """What every replica should be like now. A replica that sees another wish than its last acts on it."""
+    """The desired state of every replica. A replica that sees another one than its last acts on it."""
 
     version: int
     paused: bool
@@ -42,7 +42,7 @@ class FleetTable:
         """Those that failed; they stand here when their replicas have left the table."""
 
     def wait_for(self, replicas: frozenset[str]) -> None:
-        """Of these, known from before, nothing is known now: until each has reported or must be dead, say nothing."""
+        """After a restart: no version counts as live until each of these replicas has reported or timed out."""
         self._awaited, self._awaited_until = replicas, time.monotonic() + self._dead_after_s
 
     def compare_with(self, newest: Head | None, log: str) -> None:

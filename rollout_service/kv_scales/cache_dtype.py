@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def chosen_before(dtype: str, model: ServedModel, known: KVCacheChoice | None) -> KVCacheChoice | None:
-    """What a replica starts with; None: with FP8, and it measures whether that does.
+    """The dtype that a replica starts with; None: FP8, and the replica measures whether that is accurate enough.
 
     Args:
         dtype: ``kv_cache.dtype``.

@@ -1,4 +1,4 @@
-"""Where replicas turn to that load versions whose KV scales they measure: the ingest's part of it."""
+"""The ingest's part of calibrating KV scales: which replica measures a version, and the scales that all load."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class KVScaleCoordinator:
-    """Gives turns, settles scales, and keeps the choice of the cache's dtype."""
+    """Elects the replica that calibrates, publishes its scales, and keeps the choice of the cache's dtype."""
 
     def __init__(
         self, config: ServiceConfig, log: WeightLog, rule: KVScalesRule, fleet: FleetTable, changes: Changes
@@ -86,8 +86,8 @@ class KVScaleCoordinator:
     async def choose(self, choice: KVCacheChoice) -> KVCacheChoice:
         """Keep a replica's choice, durably, unless there is one already; returns the one that holds for all.
 
-        That a model does not bear FP8, found for ``kv_cache.dtype: auto``, does not hold where FP8 is asked for by
-        name. Raises LogCorrupt, or InsufficientStorage where the disk does not take it: send it again.
+        A BF16 cache that was chosen for ``kv_cache.dtype: auto`` does not hold where FP8 is asked for by name. Raises
+        LogCorrupt, or InsufficientStorage where the disk does not take it: send it again.
         """
         async with self._choosing:
             known = self._log.kv_cache()

@@ -50,7 +50,7 @@ class ServiceState(Frozen):
 
 
 class Observer:
-    """Keeps of the fleet and the log what a look at them does not show."""
+    """History of the fleet and the log that a snapshot of them lacks."""
 
     def __init__(self, log: WeightLog, scaling: ScalingConfig) -> None:
         self._log, self._scaling = log, scaling

@@ -45,7 +45,7 @@ def shadow_config(config: ServiceConfig) -> ServiceConfig:
 
 
 class ShadowReplica:
-    """Answers nobody but the gateways. Is there without a version, too: there may be none for long.
+    """Answers nobody but the gateways. It may run for long with no version loaded.
 
     Raises ValueError where it does not see the log.
     """

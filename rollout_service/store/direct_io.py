@@ -39,7 +39,7 @@ class BufferPool:
         self._lock = threading.RLock()  # one may come back while this thread takes another
 
     def take(self, nbytes: int) -> memoryview | None:
-        """A buffer as of ``block_buffer``, with anything in it; None if that would be too much.
+        """An uninitialised buffer as of ``block_buffer``; None if that would be too much.
 
         It comes back when nobody refers to this object any more: keep no slice of it for longer.
         """
@@ -74,7 +74,7 @@ class ThreadBuffers:
         self._buffers = threading.local()
 
     def take(self, nbytes: int) -> memoryview:
-        """At least ``nbytes``, with anything in it, until this thread's next call."""
+        """At least ``nbytes``, uninitialised, until this thread's next call."""
         kept: memoryview | None = getattr(self._buffers, "kept", None)
         if kept is not None and kept.nbytes >= nbytes:
             return kept

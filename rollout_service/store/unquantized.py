@@ -1,6 +1,6 @@
 """The newest versions as the trainer sent them, in BF16, for the shadow: a log in ``<weights.root>/unquantized``.
 
-It only ever serves to measure. Whatever goes wrong here costs the comparison of that version and never the version.
+It is only measured against. A failure here skips the comparison of that version, and never fails the version.
 """
 
 import logging

@@ -59,7 +59,7 @@ def held_tensors(model: torch.nn.Module) -> Iterator[Held]:
 
 
 def bind_to_parameters(model: torch.nn.Module, before: list[Held]) -> int:
-    """Have what a reload left outside the model's live tensors refer to the live parameter with the same bytes.
+    """Rebind tensors that a reload left outside the model to the live parameters with the same bytes.
 
     ``before``: what was held when the reload began, and concerns it no more. Returns how many were bound.
     Raises Unbound if one is no parameter's: it was made from weights, and a copy into parameters would not renew it.
