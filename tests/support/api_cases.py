@@ -59,7 +59,7 @@ class ApiCases:
         _make_cheap(case)
         if case.meta is not None and case.meta.generation.mode is GenerationMode.POSITIVE:
             _make_possible(case)
-            _make_patient(case)
+        _make_patient(case)
         headers = {"Authorization": f"Bearer {self.token}"}
         reply = case.call(headers=headers, timeout=60)
         route = f"{case.method} {case.path}"
@@ -99,7 +99,8 @@ def _make_possible(case: Case) -> None:
 def _make_patient(case: Case) -> None:
     """A caller who waits for nothing is told 503 or 504 with reason, which looks like the service's own fault."""
     for parameters in (case.query, case.body):
-        if isinstance(parameters, dict) and isinstance(parameters.get("timeout_s"), int | float):
+        timeout_s = parameters.get("timeout_s") if isinstance(parameters, dict) else None
+        if isinstance(timeout_s, int | float) and 0 < timeout_s < PATIENT_S:  # others are refused
             parameters["timeout_s"] = PATIENT_S
 
 
