@@ -44,7 +44,7 @@ test-gpu: setup ## tests that only a GPU can decide
 test-service: setup ## tests of a running service with real engines (9 minutes)
 	@$(PYTHON_VENV) -m pytest tests/service -m "not slow"
 
-test-slow: setup ## an engine of every family, autoscaling, two nodes, the ablation (18 minutes more)
+test-slow: setup ## an engine of every family, autoscaling, two nodes, the ablation (half an hour more)
 	@$(PYTHON_VENV) -m pytest tests/engine tests/service -m slow
 
 check: setup ## lint, format and types

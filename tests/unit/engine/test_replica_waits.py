@@ -14,7 +14,7 @@ from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 
 
-class WaitingFollower:
+class WaitingWeightSync:
     """Serves version 1; who asks for a newer one waits until the test lets go."""
 
     version = 1
@@ -52,7 +52,7 @@ class Batch:
 class Replica(EngineReplica):
     """Made of parts by a test, which leaves nothing to be stopped."""
 
-    def __init__(self, weight_sync: WaitingFollower) -> None:
+    def __init__(self, weight_sync: WaitingWeightSync) -> None:
         self._config, self._replica_id, self._weight_sync = ServiceConfig(), "r1", weight_sync
         self._admission, self._engine, self._batch = AdmissionLimit(4), Engine(), Batch()
         self._drain = Drain(30.0)
@@ -71,7 +71,7 @@ def call(name: str, version: int | None = None) -> GenerateCall:
 
 
 async def test_requests_for_a_version_that_never_comes_hold_no_place() -> None:
-    weight_sync = WaitingFollower()
+    weight_sync = WaitingWeightSync()
     replica = Replica(weight_sync)
     waiting = [asyncio.create_task(replica.generate(call(f"early-{i}", version=99))) for i in range(8)]
     await asyncio.wait_for(weight_sync.waiting.wait(), 30)
