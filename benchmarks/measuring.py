@@ -32,8 +32,8 @@ from rollout_service.protocol.mismatch import MismatchRow
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.shadow.sample import is_sampled
 
-CalibrationLease = Literal["unmeasured", "reports", "shadow"]
-TURNS: tuple[CalibrationLease, ...] = ("unmeasured", "reports", "shadow")
+Turn = Literal["unmeasured", "reports", "shadow"]
+TURNS: tuple[Turn, ...] = ("unmeasured", "reports", "shadow")
 WAVE = 20
 """Rollouts between two looks at a version's state."""
 PATIENCE_S = 60.0
@@ -50,13 +50,13 @@ class Bench:
         self._prompts = itertools.cycle(prompts(64, prompt))
         self._numbers = itertools.count()
 
-    def names(self, turn: CalibrationLease) -> Iterator[str]:
+    def names(self, turn: Turn) -> Iterator[str]:
         """Request ids; those that the shadow would score are left out unless it is its turn."""
         share = self.config.shadow.share
         names = (f"{turn}-{number}" for number in self._numbers)
         return names if turn == "shadow" else (name for name in names if not is_sampled(name, share))
 
-    async def rollouts(self, count: int, turn: CalibrationLease, version: int | None = None) -> list[Rollout]:
+    async def rollouts(self, count: int, turn: Turn, version: int | None = None) -> list[Rollout]:
         """So many at once."""
         names = itertools.islice(self.names(turn), count)
         calls = [

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from rollout_service.client._http import parse
 from rollout_service.errors import InvalidRequest, RolloutServiceError
-from rollout_service.protocol.generate import GenerateReply, GenerateRequest
+from rollout_service.protocol.generate import GenerateReply, GenerateRequest, Usage
 from rollout_service.protocol.rollout import OnAbort, Rollout
 from rollout_service.protocol.sampling import Sampling
 
@@ -42,16 +42,14 @@ def sampling_of(**parameters: Any) -> Sampling:
     try:
         return Sampling(**parameters)
     except ValidationError as error:
-        wrong = {".".join(map(str, e["loc"])): e["msg"] for e in error.errors(include_url=False)}
-        raise InvalidRequest(
-            f"sampling parameters refused: {_problems(error, parameters)}", {"parameters": wrong}
-        ) from error
+        raise _refused("sampling parameters", error, parameters) from error
 
 
-def _problems(error: ValidationError, given: dict[str, Any]) -> str:
-    """Each wrong parameter with its value, and why."""
+def _refused(what: str, error: ValidationError, given: dict[str, Any]) -> InvalidRequest:
+    """Names each wrong parameter with its value, and why."""
     wrong = {".".join(map(str, e["loc"])): e["msg"] for e in error.errors(include_url=False)}
-    return ", ".join(f"{name}={given.get(name.partition('.')[0])!r}: {why}" for name, why in wrong.items())
+    problems = ", ".join(f"{name}={given.get(name.partition('.')[0])!r}: {why}" for name, why in wrong.items())
+    return InvalidRequest(f"{what} refused: {problems}", {"parameters": wrong})
 
 
 def request_of(prompt: Prompt, sampling: Sampling, **options: Any) -> GenerateRequest:
@@ -62,12 +60,14 @@ def request_of(prompt: Prompt, sampling: Sampling, **options: Any) -> GenerateRe
     try:
         return GenerateRequest(**asked, sampling_params=sampling, flat_logprobs=True, **options)
     except ValidationError as error:
-        raise InvalidRequest(f"the request is refused: {_problems(error, options)}") from error
+        raise _refused("options of the request", error, options) from error
 
 
 def body_of(request: GenerateRequest) -> dict[str, Any]:
     """Its JSON; what is at its default stays out."""
-    return request.model_dump(mode="json", exclude_defaults=True)
+    body = request.model_dump(mode="json", exclude_defaults=True)
+    body.setdefault("sampling_params", {})["logprobs"] = 0  # said outright: vLLM's own default is none
+    return body
 
 
 def token_ids_of(prompt: Sequence[int]) -> list[int]:
@@ -80,9 +80,17 @@ def token_ids_of(prompt: Sequence[int]) -> list[int]:
         ) from error
 
 
+class _Reply(GenerateReply):
+    """What the client does not read may be missing."""
+
+    model: str = ""
+    created: int = 0
+    usage: Usage = Usage(prompt_tokens=0, completion_tokens=0, total_tokens=0)
+
+
 def rollout_of(response: httpx.Response, request: GenerateRequest) -> Rollout:
     """What was answered. Raises RolloutServiceError if it does not fit together."""
-    reply = parse(GenerateReply, response)
+    reply = parse(_Reply, response)
     prompt_token_ids = request.token_ids if reply.prompt_token_ids is None else reply.prompt_token_ids
     num_asked = request.sampling_params.n
     choices = sorted(reply.choices, key=lambda choice: choice.index)

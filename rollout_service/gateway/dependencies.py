@@ -54,7 +54,7 @@ class Services:
     returns_masks: bool = False
     """``engine.return_sampling_mask``."""
     not_running: Callable[[], dict[str, str]] = dict
-    """What Serve says of deployments that do not run; see ``serve_says.py``."""
+    """What Serve says of deployments that do not run; see ``fleet/serve_status.py``."""
     node_id: str | None = None
     """Of this process in the Ray cluster; None: it is in none."""
 

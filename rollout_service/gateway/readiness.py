@@ -17,7 +17,7 @@ async def failed_starts(ingest: Any, not_running: Callable[[], dict[str, str]]) 
 
     Args:
         ingest: handle of its deployment.
-        not_running: what Serve says of deployments, see ``serve_says.py``.
+        not_running: what Serve says of deployments, see ``fleet/serve_status.py``.
 
     Raises NotReady, with the reason, if no replica can serve.
     """

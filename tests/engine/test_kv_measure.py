@@ -91,10 +91,14 @@ async def difference_with_scales_of_two_ranks(one: OneEngine, agree: float, fp8:
     ranks = await one.measured(BATCH)
     assert len(ranks) == 2 and ranks[0].amax != ranks[1].amax
     amax, exact = [rank.amax for rank in ranks], ScaledFrom(power_of_two=False)
-    trainer = measured_by_a_trainer(one, folder).scales("loud", exact).named()
+    trainer = measured_by_a_trainer(one, folder)
     mine = scales_from_amax(amax, model="loud", tokens=1, how=exact).named()
-    assert {name: pytest.approx(scale, rel=agree) for name, scale in mine.items()} == trainer
+    assert {name: pytest.approx(scale, rel=agree) for name, scale in mine.items()} == trainer.scales(
+        "loud", exact
+    ).named()
     scales = scales_from_amax(amax, model="loud", tokens=1).named()
+    if not fp8:  # else one may fall on either side of a power of two
+        assert scales == trainer.scales("loud").named()
     await one.set_kv_scales(scales)
     held = await one.kv_scales_of_ranks()
     assert held[0] == held[1] and {name: set(copies) for name, copies in held[0].items()} == {

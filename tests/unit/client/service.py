@@ -226,7 +226,7 @@ def generate_reply(body: dict[str, Any]) -> dict[str, Any]:
         "created": 0,
         "choices": [
             {"index": index, **choice, **({"text": "789"} if text else {})}
-            for index in range(body.get("sampling_params", {}).get("n", 1))
+            for index in range(body["sampling_params"].get("n", 1))
         ],
         "usage": {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4},
         "replica_id": "replica-1",

@@ -62,6 +62,7 @@ async def test_only_what_differs_from_the_defaults_is_sent(service: Service, cli
     )
     assert service.bodies[0] == {
         "token_ids": [1, 2],
+        "sampling_params": {"logprobs": 0},
         "flat_logprobs": True,
     }
     assert service.bodies[1] == {
@@ -78,6 +79,7 @@ async def test_only_what_differs_from_the_defaults_is_sent(service: Service, cli
             "stop_token_ids": [3],
             "ignore_eos": True,
             "min_tokens": 1,
+            "logprobs": 0,
         },
         "flat_logprobs": True,
         "min_weight_version": 7,
@@ -90,7 +92,9 @@ async def test_only_what_differs_from_the_defaults_is_sent(service: Service, cli
 
 async def test_a_prompt_of_text_comes_back_as_text_and_token_ids(service: Service, client: RolloutClient) -> None:
     rollout = await client.generate("hi")
-    assert service.bodies == [{"prompt": "hi", "output_mode": "text", "flat_logprobs": True}]
+    assert service.bodies == [
+        {"prompt": "hi", "output_mode": "text", "sampling_params": {"logprobs": 0}, "flat_logprobs": True}
+    ]
     assert rollout.prompt_token_ids == (104, 105)
     assert rollout.completions[0].text == "789"
 

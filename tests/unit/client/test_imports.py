@@ -21,9 +21,7 @@ def test_generating_needs_no_torch() -> None:
     code = (
         "import asyncio, sys, httpx\n"
         "from rollout_service.client import RolloutClient\n"
-        "usage = {'prompt_tokens': 1, 'completion_tokens': 1, 'total_tokens': 2}\n"
-        "ok = httpx.MockTransport(lambda _: httpx.Response(200, json={\n"
-        "    'request_id': 'a', 'model': 'm', 'created': 0, 'usage': usage, 'choices': [\n"
+        "ok = httpx.MockTransport(lambda _: httpx.Response(200, json={'request_id': 'a', 'choices': [\n"
         "    {'index': 0, 'token_ids': [1], 'logprobs': [-1],\n"
         "     'finish_reason': 'stop', 'weight_versions': [{'version': '0', 'start': 0, 'end': 1}]}],\n"
         "    'replica_id': 'r'}))\n"
