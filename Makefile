@@ -32,7 +32,7 @@ dashboards-check: setup ## every panel and alert against a real Prometheus and a
 test: check test-unit test-engine test-service ## lint, types, unit tests and tests with real engines (18 minutes on 2 cores)
 
 test-unit: setup ## tests without an engine (4 minutes)
-	@$(PYTHON_VENV) -m pytest tests/unit -n 2
+	@$(PYTHON_VENV) -m pytest tests/unit -n 2 --dist loadgroup
 	@TRITON_INTERPRET=1 $(PYTHON_VENV) -m pytest tests/interpreted
 
 test-engine: setup ## tests of one real engine, without a service (4 minutes)

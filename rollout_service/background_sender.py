@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Generic, Protocol, TypeVar
 
-from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.exceptions import RayServeException
+from rollout_service.errors import RolloutServiceError
 
 FULL = "its queue is full"
 """Why an item was dropped."""
@@ -72,7 +71,7 @@ class BackgroundSender(Generic[_Item]):
             try:
                 async with asyncio.timeout(self._send_s):
                     await self._send(batch)
-            except (RayActorError, RayTaskError, RayServeException, TimeoutError) as error:
+            except (RolloutServiceError, TimeoutError) as error:
                 self._dropped(len(batch), repr(error))
             else:
                 self._sent()

@@ -16,6 +16,7 @@
     ├── TooEarly                  425  no replica serves ``min_weight_version`` yet
     ├── Overloaded                503  the replica's admission limit is reached: retry later
     ├── NotReady                  503  no live replica, or the service is still starting
+    │   └── DeploymentFailed      500  a process of the service failed with an error that is none of these
     ├── LogLocked                 503  another process writes this weight log
     ├── CommitTimeout             504  committed, but not every replica was live in time
     ├── InsufficientStorage       507  the disk has no room: says how many bytes are needed and how many are free
@@ -138,6 +139,12 @@ class NotReady(RolloutServiceError):
 
     http_status = 503
     retry_after_s = 2.0
+
+
+class DeploymentFailed(NotReady):
+    """A process of the service failed with an error that is none of these: a bug, or a broken machine."""
+
+    http_status = 500
 
 
 class LogLocked(RolloutServiceError):

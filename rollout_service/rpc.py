@@ -1,28 +1,192 @@
-"""Questions to the ingest, from replicas."""
+"""Calls between the Serve deployments, typed, and the one place where Ray's failures become errors of the service.
 
-from typing import Any
+An interface here names the methods of a deployment that other processes call. mypy holds the deployment to it (beside
+its class) and every caller. What a call raises, whatever the deployment:
 
-from ray.exceptions import RayError, RayTaskError
-from ray.serve.exceptions import RayServeException
+    an error of ``errors.py``  as it was raised there
+    NotReady                   the deployment died with the call, does not run, or did not take it
+    DeploymentFailed           it raised anything else: a bug, or a broken machine
+"""
 
-from rollout_service.errors import NotReady, RolloutServiceError
+import asyncio
+import contextvars
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
-RAY_FAILURES = (RayError, RayServeException)
-"""The ingest is away, or answered with an error."""
+from ray import ObjectRef
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from rollout_service.errors import DeploymentFailed, EngineFailed, NotReady, RolloutServiceError
+from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus
+from rollout_service.protocol.mismatch import MismatchReceipt, MismatchSource, MismatchTable, Suspicion
+from rollout_service.protocol.recent_rollout import RecentRollout
+from rollout_service.protocol.rollout import Rollout
+from rollout_service.protocol.sampling import GenerateCall
+from rollout_service.protocol.scoring import ScoreCall
+from rollout_service.protocol.state import ServiceState
+from rollout_service.protocol.upload import BeginUpload, CommitUpload, Listener, TrainerRecipe, UploadPlan
+from rollout_service.protocol.weight_log import DesiredState, LogFile, Newest
+from rollout_service.protocol.weights import WeightStatus
 
 
-async def ask(ingest: Any, method: str, *args: object) -> Any:
-    """The answer of the ingest, whose handle is ``ingest``. Raises its errors, and NotReady if it is away."""
-    try:
+@dataclass(frozen=True)
+class Bucket:
+    """One object in Ray's object store: a tensor, or a dict of tensors by their names."""
+
+    refs: tuple[ObjectRef, ...]
+    """Exactly one. In a tuple, Ray passes it on as a reference."""
+    name: str | None = None
+    """Of the tensor that the object is; None: the object is a dict."""
+
+
+class IngestCalls(Protocol):
+    """The ingest, for gateways and replicas. What each does: ``ingest/ingest.py``."""
+
+    # trainers, through a gateway
+    async def recipe(self) -> TrainerRecipe: ...
+    async def begin(self, begin: BeginUpload, reached: str | None = None) -> UploadPlan: ...
+    async def listener(self, version: int, node_id: str | None) -> Listener: ...
+    async def push_refs(
+        self,
+        version: int,
+        buckets: Sequence[Bucket],
+        request: CommitUpload,
+        kv_scales: dict[str, float] | None = None,
+    ) -> WeightStatus: ...
+    async def commit(self, version: int, request: CommitUpload) -> WeightStatus: ...
+    async def discard(self, version: int) -> None: ...
+    async def status(self, version: int) -> WeightStatus: ...
+    async def versions(self) -> list[WeightStatus]: ...
+
+    # operators, through a gateway
+    async def set_paused(self, paused: bool, mode: PauseMode, timeout_s: float) -> None: ...
+    async def is_paused(self) -> bool: ...
+    async def fleet(self) -> Fleet: ...
+    async def state(self) -> ServiceState: ...
+
+    # replicas
+    async def sync(self, status: ReplicaStatus, seen: DesiredState | None) -> DesiredState: ...
+    async def report(self, status: ReplicaStatus) -> None: ...
+    async def goodbye(self, replica_id: str) -> None: ...
+    async def newest(self) -> Newest: ...
+    async def files(self, version: int) -> tuple[LogFile, ...]: ...
+    async def chunk(self, version: int, file: str, index: int) -> list[ObjectRef]: ...
+
+
+class EngineCalls(Protocol):
+    """An engine replica that the router chooses, for gateways; see ``engine/replica.py``."""
+
+    async def generate(self, call: GenerateCall) -> Rollout: ...
+
+
+class MonitorCalls(Protocol):
+    """The monitor, for gateways and the shadow; see ``monitor/monitor.py``."""
+
+    async def report(self, body: bytes, wait_s: float = 0.0) -> MismatchReceipt: ...
+    async def observe(
+        self,
+        source: MismatchSource,
+        version: int,
+        replica_id: str,
+        rollout_logprobs: Sequence[Sequence[float]],
+        reference_logprobs: Sequence[Sequence[float]],
+    ) -> None: ...
+    async def remember(self, rollouts: Sequence[RecentRollout]) -> None: ...
+    async def table(
+        self, version: int | None = None, replica_id: str | None = None, source: MismatchSource | None = None
+    ) -> MismatchTable: ...
+    async def per_replica(self) -> MismatchTable: ...
+    async def suspicions(self) -> dict[int, tuple[Suspicion, ...]]: ...
+
+
+class ShadowCalls(Protocol):
+    """The shadow, for gateways; see ``shadow/deployment.py``."""
+
+    async def score(self, calls: Sequence[ScoreCall]) -> None: ...
+
+
+def ingest_client(handle: DeploymentHandle) -> IngestCalls:
+    """Calls through the handle of the ingest's deployment."""
+    return cast(IngestCalls, _Client(handle, "ingest"))
+
+
+def monitor_client(handle: DeploymentHandle) -> MonitorCalls:
+    """Calls through the handle of the monitor's deployment."""
+    return cast(MonitorCalls, _Client(handle, "monitor"))
+
+
+def shadow_client(handle: DeploymentHandle) -> ShadowCalls:
+    """Calls through the handle of the shadow's deployment."""
+    return cast(ShadowCalls, _Client(handle, "shadow"))
+
+
+class EngineClient:
+    """Calls through the handle of the engines' deployment."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def generate(self, call: GenerateCall) -> Rollout:
+        """See ``EngineReplica.generate``. Cancelling the call cancels it there.
+
+        Raises EngineFailed when the replica is lost with it, which names the ``replica_id`` in its detail if it is
+        known.
+        """
+        # Serve gives all calls of one HTTP request one id, by which its router tells pending calls apart; outside of
+        # the request's context each has its own
+        response = contextvars.Context().run(self._handle.generate.remote, call)
+        with _translated("engine"):
+            try:
+                rollout: Rollout = await response
+            except asyncio.CancelledError:
+                response.cancel()
+                raise
+            except RayActorError as error:
+                raise EngineFailed(f"the replica died with this call: {error}") from error
+        return rollout
+
+
+def report_from_thread(ingest: DeploymentHandle, status: ReplicaStatus, timeout_s: float) -> None:
+    """``IngestCalls.report`` for a thread without an event loop. Raises TimeoutError, too."""
+    with _translated("ingest"):
+        ingest.report.remote(status).result(timeout_s=timeout_s)
+
+
+async def ask(ingest: DeploymentHandle, method: str, *args: object) -> Any:
+    with _translated("ingest"):
         return await getattr(ingest, method).remote(*args)
+
+
+class _Client:
+    """Has the methods of a deployment, whichever those are: an interface above tells mypy."""
+
+    def __init__(self, handle: DeploymentHandle, deployment: str) -> None:
+        self._handle, self._deployment = handle, deployment
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        async def call(*args: object) -> Any:
+            with _translated(self._deployment):
+                return await getattr(self._handle, method).remote(*args)
+
+        return call
+
+
+@contextmanager
+def _translated(deployment: str) -> Iterator[None]:
+    """What Ray raises, as the module's docstring says."""
+    try:
+        yield
     except RayTaskError as error:
         if isinstance(error.cause, RolloutServiceError):
             raise error.cause from None
-        raise unreachable(error) from error
-    except RAY_FAILURES as error:
-        raise unreachable(error) from error
-
-
-def unreachable(error: Exception) -> NotReady:
-    """What is said of an ingest that does not answer."""
-    return NotReady(f"the ingest, which has the log, does not answer: {error}")
+        raise DeploymentFailed(f"the {deployment} failed with {error.cause!r}: see the service's log") from error
+    except RayActorError as error:
+        raise NotReady(f"the {deployment} died with this call: send it again ({error})") from error
+    except DeploymentUnavailableError as error:
+        raise NotReady(f"no replica of the {deployment} can be started: see the service's log ({error})") from error
+    except (RayError, RayServeException) as error:
+        raise NotReady(f"the {deployment} did not take this call: send it again ({error})") from error

@@ -10,9 +10,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from rollout_service.fleet.registry import DesiredState
 from rollout_service.protocol.fleet import PauseMode
-from rollout_service.store.log import Control
+from rollout_service.protocol.weight_log import Control, DesiredState
 
 
 class PausableEngine(Protocol):

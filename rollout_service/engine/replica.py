@@ -2,9 +2,10 @@
 
 import asyncio
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 
 from rollout_service.config import ServiceConfig
 from rollout_service.drain import Drain
@@ -22,10 +23,10 @@ from rollout_service.kv_scales.cache_dtype import chosen_before, fallen_back, wi
 from rollout_service.kv_scales.calibrator import KVCalibrator, KVScales, NoKVScales
 from rollout_service.logs import log_with_serve
 from rollout_service.model.served_model import ServedModel
-from rollout_service.protocol.fleet import Fleet, KVCacheChoice, ReplicaStatus
+from rollout_service.protocol.fleet import KVCacheChoice, ReplicaStatus
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall
-from rollout_service.rpc import ask
+from rollout_service.rpc import EngineCalls, ask, ingest_client
 from rollout_service.store.node_cache import NodeCache, node_cache_for
 
 VERSION_WAIT_S = 0.5
@@ -39,19 +40,19 @@ class EngineReplica:
     """Serve routes to it only after its constructor has loaded the newest version."""
 
     @says_why_it_fails
-    async def __init__(self, config: ServiceConfig, ingest: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, config: ServiceConfig, ingest: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
         log_with_serve()
         self._drain = Drain(config.scaling.drain_timeout_s)
         self._drain.begin_on_sigterm()
         register()
         model = ServedModel.load(config.model.path)
-        self._config, self._ingest = config, ingest
+        self._config, self._ingest = config, ingest_client(ingest)
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._routed = False
         self._admission = AdmissionLimit(config.engine.admission_limit)
         self._hand_over = HandOver(self._drain, self._admission, self._others_serve)
         self._batch = CalibrationBatch(config.kv_cache.calibration, model.vocab_size, config.engine.max_model_len)
-        copies = await node_cache_for(config.weights.root_here(), ingest, config.weights.poll_s)
+        copies = await node_cache_for(config.weights.root_here(), self._ingest, config.weights.poll_s)
         with StartupHeartbeat(self._replica_id, ingest, config.weights.poll_s) as announcement:
             choice = chosen_before(config.kv_cache.dtype, model, await ask(ingest, "kv_cache"))
             try:
@@ -66,7 +67,7 @@ class EngineReplica:
 
     async def _start(
         self,
-        ingest: Any,
+        ingest: DeploymentHandle,
         model: ServedModel,
         choice: KVCacheChoice | None,
         copies: NodeCache | None,
@@ -82,7 +83,7 @@ class EngineReplica:
             self._weight_sync = WeightSync(
                 self._replica_id,
                 self._engine,
-                ingest,
+                self._ingest,
                 config.weights,
                 model.fingerprint,
                 lambda: self._admission.running,
@@ -98,7 +99,7 @@ class EngineReplica:
             self._engine.shutdown()
             raise
 
-    def _kv_scales(self, ingest: Any, choice: KVCacheChoice | None) -> KVScales:
+    def _kv_scales(self, ingest: DeploymentHandle, choice: KVCacheChoice | None) -> KVScales:
         if choice is not None and choice.dtype == "bfloat16":
             return NoKVScales(choice)
         poll_s = self._config.weights.poll_s
@@ -162,13 +163,13 @@ class EngineReplica:
         """The work of a drain. Serve calls ``__del__`` when no call is open any more, and then ends the process."""
         with suppress(NotReady, TimeoutError):  # it hears with the next report
             async with asyncio.timeout(_INGEST_S):
-                await ask(self._ingest, "report", self._weight_sync.status())
+                await self._ingest.report(self._weight_sync.status())
         await self._hand_over.hand_over(self._engine)
 
     async def _others_serve(self) -> bool:
         try:
             async with asyncio.timeout(_INGEST_S):
-                fleet: Fleet = await ask(self._ingest, "fleet")
+                fleet = await self._ingest.fleet()
         except (NotReady, TimeoutError):  # nobody knows
             return False
         others = (replica for replica in fleet.replicas if replica.replica_id != self._replica_id)
@@ -194,3 +195,7 @@ class EngineReplica:
             await self._weight_sync.leave()
         if hasattr(self, "_engine"):
             self._engine.shutdown()
+
+
+if TYPE_CHECKING:
+    _: type[EngineCalls] = EngineReplica  # its methods are what others call

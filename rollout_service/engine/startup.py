@@ -9,10 +9,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 
+from rollout_service.config import ServiceConfig
 from rollout_service.engine.child_errors import collected_errors, reason_of
+from rollout_service.errors import RolloutServiceError
 from rollout_service.protocol.fleet import ReplicaStatus
-from rollout_service.rpc import RAY_FAILURES
+from rollout_service.rpc import IngestCalls, ingest_client, report_from_thread
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +36,7 @@ def says_why_it_fails(init: Constructor) -> Constructor:
     """
 
     @functools.wraps(init)
-    async def constructor(self: Any, config: Any, ingest: Any) -> None:
+    async def constructor(self: Any, config: ServiceConfig, ingest: DeploymentHandle) -> None:
         with collected_errors() as errors:
             try:
                 await init(self, config, ingest)
@@ -44,27 +47,26 @@ def says_why_it_fails(init: Constructor) -> Constructor:
                     error.add_note(root)
                 replica_id = serve.get_replica_context().replica_id.unique_id
                 logger.error("engine replica %s could not start: %s", replica_id, reason)
-                await report_failed_start(replica_id, ingest, reason)
+                await report_failed_start(replica_id, ingest_client(ingest), reason)
                 raise
 
     return constructor
 
 
-async def report_failed_start(replica_id: str, ingest: Any, reason: str) -> None:
+async def report_failed_start(replica_id: str, ingest: IngestCalls, reason: str) -> None:
     """Tell the ingest; if it does not answer, Serve's status is all there is."""
     status = ReplicaStatus(replica_id=replica_id, sequence=next(REPORTS), version=None, state="failed", error=reason)
     try:
         async with asyncio.timeout(_LAST_WORD_S):
-            await ingest.report.remote(status)
-    except (*RAY_FAILURES, TimeoutError) as error:
+            await ingest.report(status)
+    except (RolloutServiceError, TimeoutError) as error:
         logger.warning("could not tell the ingest why this replica did not start: %s", error)
 
 
 class StartupHeartbeat:
     """Reports to the ingest every ``period_s`` seconds, from a thread of its own, until the ``with`` block ends."""
 
-    def __init__(self, replica_id: str, ingest: Any, period_s: float) -> None:
-        """``ingest``: handle of the ingest deployment."""
+    def __init__(self, replica_id: str, ingest: DeploymentHandle, period_s: float) -> None:
         self._replica_id = replica_id
         self.status: Callable[[], ReplicaStatus] = self._starting
         """What is reported."""
@@ -89,7 +91,7 @@ class StartupHeartbeat:
     def _report(self) -> None:
         while not self._ended.is_set():
             try:
-                self._ingest.report.remote(self.status()).result(timeout_s=self._period_s)
-            except (*RAY_FAILURES, TimeoutError) as error:
+                report_from_thread(self._ingest, self.status(), timeout_s=self._period_s)
+            except (RolloutServiceError, TimeoutError) as error:
                 logger.info("could not tell the ingest that this replica starts: %s", error)
             self._ended.wait(self._period_s)

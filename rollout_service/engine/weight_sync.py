@@ -15,19 +15,25 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from rollout_service.config import WeightsConfig
 from rollout_service.engine.pausing import Pausing
 from rollout_service.engine.startup import REPORTS
-from rollout_service.errors import EngineFailed, InsufficientStorage, LogCorrupt, NotFound, NotReady
-from rollout_service.fleet.registry import DesiredState
+from rollout_service.errors import (
+    EngineFailed,
+    InsufficientStorage,
+    LogCorrupt,
+    NotFound,
+    NotReady,
+    RolloutServiceError,
+)
 from rollout_service.kv_scales.calibrator import KVScales, NoKVScales
 from rollout_service.metrics import table
 from rollout_service.metrics.process import count_update, record
 from rollout_service.protocol.fleet import PauseMode, ReplicaState, ReplicaStatus, UpdateTimings
-from rollout_service.rpc import RAY_FAILURES
-from rollout_service.store.log import Head, Origin, WeightLog
+from rollout_service.protocol.weight_log import DesiredState, Head, Origin
+from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.node_cache import NodeCache
 
@@ -53,6 +59,14 @@ class Engine(Protocol):
     async def load(self, folder: Path, version: int, kv_scales: dict[str, float] | None = None) -> float: ...
 
 
+class Coordinator(Protocol):
+    """What it needs of the ingest; the shadow has a watch of its log in this place."""
+
+    async def sync(self, status: ReplicaStatus, seen: DesiredState | None) -> DesiredState: ...
+    async def report(self, status: ReplicaStatus) -> None: ...
+    async def goodbye(self, replica_id: str) -> None: ...
+
+
 class WeightSync:
     """Keeps one engine at the newest version and in the desired pause state."""
 
@@ -60,7 +74,7 @@ class WeightSync:
         self,
         replica_id: str,
         engine: Engine,
-        ingest: Any,
+        ingest: Coordinator,
         config: WeightsConfig,
         fingerprint: str,
         running: Callable[[], int] = lambda: 0,
@@ -68,9 +82,13 @@ class WeightSync:
         copies: NodeCache | None = None,
         kv_scales: KVScales | None = None,
     ) -> None:
-        """``ingest``: handle of the ingest deployment. For the reports: ``running``, sequences in flight; ``draining``,
-        whether this replica gets no new ones any more. ``copies``: of this node, if it does not see the log.
-        ``kv_scales``: None: the cache has none."""
+        """
+        Args:
+            running: sequences in flight, for the reports.
+            draining: whether this replica gets no new ones any more, for the reports.
+            copies: of this node, if it does not see the log.
+            kv_scales: None: the cache has none.
+        """
         self._replica_id, self._engine, self._ingest, self._config = replica_id, engine, ingest, config
         self._fingerprint, self._running, self._draining = fingerprint, running, draining
         self._copies, self._kv_scales = copies, kv_scales or NoKVScales()
@@ -177,15 +195,15 @@ class WeightSync:
     async def leave(self) -> None:
         """Follow no more, and tell the ingest that this replica ends."""
         self.stop()
-        with suppress(*RAY_FAILURES, TimeoutError):  # it then finds out by itself
+        with suppress(RolloutServiceError, TimeoutError):  # it then finds out by itself
             async with asyncio.timeout(_GOODBYE_S):
-                await self._ingest.goodbye.remote(self._replica_id)
+                await self._ingest.goodbye(self._replica_id)
 
     async def _listen(self) -> None:
         while True:
             try:
-                wish = await self._ingest.sync.remote(self.status(), self._wish)
-            except RAY_FAILURES as error:
+                wish = await self._ingest.sync(self.status(), self._wish)
+            except RolloutServiceError as error:
                 poll_s = self._config.poll_s
                 logger.warning("the ingest does not answer (%s); reading the log every %s s", error, poll_s)
                 await asyncio.sleep(poll_s)
@@ -392,6 +410,6 @@ class WeightSync:
     async def _report(self) -> None:
         try:
             async with asyncio.timeout(self._config.poll_s):
-                await self._ingest.report.remote(self.status())
-        except (*RAY_FAILURES, TimeoutError) as error:
+                await self._ingest.report(self.status())
+        except (RolloutServiceError, TimeoutError) as error:
             logger.warning("could not report to the ingest: %s", error)  # the next sync reports again

@@ -1,8 +1,9 @@
 """What the ingest tells replicas to follow, and that they follow the log which it writes."""
 
 from rollout_service.errors import LogCorrupt
-from rollout_service.fleet.registry import DesiredState, FleetTable
-from rollout_service.store.log import Origin, WeightLog
+from rollout_service.fleet.registry import FleetTable
+from rollout_service.protocol.weight_log import DesiredState, Origin
+from rollout_service.store.log import WeightLog
 
 
 class Guide:

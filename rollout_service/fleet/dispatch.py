@@ -6,36 +6,23 @@ replica, and then starts anew from what was there before. Attempts are bounded.
 """
 
 import asyncio
-import contextvars
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Any
-
-from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from rollout_service.config.engine import EngineConfig
-from rollout_service.errors import EngineFailed, NotReady, Overloaded, RolloutServiceError, TooEarly
+from rollout_service.errors import DeploymentFailed, EngineFailed, NotReady, Overloaded, RolloutServiceError, TooEarly
 from rollout_service.fleet.continuation import joined, kept, named, remainder
 from rollout_service.metrics import table
 from rollout_service.metrics.process import outcome_of, record
-from rollout_service.protocol.fleet import Fleet
 from rollout_service.protocol.rollout import Completion, OnAbort, Rollout
 from rollout_service.protocol.sampling import GenerateCall
+from rollout_service.rpc import EngineCalls, IngestCalls
 from rollout_service.tasks import raise_first_failure
 
 _PAUSE_S = 0.25
 """Between two rounds of asking all replicas."""
 _REFUSALS = (Overloaded, TooEarly, NotReady)
-
-
-class _Lost(Exception):
-    """The replica died under a call, or its engine did."""
-
-    def __init__(self, replica_id: str | None, error: Exception) -> None:
-        super().__init__(replica_id, error)
-        self.replica_id, self.error = replica_id, error
 
 
 @dataclass
@@ -49,8 +36,7 @@ class _Progress:
 class Dispatcher:
     """Has calls answered by the engine deployment."""
 
-    def __init__(self, engine: Any, ingest: Any, limits: EngineConfig) -> None:
-        """``engine``, ``ingest``: handles of the deployments."""
+    def __init__(self, engine: EngineCalls, ingest: IngestCalls, limits: EngineConfig) -> None:
         self._engine, self._ingest, self._limits = engine, ingest, limits
         self._origin = uuid.uuid4().hex
 
@@ -100,16 +86,17 @@ class Dispatcher:
         while True:
             try:
                 return await self._taken(call, progress)
-            except _Lost as lost:
+            except EngineFailed as lost:  # the replica died with the call, or its engine did
                 if progress.attempts >= self._limits.max_attempts:
                     raise EngineFailed(
                         f"{call.request_id} lost its replica in attempt {progress.attempts} of "
-                        f"{self._limits.max_attempts}: send it again ({lost.error})",
+                        f"{self._limits.max_attempts}: send it again ({lost})",
                         {"attempts": progress.attempts},
-                    ) from lost.error
+                    ) from lost
                 progress.attempts += 1
                 record(table.CONTINUATIONS, cause="lost")
-                progress.lost_on += (lost.replica_id,) if lost.replica_id else ()
+                replica_id = lost.detail.get("replica_id")
+                progress.lost_on += (replica_id,) if replica_id else ()
 
     async def _taken(self, call: GenerateCall, progress: _Progress) -> Rollout:
         """The answer of the first replica that does not refuse."""
@@ -117,7 +104,10 @@ class Dispatcher:
         refused = set(progress.lost_on)
         while True:
             try:
-                return await self._sent(call.model_copy(update={"avoid": tuple(sorted(refused))}))
+                avoiding = call.model_copy(update={"avoid": tuple(sorted(refused))})
+                return named(await self._engine.generate(avoiding))
+            except DeploymentFailed:
+                raise
             except _REFUSALS as refusal:
                 record(table.REFUSALS, reason=outcome_of(refusal))
                 replica_id = refusal.detail.get("replica_id")
@@ -140,8 +130,8 @@ class Dispatcher:
         if not isinstance(refusal, TooEarly):
             return refusal
         try:
-            fleet: Fleet = await self._ingest.fleet.remote()
-        except (RayTaskError, RayActorError, RayServeException):
+            fleet = await self._ingest.fleet()
+        except RolloutServiceError:
             return refusal  # it names the version of the replica that sent it
         live = {replica.replica_id: replica.version for replica in fleet.replicas}
         return TooEarly(
@@ -153,24 +143,3 @@ class Dispatcher:
                 "live": live,
             },
         )
-
-    async def _sent(self, call: GenerateCall) -> Rollout:
-        # Serve gives all calls of one HTTP request one id, by which its router tells pending calls apart; outside of
-        # the request's context each has its own
-        response = contextvars.Context().run(self._engine.generate.remote, call)
-        try:
-            rollout: Rollout = await response
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
-        except RayTaskError as error:
-            if isinstance(error.cause, EngineFailed):
-                raise _Lost(error.cause.detail.get("replica_id"), error.cause) from error
-            if isinstance(error.cause, RolloutServiceError):
-                raise error.cause from None
-            raise
-        except RayActorError as error:
-            raise _Lost(None, error) from error
-        except DeploymentUnavailableError as error:
-            raise NotReady(f"no engine replica can be started: see the service's log ({error})") from error
-        return named(rollout)

@@ -3,23 +3,8 @@
 import time
 
 from rollout_service.fleet.failed_starts import FailedStartLog
-from rollout_service.protocol.base import Frozen
-from rollout_service.protocol.fleet import PauseMode, ReplicaStatus
-from rollout_service.store.log import Head, Origin
-
-
-class DesiredState(Frozen):
-    """The desired state of every replica. A replica that sees another one than its last acts on it."""
-
-    version: int
-    paused: bool
-    pause_mode: PauseMode
-    order: str = ""
-    """See ``Control.order``."""
-    digest: str | None = None
-    """Of that version: the same number may come to mean other weights, if the log is restored from a backup."""
-    origin: Origin | None = None
-    """Of the log that the version is in."""
+from rollout_service.protocol.fleet import ReplicaStatus
+from rollout_service.protocol.weight_log import Head
 
 
 class FleetTable:

@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from rollout_service.errors import InvalidRequest, Overtaken
-from rollout_service.gateway.dependencies import Here, call
+from rollout_service.gateway.dependencies import Here
 from rollout_service.gateway.routes import GuardedRoute
 from rollout_service.protocol.fleet import Fleet, PauseMode
 from rollout_service.web.errors import documented
@@ -20,24 +20,24 @@ async def pause(services: Here, mode: PauseMode = "keep", timeout_s: TimeoutS = 
 
     Takes over from a pause with another mode. 409 if something else is asked for before every replica has obeyed.
     """
-    await call(services.ingest.set_paused.remote(True, mode, timeout_s))
+    await services.ingest.set_paused(True, mode, timeout_s)
     return {"status": "paused"}
 
 
 @router.post("/resume", responses=documented(InvalidRequest, Overtaken))
 async def resume(services: Here, timeout_s: TimeoutS = 600.0) -> dict[str, str]:
     """Resume every replica, also while it waits for running rollouts. 409 as for ``/pause``."""
-    await call(services.ingest.set_paused.remote(False, "keep", timeout_s))
+    await services.ingest.set_paused(False, "keep", timeout_s)
     return {"status": "resumed"}
 
 
 @router.get("/is_paused")
 async def is_paused(services: Here) -> dict[str, bool]:
     """True when a pause was asked for and every live replica has obeyed."""
-    return {"is_paused": await call(services.ingest.is_paused.remote())}
+    return {"is_paused": await services.ingest.is_paused()}
 
 
 @router.get("/v1/fleet")
 async def fleet(services: Here) -> Fleet:
     """The live replicas beside the newest committed version."""
-    return await call(services.ingest.fleet.remote())
+    return await services.ingest.fleet()

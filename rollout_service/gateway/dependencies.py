@@ -1,32 +1,29 @@
-"""What the gateway's routes stand on: the served model's facts and the handles of the other deployments."""
+"""What the gateway's routes stand on: the served model's facts and the clients of the other deployments."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import httpx
 import ray
 from fastapi import Depends, Header, Request
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rollout_service.config import ServiceConfig
 from rollout_service.connections import ManyConnections
-from rollout_service.errors import NotReady, RolloutServiceError
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.fleet.serve_status import not_running
 from rollout_service.model.served_model import ServedModel
 from rollout_service.monitor.feed import RolloutFeed
+from rollout_service.rpc import EngineClient, IngestCalls, MonitorCalls, ingest_client, monitor_client, shadow_client
 from rollout_service.shadow.feed import ShadowFeed
 from rollout_service.web.auth import Authorizer
 
 MAX_FORWARDED_PARTS = 64
 """At once, to the ingest; more wait."""
-
-_Reply = TypeVar("_Reply")
 
 
 @dataclass(frozen=True)
@@ -40,13 +37,11 @@ class Services:
     tokenizer: PreTrainedTokenizerBase | None
     dispatcher: Dispatcher
     """To the engines."""
-    ingest: Any
-    """Handle of the ingest deployment."""
+    ingest: IngestCalls
     authorizer: Authorizer
     http: httpx.AsyncClient
     """To the ingest's upload listener."""
-    monitor: Any
-    """Handle of the monitor deployment."""
+    monitor: MonitorCalls
     feed: RolloutFeed
     """Tells the monitor of rollouts."""
     shadow: ShadowFeed
@@ -59,39 +54,35 @@ class Services:
     """Of this process in the Ray cluster; None: it is in none."""
 
     @classmethod
-    def create(cls, config: ServiceConfig, engine: Any, ingest: Any, monitor: Any, shadow: Any) -> "Services":
+    def create(
+        cls,
+        config: ServiceConfig,
+        engine: DeploymentHandle,
+        ingest: DeploymentHandle,
+        monitor: DeploymentHandle,
+        shadow: DeploymentHandle | None,
+    ) -> "Services":
         """Read the model's facts and the token. ``shadow``: None if there is none."""
         model = ServedModel.load(config.model.path)
+        calls_ingest, calls_monitor = ingest_client(ingest), monitor_client(monitor)
         return cls(
             name=config.model.name,
             vocab_size=model.vocab_size,
             max_model_len=config.engine.max_model_len,
             tokenizer=AutoTokenizer.from_pretrained(config.model.path) if model.has_tokenizer else None,
-            dispatcher=Dispatcher(engine, ingest, config.engine),
-            ingest=ingest,
+            dispatcher=Dispatcher(EngineClient(engine), calls_ingest, config.engine),
+            ingest=calls_ingest,
             authorizer=Authorizer(config.auth.secret()),
             http=httpx.AsyncClient(  # callers go away in the middle of a part, and none may take a connection along
                 timeout=httpx.Timeout(300.0, connect=10.0), transport=ManyConnections(MAX_FORWARDED_PARTS)
             ),
-            monitor=monitor,
-            feed=RolloutFeed(monitor, config.monitor.remember_tokens, config.scaling.gateways),
-            shadow=ShadowFeed(shadow, config.shadow),
+            monitor=calls_monitor,
+            feed=RolloutFeed(calls_monitor, config.monitor.remember_tokens, config.scaling.gateways),
+            shadow=ShadowFeed(None if shadow is None else shadow_client(shadow), config.shadow),
             returns_masks=config.engine.return_sampling_mask,
             not_running=partial(not_running, serve.get_replica_context().app_name),
             node_id=ray.get_runtime_context().get_node_id(),
         )
-
-
-async def call(response: Awaitable[_Reply], of: str = "ingest") -> _Reply:
-    """Await the answer of the ingest, or of another deployment, and raise its errors as they were raised there."""
-    try:
-        return await response
-    except RayTaskError as error:
-        if isinstance(error.cause, RolloutServiceError):
-            raise error.cause from None
-        raise
-    except (RayActorError, DeploymentUnavailableError) as error:
-        raise NotReady(f"the {of} died with this request: send it again ({error})") from error
 
 
 def _services(request: Request) -> Services:

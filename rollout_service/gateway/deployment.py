@@ -1,10 +1,10 @@
 """The gateway as a Serve deployment: the application's HTTP ingress."""
 
 import asyncio
-from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 
 from rollout_service import __version__
 from rollout_service.config import ServiceConfig
@@ -31,7 +31,14 @@ def create_app(services: Services) -> FastAPI:
 class GatewayReplica:
     """Holds the handles; the routes do the rest."""
 
-    def __init__(self, config: ServiceConfig, engine: Any, ingest: Any, monitor: Any, shadow: Any) -> None:
+    def __init__(
+        self,
+        config: ServiceConfig,
+        engine: DeploymentHandle,
+        ingest: DeploymentHandle,
+        monitor: DeploymentHandle,
+        shadow: DeploymentHandle | None,
+    ) -> None:
         log_with_serve()
         self._drain = Drain(config.scaling.drain_timeout_s)
         self._drain.begin_on_sigterm()

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
-from rollout_service.gateway.dependencies import Here, call
+from rollout_service.gateway.dependencies import Here
 from rollout_service.gateway.mismatch import table_or_none
 from rollout_service.gateway.routes import OpenRoute
 from rollout_service.metrics.exposition import exposition
@@ -17,5 +17,5 @@ router = APIRouter(tags=["metrics"], route_class=OpenRoute)
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(services: Here) -> Response:
     """What one process knows exactly; what each process counts is at the metrics ports of Ray's agents."""
-    state, mismatch = await asyncio.gather(call(services.ingest.state.remote()), table_or_none(services))
+    state, mismatch = await asyncio.gather(services.ingest.state(), table_or_none(services))
     return Response(exposition(state, mismatch.rows, mismatch.truncated), media_type=CONTENT_TYPE_PLAIN_0_0_4)

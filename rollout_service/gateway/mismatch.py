@@ -8,7 +8,7 @@ from typing import Annotated, TypeVar
 from fastapi import APIRouter, Query, Request
 
 from rollout_service.errors import InvalidRequest, NotFound, NotReady, RolloutServiceError
-from rollout_service.gateway.dependencies import Here, Services, call
+from rollout_service.gateway.dependencies import Here, Services
 from rollout_service.gateway.routes import GuardedRoute, body_of, read_body
 from rollout_service.protocol.base import WeightVersion
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchSource, MismatchTable
@@ -29,7 +29,7 @@ async def report(request: Request, services: Here) -> MismatchReceipt:
     """Count a ``MismatchReport``. Its JSON is read in the monitor's process: here it would hold up rollouts."""
     body = await read_body(request, REPORT_BYTES)
     await services.feed.flushed()  # a report that names a request id must not overtake its rollout
-    return await _answer(services.monitor.report.remote(body, services.feed.others_wait_s), ANSWER_S)
+    return await _answer(services.monitor.report(body, services.feed.others_wait_s), ANSWER_S)
 
 
 @router.get("", responses=documented(InvalidRequest))
@@ -40,14 +40,12 @@ async def table(
     source: MismatchSource | None = None,
 ) -> MismatchTable:
     """The statistics per version, replica and source, and merged over replicas."""
-    return await _answer(services.monitor.table.remote(version, replica, source), ANSWER_S)
+    return await _answer(services.monitor.table(version, replica, source), ANSWER_S)
 
 
 async def with_suspicions(versions: Sequence[WeightStatus], services: Services) -> tuple[WeightStatus, ...]:
     """``versions`` with what the monitor holds against them, or as they are if it does not answer."""
-    suspicions = await _answer_if_any(
-        services.monitor.suspicions.remote(), "versions are shown without what is suspect"
-    )
+    suspicions = await _answer_if_any(services.monitor.suspicions(), "versions are shown without what is suspect")
     if suspicions is None:
         return tuple(versions)
     return tuple(status.model_copy(update={"suspect": suspicions.get(status.version, ())}) for status in versions)
@@ -55,7 +53,7 @@ async def with_suspicions(versions: Sequence[WeightStatus], services: Services) 
 
 async def table_or_none(services: Services) -> MismatchTable:
     """All that is known, or nothing if the monitor does not answer."""
-    known = await _answer_if_any(services.monitor.per_replica.remote(), "metrics are shown without the mismatch")
+    known = await _answer_if_any(services.monitor.per_replica(), "metrics are shown without the mismatch")
     return known or MismatchTable(rows=(), versions=())
 
 
@@ -70,6 +68,6 @@ async def _answer_if_any(response: Awaitable[_Reply], meanwhile: str) -> _Reply 
 async def _answer(response: Awaitable[_Reply], timeout_s: float) -> _Reply:
     try:
         async with asyncio.timeout(timeout_s):
-            return await call(response, of="monitor")
+            return await response
     except TimeoutError as error:
         raise NotReady(f"the monitor did not answer within {timeout_s:g} s: send it again") from error

@@ -2,28 +2,27 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 from rollout_service.errors import NotReady
-from rollout_service.gateway.dependencies import call
-from rollout_service.protocol.fleet import FailedStarts, Fleet
+from rollout_service.protocol.fleet import FailedStarts
+from rollout_service.rpc import IngestCalls
 
 INGEST_ANSWERS_S = 5.0
 """An ingest that cannot start never answers, and nobody should wait for it to hear why."""
 
 
-async def failed_starts(ingest: Any, not_running: Callable[[], dict[str, str]]) -> FailedStarts | None:
+async def failed_starts(ingest: IngestCalls, not_running: Callable[[], dict[str, str]]) -> FailedStarts | None:
     """The starts that failed while a replica can serve; None: none did.
 
     Args:
-        ingest: handle of its deployment.
+        ingest: knows the fleet.
         not_running: what Serve says of deployments, see ``fleet/serve_status.py``.
 
     Raises NotReady, with the reason, if no replica can serve.
     """
     try:
         async with asyncio.timeout(INGEST_ANSWERS_S):
-            fleet: Fleet = await call(ingest.fleet.remote())
+            fleet = await ingest.fleet()
     except (NotReady, TimeoutError) as error:
         why = str(error) or f"the ingest has not answered for {INGEST_ANSWERS_S:g} s"
         raise await _not_ready(why, None, not_running) from error

@@ -16,7 +16,7 @@ from rollout_service.errors import (
     UploadIncomplete,
     VersionConflict,
 )
-from rollout_service.gateway.dependencies import Here, call
+from rollout_service.gateway.dependencies import Here
 from rollout_service.gateway.mismatch import with_suspicions
 from rollout_service.gateway.routes import GuardedRoute
 from rollout_service.protocol.base import Frozen, WeightVersion
@@ -63,14 +63,14 @@ class Versions(Frozen):
 @router.get("/recipe")  # before /{version}, which would take it for a number
 async def recipe(services: Here) -> TrainerRecipe:
     """What becomes of each tensor, for a trainer that quantizes itself."""
-    return await call(services.ingest.recipe.remote())
+    return await services.ingest.recipe()
 
 
 @router.post("", responses=documented(InvalidManifest, VersionConflict, InsufficientStorage, NotFound))
 async def begin(body: BeginUpload, request: Request, services: Here) -> UploadPlan:
     """Start or resume the upload of a version."""
     reached = request.scope.get("server")  # where the proxy took the connection
-    return await call(services.ingest.begin.remote(body, reached and reached[0]))
+    return await services.ingest.begin(body, reached and reached[0])
 
 
 @router.put(
@@ -93,7 +93,7 @@ async def put_part(version: WeightVersion, part: int, request: Request, services
             "UploadPlan says",
             {"limit_bytes": LARGEST_PART_BYTES},
         )
-    listener = await call(services.ingest.listener.remote(version, services.node_id))
+    listener = await services.ingest.listener(version, services.node_id)
     headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
     try:
         reply = await services.http.put(
@@ -120,23 +120,23 @@ async def put_part(version: WeightVersion, part: int, request: Request, services
 )
 async def commit(version: WeightVersion, services: Here, body: CommitUpload | None = None) -> WeightStatus:
     """Make a complete upload the newest version."""
-    return await call(services.ingest.commit.remote(version, body or CommitUpload()))
+    return await services.ingest.commit(version, body or CommitUpload())
 
 
 @router.get("")
 async def versions(services: Here) -> Versions:
     """All versions."""
-    return Versions(versions=await with_suspicions(await call(services.ingest.versions.remote()), services))
+    return Versions(versions=await with_suspicions(await services.ingest.versions(), services))
 
 
 @router.get("/{version}", responses=documented(InvalidRequest, NotFound))
 async def status(version: WeightVersion, services: Here) -> WeightStatus:
     """Where one version stands, and which replicas serve it."""
-    (found,) = await with_suspicions([await call(services.ingest.status.remote(version))], services)
+    (found,) = await with_suspicions([await services.ingest.status(version)], services)
     return found
 
 
 @router.delete("/{version}", status_code=204, responses=documented(InvalidRequest, NotFound, VersionConflict))
 async def discard(version: WeightVersion, services: Here) -> None:
     """Drop a staged version."""
-    await call(services.ingest.discard.remote(version))
+    await services.ingest.discard(version)

@@ -1,6 +1,7 @@
 """The ingest as a Serve deployment: one replica, on a share of a GPU where it is given one."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -14,6 +15,7 @@ from rollout_service.kv_scales.measurement import KVMeasurement
 from rollout_service.kv_scales.result import KVScaleResult
 from rollout_service.logs import log_with_serve
 from rollout_service.protocol.fleet import KVCacheChoice
+from rollout_service.rpc import IngestCalls
 from rollout_service.web.auth import Authorizer
 
 
@@ -67,3 +69,7 @@ class IngestReplica(Ingest):
     async def __del__(self) -> None:  # Serve awaits destructors
         if hasattr(self, "_listener"):
             await self._end()
+
+
+if TYPE_CHECKING:
+    _: type[IngestCalls] = IngestReplica  # its methods are what others call

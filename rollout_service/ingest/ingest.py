@@ -22,23 +22,26 @@ from rollout_service.errors import (
     VersionConflict,
 )
 from rollout_service.fleet.desired_state import Guide
-from rollout_service.fleet.registry import DesiredState, FleetTable
-from rollout_service.ingest.sources.ray_objects import Bucket, RefSource
-from rollout_service.ingest.upload_address import Listener, UploadAddress
+from rollout_service.fleet.registry import FleetTable
+from rollout_service.ingest.sources.ray_objects import RefSource
+from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.ingest.uploads import Uploads
 from rollout_service.kv_scales.coordinator import KVScaleCoordinator
 from rollout_service.kv_scales.policy import KVScalesRule
 from rollout_service.metrics.process import counted_commit
-from rollout_service.metrics.state import KVScalesState, Observer, ServiceState
+from rollout_service.metrics.state import Observer
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus
-from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, TrainerRecipe, UploadPlan
+from rollout_service.protocol.state import KVScalesState, ServiceState
+from rollout_service.protocol.upload import BeginUpload, CommitUpload, Listener, PathSource, TrainerRecipe, UploadPlan
+from rollout_service.protocol.weight_log import Control, DesiredState, LogFile, Newest
 from rollout_service.protocol.weights import WeightStatus
-from rollout_service.store.chunk_server import ChunkServer, LogFile, Newest
+from rollout_service.rpc import Bucket
+from rollout_service.store.chunk_server import ChunkServer
 from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room
-from rollout_service.store.log import Control, WeightLog
+from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest, Recipe
 from rollout_service.store.unquantized import UnquantizedLog, remove_unquantized
 from rollout_service.store.upload_record import UploadRecord

@@ -14,15 +14,7 @@ import socket
 from contextlib import suppress
 
 from rollout_service.errors import RolloutServiceError
-from rollout_service.protocol.base import Frozen
-from rollout_service.protocol.upload import listener_proof
-
-
-class Listener(Frozen):
-    """What a caller needs to send parts of one version to the listener."""
-
-    url: str
-    key: str
+from rollout_service.protocol.upload import Listener, listener_proof
 
 
 class UploadAddress:

@@ -15,9 +15,9 @@ from prometheus_client.registry import Collector
 
 from rollout_service.metrics import table
 from rollout_service.metrics.process import stages
-from rollout_service.metrics.state import ServiceState
 from rollout_service.metrics.table import OURS, Metric
 from rollout_service.protocol.fleet import KVCacheStatus, ReplicaState, ReplicaStatus
+from rollout_service.protocol.state import ServiceState
 from rollout_service.protocol.weights import VersionState, WeightStatus
 
 MEASURED_VERSIONS = 8

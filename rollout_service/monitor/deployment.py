@@ -1,11 +1,14 @@
 """The monitor as a Serve deployment: one replica, without a CPU of its own."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from rollout_service.config import ServiceConfig
 from rollout_service.drain import Drain
 from rollout_service.logs import log_with_serve
 from rollout_service.monitor.monitor import Monitor
+from rollout_service.rpc import MonitorCalls
 
 
 class MonitorReplica(Monitor):
@@ -22,3 +25,7 @@ class MonitorReplica(Monitor):
     async def check_health(self) -> None:
         """Serve's health check: fails when this process is to end."""
         self._drain.check_health()
+
+
+if TYPE_CHECKING:
+    _: type[MonitorCalls] = MonitorReplica  # its methods are what others call

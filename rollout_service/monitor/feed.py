@@ -1,11 +1,11 @@
 """The gateway's side of ``recent.py``: tells the monitor of each rollout, and never lets a rollout wait for that."""
 
 import logging
-from typing import Any
 
 from rollout_service.background_sender import BackgroundSender
-from rollout_service.monitor.recent import RecentRollout
+from rollout_service.protocol.recent_rollout import RecentRollout
 from rollout_service.protocol.rollout import Rollout
+from rollout_service.rpc import MonitorCalls
 
 logger = logging.getLogger(__name__)
 QUEUE_TOKENS = 1 << 20
@@ -20,11 +20,16 @@ OTHERS_S = 2.0
 class RolloutFeed:
     """Sends what is there at once."""
 
-    def __init__(self, monitor: Any, remember_tokens: int, gateways: int = 1) -> None:
-        """``monitor``: handle of the deployment. ``remember_tokens`` 0: nothing is ever sent. ``gateways``: in all."""
+    def __init__(self, monitor: MonitorCalls, remember_tokens: int, gateways: int = 1) -> None:
+        """``remember_tokens`` 0: nothing is ever sent. ``gateways``: in all."""
         self._monitor, self._on = monitor, remember_tokens > 0
         self._sender: BackgroundSender[RecentRollout] = BackgroundSender(
-            self._send, self._drop, sent=self._sent, room_tokens=QUEUE_TOKENS, batch_tokens=QUEUE_TOKENS, send_s=SEND_S
+            self._send,
+            self._drop,
+            sent=self._sent,
+            room_tokens=QUEUE_TOKENS,
+            batch_tokens=QUEUE_TOKENS,
+            send_s=SEND_S,
         )
         self._failing = False
         self.others_wait_s = OTHERS_S if self._on and gateways > 1 else 0.0
@@ -42,7 +47,7 @@ class RolloutFeed:
         await self._sender.flushed(FLUSH_S)
 
     async def _send(self, batch: list[RecentRollout]) -> None:
-        await self._monitor.remember.remote(batch)
+        await self._monitor.remember(batch)
 
     def _sent(self) -> None:
         if self._failing:

@@ -12,12 +12,13 @@ from rollout_service.config import MonitorConfig
 from rollout_service.correction.batch import Rows
 from rollout_service.correction.ratios import compare
 from rollout_service.monitor.judge import Judge
-from rollout_service.monitor.recent import RecentRollout, RecentRollouts
+from rollout_service.monitor.recent import RecentRollouts
 from rollout_service.monitor.scoring import Scored, found, missing, parse_report, score
 from rollout_service.monitor.statistics import Statistics
 from rollout_service.monitor.table import Key, VersionTable
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchRow, MismatchSource, MismatchTable, Suspicion
 from rollout_service.protocol.mismatch_report import MismatchReport
+from rollout_service.protocol.recent_rollout import RecentRollout
 
 REPORT_IDS = 10_000
 """Reports whose receipts are remembered, to count each once."""

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from rollout_service.errors import InvalidRequest, NotFound
-from rollout_service.monitor.recent import RecentCompletion, RecentRollout, RecentRollouts
+from rollout_service.monitor.recent import RecentRollouts
 from rollout_service.monitor.statistics import Statistics
 from rollout_service.monitor.table import Key
 from rollout_service.protocol.mismatch_report import MismatchReport, ReportedCompletion, ReportedRollout
+from rollout_service.protocol.recent_rollout import RecentCompletion, RecentRollout
 from rollout_service.protocol.rollout import Span
 from rollout_service.web.errors import validation_error
 

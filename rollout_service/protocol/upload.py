@@ -204,3 +204,10 @@ def tensor_offsets(tensors: tuple[UploadTensor, ...]) -> Iterator[tuple[UploadTe
     for tensor in tensors:
         yield tensor, offset
         offset += tensor.nbytes
+
+
+class Listener(Frozen):
+    """What a caller needs to send parts of one version to the listener."""
+
+    url: str
+    key: str

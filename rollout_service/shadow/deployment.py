@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 
 from rollout_service.config import ServiceConfig
 from rollout_service.config.engine import KVCacheConfig, QuantConfig
@@ -17,7 +18,8 @@ from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed
 from rollout_service.logs import log_with_serve
 from rollout_service.model.served_model import ServedModel
-from rollout_service.shadow.sample import ScoreCall
+from rollout_service.protocol.scoring import ScoreCall
+from rollout_service.rpc import ShadowCalls, ingest_client, monitor_client
 from rollout_service.shadow.scorer import Scorer
 from rollout_service.shadow.watch import LogWatch
 from rollout_service.store.log import WeightLog
@@ -50,12 +52,14 @@ class ShadowReplica:
     Raises ValueError where it does not see the log.
     """
 
-    async def __init__(self, config: ServiceConfig, ingest: Any, monitor: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: ServiceConfig, ingest: DeploymentHandle, monitor: DeploymentHandle
+    ) -> None:
         log_with_serve()
         self._drain = Drain(config.scaling.drain_timeout_s)
         self._drain.begin_on_sigterm()
         register()
-        if await node_cache_for(config.weights.root_here(), ingest, config.weights.poll_s) is not None:
+        if await node_cache_for(config.weights.root_here(), ingest_client(ingest), config.weights.poll_s) is not None:
             raise ValueError(
                 f"the shadow does not see the ingest's log under weights.root ({config.weights.root}): put the log on "
                 "a shared file system, or keep both on one node through weights.ingest_resources"
@@ -77,7 +81,11 @@ class ShadowReplica:
         )
         self._starting = asyncio.create_task(self._weight_sync.start())
         self._scorer = Scorer(
-            self._engine, self._weight_sync, monitor, config.shadow.version_wait_s, mine.engine.max_model_len
+            self._engine,
+            self._weight_sync,
+            monitor_client(monitor),
+            config.shadow.version_wait_s,
+            mine.engine.max_model_len,
         )
         self._drain.serves()
 
@@ -98,3 +106,7 @@ class ShadowReplica:
             self._starting.cancel()
             self._weight_sync.stop()
             self._engine.shutdown()
+
+
+if TYPE_CHECKING:
+    _: type[ShadowCalls] = ShadowReplica  # its methods are what others call

@@ -1,7 +1,6 @@
 """The gateway's side: sends a sample of rollouts to the shadow, and never lets a rollout wait for that."""
 
 import logging
-from typing import Any
 
 from rollout_service.background_sender import FULL, BackgroundSender
 from rollout_service.config import ShadowConfig
@@ -9,7 +8,9 @@ from rollout_service.metrics import table
 from rollout_service.metrics.process import record
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import Sampling
-from rollout_service.shadow.sample import ScoreCall, calls_of, is_comparable, is_sampled
+from rollout_service.protocol.scoring import ScoreCall
+from rollout_service.rpc import ShadowCalls
+from rollout_service.shadow.sample import calls_of, is_comparable, is_sampled
 
 logger = logging.getLogger(__name__)
 BATCH_TOKENS = 1 << 15
@@ -21,8 +22,8 @@ SCORE_S = 600.0
 class ShadowFeed:
     """Sends a batch whenever the one before is scored."""
 
-    def __init__(self, shadow: Any, config: ShadowConfig) -> None:
-        """``shadow``: handle of the deployment, or None: nothing is ever sent."""
+    def __init__(self, shadow: ShadowCalls | None, config: ShadowConfig) -> None:
+        """``shadow``: None: nothing is ever sent."""
         self._shadow, self._share = shadow, config.share
         self._sender: BackgroundSender[ScoreCall] = BackgroundSender(
             self._send,
@@ -49,7 +50,8 @@ class ShadowFeed:
             self._sender.put(call)
 
     async def _send(self, batch: list[ScoreCall]) -> None:
-        await self._shadow.score.remote(batch)
+        assert self._shadow is not None, "nothing is queued without one"
+        await self._shadow.score(batch)
 
     def _sent(self) -> None:
         self._failing = False

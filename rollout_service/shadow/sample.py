@@ -2,9 +2,9 @@
 
 import xxhash
 
-from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import Sampling
+from rollout_service.protocol.scoring import ScoreCall
 
 _UNCHANGED = Sampling().model_dump(
     include={
@@ -12,23 +12,6 @@ _UNCHANGED = Sampling().model_dump(
     }
 )  # fmt: skip
 """What leaves the model's own distribution as it is; so does a ``top_k`` below 1."""
-
-
-class ScoreCall(Frozen):
-    """One completion that one version sampled from end to end on one replica."""
-
-    version: int
-    replica_id: str
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    """[tokens]"""
-    logprobs: tuple[float, ...]
-    """[tokens], natural logs, as the replica sampled them."""
-
-    @property
-    def cost_tokens(self) -> int:
-        """Tokens that are prefilled to score it."""
-        return len(self.prompt_token_ids) + len(self.token_ids)
 
 
 def is_sampled(request_id: str, share: float) -> bool:

@@ -5,12 +5,13 @@ import logging
 import uuid
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from rollout_service.errors import InvalidRequest, NonFiniteLogprob
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
-from rollout_service.shadow.sample import ScoreCall
+from rollout_service.protocol.scoring import ScoreCall
+from rollout_service.rpc import MonitorCalls
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +36,16 @@ class Scorer:
     """Tells the monitor how far apart replicas and the unquantized engine are."""
 
     def __init__(
-        self, engine: Engine, weight_sync: Follows, monitor: Any, version_wait_s: float, max_model_len: int
+        self, engine: Engine, weight_sync: Follows, monitor: MonitorCalls, version_wait_s: float, max_model_len: int
     ) -> None:
-        """``monitor``: handle of its deployment. ``max_model_len``: longest context of the engine, in tokens."""
+        """``max_model_len``: longest context of the engine, in tokens."""
         self._engine, self._weight_sync, self._monitor = engine, weight_sync, monitor
         self._version_wait_s, self._max_prompt = version_wait_s, max_model_len - 1
         self._given_up = -1
         """A version that did not come when it was waited for: none up to it is waited for again."""
 
     async def score(self, calls: Sequence[ScoreCall]) -> None:
-        """Score all of them and report them. Raises EngineFailed, or RayActorError if the monitor is away."""
+        """Score all of them and report them. Raises EngineFailed, or NotReady if the monitor does not answer."""
         by_version: dict[int, list[ScoreCall]] = defaultdict(list)
         for call in calls:
             by_version[call.version].append(call)
@@ -76,7 +77,7 @@ class Scorer:
                 rows[call.replica_id].append((call.logprobs[: len(result[0])], result[0]))
         for replica_id, pairs in rows.items():
             sampled, reference = [list(pair[0]) for pair in pairs], [list(pair[1]) for pair in pairs]
-            await self._monitor.observe.remote("shadow", version, replica_id, sampled, reference)
+            await self._monitor.observe("shadow", version, replica_id, sampled, reference)
         for outcome, count in outcomes.items():
             record(table.SHADOW_COMPLETIONS, count, outcome=outcome)
 

@@ -2,23 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any
 
-from rollout_service.fleet.registry import DesiredState
 from rollout_service.protocol.fleet import ReplicaStatus
+from rollout_service.protocol.weight_log import DesiredState
 from rollout_service.store.log import WeightLog
 
 LOOK_S = 0.2
 """Between two looks at the log."""
-
-
-@dataclass(frozen=True)
-class _Method:
-    """``method.remote(...)`` as on a handle."""
-
-    remote: Callable[..., Awaitable[Any]]
 
 
 class LogWatch:
@@ -27,17 +17,20 @@ class LogWatch:
     def __init__(self, log: WeightLog, poll_s: float) -> None:
         """``poll_s``: longest time until ``sync`` answers."""
         self._log, self._poll_s = log, poll_s
-        self.sync, self.report = _Method(self._sync), _Method(self._report)
 
-    async def _sync(self, status: ReplicaStatus, seen: DesiredState | None) -> DesiredState:
+    async def sync(self, status: ReplicaStatus, seen: DesiredState | None) -> DesiredState:
+        """The newest version in the log, once it is another than ``seen`` or after ``poll_s``; never a pause."""
         until = time.monotonic() + self._poll_s
         while True:
             head = self._log.head()
             version, digest = (-1, None) if head is None else (head.version, head.digest)
-            wish = DesiredState(version=version, paused=False, pause_mode="keep", digest=digest)
-            if wish != seen or time.monotonic() > until:
-                return wish
+            desired = DesiredState(version=version, paused=False, pause_mode="keep", digest=digest)
+            if desired != seen or time.monotonic() > until:
+                return desired
             await asyncio.sleep(LOOK_S)
 
-    async def _report(self, status: ReplicaStatus) -> None:
-        pass
+    async def report(self, status: ReplicaStatus) -> None:
+        """Kept to itself."""
+
+    async def goodbye(self, replica_id: str) -> None:
+        """There is nobody to tell."""

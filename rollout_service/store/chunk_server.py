@@ -12,8 +12,8 @@ import numpy as np
 import ray
 
 from rollout_service.errors import LogCorrupt, NotFound, NotReady
-from rollout_service.protocol.base import Frozen
-from rollout_service.store.log import Control, Head, Origin, WeightLog
+from rollout_service.protocol.weight_log import LogFile, Newest
+from rollout_service.store.log import WeightLog
 
 CHUNK_BYTES = 64 << 20
 HELD_CHUNKS = 4
@@ -22,21 +22,6 @@ HELD_S = 30.0
 """How long it holds one that nobody asks for."""
 
 _Key = tuple[int, str, int]
-
-
-class Newest(Frozen):
-    """What a node without the log must know of it."""
-
-    origin: Origin
-    head: Head
-    control: Control
-
-
-class LogFile(Frozen):
-    """A file of a committed version."""
-
-    name: str
-    nbytes: int
 
 
 class ChunkServer:

@@ -31,6 +31,7 @@ from pydantic import ValidationError
 from rollout_service.errors import LogCorrupt, NotFound
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.fleet import KVCacheChoice, PauseMode
+from rollout_service.protocol.weight_log import Control, Head, Origin
 from rollout_service.store.durable_io import remove_tree, replace_synced, sync_folder, write_synced
 from rollout_service.store.manifest import CHUNK_BYTES, MANIFEST_FILE, Manifest, StoredTensor, read_manifest
 from rollout_service.store.reading import VersionReader
@@ -40,33 +41,6 @@ from rollout_service.threads import in_threads
 
 _DROPPED = ".dropped-"
 _VERSION = re.compile("0|[1-9][0-9]*")
-
-
-class Head(Frozen):
-    """What LATEST says."""
-
-    version: int
-    digest: str
-    mode: PauseMode = "keep"
-    """How replicas close for this version."""
-
-
-class Control(Frozen):
-    """What CONTROL says."""
-
-    paused: bool = False
-    mode: PauseMode = "keep"
-    order: str = ""
-    """Tells one pause or resume from another; replicas say which they have obeyed. Empty: none was ever asked for."""
-
-
-class Origin(Frozen):
-    """What ORIGIN says."""
-
-    log: str
-    """Made with the log, and kept."""
-    writer: str
-    """Made anew by each ingest that starts: a clone of an older state of the log has another."""
 
 
 class KnownFleet(Frozen):

@@ -14,18 +14,18 @@ import logging
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import ray
 from pydantic import ValidationError
 from ray.exceptions import RayError
 
-from rollout_service.errors import LogCorrupt, LogLocked
-from rollout_service.rpc import RAY_FAILURES, ask, unreachable
-from rollout_service.store.chunk_server import CHUNK_BYTES, LogFile, Newest
+from rollout_service.errors import LogCorrupt, LogLocked, NotReady
+from rollout_service.protocol.weight_log import Head, LogFile, Newest
+from rollout_service.rpc import IngestCalls
+from rollout_service.store.chunk_server import CHUNK_BYTES
 from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remove_tree, sync_folder
-from rollout_service.store.log import Head, WeightLog
+from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import read_manifest
 from rollout_service.threads import to_thread_and_back
 
@@ -36,17 +36,16 @@ _KEPT = 2
 _LOCK_TURN_S = 1.0
 
 
-async def node_cache_for(root: Path, ingest: Any, retry_s: float) -> "NodeCache | None":
+async def node_cache_for(root: Path, ingest: IngestCalls, retry_s: float) -> "NodeCache | None":
     """None if ``root`` is the very log that the ingest writes, else this node's copies of it.
 
-    Waits for the ingest; ``ingest`` is the handle of its deployment. Raises LogCorrupt or OSError if ``root`` cannot be
-    read.
+    Waits for the ingest. Raises LogCorrupt or OSError if ``root`` cannot be read.
     """
     before: Newest | None = None
     while True:
         try:
-            newest: Newest = await ingest.newest.remote()
-        except RAY_FAILURES as error:
+            newest = await ingest.newest()
+        except NotReady as error:
             logger.info("waiting for the ingest: %s", error)
             await asyncio.sleep(retry_s)
             continue
@@ -60,7 +59,7 @@ async def node_cache_for(root: Path, ingest: Any, retry_s: float) -> "NodeCache 
 class NodeCache:
     """The versions that this node's replicas need, fetched through Ray's object store."""
 
-    def __init__(self, root: Path, ingest: Any, newest: Newest, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, root: Path, ingest: IngestCalls, newest: Newest, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._ingest, self._chunk_bytes = ingest, chunk_bytes
         self.newest = newest
         """What the ingest last said."""
@@ -75,7 +74,7 @@ class NodeCache:
 
     async def look(self) -> None:
         """Ask the ingest what is newest. Raises NotReady if it is away, LogCorrupt if it writes another log now."""
-        newest: Newest = await ask(self._ingest, "newest")
+        newest = await self._ingest.newest()
         if newest.origin.log != self.newest.origin.log:
             raise LogCorrupt(
                 f"the ingest writes another log now ({newest.origin.log}, newest version {newest.head.version}; it was "
@@ -165,7 +164,7 @@ class NodeCache:
         staged = self.log.staging(head.version).with_name(f"{head.version}-{head.digest}")
         for other in [path for path in staged.parent.glob("*") if path != staged]:
             await to_thread_and_back(remove_tree, other)
-        files: tuple[LogFile, ...] = await ask(self._ingest, "files", head.version)
+        files = await self._ingest.files(head.version)
         try:
             staged.mkdir(parents=True, exist_ok=True)
             for file in files:
@@ -183,11 +182,13 @@ class NodeCache:
         with path.open("ab") as stream:
             stream.truncate(whole * self._chunk_bytes)
             for index in range(whole, -(-file.nbytes // self._chunk_bytes)):
-                (ref,) = await ask(self._ingest, "chunk", version, file.name, index)
+                (ref,) = await self._ingest.chunk(version, file.name, index)
                 try:
                     chunk = await asyncio.to_thread(_chunk_of, ref)
                 except RayError as error:
-                    raise unreachable(error) from error
+                    raise NotReady(
+                        f"a chunk of {file.name} of version {version} was lost with the ingest: {error}"
+                    ) from error
                 await to_thread_and_back(_append, stream.fileno(), chunk)
             await to_thread_and_back(os.fsync, stream.fileno())
 

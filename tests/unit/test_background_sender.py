@@ -6,9 +6,9 @@ import gc
 from dataclasses import dataclass, field
 
 import pytest
-from ray.exceptions import RayActorError
 
 from rollout_service.background_sender import FULL, BackgroundSender
+from rollout_service.errors import NotReady
 
 REQUEST: contextvars.ContextVar[str] = contextvars.ContextVar("REQUEST")
 
@@ -81,7 +81,7 @@ async def test_what_has_no_room_is_dropped_and_what_is_on_its_way_takes_none() -
 
 @pytest.mark.parametrize("late", [False, True])
 async def test_a_batch_that_does_not_arrive_is_dropped_and_the_next_is_sent(late: bool) -> None:
-    told = Told(error=None if late else RayActorError())
+    told = Told(error=None if late else NotReady("it died with this call"))
     box = sender(told, batch=2, send_s=0.01 if late else 60)
     box.put(Item("a"))
     box.put(Item("b"))

@@ -20,19 +20,9 @@ WITHOUT_TORCH = ["", ".cli.main", ".client", ".config", ".errors", ".kv_scales.s
 WITH_TORCH = [".correction"]
 LIGHT = [f"rollout_service{name}" for name in WITHOUT_TORCH + WITH_TORCH]
 LAYERS = (
-    *(
-        "errors",
-        "connections",
-        "private_names",
-        "threads",
-        "drain",
-        "logs",
-        "tasks",
-        "rpc",
-        "ray_internals",
-        "transformers_internals",
-    ),
-    *("protocol", "vllm_internals", "config", "quant", "model", "store", "metrics", "fleet", "kv_scales", "engine"),
+    *("errors", "connections", "private_names", "threads", "drain", "logs", "tasks"),
+    *("ray_internals", "transformers_internals", "protocol", "rpc", "vllm_internals"),
+    *("config", "quant", "model", "store", "metrics", "fleet", "kv_scales", "engine"),
     *("correction", "background_sender", "web", "ingest", "monitor", "shadow", "client", "gateway"),
     *("app", "local", "cli"),
 )

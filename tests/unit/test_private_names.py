@@ -52,6 +52,7 @@ DOCUMENTED = {
     "ray.serve.config",
     "ray.serve.deployment",
     "ray.serve.exceptions",
+    "ray.serve.handle",
     "ray.serve.metrics",
     "ray.serve.request_router",
     "ray.serve.schema",

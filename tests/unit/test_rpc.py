@@ -1,75 +1,111 @@
-"""Questions to the ingest, through Ray itself: its errors come as they are, and whatever else means that it is away."""
+"""Calls of a deployment, through Ray itself: its errors come as they are, and Ray's become ours."""
 
+import asyncio
 from typing import Any
 
 import pytest
 import ray
-from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from rollout_service.errors import LogCorrupt, NotFound, NotReady, RolloutServiceError
-from rollout_service.rpc import ask, unreachable
+from rollout_service.errors import DeploymentFailed, EngineFailed, LogCorrupt, NotFound, NotReady, RolloutServiceError
+from rollout_service.protocol.sampling import GenerateCall, Sampling
+from rollout_service.rpc import EngineClient, ingest_client
+
+pytestmark = pytest.mark.xdist_group("ray")
+CALL = GenerateCall(request_id="r", prompt_token_ids=(1, 2), sampling=Sampling())
 
 
 @pytest.fixture
-def ingest(object_store: None) -> Any:
-    """An actor that answers as it is told."""
+def actor(object_store: None) -> Any:
+    """Answers with what it is given, or raises it."""
 
     @ray.remote(num_cpus=0)
-    class Ingest:
-        async def answer(self, *args: object) -> object:
-            for arg in args:
-                if isinstance(arg, Exception):
-                    raise arg
-            return args
+    class Deployment:
+        async def status(self, answer: object) -> object:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
 
-    return Ingest.remote()
-
-
-async def test_the_answer_is_that_of_the_method_to_the_same_arguments(ingest: Any) -> None:
-    assert await ask(ingest, "answer", 1, "two", {"three": 3.0}) == (1, "two", {"three": 3.0})
-    assert await ask(ingest, "answer") == ()
+    return Deployment.remote()
 
 
-@pytest.mark.parametrize("error", [NotFound("gone", {"version": 7}), NotReady("soon"), LogCorrupt("torn")])
-async def test_an_error_of_ours_is_raised_as_it_was(ingest: Any, error: RolloutServiceError) -> None:
-    with pytest.raises(RolloutServiceError) as raised:
-        await ask(ingest, "answer", error)
-    assert type(raised.value) is type(error)
-    assert (raised.value.message, raised.value.detail) == (error.message, error.detail)
+class TestClient:
+    async def test_answers_as_the_deployment_does(self, actor: Any) -> None:
+        assert await ingest_client(actor).status(7) == 7
+
+    @pytest.mark.parametrize("error", [NotFound("gone", {"version": 7}), NotReady("soon"), LogCorrupt("torn")])
+    async def test_raises_our_errors_as_they_were(self, actor: Any, error: RolloutServiceError) -> None:
+        with pytest.raises(RolloutServiceError) as raised:
+            await ingest_client(actor).status(error)
+        assert type(raised.value) is type(error)
+        assert (raised.value.message, raised.value.detail) == (error.message, error.detail)
+
+    async def test_tells_any_other_error(self, actor: Any) -> None:
+        with pytest.raises(DeploymentFailed, match=r"the ingest failed with .*disk on fire") as raised:
+            await ingest_client(actor).status(OSError("disk on fire"))
+        assert raised.value.http_status == 500 and raised.value.__cause__ is not None
+
+    async def test_a_deployment_that_died_is_not_ready(self, actor: Any) -> None:
+        ray.kill(actor)
+        with pytest.raises(NotReady, match="the ingest died with this call: send it again"):
+            await ingest_client(actor).status(1)
+
+    @pytest.mark.parametrize(
+        ("error", "why"),
+        [
+            (DeploymentUnavailableError("ingest"), "no replica of the ingest can be started"),
+            (BackPressureError(num_queued_requests=5, max_queued_requests=5), "did not take this call"),
+        ],
+        ids=["Serve cannot start it", "Serve's queue is full"],
+    )
+    async def test_what_serve_refuses_is_not_ready(self, error: Exception, why: str) -> None:
+        with pytest.raises(NotReady, match=why):
+            await ingest_client(Refusing(error)).status(1)
+
+    async def test_a_mistake_of_ours_is_raised_as_it_is(self, actor: Any) -> None:
+        with pytest.raises(AttributeError, match="mispelt"):
+            await ingest_client(actor).mispelt()
 
 
-async def test_any_other_error_of_the_ingest_counts_as_no_answer_and_is_told(ingest: Any) -> None:
-    with pytest.raises(NotReady, match=r"the ingest, which has the log, does not answer(.|\n)*disk on fire") as raised:
-        await ask(ingest, "answer", OSError("disk on fire"))
-    assert raised.value.__cause__ is not None
+class TestEngineClient:
+    async def test_a_replica_that_died_has_lost_the_call(self) -> None:
+        with pytest.raises(EngineFailed, match="the replica died with this call") as lost:
+            await EngineClient(Refusing(ray.exceptions.ActorDiedError())).generate(CALL)
+        assert lost.value.detail == {}
+
+    async def test_cancelling_a_call_cancels_it_there(self) -> None:
+        handle = Endless()
+        call = asyncio.create_task(EngineClient(handle).generate(CALL))
+        await handle.asked.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert handle.cancelled
 
 
-async def test_an_ingest_that_has_died_does_not_answer(ingest: Any) -> None:
-    ray.kill(ingest)
-    with pytest.raises(NotReady, match="does not answer"):
-        await ask(ingest, "answer", 1)
+class Refusing:
+    """A handle whose every call fails before it reaches a deployment."""
 
-
-class Unavailable:
-    """A handle of a deployment that Serve does not run."""
-
-    @property
-    def answer(self) -> "Unavailable":
-        return self
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+        self.status = self.generate = self
 
     async def remote(self, *_: object) -> None:
-        raise DeploymentUnavailableError("ingest")
+        raise self._error
 
 
-async def test_a_deployment_that_serve_does_not_run_does_not_answer() -> None:
-    with pytest.raises(NotReady, match="does not answer"):
-        await ask(Unavailable(), "answer")
+class Endless:
+    """A handle, and the response of its only method, which never comes."""
 
+    def __init__(self) -> None:
+        self.generate, self.asked, self.cancelled = self, asyncio.Event(), False
 
-async def test_a_mistake_of_ours_is_not_taken_for_an_ingest_that_is_away(ingest: Any) -> None:
-    with pytest.raises(AttributeError, match="mispelt"):
-        await ask(ingest, "mispelt")
+    def remote(self, call: GenerateCall) -> "Endless":
+        return self
 
+    def __await__(self) -> Any:
+        self.asked.set()
+        return asyncio.Event().wait().__await__()
 
-def test_what_is_said_of_an_ingest_that_is_away_has_the_reason() -> None:
-    assert str(unreachable(ValueError("why"))).endswith("does not answer: why")
+    def cancel(self) -> None:
+        self.cancelled = True

@@ -6,7 +6,6 @@ convert them. Objects are Ray's, and whoever holds the ingest's handle is inside
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -14,15 +13,13 @@ import numpy as np
 import ray
 import torch
 import xxhash
-from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
-from ray.serve.exceptions import DeploymentUnavailableError
+from ray.exceptions import ObjectLostError, RayError, RayTaskError
+from ray.serve.handle import DeploymentHandle
 
 from rollout_service.errors import (
     InvalidManifest,
     InvalidRequest,
     NotFound,
-    NotReady,
-    RolloutServiceError,
     VersionConflict,
 )
 from rollout_service.model.convert import tensor_bytes
@@ -37,18 +34,9 @@ from rollout_service.protocol.upload import (
     with_kv_scales,
 )
 from rollout_service.protocol.weights import WeightStatus
+from rollout_service.rpc import Bucket, ingest_client
 
 _DTYPES: dict[torch.dtype, SourceDtype] = {getattr(torch, name): name for name in DTYPE_BYTES}
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """One object in the store."""
-
-    refs: tuple[ray.ObjectRef, ...]
-    """Exactly one. In a tuple, Ray passes it on as a reference."""
-    name: str | None = None
-    """Of the tensor that the object is; None: the object is a dict."""
 
 
 class RefSource:
@@ -161,7 +149,7 @@ def buckets_of(refs: Any) -> tuple[Bucket, ...]:
 
 
 async def push(
-    ingest: Any,
+    ingest: DeploymentHandle,
     version: int,
     buckets: tuple[Bucket, ...],
     request: CommitUpload,
@@ -170,15 +158,7 @@ async def push(
     """Call ``Ingest.push_refs`` through its handle; errors of the service come as they were raised there."""
     if not buckets:
         raise ValueError("refs is empty: give the weights of the whole model")
-    try:
-        status: WeightStatus = await ingest.push_refs.remote(version, buckets, request, kv_scales)
-    except RayTaskError as error:
-        if isinstance(error.cause, RolloutServiceError):
-            raise error.cause from None
-        raise
-    except (RayActorError, DeploymentUnavailableError) as error:
-        raise NotReady(f"the ingest died with version {version}: push it again ({error})") from error
-    return status
+    return await ingest_client(ingest).push_refs(version, buckets, request, kv_scales)
 
 
 def _ref(value: object, where: str) -> ray.ObjectRef:

@@ -17,13 +17,12 @@ from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
 from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.monitor.monitor import Monitor
-from rollout_service.monitor.recent import RecentRollout
 from rollout_service.protocol import truncation
 from rollout_service.protocol.mismatch import MismatchReceipt
+from rollout_service.protocol.recent_rollout import RecentRollout
 from rollout_service.protocol.truncation import TruncatedSamplingWarning
 from rollout_service.shadow.feed import ShadowFeed
 from rollout_service.web.auth import Authorizer
-from tests.support.without_ray import LocalHandle
 from tests.unit.gateway.fakes import EchoEngine
 from tests.unit.monitor.reports import rollout
 
@@ -39,7 +38,7 @@ def monitor() -> Monitor:
 
 @pytest.fixture
 def transport(monitor: Monitor) -> httpx.ASGITransport:
-    handle = LocalHandle(monitor)
+    handle = monitor
     services = Services(
         name="model",
         vocab_size=128,

@@ -7,7 +7,7 @@ import pytest
 
 from rollout_service.config import WeightsConfig
 from rollout_service.engine.weight_sync import WeightSync
-from rollout_service.fleet.registry import DesiredState
+from rollout_service.protocol.weight_log import DesiredState
 from rollout_service.store.log import WeightLog
 from tests.unit.engine.fakes import FakeEngine, FakeIngest
 from tests.unit.store.versions import commit

@@ -2,15 +2,14 @@
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed
-from rollout_service.fleet.registry import DesiredState
 from rollout_service.protocol.fleet import PauseMode, ReplicaStatus
+from rollout_service.protocol.weight_log import DesiredState
 from rollout_service.store.log import WeightLog, verify_tensors
 from rollout_service.store.manifest import read_manifest
 from tests.unit.store.versions import commit
@@ -82,13 +81,6 @@ class FakeEngine:
         return 0.5
 
 
-class RemoteMethod:
-    """``method.remote(...)`` as on a Serve handle."""
-
-    def __init__(self, method: Callable[..., Awaitable[Any]]) -> None:
-        self.remote = method
-
-
 class FakeIngest:
     """Answers long polls as the ingest does, and keeps every report."""
 
@@ -104,8 +96,6 @@ class FakeIngest:
         self.reports: list[ReplicaStatus] = []
         self.left: list[str] = []
         """Replicas that said goodbye."""
-        self.sync, self.report = RemoteMethod(self._sync), RemoteMethod(self._report)
-        self.goodbye = RemoteMethod(self._goodbye)
 
     async def wish(self, **changes: object) -> None:
         """Change what replicas should be like, and wake them. Each pause and resume has an order of its own."""
@@ -119,9 +109,9 @@ class FakeIngest:
             await self._changed.wait_for(lambda: bool(self.reports) and reached(self.reports[-1]))
             return self.reports[-1]
 
-    async def _sync(self, status: ReplicaStatus, seen: DesiredState | None) -> DesiredState:
+    async def sync(self, status: ReplicaStatus, seen: DesiredState | None) -> DesiredState:
         self.seen = seen
-        await self._report(status)
+        await self.report(status)
         with suppress(TimeoutError):
             async with asyncio.timeout(self.POLL_S), self._changed:
                 await self._changed.wait_for(lambda: self.unreachable is not None or self._wish != seen)
@@ -129,13 +119,13 @@ class FakeIngest:
             raise self.unreachable
         return self._wish
 
-    async def _report(self, status: ReplicaStatus) -> None:
+    async def report(self, status: ReplicaStatus) -> None:
         if self.unreachable is not None:
             raise self.unreachable
         self.reports.append(status)
         await self._notify()
 
-    async def _goodbye(self, replica_id: str) -> None:
+    async def goodbye(self, replica_id: str) -> None:
         if self.unreachable is not None:
             raise self.unreachable
         self.left.append(replica_id)

@@ -8,7 +8,8 @@ import pytest
 from rollout_service.config import WeightsConfig
 from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import LogCorrupt
-from rollout_service.store.log import Control, Head, WeightLog
+from rollout_service.protocol.weight_log import Control, Head
+from rollout_service.store.log import WeightLog
 from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push, serving
 from tests.unit.store.versions import FIRST, commit, flip_a_byte
 

@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from ray.exceptions import ActorDiedError
 
 from rollout_service.config import WeightsConfig
 from rollout_service.engine.weight_sync import WeightSync
+from rollout_service.errors import NotReady
 from rollout_service.store.chunk_server import ChunkServer
 from rollout_service.store.log import WeightLog
 from rollout_service.store.node_cache import NodeCache
@@ -16,7 +16,7 @@ from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push, servin
 from tests.unit.store.offering import CHUNK_BYTES, OfferingIngest
 from tests.unit.store.versions import FIRST, commit, flip_a_byte
 
-pytestmark = pytest.mark.usefixtures("object_store")
+pytestmark = [pytest.mark.usefixtures("object_store"), pytest.mark.xdist_group("ray")]
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ async def test_while_the_ingest_is_away_the_replica_serves_on_and_then_fetches_w
     offering.fail_after = len(offering.chunks) + 2
     await push(log, ingest, 1)
     status = await ingest.reported(lambda s: s.state == "stale")
-    assert status.version == 0 and status.error is not None and "does not answer" in status.error
-    offering.unreachable = ActorDiedError()
+    assert status.version == 0 and status.error is not None and "died with this call" in status.error
+    offering.unreachable = NotReady("it died with this call")
     for _ in range(2):  # it asks again
         await offering.has_refused()
     remote.check_health()
@@ -99,7 +99,7 @@ async def test_a_replica_that_starts_is_not_ready_while_nobody_can_say_what_is_n
     remote: WeightSync, log: WeightLog, offering: OfferingIngest, ingest: FakeIngest
 ) -> None:
     await asyncio.wait_for(remote.caught_up(), LONG_S)
-    offering.unreachable = ActorDiedError()
+    offering.unreachable = NotReady("it died with this call")
     commit(log, 1)
     waiting = asyncio.create_task(remote.caught_up())
     for _ in range(2):  # it asks again

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
-from ray.exceptions import ActorDiedError
 
 from rollout_service.config import WeightsConfig
 from rollout_service.engine.weight_sync import WeightSync
-from rollout_service.store.log import Origin, WeightLog
+from rollout_service.errors import NotReady
+from rollout_service.protocol.weight_log import Origin
+from rollout_service.store.log import WeightLog
 from tests.unit.engine.fakes import FakeEngine, FakeIngest, push, serving
 from tests.unit.ingest.trainer import settle
 from tests.unit.store.versions import commit, restored
@@ -114,7 +115,7 @@ async def test_an_ingest_that_restarts_on_the_same_log_makes_no_replica_stale(
     await ingest.wish(origin=log.sign())
     seen = len(ingest.reports)
     await ingest.reported(lambda _: len(ingest.reports) > seen)
-    await ingest.leave(ActorDiedError())
+    await ingest.leave(NotReady("it died with this call"))
     later = log.sign()
     for _ in range(3):  # it looks while nobody has told it of the new ingest
         weight_sync._woken.set()

@@ -4,12 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from ray.exceptions import ActorDiedError
 
 from rollout_service.config import WeightsConfig
 from rollout_service.engine import weight_sync as module
 from rollout_service.engine.weight_sync import WeightSync
-from rollout_service.errors import EngineFailed, LogCorrupt
+from rollout_service.errors import EngineFailed, LogCorrupt, NotReady
 from rollout_service.store.log import WeightLog
 from tests.support.clock import Clock
 from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest
@@ -124,6 +123,6 @@ async def test_a_replica_that_ends_says_goodbye(weight_sync: WeightSync, ingest:
 
 async def test_a_replica_ends_without_the_ingest_too(weight_sync: WeightSync, ingest: FakeIngest) -> None:
     await weight_sync.start()
-    await ingest.leave(ActorDiedError())
+    await ingest.leave(NotReady("it died with this call"))
     await asyncio.wait_for(weight_sync.leave(), LONG_S)
     assert ingest.left == []

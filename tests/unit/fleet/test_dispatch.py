@@ -21,6 +21,7 @@ from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall, Sampling
+from rollout_service.rpc import EngineClient
 from rollout_service.shadow.sample import calls_of
 
 Step = Callable[[GenerateCall], Rollout] | Exception
@@ -102,11 +103,7 @@ class Script:
 class Ingest:
     """Knows two replicas."""
 
-    @property
-    def fleet(self) -> "Ingest":
-        return self
-
-    async def remote(self) -> Fleet:
+    async def fleet(self) -> Fleet:
         replicas = [ReplicaStatus(replica_id=i, version=v, state="ready") for i, v in (("a", 3), ("b", 4))]
         return Fleet(latest_version=4, paused=False, replicas=tuple(replicas))
 
@@ -117,7 +114,7 @@ def call(n: int = 1, **fields: object) -> GenerateCall:
 
 def dispatcher(engine: Script, **limits: float) -> Dispatcher:
     limits = {"version_wait_s": 0.0, "replica_wait_s": 0.0, **limits}
-    return Dispatcher(engine, Ingest(), EngineConfig(**limits))
+    return Dispatcher(EngineClient(engine), Ingest(), EngineConfig(**limits))
 
 
 DIED = ActorDiedError()
@@ -188,7 +185,7 @@ async def test_a_rollout_waits_for_a_replica_that_is_being_replaced() -> None:
 
 
 async def test_a_deployment_that_cannot_start_is_no_reason_to_wait() -> None:
-    with pytest.raises(NotReady, match="no engine replica can be started"):
+    with pytest.raises(NotReady, match="no replica of the engine can be started"):
         await dispatcher(Script([DeploymentUnavailableError("engine")]), replica_wait_s=60).complete(call())
 
 

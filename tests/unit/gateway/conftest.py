@@ -14,7 +14,6 @@ from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.monitor.monitor import Monitor
 from rollout_service.shadow.feed import ShadowFeed
 from rollout_service.web.auth import Authorizer
-from tests.support.without_ray import LocalHandle
 from tests.unit.gateway.fakes import EchoEngine
 
 
@@ -24,12 +23,12 @@ def engine() -> EchoEngine:
 
 
 @pytest.fixture
-def monitor() -> LocalHandle:
-    return LocalHandle(Monitor(MonitorConfig(min_tokens=4)))
+def monitor() -> Monitor:
+    return Monitor(MonitorConfig(min_tokens=4))
 
 
 @pytest.fixture
-def services(engine: EchoEngine, monitor: LocalHandle) -> Services:
+def services(engine: EchoEngine, monitor: Monitor) -> Services:
     tokenizer = character_tokenizer()
     return Services(
         name="tiny",

@@ -1,10 +1,9 @@
-"""An engine in this process, behind the face of a Serve handle."""
+"""An engine in this process."""
 
 from dataclasses import dataclass, field
 
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall
-from tests.support.without_ray import RemoteMethod
 
 
 @dataclass
@@ -13,11 +12,7 @@ class EchoEngine:
 
     calls: list[GenerateCall] = field(default_factory=list)
 
-    @property
-    def generate(self) -> RemoteMethod:
-        return RemoteMethod(self._generate)
-
-    async def _generate(self, call: GenerateCall) -> Rollout:
+    async def generate(self, call: GenerateCall) -> Rollout:
         self.calls.append(call)
         tokens = call.prompt_token_ids[::-1]
         completions = tuple(

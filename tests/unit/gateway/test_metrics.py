@@ -4,16 +4,14 @@ from dataclasses import replace
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
-from ray.exceptions import RayActorError
 
 from rollout_service.errors import NotReady
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
-from rollout_service.metrics.state import ServiceState
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 from rollout_service.protocol.mismatch import MismatchTable
+from rollout_service.protocol.state import ServiceState
 from rollout_service.web.auth import Authorizer
-from tests.support.without_ray import LocalHandle
 from tests.unit.monitor.reports import body, full, span
 
 STATE = ServiceState(
@@ -51,7 +49,7 @@ class AwayMonitor:
     """Is being restarted."""
 
     async def per_replica(self) -> MismatchTable:
-        raise RayActorError()
+        raise NotReady("it died with this call")
 
 
 def metrics_of(reply: httpx.Response) -> dict[str, float]:
@@ -62,7 +60,7 @@ def metrics_of(reply: httpx.Response) -> dict[str, float]:
 
 async def get(services: Services, ingest: object) -> httpx.Response:
     """From another machine and without the token."""
-    guarded = replace(services, ingest=LocalHandle(ingest), authorizer=Authorizer("secret"))
+    guarded = replace(services, ingest=ingest, authorizer=Authorizer("secret"))
     transport = httpx.ASGITransport(create_app(guarded), client=("192.0.2.1", 1))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
         return await http.get("/metrics")
@@ -82,20 +80,20 @@ async def test_without_a_state_the_scrape_fails_rather_than_showing_an_old_one(s
 async def test_the_mismatch_is_there_if_the_monitor_answers(services: Services) -> None:
     replica = ReplicaStatus(replica_id="r1", version=41, state="ready")
     state = STATE.model_copy(update={"fleet": STATE.fleet.model_copy(update={"replicas": (replica,)})})
-    await services.monitor.observe.remote("shadow", 41, "r1", [[-1.0, -1.0]], [[-1.5, -1.5]])
+    await services.monitor.observe("shadow", 41, "r1", [[-1.0, -1.0]], [[-1.5, -1.5]])
     found = metrics_of(await get(services, Ingest(state)))
     assert found["rollout_mismatch_k1"] == 0.5
 
 
 async def test_truncated_tokens_are_shown_apart(services: Services) -> None:
     truncated = full([-1.0] * 3, [-0.5] * 3, [span(41, 0, 3)])
-    await services.monitor.report.remote(body(truncated, truncated_sampling=True))
+    await services.monitor.report(body(truncated, truncated_sampling=True))
     found = metrics_of(await get(services, Ingest()))
     assert found["rollout_mismatch_truncated_tokens_total"] == 3
     assert "rollout_mismatch_k1" not in found and "rollout_version_suspect" not in found
 
 
 async def test_a_monitor_that_is_away_leaves_the_rest_of_the_scrape(services: Services) -> None:
-    reply = await get(replace(services, monitor=LocalHandle(AwayMonitor())), Ingest())
+    reply = await get(replace(services, monitor=AwayMonitor()), Ingest())
     found = metrics_of(reply)
     assert found["rollout_latest_version"] == 41 and "rollout_mismatch_k1" not in found

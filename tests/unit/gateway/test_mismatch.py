@@ -4,14 +4,13 @@ import logging
 from dataclasses import replace
 
 import pytest
-from ray.exceptions import RayActorError
 
+from rollout_service.errors import NotReady
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.mismatch import REPORT_BYTES
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchTable, Suspicion
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.web.auth import Authorizer
-from tests.support.without_ray import LocalHandle
 from tests.unit.gateway.test_weights import http_to
 from tests.unit.monitor.reports import body, full, span
 
@@ -30,10 +29,10 @@ class Away:
     """A monitor that died."""
 
     async def suspicions(self) -> dict[int, tuple[Suspicion, ...]]:
-        raise RayActorError()
+        raise NotReady("it died with this call")
 
     async def report(self, _: bytes, wait_s: float) -> MismatchReceipt:
-        raise RayActorError()
+        raise NotReady("it died with this call")
 
 
 async def test_a_rollout_of_the_service_is_reported_by_its_id_and_shows(services: Services) -> None:
@@ -93,7 +92,7 @@ async def test_both_routes_need_the_token_when_there_is_one(services: Services, 
 
 
 async def test_a_version_says_that_it_is_suspect_and_others_that_they_are_not(services: Services) -> None:
-    async with http_to(replace(services, ingest=LocalHandle(Ingest()))) as http:
+    async with http_to(replace(services, ingest=Ingest())) as http:
         await http.post("/v1/mismatch", content=body(full([-1.0] * 4, [-2.0] * 4)))
         shown = WeightStatus.model_validate_json((await http.get("/v1/weights/3")).content)
         listed = (await http.get("/v1/weights")).json()["versions"]
@@ -104,11 +103,11 @@ async def test_a_version_says_that_it_is_suspect_and_others_that_they_are_not(se
 async def test_versions_are_shown_while_the_monitor_is_away(
     services: Services, caplog: pytest.LogCaptureFixture
 ) -> None:
-    unreachable = replace(services, ingest=LocalHandle(Ingest()), monitor=LocalHandle(Away()))
+    unreachable = replace(services, ingest=Ingest(), monitor=Away())
     with caplog.at_level(logging.WARNING, "rollout_service.gateway.mismatch"):
         async with http_to(unreachable) as http:
             shown = (await http.get("/v1/weights/3")).json()
             reported = await http.post("/v1/mismatch", content=body(full([], [], [])))
     assert shown["state"] == "live" and shown["suspect"] is None
-    assert reported.status_code == 503 and "the monitor died" in reported.json()["error"]["message"]
+    assert reported.status_code == 503 and "died with this call" in reported.json()["error"]["message"]
     assert len(caplog.records) == 1

@@ -14,7 +14,6 @@ from rollout_service.gateway import models, readiness
 from rollout_service.gateway.dependencies import Services
 from rollout_service.protocol.fleet import FailedStart, FailedStarts, Fleet, ReplicaStatus
 from rollout_service.web.errors import install_error_handlers
-from tests.support.without_ray import LocalHandle
 
 LIVE = ReplicaStatus(replica_id="r9", version=3, state="ready")
 STARTING = ReplicaStatus(replica_id="r9", version=None, state="starting")
@@ -42,7 +41,7 @@ async def health(
     services: Services, ingest: Any, not_running: Callable[[], dict[str, str]] = dict
 ) -> tuple[int, dict[str, Any]]:
     app = FastAPI()
-    app.state.services = replace(services, ingest=LocalHandle(ingest), not_running=not_running)
+    app.state.services = replace(services, ingest=ingest, not_running=not_running)
     install_error_handlers(app)
     app.include_router(models.router)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:

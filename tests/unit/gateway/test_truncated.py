@@ -14,7 +14,6 @@ from rollout_service.gateway.deployment import create_app
 from rollout_service.protocol.mismatch import MismatchTable
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall
-from tests.support.without_ray import RemoteMethod
 from tests.unit.gateway.fakes import EchoEngine
 from tests.unit.gateway.test_weights import http_to
 from tests.unit.monitor.reports import body
@@ -57,12 +56,8 @@ async def test_the_client_and_the_monitor_know_it_too(services: Services) -> Non
 class MaskingEngine(EchoEngine):
     """Says of every completion what it was drawn from."""
 
-    @property
-    def generate(self) -> RemoteMethod:
-        return RemoteMethod(self._masked)
-
-    async def _masked(self, call: GenerateCall) -> Rollout:
-        rollout = await self._generate(call)
+    async def generate(self, call: GenerateCall) -> Rollout:
+        rollout = await super().generate(call)
         masked = [c.model_copy(update={"packed_sampling_mask": ("chunk",)}) for c in rollout.completions]
         return rollout.model_copy(update={"completions": tuple(masked)})
 

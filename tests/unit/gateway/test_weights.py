@@ -11,7 +11,6 @@ from rollout_service.protocol.base import MAX_VERSION
 from rollout_service.protocol.experts import ExpertNaming
 from rollout_service.protocol.upload import LARGEST_PART_BYTES, TrainerRecipe
 from rollout_service.web.auth import Authorizer
-from tests.support.without_ray import LocalHandle
 
 RECIPE = TrainerRecipe(weights="fp8_block", scales="power_of_two", quantized=("a", "b"), experts=ExpertNaming())
 
@@ -30,7 +29,7 @@ def http_to(services: Services) -> httpx.AsyncClient:
 
 
 async def test_the_recipe_is_no_version(services: Services) -> None:
-    async with http_to(replace(services, ingest=LocalHandle(Ingest()))) as http:
+    async with http_to(replace(services, ingest=Ingest())) as http:
         reply = await http.get("/v1/weights/recipe")
         assert reply.status_code == 200
         assert TrainerRecipe.model_validate_json(reply.content) == RECIPE
@@ -44,7 +43,7 @@ async def test_a_part_larger_than_any_is_refused_before_it_is_read(services: Ser
 
 
 async def test_the_recipe_needs_the_token_when_there_is_one(services: Services) -> None:
-    guarded = replace(services, ingest=LocalHandle(Ingest()), authorizer=Authorizer("secret"))
+    guarded = replace(services, ingest=Ingest(), authorizer=Authorizer("secret"))
     async with http_to(guarded) as http:
         assert (await http.get("/v1/weights/recipe")).status_code == 401
         known = await http.get("/v1/weights/recipe", headers={"Authorization": "Bearer secret"})

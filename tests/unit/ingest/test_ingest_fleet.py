@@ -7,9 +7,9 @@ import pytest
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import CommitTimeout, NotReady, Overtaken
-from rollout_service.fleet.registry import DesiredState
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.upload import CommitUpload
+from rollout_service.protocol.weight_log import DesiredState
 from rollout_service.store.log import WeightLog
 from tests.support.clock import Clock
 from tests.unit.ingest.trainer import Trainer, Weights, config_of, order, replica, settle

@@ -16,9 +16,10 @@ from rollout_service.config import ServiceConfig
 from rollout_service.errors import LogCorrupt, LogLocked, NotFound, NotReady, RolloutServiceError, UploadIncomplete
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
+from rollout_service.protocol.weight_log import Head
 from rollout_service.store import durable_io
 from rollout_service.store import log as log_module
-from rollout_service.store.log import Head, WeightLog
+from rollout_service.store.log import WeightLog
 from tests.unit.ingest.trainer import (
     Trainer,
     Weights,

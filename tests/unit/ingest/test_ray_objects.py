@@ -1,7 +1,6 @@
 """A trainer in the same Ray cluster pushes references; the ingest is an actor there, without Serve or an engine."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -19,19 +18,27 @@ from rollout_service.protocol.upload import BeginUpload, CommitUpload, ObjectSou
 from rollout_service.store.log import WeightLog
 from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of
 
-pytestmark = pytest.mark.usefixtures("object_store")
+pytestmark = [pytest.mark.usefixtures("object_store"), pytest.mark.xdist_group("ray")]
 
 
 class IngestActor(Ingest):
-    """``Ingest`` in a process of its own."""
+    """``Ingest`` in a process of its own, which takes seconds to start: one test after the other has it anew."""
+
+    async def start_over(self, config: ServiceConfig) -> None:
+        await self.stop()
+        super().__init__(config)
+        await self.start()
+
+
+@pytest.fixture(scope="module")
+def process(object_store: None, model: Path, tmp_path_factory: pytest.TempPathFactory) -> ray.actor.ActorHandle:
+    return ray.remote(num_cpus=0)(IngestActor).remote(config_of(model, tmp_path_factory.mktemp("actor")))
 
 
 @pytest.fixture
-async def actor(model: Path, tmp_path: Path) -> AsyncIterator[ray.actor.ActorHandle]:
-    handle = ray.remote(num_cpus=0)(IngestActor).remote(config_of(model, tmp_path / "actor"))
-    await handle.start.remote()
-    yield handle
-    ray.kill(handle)
+async def actor(process: ray.actor.ActorHandle, model: Path, tmp_path: Path) -> ray.actor.ActorHandle:
+    await process.start_over.remote(config_of(model, tmp_path / "actor"))
+    return process
 
 
 def halves(weights: Weights) -> list[dict[str, torch.Tensor]]:

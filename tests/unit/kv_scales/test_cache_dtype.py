@@ -84,7 +84,7 @@ async def test_a_replica_takes_what_another_one_noted_first(first: KVCacheChoice
 async def test_a_replica_does_not_fall_back_by_itself_while_the_ingest_is_away() -> None:
     desk = FakeCoordinator()
     desk.answers["choose_kv_cache"] = [ActorDiedError()]
-    with pytest.raises(NotReady, match="does not answer"):
+    with pytest.raises(NotReady, match="died with this call"):
         await fallen_back(desk, UNFIT)
 
 

@@ -8,11 +8,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from rollout_service.metrics.exposition import MEASURED_VERSIONS, MismatchStatistics, exposition
-from rollout_service.metrics.state import KVScalesState, ServiceState
 from rollout_service.metrics.table import OURS
 from rollout_service.protocol.base import Failure
 from rollout_service.protocol.fleet import Fleet, KVCacheChoice, KVCacheStatus, ReplicaStatus, UpdateTimings
 from rollout_service.protocol.mismatch import NotJudged
+from rollout_service.protocol.state import KVScalesState, ServiceState
 from rollout_service.protocol.weights import WeightStatus
 
 NOW = 1000.0

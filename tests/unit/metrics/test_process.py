@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -30,7 +31,6 @@ from rollout_service.metrics.table import Metric
 from rollout_service.protocol.fleet import KVCacheChoice, UpdateTimings
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.store.manifest import Manifest, Recipe
-from tests.support.without_ray import LocalHandle
 from tests.unit.metrics.counts import Counts
 
 
@@ -139,12 +139,12 @@ async def test_a_measurement_of_keys_and_values_counts_its_seconds(counts: Count
         async def set_kv_scales(self, scales: dict[str, float] | None) -> None:
             raise AssertionError
 
-    class Ingest:
-        async def choose_kv_cache(self, choice: KVCacheChoice) -> KVCacheChoice:
-            return choice
+    async def choose(choice: KVCacheChoice) -> KVCacheChoice:
+        return choice
 
+    ingest = SimpleNamespace(choose_kv_cache=SimpleNamespace(remote=choose))
     batch = CalibrationBatch(KVCalibrationConfig(), vocab_size=128, max_model_len=64)
-    calibrator = KVCalibrator("a", Engine(), LocalHandle(Ingest()), batch, choice=None, retry_s=1.0)
+    calibrator = KVCalibrator("a", Engine(), ingest, batch, choice=None, retry_s=1.0)
     manifest = Manifest(version=3, fingerprint="model", recipe=Recipe(weights="none"), tensors=())
     for _ in range(2):  # once it is known that FP8 does, nobody measures a version that has its scales
         await calibrator.scales_for(manifest)

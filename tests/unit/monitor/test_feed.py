@@ -5,11 +5,10 @@ import logging
 from collections.abc import Sequence
 
 import pytest
-from ray.exceptions import RayActorError
 
+from rollout_service.errors import NotReady
 from rollout_service.monitor.feed import QUEUE_TOKENS, RolloutFeed
-from rollout_service.monitor.recent import RecentRollout
-from tests.support.without_ray import LocalHandle
+from rollout_service.protocol.recent_rollout import RecentRollout
 from tests.unit.monitor.reports import rollout
 
 LOGGER = "rollout_service.monitor.feed"
@@ -27,7 +26,7 @@ class Listener:
     async def remember(self, rollouts: Sequence[RecentRollout]) -> None:
         await self.open.wait()
         if self.unreachable:
-            raise RayActorError()
+            raise NotReady("it died with this call")
         self.batches.append([rollout.request_id for rollout in rollouts])
 
     @property
@@ -41,7 +40,7 @@ async def listener() -> Listener:
 
 
 def feed_to(listener: Listener, remember_tokens: int = 1) -> RolloutFeed:
-    return RolloutFeed(LocalHandle(listener), remember_tokens)
+    return RolloutFeed(listener, remember_tokens)
 
 
 async def test_what_was_noted_is_told_in_order_and_together(listener: Listener) -> None:

@@ -11,8 +11,7 @@ from rollout_service.correction import measure_mismatch
 from rollout_service.errors import InvalidRequest, NotFound
 from rollout_service.monitor.feed import OTHERS_S, RolloutFeed
 from rollout_service.monitor.monitor import REPORT_IDS, Monitor
-from rollout_service.monitor.recent import RecentRollout
-from tests.support.without_ray import LocalHandle
+from rollout_service.protocol.recent_rollout import RecentRollout
 from tests.unit.monitor.reports import body, full, rollout, span
 
 
@@ -162,7 +161,7 @@ async def test_a_report_waits_for_rollouts_that_another_gateway_is_about_to_tell
             await held.wait()
             await monitor.remember(rollouts)
 
-    first, second = (RolloutFeed(LocalHandle(Slow()), 1, gateways=2) for _ in range(2))
+    first, second = (RolloutFeed(Slow(), 1, gateways=2) for _ in range(2))
     first.note(rollout("a", [-1.0]))
     await second.flushed()  # the gateway that takes the report knows nothing of the rollout
     named = body({"trainer_logprobs": [-1.5]}, request_id="a")

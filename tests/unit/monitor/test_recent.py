@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from rollout_service.monitor.recent import OVERHEAD_TOKENS, RecentRollout, RecentRollouts
+from rollout_service.monitor.recent import RecentRollouts
+from rollout_service.protocol.recent_rollout import OVERHEAD_TOKENS, RecentRollout
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 
 

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from rollout_service.errors import InvalidRequest, MalformedRequest, NotFound
-from rollout_service.monitor.recent import RecentRollout, RecentRollouts
+from rollout_service.monitor.recent import RecentRollouts
 from rollout_service.monitor.scoring import found, parse_report, score
 from rollout_service.monitor.statistics import Sums
+from rollout_service.protocol.recent_rollout import RecentRollout
 from rollout_service.protocol.rollout import Span
 from tests.unit.monitor.batches import BOUND, statistics_of
 from tests.unit.monitor.reports import body, full, rollout, span

@@ -4,16 +4,15 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from ray.exceptions import RayActorError
 
 from rollout_service.config import ShadowConfig
+from rollout_service.errors import NotReady
 from rollout_service.metrics import process, table
 from rollout_service.protocol.rollout import Span
 from rollout_service.protocol.sampling import Sampling
+from rollout_service.protocol.scoring import ScoreCall
 from rollout_service.shadow import feed as feed_module
 from rollout_service.shadow.feed import ShadowFeed
-from rollout_service.shadow.sample import ScoreCall
-from tests.support.without_ray import LocalHandle
 from tests.unit.metrics.counts import Counts
 from tests.unit.monitor.reports import rollout
 
@@ -32,7 +31,7 @@ class Shadow:
     async def score(self, calls: Sequence[ScoreCall]) -> None:
         await self.open.wait()
         if self.unreachable:
-            raise RayActorError()
+            raise NotReady("it died with this call")
         self.batches.append([call.logprobs[0] for call in calls])
 
 
@@ -49,7 +48,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
 
 
 def feed_to(shadow: Shadow, share: float = 1.0, max_queue_tokens: int = 1000) -> ShadowFeed:
-    return ShadowFeed(LocalHandle(shadow), ShadowConfig(share=share, max_queue_tokens=max_queue_tokens))
+    return ShadowFeed(shadow, ShadowConfig(share=share, max_queue_tokens=max_queue_tokens))
 
 
 async def settle() -> None:

@@ -8,9 +8,8 @@ from rollout_service.config import MonitorConfig
 from rollout_service.errors import NonFiniteLogprob
 from rollout_service.metrics import process, table
 from rollout_service.monitor.monitor import Monitor
-from rollout_service.shadow.sample import ScoreCall
+from rollout_service.protocol.scoring import ScoreCall
 from rollout_service.shadow.scorer import Scorer
-from tests.support.without_ray import LocalHandle
 from tests.unit.metrics.counts import Counts
 
 PROMPT = (9, 8, 7)
@@ -64,7 +63,7 @@ def call(version: int, *tokens: int, replica: str = "r1", off: float = 0.0) -> S
 
 async def scored(weight_sync: WeightSync, engine: Engine, *calls: ScoreCall) -> Monitor:
     monitor = Monitor(MonitorConfig())
-    await Scorer(engine, weight_sync, LocalHandle(monitor), 30.0, MAX_MODEL_LEN).score(calls)
+    await Scorer(engine, weight_sync, monitor, 30.0, MAX_MODEL_LEN).score(calls)
     return monitor
 
 
@@ -97,7 +96,7 @@ async def test_a_version_that_changes_while_it_scores_is_not_compared(counts: Co
 
 async def test_a_version_that_never_comes_is_waited_for_once(counts: Counts, caplog: pytest.LogCaptureFixture) -> None:
     weight_sync, engine = WeightSync(2), Engine(2)
-    scorer = Scorer(engine, weight_sync, LocalHandle(Monitor(MonitorConfig())), 30.0, MAX_MODEL_LEN)
+    scorer = Scorer(engine, weight_sync, Monitor(MonitorConfig()), 30.0, MAX_MODEL_LEN)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             await scorer.score([call(3, 1)])

@@ -10,13 +10,14 @@ import ray
 
 from rollout_service.errors import LogCorrupt, NotFound, NotReady
 from rollout_service.kv_scales.result import SETTLED_FILE
+from rollout_service.protocol.weight_log import Control
 from rollout_service.store import chunk_server
 from rollout_service.store.chunk_server import ChunkServer
-from rollout_service.store.log import Control, WeightLog
+from rollout_service.store.log import WeightLog
 from tests.unit.ingest.trainer import settle
 from tests.unit.store.versions import commit
 
-pytestmark = pytest.mark.usefixtures("object_store")
+pytestmark = [pytest.mark.usefixtures("object_store"), pytest.mark.xdist_group("ray")]
 CHUNK_BYTES = 64
 FILE = "weights-00001.safetensors"
 

@@ -12,9 +12,10 @@ import pytest
 from rollout_service.errors import LogCorrupt, NotFound
 from rollout_service.protocol.fleet import KVCacheChoice
 from rollout_service.protocol.upload import BeginUpload, PathSource
+from rollout_service.protocol.weight_log import Control, Head
 from rollout_service.store import durable_io
 from rollout_service.store import log as log_module
-from rollout_service.store.log import Control, Head, WeightLog
+from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE, Manifest
 from rollout_service.store.upload_record import UploadRecord
 from tests.unit.store.versions import FIRST, SECOND, commit, flip_a_byte, stage

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.tensors import TensorSlot
-from rollout_service.store.log import Head, WeightLog
+from rollout_service.protocol.weight_log import Head
+from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest, Recipe
 from rollout_service.store.writer import VersionWriter
 

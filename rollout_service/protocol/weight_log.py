@@ -1,0 +1,60 @@
+"""What processes tell each other of the weight log: its newest version, its files, and what is asked of the fleet."""
+
+from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.fleet import PauseMode
+
+
+class Head(Frozen):
+    """A committed version; of the newest one, the log's file LATEST."""
+
+    version: int
+    digest: str
+    mode: PauseMode = "keep"
+    """How replicas close for this version."""
+
+
+class Control(Frozen):
+    """What the operator last asked of the fleet: the log's file CONTROL."""
+
+    paused: bool = False
+    mode: PauseMode = "keep"
+    order: str = ""
+    """Tells one pause or resume from another; replicas say which they have obeyed. Empty: none was ever asked for."""
+
+
+class Origin(Frozen):
+    """Which log this is, and who writes it: its file ORIGIN."""
+
+    log: str
+    """Made with the log, and kept."""
+    writer: str
+    """Made anew by each ingest that starts: a clone of an older state of the log has another."""
+
+
+class Newest(Frozen):
+    """What a node without the log must know of it."""
+
+    origin: Origin
+    head: Head
+    control: Control
+
+
+class LogFile(Frozen):
+    """A file of a committed version."""
+
+    name: str
+    nbytes: int
+
+
+class DesiredState(Frozen):
+    """The desired state of every replica. A replica that sees another one than its last acts on it."""
+
+    version: int
+    paused: bool
+    pause_mode: PauseMode
+    order: str = ""
+    """See ``Control.order``."""
+    digest: str | None = None
+    """Of that version: the same number may come to mean other weights, if the log is restored from a backup."""
+    origin: Origin | None = None
+    """Of the log that the version is in."""
