@@ -5,7 +5,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo serve bench dashboards dashboards-check test test-unit test-engine test-gpu test-service test-slow check format clean distclean
+.PHONY: help setup demo serve bench dashboards dashboards-check test test-unit test-live test-gpu test-slow check format clean distclean
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,23 +29,20 @@ dashboards: setup ## make dashboards/*.json and alerts.yml anew from dashboards/
 dashboards-check: setup ## every panel and alert against a real Prometheus and a running service (about 5 minutes)
 	@$(PYTHON_VENV) -m dashboards.check
 
-test: check test-unit test-engine test-service ## lint, types, unit tests and tests with real engines (18 minutes on 2 cores)
+test: check test-unit test-live ## lint, types, unit tests and tests with real engines (15 minutes on 2 cores)
 
 test-unit: setup ## tests without an engine (4 minutes)
-	@$(PYTHON_VENV) -m pytest tests/unit -n 2 --dist loadgroup
+	@$(PYTHON_VENV) -m pytest tests/unit -n 2
 	@TRITON_INTERPRET=1 $(PYTHON_VENV) -m pytest tests/interpreted
 
-test-engine: setup ## tests of one real engine, without a service (4 minutes)
-	@$(PYTHON_VENV) -m pytest tests/engine -m "not slow" -n 2 --dist loadgroup
+test-live: setup ## tests with real engines: alone, in one service that most share, and in services of their own
+	@$(PYTHON_VENV) -m pytest tests/service tests/engine tests/own_service -m "not slow" -n 2
 
 test-gpu: setup ## tests that only a GPU can decide
 	@$(PYTHON_VENV) -m pytest tests/gpu
 
-test-service: setup ## tests of a running service with real engines (9 minutes)
-	@$(PYTHON_VENV) -m pytest tests/service -m "not slow"
-
 test-slow: setup ## an engine of every family, autoscaling, two nodes, the ablation (half an hour more)
-	@$(PYTHON_VENV) -m pytest tests/engine tests/service -m slow
+	@$(PYTHON_VENV) -m pytest tests/engine tests/service tests/own_service -m slow
 
 check: setup ## lint, format and types
 	@$(PYTHON_VENV) -m ruff check .

@@ -1,7 +1,9 @@
 """What every test starts from."""
 
 import signal
+from typing import Any
 
+import pytest
 from hypothesis import settings
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would every process that they start;
@@ -10,3 +12,21 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("untimed", deadline=None)  # how fast a busy machine is says nothing about the code
 settings.load_profile("untimed")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``-n``: whole files to a worker, so that it starts what they share once; all of tests/service to one.
+
+    xdist has marks for this (``--dist loadgroup``), which xdist 3.8 does not see under pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class SharedServiceScheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            if file.startswith("tests/gpu/"):
+                return nodeid  # each has an engine of its own, and a GPU host has the cores for several
+            return "tests/service" if file.startswith("tests/service/") else file
+
+    return SharedServiceScheduling(config, log)

@@ -25,7 +25,8 @@ class Engine(Protocol):
 class Follows(Protocol):
     """What it needs of ``WeightSync``."""
 
-    version: int | None
+    @property
+    def version(self) -> int | None: ...
 
     def holds(self, version: int) -> bool: ...
 

@@ -123,7 +123,6 @@ def differences(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.xdist_group("served")
 async def test_an_engine_in_fp8_returns_the_logprobs_of_a_plain_forward_pass(
     served: tuple[ServiceConfig, EngineAdapter],
 ) -> None:
@@ -259,7 +258,6 @@ async def test_an_engine_reads_its_prefix_cache_within_a_version_never_across_an
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.xdist_group("served")
 async def test_a_pause_that_waits_for_a_rollout_can_be_taken_back_and_taken_over(
     served: tuple[ServiceConfig, EngineAdapter],
 ) -> None:

@@ -121,7 +121,6 @@ async def test_ranks_measure_their_own_heads_and_hold_the_same_scales(
         assert await difference_with_scales_of_two_ranks(one, 4 * AGREE, fp8=True) < 2 * CALIBRATED_MEAN
 
 
-@pytest.mark.xdist_group("service")
 @pytest.mark.parametrize(("shape", "layers"), [("qwen3-8b", 8), ("qwen3-30b-a3b", 4)])
 async def test_the_service_starts_with_default_staging_and_updates(
     shape: str, layers: int, tmp_path: Path, record_property: Record

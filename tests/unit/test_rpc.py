@@ -11,7 +11,6 @@ from rollout_service.errors import DeploymentFailed, EngineFailed, LogCorrupt, N
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from rollout_service.rpc import EngineClient, ingest_client
 
-pytestmark = pytest.mark.xdist_group("ray")
 CALL = GenerateCall(request_id="r", prompt_token_ids=(1, 2), sampling=Sampling())
 
 

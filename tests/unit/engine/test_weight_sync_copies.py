@@ -16,7 +16,7 @@ from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push, servin
 from tests.unit.store.offering import CHUNK_BYTES, OfferingIngest
 from tests.unit.store.versions import FIRST, commit, flip_a_byte
 
-pytestmark = [pytest.mark.usefixtures("object_store"), pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.usefixtures("object_store")
 
 
 @pytest.fixture

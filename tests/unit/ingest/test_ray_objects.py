@@ -18,7 +18,7 @@ from rollout_service.protocol.upload import BeginUpload, CommitUpload, ObjectSou
 from rollout_service.store.log import WeightLog
 from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of
 
-pytestmark = [pytest.mark.usefixtures("object_store"), pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.usefixtures("object_store")
 
 
 class IngestActor(Ingest):

@@ -17,7 +17,7 @@ from rollout_service.store.log import WeightLog
 from tests.unit.ingest.trainer import settle
 from tests.unit.store.versions import commit
 
-pytestmark = [pytest.mark.usefixtures("object_store"), pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.usefixtures("object_store")
 CHUNK_BYTES = 64
 FILE = "weights-00001.safetensors"
 

@@ -21,7 +21,7 @@ from tests.unit.ingest.trainer import settle, untouched_files
 from tests.unit.store.offering import CHUNK_BYTES, OfferingIngest
 from tests.unit.store.versions import FIRST, commit, flip_a_byte, restored
 
-pytestmark = [pytest.mark.usefixtures("object_store"), pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.usefixtures("object_store")
 
 
 @pytest.fixture

@@ -1,0 +1,90 @@
+"""Scales of an FP8 KV cache that the service measures are those that all replicas use, and it knows when not to."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rollout_service.client import RolloutClient
+from rollout_service.kv_scales.result import read_result
+from rollout_service.protocol.rollout import Rollout
+from rollout_service.store.log import WeightLog
+from tests.engine.test_kv_measure import BATCH, CALIBRATED_MEAN, LAYERS
+from tests.support.key_channels import loud_weights, uneven_weights
+from tests.support.models import make_model
+from tests.support.own_service import own_service
+from tests.support.reference import reference_logprobs, reference_model
+
+
+def settings(folder: Path, weights: dict[str, torch.Tensor], **kv_cache: Any) -> dict[str, dict[str, Any]]:
+    """A service whose version 0 has these weights, in BF16."""
+    save_file(weights, folder / "model/model.safetensors")
+    return {
+        "model": {"path": str(folder / "model"), "create": None},
+        "quant": {"weights": "none"},
+        "engine": {"max_model_len": 256},
+        "kv_cache": kv_cache,
+        "weights": {"root": str(folder / "log"), "poll_s": 1.0},
+    }
+
+
+def mean_difference(model_path: Path, folder: Path, rollouts: list[Rollout]) -> float:
+    """Mean |Δ| of the service's logprobs from those of the fp32 reference with the version in ``folder``."""
+    reference = reference_model(model_path, folder, fp8_activations=False, fp8_kv=False)
+    pairs = [(rollout.prompt_token_ids, completion) for rollout in rollouts for completion in rollout.completions]
+    differences = [reference_logprobs(reference, p, c.token_ids, 1.0) - torch.tensor(c.logprobs) for p, c in pairs]
+    return float(torch.cat(differences).abs().mean())
+
+
+@pytest.mark.slow
+async def test_every_replica_serves_the_scales_that_one_has_measured(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama")
+    overrides = settings(tmp_path, loud_weights(model, seed=0), scales_policy="calibrate")
+    overrides["scaling"] = {"min_replicas": 2, "max_replicas": 2}
+    log = WeightLog(tmp_path / "log")
+    async with own_service(overrides) as (url, _), RolloutClient(url) as client:
+
+        async def rolled_out(version: int) -> float:
+            found = await client.generate_batch([[*row[:20]] for row in BATCH], n=2, max_tokens=24, ignore_eos=True)
+            assert {c.versions for rollout in found for c in rollout.completions} == {(version,)}
+            assert {rollout.replica_id for rollout in found} == {r.replica_id for r in (await client.fleet()).replicas}
+            return mean_difference(model, log.folder(version), found)
+
+        assert await rolled_out(0) < CALIBRATED_MEAN
+        under_way = asyncio.create_task(client.generate(BATCH[0][:8], n=8, max_tokens=200, ignore_eos=True))
+        for version in (1, 2):
+            await client.push_weights(version, loud_weights(model, seed=version))
+        await under_way
+        assert await rolled_out(2) < CALIBRATED_MEAN
+
+        statuses = [await client.weights(version) for version in (1, 2)]
+        assert [(status.state, status.kv_scales_from) for status in statuses] == [("live", "calibrate")] * 2
+        assert statuses[0].digest != log.manifest(1).digest  # it covers the scales that came later
+        fleet = await client.fleet()
+        assert {(r.kv_cache.choice.dtype, len(r.kv_cache.unfit)) for r in fleet.replicas if r.kv_cache} == {
+            ("fp8_e4m3", 0)
+        }
+        measured = {r.replica_id: r.kv_cache.measured_version for r in fleet.replicas if r.kv_cache}
+        settled = [read_result(log.folder(version)) for version in (1, 2)]
+        assert all(s is not None and s.how == "measured" and s.scales is not None for s in settled), settled
+        assert settled[1] is not None and measured[settled[1].replica_id] == 2
+        assert all(min(s.scales[f"{layer}.k_scale"] for layer in LAYERS) > 2 for s in settled if s and s.scales)
+
+
+@pytest.mark.slow
+async def test_a_model_whose_keys_no_scale_can_save_gets_a_bf16_cache_and_the_fleet_says_why(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama")
+    overrides = settings(tmp_path, uneven_weights(model, seed=0), dtype="auto", scales_policy="calibrate")
+    async with own_service(overrides) as (url, _), RolloutClient(url) as client:
+        [replica] = (await client.fleet()).replicas
+        assert replica.kv_cache is not None and replica.kv_cache.choice.dtype == "bfloat16"
+        assert "2 of 2 layers do not bear an FP8 KV cache" in replica.kv_cache.choice.why
+        found = await client.generate_batch([[*row[:20]] for row in BATCH], n=2, max_tokens=24, ignore_eos=True)
+        assert mean_difference(model, tmp_path / "log/0", found) < CALIBRATED_MEAN
+        await client.push_weights(1, load_file(model / "model.safetensors"))
+        assert (await client.weights(1)).state == "live"
+    assert json.loads((tmp_path / "log/KV_CACHE").read_text())["dtype"] == "bfloat16"
