@@ -24,6 +24,7 @@ from rollout_service.errors import (
 from rollout_service.fleet.desired_state import Guide
 from rollout_service.fleet.registry import FleetTable
 from rollout_service.ingest.sources.ray_objects import RefSource
+from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.ingest.uploads import Uploads
@@ -164,7 +165,7 @@ class Ingest:
         assert self.upload_address is not None, "asked before there is a listener"
         return self.upload_address.within(version, node_id)
 
-    async def _begin(self, begin: BeginUpload, objects: RefSource | None = None) -> UploadPlan:
+    async def _begin(self, begin: BeginUpload, objects: WeightSource | None = None) -> UploadPlan:
         self._kv_scales.check(begin.kv_scales)
         async with self._writing:
             self._guide.require_followed()

@@ -18,8 +18,8 @@ from rollout_service.errors import (
     RolloutServiceError,
     VersionConflict,
 )
-from rollout_service.ingest.sources.ray_objects import RefSource
-from rollout_service.ingest.sources.sources import FolderSource, allowed_path
+from rollout_service.ingest.sources.folder import FolderSource, allowed_path
+from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_session import UploadSession, parts_folder
 from rollout_service.model.convert import Converter
 from rollout_service.model.quant_plan import QuantPlan
@@ -98,7 +98,7 @@ class Uploads:
             self._committed = {version: record, **dict(list(self._committed.items())[:3])}
         return self._committed[version]
 
-    async def begin(self, begin: BeginUpload, objects: RefSource | None = None) -> UploadPlan:
+    async def begin(self, begin: BeginUpload, objects: WeightSource | None = None) -> UploadPlan:
         """Start or resume an upload; the plan of a staged or committed one if it is the same.
 
         ``objects``: what a trainer has put into Ray's object store, of which ``begin`` has the digest.
@@ -106,12 +106,12 @@ class Uploads:
         Raises VersionConflict, InvalidManifest, InsufficientStorage, Forbidden or NotFound.
         """
         if objects is not None:
-            return await self._begin(begin, lambda: self._stage_anew(begin, objects, objects.digest))
+            return await self._begin(begin, lambda: self._stage_anew(begin, objects))
         return await self._begin(begin, lambda: self.stage(begin, self._source_of(begin)))
 
     async def _begin(self, begin: BeginUpload, stage: Callable[[], Awaitable[UploadSession]]) -> UploadPlan:
         staged = self._staged.get(begin.version)
-        resumed = staged if staged is not None and staged.failure() is None else None
+        resumed = staged if staged is not None and staged.failure is None else None
         known = resumed.record if resumed is not None else await self.committed(begin.version)
         if known is None:
             self.require_newer(begin.version)
@@ -128,17 +128,14 @@ class Uploads:
         """Lay a version out and expect its parts, or convert the tensors of ``folder``."""
         roots = self._config.source_roots if roots is None else roots
         source = None if folder is None else await asyncio.to_thread(FolderSource, folder, roots or None)
-        stamp = "" if folder is None else await asyncio.to_thread(source_stamp, folder)
-        return await self._stage_anew(begin, source, stamp)
+        return await self._stage_anew(begin, source)
 
-    async def _stage_anew(
-        self, begin: BeginUpload, source: FolderSource | RefSource | None, stamp: str
-    ) -> UploadSession:
+    async def _stage_anew(self, begin: BeginUpload, source: WeightSource | None) -> UploadSession:
         failed = self._staged.pop(begin.version, None)
         if failed is not None:
             await failed.discard()
         try:
-            self._staged[begin.version] = await asyncio.to_thread(self._stage, begin, source, stamp)
+            self._staged[begin.version] = await asyncio.to_thread(self._stage, begin, source)
         except OSError as error:
             raise RolloutServiceError(
                 f"version {begin.version} cannot be staged in {self._log.staging(0).parent}: {error}"
@@ -156,8 +153,7 @@ class Uploads:
         """A staged version has been committed under that digest: remove what is left of its upload, and what it has
         overtaken."""
         staged = self._staged.pop(version)
-        await asyncio.to_thread(staged.keep_copy, digest)
-        await asyncio.to_thread(staged.remove_files)
+        await asyncio.to_thread(staged.committed, digest)
         self._part_memory.trim()
         for older in [v for v in self._staged if v < version]:
             self._note_dropped(older, f"version {version} is committed, and versions only grow")
@@ -217,25 +213,20 @@ class Uploads:
             )
         return None if begin.source is None else allowed_path(begin.source.path, self._config.source_roots)
 
-    def _stage(self, begin: BeginUpload, source: FolderSource | RefSource | None, stamp: str) -> UploadSession:
+    def _stage(self, begin: BeginUpload, source: WeightSource | None) -> UploadSession:
         table = begin.tensors if source is None else source.table
         self._model.check_table(table, self._plan)
-        staged = UploadSession(
+        return UploadSession(
             begin,
             self._log.staging(begin.version),
             self._model,
             self._converter,
             self._config.part_bytes,
             self._executor,
-            stamp,
+            source,
             self._part_memory,
             None if self._unquantized is None else self._unquantized.begin(begin.version, table),
         )
-        if source is None:
-            staged.expect_parts()
-        else:
-            staged.convert_folder(source)
-        return staged
 
     async def _recover(self, parts: Path) -> None:
         number = parts.name.removesuffix(".parts")

@@ -53,7 +53,7 @@ class RefSource:
         """Names, dtypes and shapes of all tensors, bucket by bucket."""
 
     @property
-    def digest(self) -> str:
+    def stamp(self) -> str:
         """xxh3-128 of names, dtypes, shapes and bytes, whatever the order or the buckets."""
         lines = sorted(f"{t.name}\0{t.dtype}\0{list(t.shape)}\0{self._digests[t.name]}" for t in self.table)
         return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
@@ -64,8 +64,8 @@ class RefSource:
             raise InvalidRequest(
                 f"version is {version}: versions are 0 to {MAX_VERSION}, which is what a double holds exactly"
             )
-        begin = BeginUpload(version=version, source=ObjectSource(digest=self.digest), kv_scales=kv_scales)
-        return begin, with_kv_scales(self.digest, kv_scales)
+        begin = BeginUpload(version=version, source=ObjectSource(digest=self.stamp), kv_scales=kv_scales)
+        return begin, with_kv_scales(self.stamp, kv_scales)
 
     def batches(self, batch_bytes: int) -> Iterator[list[str]]:
         """The names in each bucket; how large those are, their trainer has chosen."""

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from rollout_service.errors import Forbidden, InvalidManifest, InvalidRequest, NotFound
-from rollout_service.ingest.sources.sources import FolderSource, PartFiles, allowed_path
+from rollout_service.ingest.sources.folder import FolderSource, allowed_path
+from rollout_service.ingest.sources.parts import PartFiles
 from rollout_service.protocol.upload import SourceDtype, UploadTensor, num_parts
 
 WEIGHTS = {"a": torch.arange(6, dtype=torch.float32).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}

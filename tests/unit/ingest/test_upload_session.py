@@ -22,7 +22,8 @@ from rollout_service.errors import (
     QuantizationError,
     RolloutServiceError,
 )
-from rollout_service.ingest.sources.sources import FolderSource
+from rollout_service.ingest.sources.folder import FolderSource
+from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_session import UploadSession, spread
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import EMBEDDING, LM_HEAD, ServedModel
@@ -58,10 +59,12 @@ def source(weights: Weights, tmp_path: Path) -> Path:
     return folder
 
 
-def staged_version(begin: BeginUpload, folder: Path, model: Path, executor: ThreadPoolExecutor) -> UploadSession:
+def staged_version(
+    begin: BeginUpload, folder: Path, model: Path, executor: ThreadPoolExecutor, source: WeightSource | None = None
+) -> UploadSession:
     served = ServedModel.load(model)
     recipe = TrainerRecipe(weights="fp8_block", quantized=tuple(served.plan(QuantConfig()).quantized))
-    return UploadSession(begin, folder, served, Converter(recipe), PART_BYTES, executor)
+    return UploadSession(begin, folder, served, Converter(recipe), PART_BYTES, executor, source)
 
 
 def accept_all(staged: UploadSession, weights: Weights, uploader: str = "") -> None:
@@ -76,15 +79,13 @@ async def uploaded(
     weights: Weights, folder: Path, model: Path, executor: ThreadPoolExecutor
 ) -> tuple[StoredTensor, ...]:
     staged = staged_version(begin_of(1, weights), folder, model, executor)
-    staged.expect_parts()
     accept_all(staged, weights)
     return await staged.finish()
 
 
 def from_folder(source: Path, folder: Path, model: Path, executor: ThreadPoolExecutor) -> UploadSession:
-    staged = staged_version(BeginUpload(version=1, source=PathSource(path=source)), folder, model, executor)
-    staged.convert_folder(FolderSource(source))
-    return staged
+    begin = BeginUpload(version=1, source=PathSource(path=source))
+    return staged_version(begin, folder, model, executor, FolderSource(source))
 
 
 # --- tied embeddings
@@ -127,10 +128,9 @@ async def test_a_failure_is_known_before_the_commit(
     broken = {name: tensor.clone() for name, tensor in weights.items()}
     broken["model.norm.weight"][3] = float("nan")
     staged = staged_version(begin_of(1, broken), tmp_path / "1", model, executor)
-    staged.expect_parts()
     accept_all(staged, broken)
     executor.submit(int).result()
-    assert isinstance(staged.failure(), QuantizationError)
+    assert isinstance(staged.failure, QuantizationError)
     await staged.discard()
 
 
@@ -142,7 +142,7 @@ async def test_files_that_vanish_before_they_are_read_fail_the_version_with_a_re
     gate.set()
     with pytest.raises(RolloutServiceError, match=r"version 1 could not be stored: .*model\.safetensors"):
         await staged.finish()
-    assert staged.failure() is not None
+    assert staged.failure is not None
     await staged.discard()
 
 
@@ -181,7 +181,6 @@ async def test_discarding_closes_and_removes_every_file(
 ) -> None:
     before = open_files()
     staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
-    staged.expect_parts()
     assert open_files() > before
     accept_all(staged, weights)
     await staged.discard()
@@ -193,7 +192,6 @@ async def test_discarding_does_not_wait_for_conversions_that_have_not_begun(
     model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
 ) -> None:
     staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
-    staged.expect_parts()
     accept_all(staged, weights)
     await asyncio.wait_for(staged.discard(), 30)
     assert not gate.is_set() and list(tmp_path.iterdir()) == []
@@ -216,15 +214,15 @@ async def test_discarding_waits_for_the_conversion_that_runs_or_it_would_write_i
     model: Path, tmp_path: Path, executor: ThreadPoolExecutor
 ) -> None:
     source = HeldSource(model)
-    staged = staged_version(BeginUpload(version=1, source=PathSource(path=model)), tmp_path / "1", model, executor)
-    staged.convert_folder(source)
+    begin = BeginUpload(version=1, source=PathSource(path=model))
+    staged = staged_version(begin, tmp_path / "1", model, executor, source)
     await asyncio.to_thread(source.reading.wait, 60)
     discarding = asyncio.create_task(staged.discard())
     await settle()
     still_open = not discarding.done() and (tmp_path / "1").exists()
     source.go_on.set()
     await discarding
-    assert still_open and staged.failure() is None
+    assert still_open and staged.failure is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -232,7 +230,6 @@ async def test_a_part_that_arrives_after_the_discard_is_told_so(
     model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
 ) -> None:
     staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
-    staged.expect_parts()
     await staged.discard()
     with pytest.raises(NotFound, match="version 1 was discarded before part 0 was complete"):
         staged.accept(0, "digest", tmp_path / "received")
@@ -245,7 +242,6 @@ async def test_what_an_earlier_upload_left_in_the_folder_is_removed(
         folder.mkdir()
         (folder / "part-000000").write_bytes(b"old")
     staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
-    staged.expect_parts()
     assert 0 in staged.missing and {path.name for path in (tmp_path / "1.parts").iterdir()} == {"upload.json"}
     assert {path.name for path in (tmp_path / "1").iterdir()} == {"weights-00001.safetensors"}
     await staged.discard()
@@ -267,7 +263,6 @@ async def test_a_replaced_part_is_removed_once_nobody_reads_it(weights: Weights,
     with ThreadPoolExecutor(2) as executor:
         begin = begin_of(1, weights).model_copy(update={"uploader": "first"})
         staged = staged_version(begin, tmp_path / "1", model, executor)
-        staged.expect_parts()
         other = staged.incoming_path(0)
         other.write_bytes(b"\x01" * staged.part_size(0))
         staged.accept(0, xxhash.xxh3_128_hexdigest(other.read_bytes()), other, uploader="second")
@@ -320,7 +315,6 @@ async def test_what_replaces_a_part_is_stored_last_whatever_the_threads_do(
     with NotingExecutor(4) as several:
         begin = begin_of(1, weights).model_copy(update={"uploader": "first"})
         staged = UploadSession(begin, tmp_path / "2", served, converter, len(stream), several)
-        staged.expect_parts()
         for uploader, data in (("second", bytes(len(stream))), ("first", bytes(stream))):
             received = staged.incoming_path(0)
             received.write_bytes(data)

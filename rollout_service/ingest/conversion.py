@@ -1,0 +1,192 @@
+"""Conversion of one version in the background: read, quantized where the plan says so, and written to its files."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, wait
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from rollout_service.errors import InvalidManifest, RolloutServiceError
+from rollout_service.metrics.process import counted_conversion
+from rollout_service.model.convert import Converter, Named, tensor_bytes
+from rollout_service.model.served_model import EMBEDDING, LM_HEAD
+from rollout_service.store.manifest import StoredTensor
+from rollout_service.store.unquantized import UnquantizedCopy
+from rollout_service.store.writer import VersionWriter
+
+FAILURES = (RolloutServiceError, OSError, RuntimeError)
+"""What reading, converting and writing raise; torch raises RuntimeError, for a GPU without room among others."""
+
+Read: TypeAlias = Callable[[Sequence[str]], Iterable[Named]]
+"""The tensors of these names, one after the other."""
+
+
+class Conversion:
+    """Lives in the ingest's event loop; what it converts runs in the threads of ``executor``."""
+
+    def __init__(
+        self,
+        version: int,
+        writer: VersionWriter,
+        converter: Converter,
+        executor: Executor,
+        copy: UnquantizedCopy | None = None,
+    ) -> None:
+        """``copy``: takes the tensors as they came, for a shadow."""
+        self._version, self._writer, self._converter = version, writer, converter
+        self._executor, self._copy = executor, copy
+        self._tasks: list[Future[None]] = []
+        self._failure: RolloutServiceError | None = None
+        self._failed: dict[str, RolloutServiceError] = {}
+        """Tensors that could not be converted as they came, and may come anew."""
+        self._noting = threading.Lock()
+        self._stored: tuple[StoredTensor, ...] | None = None
+
+    @property
+    def failure(self) -> RolloutServiceError | None:
+        """What the first conversion that failed raised, if one has: this version is lost and must begin anew.
+
+        Unless what it read was a part of another uploader, and the one that began sends its own in place of it.
+        """
+        return self._failure or next(iter(list(self._failed.values())), None)
+
+    def begin(self, names: Sequence[str], read: Read) -> None:
+        """Convert tensors that come once: the first failure is the version's, and ends it."""
+        self._submit(self._convert, names, read)
+
+    def begin_replaceable(
+        self,
+        names: Sequence[str],
+        read: Read,
+        converted: Callable[[Sequence[str]], None],
+        instead_of: Callable[[], object] | None = None,
+    ) -> None:
+        """Convert tensors whose bytes may come again: a failure holds until they are converted anew.
+
+        Args:
+            converted: called from a thread when nobody reads the tensors any more; one call at a time.
+            instead_of: removes what these bytes replace. What may be reading that ends before, and so cannot write
+                after those that read the bytes anew.
+        """
+        before: list[Future[None]] = []
+        if instead_of is not None:
+            before = list(self._tasks)
+            self._tasks.append(self._executor.submit(_after, before, instead_of))
+        if names:
+            self._submit(_after, before, self._convert_replaceable, names, read, converted)
+
+    async def finish(self, embedding: Read | None = None) -> tuple[StoredTensor, ...]:
+        """Wait until all is converted, and sync the files; once is enough, and again does no harm.
+
+        Args:
+            embedding: reads the embedding, of a model whose output head is tied to it.
+
+        Raises what the first failed conversion raised.
+        """
+        await asyncio.gather(*map(asyncio.wrap_future, self._tasks))
+        if self._stored is None and self.failure is None:
+            loop = asyncio.get_running_loop()
+            self._stored = await loop.run_in_executor(self._executor, self._finish, embedding)
+        if (failure := self.failure) is not None:
+            raise failure
+        assert self._stored is not None
+        return self._stored
+
+    def committed(self, digest: str) -> None:
+        """The version is in the log under that digest: so is its unquantized copy, if there is one."""
+        if self._copy is not None:
+            self._copy.commit(digest)
+
+    async def stop(self) -> None:
+        """Convert no more, and close the files."""
+        # a conversion that runs cannot be cancelled, and must not write once its file is closed
+        running = [task for task in self._tasks if not task.cancel()]
+        await asyncio.gather(*map(asyncio.wrap_future, running), return_exceptions=True)
+        self._close()
+
+    def stop_and_wait(self) -> None:
+        """Likewise, where there is no event loop."""
+        wait([task for task in self._tasks if not task.cancel()])
+        self._close()
+
+    def remove_copy(self) -> None:
+        """Remove what is left of the unquantized copy, unless it was committed."""
+        if self._copy is not None:
+            self._copy.remove_files()
+
+    def _close(self) -> None:
+        self._writer.close()
+        if self._copy is not None:
+            self._copy.close()
+
+    def _submit(self, work: Callable[..., None], *args: object) -> None:
+        self._tasks.append(self._executor.submit(work, *args))
+
+    def _convert(self, names: Sequence[str], read: Read) -> None:
+        if self._failure is None:
+            with self._failures_kept():
+                self._write(read(names))
+
+    def _convert_replaceable(
+        self, names: Sequence[str], read: Read, converted: Callable[[Sequence[str]], None]
+    ) -> None:
+        failed = self._failures_of(names, read)
+        if failed and len(names) > 1:  # the others of them are sound, and only what is at fault may be sent anew
+            failed = {name: failure for each in names for name, failure in self._failures_of([each], read).items()}
+        with self._noting:
+            for name in names:
+                self._failed.pop(name, None)
+            self._failed |= failed
+            converted(names)
+
+    def _failures_of(self, names: Sequence[str], read: Read) -> dict[str, RolloutServiceError]:
+        try:
+            self._write(read(names))
+        except FAILURES as error:
+            return dict.fromkeys(names, self._as_ours(error))
+        return {}
+
+    def _write(self, tensors: Iterable[Named]) -> None:
+        if self._copy is not None:
+            tensors = self._copy.taken(tensors)
+        for name, tensor in counted_conversion(self._converter.convert, tensors):
+            self._writer.write(name, tensor_bytes(tensor))
+
+    def _finish(self, embedding: Read | None) -> tuple[StoredTensor, ...]:
+        tensors: tuple[StoredTensor, ...] = ()
+        with self._failures_kept():
+            if embedding is not None and LM_HEAD in self._writer.unwritten:
+                # a CPU engine packs its own copy of a tied head and never refreshes it from the embedding
+                self._write((LM_HEAD, tensor) for _, tensor in embedding([EMBEDDING]))
+            tensors = self._writer.finish()
+            if embedding is not None:
+                _require_equal_heads(tensors)
+        return tensors
+
+    @contextmanager
+    def _failures_kept(self) -> Iterator[None]:
+        try:
+            yield
+        except FAILURES as error:
+            self._failure = self._failure or self._as_ours(error)
+
+    def _as_ours(self, error: Exception) -> RolloutServiceError:
+        if isinstance(error, RolloutServiceError):
+            return error
+        return RolloutServiceError(f"version {self._version} could not be stored: {error}")
+
+
+def _after(earlier: Sequence[Future[None]], work: Callable[..., object], *args: object) -> None:
+    wait(earlier)  # all of them began before this did, so none of them waits for a thread
+    work(*args)
+
+
+def _require_equal_heads(tensors: tuple[StoredTensor, ...]) -> None:
+    # vLLM on a GPU drops the head of a tied model: other weights in it would be lost without a word
+    digests = {tensor.digest for tensor in tensors if tensor.name in (LM_HEAD, EMBEDDING)}
+    if len(digests) > 1:
+        raise InvalidManifest(
+            f"{LM_HEAD} differs from {EMBEDDING}, but the model's config.json ties them: send equal ones, or the "
+            "embedding alone"
+        )

@@ -1,0 +1,180 @@
+"""The parts of an upload: which are there, which tensors that makes whole, and reading these from them."""
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from rollout_service.ingest.sources.source import TORCH_DTYPES
+from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor, num_parts, tensor_offsets
+from rollout_service.store.direct_io import BLOCK_BYTES, DirectFile, ThreadBuffers, round_up
+
+logger = logging.getLogger(__name__)
+_PART_FILE = re.compile(r"part-([0-9]{6,})\.([0-9a-f]{32})")
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What the arrival of a part makes possible."""
+
+    whole: list[str]
+    """Tensors of which all parts are there now; of a part that took another's place, those to be converted anew."""
+    replaced: Path | None
+    """The file of other bytes that was the part until now."""
+
+
+class ReceivedParts:
+    """The parts of one upload. Lives in the ingest's event loop, but for ``files`` and ``converted``."""
+
+    def __init__(self, folder: Path, tensors: tuple[UploadTensor, ...], part_bytes: int) -> None:
+        self.files = PartFiles(folder, tensors, part_bytes)
+        """Reads tensors whose parts are all there."""
+        self.missing = set(range(num_parts(sum(tensor.nbytes for tensor in tensors), part_bytes)))
+        """Numbers of the parts that have not come."""
+        self.digests: dict[int, str] = {}
+        """Of the parts that are there."""
+        self.empty: list[str] = []
+        """Tensors without an element, which need no part."""
+        self._senders: dict[int, str] = {}
+        self._lacking: dict[str, int] = {}
+        self._tensors_of: dict[int, list[str]] = defaultdict(list)
+        self._unconverted: dict[int, int] = defaultdict(int)
+        for tensor in tensors:
+            parts = self.files.parts_of(tensor.name)
+            self._lacking[tensor.name] = len(parts)
+            for part in parts:
+                self._tensors_of[part].append(tensor.name)
+                self._unconverted[part] += 1
+            if not parts:
+                self.empty.append(tensor.name)
+
+    def came_from(self, part: int) -> str | None:
+        """Who sent the part that is there; None: it is not there."""
+        return self._senders.get(part)
+
+    def add(
+        self, part: int, digest: str, received: Path, uploader: str = "", data: memoryview | None = None
+    ) -> Arrival:
+        """Take in a file as the whole part. ``data``: the same bytes in memory, if they are there still."""
+        replaced = self.files.add(part, digest, received, data)
+        self.digests[part], self._senders[part] = digest, uploader
+        self.missing.discard(part)
+        if replaced is None:
+            for name in self._tensors_of[part]:
+                self._lacking[name] -= 1
+        return Arrival([name for name in self._tensors_of[part] if self._lacking[name] == 0], replaced)
+
+    def converted(self, names: Sequence[str]) -> None:
+        """Nobody reads these tensors any more: parts that no other needs leave memory. One call at a time."""
+        for part in (part for name in names for part in self.files.parts_of(name)):
+            self._unconverted[part] -= 1
+            if self._unconverted[part] <= 0:
+                self.files.forget(part)
+
+
+class PartFiles:
+    """The parts of an upload on disk, and the tensors that can be read from them."""
+
+    def __init__(self, folder: Path, tensors: tuple[UploadTensor, ...], part_bytes: int) -> None:
+        self._folder = folder
+        self._part_bytes = part_bytes
+        self._place = {tensor.name: (tensor, offset) for tensor, offset in tensor_offsets(tensors)}
+        self._paths: dict[int, Path] = {}
+        self._data: dict[int, memoryview | None] = {}
+        self._buffers = ThreadBuffers()
+
+    def add(self, part: int, digest: str, received: Path, data: memoryview | None = None) -> Path | None:
+        """Take in a file as the whole part. Its name keeps the digest, so that a restart can check what it finds.
+
+        ``data``: what it holds, to be read instead until ``forget``.
+        Returns the file of other bytes that was the part until now.
+        """
+        replaced, path = self._paths.get(part), self._folder / f"part-{part:06d}.{digest}"
+        received.replace(path)
+        self._paths[part], self._data[part] = path, data
+        return replaced
+
+    def forget(self, part: int) -> None:
+        """Read a part from its file from now on."""
+        self._data[part] = None
+
+    def left_behind(self) -> Iterator[tuple[int, str, Path]]:
+        """Number, digest and file of each part that an earlier process took in and that is still what it was.
+
+        Others are removed, to be sent again. Raises OSError for one that cannot be.
+        """
+        found: dict[int, list[tuple[str, Path]]] = defaultdict(list)
+        for path in sorted(self._folder.glob("part-*")):
+            if match := _PART_FILE.fullmatch(path.name):
+                found[int(match[1])].append((match[2], path))
+            else:
+                path.unlink()  # it was on its way
+        for part, files in found.items():
+            if len(files) == 1 and _digest_of(files[0][1]) == files[0][0]:
+                yield part, *files[0]
+            else:  # damaged or unreadable, or one was just being replaced by the other
+                for _, path in files:
+                    path.unlink()
+
+    def parts_of(self, name: str) -> range:
+        """The parts that hold bytes of one tensor."""
+        tensor, offset = self._place[name]
+        first = offset // self._part_bytes
+        return range(first, max(first, -(-(offset + tensor.nbytes) // self._part_bytes)))
+
+    def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each of these tensors, assembled from its parts, which must all be there. Raises OSError.
+
+        They lie in one buffer, which this thread's next call uses again: be done with them by then.
+        """
+        places = [self._place[name] for name in names]
+        sizes = [_room_for(tensor.nbytes) for tensor, _ in places]
+        buffer, start = self._buffers.take(sum(sizes)), 0
+        for name, size, (tensor, offset) in zip(names, sizes, places, strict=True):
+            yield name, self._assembled(tensor, offset, buffer[start : start + size])
+            start += size
+
+    def _assembled(self, tensor: UploadTensor, offset: int, room: memoryview) -> torch.Tensor:
+        if not tensor.nbytes:
+            return torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+        # blocks of the stream become blocks of the buffer, unless parts end, or elements begin, at odd places
+        in_blocks = self._part_bytes % BLOCK_BYTES == 0 and offset % DTYPE_BYTES[tensor.dtype] == 0
+        lead = offset % BLOCK_BYTES if in_blocks else 0
+        position, end = offset, offset + tensor.nbytes
+        while position < end:
+            part, first = divmod(position, self._part_bytes)
+            count = min(self._part_bytes - first, end - position)
+            start = position - offset + lead
+            if (data := self._data[part]) is not None:
+                room[start : start + count] = data[first : first + count]
+            else:
+                inside = first % BLOCK_BYTES if in_blocks else 0
+                target = room[start - inside :][: round_up(inside + count) if in_blocks else count]
+                with DirectFile.open(self._paths[part]) as file:
+                    if not file.read(target, inside + count, first - inside):
+                        raise OSError(f"{self._paths[part]} is shorter than when it came")
+            position += count
+        return torch.frombuffer(room[lead : lead + tensor.nbytes], dtype=TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
+
+
+def _room_for(nbytes: int) -> int:
+    # it may begin and end inside a block
+    return round_up(nbytes) + BLOCK_BYTES
+
+
+def _digest_of(path: Path) -> str | None:
+    """None for a file that cannot be read."""
+    hasher = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as stream:
+            while chunk := stream.read(16 << 20):
+                hasher.update(chunk)
+    except OSError as error:
+        logger.warning("%s cannot be read, and its part is asked for again: %s", path, error)
+        return None
+    return hasher.hexdigest()
