@@ -31,8 +31,7 @@ KV_CACHE = Row(
             "Drift of the scales",
             "percentunit",
             "The largest change of any scale against the version before. Powers of two change by 100% or not at all. "
-            "Above 0 at every version: scales swing with the batch, see kv_cache.calibration.progressive. Always 0: "
-            "measuring each how many-th version would do, see every_versions.",
+            "Above 0 at every version: scales swing with the batch, see kv_cache.calibration.progressive.",
             [Query(f"max(rollout_kv_scale_drift_ratio{{{SERVICE}}})", "largest change")],
             steps=True,
         ),
@@ -56,7 +55,7 @@ KV_CACHE = Row(
             "s",
             "A replica's last one, and quantiles of all in the time of a rate interval, empty between updates. The "
             "replica is closed meanwhile, and others wait for its scales. More than a few percent of a trainer's step: "
-            "fewer or shorter sequences in kv_cache.calibration, or every_versions above 1.",
+            "fewer or shorter sequences in kv_cache.calibration.",
             [
                 Query(f"max by (replica) (rollout_kv_measured_seconds{{{REPLICA}}})", "last of {{replica}}"),
                 *quantiles("ray_rollout_kv_calibration_seconds", ENGINE),
@@ -78,7 +77,7 @@ KV_CACHE = Row(
             "short",
             "The version whose keys and values each replica measured last, against the newest. One replica measures "
             "for all, whichever loads first. All of them far below the newest: the policy is not calibrate, "
-            "every_versions is large, or the trainer brings the scales.",
+            "or the trainer brings the scales.",
             [
                 Query(f"max by (replica) (rollout_kv_measured_version{{{REPLICA}}})", "{{replica}}"),
                 Query(f"max(rollout_latest_version{{{SERVICE}}})", "newest"),

@@ -48,9 +48,6 @@ class QuantConfig(Config):
 class KVCalibrationConfig(Config):
     """How a replica measures q, k and v of a version before it serves it."""
 
-    every_versions: int = Field(default=1, ge=1)
-    """Calibrate every N versions; those between have the scales of the one before."""
-
     prompts: Path | None = None
     """JSON lines, a list of token ids each, that are measured every time. None: recent rollouts of the replica, prompts
     with completions; before there are any, random tokens."""
@@ -70,19 +67,9 @@ class KVCalibrationConfig(Config):
     power_of_two: bool = True
     """Scales are rounded up to powers of two, which costs FP8 no precision and keeps them steady between versions."""
 
-    progressive: Literal["off", "max", "average"] = "off"
-    """What scales are made from, so that one batch cannot swing them. ``off``: the largest values of this version's
-    batch. ``max``: the largest since the log began. ``average``: their exponential moving average."""
-
-    average_decay: float = Field(default=0.9, ge=0, lt=1)
-    """Weight of what was known before in ``average``."""
-
-    max_drift: float | None = Field(default=None, ge=0)
-    """Scales stay as they are until a new one would differ from the old by more than this factor less 1 (0.1: a tenth
-    more or less), or ``max_saturated`` is passed. None: new ones are always taken."""
-
-    max_saturated: float = Field(default=1e-3, ge=0, le=1)
-    """Share of a layer's k or v beyond the largest code, above which old scales are not kept."""
+    progressive: bool = False
+    """Scales are made from the largest values since the log began, so that they only grow and one batch cannot shrink
+    them; without it from those of the version's own batch."""
 
 
 class KVCacheConfig(Config):

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from rollout_service.config.engine import KVCalibrationConfig
 from rollout_service.errors import InvalidRequest, NotFound
-from rollout_service.kv_scales.measurement import KVMeasurement, worst_errors
-from rollout_service.kv_scales.policy import KVScalesRule, drift
+from rollout_service.kv_scales.measurement import KVMeasurement
+from rollout_service.kv_scales.policy import KVScalesRule
 from rollout_service.kv_scales.result import KVScaleResult, read_result, write_result
 from rollout_service.kv_scales.scales import ScaledFrom, largest_of_ranks, layer_scales, named_scales
 from rollout_service.protocol.base import Frozen
@@ -64,7 +64,7 @@ class KVCalibration:
     def settle(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> KVScaleResult:
         """Make and keep the scales of a version. Measured twice, the first holds. Raises NotFound, OSError, LogCorrupt.
 
-        ``ranks``: what each rank saw, with its errors against the scales of ``turn``.
+        ``ranks``: what each rank saw.
         """
         if (known := self.settled(version)) is not None:
             return known
@@ -80,15 +80,11 @@ class KVCalibration:
         return settled
 
     def _judged(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> KVScaleResult:
-        before, errors = self._rule.newest, worst_errors(ranks).values()
-        saturated = max(max(error.k_saturated, error.v_saturated) for error in errors)
-        settled = KVScaleResult(
+        before = KVScaleResult(
             version=version,
-            scales=before,
-            how="failed",
+            scales=self._rule.newest,
             replica_id=replica_id,
             tokens=ranks[0].tokens,
-            saturated=saturated,
             largest=self._rule.largest,
         )
         try:
@@ -96,33 +92,18 @@ class KVCalibration:
             scales = named_scales(layer_scales(largest, self._how()))
             self._rule.check(scales)
         except InvalidRequest as error:
-            return settled.model_copy(update={"error": error.message})
-        change, limit = drift(before, scales), self._config.max_drift
-        keeps = limit is not None and change is not None and change <= limit and saturated <= self._config.max_saturated
-        found = {"how": "kept"} if keeps else {"how": "measured", "scales": scales}
-        return settled.model_copy(update={**found, "drift": change, "largest": largest})
+            return before.model_copy(update={"error": error.message})
+        return before.model_copy(update={"scales": scales, "largest": largest})
 
     def _how(self) -> ScaledFrom:
         c = self._config
         return ScaledFrom(percentile=c.percentile, margin=c.margin, power_of_two=c.power_of_two)
 
     def _combined(self, ranks: Sequence[dict[str, tuple[tuple[float, float, float], ...]]]) -> Largest:
-        """The largest values, with those of versions before as ``progressive`` says. Raises InvalidRequest."""
-        here = largest_of_ranks(ranks, self._config.percentile)
-        before = self._rule.largest
+        """The largest values, with ``progressive`` those of versions before among them. Raises InvalidRequest."""
+        before = self._rule.largest if self._config.progressive else {}
         found: Largest = {}
-        for layer, amax in here.items():
-            known = before.get(layer)
-            values = amax.tolist() if known is None else map(self._progressed, known, amax.tolist())
-            q, k, v = values
+        for layer, amax in largest_of_ranks(ranks, self._config.percentile).items():
+            q, k, v = map(max, amax.tolist(), before.get(layer, (0.0, 0.0, 0.0)))
             found[layer] = (q, k, v)
         return found
-
-    def _progressed(self, before: float, now: float) -> float:
-        match self._config.progressive:
-            case "max":
-                return max(before, now)
-            case "average":
-                return self._config.average_decay * before + (1 - self._config.average_decay) * now
-            case _:
-                return now

@@ -134,8 +134,6 @@ class KVScaleCoordinator:
                 ) from error
         if settled.error is not None:
             logger.error("version %d keeps the KV scales of before: %s", version, settled.error)
-        logger.info(
-            "version %d: KV scales %s on %d tokens; drift since the version before: %s; saturated with its scales: %s",
-            version, settled.how, settled.tokens, settled.drift, settled.saturated,
-        )  # fmt: skip
+        else:
+            logger.info("version %d: KV scales measured on %d tokens", version, settled.tokens)
         return settled

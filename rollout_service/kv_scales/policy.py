@@ -21,13 +21,11 @@ class KVScalesRule:
     def __init__(self, config: ServiceConfig, model: ServedModel) -> None:
         """Raises ValueError for the policy ``calibrate`` where nothing could use scales."""
         self._policy, self._model = config.kv_cache.scales_policy, model
-        self._every = config.kv_cache.calibration.every_versions
         self._no_use = _no_use(config, model)
         if self._policy == "calibrate" and self._no_use:
             raise ValueError(f"kv_cache.scales_policy is calibrate, but {self._no_use}")
         self._awaits = True
-        self._unmeasured = 0
-        self._committed = self._known = -1
+        self._known = -1
         self.fp8 = True
         """Whether replicas have an FP8 cache; nothing is measured for any other."""
         self.newest: dict[str, float] | None = None
@@ -66,7 +64,7 @@ class KVScalesRule:
         """The manifest with the scales that came with the version, or with what the policy says."""
         if scales is not None:
             return manifest.model_copy(update={"kv_scales": scales, "kv_scales_from": "trainer"})
-        if self._is_measured_next():
+        if self.fp8 and self._policy == "calibrate":
             return manifest.model_copy(update={"kv_scales_from": "calibrate"})
         if self._policy != "unit" and self.newest is not None and not self._no_use:
             return manifest.model_copy(update={"kv_scales": self.newest, "kv_scales_from": "reuse"})
@@ -74,13 +72,10 @@ class KVScalesRule:
 
     def remember(self, newest: Manifest) -> None:
         """The newest committed version."""
-        self._committed, self._awaits = newest.version, newest.awaits_kv_scales
-        if self._awaits:
-            return
-        self._known = newest.version
-        measured = newest.kv_scales_from not in ("reuse", "unit")
-        self._unmeasured = 0 if measured else self._unmeasured + 1
-        self._replace(newest.kv_scales)
+        self._awaits = newest.awaits_kv_scales
+        if not self._awaits:
+            self._known = newest.version
+            self._replace(newest.kv_scales)
 
     def measured_before(self, last: KVScaleResult) -> None:
         """What was settled last in a log that goes on, of its newest version or of one before."""
@@ -93,14 +88,8 @@ class KVScalesRule:
         self.largest = settled.largest or self.largest
         if settled.version < self._known:
             return
-        if settled.version == self._committed:
-            self._awaits, self._unmeasured = False, 0
         self._known = settled.version
         self._replace(settled.scales)
-
-    def _is_measured_next(self) -> bool:
-        """Those that await their scales are measured in any case: none of theirs can be reused yet."""
-        return self.fp8 and self._policy == "calibrate" and (self._awaits or self._unmeasured + 1 >= self._every)
 
     def _replace(self, scales: dict[str, float] | None) -> None:
         before, self.newest = self.newest, scales

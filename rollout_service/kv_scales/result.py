@@ -7,15 +7,19 @@ Until it is there the version has been loaded by nobody but the replica that mea
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from rollout_service.errors import LogCorrupt
 from rollout_service.protocol.base import Frozen
 from rollout_service.store.durable_io import read_sealed, write_sealed
 
 SETTLED_FILE = "kv_scales.json"
+_OF_BEFORE = ("how", "drift", "saturated")
+"""Fields of files that were written when scales could be kept although new ones had been measured (``max_drift``).
+``scales`` and ``largest`` meant what they mean now, whatever ``how`` said, so that these are passed over."""
+_FIELDS = TypeAdapter(dict[str, Any])
 
 
 class KVScaleResult(Frozen):
@@ -24,20 +28,14 @@ class KVScaleResult(Frozen):
     version: int
     scales: dict[str, float] | None
     """By ``<attention layer>.{q,k,v}_scale``; None: 1 everywhere."""
-    how: Literal["measured", "kept", "failed"]
-    """``kept``: new ones would have been too much like those before. ``failed``: as before, see ``error``."""
     replica_id: str
     """Who measured."""
     tokens: int = Field(ge=0)
     """Positions that were measured."""
-    drift: float | None = None
-    """The largest factor, less 1, between a scale that was measured and the one before; None: there was none before."""
-    saturated: float | None = None
-    """The largest share of a layer's k or v beyond the largest code with the scales before."""
     largest: dict[str, tuple[float, float, float]] = Field(default_factory=dict)
-    """Layer → |q|, |k|, |v| that the scales are made from, for ``progressive``."""
+    """Layer → the largest |q|, |k| and |v| that the scales are made from, which ``progressive`` goes on from."""
     error: str | None = None
-    """Why there are no new ones."""
+    """Why the measurement gave no scales, and the version has those of the one before; None: it gave them."""
 
 
 def write_result(folder: Path, settled: KVScaleResult) -> None:
@@ -48,7 +46,10 @@ def write_result(folder: Path, settled: KVScaleResult) -> None:
 def read_result(folder: Path) -> KVScaleResult | None:
     """What is beside the manifest in ``folder``; None if nothing is yet. Raises LogCorrupt for a damaged file."""
     text = read_sealed(folder / SETTLED_FILE)
+    if text is None:
+        return None
     try:
-        return None if text is None else KVScaleResult.model_validate_json(text)
+        fields = _FIELDS.validate_json(text)
+        return KVScaleResult.model_validate({name: value for name, value in fields.items() if name not in _OF_BEFORE})
     except ValidationError as error:
         raise LogCorrupt(f"{folder / SETTLED_FILE} does not parse: {error}") from error

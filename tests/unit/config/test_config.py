@@ -56,15 +56,11 @@ def test_a_configuration_cannot_be_changed(section: str) -> None:
         ({"engine": {"gpu_memory_utilization": 1.5}}, "engine.gpu_memory_utilization"),
         ({"kv_cache": {"dtype": "int8"}}, "kv_cache.dtype"),
         ({"kv_cache": {"scales_policy": "guess"}}, "kv_cache.scales_policy"),
-        ({"kv_cache": {"calibration": {"every_versions": 0}}}, "kv_cache.calibration.every_versions"),
         ({"kv_cache": {"calibration": {"max_sequences": 0}}}, "kv_cache.calibration.max_sequences"),
         ({"kv_cache": {"calibration": {"max_sequence_tokens": 1}}}, "kv_cache.calibration.max_sequence_tokens"),
         ({"kv_cache": {"calibration": {"percentile": 0}}}, "kv_cache.calibration.percentile"),
         ({"kv_cache": {"calibration": {"margin": "inf"}}}, "kv_cache.calibration.margin"),
-        ({"kv_cache": {"calibration": {"progressive": "min"}}}, "kv_cache.calibration.progressive"),
-        ({"kv_cache": {"calibration": {"average_decay": 1}}}, "kv_cache.calibration.average_decay"),
-        ({"kv_cache": {"calibration": {"max_drift": -0.1}}}, "kv_cache.calibration.max_drift"),
-        ({"kv_cache": {"calibration": {"max_saturated": 1.1}}}, "kv_cache.calibration.max_saturated"),
+        ({"kv_cache": {"calibration": {"progressive": "max"}}}, "kv_cache.calibration.progressive"),
         ({"quant": {"weights": "int4"}}, "quant.weights"),
         ({"quant": {"scales": "fp16"}}, "quant.scales"),
         ({"quant": {"indivisible": "pad"}}, "quant.indivisible"),
@@ -113,6 +109,12 @@ def test_a_target_that_no_replica_could_reach_names_the_admission_limit() -> Non
     assert "target_sequences=64" in message and "admission_limit=64" in message
     ServiceConfig.model_validate({"scaling": scaling, "engine": {"admission_limit": 65}})
     ServiceConfig.model_validate({"scaling": {"target_sequences": 64}, "engine": {"admission_limit": 64}})
+
+
+@pytest.mark.parametrize("gone", ["every_versions", "average_decay", "max_drift", "max_saturated"])
+def test_settings_of_calibration_that_went_are_unknown(gone: str) -> None:
+    message = message_of({"kv_cache": {"calibration": {gone: 1}}})
+    assert f"kv_cache.calibration.{gone}" in message and "not permitted" in message
 
 
 def test_a_bf16_cache_has_no_scales_to_measure() -> None:

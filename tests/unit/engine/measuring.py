@@ -120,7 +120,7 @@ class FakeCoordinator:
 
     def settles(self, version: int, scales: dict[str, float] | None) -> None:
         """What becomes of the next measurement, unless something is to go wrong before."""
-        settled = KVScaleResult(version=version, scales=scales, how="measured", replica_id="r1", tokens=1)
+        settled = KVScaleResult(version=version, scales=scales, replica_id="r1", tokens=1)
         self.answers.setdefault("kv_settle", []).append(settled)
 
     def names(self) -> list[str]:

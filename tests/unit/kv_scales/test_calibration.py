@@ -72,7 +72,7 @@ def test_two_versions_are_measured_side_by_side_each_by_one(ingest: Calibrating)
 def test_once_settled_all_load_the_same_scales_and_nobody_measures(ingest: Calibrating) -> None:
     ingest.turn("a", 0)
     settled = ingest.settle(0, ONE)
-    assert (settled.how, settled.scales, settled.replica_id, settled.tokens) == ("measured", SCALES, "a", 64)
+    assert (settled.error, settled.scales, settled.replica_id, settled.tokens) == (None, SCALES, "a", 64)
     for replica in "abc":
         assert ingest.turn(replica, 0) == CalibrationLease(scales=SCALES, measures=False)
 
@@ -109,32 +109,27 @@ def test_a_version_that_was_dropped_meanwhile_is_not_found(ingest: Calibrating) 
     assert ingest.rule.newest is None and not ingest.log.folder(0).exists()
 
 
-def test_an_older_version_that_settles_late_changes_nothing_for_those_that_follow(start: Restart) -> None:
-    ingest = start(every_versions=2)
-    for version in (0, 1):
-        ingest.commit(version)
+def test_an_older_version_that_settles_late_changes_nothing_for_those_that_follow(ingest: Calibrating) -> None:
+    ingest.commit(1)
     ingest.settle(1, ONE)
     late = ingest.settle(0, TWO)
     assert late.scales != SCALES and ingest.turn("b", 0) == CalibrationLease(scales=late.scales, measures=False)
-    assert ingest.commit(2).kv_scales == SCALES
+    ingest.commit(2)
+    assert ingest.turn("b", 2) == CalibrationLease(scales=SCALES, measures=True)
 
 
-def test_an_older_version_that_settles_late_does_not_take_the_place_of_a_trainers_scales(start: Restart) -> None:
-    ingest = start(every_versions=2)
-    ingest.commit(0)
+def test_an_older_version_that_settles_late_does_not_take_the_place_of_a_trainers_scales(ingest: Calibrating) -> None:
     ingest.commit(1, scales=SCALES)
     ingest.settle(0, TWO)
     assert ingest.rule.newest == SCALES
-    assert (ingest.commit(2).kv_scales, ingest.commit(3).awaits_kv_scales) == (SCALES, True)
 
 
-def test_a_version_that_settles_while_a_newer_one_awaits_its_scales_does_not_count_for_that_one(start: Restart) -> None:
-    ingest = start(every_versions=2)
-    for version in (0, 1):
-        ingest.commit(version)
+def test_a_version_that_settles_while_a_newer_one_awaits_its_scales_leaves_that_one_awaiting(
+    ingest: Calibrating,
+) -> None:
+    ingest.commit(1)
     ingest.settle(0, ONE)
     assert ingest.turn("b", 1) == CalibrationLease(scales=SCALES, measures=True)
-    assert ingest.commit(2).awaits_kv_scales
 
 
 # --- an ingest that starts again
@@ -149,14 +144,13 @@ def test_an_ingest_that_starts_again_knows_what_was_settled(ingest: Calibrating,
 
 
 @pytest.mark.parametrize("crashed", [False, True], ids=["ended", "crashed before it was noted for the log"])
-def test_an_ingest_that_starts_again_counts_on_from_the_version_that_was_settled(start: Restart, crashed: bool) -> None:
-    ingest = start(every_versions=2)
+def test_an_ingest_that_starts_again_goes_on_from_the_version_that_was_settled(start: Restart, crashed: bool) -> None:
+    ingest = start()
     ingest.measure(0, ONE)
     if crashed:
         (ingest.log.root / SETTLED_FILE).unlink()
-    again = start(every_versions=2, progressive="max")
-    assert (again.commit(1).kv_scales, again.commit(2).awaits_kv_scales) == (SCALES, True)
-    assert again.settle(2, TWO).scales == SCALES
+    again = start(progressive=True)
+    assert again.rule.newest == SCALES and again.measure(1, TWO).scales == SCALES
 
 
 def test_an_ingest_that_starts_again_gives_the_turn_to_whoever_asks_first(ingest: Calibrating, start: Restart) -> None:
@@ -166,19 +160,18 @@ def test_an_ingest_that_starts_again_gives_the_turn_to_whoever_asks_first(ingest
 
 
 def test_the_largest_values_outlive_the_version_that_they_came_with(start: Restart) -> None:
-    ingest = start(progressive="max", every_versions=2)
+    ingest = start(progressive=True)
     ingest.measure(0, ONE)
-    assert ingest.commit(1).kv_scales_from == "reuse"
+    ingest.commit(1, scales=SCALES)
     ingest.log.drop(0)
-    again = start(progressive="max")
-    assert again.measure(2, TWO).scales == SCALES
+    assert start(progressive=True).measure(2, TWO).scales == SCALES
 
 
 def test_the_largest_values_outlive_a_measurement_that_failed(start: Restart) -> None:
-    ingest = start(progressive="max")
+    ingest = start(progressive=True)
     ingest.measure(0, ONE)
-    assert ingest.measure(1, measured((0, 0, 0))).how == "failed"
-    assert start(progressive="max").measure(2, TWO).scales == SCALES
+    assert ingest.measure(1, measured((0, 0, 0))).error is not None
+    assert start(progressive=True).measure(2, TWO).scales == SCALES
 
 
 def test_the_scales_of_before_are_known_to_an_ingest_that_starts_while_the_newest_version_awaits_its_own(

@@ -146,59 +146,25 @@ async def test_a_version_without_scales_has_none_where_the_policy_says_so_or_the
 
 
 @pytest.fixture
-def every_third(model: Path, tmp_path: Path) -> Calibrating:
-    """Each third version is measured."""
-    return Calibrating(tmp_path / "log", model, every_versions=3)
+def calibrating(model: Path, tmp_path: Path) -> Calibrating:
+    """Every version that comes without scales is measured."""
+    return Calibrating(tmp_path / "log", model)
 
 
 ONES, TWOS = measured((448, 448, 448)), measured((896, 896, 896))
 
 
-def measure_first(ingest: Calibrating) -> None:
-    """Version 0, with scales of 1."""
-    ingest.measure(0, ONES)
+def test_every_version_without_scales_is_measured(calibrating: Calibrating) -> None:
+    for version, (ranks, scales) in enumerate([(ONES, scales_of(1, 1, 1)), (TWOS, scales_of(2, 2, 2))]):
+        assert came(calibrating.commit(version)) == (None, "calibrate")
+        assert calibrating.settle(version, ranks).scales == scales
 
 
-def test_each_third_version_is_measured_and_those_between_have_the_scales_of_the_one_before(
-    every_third: Calibrating,
-) -> None:
-    measure_first(every_third)
-    assert [came(every_third.commit(version)) for version in (1, 2)] == [(scales_of(1, 1, 1), "reuse")] * 2
-    every_third.measure(3, TWOS)
-    assert [came(every_third.commit(version)) for version in (4, 5)] == [(scales_of(2, 2, 2), "reuse")] * 2
-    assert came(every_third.commit(6)) == (None, "calibrate")
-
-
-def test_versions_are_counted_by_how_many_came_and_not_by_their_numbers(every_third: Calibrating) -> None:
-    measure_first(every_third)
-    assert [every_third.commit(version).kv_scales_from for version in (10, 30, 35)] == ["reuse", "reuse", "calibrate"]
-
-
-def test_a_version_after_one_that_still_awaits_its_scales_is_measured_too(every_third: Calibrating) -> None:
-    measure_first(every_third)
-    for version in (1, 2, 3, 4, 5):
-        every_third.commit(version)
-    assert [every_third.log.manifest(version).awaits_kv_scales for version in (2, 3, 4, 5)] == [False, True, True, True]
-    every_third.settle(5, TWOS)
-    assert came(every_third.commit(6)) == (scales_of(2, 2, 2), "reuse")
-
-
-def test_a_trainers_scales_win_and_the_count_begins_anew(every_third: Calibrating) -> None:
-    measure_first(every_third)
-    every_third.commit(1)
-    assert came(every_third.commit(2, OTHERS)) == (OTHERS, "trainer")
-    assert [came(every_third.commit(version)) for version in (3, 4)] == [(OTHERS, "reuse")] * 2
-    assert every_third.commit(5).awaits_kv_scales
-    assert came(every_third.commit(6, SCALES)) == (SCALES, "trainer")
-    assert every_third.commit(7).kv_scales_from == "reuse"
-
-
-def test_versions_after_a_measurement_that_failed_have_what_it_left_and_the_third_is_measured(
-    every_third: Calibrating,
-) -> None:
-    every_third.measure(0, measured((0, 0, 0)))
-    assert [came(every_third.commit(version)) for version in (1, 2)] == [(None, "unit")] * 2
-    assert every_third.commit(3).awaits_kv_scales
+def test_so_is_one_after_a_trainers_scales_which_hold_until_then(calibrating: Calibrating) -> None:
+    calibrating.measure(0, ONES)
+    assert came(calibrating.commit(1, OTHERS)) == (OTHERS, "trainer")
+    assert calibrating.rule.newest == OTHERS
+    assert came(calibrating.commit(2)) == (None, "calibrate")
 
 
 @pytest.mark.parametrize(

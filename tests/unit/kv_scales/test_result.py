@@ -1,28 +1,26 @@
 """What was settled of a version stands beside its manifest, whole or not at all."""
 
+import json
 from pathlib import Path
 
 import pytest
-import xxhash
 
 from rollout_service.errors import LogCorrupt
 from rollout_service.kv_scales.result import SETTLED_FILE, KVScaleResult, read_result, write_result
+from rollout_service.store.durable_io import write_sealed
 from tests.unit.kv_scales.measured import LAYER, scales_of
 
 SETTLED = KVScaleResult(
     version=3,
     scales=scales_of(1, 2, 0.1),
-    how="measured",
     replica_id="r1",
     tokens=640,
-    drift=0.5,
-    saturated=0.01,
     largest={LAYER: (448.0, 896.0, 44.8)},
 )
-FAILED = KVScaleResult(version=0, scales=None, how="failed", replica_id="r1", tokens=1, error="zero\nthroughout")
+FAILED = KVScaleResult(version=0, scales=None, replica_id="r1", tokens=1, error="zero\nthroughout")
 
 
-@pytest.mark.parametrize("settled", [SETTLED, FAILED], ids=lambda settled: settled.how)
+@pytest.mark.parametrize("settled", [SETTLED, FAILED], ids=["measured", "failed"])
 def test_what_is_written_is_read_again(tmp_path: Path, settled: KVScaleResult) -> None:
     write_result(tmp_path, settled)
     assert read_result(tmp_path) == settled
@@ -53,7 +51,13 @@ def test_a_file_that_is_torn_or_has_a_bit_flipped_anywhere_is_corrupt_by_name(tm
 
 
 def test_a_file_of_another_release_is_corrupt_and_says_what_it_does_not_know(tmp_path: Path) -> None:
-    text = SETTLED.model_dump_json().replace('"drift"', '"drifted"')
-    (tmp_path / SETTLED_FILE).write_text(f"{text}\n{xxhash.xxh3_128_hexdigest(text.encode())}\n")
-    with pytest.raises(LogCorrupt, match=rf"{SETTLED_FILE} does not parse(.|\n)*drifted"):
+    write_sealed(tmp_path / SETTLED_FILE, SETTLED.model_dump_json().replace('"tokens"', '"positions"'))
+    with pytest.raises(LogCorrupt, match=rf"{SETTLED_FILE} does not parse(.|\n)*positions"):
         read_result(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["measured", "kept", "failed"])
+def test_a_file_from_when_scales_could_be_kept_is_read(tmp_path: Path, how: str) -> None:
+    before = {**SETTLED.model_dump(), "how": how, "drift": 0.5, "saturated": 0.01}
+    write_sealed(tmp_path / SETTLED_FILE, json.dumps(before))
+    assert read_result(tmp_path) == SETTLED
