@@ -110,7 +110,7 @@ ALERTS = (
     Alert(
         "RolloutKVUnfit", "ticket",
         "max by (instance) (rollout_kv_unfit_layers)", "> 0", "1m",
-        "{{ $value }} layers do not bear the FP8 KV cache",
+        "FP8 is not accurate enough for keys or values of {{ $value }} layers",
         "GET /v1/fleet names them and says why: scales that are too small are measured anew by kv_cache.scales_policy: "
         "calibrate; keys that no scale can save need kv_cache.dtype: bfloat16. Mind the mismatch until then.",
     ),

@@ -22,7 +22,7 @@
     ├── InsufficientStorage       507  the disk has no room: says how many bytes are needed and how many are free
     ├── LogCorrupt                500  the weight log on disk is not what its manifest says
     ├── NonFiniteLogprob          500  the engine sampled a token whose logprob is not finite
-    ├── KVCacheUnfit              500  no scale makes FP8 keys and values bearable: names the layers
+    ├── KVCacheUnfit              500  FP8 is not accurate enough for keys or values: names the layers
     └── EngineFailed              500  vLLM died or an update left it unusable: the replica restarts
 
 Each crosses process borders by pickle and HTTP as ``{"error": {"type", "message", "detail"}}``; ``from_wire`` makes

@@ -21,7 +21,8 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from rollout_service.errors import DeploymentFailed, EngineFailed, NotReady, RolloutServiceError
-from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus
+from rollout_service.protocol.fleet import Fleet, KVCacheChoice, PauseMode, ReplicaStatus
+from rollout_service.protocol.kv_scales import CalibrationLease, KVMeasurement, KVScaleResult
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchSource, MismatchTable, Suspicion
 from rollout_service.protocol.recent_rollout import RecentRollout
 from rollout_service.protocol.rollout import Rollout
@@ -75,6 +76,14 @@ class IngestCalls(Protocol):
     async def newest(self) -> Newest: ...
     async def files(self, version: int) -> tuple[LogFile, ...]: ...
     async def chunk(self, version: int, file: str, index: int) -> list[ObjectRef]: ...
+    async def kv_calibration_lease(
+        self, version: int, replica_id: str, digest: str | None = None
+    ) -> CalibrationLease | KVScaleResult: ...
+    async def publish_kv_scales(
+        self, version: int, replica_id: str, ranks: Sequence[KVMeasurement], digest: str | None = None
+    ) -> KVScaleResult: ...
+    async def kv_cache_choice(self) -> KVCacheChoice | None: ...
+    async def choose_kv_cache(self, choice: KVCacheChoice) -> KVCacheChoice: ...
 
 
 class EngineCalls(Protocol):
@@ -154,11 +163,6 @@ def report_from_thread(ingest: DeploymentHandle, status: ReplicaStatus, timeout_
     """``IngestCalls.report`` for a thread without an event loop. Raises TimeoutError, too."""
     with _translated("ingest"):
         ingest.report.remote(status).result(timeout_s=timeout_s)
-
-
-async def ask(ingest: DeploymentHandle, method: str, *args: object) -> Any:
-    with _translated("ingest"):
-        return await getattr(ingest, method).remote(*args)
 
 
 class _Client:

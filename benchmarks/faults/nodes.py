@@ -23,7 +23,7 @@ from benchmarks.faults.kills import push_until_committed
 from benchmarks.faults.load import CONCURRENCY, load
 from benchmarks.faults.outcome import RECOVERY_S, Outcome
 from rollout_service.client import RolloutClient
-from rollout_service.kv_scales.result import SETTLED_FILE
+from rollout_service.kv_scales.coordinator import KV_SCALES_FILE
 from rollout_service.protocol.fleet import Fleet
 from rollout_service.store.log import WeightLog
 from tests.support.two_nodes import HEAD, Nodes, service_on_two_nodes
@@ -161,7 +161,8 @@ def _note_copy(outcome: NodesOutcome, nodes: Nodes, name: str, version: int) -> 
     But for its KV scales: those are measured once copies are loaded, and replicas ask the ingest for them.
     """
     copies, original = nodes.copies(name), WeightLog(nodes.root(HEAD))
-    head, files = copies.head(), [path.name for path in original.folder(version).iterdir() if path.name != SETTLED_FILE]
+    head = copies.head()
+    files = [path.name for path in original.folder(version).iterdir() if path.name != KV_SCALES_FILE]
     same, *different = filecmp.cmpfiles(original.folder(version), copies.folder(version), files, shallow=False)
     if head is None or head.version != version or any(different) or not same:
         outcome.notes.append(f"{name}: version {version} is not whole: LATEST {head}, differing {different}")

@@ -26,11 +26,11 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from rollout_service.engine.load_statistics import RayStats, SchedulerLog
 from rollout_service.errors import EngineFailed, InvalidRequest, LogCorrupt, NonFiniteLogprob
-from rollout_service.kv_scales.measurement import KVMeasurement
 from rollout_service.logs import TELL_VLLMS_OWN_PROCESSES
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
 from rollout_service.protocol.fleet import PauseMode
+from rollout_service.protocol.kv_scales import KVMeasurement
 from rollout_service.protocol.rollout import Completion, FinishReason, Span
 from rollout_service.protocol.sampling import Sampling
 from rollout_service.protocol.sampling_mask import pack
@@ -226,7 +226,7 @@ class EngineAdapter:
     ) -> tuple[KVMeasurement, ...]:
         """What each rank sees of q, k and v in a forward pass beside all requests; call it while paused.
 
-        ``scales``: as in ``kv_scales/probe.py``. Raises EngineFailed, with the reason.
+        ``scales``: as in ``kv_scales/worker.py``. Raises EngineFailed, with the reason.
         """
         self._require_sound()
         try:

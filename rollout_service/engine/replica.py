@@ -19,14 +19,20 @@ from rollout_service.engine.startup import StartupHeartbeat, says_why_it_fails
 from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed, KVCacheUnfit, NotReady, Overloaded, TooEarly
 from rollout_service.kv_scales.batch import CalibrationBatch
-from rollout_service.kv_scales.cache_dtype import chosen_before, fallen_back, with_kv_cache
-from rollout_service.kv_scales.calibrator import KVCalibrator, KVScales, NoKVScales
+from rollout_service.kv_scales.calibrator import (
+    KVCalibrator,
+    KVScaleSource,
+    NoKVScales,
+    choose_bf16,
+    starting_choice,
+    with_kv_cache,
+)
 from rollout_service.logs import log_with_serve
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import KVCacheChoice, ReplicaStatus
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall
-from rollout_service.rpc import EngineCalls, ask, ingest_client
+from rollout_service.rpc import EngineCalls, ingest_client
 from rollout_service.store.node_cache import NodeCache, node_cache_for
 
 VERSION_WAIT_S = 0.5
@@ -54,20 +60,19 @@ class EngineReplica:
         self._batch = CalibrationBatch(config.kv_cache.calibration, model.vocab_size, config.engine.max_model_len)
         copies = await node_cache_for(config.weights.root_here(), self._ingest, config.weights.poll_s)
         with StartupHeartbeat(self._replica_id, ingest, config.weights.poll_s) as announcement:
-            choice = chosen_before(config.kv_cache.dtype, model, await ask(ingest, "kv_cache"))
+            choice = starting_choice(config.kv_cache.dtype, model, await self._ingest.kv_cache_choice())
             try:
-                await self._start(ingest, model, choice, copies, announcement)
+                await self._start(model, choice, copies, announcement)
             except KVCacheUnfit as unfit:
                 if config.kv_cache.dtype != "auto":
                     raise
-                choice = await fallen_back(ingest, unfit)
-                await self._start(ingest, model, choice, copies, announcement)
+                choice = await choose_bf16(self._ingest, unfit)
+                await self._start(model, choice, copies, announcement)
         self._watching = asyncio.create_task(self._hand_over.watch(self._engine))
         self._drain.serves(self._end)
 
     async def _start(
         self,
-        ingest: DeploymentHandle,
         model: ServedModel,
         choice: KVCacheChoice | None,
         copies: NodeCache | None,
@@ -89,7 +94,7 @@ class EngineReplica:
                 lambda: self._admission.running,
                 lambda: self._hand_over.draining,
                 copies,
-                self._kv_scales(ingest, choice),
+                self._kv_scales(choice),
             )
             announcement.status = self._weight_sync.status
             await self._weight_sync.start()
@@ -99,11 +104,11 @@ class EngineReplica:
             self._engine.shutdown()
             raise
 
-    def _kv_scales(self, ingest: DeploymentHandle, choice: KVCacheChoice | None) -> KVScales:
+    def _kv_scales(self, choice: KVCacheChoice | None) -> KVScaleSource:
         if choice is not None and choice.dtype == "bfloat16":
             return NoKVScales(choice)
         poll_s = self._config.weights.poll_s
-        return KVCalibrator(self._replica_id, self._engine, ingest, self._batch, choice, poll_s)
+        return KVCalibrator(self._replica_id, self._engine, self._ingest, self._batch, choice, poll_s)
 
     async def generate(self, call: GenerateCall) -> Rollout:
         """The completions of one prompt; cancelling the call aborts them.

@@ -29,7 +29,7 @@ from rollout_service.errors import (
     NotReady,
     RolloutServiceError,
 )
-from rollout_service.kv_scales.calibrator import KVScales, NoKVScales
+from rollout_service.kv_scales.calibrator import KVScaleSource, NoKVScales
 from rollout_service.metrics import table
 from rollout_service.metrics.process import count_update, record
 from rollout_service.protocol.fleet import PauseMode, ReplicaStatus, UpdateTimings
@@ -78,7 +78,7 @@ class WeightSync:
         running: Callable[[], int] = lambda: 0,
         draining: Callable[[], bool] = lambda: False,
         copies: NodeCache | None = None,
-        kv_scales: KVScales | None = None,
+        kv_scales: KVScaleSource | None = None,
     ) -> None:
         """
         Args:

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from rollout_service.kv_scales.measurement import KVMeasurement
+from rollout_service.kv_scales.worker import KVScalesWorker
 
 
-class VersionStaging:
-    """Mixed into vLLM's worker class: reads and checks the next version while the engine serves."""
+class VersionStaging(KVScalesWorker):
+    """Mixed into vLLM's worker class: reads and checks the next version while the engine serves; measures KV scales."""
 
     weight_transfer_engine: Any
 
@@ -22,15 +22,6 @@ class VersionStaging:
     def load_report(self) -> dict[str, Any]:
         """How the last version was loaded; see ``LogWeightTransferEngine.report``."""
         return dict(self.weight_transfer_engine.report)
-
-    def measure_kv(self, sequences: list[list[int]], scales: dict[str, float] | None) -> dict[str, Any]:
-        """See ``LogWeightTransferEngine.measure_kv``; a KVMeasurement as JSON."""
-        measured: KVMeasurement = self.weight_transfer_engine.measure_kv(sequences, scales)
-        return measured.model_dump(mode="json")
-
-    def set_kv_scales(self, scales: dict[str, float] | None) -> None:
-        """See ``LogWeightTransferEngine.set_kv_scales``."""
-        self.weight_transfer_engine.set_kv_scales(scales)
 
     def plan_loads(self, allowed: bool) -> None:
         """Whether versions may be loaded by a plan, or all by vLLM's layerwise reload."""

@@ -10,11 +10,9 @@ from rollout_service.drain import Drain
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_server import UploadServer, create_upload_app
-from rollout_service.kv_scales.calibration import CalibrationLease
-from rollout_service.kv_scales.measurement import KVMeasurement
-from rollout_service.kv_scales.result import KVScaleResult
 from rollout_service.logs import log_with_serve
 from rollout_service.protocol.fleet import KVCacheChoice
+from rollout_service.protocol.kv_scales import CalibrationLease, KVMeasurement, KVScaleResult
 from rollout_service.rpc import IngestCalls
 from rollout_service.web.auth import Authorizer
 
@@ -37,23 +35,25 @@ class IngestReplica(Ingest):
         await self.start()
         self._drain.serves(self._end)
 
-    async def kv_turn(self, version: int, replica_id: str, digest: str | None = None) -> CalibrationLease:
-        """See ``KVScaleCoordinator.turn``."""
-        return await self.kv.turn(version, replica_id, digest)
+    async def kv_calibration_lease(
+        self, version: int, replica_id: str, digest: str | None = None
+    ) -> CalibrationLease | KVScaleResult:
+        """See ``KVScaleCoordinator.request_lease``."""
+        return await self.kv.request_lease(version, replica_id, digest)
 
-    async def kv_settle(
+    async def publish_kv_scales(
         self, version: int, replica_id: str, ranks: Sequence[KVMeasurement], digest: str | None = None
     ) -> KVScaleResult:
-        """See ``KVScaleCoordinator.settle``."""
-        return await self.kv.settle(version, replica_id, ranks, digest)
+        """See ``KVScaleCoordinator.publish_result``."""
+        return await self.kv.publish_result(version, replica_id, ranks, digest)
 
-    async def kv_cache(self) -> KVCacheChoice | None:
-        """See ``KVScaleCoordinator.choice``."""
-        return self.kv.choice()
+    async def kv_cache_choice(self) -> KVCacheChoice | None:
+        """See ``KVScaleCoordinator.kv_cache_choice``."""
+        return self.kv.kv_cache_choice()
 
     async def choose_kv_cache(self, choice: KVCacheChoice) -> KVCacheChoice:
-        """See ``KVScaleCoordinator.choose``."""
-        return await self.kv.choose(choice)
+        """See ``KVScaleCoordinator.choose_kv_cache``."""
+        return await self.kv.choose_kv_cache(choice)
 
     async def check_health(self) -> None:
         """Serve's health check: fails when the listener has ended, or this process has let go of the log to end."""

@@ -28,8 +28,7 @@ from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.ingest.uploads import Uploads
-from rollout_service.kv_scales.coordinator import KVScaleCoordinator
-from rollout_service.kv_scales.policy import KVScalesRule
+from rollout_service.kv_scales.coordinator import KVScaleCoordinator, VersionScales
 from rollout_service.metrics.process import counted_commit
 from rollout_service.metrics.state import Observer
 from rollout_service.model.convert import Converter
@@ -70,7 +69,6 @@ class Ingest:
             keep_float32=tuple(sorted(self._model.keep_float32)),
             experts=self._model.experts,
         )
-        self._kv_scales = KVScalesRule(config, self._model)
         converter = Converter(self._trainer_recipe, device=config.quant.device)
         unquantized = UnquantizedLog(self._log.root, self._model) if config.shadow.share else None
         self._uploads = Uploads(config.weights, self._log, self._model, self._plan, converter, unquantized)
@@ -78,6 +76,7 @@ class Ingest:
         self._offers = ChunkServer(self._log)
         self._wish: DesiredState | None = None
         self._fleet = FleetTable(config.weights.dead_after_s, may_be_empty=config.scaling.min_replicas == 0)
+        self._kv_scales = VersionScales(config, self._model, self._log, self._fleet.is_loading)
         self._guide = Guide(self._log, self._fleet)
         self._observer = Observer(self._log, config.scaling)
         self._writing, self._controlling = Turns(), Turns()
@@ -89,8 +88,8 @@ class Ingest:
         self._changes = Changes()
         self.upload_address: UploadAddress | None = None
         """Where parts are taken; set by whoever opens the listener."""
-        self.kv = KVScaleCoordinator(config, self._log, self._kv_scales, self._fleet, self._changes)
-        """Where replicas that measure KV scales turn to."""
+        self.kv = KVScaleCoordinator(config, self._log, self._kv_scales, self._changes)
+        """Which replica measures the KV scales of a version, and what it has published."""
 
     async def start(self) -> None:
         """Check the log, take up what was staged, and make version 0 from the configured model if the log is empty.
@@ -138,8 +137,7 @@ class Ingest:
                 f"the log at {self._log.root} holds version {head.version} of another model or quantization than "
                 f"{self._config.model.path} with quant={self._config.quant.model_dump()}: name another weights.root"
             )
-        self._kv_scales.remember(manifest)
-        self.kv.remember(head.version)
+        self._kv_scales.restore(manifest)
         await asyncio.to_thread(self._log.remove_uncommitted)
         await self._uploads.recover()
         self._wish = self._guide.wish()
@@ -340,7 +338,7 @@ class Ingest:
         """Of a committed version. Parsed once, and in a thread: a mixture of experts has 40 000 entries."""
         if version not in self._contents:
             committed = await asyncio.to_thread(self._log.manifest, version)
-            manifest, log_digest = self.kv.with_scales(committed), committed.digest
+            manifest, log_digest = self._kv_scales.with_published(committed), committed.digest
             digest = log_digest if manifest is committed else manifest.digest
             content = VersionSummary.of(manifest, digest, log_digest)
             if manifest.awaits_kv_scales:
@@ -375,7 +373,7 @@ class Ingest:
             raise RolloutServiceError(
                 f"version {manifest.version} was not committed: {error}; it is staged still: commit it again"
             ) from error
-        self._kv_scales.remember(manifest)
+        self._kv_scales.committed(manifest)
         self._contents.pop(head.version, None)
         if not manifest.awaits_kv_scales:
             self._contents[head.version] = VersionSummary.of(manifest, head.digest, head.digest)

@@ -1,6 +1,6 @@
-"""A replica's part in the scales of its FP8 KV cache: measures them when it is its turn, and whether FP8 does at all.
+"""A replica's side of its KV cache: the scales of each version, and whether FP8 is accurate enough or BF16 is needed.
 
-It works between loading a version and serving it, while the engine is closed and nothing is cached.
+A replica measures between loading a version and serving it, while the engine is closed and nothing is cached.
 """
 
 import asyncio
@@ -8,8 +8,9 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
+from rollout_service.config import ServiceConfig
 from rollout_service.errors import (
     EngineFailed,
     InsufficientStorage,
@@ -20,15 +21,14 @@ from rollout_service.errors import (
     RolloutServiceError,
 )
 from rollout_service.kv_scales.batch import CalibrationBatch
-from rollout_service.kv_scales.calibration import CalibrationLease
-from rollout_service.kv_scales.fp8_error import LayerError, unfit_layers, why_unfit
-from rollout_service.kv_scales.measurement import KVMeasurement, saturates_nothing, worst_errors
-from rollout_service.kv_scales.result import KVScaleResult
+from rollout_service.kv_scales.fp8_error import saturates_nothing, unfit_layers, why_unfit, worst_errors
 from rollout_service.kv_scales.scales import ScaledFrom, largest_of_ranks, layer_scales, named_scales
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
+from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import KVCacheChoice, KVCacheStatus
-from rollout_service.rpc import ask
+from rollout_service.protocol.kv_scales import CalibrationLease, KVMeasurement, KVScaleResult, LayerError
+from rollout_service.rpc import IngestCalls
 from rollout_service.store.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,8 @@ class MeasuringEngine(Protocol):
     async def set_kv_scales(self, scales: dict[str, float] | None) -> None: ...
 
 
-class KVScales(Protocol):
-    """What ``WeightSync`` calls around the loading of a version."""
+class KVScaleSource(Protocol):
+    """Where ``WeightSync`` has the scales of a version from that are not in its manifest."""
 
     status: KVCacheStatus | None
     """For the replica's reports."""
@@ -56,7 +56,7 @@ class KVScales(Protocol):
 
 
 class NoKVScales:
-    """For a BF16 cache."""
+    """Of a BF16 cache."""
 
     def __init__(self, choice: KVCacheChoice | None = None) -> None:
         self.status = None if choice is None else KVCacheStatus(choice=choice)
@@ -70,82 +70,81 @@ class NoKVScales:
 
 
 class KVCalibrator:
-    """For an FP8 cache."""
+    """Of an FP8 cache: asks the ingest for a version's scales, and measures them with its lease."""
 
     def __init__(
         self,
         replica_id: str,
         engine: MeasuringEngine,
-        ingest: Any,
+        ingest: IngestCalls,
         batch: CalibrationBatch,
         choice: KVCacheChoice | None,
         retry_s: float,
     ) -> None:
-        """``ingest``: handle of its deployment. ``choice``: that FP8 does; None: this replica is to find out."""
+        """``choice``: that FP8 is accurate enough; None: this replica is to find out."""
         self._replica_id, self._engine, self._ingest = replica_id, engine, ingest
         self._batch, self._choice, self._retry_s = batch, choice, retry_s
-        self._turn: CalibrationLease | None = None
+        self._lease: CalibrationLease | None = None
         self._digest = ""
         self.status = KVCacheStatus(choice=choice) if choice is not None else None
         self.error: str | None = None
 
     async def scales_for(self, manifest: Manifest) -> dict[str, float] | None:
         """Scales to load a version with that are not in its manifest. Raises NotReady while another measures them."""
-        self._turn = None
+        self._lease = None
         if not manifest.awaits_kv_scales:
             return None
         self._digest = await asyncio.to_thread(lambda: manifest.digest)  # of 40 000 tensors, it takes a while
-        self._turn = await ask(self._ingest, "kv_turn", manifest.version, self._replica_id, self._digest)
-        return self._turn.scales
+        answer = await self._ingest.kv_calibration_lease(manifest.version, self._replica_id, self._digest)
+        self._lease = answer if isinstance(answer, CalibrationLease) else None
+        return answer.scales
 
     async def loaded(self, manifest: Manifest) -> None:
-        """Measure a version that was just loaded, if it is this replica's turn or nobody knows yet whether FP8 does.
+        """Measure a version that was just loaded, if this replica has the lease, or FP8's accuracy is not known yet.
 
         Raises KVCacheUnfit; NotFound if the version was removed meanwhile; EngineFailed.
         """
-        measures = self._turn is not None and self._turn.measures
-        if not measures and self._choice is not None:
+        lease = self._lease
+        if lease is None and self._choice is not None:
             return
         started, sequences = time.perf_counter(), self._batch.sequences()
         try:
             ranks = await self._engine.measure_kv(sequences)
         except EngineFailed as error:
-            if measures:
+            if lease is not None:
                 raise EngineFailed(f"{error.message}; kv_cache.scales_policy: reuse needs no measurement") from error
             self._choice = await self._choose(_unmeasured(error.message))
             self.status = KVCacheStatus(choice=self._choice)
             return
         errors = worst_errors(ranks)
-        if self._turn is not None and measures:
-            errors = await self._settled(manifest.version, self._turn, sequences, ranks, errors)
+        if lease is not None:
+            errors = await self._publish(lease, sequences, ranks, errors)
         if self._choice is None:
-            self._choice = await self._judged(manifest.version, sequences, ranks)
+            self._choice = await self._judge(manifest.version, sequences, ranks)
         self._show(manifest.version, errors, time.perf_counter() - started)
 
-    async def _settled(
+    async def _publish(
         self,
-        version: int,
-        turn: CalibrationLease,
+        lease: CalibrationLease,
         sequences: list[list[int]],
         ranks: Ranks,
         errors: dict[str, LayerError],
     ) -> dict[str, LayerError]:
         """Publish what was measured and take the scales that hold for all; returns the errors with these."""
-        settled = await self._publish(version, ranks)
-        if settled.scales == turn.scales:
+        result = await self._result(lease.version, ranks)
+        if result.scales == lease.scales:
             return errors
-        await self._engine.set_kv_scales(settled.scales)
-        if not unfit_layers(errors) and saturates_nothing(ranks, settled.scales):
+        await self._engine.set_kv_scales(result.scales)
+        if not unfit_layers(errors) and saturates_nothing(ranks, result.scales):
             nothing = {"k_saturated": 0.0, "v_saturated": 0.0}  # and FP8 rounds alike whatever the scale
             return {layer: error.model_copy(update=nothing) for layer, error in errors.items()}
         return worst_errors(await self._engine.measure_kv(sequences))
 
-    async def _publish(self, version: int, ranks: Ranks) -> KVScaleResult:
+    async def _result(self, version: int, ranks: Ranks) -> KVScaleResult:
+        """What the ingest makes of a measurement; waits for an ingest that is away, or has no room."""
         while True:
             try:
-                settled: KVScaleResult = await ask(
-                    self._ingest, "kv_settle", version, self._replica_id, ranks, self._digest
-                )
+                result = await self._ingest.publish_kv_scales(version, self._replica_id, ranks, self._digest)
             except (NotReady, InsufficientStorage) as error:  # closed until then: nobody else knows these scales
                 self.error = f"the KV scales of version {version} are measured and wait: {error}"
                 logger.warning(self.error)
@@ -156,10 +155,10 @@ class KVCalibrator:
             except RolloutServiceError as error:
                 raise EngineFailed(f"version {version} has no KV scales: {error}") from error
             self.error = None
-            return settled
+            return result
 
-    async def _judged(self, version: int, sequences: list[list[int]], ranks: Ranks) -> KVCacheChoice:
-        """Whether the best scales that there are make FP8 bearable. Raises KVCacheUnfit."""
+    async def _judge(self, version: int, sequences: list[list[int]], ranks: Ranks) -> KVCacheChoice:
+        """Whether FP8 is accurate enough with the best scales that there are. Raises KVCacheUnfit."""
         judged_by = f"{self._replica_id}, version {version}"
         try:
             best = named_scales(layer_scales(largest_of_ranks([rank.amax for rank in ranks]), ScaledFrom()))
@@ -168,7 +167,7 @@ class KVCalibrator:
         errors = worst_errors(await self._engine.measure_kv(sequences, best))
         if unfit := unfit_layers(errors):
             raise KVCacheUnfit(why_unfit(unfit, len(errors)), {"layers": unfit, "judged_by": judged_by})
-        why = f"all {len(errors)} layers bear it, measured on {self._batch.origin}"
+        why = f"FP8 is accurate enough for all {len(errors)} layers, measured on {self._batch.origin}"
         choice = KVCacheChoice(dtype="fp8_e4m3", why=why, judged_by=judged_by)
         return await self._choose(choice)
 
@@ -179,7 +178,7 @@ class KVCalibrator:
         """
         while True:
             try:
-                held: KVCacheChoice = await ask(self._ingest, "choose_kv_cache", choice)
+                held = await self._ingest.choose_kv_cache(choice)
             except (NotReady, InsufficientStorage) as error:
                 self.error = f"which dtype the KV cache has is not noted yet: {error}"
                 logger.warning(self.error)
@@ -203,11 +202,40 @@ class KVCalibrator:
         )
 
 
+def starting_choice(dtype: str, model: ServedModel, known: KVCacheChoice | None) -> KVCacheChoice | None:
+    """The dtype that a replica starts with; None: FP8, and the replica measures whether that is accurate enough.
+
+    Args:
+        dtype: ``kv_cache.dtype``.
+        known: what an earlier replica found. BF16, found for ``auto``, does not hold where FP8 is asked for by name.
+    """
+    if dtype == "bfloat16":
+        return KVCacheChoice(dtype="bfloat16", why="kv_cache.dtype says so")
+    if not model.attention:
+        why = "latent attention keeps neither keys nor values, and what FP8 costs it is not measured"
+        return KVCacheChoice(dtype="bfloat16" if dtype == "auto" else "fp8_e4m3", why=why)
+    return None if known is not None and known.dtype != "fp8_e4m3" and dtype != "auto" else known
+
+
+async def choose_bf16(ingest: IngestCalls, unfit: KVCacheUnfit) -> KVCacheChoice:
+    """BF16, noted for all replicas of this log, or what another one has noted before. Raises NotReady."""
+    logger.warning("the KV cache is kept in BF16: %s", unfit.message)
+    choice = KVCacheChoice(dtype="bfloat16", why=unfit.message, judged_by=unfit.detail["judged_by"])
+    return await ingest.choose_kv_cache(choice)
+
+
+def with_kv_cache(config: ServiceConfig, choice: KVCacheChoice) -> ServiceConfig:
+    """The configuration of an engine with the chosen cache."""
+    policy = config.kv_cache.scales_policy if choice.dtype == "fp8_e4m3" else "unit"
+    kv_cache = config.kv_cache.model_copy(update={"dtype": choice.dtype, "scales_policy": policy})
+    return config.model_copy(update={"kv_cache": kv_cache})
+
+
 def _number(share: float) -> float | None:
     return None if math.isnan(share) else share  # JSON has no NaN
 
 
 def _unmeasured(reason: str) -> KVCacheChoice:
-    """FP8 was asked for, and whether it does is not known: say so, to the whole fleet."""
-    logger.error("whether FP8 does for keys and values is not known: %s", reason)
+    """FP8 was asked for, and its accuracy is not known: say so, to the whole fleet."""
+    logger.error("whether FP8 is accurate enough for keys and values is not known: %s", reason)
     return KVCacheChoice(dtype="fp8_e4m3", why=f"not measured: {reason}")

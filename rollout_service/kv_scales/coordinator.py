@@ -1,73 +1,276 @@
-"""The ingest's part of calibrating KV scales: which replica measures a version, and the scales that all load."""
+"""The ingest's side of KV scales: which ones a version has, who measures them, and what the KV cache is kept in.
+
+    <root>/<version>/kv_scales.json    what was measured of a version: JSON and its xxh3-128, beside the manifest
+    <root>/kv_scales.json              the same of the version that was published last: its own may be dropped
+    <root>/KV_CACHE                    whether the cache is kept in FP8 or in BF16, once that was measured
+
+What a replica loads is decided when a version is committed, and stands in its manifest as ``kv_scales_from``:
+
+    trainer      the scales that came with the version
+    reuse        those of the version before
+    unit         1 everywhere
+    calibrate    what one replica measures before it serves the version: see ``CalibrationState``
+"""
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import InsufficientStorage, NotFound, NotReady
-from rollout_service.fleet.registry import FleetTable
-from rollout_service.kv_scales.calibration import CalibrationLease, KVCalibration
-from rollout_service.kv_scales.measurement import KVMeasurement
-from rollout_service.kv_scales.policy import KVScalesRule
-from rollout_service.kv_scales.result import KVScaleResult
+from rollout_service.config.engine import KVCalibrationConfig
+from rollout_service.errors import InsufficientStorage, InvalidManifest, InvalidRequest, LogCorrupt, NotFound, NotReady
+from rollout_service.kv_scales.scales import TENSORS, ScaledFrom, largest_of_ranks, layer_scales, named_scales
+from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import KVCacheChoice
-from rollout_service.store.durable_io import DISK_FULL
+from rollout_service.protocol.kv_scales import CalibrationLease, KVMeasurement, KVScaleResult
+from rollout_service.store.durable_io import DISK_FULL, read_sealed, write_sealed
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
 from rollout_service.tasks import Changes, ShieldedTasks, Turns
 
 logger = logging.getLogger(__name__)
 
+KV_SCALES_FILE = "kv_scales.json"
+_FIELDS = TypeAdapter(dict[str, Any])
+_OF_BEFORE = ("how", "drift", "saturated")
+"""Fields of files that were written when scales could be kept although new ones had been measured (``max_drift``).
+``scales`` and ``largest`` meant what they mean now, whatever ``how`` said, so that these are passed over."""
+_SMALLEST_NORMAL = 2.0**-126
+_LARGEST = (2 - 2**-7) * 2.0**127 / 448
+"""The largest code stands for the largest BF16 number: with a larger scale it would overflow."""
 
-class KVScaleCoordinator:
-    """Elects the replica that calibrates, publishes its scales, and keeps the choice of the cache's dtype."""
+
+class CalibrationState(Enum):
+    """Where the scales of a version stand that is calibrated.
+
+    AWAITING ── a replica that loads it asks ──► LEASED ── its holder publishes ──► PUBLISHED or FAILED
+        ◄── the holder ends, fails, or goes on to another version ──
+    """
+
+    AWAITING = "nobody has measured it: the first replica that asks is given the lease"
+    LEASED = "its holder loads it with the scales of the version before and measures; the others wait"
+    PUBLISHED = "every replica loads what was measured"
+    FAILED = "the measurement gave no scales: every replica loads those of the version before"
+
+
+class VersionScales:
+    """Which scales each version has. The log is the truth; leases and the newest scales are in memory."""
 
     def __init__(
-        self, config: ServiceConfig, log: WeightLog, rule: KVScalesRule, fleet: FleetTable, changes: Changes
+        self, config: ServiceConfig, model: ServedModel, log: WeightLog, is_loading: Callable[[str, int], bool]
     ) -> None:
-        self._log, self._rule, self._changes = log, rule, changes
+        """``is_loading``: whether a replica is live and on its way to a version.
+
+        Raises ValueError for the policy ``calibrate`` where nothing could use scales.
+        """
+        self._config, self._model, self._log, self._is_loading = config.kv_cache, model, log, is_loading
+        self._no_use = _no_use(config, model)
+        if self._config.scales_policy == "calibrate" and self._no_use:
+            raise ValueError(f"kv_cache.scales_policy is calibrate, but {self._no_use}")
+        self._leases: dict[int, str] = {}
+        """Version → the replica that measures it."""
+        self._last: KVScaleResult | None = None
+        """What was published last, since this process started or for the version that was the newest then."""
+        self._newest_version = -1
+        self.newest: dict[str, float] | None = None
+        """Of the newest version whose scales are known; None: 1 everywhere."""
+        self.largest: dict[str, tuple[float, float, float]] = {}
+        """What was measured last: layer → the largest |q|, |k| and |v|."""
+        self.drift: float | None = None
+        """The largest factor, less 1, between one of ``newest`` and the same one before; None: there was none."""
+
+    # --- when a version comes
+
+    def check(self, scales: Mapping[str, float] | None) -> None:
+        """Raise InvalidManifest, with every name, unless there are scales for q, k and v of exactly the model's layers.
+
+        A scale is a positive, normal number of fp32, and 448 times as much is finite in BF16. None: nothing came,
+        which is right.
+        """
+        if scales is None:
+            return
+        if self._no_use:
+            raise InvalidManifest(f"the version brings {len(scales)} KV scales, but {self._no_use}")
+        expected = {f"{layer}.{x}_scale" for layer in self._model.attention for x in TENSORS}
+        wrong = {
+            "missing": sorted(expected - scales.keys()),
+            "unknown": sorted(scales.keys() - expected),
+            "unusable": [f"{name} is {value:g}" for name, value in scales.items() if not _is_scale(value)],
+        }
+        wrong = {what: names for what, names in wrong.items() if names}
+        if wrong:
+            summary = "; ".join(f"{len(names)} {what}: {', '.join(names[:4])}" for what, names in wrong.items())
+            raise InvalidManifest(
+                f"the KV scales do not fit the served model {self._model.path.name}, where q, k and v of "
+                f"{len(self._model.attention)} attention layers have a positive fp32 number each: {summary}",
+                wrong,
+            )
+
+    def added_to(self, manifest: Manifest, scales: dict[str, float] | None) -> Manifest:
+        """The manifest with the scales that came with the version, or with what ``scales_policy`` says."""
+        policy = self._config.scales_policy
+        if scales is not None:
+            return manifest.model_copy(update={"kv_scales": scales, "kv_scales_from": "trainer"})
+        if policy == "calibrate" and not self._fell_back():
+            return manifest.model_copy(update={"kv_scales_from": "calibrate"})
+        if policy != "unit" and self.newest is not None and not self._no_use:
+            return manifest.model_copy(update={"kv_scales": self.newest, "kv_scales_from": "reuse"})
+        return manifest
+
+    def committed(self, manifest: Manifest) -> None:
+        """A version is the newest now."""
+        if not manifest.awaits_kv_scales:
+            self._take(manifest.version, manifest.kv_scales)
+
+    def restore(self, newest: Manifest) -> None:
+        """Take up what the log has, for an ingest that starts. Raises LogCorrupt."""
+        self._log.kv_cache()  # one that is damaged ends the start here, and no commit later
+        last = read_result(self._log.root)
+        if not newest.awaits_kv_scales:
+            self._newest_version, self.newest = newest.version, newest.kv_scales
+        else:
+            self._last = read_result(self._log.folder(newest.version))
+            last = self._last or last  # a crash between the two writes leaves that of the log behind
+            if last is not None:
+                self._newest_version, self.newest = last.version, last.scales
+        self.largest = {} if last is None else last.largest
+
+    def _fell_back(self) -> bool:
+        """Whether ``kv_cache.dtype: auto`` has come to BF16, so that nothing is measured."""
+        choice = self._log.kv_cache()
+        return self._config.dtype == "auto" and choice is not None and choice.dtype == "bfloat16"
+
+    def _take(self, version: int, scales: dict[str, float] | None) -> None:
+        """Newer versions may be known already: one that was committed long ago is published now."""
+        if version >= self._newest_version:
+            self._newest_version, before, self.newest = version, self.newest, scales
+            self.drift = drift(before, scales)
+
+    # --- what is measured
+
+    def state(self, version: int) -> CalibrationState:
+        """Where the scales of a version stand that is calibrated. Raises LogCorrupt."""
+        if (result := self.published(version)) is not None:
+            return CalibrationState.PUBLISHED if result.error is None else CalibrationState.FAILED
+        holder = self._leases.get(version)
+        if holder is not None and self._is_loading(holder, version):
+            return CalibrationState.LEASED
+        return CalibrationState.AWAITING
+
+    def lease(self, version: int, replica_id: str) -> CalibrationLease | KVScaleResult | None:
+        """What a replica that loads a version is answered; None: another one has the lease. Raises LogCorrupt."""
+        match self.state(version):
+            case CalibrationState.PUBLISHED | CalibrationState.FAILED:
+                return self.published(version)
+            case CalibrationState.LEASED if self._leases[version] != replica_id:
+                return None
+        self._leases[version] = replica_id
+        return CalibrationLease(version=version, replica_id=replica_id, scales=self.newest)
+
+    def publish(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> KVScaleResult:
+        """Make and keep the scales of a version. Measured twice, the first holds. Raises NotFound, OSError, LogCorrupt.
+
+        ``ranks``: what each rank saw.
+        """
+        if (known := self.published(version)) is not None:
+            return known
+        folder = self._log.folder(version)
+        if not folder.is_dir():
+            raise NotFound(f"version {version} is not in the log any more: look for a newer one")
+        result = self._result(version, replica_id, ranks)
+        write_result(folder, result)
+        self._last = result
+        self._leases.pop(version, None)
+        self.largest = result.largest
+        self._take(version, result.scales)
+        write_result(self._log.root, result)  # its version may be dropped before the next one is measured
+        return result
+
+    def published(self, version: int) -> KVScaleResult | None:
+        """The scales of a version that was measured; None: not yet. Raises LogCorrupt."""
+        last = self._last  # another thread may publish meanwhile
+        return last if last is not None and last.version == version else read_result(self._log.folder(version))
+
+    def with_published(self, manifest: Manifest) -> Manifest:
+        """A committed version with the scales that it awaited, if they are published. Raises LogCorrupt."""
+        result = self.published(manifest.version) if manifest.awaits_kv_scales else None
+        if result is None:
+            return manifest
+        came_from = "unit" if result.scales is None else "calibrate"
+        return manifest.model_copy(update={"kv_scales": result.scales, "kv_scales_from": came_from})
+
+    def _result(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> KVScaleResult:
+        before = KVScaleResult(
+            version=version,
+            scales=self.newest,
+            replica_id=replica_id,
+            tokens=ranks[0].tokens,
+            largest=self.largest,
+        )
+        config = self._config.calibration
+        try:
+            largest = self._largest([rank.amax for rank in ranks], config)
+            how = ScaledFrom(percentile=config.percentile, margin=config.margin, power_of_two=config.power_of_two)
+            scales = named_scales(layer_scales(largest, how))
+            self.check(scales)
+        except InvalidRequest as error:
+            return before.model_copy(update={"error": error.message})
+        return before.model_copy(update={"scales": scales, "largest": largest})
+
+    def _largest(
+        self, ranks: Sequence[dict[str, tuple[tuple[float, float, float], ...]]], config: KVCalibrationConfig
+    ) -> dict[str, tuple[float, float, float]]:
+        """Of each layer, with ``progressive`` those of versions before among them. Raises InvalidRequest."""
+        before = self.largest if config.progressive else {}
+        found: dict[str, tuple[float, float, float]] = {}
+        for layer, amax in largest_of_ranks(ranks, config.percentile).items():
+            q, k, v = map(max, amax.tolist(), before.get(layer, (0.0, 0.0, 0.0)))
+            found[layer] = (q, k, v)
+        return found
+
+
+class KVScaleCoordinator:
+    """What replicas ask the ingest: the lease to measure a version, its scales, and the dtype of the KV cache."""
+
+    def __init__(self, config: ServiceConfig, log: WeightLog, scales: VersionScales, changes: Changes) -> None:
+        self._log, self._scales, self._changes = log, scales, changes
         self._falls_back = config.kv_cache.dtype == "auto"
         self._poll_s = config.weights.poll_s
-        self._calibration = KVCalibration(config.kv_cache.calibration, log, rule, fleet.is_loading)
-        self._settling, self._choosing = Turns(), Turns()
-        self._unabandoned = ShieldedTasks()
+        self._publishing, self._choosing = Turns(), Turns()
+        # scales that are half kept are finished if the replica that sent them goes away
+        self._shielded = ShieldedTasks()
 
-    def remember(self, version: int) -> None:
-        """Take up what the log has of a committed version. Raises LogCorrupt."""
-        self._calibration.remember(version)
-        self._note(self._log.kv_cache())
-
-    def with_scales(self, manifest: Manifest) -> Manifest:
-        """A committed version with the scales that it awaited, if they are known. Raises LogCorrupt."""
-        settled = self._calibration.settled(manifest.version) if manifest.awaits_kv_scales else None
-        if settled is None:
-            return manifest
-        came_from = "unit" if settled.scales is None else "calibrate"
-        return manifest.model_copy(update={"kv_scales": settled.scales, "kv_scales_from": came_from})
-
-    async def turn(self, version: int, replica_id: str, digest: str | None = None) -> CalibrationLease:
-        """What a replica is to do about the scales of a version that awaits them; waits while another measures.
+    async def request_lease(
+        self, version: int, replica_id: str, digest: str | None = None
+    ) -> CalibrationLease | KVScaleResult:
+        """The published scales of a version that awaits them, or the lease to measure them; waits for its holder.
 
         ``digest``: of the manifest that the replica has; None: not compared. Raises NotReady after ``poll_s`` or for
         another version of that number, NotFound, or LogCorrupt.
         """
         await self._require_same(version, digest)
-        turns: list[CalibrationLease] = []
+        answer: CalibrationLease | KVScaleResult | None = None
 
-        def given() -> bool:
-            turn = self._calibration.turn(version, replica_id)
-            turns.extend([] if turn is None else [turn])
-            return bool(turns)
+        def answered() -> bool:
+            nonlocal answer
+            answer = self._scales.lease(version, replica_id)
+            return answer is not None
 
-        if not await self._changes.wait(given, self._poll_s):
+        await self._changes.wait(answered, self._poll_s)
+        if answer is None:
             raise NotReady(f"another replica still measures the KV scales of version {version}")
-        return turns[-1]
+        return answer
 
-    async def settle(
+    async def publish_result(
         self, version: int, replica_id: str, ranks: Sequence[KVMeasurement], digest: str | None = None
     ) -> KVScaleResult:
-        """Take in what a replica measured; returns what the version has from now on.
+        """Make scales of what a replica measured; returns those that the version has from now on.
 
         Raises NotFound, LogCorrupt, or InsufficientStorage where the disk does not take it: send it again.
         """
@@ -75,15 +278,15 @@ class KVScaleCoordinator:
             await self._require_same(version, digest)
         except NotReady as error:  # what was measured is of no use, and never will be
             raise NotFound(error.message) from error
-        settled = await self._unabandoned.run(self._settle(version, replica_id, ranks))
+        result = await self._shielded.run(self._publish(version, replica_id, ranks))
         await self._changes.notify()
-        return settled
+        return result
 
-    def choice(self) -> KVCacheChoice | None:
+    def kv_cache_choice(self) -> KVCacheChoice | None:
         """What a replica chose for the KV cache; None: it has not been measured yet. Raises LogCorrupt."""
         return self._log.kv_cache()
 
-    async def choose(self, choice: KVCacheChoice) -> KVCacheChoice:
+    async def choose_kv_cache(self, choice: KVCacheChoice) -> KVCacheChoice:
         """Keep a replica's choice, durably, unless there is one already; returns the one that holds for all.
 
         A BF16 cache that was chosen for ``kv_cache.dtype: auto`` does not hold where FP8 is asked for by name. Raises
@@ -100,12 +303,11 @@ class KVScaleCoordinator:
                 raise InsufficientStorage(
                     f"the choice of the KV cache's dtype cannot be kept in {self._log.root}: {error}"
                 ) from error
-            self._note(choice)
             return choice
 
     async def close(self) -> None:
         """Write nothing any more; what is being written is finished."""
-        await self._settling.close()
+        await self._publishing.close()
         await self._choosing.close()
 
     async def _require_same(self, version: int, digest: str | None) -> None:
@@ -120,20 +322,60 @@ class KVScaleCoordinator:
         if known != digest:
             raise NotReady(f"version {version} is {known} in the ingest's log, and not {digest}: look again")
 
-    def _note(self, choice: KVCacheChoice | None) -> None:
-        self._rule.fp8 = not (self._falls_back and choice is not None and choice.dtype == "bfloat16")
-
-    async def _settle(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> KVScaleResult:
-        async with self._settling:
+    async def _publish(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> KVScaleResult:
+        async with self._publishing:
             try:
-                settled = await asyncio.to_thread(self._calibration.settle, version, replica_id, ranks)
+                result = await asyncio.to_thread(self._scales.publish, version, replica_id, ranks)
             except OSError as error:  # the replica waits, whichever it is
                 instead = "make room there" if error.errno in DISK_FULL else "it is tried again until the disk takes it"
                 raise InsufficientStorage(
                     f"the KV scales of version {version} cannot be kept in {self._log.root}: {error}: {instead}"
                 ) from error
-        if settled.error is not None:
-            logger.error("version %d keeps the KV scales of before: %s", version, settled.error)
+        if result.error is not None:
+            logger.error("version %d keeps the KV scales of before: %s", version, result.error)
         else:
-            logger.info("version %d: KV scales measured on %d tokens", version, settled.tokens)
-        return settled
+            logger.info("version %d: KV scales measured on %d tokens", version, result.tokens)
+        return result
+
+
+def write_result(folder: Path, result: KVScaleResult) -> None:
+    """Put it beside the manifest, durably and at once. Raises OSError."""
+    write_sealed(folder / KV_SCALES_FILE, result.model_dump_json())
+
+
+def read_result(folder: Path) -> KVScaleResult | None:
+    """What is beside the manifest in ``folder``; None if nothing is yet. Raises LogCorrupt for a damaged file."""
+    text = read_sealed(folder / KV_SCALES_FILE)
+    if text is None:
+        return None
+    try:
+        fields = _FIELDS.validate_json(text)
+        return KVScaleResult.model_validate({name: value for name, value in fields.items() if name not in _OF_BEFORE})
+    except ValidationError as error:
+        raise LogCorrupt(f"{folder / KV_SCALES_FILE} does not parse: {error}") from error
+
+
+def drift(before: Mapping[str, float] | None, now: Mapping[str, float] | None) -> float | None:
+    """The largest factor, less 1, between a scale and the one of the same name before; None: there was none."""
+    if before is None or now is None:
+        return None
+    return max((max(now[name] / before[name], before[name] / now[name]) - 1 for name in now), default=None)
+
+
+def _no_use(config: ServiceConfig, model: ServedModel) -> str | None:
+    """Why this service can do nothing with KV scales; None: it can."""
+    if config.kv_cache.dtype == "bfloat16":
+        return "kv_cache.dtype is bfloat16, and a BF16 cache has none: leave kv_scales out"
+    if not model.attention:
+        return f"{model.path.name} has no attention layers that take them: leave kv_scales out"
+    if config.quant.weights == "none" and config.scaling.num_gpus > 0:
+        return "vLLM on a GPU loads them beside FP8 weights only, and quant.weights is none: leave kv_scales out"
+    return None
+
+
+def _is_scale(value: float) -> bool:
+    try:
+        (as_stored,) = struct.unpack("f", struct.pack("f", value))
+    except OverflowError:  # finite, and too large for fp32
+        return False
+    return bool(_SMALLEST_NORMAL <= as_stored <= _LARGEST)

@@ -1,36 +1,20 @@
 """What an FP8 KV cache with one scale per tensor would cost a layer, and whether that is too much."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from pydantic import Field
 
 from rollout_service.errors import InvalidRequest
-from rollout_service.kv_scales.scales import FP8_MAX, LayerScales
+from rollout_service.kv_scales.scales import FP8_MAX, TENSORS, LayerScales
 from rollout_service.protocol.base import Frozen
-
-
-class LayerError(Frozen):
-    """The cost of FP8 k and v in one layer. Of k: ``k``; of v: ``v``."""
-
-    k_saturated: float
-    """Share of elements with |x| / scale above 448, which are clamped."""
-    v_saturated: float
-    k_relative: float
-    """‖x̂ − x‖ / ‖x‖, Frobenius; rounding alone makes about 0.026."""
-    v_relative: float
-    k_channel_relative: float
-    """Mean over channels (head, dimension) of the relative error of each: near 1 where most channels are lost beside
-    a few huge ones, which the Frobenius norm does not show."""
-    v_channel_relative: float
-    logit_rms: float
-    """Root mean square, over pairs of positions of a sequence, of the error of q·k·scaling, in nats; what all keys
-    share for a query does not count, since the softmax does not see it."""
+from rollout_service.protocol.kv_scales import KVMeasurement, LayerError
 
 
 class ErrorLimits(Frozen):
-    """Beyond any of these, a layer's FP8 k and v are called unfit."""
+    """Beyond any of these, FP8 is not accurate enough for a layer's k and v: the layer is unfit."""
 
     saturated: float = Field(default=1e-3, ge=0, le=1)
     """Share of elements of k or of v."""
@@ -53,26 +37,15 @@ def masked_amax(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return torch.where(counts, of_position, 0).amax()
 
 
-def saturated_share(x: torch.Tensor, scale: float) -> float:
-    """Share of elements of x (any shape) with |x| / scale above 448."""
-    return float((x.float().abs() / scale > FP8_MAX).double().mean())
-
-
-def relative_error(x: torch.Tensor, scale: float) -> float:
-    """‖x̂ − x‖ / ‖x‖ (Frobenius) of x (any shape, not all zero) after FP8."""
-    error = fp8_round_trip(x, scale) - x.float()
-    return float(error.double().norm() / x.double().norm())
-
-
 def unfit_layers(errors: Mapping[str, LayerError], limits: ErrorLimits | None = None) -> dict[str, str]:
-    """Layer → why FP8 k and v cannot serve it, in words; empty if all can."""
+    """Layer → why FP8 is not accurate enough for its k and v, in words; empty if it is for all."""
     limits = limits or ErrorLimits()
     found = {layer: _reasons(error, limits) for layer, error in errors.items()}
     return {layer: "; ".join(reasons) for layer, reasons in found.items() if reasons}
 
 
 def require_fit(errors: Mapping[str, LayerError], limits: ErrorLimits | None = None) -> None:
-    """Raise InvalidRequest that names the layers whose keys or values no scale of this kind can save."""
+    """Raise InvalidRequest with the names of the layers for whose keys or values FP8 is not accurate enough."""
     if unfit := unfit_layers(errors, limits):
         raise InvalidRequest(f"{why_unfit(unfit, len(errors))}. Keep the KV cache in BF16", {"layers": unfit})
 
@@ -81,7 +54,23 @@ def why_unfit(unfit: Mapping[str, str], num_layers: int) -> str:
     """``unfit_layers`` in words, the first five by name."""
     first = "; ".join(f"{layer}: {why}" for layer, why in list(unfit.items())[:5])
     more = f", and {len(unfit) - 5} more" if len(unfit) > 5 else ""
-    return f"{len(unfit)} of {num_layers} layers do not bear an FP8 KV cache: {first}{more}"
+    return f"FP8 is not accurate enough for the keys and values of {len(unfit)} of {num_layers} layers: {first}{more}"
+
+
+def worst_errors(ranks: Sequence[KVMeasurement]) -> dict[str, LayerError]:
+    """Layer → each error of the rank where it is largest; NaN if it is NaN for any."""
+    return {layer: _worst([rank.errors[layer] for rank in ranks]) for layer in ranks[0].errors}
+
+
+def saturates_nothing(ranks: Sequence[KVMeasurement], scales: Mapping[str, float] | None) -> bool:
+    """Whether all k and v that were seen are within 448 · scale; ``scales`` by ``<layer>.{k,v}_scale``, None: 1."""
+    return all(
+        amax[TENSORS.index(x)] <= FP8_MAX * (1.0 if scales is None else scales[f"{layer}.{x}_scale"])
+        for rank in ranks
+        for layer, passes in rank.amax.items()
+        for amax in passes
+        for x in ("k", "v")
+    )
 
 
 def _reasons(error: LayerError, limits: ErrorLimits) -> list[str]:
@@ -99,6 +88,11 @@ def _reasons(error: LayerError, limits: ErrorLimits) -> list[str]:
         if not value <= limit:
             reasons.append(f"{measured} {value:.3g} is above {limit:g}")
     return reasons
+
+
+def _worst(errors: Sequence[LayerError]) -> LayerError:
+    found = {name: float(np.max([getattr(error, name) for error in errors])) for name in LayerError.model_fields}
+    return LayerError(**found)
 
 
 class ErrorSums:

@@ -16,8 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout_service.errors import InvalidRequest
-from rollout_service.kv_scales.fp8_error import ErrorSums, LayerError, masked_amax
+from rollout_service.kv_scales.fp8_error import ErrorSums, masked_amax
 from rollout_service.kv_scales.scales import Amax, KVScales, ScaledFrom, scales_from_amax
+from rollout_service.protocol.kv_scales import LayerError
 from rollout_service.transformers_internals import attention_kernel, eager_attention, registered_attention
 
 _observing = Lock()

@@ -42,7 +42,7 @@ class KVCacheStatus(Frozen):
     measured_s: float | None = None
     """How long that took, in which the replica was closed."""
     unfit: dict[str, str] = Field(default_factory=dict)
-    """Layer → why FP8 cannot serve its k and v, as last measured."""
+    """Layer → why FP8 is not accurate enough for its k and v, as last measured."""
 
 
 class ReplicaStatus(Frozen):

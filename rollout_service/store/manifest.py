@@ -104,9 +104,9 @@ class Manifest(Frozen):
     kv_scales: dict[str, float] | None = None
     """Scales of the FP8 KV cache, by ``<attention layer>.{q,k,v}_scale``; None: 1 everywhere, or they come later."""
     kv_scales_from: KVScalesFrom = "unit"
-    """Where they come from. ``trainer``: with the version. ``calibrate``: measured by the first replica that loads it,
-    and kept beside the manifest (kv_scales/result.py). ``reuse``: it came without, and these are those of the version
-    before. ``unit``: it came without, and has none."""
+    """Where they come from, see kv_scales/coordinator.py. ``trainer``: with the version. ``calibrate``: measured by the
+    first replica that loads it, and kept beside the manifest. ``reuse``: it came without, and these are those of the
+    version before. ``unit``: it came without, and has none."""
     delta_of: int | None = None
     """The version this one is a delta of; None: complete by itself."""
 

@@ -12,11 +12,11 @@ class VersionSummary(NamedTuple):
 
     digest: str
     log_digest: str
-    """What LATEST said of it: without the KV scales that were settled since. Replicas name it by this."""
+    """What LATEST said of it: without the KV scales that were published since. Replicas name it by this."""
     total_bytes: int
     kv_scales_from: KVScalesFrom
     kv_scales: dict[str, float] | None
-    """As in the manifest, or as they were settled since."""
+    """As in the manifest, or as they were published since."""
 
     @classmethod
     def of(cls, manifest: Manifest, digest: str, log_digest: str) -> "VersionSummary":

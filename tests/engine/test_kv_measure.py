@@ -11,8 +11,7 @@ from rollout_service.errors import KVCacheUnfit
 from rollout_service.kv_scales import KVScales, ScaledFrom, scales_from_amax
 from rollout_service.kv_scales.batch import CalibrationBatch
 from rollout_service.kv_scales.calibrator import KVCalibrator
-from rollout_service.kv_scales.fp8_error import unfit_layers
-from rollout_service.kv_scales.measurement import worst_errors
+from rollout_service.kv_scales.fp8_error import unfit_layers, worst_errors
 from rollout_service.kv_scales.observer import observe_qkv
 from rollout_service.store.log import WeightLog
 from tests.support.key_channels import loud_weights, uneven_weights
@@ -67,7 +66,7 @@ async def test_an_engine_measures_what_a_trainer_measures_leaves_no_trace_and_re
         batch = CalibrationBatch(one.config.kv_cache.calibration, vocab_size=128, max_model_len=256)
         calibrator = KVCalibrator("r1", one.engine, None, batch, choice=None, retry_s=1)
         await one.engine.pause("keep")
-        with pytest.raises(KVCacheUnfit, match=r"2 of 2 layers do not bear an FP8 KV cache.*k_channel_relative"):
+        with pytest.raises(KVCacheUnfit, match=r"FP8 is not accurate enough .* 2 of 2 layers.*k_channel_relative"):
             await calibrator.loaded(WeightLog(one.config.weights.root).manifest(2))
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout_service.client import RolloutClient
-from rollout_service.kv_scales.result import read_result
+from rollout_service.kv_scales.coordinator import read_result
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.store.log import WeightLog
 from tests.engine.test_kv_measure import BATCH, CALIBRATED_MEAN, LAYERS
@@ -69,10 +69,10 @@ async def test_every_replica_serves_the_scales_that_one_has_measured(tmp_path: P
             ("fp8_e4m3", 0)
         }
         measured = {r.replica_id: r.kv_cache.measured_version for r in fleet.replicas if r.kv_cache}
-        settled = [read_result(log.folder(version)) for version in (1, 2)]
-        assert all(s is not None and s.error is None and s.scales is not None for s in settled), settled
-        assert settled[1] is not None and measured[settled[1].replica_id] == 2
-        assert all(min(s.scales[f"{layer}.k_scale"] for layer in LAYERS) > 2 for s in settled if s and s.scales)
+        results = [read_result(log.folder(version)) for version in (1, 2)]
+        assert all(s is not None and s.error is None and s.scales is not None for s in results), results
+        assert results[1] is not None and measured[results[1].replica_id] == 2
+        assert all(min(s.scales[f"{layer}.k_scale"] for layer in LAYERS) > 2 for s in results if s and s.scales)
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ async def test_a_model_whose_keys_no_scale_can_save_gets_a_bf16_cache_and_the_fl
     async with own_service(overrides) as (url, _), RolloutClient(url) as client:
         [replica] = (await client.fleet()).replicas
         assert replica.kv_cache is not None and replica.kv_cache.choice.dtype == "bfloat16"
-        assert "2 of 2 layers do not bear an FP8 KV cache" in replica.kv_cache.choice.why
+        assert "FP8 is not accurate enough for the keys and values of 2 of 2 layers" in replica.kv_cache.choice.why
         found = await client.generate_batch([[*row[:20]] for row in BATCH], n=2, max_tokens=24, ignore_eos=True)
         assert mean_difference(model, tmp_path / "log/0", found) < CALIBRATED_MEAN
         await client.push_weights(1, load_file(model / "model.safetensors"))

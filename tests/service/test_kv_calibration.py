@@ -1,7 +1,7 @@
 """The service measures the scales of its FP8 KV cache by itself, once for all replicas."""
 
 from rollout_service.client import RolloutClient
-from rollout_service.kv_scales.result import read_result
+from rollout_service.kv_scales.coordinator import read_result
 from rollout_service.local import LocalService
 from rollout_service.store.log import WeightLog
 from tests.support.models import random_weights
@@ -13,12 +13,12 @@ async def test_one_replica_measures_a_version_for_all(
     weights, log = random_weights(service.config.model.path, seed=1), WeightLog(service.config.weights.root)
     for version in (next_version, next_version + 1):
         await client.push_weights(version, weights)
-        status, settled = await client.weights(version), read_result(log.folder(version))
+        status, result = await client.weights(version), read_result(log.folder(version))
         assert (status.state, status.kv_scales_from) == ("live", "calibrate")
-        assert settled is not None and settled.error is None and settled.scales is not None
+        assert result is not None and result.error is None and result.scales is not None
         assert status.digest != log.manifest(version).digest  # it covers the scales that came later
         caches = {replica.replica_id: replica.kv_cache for replica in status.replicas}
         assert len(caches) == 2 and {cache.choice.dtype for cache in caches.values() if cache} == {"fp8_e4m3"}
         assert [name for name, cache in caches.items() if cache and cache.measured_version == version] == [
-            settled.replica_id
+            result.replica_id
         ]

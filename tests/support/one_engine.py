@@ -16,8 +16,8 @@ from rollout_service.engine.args import engine_args, engine_environment, not_con
 from rollout_service.engine.child_errors import collected_errors
 from rollout_service.engine.plugin import register
 from rollout_service.ingest.ingest import Ingest
-from rollout_service.kv_scales.measurement import KVMeasurement
 from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.kv_scales import KVMeasurement
 from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import Sampling
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource

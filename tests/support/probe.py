@@ -9,7 +9,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from rollout_service.engine.cpu.block_linear import CpuBlockLinearMethod
 from rollout_service.engine.cpu.block_moe import CpuBlockMoEMethod
 from rollout_service.engine.worker import VersionStaging
-from rollout_service.kv_scales.apply import held_scales
+from rollout_service.kv_scales.worker import held_scales
 from rollout_service.model.quant_plan import SCALE_SUFFIX
 
 DECODED = ".decoded"

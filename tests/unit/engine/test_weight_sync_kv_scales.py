@@ -1,4 +1,4 @@
-"""KV scales on a version's way into an engine: fetched before it closes, settled before it serves."""
+"""KV scales on a version's way into an engine: fetched before it closes, measured before it serves."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -29,8 +29,8 @@ class FakeKVScales:
         self.fail_scales: Exception | None = None
         """Raised instead of scales while it is set."""
         self.fail_loaded: dict[int, Exception] = {}
-        """Version → what settling it raises."""
-        self.settling = Gate()
+        """Version → what measuring it raises."""
+        self.measuring = Gate()
         self._engine = engine
 
     async def scales_for(self, manifest: Manifest) -> dict[str, float] | None:
@@ -40,8 +40,8 @@ class FakeKVScales:
         return self.scales
 
     async def loaded(self, manifest: Manifest) -> None:
-        await self.settling.passed()
-        self._engine.calls.append(f"settle {manifest.version}")
+        await self.measuring.passed()
+        self._engine.calls.append(f"measure {manifest.version}")
         if manifest.version in self.fail_loaded:
             raise self.fail_loaded[manifest.version]
         choice = KVCacheChoice(dtype="fp8_e4m3", why="measured")
@@ -89,12 +89,12 @@ def in_order(version: int) -> list[str]:
         f"scales of {version}",
         "pause keep",
         f"load {version} with {SCALES}",
-        f"settle {version}",
+        f"measure {version}",
         "resume",
     ]
 
 
-async def test_a_version_is_loaded_with_its_scales_and_settled_before_the_engine_resumes(
+async def test_a_version_is_loaded_with_its_scales_and_measured_before_the_engine_resumes(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     await push(log, ingest, 1)
@@ -116,24 +116,24 @@ async def test_scales_that_are_in_the_version_are_left_to_the_engine(
     kv_scales.scales = None
     await push(log, ingest, 1)
     await serving(weight_sync, ingest, 1)
-    assert engine.calls == ["scales of 1", "pause keep", "load 1", "settle 1", "resume"]
+    assert engine.calls == ["scales of 1", "pause keep", "load 1", "measure 1", "resume"]
 
 
 async def test_while_it_measures_it_is_closed_and_on_its_way_and_the_old_version_is_what_it_serves(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
 ) -> None:
-    kv_scales.settling.close()
-    kv_scales.settling.reached.clear()
+    kv_scales.measuring.close()
+    kv_scales.measuring.reached.clear()
     await push(log, ingest, 1)
-    await asyncio.wait_for(kv_scales.settling.reached.wait(), LONG_S)
+    await asyncio.wait_for(kv_scales.measuring.reached.wait(), LONG_S)
     await ingest.reported(lambda s: (s.version, s.state, s.target) == (0, "syncing", 1))
     assert engine.paused and not await weight_sync.wait_version(1, timeout_s=0.01)
-    kv_scales.settling.open()
+    kv_scales.measuring.open()
     await serving(weight_sync, ingest, 1)
     assert not engine.paused
 
 
-async def test_in_a_paused_fleet_it_settles_and_stays_paused(
+async def test_in_a_paused_fleet_it_measures_and_stays_paused(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     await ingest.wish(paused=True)
@@ -201,19 +201,19 @@ async def test_a_replica_that_starts_meanwhile_waits_and_is_not_ready(
     assert engine.calls == in_order(0)
 
 
-# --- a version that cannot be settled
+# --- a version that cannot be measured
 
 
 async def test_a_version_that_was_removed_while_it_was_measured_gives_way_to_the_newer_one(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
 ) -> None:
     kv_scales.fail_loaded[1] = NotFound("version 1 is not in the log any more")
-    kv_scales.settling.close()
-    kv_scales.settling.reached.clear()
+    kv_scales.measuring.close()
+    kv_scales.measuring.reached.clear()
     await push(log, ingest, 1)
-    await asyncio.wait_for(kv_scales.settling.reached.wait(), LONG_S)
+    await asyncio.wait_for(kv_scales.measuring.reached.wait(), LONG_S)
     commit(log, 2)
-    kv_scales.settling.open()
+    kv_scales.measuring.open()
     await ingest.wish(version=2)
     await serving(weight_sync, ingest, 2)
     assert engine.calls == in_order(1)[:-1] + in_order(2)
@@ -232,10 +232,10 @@ async def test_an_engine_that_cannot_measure_never_serves_the_version_and_is_rep
     assert engine.calls == in_order(1)[:-1] and engine.paused and weight_sync.version == 0
 
 
-async def test_a_model_that_does_not_bear_fp8_does_not_start(
+async def test_a_model_that_fp8_is_not_accurate_enough_for_does_not_start(
     new: WeightSync, engine: FakeEngine, kv_scales: FakeKVScales
 ) -> None:
-    kv_scales.fail_loaded[0] = KVCacheUnfit("2 of 2 layers do not bear an FP8 KV cache")
-    with pytest.raises(KVCacheUnfit, match="2 of 2 layers"):
+    kv_scales.fail_loaded[0] = KVCacheUnfit("FP8 is not accurate enough for 2 of 2 layers")
+    with pytest.raises(KVCacheUnfit, match="for 2 of 2 layers"):
         await new.start()
     assert "resume" not in engine.calls and new.version is None

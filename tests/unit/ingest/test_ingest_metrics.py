@@ -4,8 +4,7 @@ from pathlib import Path
 
 from rollout_service.config import ServiceConfig
 from rollout_service.ingest.ingest import Ingest
-from rollout_service.kv_scales.fp8_error import LayerError
-from rollout_service.kv_scales.measurement import KVMeasurement
+from rollout_service.protocol.kv_scales import KVMeasurement, LayerError
 from tests.unit.ingest.trainer import Trainer, Weights, config_of, replica
 
 LAYER = "model.layers.0.self_attn"
@@ -55,8 +54,8 @@ async def test_a_version_that_awaits_its_scales_is_told_of_once_they_are_measure
         before, _ = await shown(ingest)
         assert version not in before
         seen = KVMeasurement(amax={LAYER: ((448.0, k_amax, 448.0),)}, errors={LAYER: NO_ERROR}, tokens=64)
-        settled = await ingest.kv.settle(version, "a", [seen])
+        result = await ingest.kv.publish_result(version, "a", [seen])
         after, drift = await shown(ingest)
-        assert settled.scales is not None and after == {**before, version: settled.scales}
+        assert result.scales is not None and after == {**before, version: result.scales}
     assert drift == 3.0
     await ingest.stop()

@@ -4,12 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from rollout_service.config import ServiceConfig
-from rollout_service.kv_scales.calibration import CalibrationLease, KVCalibration
-from rollout_service.kv_scales.fp8_error import LayerError
-from rollout_service.kv_scales.measurement import KVMeasurement
-from rollout_service.kv_scales.policy import KVScalesRule
-from rollout_service.kv_scales.result import KVScaleResult
+from rollout_service.kv_scales.coordinator import VersionScales
 from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.kv_scales import CalibrationLease, KVMeasurement, KVScaleResult, LayerError
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
 from tests.unit.store.versions import stage
@@ -46,33 +43,30 @@ class Calibrating:
         kv_cache = {"scales_policy": "calibrate", "calibration": exact}
         config = ServiceConfig.model_validate({"model": {"path": model}, "kv_cache": kv_cache})
         self.log = WeightLog(root)
-        self.rule = KVScalesRule(config, ServedModel.load(model))
         self.loading: set[tuple[str, int]] = set()
         """Which replica is on its way to which version."""
-        self._calibration = KVCalibration(
-            config.kv_cache.calibration, self.log, self.rule, lambda *replica: replica in self.loading
-        )
+        model_shape = ServedModel.load(model)
+        self.scales = VersionScales(config, model_shape, self.log, lambda *replica: replica in self.loading)
         if (head := self.log.head()) is not None:
-            self.rule.remember(self.log.manifest(head.version))
-            self._calibration.remember(head.version)
+            self.scales.restore(self.log.manifest(head.version))
 
     def commit(self, version: int, scales: dict[str, float] | None = None) -> Manifest:
         """A version that came with ``scales``, or without."""
-        manifest = self.rule.added_to(stage(self.log, version), scales)
+        manifest = self.scales.added_to(stage(self.log, version), scales)
         self.log.commit(manifest, "keep")
-        self.rule.remember(manifest)
+        self.scales.committed(manifest)
         return manifest
 
-    def turn(self, replica_id: str, version: int) -> CalibrationLease | None:
+    def lease(self, replica_id: str, version: int) -> CalibrationLease | KVScaleResult | None:
         """What a replica that is on its way to a version is told."""
         self.loading.add((replica_id, version))
-        return self._calibration.turn(version, replica_id)
+        return self.scales.lease(version, replica_id)
 
-    def settle(self, version: int, *ranks: KVMeasurement, replica_id: str = "a") -> KVScaleResult:
+    def publish(self, version: int, *ranks: KVMeasurement, replica_id: str = "a") -> KVScaleResult:
         """What becomes of a measurement."""
-        return self._calibration.settle(version, replica_id, ranks)
+        return self.scales.publish(version, replica_id, ranks)
 
     def measure(self, version: int, *ranks: KVMeasurement) -> KVScaleResult:
         """Commit a version that comes without scales, and measure it."""
         assert self.commit(version).awaits_kv_scales
-        return self.settle(version, *ranks)
+        return self.publish(version, *ranks)

@@ -111,7 +111,7 @@ def test_keys_and_values_are_those_that_a_cache_gets() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputation_under_gradient_checkpointing_is_not_counted_again(reentrant: bool) -> None:
+def test_gradient_checkpointing_counts_nothing_twice(reentrant: bool) -> None:
     model, ids = small_model("qwen3", "sdpa").train(), tokens(0)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     with observe_qkv(model) as observation:

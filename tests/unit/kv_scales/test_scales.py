@@ -36,7 +36,7 @@ def test_then_it_is_rounded_up_to_a_power_of_two() -> None:
     assert [rounded_up(s) for s in (1.0, 1.0000001, 2.0, 0.24, 0.25, 448.0)] == [1, 2, 2, 0.25, 0.25, 512]
 
 
-def test_codes_of_ordinary_values_are_those_of_unit_scales_when_the_scale_is_a_power_of_two() -> None:
+def test_a_power_of_two_leaves_the_codes_of_ordinary_values() -> None:
     x = torch.randn(4096, generator=torch.Generator().manual_seed(0)).clamp(min=2**-6)
     amax = [[float(x.max())] * 3]
     scale = scales_from_amax([{"l.0": amax}], model="m", tokens=1).layers["l.0"].k
@@ -54,12 +54,12 @@ def test_the_percentile_is_nemo_rls() -> None:
 
 
 @pytest.mark.parametrize(("micro_batches", "taken"), [(1, 1), (500, 500), (501, 501), (502, 501), (1000, 999)])
-def test_of_up_to_501_micro_batches_the_default_takes_the_largest(micro_batches: int, taken: int) -> None:
+def test_of_501_micro_batches_the_default_takes_the_largest(micro_batches: int, taken: int) -> None:
     amax = np.arange(1.0, micro_batches + 1)[:, None]
     assert percentile_over_micro_batches(amax, ScaledFrom().percentile).tolist() == [taken]
 
 
-def test_of_a_thousand_micro_batches_the_default_leaves_the_largest_out() -> None:
+def test_of_a_thousand_the_default_leaves_the_largest_out() -> None:
     amax = {"layers.0": [[1.0, 1.0, 1.0]] * 999 + [[100.0, 1.0, 1.0]]}
     scales = scales_from_amax([amax], model="m", tokens=1, how=ScaledFrom(margin=448))
     assert scales.layers["layers.0"].q == 1
@@ -77,7 +77,7 @@ def test_the_largest_rank_counts_and_ranks_may_hold_other_layers() -> None:
     assert scales.provenance.ranks == 2
 
 
-def test_the_largest_values_are_those_of_any_rank_by_layer_in_the_order_of_depth() -> None:
+def test_the_largest_values_of_any_rank_by_layer_in_order_of_depth() -> None:
     ranks = [{"l.10": [[1.0, 5.0, 1.0], [2.0, 1.0, 1.0]]}, {"l.10": [[1.0, 1.0, 7.0]], "l.2": [[1.0, 1.0, 1.0]]}]
     largest = largest_of_ranks(ranks)
     assert {layer: amax.tolist() for layer, amax in largest.items()} == {"l.2": [1, 1, 1], "l.10": [2, 5, 7]}
@@ -100,7 +100,7 @@ def test_with_a_margin_the_largest_value_never_saturates(amax: list[float], marg
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_one_pass_with_a_number_that_is_none_is_refused_with_its_layer(bad: float) -> None:
+def test_one_pass_with_nan_or_infinity_is_refused_by_layer(bad: float) -> None:
     with pytest.raises(InvalidRequest, match=r"l\.0: .*1 of 2000 micro-batches"):
         scales_from_amax([{"l.0": [[1.0, 1.0, 1.0]] * 1999 + [[1.0, bad, 1.0]]}], model="m", tokens=1)
 
@@ -149,7 +149,7 @@ def test_a_scale_is_positive_and_finite(bad: float) -> None:
         LayerScales(q=1, k=bad, v=1)
 
 
-def test_scales_of_another_model_name_what_is_missing_and_unknown() -> None:
+def test_scales_of_another_model_name_what_does_not_fit() -> None:
     scales = scales_from_amax([ONE], model="m", tokens=3)
     scales.require_layers(["layers.0"])
     with pytest.raises(InvalidRequest, match=r"missing \['layers.1'\], unknown \['layers.0'\]"):

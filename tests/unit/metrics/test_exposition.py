@@ -66,7 +66,7 @@ def replica(name: str, version: int | None, **fields: object) -> ReplicaStatus:
 
 def kv_cache(measured: int | None, k_saturated: float = 0.0, **unfit: str) -> KVCacheStatus:
     """An FP8 cache of a model of one layer."""
-    choice = KVCacheChoice(dtype="fp8_e4m3", why="all 1 layers bear it")
+    choice = KVCacheChoice(dtype="fp8_e4m3", why="FP8 is accurate enough for all 1 layers")
     if measured is None:
         return KVCacheStatus(choice=choice)
     saturated = {LAYER: (k_saturated, 0.0)}
@@ -220,7 +220,7 @@ def test_unfit_layers_are_counted_at_version_0_too() -> None:
 
 
 def test_a_bf16_cache_was_not_measured_and_a_replica_that_starts_has_none() -> None:
-    bf16 = KVCacheStatus(choice=KVCacheChoice(dtype="bfloat16", why="2 of 2 layers do not bear it"))
+    bf16 = KVCacheStatus(choice=KVCacheChoice(dtype="bfloat16", why="not for 2 of 2 layers"))
     found = samples(state(replica("a", 9, kv_cache=bf16), replica("b", None, state="starting")))
     shown = {s.name: s.value for s in found if s.name.startswith("rollout_kv_")}
     assert shown == {"rollout_kv_cache_fp8": 0}

@@ -13,8 +13,6 @@ from rollout_service.config.engine import KVCalibrationConfig
 from rollout_service.errors import InvalidManifest, Overloaded, error_classes
 from rollout_service.kv_scales.batch import CalibrationBatch
 from rollout_service.kv_scales.calibrator import KVCalibrator
-from rollout_service.kv_scales.fp8_error import LayerError
-from rollout_service.kv_scales.measurement import KVMeasurement
 from rollout_service.metrics import process, table
 from rollout_service.metrics.process import (
     RaySink,
@@ -29,6 +27,7 @@ from rollout_service.metrics.process import (
 )
 from rollout_service.metrics.table import Metric
 from rollout_service.protocol.fleet import KVCacheChoice, UpdateTimings
+from rollout_service.protocol.kv_scales import KVMeasurement, LayerError
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.store.manifest import Manifest, Recipe
 from tests.unit.metrics.counts import Counts
@@ -142,11 +141,11 @@ async def test_a_measurement_of_keys_and_values_counts_its_seconds(counts: Count
     async def choose(choice: KVCacheChoice) -> KVCacheChoice:
         return choice
 
-    ingest = SimpleNamespace(choose_kv_cache=SimpleNamespace(remote=choose))
+    ingest = SimpleNamespace(choose_kv_cache=choose)
     batch = CalibrationBatch(KVCalibrationConfig(), vocab_size=128, max_model_len=64)
     calibrator = KVCalibrator("a", Engine(), ingest, batch, choice=None, retry_s=1.0)
     manifest = Manifest(version=3, fingerprint="model", recipe=Recipe(weights="none"), tensors=())
-    for _ in range(2):  # once it is known that FP8 does, nobody measures a version that has its scales
+    for _ in range(2):  # once FP8 is known to be accurate enough, nobody measures a version that has its scales
         await calibrator.scales_for(manifest)
         await calibrator.loaded(manifest)
     assert calibrator.status is not None

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from rollout_service.errors import LogCorrupt, NotFound, NotReady
-from rollout_service.kv_scales.result import SETTLED_FILE
+from rollout_service.kv_scales.coordinator import KV_SCALES_FILE
 from rollout_service.protocol.weight_log import Control
 from rollout_service.store import chunk_server
 from rollout_service.store.chunk_server import ChunkServer
@@ -60,7 +60,7 @@ def test_before_version_0_there_is_nothing_to_tell(tmp_path: Path) -> None:
 
 def test_a_file_that_is_being_written_beside_a_manifest_is_not_offered(log: WeightLog, offered: ChunkServer) -> None:
     before = offered.files(3)
-    (log.folder(3) / f".{SETTLED_FILE}.tmp").write_text("{")
+    (log.folder(3) / f".{KV_SCALES_FILE}.tmp").write_text("{")
     assert offered.files(3) == before
 
 

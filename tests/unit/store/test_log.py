@@ -265,7 +265,7 @@ def test_control_survives_and_is_replaced(log: WeightLog) -> None:
 
 def test_the_choice_of_the_kv_cache_survives_and_one_that_does_not_parse_is_corrupt(log: WeightLog) -> None:
     assert log.kv_cache() is None
-    choice = KVCacheChoice(dtype="bfloat16", why="2 layers do not bear FP8", judged_by="r1, version 0")
+    choice = KVCacheChoice(dtype="bfloat16", why="FP8 is not accurate enough for 2 layers", judged_by="r1, version 0")
     log.set_kv_cache(choice)
     assert WeightLog(log.root).kv_cache() == choice
     (log.root / "KV_CACHE").write_text('{"dtype": "int8", "why": ""}')

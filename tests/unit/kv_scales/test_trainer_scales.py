@@ -1,0 +1,209 @@
+"""KV scales are content of a version like its tensors: checked, digested, resumed with, and in conflict with others."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+from rollout_service.client import RolloutClient
+from rollout_service.config import ServiceConfig
+from rollout_service.errors import InvalidManifest, VersionConflict
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.kv_scales import KVScales, LayerScales, Provenance
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, upload_digest, with_kv_scales
+from rollout_service.store.log import WeightLog
+from rollout_service.store.manifest import Manifest
+from rollout_service.store.upload_record import read_record
+from tests.support.models import FAMILIES, make_model
+from tests.unit.client.real_ingest import real_ingest
+from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, stream_of
+
+LAYER = "model.layers.0.self_attn"
+SCALES = {f"{LAYER}.q_scale": 0.5, f"{LAYER}.k_scale": 2.5, f"{LAYER}.v_scale": 0.125}
+"""For the model of one layer."""
+OTHERS = {**SCALES, f"{LAYER}.k_scale": 2.75}
+K, V = f"{LAYER}.k_scale", f"{LAYER}.v_scale"
+
+
+async def start(config: ServiceConfig) -> Ingest:
+    ingest = Ingest(config)
+    await ingest.start()
+    return ingest
+
+
+def came(manifest: Manifest) -> tuple[object, str]:
+    return manifest.kv_scales, manifest.kv_scales_from
+
+
+class TestCheck:
+    @pytest.mark.parametrize(
+        ("scales", "what", "names"),
+        [
+            ({n: s for n, s in SCALES.items() if n != V}, "missing", [V]),
+            ({}, "missing", sorted(SCALES)),
+            ({**SCALES, "model.layers.1.self_attn.k_scale": 1.0}, "unknown", ["model.layers.1.self_attn.k_scale"]),
+            ({**SCALES, K: 0.0}, "unusable", [f"{K} is 0"]),
+            ({**SCALES, K: -1.0}, "unusable", [f"{K} is -1"]),
+            ({**SCALES, K: float("nan")}, "unusable", [f"{K} is nan"]),
+            ({**SCALES, K: float("inf")}, "unusable", [f"{K} is inf"]),
+            ({**SCALES, K: 1e39}, "unusable", [f"{K} is 1e+39"]),
+            ({**SCALES, K: 3e38}, "unusable", [f"{K} is 3e+38"]),
+            ({**SCALES, K: 1e-39}, "unusable", [f"{K} is 1e-39"]),
+        ],
+        ids=[
+            "one missing",
+            "all missing",
+            "unknown",
+            "zero",
+            "negative",
+            "nan",
+            "inf",
+            "beyond fp32",
+            "overflows",
+            "subnormal",
+        ],
+    )
+    async def test_scales_that_do_not_fit_are_refused_by_name(
+        self, ingest: Ingest, weights: Weights, scales: dict[str, float], what: str, names: list[str]
+    ) -> None:
+        with pytest.raises(InvalidManifest, match=f"KV scales do not fit the served model.*{what}") as refused:
+            await ingest.begin(begin_of(1, weights, scales))
+        assert refused.value.detail == {what: names}
+        assert [status.version for status in await ingest.versions()] == [0]
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_every_family_names_its_layers_with_keys_and_values(self, tmp_path: Path, family: str) -> None:
+        served = ServedModel.load(make_model(tmp_path, family))
+        expected = () if family == "deepseek_v3" else ("model.layers.0.self_attn", "model.layers.1.self_attn")
+        assert served.attention == expected
+
+
+class TestCommit:
+    async def test_scales_are_in_the_manifest_and_its_digest(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog
+    ) -> None:
+        digests, manifests = [], []
+        for version, scales in enumerate([None, SCALES, OTHERS, SCALES], start=1):
+            digests.append((await trainer.push(version, weights, scales)).digest)
+            manifests.append(log.manifest(version))
+        assert digests[1] == digests[3] and len(set(digests)) == 3
+        assert [came(manifest) for manifest in manifests[:3]] == [
+            (None, "unit"),
+            (SCALES, "trainer"),
+            (OTHERS, "trainer"),
+        ]
+
+    async def test_without_any_it_has_those_of_before_after_a_restart_too(
+        self, config: ServiceConfig, weights: Weights, log: WeightLog
+    ) -> None:
+        ingest = await start(config)
+        await Trainer(ingest).push(1, weights, SCALES)
+        await Trainer(ingest).push(2, changed(weights, 1.0))
+        await ingest.stop()
+        again = await start(config)
+        await Trainer(again).push(3, changed(weights, 2.0))
+        assert came(log.manifest(2)) == came(log.manifest(3)) == (SCALES, "reuse")
+        await again.stop()
+
+    @pytest.mark.parametrize(
+        "later", [{"kv_cache": {"scales_policy": "unit"}}, {"kv_cache": {"dtype": "bfloat16"}}], ids=["unit", "bf16"]
+    )
+    async def test_without_any_it_has_none_by_policy_or_with_a_bf16_cache(
+        self, config: ServiceConfig, weights: Weights, log: WeightLog, later: dict[str, Any]
+    ) -> None:
+        ingest = await start(config)
+        await Trainer(ingest).push(1, weights, SCALES)
+        await ingest.stop()
+        again = await start(ServiceConfig.model_validate({**config.model_dump(), **later}))
+        await Trainer(again).push(2, weights)
+        assert came(log.manifest(2)) == (None, "unit")
+        await again.stop()
+
+
+class TestAgain:
+    @pytest.mark.parametrize("committed", [False, True], ids=["staged", "committed"])
+    async def test_the_same_scales_are_the_same_and_others_conflict(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights, committed: bool
+    ) -> None:
+        await trainer.upload(1, weights, kv_scales=SCALES)
+        if committed:
+            await ingest.commit(1, CommitUpload())
+        assert (await ingest.begin(begin_of(1, weights, dict(reversed(SCALES.items()))))).missing_parts == ()
+        for others in (OTHERS, None):
+            with pytest.raises(VersionConflict, match="with other KV scales") as refused:
+                await ingest.begin(begin_of(1, weights, others))
+            assert len(set(refused.value.detail["digests"])) == 2
+
+    async def test_a_commit_that_means_other_scales_is_refused(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        plan = await trainer.upload(1, weights, kv_scales=SCALES)
+        of_parts = upload_digest(ingest.staged(1).digests[part] for part in range(plan.num_parts))
+        for meant in (of_parts, with_kv_scales(of_parts, OTHERS)):
+            with pytest.raises(VersionConflict, match="nothing was committed"):
+                await ingest.commit(1, CommitUpload(upload_digest=meant))
+        right = CommitUpload(upload_digest=with_kv_scales(of_parts, SCALES))
+        assert await ingest.commit(1, right) == await ingest.commit(1, right)
+        with pytest.raises(VersionConflict, match="push a newer version"):
+            await ingest.commit(1, CommitUpload(upload_digest=of_parts))
+
+    async def test_an_upload_keeps_its_scales_over_a_restart(
+        self, config: ServiceConfig, weights: Weights, log: WeightLog
+    ) -> None:
+        before = await start(config)
+        plan = await Trainer(before).upload(1, weights, order=[0, 2], kv_scales=SCALES)
+        await before.stop()
+        again, stream = await start(config), stream_of(weights)
+        for part in (await again.status(1)).missing_parts:
+            await Trainer(again).put(1, part, stream[part * plan.part_bytes : (part + 1) * plan.part_bytes])
+        await again.commit(1, CommitUpload())
+        assert came(log.manifest(1)) == (SCALES, "trainer")
+        record = read_record(log.folder(1))
+        assert record is not None and record.begin.kv_scales == SCALES
+        await again.stop()
+
+    async def test_a_path_brings_scales_too(self, model: Path, tmp_path: Path, weights: Weights) -> None:
+        source = tmp_path / "sources"
+        source.mkdir()
+        save_file(dict(weights), source / "model.safetensors")
+        ingest = await start(config_of(model, tmp_path / "log", weights={"source_roots": [source]}).resolved())
+        begin = BeginUpload(version=1, source=PathSource(path=source), kv_scales=SCALES)
+        await ingest.begin(begin)
+        await ingest.commit(1, CommitUpload())
+        assert came(WeightLog(tmp_path / "log").manifest(1)) == (SCALES, "trainer")
+        assert (await ingest.begin(begin)).state == "committed"
+        with pytest.raises(VersionConflict, match="with other KV scales"):
+            await ingest.begin(begin.model_copy(update={"kv_scales": OTHERS}))
+        await ingest.stop()
+
+
+def observed(**scales: float) -> KVScales:
+    """As ``calibration`` gives them."""
+    how = Provenance(tokens=64, micro_batches=1, percentile=99.9, margin=1.05)
+    return KVScales(model="one layer", layers={LAYER: LayerScales(**scales)}, provenance=how)
+
+
+class TestClient:
+    async def test_it_pushes_scales_with_weights_and_with_a_path(
+        self, model: Path, tmp_path: Path, weights: Weights
+    ) -> None:
+        async with real_ingest(model, tmp_path / "log", weights={"source_roots": [model]}) as service:
+            async with RolloutClient(service.url) as client:
+                first = await client.push_weights(
+                    1, dict(weights), wait="none", kv_scales=observed(q=0.5, k=2.5, v=0.125)
+                )
+                again = await client.push_weights(
+                    1, dict(weights), wait="none", kv_scales=observed(q=0.5, k=2.5, v=0.125)
+                )
+                assert first == again
+                with pytest.raises(VersionConflict, match="other KV scales"):
+                    await client.push_weights(1, dict(weights), wait="none", kv_scales=observed(q=0.5, k=2.75, v=0.125))
+                await client.push_path(2, model, wait="none", kv_scales=observed(q=0.5, k=2.75, v=0.125))
+                elsewhere = {"model.layers.7.self_attn": LayerScales(q=1, k=1, v=1)}
+                stranger = observed(q=1, k=1, v=1).model_copy(update={"layers": elsewhere})
+                with pytest.raises(InvalidManifest, match=r"unknown: model\.layers\.7\.self_attn\.k_scale"):
+                    await client.push_weights(3, dict(weights), wait="none", kv_scales=stranger)
+            assert came(service.log.manifest(1)) == (SCALES, "trainer")
+            assert came(service.log.manifest(2)) == (OTHERS, "trainer")

@@ -1,0 +1,352 @@
+"""Which scales a version has: from its trainer, of the version before, or measured once by one replica for all."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_service.config import ServiceConfig
+from rollout_service.errors import InvalidManifest, LogCorrupt, NotFound
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.kv_scales.coordinator import (
+    KV_SCALES_FILE,
+    CalibrationState,
+    VersionScales,
+    drift,
+    read_result,
+    write_result,
+)
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.kv_scales import CalibrationLease, KVScaleResult
+from rollout_service.store.durable_io import write_sealed
+from rollout_service.store.log import WeightLog
+from rollout_service.store.manifest import Manifest, Recipe
+from tests.support.models import make_model
+from tests.unit.ingest.trainer import config_of
+from tests.unit.kv_scales.measured import LAYER, Calibrating, measured, scales_of
+
+ONE, TWO = measured((448, 896, 56)), measured((1, 1, 1))
+SCALES = scales_of(1, 2, 0.125)
+"""Of ``ONE``."""
+ONE_EACH, TWO_EACH = measured((448, 448, 448)), measured((896, 896, 896))
+Restart = Callable[..., Calibrating]
+
+
+def lease(replica_id: str, version: int = 0, scales: dict[str, float] | None = None) -> CalibrationLease:
+    return CalibrationLease(version=version, replica_id=replica_id, scales=scales)
+
+
+def came(manifest: Manifest) -> tuple[object, str]:
+    return manifest.kv_scales, manifest.kv_scales_from
+
+
+def version_scales(config: ServiceConfig, model: Path) -> VersionScales:
+    """Of an empty log, and no replica."""
+    return VersionScales(config, ServedModel.load(model), WeightLog(config.weights.root), lambda *_: False)
+
+
+@pytest.fixture
+def start(model: Path, tmp_path: Path) -> Restart:
+    """An ingest that starts on the log of this test."""
+
+    def on_the_log(**calibration: Any) -> Calibrating:
+        return Calibrating(tmp_path / "log", model, **calibration)
+
+    return on_the_log
+
+
+@pytest.fixture
+def ingest(start: Restart) -> Calibrating:
+    """It has version 0, which awaits its scales."""
+    ingest = start()
+    ingest.commit(0)
+    return ingest
+
+
+class TestPolicy:
+    def test_every_version_without_scales_is_measured(self, start: Restart) -> None:
+        ingest = start()
+        for version, (ranks, scales) in enumerate([(ONE_EACH, scales_of(1, 1, 1)), (TWO_EACH, scales_of(2, 2, 2))]):
+            assert came(ingest.commit(version)) == (None, "calibrate")
+            assert ingest.publish(version, ranks).scales == scales
+
+    def test_a_trainers_scales_hold_until_the_next_is_measured(self, start: Restart) -> None:
+        ingest = start()
+        ingest.measure(0, ONE_EACH)
+        assert came(ingest.commit(1, SCALES)) == (SCALES, "trainer")
+        assert ingest.scales.newest == SCALES
+        assert came(ingest.commit(2)) == (None, "calibrate")
+
+    @pytest.mark.parametrize(
+        ("policy", "expected"), [("reuse", ["unit", "reuse"]), ("unit", ["unit", "unit"])], ids=["reuse", "unit"]
+    )
+    def test_nothing_is_measured_unless_the_policy_says_so(self, model: Path, policy: str, expected: list[str]) -> None:
+        config = ServiceConfig.model_validate({"model": {"path": model}, "kv_cache": {"scales_policy": policy}})
+        scales, got = version_scales(config, model), []
+        for version, brought in enumerate([None, SCALES, None]):
+            bare = Manifest(version=version, fingerprint="model", recipe=Recipe(weights="none"), tensors=())
+            manifest = scales.added_to(bare, brought)
+            scales.committed(manifest)
+            got.append(manifest.kv_scales_from)
+        assert [got[0], got[2]] == expected
+
+    @pytest.mark.parametrize(
+        ("family", "sections", "reason"),
+        [
+            ("deepseek_v3", {}, "has no attention layers that take them"),
+            ("llama", {"quant": {"weights": "none"}, "scaling": {"num_gpus": 1}}, "quant.weights is none"),
+        ],
+        ids=["latent attention", "BF16 weights on a GPU"],
+    )
+    def test_calibrate_is_refused_where_nothing_uses_scales(
+        self, tmp_path: Path, family: str, sections: dict[str, Any], reason: str
+    ) -> None:
+        model = make_model(tmp_path / "model", family)
+        config = config_of(model, tmp_path / "log", kv_cache={"scales_policy": "calibrate"}, **sections)
+        with pytest.raises(ValueError, match=f"kv_cache.scales_policy is calibrate, but .*{reason}"):
+            Ingest(config)
+        Ingest(config_of(model, tmp_path / "log", **sections))
+
+    @pytest.mark.parametrize(
+        ("sections", "reason"),
+        [
+            ({"kv_cache": {"dtype": "bfloat16"}}, "kv_cache.dtype is bfloat16"),
+            ({"quant": {"weights": "none"}, "scaling": {"num_gpus": 1}}, "quant.weights is none"),
+        ],
+    )
+    def test_scales_are_refused_where_nothing_uses_them(
+        self, model: Path, sections: dict[str, Any], reason: str
+    ) -> None:
+        config = ServiceConfig.model_validate({"model": {"path": model}, **sections})
+        scales = version_scales(config, model)
+        scales.check(None)
+        with pytest.raises(InvalidManifest, match=f"brings 3 KV scales, but .*{reason}"):
+            scales.check(SCALES)
+
+
+class TestState:
+    def test_a_version_is_awaiting_then_leased_then_published(self, ingest: Calibrating) -> None:
+        states = [ingest.scales.state(0)]
+        ingest.lease("a", 0)
+        states.append(ingest.scales.state(0))
+        ingest.publish(0, ONE)
+        states.append(ingest.scales.state(0))
+        assert states == [CalibrationState.AWAITING, CalibrationState.LEASED, CalibrationState.PUBLISHED]
+
+    def test_it_is_awaiting_again_when_the_holder_has_gone(self, ingest: Calibrating) -> None:
+        ingest.lease("a", 0)
+        ingest.loading.clear()
+        assert ingest.scales.state(0) == CalibrationState.AWAITING
+
+    def test_a_measurement_without_scales_makes_it_failed(self, ingest: Calibrating, start: Restart) -> None:
+        ingest.publish(0, measured((0, 0, 0)))
+        assert ingest.scales.state(0) == start().scales.state(0) == CalibrationState.FAILED
+
+
+class TestLease:
+    def test_the_first_replica_that_asks_gets_it_and_others_wait(self, ingest: Calibrating) -> None:
+        assert ingest.lease("a", 0) == lease("a")
+        assert ingest.lease("b", 0) is None and ingest.lease("c", 0) is None
+
+    def test_a_replica_that_asks_again_still_has_the_lease(self, ingest: Calibrating) -> None:
+        assert ingest.lease("a", 0) == ingest.lease("a", 0) == lease("a")
+
+    def test_the_next_that_asks_gets_it_when_the_holder_has_gone(self, ingest: Calibrating) -> None:
+        ingest.lease("a", 0)
+        ingest.loading.remove(("a", 0))
+        assert ingest.lease("b", 0) == lease("b")
+        assert ingest.lease("c", 0) is None and ingest.lease("a", 0) is None
+
+    def test_a_holder_that_went_on_holds_up_no_older_version(self, ingest: Calibrating) -> None:
+        ingest.lease("a", 0)
+        ingest.commit(1)
+        ingest.loading.remove(("a", 0))
+        assert ingest.lease("a", 1) == lease("a", 1) and ingest.lease("b", 0) == lease("b")
+
+    def test_two_versions_are_measured_side_by_side_each_by_one(self, ingest: Calibrating) -> None:
+        ingest.commit(1)
+        assert ingest.lease("a", 0) == lease("a") and ingest.lease("b", 1) == lease("b", 1)
+        assert ingest.lease("c", 0) is None and ingest.lease("c", 1) is None
+
+    def test_once_published_all_get_the_result_and_nobody_a_lease(self, ingest: Calibrating) -> None:
+        ingest.lease("a", 0)
+        result = ingest.publish(0, ONE)
+        assert (result.error, result.scales, result.replica_id, result.tokens) == (None, SCALES, "a", 64)
+        for replica in "abc":
+            assert ingest.lease(replica, 0) == result
+
+    def test_it_comes_with_the_scales_of_the_version_before(self, ingest: Calibrating) -> None:
+        ingest.publish(0, ONE)
+        ingest.commit(1)
+        assert ingest.lease("b", 1) == lease("b", 1, SCALES)
+
+
+class TestPublish:
+    def test_of_two_measurements_of_a_version_the_first_holds(self, ingest: Calibrating) -> None:
+        first = ingest.publish(0, ONE, replica_id="a")
+        assert ingest.publish(0, TWO, replica_id="b") == first
+        assert ingest.lease("b", 0) == first
+        assert ingest.scales.newest == SCALES
+
+    def test_a_replica_taken_for_dead_may_publish_first(self, ingest: Calibrating) -> None:
+        ingest.lease("a", 0)
+        ingest.loading.clear()
+        ingest.lease("b", 0)
+        assert ingest.publish(0, ONE, replica_id="a").replica_id == "a"
+        assert ingest.publish(0, TWO, replica_id="b").scales == SCALES
+
+    def test_a_version_that_was_dropped_meanwhile_is_not_found(self, ingest: Calibrating) -> None:
+        ingest.commit(1)
+        ingest.log.drop(0)
+        with pytest.raises(NotFound, match="version 0 is not in the log any more"):
+            ingest.publish(0, ONE)
+        assert ingest.scales.newest is None and not ingest.log.folder(0).exists()
+
+    def test_an_older_version_published_late_changes_no_newer_one(self, ingest: Calibrating) -> None:
+        ingest.commit(1)
+        ingest.publish(1, ONE)
+        late = ingest.publish(0, TWO)
+        assert late.scales != SCALES and ingest.lease("b", 0) == late
+        ingest.commit(2)
+        assert ingest.lease("b", 2) == lease("b", 2, SCALES)
+
+    def test_nor_does_it_take_the_place_of_a_trainers_scales(self, ingest: Calibrating) -> None:
+        ingest.commit(1, scales=SCALES)
+        ingest.publish(0, TWO)
+        assert ingest.scales.newest == SCALES
+
+    def test_a_newer_version_that_awaits_its_scales_still_does(
+        self,
+        ingest: Calibrating,
+    ) -> None:
+        ingest.commit(1)
+        ingest.publish(0, ONE)
+        assert ingest.lease("b", 1) == lease("b", 1, SCALES)
+
+
+class TestRestart:
+    def test_it_knows_what_was_published(self, ingest: Calibrating, start: Restart) -> None:
+        result = ingest.publish(0, ONE)
+        again = start()
+        assert again.lease("b", 0) == result and again.scales.drift is None
+        assert again.scales.newest == SCALES and again.scales.largest == result.largest == ingest.scales.largest
+        assert again.publish(0, TWO) == result
+
+    @pytest.mark.parametrize("crashed", [False, True], ids=["ended", "crashed before it was noted for the log"])
+    def test_progressive_goes_on_from_what_was_published(self, start: Restart, crashed: bool) -> None:
+        ingest = start()
+        ingest.measure(0, ONE)
+        if crashed:
+            (ingest.log.root / KV_SCALES_FILE).unlink()
+        again = start(progressive=True)
+        assert again.scales.newest == SCALES and again.measure(1, TWO).scales == SCALES
+
+    def test_whoever_asks_first_gets_the_lease(self, ingest: Calibrating, start: Restart) -> None:
+        ingest.lease("a", 0)
+        again = start()
+        assert again.lease("b", 0) == lease("b") and again.lease("a", 0) is None
+
+    def test_the_largest_values_outlive_their_version(self, start: Restart) -> None:
+        ingest = start(progressive=True)
+        ingest.measure(0, ONE)
+        ingest.commit(1, scales=SCALES)
+        ingest.log.drop(0)
+        assert start(progressive=True).measure(2, TWO).scales == SCALES
+
+    def test_the_largest_values_outlive_a_measurement_that_failed(self, start: Restart) -> None:
+        ingest = start(progressive=True)
+        ingest.measure(0, ONE)
+        assert ingest.measure(1, measured((0, 0, 0))).error is not None
+        assert start(progressive=True).measure(2, TWO).scales == SCALES
+
+    def test_scales_of_before_are_known_while_the_newest_awaits(self, ingest: Calibrating, start: Restart) -> None:
+        ingest.publish(0, ONE)
+        ingest.commit(1)
+        again = start()
+        assert again.lease("b", 1) == lease("b", 1, SCALES)
+        assert again.publish(1, measured((0, 0, 0))).scales == SCALES
+
+    @pytest.mark.parametrize("where", ["0", "."], ids=["of the version", "of the log"])
+    @pytest.mark.parametrize("damage", ["torn", "flipped", "empty"])
+    def test_damaged_scales_end_the_start_with_the_files_name(
+        self, ingest: Calibrating, start: Restart, where: str, damage: str
+    ) -> None:
+        ingest.publish(0, ONE)
+        path = ingest.log.root / where / KV_SCALES_FILE
+        sound = path.read_text()
+        path.write_text({"torn": sound[:-20], "flipped": sound.replace("2.0", "3.0"), "empty": ""}[damage])
+        assert path.read_text() != sound
+        with pytest.raises(LogCorrupt, match=f"{path} does not hash"):
+            start()
+        path.write_text(sound)
+        assert start().scales.newest == SCALES
+
+    def test_a_replica_that_asks_for_damaged_scales_is_told_the_file(self, ingest: Calibrating, start: Restart) -> None:
+        ingest.publish(0, ONE)
+        ingest.commit(1)
+        path = ingest.log.folder(0) / KV_SCALES_FILE
+        path.write_text(path.read_text()[:100])
+        with pytest.raises(LogCorrupt, match=f"{path} does not hash"):
+            start().lease("b", 0)
+
+
+class TestDrift:
+    def test_it_is_the_largest_factor_between_scales_of_one_name(self) -> None:
+        before, after = scales_of(0.5, 2.5, 0.125), scales_of(0.5, 2.75, 0.125)
+        assert drift(None, before) is drift(before, None) is None
+        assert drift(before, before) == 0
+        assert drift(before, after) == drift(after, before) == pytest.approx(2.75 / 2.5 - 1)
+        assert drift(before, {**after, f"{LAYER}.v_scale": 0.0625}) == 1.0
+
+
+MEASURED = KVScaleResult(
+    version=3,
+    scales=scales_of(1, 2, 0.1),
+    replica_id="r1",
+    tokens=640,
+    largest={LAYER: (448.0, 896.0, 44.8)},
+)
+FAILED = KVScaleResult(version=0, scales=None, replica_id="r1", tokens=1, error="zero\nthroughout")
+
+
+class TestFile:
+    @pytest.mark.parametrize("result", [MEASURED, FAILED], ids=["measured", "failed"])
+    def test_what_is_written_is_read_again(self, tmp_path: Path, result: KVScaleResult) -> None:
+        write_result(tmp_path, result)
+        assert read_result(tmp_path) == result
+        assert [path.name for path in tmp_path.iterdir()] == [KV_SCALES_FILE]
+
+    def test_nothing_is_there_without_a_file_or_a_folder(self, tmp_path: Path) -> None:
+        assert read_result(tmp_path) is None and read_result(tmp_path / "7") is None
+
+    def test_what_a_crash_left_half_written_does_not_count(self, tmp_path: Path) -> None:
+        (tmp_path / f".{KV_SCALES_FILE}.tmp").write_text('{"version": 3, "sca')
+        assert read_result(tmp_path) is None
+        write_result(tmp_path, MEASURED)
+        assert read_result(tmp_path) == MEASURED and [path.name for path in tmp_path.iterdir()] == [KV_SCALES_FILE]
+
+    def test_a_torn_file_or_a_flipped_bit_is_corrupt_by_name(self, tmp_path: Path) -> None:
+        write_result(tmp_path, MEASURED)
+        path = tmp_path / KV_SCALES_FILE
+        sound = path.read_bytes()
+        torn = [sound[:end] for end in range(len(sound) - 1)]  # without its last newline it is whole
+        flipped = [
+            sound[:i] + bytes([sound[i] ^ bit]) + sound[i + 1 :] for i in range(len(sound) - 1) for bit in (4, 128)
+        ]
+        for damaged in torn + flipped:
+            path.write_bytes(damaged)
+            with pytest.raises(LogCorrupt, match=str(path)):
+                read_result(tmp_path)
+
+    def test_an_unknown_field_is_corrupt_by_name(self, tmp_path: Path) -> None:
+        write_sealed(tmp_path / KV_SCALES_FILE, MEASURED.model_dump_json().replace('"tokens"', '"positions"'))
+        with pytest.raises(LogCorrupt, match=rf"{KV_SCALES_FILE} does not parse(.|\n)*positions"):
+            read_result(tmp_path)
+
+    @pytest.mark.parametrize("how", ["measured", "kept", "failed"])
+    def test_a_file_from_when_scales_could_be_kept_is_read(self, tmp_path: Path, how: str) -> None:
+        before = {**MEASURED.model_dump(), "how": how, "drift": 0.5, "saturated": 0.01}
+        write_sealed(tmp_path / KV_SCALES_FILE, json.dumps(before))
+        assert read_result(tmp_path) == MEASURED
