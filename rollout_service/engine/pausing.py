@@ -53,11 +53,11 @@ class Pausing:
         self._taken = self.obeyed = control.order
         self._mode, self._for_version = control.mode if control.paused else None, True
 
-    async def obey(self, wish: DesiredState) -> bool:
+    async def obey(self, desired: DesiredState) -> bool:
         """Do what is ordered; whether that has become so just now. Does not wait for running rollouts."""
-        if wish.order != self._taken:
-            before, self._taken = self._mode, wish.order
-            self._mode = wish.pause_mode if wish.paused else None
+        if desired.order != self._taken:
+            before, self._taken = self._mode, desired.order
+            self._mode = desired.pause_mode if desired.paused else None
             if self._mode != before:
                 await self._apply()
         # what a version closed is opened, and what it kept is waited for, once it has been loaded

@@ -5,7 +5,6 @@ Its state is the log plus what replicas report; when it restarts it has both aga
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -13,16 +12,12 @@ from ray import ObjectRef
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import (
-    CommitTimeout,
     LogCorrupt,
     NotFound,
-    NotReady,
-    Overtaken,
     RolloutServiceError,
     VersionConflict,
 )
-from rollout_service.fleet.desired_state import Guide
-from rollout_service.fleet.registry import FleetTable
+from rollout_service.fleet.coordinator import FleetCoordinator
 from rollout_service.ingest.sources.ray_objects import RefSource
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_address import UploadAddress
@@ -30,13 +25,13 @@ from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.ingest.uploads import Uploads
 from rollout_service.kv_scales.coordinator import KVScaleCoordinator, VersionScales
 from rollout_service.metrics.process import counted_commit
-from rollout_service.metrics.state import Observer
+from rollout_service.metrics.state import FleetHistory
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus
 from rollout_service.protocol.state import KVScalesState, ServiceState
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, Listener, PathSource, TrainerRecipe, UploadPlan
-from rollout_service.protocol.weight_log import Control, DesiredState, LogFile, Newest
+from rollout_service.protocol.weight_log import DesiredState, LogFile, Newest
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.rpc import Bucket
 from rollout_service.store.chunk_server import ChunkServer
@@ -73,19 +68,15 @@ class Ingest:
         unquantized = UnquantizedLog(self._log.root, self._model) if config.shadow.share else None
         self._uploads = Uploads(config.weights, self._log, self._model, self._plan, converter, unquantized)
         self._lock = WriterLock(self._log.root)
-        self._offers = ChunkServer(self._log)
-        self._wish: DesiredState | None = None
-        self._fleet = FleetTable(config.weights.dead_after_s, may_be_empty=config.scaling.min_replicas == 0)
-        self._kv_scales = VersionScales(config, self._model, self._log, self._fleet.is_loading)
-        self._guide = Guide(self._log, self._fleet)
-        self._observer = Observer(self._log, config.scaling)
-        self._writing, self._controlling = Turns(), Turns()
+        self._chunks = ChunkServer(self._log)
+        self._changes, self._writing = Changes(), Turns()
         # half a commit is neither staged nor committed: it is finished if its caller goes away
-        self._unabandoned = ShieldedTasks()
-        self._noted: frozenset[str] = frozenset()
-        self._endless: list[asyncio.Task[None]] = []
-        self._contents: dict[int, VersionSummary] = {}
-        self._changes = Changes()
+        self._shielded = ShieldedTasks()
+        self._history = FleetHistory(self._log, config.scaling)
+        self._fleet = FleetCoordinator(config, self._log, self._history, self._changes)
+        self._kv_scales = VersionScales(config, self._model, self._log, self._fleet.table.is_loading)
+        self._background: list[asyncio.Task[None]] = []
+        self._summaries: dict[int, VersionSummary] = {}
         self.upload_address: UploadAddress | None = None
         """Where parts are taken; set by whoever opens the listener."""
         self.kv = KVScaleCoordinator(config, self._log, self._kv_scales, self._changes)
@@ -102,16 +93,16 @@ class Ingest:
         except BaseException:
             await self.stop()
             raise
-        self._endless.append(asyncio.create_task(self._expire_staged()))
+        self._background.append(asyncio.create_task(self._expire_staged()))
 
     async def stop(self) -> None:
         """Let go of the log; what is staged stays on disk. Half a commit is finished first.
 
         Whoever then waits or writes gets NotReady. Safe to call again.
         """
-        for task in self._endless:
+        for task in self._background:
             task.cancel()
-        for writing in (self._writing, self._controlling, self.kv):
+        for writing in (self._writing, self._fleet, self.kv):
             await writing.close()
         await self._changes.end()
         await self._uploads.close()
@@ -121,10 +112,7 @@ class Ingest:
         if not self._config.shadow.share:
             await asyncio.to_thread(remove_unquantized, self._log.root)
         head = self._log.head()
-        self._guide.sign()
-        self._noted = self._log.fleet()
-        self._fleet.wait_for(self._noted)
-        self._observer.known(self._noted)
+        self._fleet.start()
         if head is None:
             logger.info("the log at %s is empty: version 0 is made from %s", self._log.root, self._config.model.path)
             path = self._config.model.path
@@ -140,7 +128,7 @@ class Ingest:
         self._kv_scales.restore(manifest)
         await asyncio.to_thread(self._log.remove_uncommitted)
         await self._uploads.recover()
-        self._wish = self._guide.wish()
+        self._fleet.follow_log()
 
     # --- trainers
 
@@ -154,7 +142,7 @@ class Ingest:
         ``reached``: the address at which the trainer's call came to the service, if it is known.
         Raises VersionConflict, InvalidManifest, InsufficientStorage, Forbidden or NotFound.
         """
-        plan = await self._unabandoned.run(self._begin(begin))
+        plan = await self._shielded.run(self._begin(begin))
         direct = self.upload_address and self.upload_address.announced(begin.version, reached)
         return plan.model_copy(update={"upload_url": direct.url, "upload_key": direct.key}) if direct else plan
 
@@ -166,7 +154,7 @@ class Ingest:
     async def _begin(self, begin: BeginUpload, objects: WeightSource | None = None) -> UploadPlan:
         self._kv_scales.check(begin.kv_scales)
         async with self._writing:
-            self._guide.require_followed()
+            self._fleet.require_followed()
             return await self._uploads.begin(begin, objects)
 
     async def push_refs(
@@ -183,7 +171,7 @@ class Ingest:
         """
         source = await asyncio.to_thread(RefSource, buckets)
         begin, meant = source.announced(version, kv_scales)
-        await self._unabandoned.run(self._begin(begin, source))
+        await self._shielded.run(self._begin(begin, source))
         return await self.commit(version, request.model_copy(update={"upload_digest": meant}))
 
     def staged(self, version: int) -> UploadSession:
@@ -200,7 +188,7 @@ class Ingest:
         Raises NotFound, UploadIncomplete, VersionConflict, QuantizationError, or CommitTimeout; LogCorrupt if replicas
         follow another log, or this one was replaced.
         """
-        await self._unabandoned.run(self._commit(version, request))
+        await self._shielded.run(self._commit(version, request))
         if request.wait == "all":
             await self.wait_live(version, request.timeout_s)
         return await self.status(version)
@@ -210,16 +198,12 @@ class Ingest:
 
         Replicas that start are not waited for: they take no request before they are at the newest version.
         """
-        digest = (await self._content(version)).log_digest if version in self._log.versions() else None
-        if not await self._changes.wait(lambda: self._fleet.all_serve(version, digest), timeout_s):
-            raise CommitTimeout(
-                f"version {version} is committed, but after {timeout_s} s not all replicas serve it; they go on trying",
-                {"version": version, "replicas": [s.model_dump(mode="json") for s in self._fleet.live()]},
-            )
+        digest = (await self._summary(version)).log_digest if version in self._log.versions() else None
+        await self._fleet.wait_served(version, digest, timeout_s)
 
     async def discard(self, version: int) -> None:
         """Drop a staged version. Raises VersionConflict for a committed one, NotFound."""
-        await self._unabandoned.run(self._discard(version))
+        await self._shielded.run(self._discard(version))
 
     async def status(self, version: int) -> WeightStatus:
         """Where ``version`` stands. Raises NotFound."""
@@ -228,15 +212,15 @@ class Ingest:
         why = self._uploads.why_dropped(version)
         if why is not None and version not in self._log.versions():
             raise NotFound(f"version {version} is neither committed nor staged any more: {why}", {"version": version})
-        content = await self._content(version)
+        summary = await self._summary(version)
         return WeightStatus(
             version=version,
-            state="live" if self._fleet.all_serve(version, content.log_digest) else "committed",
-            digest=content.digest,
-            total_bytes=content.total_bytes,
-            kv_scales_from=content.kv_scales_from,
+            state="live" if self._fleet.table.all_serve(version, summary.log_digest) else "committed",
+            digest=summary.digest,
+            total_bytes=summary.total_bytes,
+            kv_scales_from=summary.kv_scales_from,
             error=unconfirmed(self._log.unconfirmed.get(version)),
-            replicas=self._fleet.live(),
+            replicas=self._fleet.table.live(),
         )
 
     async def versions(self) -> list[WeightStatus]:
@@ -251,105 +235,69 @@ class Ingest:
     # --- operators
 
     async def set_paused(self, paused: bool, mode: PauseMode, timeout_s: float) -> None:
-        """Pause or resume every replica, later ones too; returns when all live ones have.
-
-        Raises NotReady after ``timeout_s``, or Overtaken once another pause or resume was asked for.
-        """
-        order = await self._unabandoned.run(self._set_control(paused, mode))
-        settled = await self._changes.wait(lambda: self._overtaken(order) or self._fleet.all_obey(order), timeout_s)
-        if self._overtaken(order):
-            raise Overtaken(
-                f"before every replica was {'paused' if paused else 'resumed'}, something else was asked for, which "
-                "holds: GET /v1/fleet says what"
-            )
-        if not settled:
-            raise NotReady(
-                f"not every replica is {'paused' if paused else 'resumed'} after {timeout_s} s; they go on trying",
-                {"replicas": [status.model_dump(mode="json") for status in self._fleet.live()]},
-            )
+        """See ``FleetCoordinator.set_paused``."""
+        await self._fleet.set_paused(paused, mode, timeout_s)
 
     async def is_paused(self) -> bool:
-        """Whether a pause was asked for and every live replica has obeyed."""
-        return self._wish is not None and self._wish.paused and self._fleet.all_obey(self._wish.order)
+        """See ``FleetCoordinator.is_paused``."""
+        return await self._fleet.is_paused()
 
     async def fleet(self) -> Fleet:
-        """The live replicas, those that start included, beside the newest version."""
-        if self._wish is None:
-            raise NotReady("version 0 is still being made from the model's folder")
-        return Fleet(
-            latest_version=self._wish.version,
-            paused=self._wish.paused,
-            replicas=self._fleet.live(),
-            failed_starts=self._fleet.starts.failed(),
-        )
+        """See ``FleetCoordinator.fleet``."""
+        return await self._fleet.fleet()
 
     async def state(self) -> ServiceState:
         """What ``GET /metrics`` is made of. Raises NotReady until there is a version 0."""
-        self._observe()
+        self._fleet.observe()
         fleet, versions = await self.fleet(), tuple(await self.versions())
-        known = {version: c.kv_scales for version, c in self._contents.items() if c.kv_scales is not None}
+        known = {version: s.kv_scales for version, s in self._summaries.items() if s.kv_scales is not None}
         kv_scales = KVScalesState(by_version=known, drift=self._kv_scales.drift)
-        return await self._observer.state(fleet, versions, kv_scales)
+        return await self._history.state(fleet, versions, kv_scales)
 
     # --- replicas
 
     async def sync(self, status: ReplicaStatus, seen: DesiredState | None) -> DesiredState:
-        """A replica's report, and its long poll: answers when the wish differs from ``seen``, or after ``poll_s``."""
-        await self.report(status)
-        if self._wish is None:
-            raise NotReady("version 0 is still being made from the model's folder")
-        await self._changes.wait(lambda: self._wish != seen, self._config.weights.poll_s)
-        return self._wish
+        """See ``FleetCoordinator.sync``."""
+        return await self._fleet.sync(status, seen)
 
     async def report(self, status: ReplicaStatus) -> None:
-        """A replica's report alone."""
-        self._fleet.report(status)
-        await self._fleet_changed()
+        """See ``FleetCoordinator.report``."""
+        await self._fleet.report(status)
 
     async def goodbye(self, replica_id: str) -> None:
-        """A replica ends: nobody waits for it any more, and it is not in the fleet's table."""
-        self._fleet.leave(replica_id)
-        self._observer.left(replica_id)
-        await self._fleet_changed()
+        """See ``FleetCoordinator.goodbye``."""
+        await self._fleet.goodbye(replica_id)
 
     async def newest(self) -> Newest:
         """The newest version and which log it is in. Raises NotReady before version 0 is made."""
-        return await asyncio.to_thread(self._offers.newest)
+        return await asyncio.to_thread(self._chunks.newest)
 
     async def files(self, version: int) -> tuple[LogFile, ...]:
         """The files of a committed version, for a node without the log. Raises NotFound."""
-        return await asyncio.to_thread(self._offers.files, version)
+        return await asyncio.to_thread(self._chunks.files, version)
 
     async def chunk(self, version: int, file: str, index: int) -> list[ObjectRef]:
         """One chunk of a file, see ``store/chunk_server.py``. Raises NotFound or LogCorrupt."""
-        return await self._offers.chunk(version, file, index)
+        return await self._chunks.chunk(version, file, index)
 
     # --- inside
 
-    async def _fleet_changed(self) -> None:
-        self._observe()
-        await self._changes.notify()
-        live = frozenset(replica.replica_id for replica in self._fleet.live())
-        if live != self._noted and self._fleet.is_complete():
-            self._noted = live
-            await self._unabandoned.run(self._note_fleet())
-
-    async def _content(self, version: int) -> VersionSummary:
+    async def _summary(self, version: int) -> VersionSummary:
         """Of a committed version. Parsed once, and in a thread: a mixture of experts has 40 000 entries."""
-        if version not in self._contents:
+        if version not in self._summaries:
             committed = await asyncio.to_thread(self._log.manifest, version)
             manifest, log_digest = self._kv_scales.with_published(committed), committed.digest
             digest = log_digest if manifest is committed else manifest.digest
-            content = VersionSummary.of(manifest, digest, log_digest)
+            summary = VersionSummary.of(manifest, digest, log_digest)
             if manifest.awaits_kv_scales:
-                return content
-            self._contents[version] = content
-        return self._contents[version]
+                return summary
+            self._summaries[version] = summary
+        return self._summaries[version]
 
     @counted_commit
     async def _commit(self, version: int, request: CommitUpload) -> None:
         async with self._writing:
-            self._guide.require_followed()
+            self._fleet.require_followed()
             if version in self._log.versions():
                 if (record := await self._uploads.committed(version)) is not None:
                     record.require_meant(request.upload_digest)
@@ -374,25 +322,25 @@ class Ingest:
                 f"version {manifest.version} was not committed: {error}; it is staged still: commit it again"
             ) from error
         self._kv_scales.committed(manifest)
-        self._contents.pop(head.version, None)
+        self._summaries.pop(head.version, None)
         if not manifest.awaits_kv_scales:
-            self._contents[head.version] = VersionSummary.of(manifest, head.digest, head.digest)
+            self._summaries[head.version] = VersionSummary.of(manifest, head.digest, head.digest)
         logger.info(
             "version %d committed: %.1f MB, digest %s, KV scales: %s",
             head.version, manifest.total_bytes / 1e6, head.digest, manifest.kv_scales_from,
         )  # fmt: skip
-        self._wish = self._guide.wish()
+        self._fleet.follow_log()
         await self._changes.notify()
 
     async def _remove_old(self) -> None:
         """Drop the versions that no replica needs."""
-        if not self._fleet.is_complete():
+        if not self._fleet.table.is_complete():
             return
-        versions, in_use = self._log.versions(), self._fleet.in_use()
+        versions, in_use = self._log.versions(), self._fleet.table.in_use()
         # a replica that starts reads the newest, or the one before if a commit has just overtaken it
         for version in versions[: -max(2, self._config.weights.keep_versions)]:
             if version not in in_use:
-                self._contents.pop(version, None)
+                self._summaries.pop(version, None)
                 try:
                     await asyncio.to_thread(self._log.drop, version)
                 except OSError as error:  # what has just been committed is committed; the next commit tries again
@@ -411,30 +359,4 @@ class Ingest:
     async def _expire_staged(self) -> None:
         while True:
             await asyncio.sleep(min(60.0, self._config.weights.staged_ttl_s / 4))
-            await self._unabandoned.run(self._expire())
-
-    def _observe(self) -> None:
-        if self._fleet.is_complete():
-            self._observer.saw(self._fleet.live())
-
-    async def _note_fleet(self) -> None:
-        async with self._controlling:
-            try:
-                await asyncio.to_thread(self._log.set_fleet, self._noted)
-            except OSError as error:  # only an ingest that starts while this lasts would know less
-                logger.warning("could not note which replicas are live: %s", error)
-
-    async def _set_control(self, paused: bool, mode: PauseMode) -> str:
-        """Note what is asked of the fleet, and wake it. Returns the order, which is the same for the same again."""
-        async with self._controlling:
-            control = Control(paused=paused, mode=mode, order=uuid.uuid4().hex)
-            known = self._log.control()
-            if known.model_copy(update={"order": control.order}) == control:
-                control = known
-            await asyncio.to_thread(self._log.set_control, control)
-            self._wish = self._guide.wish()
-            await self._changes.notify()
-        return control.order
-
-    def _overtaken(self, order: str) -> bool:
-        return self._wish is not None and self._wish.order != order
+            await self._shielded.run(self._expire())

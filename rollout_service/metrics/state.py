@@ -17,7 +17,7 @@ _REMEMBERED = 1024
 _OVER = ("draining", "failed")
 
 
-class Observer:
+class FleetHistory:
     """History of the fleet and the log that a snapshot of them lacks."""
 
     def __init__(self, log: WeightLog, scaling: ScalingConfig) -> None:

@@ -251,7 +251,7 @@ async def test_an_engine_reads_its_prefix_cache_within_a_version_never_across_an
         finished: list[int] = []
         waiting = [asyncio.create_task(_finish(engine, priority, finished)) for priority in (0, 5, -5, 1)]
         while engine._llm.output_processor.get_num_unfinished_requests() < len(waiting):
-            await asyncio.sleep(0)  # all are on their way to the engine, and the wish to resume comes after them
+            await asyncio.sleep(0)  # all are on their way to the engine, and the order to resume comes after them
         await engine.resume()
         await asyncio.gather(*waiting)
         assert finished == [-5, 0, 1, 5]

@@ -12,7 +12,7 @@ LONGER_S = 2 * LONG_S
 """Waiting that ends by itself comes too late for a test."""
 
 
-# --- Unabandoned
+# --- ShieldedTasks
 
 
 async def test_whoever_stays_gets_the_result_or_the_error() -> None:
@@ -21,10 +21,10 @@ async def test_whoever_stays_gets_the_result_or_the_error() -> None:
             raise error
         return 42
 
-    unabandoned = ShieldedTasks()
-    assert await unabandoned.run(answer(None)) == 42
+    shielded = ShieldedTasks()
+    assert await shielded.run(answer(None)) == 42
     with pytest.raises(KeyError, match="ours"):
-        await unabandoned.run(answer(KeyError("ours")))
+        await shielded.run(answer(KeyError("ours")))
 
 
 async def test_work_goes_on_when_whoever_waits_for_it_goes_away() -> None:
@@ -34,8 +34,8 @@ async def test_work_goes_on_when_whoever_waits_for_it_goes_away() -> None:
         await going.wait()
         done.set()
 
-    unabandoned = ShieldedTasks()
-    caller = asyncio.create_task(unabandoned.run(work()))
+    shielded = ShieldedTasks()
+    caller = asyncio.create_task(shielded.run(work()))
     await asyncio.sleep(0)
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -46,10 +46,10 @@ async def test_work_goes_on_when_whoever_waits_for_it_goes_away() -> None:
 
 
 async def test_work_that_has_ended_is_let_go() -> None:
-    unabandoned = ShieldedTasks()
-    await unabandoned.run(asyncio.sleep(0))
+    shielded = ShieldedTasks()
+    await shielded.run(asyncio.sleep(0))
     await asyncio.sleep(0)
-    assert not unabandoned._tasks
+    assert not shielded._tasks
 
 
 # --- Changes

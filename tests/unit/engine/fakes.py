@@ -86,8 +86,8 @@ class FakeIngest:
 
     POLL_S = 0.02
 
-    def __init__(self, wish: DesiredState) -> None:
-        self._wish = wish
+    def __init__(self, desired: DesiredState) -> None:
+        self._desired = desired
         self.seen: DesiredState | None = None
         """What the replica has heard last."""
         self._changed = asyncio.Condition()
@@ -97,10 +97,10 @@ class FakeIngest:
         self.left: list[str] = []
         """Replicas that said goodbye."""
 
-    async def wish(self, **changes: object) -> None:
+    async def change(self, **changes: object) -> None:
         """Change what replicas should be like, and wake them. Each pause and resume has an order of its own."""
         order = {"order": uuid.uuid4().hex} if "paused" in changes else {}
-        self._wish = self._wish.model_copy(update=order | changes)
+        self._desired = self._desired.model_copy(update=order | changes)
         await self._notify()
 
     async def reported(self, reached: Callable[[ReplicaStatus], bool]) -> ReplicaStatus:
@@ -114,10 +114,10 @@ class FakeIngest:
         await self.report(status)
         with suppress(TimeoutError):
             async with asyncio.timeout(self.POLL_S), self._changed:
-                await self._changed.wait_for(lambda: self.unreachable is not None or self._wish != seen)
+                await self._changed.wait_for(lambda: self.unreachable is not None or self._desired != seen)
         if self.unreachable is not None:
             raise self.unreachable
-        return self._wish
+        return self._desired
 
     async def report(self, status: ReplicaStatus) -> None:
         if self.unreachable is not None:
@@ -142,7 +142,7 @@ class FakeIngest:
 
 async def push(log: WeightLog, ingest: FakeIngest, version: int) -> None:
     commit(log, version)
-    await ingest.wish(version=version)
+    await ingest.change(version=version)
 
 
 async def serving(weight_sync: WeightSync, ingest: FakeIngest, version: int) -> None:

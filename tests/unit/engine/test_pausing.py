@@ -22,7 +22,7 @@ def running(engine: FakeEngine) -> FakeEngine:
 
 
 async def pause(ingest: FakeIngest, mode: str, order: str) -> None:
-    await ingest.wish(paused=True, pause_mode=mode, order=order)
+    await ingest.change(paused=True, pause_mode=mode, order=order)
 
 
 async def drains(engine: FakeEngine) -> None:
@@ -49,7 +49,7 @@ async def test_a_resume_takes_a_waiting_pause_back_and_is_obeyed_only_then(
 ) -> None:
     await pause(ingest, "wait", "first")
     await drains(running)
-    await ingest.wish(paused=False, order="second")
+    await ingest.change(paused=False, order="second")
     assert not (await ingest.reported(lambda s: s.obeyed == "second")).paused
     assert running.calls == ["pause wait", "resume"]
     running.draining.open()
@@ -111,7 +111,7 @@ async def test_a_version_that_keeps_what_runs_is_loaded_though_a_pause_waits_whi
     await pause(ingest, "wait", "first")
     await drains(running)
     commit(log, 1, mode="keep")
-    await ingest.wish(version=1)
+    await ingest.change(version=1)
     await serving(weight_sync, ingest, 1)
     await drains(running)
     assert running.calls == ["pause wait", "pause keep", "load 1", "pause wait"]
@@ -127,7 +127,7 @@ async def test_a_version_that_aborts_what_runs_fulfils_a_pause_that_waits(
     await pause(ingest, "wait", "first")
     await drains(running)
     commit(log, 1, mode="abort")
-    await ingest.wish(version=1)
+    await ingest.change(version=1)
     await asyncio.wait_for(running.loading.reached.wait(), LONG_S)
     running.draining.open()  # nothing runs any more
     assert (await ingest.reported(lambda s: s.obeyed == "first" and s.version == 1)).paused
@@ -139,7 +139,7 @@ async def test_a_version_that_aborts_what_runs_fulfils_a_pause_that_waits(
 
 async def commit_that_waits(log: WeightLog, engine: FakeEngine, ingest: FakeIngest, version: int) -> None:
     commit(log, version, mode="wait")
-    await ingest.wish(version=version)
+    await ingest.change(version=version)
     await drains(engine)
 
 
@@ -149,7 +149,7 @@ async def test_a_newer_version_takes_over_from_one_that_waits(
 ) -> None:
     await commit_that_waits(log, running, ingest, 1)
     commit(log, 2, mode=mode)
-    await ingest.wish(version=2)
+    await ingest.change(version=2)
     await serving(weight_sync, ingest, 2)
     assert running.calls == ["pause wait", f"pause {mode}", "load 2", "resume"]
 
@@ -159,7 +159,7 @@ async def test_a_newer_version_that_waits_too_does_not_let_new_rollouts_begin_be
 ) -> None:
     await commit_that_waits(log, running, ingest, 1)
     commit(log, 2, mode="wait")
-    await ingest.wish(version=2)
+    await ingest.change(version=2)
     await ingest.reported(lambda s: s.target == 2)
     running.draining.open()
     await serving(weight_sync, ingest, 2)
@@ -172,7 +172,7 @@ async def test_a_newer_version_that_cannot_be_read_lets_the_engine_go_on(
     await commit_that_waits(log, running, ingest, 1)
     commit(log, 2, mode="keep")
     flip_a_byte(log, 2, FIRST)
-    await ingest.wish(version=2)
+    await ingest.change(version=2)
     await ingest.reported(lambda s: s.state == "stale")
     assert running.calls == ["pause wait", "resume"] and weight_sync.version == 0
 
@@ -188,7 +188,7 @@ async def test_a_pause_with_another_mode_takes_over_from_a_version_that_waits(
     running.loading.open()
     await serving(weight_sync, ingest, 1)
     assert running.calls == ["pause wait", f"pause {mode}", "load 1"]
-    await ingest.wish(paused=False, order="second")
+    await ingest.change(paused=False, order="second")
     await ingest.reported(lambda s: s.obeyed == "second")
     assert running.calls[-1] == "resume"
 
@@ -199,7 +199,7 @@ async def test_a_resume_is_obeyed_only_when_the_version_that_waits_has_been_load
     await pause(ingest, "keep", "first")
     await ingest.reported(lambda s: s.paused)
     await commit_that_waits(log, running, ingest, 1)
-    await ingest.wish(paused=False, order="second")
+    await ingest.change(paused=False, order="second")
     await ingest.reported(lambda s: ingest.seen is not None and ingest.seen.order == "second")
     assert weight_sync.status().obeyed == "first" and "resume" not in running.calls
     running.draining.open()
@@ -215,7 +215,7 @@ async def test_a_version_that_waits_is_given_up_when_the_log_goes_back_to_what_i
     (log.root / "LATEST").write_bytes(before)
     await pause(ingest, "keep", "first")
     await ingest.reported(lambda s: s.obeyed == "first")
-    await ingest.wish(paused=False, order="second")
+    await ingest.change(paused=False, order="second")
     await ingest.reported(lambda s: s.obeyed == "second")
     assert running.calls == ["pause wait", "pause keep", "resume"] and weight_sync.version == 0
 
@@ -265,12 +265,12 @@ async def test_a_pause_that_waits_is_not_obeyed_by_a_version_that_was_loaded_ove
     await drains(running)
     running.loading.close()
     commit(log, 1, mode="keep")
-    await ingest.wish(version=1)
+    await ingest.change(version=1)
     running.loading.reached.clear()
     await asyncio.wait_for(running.loading.reached.wait(), LONG_S)
     commit(log, 2, mode="keep")
     running.loading.open()
-    await ingest.wish(version=2)
+    await ingest.change(version=2)
     await ingest.reported(lambda s: s.error is not None and "still measures" in s.error)
     assert measuring.status().obeyed == ""
     scales.measured = True
@@ -286,16 +286,16 @@ async def test_an_engine_with_a_version_that_cannot_be_served_stays_closed_until
     engine.loading.close()
     engine.loading.reached.clear()
     commit(log, 1)
-    await ingest.wish(version=1)
+    await ingest.change(version=1)
     await asyncio.wait_for(engine.loading.reached.wait(), LONG_S)
     commit(log, 2)
     engine.loading.open()
-    await ingest.wish(version=2)
+    await ingest.change(version=2)
     status = await ingest.reported(lambda s: s.error is not None and "still measures" in s.error)
     assert status.state == "syncing" and engine.paused
     await pause(ingest, "keep", "first")
     await ingest.reported(lambda s: s.obeyed == "first")
-    await ingest.wish(paused=False, order="second")
+    await ingest.change(paused=False, order="second")
     await ingest.reported(lambda s: ingest.seen is not None and ingest.seen.order == "second")
     assert engine.paused and "resume" not in engine.calls and measuring.status().obeyed == "first"
     scales.measured = True

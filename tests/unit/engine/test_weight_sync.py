@@ -86,7 +86,7 @@ async def test_bytes_are_checked_before_the_engine_is_paused(
 ) -> None:
     commit(log, 1)
     flip_a_byte(log, 1, FIRST)
-    await ingest.wish(version=1)
+    await ingest.change(version=1)
     await ingest.reported(lambda s: s.state == "stale")
     assert engine.calls == []
 
@@ -109,7 +109,7 @@ async def test_the_version_says_how_the_engine_is_paused_for_it(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     commit(log, 1, mode="wait")
-    await ingest.wish(version=1)
+    await ingest.change(version=1)
     await serving(weight_sync, ingest, 1)
     assert engine.calls[0] == "pause wait"
 
@@ -119,7 +119,7 @@ async def test_only_the_newest_of_several_versions_is_loaded(
 ) -> None:
     for version in (1, 2, 3):
         commit(log, version)
-    await ingest.wish(version=3)
+    await ingest.change(version=3)
     await serving(weight_sync, ingest, 3)
     assert [call for call in engine.calls if "load" in call] == ["load 3"]
 
@@ -150,9 +150,9 @@ async def test_sequence_numbers_of_reports_grow(weight_sync: WeightSync, log: We
 async def test_a_replica_pauses_and_resumes_when_the_fleet_does(
     weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
-    await ingest.wish(paused=True, pause_mode="abort")
+    await ingest.change(paused=True, pause_mode="abort")
     await ingest.reported(lambda s: s.paused)
-    await ingest.wish(paused=False)
+    await ingest.change(paused=False)
     await ingest.reported(lambda s: not s.paused)
     assert engine.calls == ["pause abort", "resume"]
 
@@ -160,12 +160,12 @@ async def test_a_replica_pauses_and_resumes_when_the_fleet_does(
 async def test_a_replica_of_a_paused_fleet_stays_paused_after_an_update(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
-    await ingest.wish(paused=True)
+    await ingest.change(paused=True)
     await ingest.reported(lambda s: s.paused)
     await push(log, ingest, 1)
     await serving(weight_sync, ingest, 1)
     assert engine.paused and "resume" not in engine.calls
-    await ingest.wish(paused=False)
+    await ingest.change(paused=False)
     await ingest.reported(lambda s: not s.paused)
     assert engine.calls[-1] == "resume" and not engine.paused
 
@@ -175,9 +175,9 @@ async def test_a_resume_that_comes_while_the_engine_pauses_is_not_lost(
 ) -> None:
     engine.pausing.close()
     engine.pausing.reached.clear()
-    await ingest.wish(paused=True)
+    await ingest.change(paused=True)
     await asyncio.wait_for(engine.pausing.reached.wait(), LONG_S)
-    await ingest.wish(paused=False)
+    await ingest.change(paused=False)
     await ingest.reported(lambda _: ingest.seen is not None and not ingest.seen.paused)
     engine.pausing.open()
     async with asyncio.timeout(LONG_S):
@@ -191,11 +191,11 @@ async def test_a_replica_that_starts_in_a_paused_fleet_makes_no_token_before_it_
     log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     log.set_control(Control(paused=True, mode="keep"))
-    await ingest.wish(paused=True)
+    await ingest.change(paused=True)
     weight_sync = WeightSync("r1", engine, ingest, WeightsConfig(root=log.root, poll_s=0.01), fingerprint="model")
     await weight_sync.start()
     assert engine.calls == ["pause keep", "load 0"] and weight_sync.status().paused
-    await ingest.wish(paused=False)
+    await ingest.change(paused=False)
     await ingest.reported(lambda s: not s.paused)
     assert engine.calls[-1] == "resume"
     weight_sync.stop()

@@ -27,7 +27,7 @@ def offering(log: WeightLog) -> OfferingIngest:
 
 @pytest.fixture
 def copies(offering: OfferingIngest, tmp_path: Path) -> NodeCache:
-    return NodeCache(tmp_path / "node", offering, offering.offers.newest(), CHUNK_BYTES)
+    return NodeCache(tmp_path / "node", offering, offering.served.newest(), CHUNK_BYTES)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ async def test_bytes_that_were_damaged_at_the_ingest_are_not_loaded(
 ) -> None:
     commit(log, 1)
     flip_a_byte(log, 1, FIRST)
-    await ingest.wish(version=1)
+    await ingest.change(version=1)
     status = await ingest.reported(lambda s: s.state == "stale")
     assert status.version == 0 and status.error is not None and FIRST in status.error
     assert engine.calls == []
@@ -106,6 +106,6 @@ async def test_a_replica_that_starts_is_not_ready_while_nobody_can_say_what_is_n
         await offering.has_refused()
     assert not waiting.done()
     offering.unreachable = None
-    await ingest.wish(version=1)
+    await ingest.change(version=1)
     await asyncio.wait_for(waiting, LONG_S)
     assert remote.version == 1

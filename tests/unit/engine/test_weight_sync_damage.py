@@ -30,7 +30,7 @@ async def test_a_corrupt_version_leaves_the_replica_on_the_old_one_and_says_why(
 ) -> None:
     commit(log, 1)
     flip_a_byte(log, 1, FIRST)
-    await ingest.wish(version=1)
+    await ingest.change(version=1)
     status = await ingest.reported(lambda s: s.state == "stale")
     assert status.version == 0 and status.target is None
     assert status.error is not None and FIRST in status.error and "version 1" in status.error
@@ -56,7 +56,7 @@ async def test_what_is_not_of_the_tensors_is_checked_before_the_engine_reads(
     commit(log, 1)
     path = log.folder(1) / "weights-00001.safetensors"
     path.write_bytes(path.read_bytes()[:9] + b"?" + path.read_bytes()[10:])  # in the header
-    await ingest.wish(version=1)
+    await ingest.change(version=1)
     status = await ingest.reported(lambda s: s.state == "stale")
     assert status.error is not None and "its header is not" in status.error and engine.staged == [0]
 
@@ -66,7 +66,7 @@ async def test_a_version_whose_files_are_gone_leaves_the_replica_on_the_old_one(
 ) -> None:
     commit(log, 1)
     (log.folder(1) / "weights-00001.safetensors").unlink()
-    await ingest.wish(version=1)
+    await ingest.change(version=1)
     status = await ingest.reported(lambda s: s.state == "stale")
     assert status.version == 0 and status.error is not None and "cannot be read" in status.error
 
@@ -75,7 +75,7 @@ async def test_a_version_of_another_model_leaves_the_replica_on_the_old_one(
     weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
 ) -> None:
     commit(log, 1, fingerprint="other")
-    await ingest.wish(version=1)
+    await ingest.change(version=1)
     status = await ingest.reported(lambda s: s.state == "stale")
     assert status.error is not None and "another model" in status.error
 
@@ -102,19 +102,19 @@ async def test_a_corrupt_version_is_not_read_again_at_each_poll_but_again_once_i
     sound = path.read_bytes()
     flip_a_byte(log, 1, FIRST)
     engine.staged.clear()
-    await ingest.wish(version=1)
+    await ingest.change(version=1)
     await ingest.reported(lambda s: s.state == "stale")
     for turn in range(20):
         wished = turn % 2 == 0
-        await ingest.wish(paused=wished)
+        await ingest.change(paused=wished)
         await ingest.reported(lambda status, wished=wished: status.paused == wished)  # type: ignore[misc]
     assert engine.staged == [1]
     clock.go_on(60)  # longer than it waits after the first failure
-    await ingest.wish(paused=True)
+    await ingest.change(paused=True)
     await ingest.reported(lambda _: len(engine.staged) == 2)
     path.write_bytes(sound)
     clock.go_on(60)
-    await ingest.wish(paused=False)
+    await ingest.change(paused=False)
     await serving(weight_sync, ingest, 1)
 
 
@@ -161,7 +161,7 @@ async def test_an_ingest_that_is_away_does_not_stop_the_replica_from_following_t
     weight_sync.check_health()
     ingest.unreachable = None
     await serving(weight_sync, ingest, 1)
-    await ingest.wish(paused=True)
+    await ingest.change(paused=True)
     await ingest.reported(lambda s: s.paused)
 
 

@@ -38,7 +38,7 @@ async def test_a_log_that_was_set_back_is_followed_back(
         await push(log, ingest, 5)
         await serving(weight_sync, ingest, 5)
         assert weight_sync.holds(5)
-    await ingest.wish(version=0)
+    await ingest.change(version=0)
     await serving(weight_sync, ingest, 0)
     assert loads(engine) == ["load 5", "load 0"] and weight_sync.holds(0) and not weight_sync.holds(5)
 
@@ -86,15 +86,15 @@ async def test_a_replica_that_sees_the_old_log_says_so_and_goes_on_when_the_inge
     weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest, elsewhere: Origin
 ) -> None:
     here = log.sign()
-    await ingest.wish(origin=here)
+    await ingest.change(origin=here)
     await push(log, ingest, 7)
     await serving(weight_sync, ingest, 7)
     assert weight_sync.status().log == here.log
-    await ingest.wish(version=0, origin=elsewhere)
+    await ingest.change(version=0, origin=elsewhere)
     status = await ingest.reported(lambda s: s.state == "stale")
     assert status.version == 7 and status.log == here.log
     assert status.error is not None and "the ingest writes another log now" in status.error
-    await ingest.wish(version=7, origin=here)
+    await ingest.change(version=7, origin=here)
     await ingest.reported(lambda s: s.state == "ready" and s.error is None)
     await push(log, ingest, 8)
     await serving(weight_sync, ingest, 8)
@@ -104,7 +104,7 @@ async def test_nor_is_a_clone_of_the_log_taken_for_the_log(
     weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
 ) -> None:
     here = log.sign()
-    await ingest.wish(origin=here.model_copy(update={"writer": "of the clone"}))
+    await ingest.change(origin=here.model_copy(update={"writer": "of the clone"}))
     status = await ingest.reported(lambda s: s.state == "stale")
     assert status.error is not None and "bring the ingest back" in status.error
 
@@ -112,7 +112,7 @@ async def test_nor_is_a_clone_of_the_log_taken_for_the_log(
 async def test_an_ingest_that_restarts_on_the_same_log_makes_no_replica_stale(
     weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
 ) -> None:
-    await ingest.wish(origin=log.sign())
+    await ingest.change(origin=log.sign())
     seen = len(ingest.reports)
     await ingest.reported(lambda _: len(ingest.reports) > seen)
     await ingest.leave(NotReady("it died with this call"))
@@ -121,7 +121,7 @@ async def test_an_ingest_that_restarts_on_the_same_log_makes_no_replica_stale(
         weight_sync._woken.set()
         await ingest_is_away(weight_sync)
     ingest.unreachable = None
-    await ingest.wish(origin=later)
+    await ingest.change(origin=later)
     await push(log, ingest, 1)
     await serving(weight_sync, ingest, 1)
     assert "stale" not in {status.state for status in ingest.reports}

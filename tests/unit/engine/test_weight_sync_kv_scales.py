@@ -136,7 +136,7 @@ async def test_while_it_measures_it_is_closed_and_on_its_way_and_the_old_version
 async def test_in_a_paused_fleet_it_measures_and_stays_paused(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
-    await ingest.wish(paused=True)
+    await ingest.change(paused=True)
     await ingest.reported(lambda s: s.paused)
     engine.calls.clear()
     await push(log, ingest, 1)
@@ -214,7 +214,7 @@ async def test_a_version_that_was_removed_while_it_was_measured_gives_way_to_the
     await asyncio.wait_for(kv_scales.measuring.reached.wait(), LONG_S)
     commit(log, 2)
     kv_scales.measuring.open()
-    await ingest.wish(version=2)
+    await ingest.change(version=2)
     await serving(weight_sync, ingest, 2)
     assert engine.calls == in_order(1)[:-1] + in_order(2)
 

@@ -67,7 +67,7 @@ async def test_a_replica_has_caught_up_once_it_serves_what_was_committed_last(
     engine.loading.close()
     commit(log, 1)
     waiting = asyncio.create_task(weight_sync.caught_up())
-    await ingest.wish(version=1)
+    await ingest.change(version=1)
     await ingest.reported(lambda s: s.target == 1)
     assert not waiting.done()
     engine.loading.open()
@@ -82,13 +82,13 @@ async def test_a_replica_that_cannot_catch_up_says_why(
     await weight_sync.start()
     commit(log, 1)
     flip_a_byte(log, 1, FIRST)
-    await ingest.wish(version=1)
+    await ingest.change(version=1)
     with pytest.raises(LogCorrupt, match=FIRST):
         await asyncio.wait_for(weight_sync.caught_up(), LONG_S)
     assert weight_sync.status().state == "stale"
     engine.fail_load = "half loaded"
     commit(log, 2)
-    await ingest.wish(version=2)
+    await ingest.change(version=2)
     await ingest.reported(lambda s: s.state == "failed")
     with pytest.raises((EngineFailed, LogCorrupt)):
         await asyncio.wait_for(weight_sync.caught_up(), LONG_S)
@@ -111,7 +111,7 @@ async def test_a_replica_that_gets_no_calls_any_more_is_draining_and_goes_on_fol
     drained.add("r1")
     assert weight_sync.status().state == "draining"
     commit(log, 1)
-    await ingest.wish(version=1)
+    await ingest.change(version=1)
     await ingest.reported(lambda s: s.version == 1 and s.state == "draining")
 
 

@@ -17,9 +17,9 @@ from tests.unit.ingest.trainer import Trainer, Weights, config_of, order, replic
 LONG_S = 60.0
 
 
-def asked(wish: DesiredState) -> tuple[int, bool, str]:
+def asked(desired: DesiredState) -> tuple[int, bool, str]:
     """What a replica acts on."""
-    return wish.version, wish.paused, wish.pause_mode
+    return desired.version, desired.paused, desired.pause_mode
 
 
 async def told(ingest: Ingest) -> DesiredState:
@@ -81,9 +81,9 @@ async def test_without_any_replica_nothing_is_live(ingest: Ingest) -> None:
 
 
 async def test_a_poll_that_has_seen_nothing_is_answered_at_once(ingest: Ingest) -> None:
-    wish = await asyncio.wait_for(ingest.sync(replica("a", None), None), LONG_S)
-    assert asked(wish) == (0, False, "keep")
-    assert (wish.digest, wish.origin) == ((await ingest.status(0)).digest, WeightLog(ingest._log.root).origin())
+    desired = await asyncio.wait_for(ingest.sync(replica("a", None), None), LONG_S)
+    assert asked(desired) == (0, False, "keep")
+    assert (desired.digest, desired.origin) == ((await ingest.status(0)).digest, WeightLog(ingest._log.root).origin())
     assert [status.replica_id for status in (await ingest.fleet()).replicas] == ["a"]
 
 
@@ -96,15 +96,15 @@ async def test_a_poll_that_knows_the_wish_is_answered_when_a_version_is_committe
     await settle()
     assert not poll.done()
     await Trainer(ingest).push(1, weights)
-    wish = await asyncio.wait_for(poll, LONG_S)
-    assert asked(wish) == (1, False, "keep") and wish.digest == (await ingest.status(1)).digest
+    desired = await asyncio.wait_for(poll, LONG_S)
+    assert asked(desired) == (1, False, "keep") and desired.digest == (await ingest.status(1)).digest
 
 
 async def test_a_poll_is_answered_with_the_same_wish_after_a_while(model: Path, tmp_path: Path) -> None:
     ingest = Ingest(config_of(model, tmp_path / "log", weights={"poll_s": 0.01}))
     await ingest.start()
-    wish = await ingest.sync(replica("a", 0), None)
-    assert await ingest.sync(replica("a", 0), wish) == wish
+    desired = await ingest.sync(replica("a", 0), None)
+    assert await ingest.sync(replica("a", 0), desired) == desired
 
 
 async def test_before_version_0_is_made_a_poll_is_told_to_come_back(model: Path, tmp_path: Path) -> None:
@@ -134,13 +134,13 @@ async def test_a_silent_replica_is_waited_for_no_more(ingest: Ingest, config: Se
 
 async def test_a_pause_answers_when_every_replica_has_obeyed(ingest: Ingest) -> None:
     await ingest.report(replica("a", 0))
-    wish = await ingest.sync(replica("a", 0), None)
-    poll = asyncio.create_task(ingest.sync(replica("a", 0, sequence=1), wish))
+    desired = await ingest.sync(replica("a", 0), None)
+    poll = asyncio.create_task(ingest.sync(replica("a", 0, sequence=1), desired))
     pause = asyncio.create_task(ingest.set_paused(True, "wait", LONG_S))
-    wish = await asyncio.wait_for(poll, LONG_S)
-    assert asked(wish) == (0, True, "wait")
+    desired = await asyncio.wait_for(poll, LONG_S)
+    assert asked(desired) == (0, True, "wait")
     assert not pause.done() and not await ingest.is_paused()
-    await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=wish.order))
+    await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=desired.order))
     await asyncio.wait_for(pause, LONG_S)
     assert await ingest.is_paused() and (await ingest.fleet()).paused
 
@@ -149,9 +149,9 @@ async def test_a_resume_answers_when_every_replica_has_obeyed(ingest: Ingest) ->
     await order(ingest, True)
     paused = await told(ingest)
     resume = asyncio.create_task(ingest.set_paused(False, "keep", LONG_S))
-    wish = await ingest.sync(replica("a", 0, sequence=1, paused=True, obeyed=paused.order), paused)
-    assert not wish.paused and not resume.done()
-    await ingest.report(replica("a", 0, sequence=2, obeyed=wish.order))
+    desired = await ingest.sync(replica("a", 0, sequence=1, paused=True, obeyed=paused.order), paused)
+    assert not desired.paused and not resume.done()
+    await ingest.report(replica("a", 0, sequence=2, obeyed=desired.order))
     await asyncio.wait_for(resume, LONG_S)
     assert not await ingest.is_paused() and not (await ingest.fleet()).paused
 
@@ -166,8 +166,8 @@ async def test_a_resume_of_a_pause_that_no_replica_has_obeyed_yet_waits_until_it
     with pytest.raises(Overtaken, match="before every replica was paused, something else was asked for"):
         await asyncio.wait_for(pause, LONG_S)
     assert not resume.done()  # the replica says that it runs, but may have begun to pause since
-    wish = await ingest.sync(replica("a", 0, sequence=1), None)
-    await ingest.report(replica("a", 0, sequence=2, obeyed=wish.order))
+    desired = await ingest.sync(replica("a", 0, sequence=1), None)
+    await ingest.report(replica("a", 0, sequence=2, obeyed=desired.order))
     await asyncio.wait_for(resume, LONG_S)
 
 
@@ -175,17 +175,17 @@ async def test_a_pause_with_another_mode_waits_until_that_is_obeyed(ingest: Inge
     await order(ingest, True, "keep")
     keeps = await told(ingest)
     abort = asyncio.create_task(ingest.set_paused(True, "abort", LONG_S))
-    wish = await ingest.sync(replica("a", 0, sequence=1, paused=True, obeyed=keeps.order), keeps)
-    assert wish.pause_mode == "abort" and not abort.done()
-    await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=wish.order))
+    desired = await ingest.sync(replica("a", 0, sequence=1, paused=True, obeyed=keeps.order), keeps)
+    assert desired.pause_mode == "abort" and not abort.done()
+    await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=desired.order))
     await asyncio.wait_for(abort, LONG_S)
 
 
 async def test_several_ranks_may_ask_for_the_same_pause(ingest: Ingest) -> None:
     running = await told(ingest)
     ranks = [asyncio.create_task(ingest.set_paused(True, "keep", LONG_S)) for _ in range(3)]
-    wish = await ingest.sync(replica("a", 0, sequence=1), running)
-    await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=wish.order))
+    desired = await ingest.sync(replica("a", 0, sequence=1), running)
+    await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=desired.order))
     await asyncio.wait_for(asyncio.gather(*ranks), LONG_S)
     assert await ingest.is_paused()
 
@@ -201,8 +201,8 @@ async def test_a_pause_that_is_not_obeyed_in_time_says_so_and_still_holds(ingest
 async def test_a_pause_outlives_a_commit(ingest: Ingest, trainer: Trainer, weights: Weights) -> None:
     ordered = await order(ingest, True, "abort")
     await trainer.push(1, weights)
-    wish = await ingest.sync(replica("a", 0, sequence=1, paused=True), None)
-    assert (asked(wish), wish.order) == ((1, True, "abort"), ordered)
+    desired = await ingest.sync(replica("a", 0, sequence=1, paused=True), None)
+    assert (asked(desired), desired.order) == ((1, True, "abort"), ordered)
 
 
 # --- keeping

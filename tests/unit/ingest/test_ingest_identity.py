@@ -79,8 +79,8 @@ async def test_a_log_restored_from_a_backup_has_other_weights_under_a_number_and
     await Trainer(again).push(1, changed(weights, 0.25))
     await again.report(old.model_copy(update={"sequence": 1}))
     assert (await again.status(1)).state == "committed"
-    wish = await again.sync(old.model_copy(update={"sequence": 2}), seen)  # at once: what it has seen is another
-    assert (wish.version, wish.digest) == (1, (await again.status(1)).digest) and wish.digest != seen.digest
+    desired = await again.sync(old.model_copy(update={"sequence": 2}), seen)  # at once: what it has seen is another
+    assert (desired.version, desired.digest) == (1, (await again.status(1)).digest) and desired.digest != seen.digest
     await again.report(await serving(again, 1, sequence=3))
     assert (await again.status(1)).state == "live"
     await again.stop()

@@ -81,8 +81,8 @@ async def test_a_pause_outlives_a_restart(restarted: Restart, config: ServiceCon
     ordered = await order(ingest, True, "abort")
     again = await restarted()
     assert (await again.fleet()).paused
-    wish = await again.sync(replica("a", 0), None)
-    assert (wish.paused, wish.pause_mode, wish.order) == (True, "abort", ordered)
+    desired = await again.sync(replica("a", 0), None)
+    assert (desired.paused, desired.pause_mode, desired.order) == (True, "abort", ordered)
 
 
 async def test_a_log_of_another_model_is_refused(
@@ -159,12 +159,12 @@ async def test_an_ingest_that_ends_finishes_half_a_commit_and_then_lets_its_succ
 async def test_whoever_asks_or_waits_for_an_ingest_that_ends_is_told_to_ask_again(
     ingest: Ingest, trainer: Trainer, weights: Weights
 ) -> None:
-    wish = await ingest.sync(replica("a", 0), None)
+    desired = await ingest.sync(replica("a", 0), None)
     status = await trainer.push(1, weights)
     pausing = asyncio.create_task(ingest.set_paused(True, "keep", LONG_S))
-    while not (wish := await ingest.sync(replica("a", 0, sequence=1), wish)).paused:
+    while not (desired := await ingest.sync(replica("a", 0, sequence=1), desired)).paused:
         pass
-    syncing = asyncio.create_task(ingest.sync(replica("a", 0, sequence=2), wish))
+    syncing = asyncio.create_task(ingest.sync(replica("a", 0, sequence=2), desired))
     waiting = [pausing, syncing, asyncio.create_task(ingest.wait_live(status.version, LONG_S))]
     await settle()
     await ingest.stop()
@@ -207,17 +207,17 @@ async def test_a_begin_whose_caller_goes_away_leaves_one_upload_to_resume(
 
 
 async def test_a_long_poll_that_is_given_up_does_not_disturb_the_others(ingest: Ingest) -> None:
-    wish = await ingest.sync(replica("a", 0), None)
-    given_up = asyncio.create_task(ingest.sync(replica("a", 0, sequence=1), wish))
-    kept = asyncio.create_task(ingest.sync(replica("b", 0), wish))
+    desired = await ingest.sync(replica("a", 0), None)
+    given_up = asyncio.create_task(ingest.sync(replica("a", 0, sequence=1), desired))
+    kept = asyncio.create_task(ingest.sync(replica("b", 0), desired))
     await settle()
     given_up.cancel()
     await settle()
     pause = asyncio.create_task(ingest.set_paused(True, "keep", LONG_S))
-    wish = await asyncio.wait_for(kept, LONG_S)
-    assert wish.paused
+    desired = await asyncio.wait_for(kept, LONG_S)
+    assert desired.paused
     for name in "ab":
-        await ingest.report(replica(name, 0, sequence=9, paused=True, obeyed=wish.order))
+        await ingest.report(replica(name, 0, sequence=9, paused=True, obeyed=desired.order))
     await pause
 
 

@@ -133,7 +133,7 @@ async def order(ingest: Ingest, paused: bool, mode: PauseMode = "keep") -> str:
     """Have one replica, "a", obey a pause or resume. Returns the order."""
     before = await ingest.sync(replica("a", 0), None)
     asking = asyncio.create_task(ingest.set_paused(paused, mode, 60.0))
-    wish = await ingest.sync(replica("a", 0), before)
-    await ingest.report(replica("a", 0, paused=paused, obeyed=wish.order))
+    desired = await ingest.sync(replica("a", 0), before)
+    await ingest.report(replica("a", 0, paused=paused, obeyed=desired.order))
     await asking
-    return wish.order
+    return desired.order

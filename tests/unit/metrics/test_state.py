@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from rollout_service.config import ScalingConfig
-from rollout_service.metrics.state import Observer
+from rollout_service.metrics.state import FleetHistory
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.log import WeightLog
@@ -13,8 +13,8 @@ from rollout_service.store.manifest import MANIFEST_FILE
 FLEET = Fleet(latest_version=1, paused=False, replicas=())
 
 
-def observer(root: Path) -> Observer:
-    return Observer(WeightLog(root), ScalingConfig(min_replicas=2, max_replicas=5))
+def history(root: Path) -> FleetHistory:
+    return FleetHistory(WeightLog(root), ScalingConfig(min_replicas=2, max_replicas=5))
 
 
 def live(*replicas: str, **states: str) -> tuple[ReplicaStatus, ...]:
@@ -23,14 +23,14 @@ def live(*replicas: str, **states: str) -> tuple[ReplicaStatus, ...]:
     return tuple(ReplicaStatus.model_validate({"replica_id": r, "version": 1, "state": s}) for r, s in named.items())
 
 
-async def counts(observer: Observer) -> tuple[int, int]:
+async def counts(history: FleetHistory) -> tuple[int, int]:
     """Starts and failures."""
-    state = await observer.state(FLEET, ())
+    state = await history.state(FLEET, ())
     return state.replica_starts, state.replica_failures
 
 
 async def test_each_replica_starts_once_however_often_it_reports(tmp_path: Path) -> None:
-    seen = observer(tmp_path)
+    seen = history(tmp_path)
     seen.saw(live("a"))
     seen.saw(live("a", "b"))
     seen.saw(live("a", "b"))
@@ -38,7 +38,7 @@ async def test_each_replica_starts_once_however_often_it_reports(tmp_path: Path)
 
 
 async def test_a_replica_fails_once_whether_it_says_so_or_falls_silent(tmp_path: Path) -> None:
-    seen = observer(tmp_path)
+    seen = history(tmp_path)
     seen.saw(live("a", "b", "c"))
     seen.saw(live("b", "c", a="failed"))
     seen.saw(live("b", "c", a="failed"))
@@ -47,7 +47,7 @@ async def test_a_replica_fails_once_whether_it_says_so_or_falls_silent(tmp_path:
 
 
 async def test_a_replica_that_drained_or_said_goodbye_did_not_fail(tmp_path: Path) -> None:
-    seen = observer(tmp_path)
+    seen = history(tmp_path)
     seen.saw(live("a", "b"))
     seen.saw(live("b", a="draining"))
     seen.left("b")
@@ -57,7 +57,7 @@ async def test_a_replica_that_drained_or_said_goodbye_did_not_fail(tmp_path: Pat
 
 
 async def test_replicas_known_from_before_a_restart_of_the_ingest_are_not_new(tmp_path: Path) -> None:
-    seen = observer(tmp_path)
+    seen = history(tmp_path)
     seen.known(frozenset({"a", "b"}))
     seen.saw(live("a", "c"))
     assert await counts(seen) == (1, 1)
@@ -73,7 +73,7 @@ def commit(root: Path, version: int, at: float) -> WeightStatus:
 
 
 async def test_the_time_of_a_commit_is_remembered_when_the_version_is_removed(tmp_path: Path) -> None:
-    seen = observer(tmp_path)
+    seen = history(tmp_path)
     staged = WeightStatus(version=3, state="staged")
     await seen.state(FLEET, (commit(tmp_path, 1, at=100.0), commit(tmp_path, 2, at=200.0), staged))
     (tmp_path / "1" / MANIFEST_FILE).unlink()
@@ -82,14 +82,14 @@ async def test_the_time_of_a_commit_is_remembered_when_the_version_is_removed(tm
 
 
 async def test_only_so_many_times_are_remembered(tmp_path: Path) -> None:
-    seen = observer(tmp_path)
+    seen = history(tmp_path)
     versions = tuple(commit(tmp_path, version, at=float(version)) for version in range(1030))
     state = await seen.state(FLEET, versions)
     assert len(state.committed_at) == 1024 and min(state.committed_at) == 6
 
 
 async def test_the_log_is_as_large_as_its_files(tmp_path: Path) -> None:
-    seen = observer(tmp_path)
+    seen = history(tmp_path)
     commit(tmp_path, 1, at=1.0)
     (tmp_path / "staging").mkdir()
     (tmp_path / "staging" / "part-0").write_bytes(bytes(90))

@@ -16,8 +16,8 @@ LONG_S = 30.0
 class OfferingIngest:
     """Real files through a real object store; only the way to the ingest is short."""
 
-    def __init__(self, offers: ChunkServer) -> None:
-        self.offers = offers
+    def __init__(self, served: ChunkServer) -> None:
+        self.served = served
         self.unreachable: Exception | None = None
         """Raised by every question for what is newest while it is set."""
         self.refused = asyncio.Event()
@@ -38,13 +38,13 @@ class OfferingIngest:
         if self.unreachable is not None:
             self.refused.set()
             raise self.unreachable
-        return self.answers.pop(0) if self.answers else self.offers.newest()
+        return self.answers.pop(0) if self.answers else self.served.newest()
 
     async def files(self, version: int) -> tuple[LogFile, ...]:
-        return self.offers.files(version)
+        return self.served.files(version)
 
     async def chunk(self, version: int, file: str, index: int) -> list[ray.ObjectRef]:
         if self.fail_after is not None and len(self.chunks) >= self.fail_after:
             raise NotReady("the ingest died with this call")
         self.chunks.append((version, file, index))
-        return await self.offers.chunk(version, file, index)
+        return await self.served.chunk(version, file, index)

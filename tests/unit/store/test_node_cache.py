@@ -46,7 +46,7 @@ def node(tmp_path: Path) -> Path:
 
 def copies_on(node: Path, ingest: OfferingIngest) -> NodeCache:
     """Of one replica there."""
-    return NodeCache(node, ingest, ingest.offers.newest(), CHUNK_BYTES)
+    return NodeCache(node, ingest, ingest.served.newest(), CHUNK_BYTES)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ async def test_a_replica_that_does_not_see_it_has_a_folder_of_copies(
 async def test_an_ingest_that_restarts_while_a_replica_compares_is_not_taken_for_another(
     log: WeightLog, ingest: OfferingIngest
 ) -> None:
-    told = ingest.offers.newest()
+    told = ingest.served.newest()
     log.sign()
     ingest.answers = [told]
     assert await node_cache_for(log.root, ingest, retry_s=0.01) is None
@@ -109,7 +109,7 @@ async def test_an_ingest_that_has_lost_its_log_is_not_followed(
     other = WeightLog(tmp_path / "other")
     commit(other, 0)
     other.sign()
-    ingest.offers = ChunkServer(other, CHUNK_BYTES)
+    ingest.served = ChunkServer(other, CHUNK_BYTES)
     with pytest.raises(LogCorrupt, match="the ingest writes another log now"):
         await copies.look()
     assert copies.newest.head == log.head()
