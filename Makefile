@@ -20,7 +20,7 @@ serve: setup ## run the service of deployments/cpu_rollout.yaml until Ctrl-C
 	@.venv/bin/serve run deployments/cpu_rollout.yaml
 
 bench: setup ## measure the service against the bare engine, and the quantizer; results in benchmarks/results/
-	@$(PYTHON_VENV) -m benchmarks.overhead
+	@$(PYTHON_VENV) -m benchmarks.rollout.overhead
 	@$(PYTHON_VENV) -m benchmarks.quantizer
 
 dashboards: setup ## make dashboards/*.json and alerts.yml anew from dashboards/*.py

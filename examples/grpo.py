@@ -8,7 +8,7 @@ The loop every RL trainer has, in plain PyTorch:
     4. tell the service how far its engines were from the trainer  client.report_mismatch
     5. push the new weights; rollouts of the next step come from them   client.push_weights
 
-``grpo_digits`` (``make demo``) runs it once, ``tis_ablation`` with and without the correction.
+``grpo_digits`` (``make demo``) runs it once, ``benchmarks.training.tis_ablation`` with and without the correction.
 """
 
 import random

@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import results
+from benchmarks.common import results
 from benchmarks.faults.disk import disk_cases
 from benchmarks.faults.files import file_cases
 from benchmarks.faults.ground import Case, Skipped
@@ -144,7 +144,7 @@ class Record:
         self.outcomes = sorted([*self.outcomes, outcome], key=lambda o: self._order.index(o.name))
         seconds = round(time.perf_counter() - self._started)
         content = {"total_s": seconds, "cases": [asdict(outcome) for outcome in self.outcomes]}
-        self.path = results.write(self._name, content, module="faults")
+        self.path = results.write(self._name, content)
 
 
 def kept(cases: list[Case]) -> list[Outcome]:

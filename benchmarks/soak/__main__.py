@@ -22,10 +22,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks import results
+from benchmarks.common import results
 from benchmarks.faults.ground import DEPLOYMENT, Ground, settings
 from benchmarks.faults.load import Load, load
-from benchmarks.rollout_results import earlier_cases
+from benchmarks.rollout.throughput_results import earlier_cases
 from benchmarks.soak.diary import Diary
 from benchmarks.soak.engines import EngineStarts
 from benchmarks.soak.probe import Probe
@@ -175,7 +175,7 @@ def main(
     if found is None:
         console.print("interrupted: no result")
         raise typer.Exit(130)
-    case = {"command": results.command("soak"), "seed": seed, "minutes": minutes, "callers": CALLERS} | found
+    case = {"command": results.command(), "seed": seed, "minutes": minutes, "callers": CALLERS} | found
     case["clean"] = is_clean(case)
     path = results.write("soak", {"cases": with_case(earlier_cases(results.path("soak")), case)})
     console.print_json(data=case)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.gpu_service import serving, settings_of, write_weights
-from benchmarks.rollout_work import make_work
-from benchmarks.shapes import write_config
+from benchmarks.common.gpu_service import serving, settings_of, write_weights
+from benchmarks.common.rollout_work import make_work
+from benchmarks.common.shapes import write_config
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import LogCorrupt

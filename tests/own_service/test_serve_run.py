@@ -20,7 +20,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 
-from benchmarks.broken_version import commit_broken
+from benchmarks.mismatch.broken_version import commit_broken
 from rollout_service.client import RolloutClient
 from rollout_service.local import free_port
 from rollout_service.protocol.mismatch import MismatchRow

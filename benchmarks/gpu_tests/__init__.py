@@ -1,0 +1,1 @@
+"""What came of the tests that need a GPU, kept as a result."""

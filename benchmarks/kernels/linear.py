@@ -1,0 +1,163 @@
+"""Blockwise FP8 matrix products by CUTLASS and by DeepGEMM, against BF16 by cuBLAS, for a model's layers; on a GPU.
+
+    python -m benchmarks.kernels.linear [--model qwen3-8b] [--tokens 256]
+
+The layers are fused as vLLM fuses them, weights have one scale for 128×128, activations one for 128 of a row, as in
+vLLM's linear layers, whose functions are called. Calls follow each other in a CUDA graph that rotates over more weights
+than the cache holds. *quantizing* is what the FP8 ones need besides: activations in BF16 to codes and scales.
+DeepGEMM compiles each kernel when it is first needed, minutes for all of them; a second run finds them in its cache.
+"""
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import results
+from benchmarks.common.gpu_timing import buffers_beyond_cache, graph_seconds
+from benchmarks.common.random_weights import gaussian
+from rollout_service.quant.blockwise import BLOCK, quantize_blockwise
+
+LAYERS = {
+    "qwen3-8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (24576, 4096), "down": (4096, 12288)},
+    "qwen3-30b-a3b": {"qkv": (5120, 2048), "o": (2048, 4096)},
+}
+"""Rows and columns of the weight, fused as in vLLM at TP 1; the experts of the second go through Triton."""
+TOKENS = (16, 64, 256, 1024, 8192)
+REPEATS = 20
+
+Call = Callable[[], torch.Tensor]
+
+
+@dataclass
+class Case:
+    """One kernel on one layer."""
+
+    model: str
+    layer: str
+    rows: int
+    columns: int
+    tokens: int
+    kernel: str
+    seconds: list[float] = field(default_factory=list)
+    """Of each sample."""
+    error: float | None = None
+    """‖out − reference‖ / ‖reference‖, the reference in fp32 from unquantized operands."""
+    refused: str | None = None
+
+    @property
+    def tflops(self) -> float:
+        """10¹² operations a second."""
+        return 2e-12 * self.rows * self.columns * self.tokens / statistics.median(self.seconds)
+
+
+def bf16(x: torch.Tensor, weight: torch.Tensor) -> Call:
+    """What an unquantized layer calls."""
+    return lambda: torch.nn.functional.linear(x, weight)
+
+
+def quantizing(x: torch.Tensor, weight: torch.Tensor) -> Call:
+    """Activations alone, as for CUTLASS."""
+    return lambda: quantized(x)[0]
+
+
+def cutlass(x: torch.Tensor, weight: torch.Tensor) -> Call:
+    """As vLLM's ``CutlassFp8BlockScaledMMKernel``."""
+    from vllm import _custom_ops
+
+    (codes, scales), (weight_codes, weight_scales) = quantized(x), quantize_blockwise(weight)
+    return lambda: _custom_ops.cutlass_scaled_mm(
+        codes, weight_codes.T, out_dtype=torch.bfloat16, scale_a=scales, scale_b=weight_scales.T
+    )
+
+
+def deep_gemm(x: torch.Tensor, weight: torch.Tensor) -> Call:
+    """As vLLM's ``DeepGemmFp8BlockScaledMMKernel`` with fp32 scales."""
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import deepgemm_post_process_fp8_weight_block
+    from vllm.utils.deep_gemm import fp8_gemm_nt
+
+    given = quantized(x, tma_aligned_scales=True)
+    weights = deepgemm_post_process_fp8_weight_block(*quantize_blockwise(weight), (BLOCK, BLOCK), use_e8m0=False)
+    out = torch.empty(len(x), len(weight), dtype=torch.bfloat16, device="cuda")
+
+    def call() -> torch.Tensor:
+        fp8_gemm_nt(given, weights, out, is_deep_gemm_e8m0_used=False)
+        return out
+
+    return call
+
+
+def quantized(x: torch.Tensor, **how: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of activations, by vLLM."""
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+
+    codes, scales = per_token_group_quant_fp8(x, BLOCK, column_major_scales=True, use_ue8m0=False, **how)
+    return codes, scales
+
+
+KERNELS = {"bf16": bf16, "cutlass": cutlass, "deep_gemm": deep_gemm, "quantizing": quantizing}
+
+
+def measure(case: Case, weights: list[torch.Tensor]) -> None:
+    """Seconds a call. A kernel that vLLM refuses, or that cannot be compiled, says so in the case."""
+    x = torch.randn(case.tokens, case.columns, dtype=torch.bfloat16, device="cuda")
+    try:
+        calls = [KERNELS[case.kernel](x, weight) for weight in weights]
+        if case.kernel != "quantizing":
+            reference = x.float() @ weights[0].float().T
+            case.error = float((calls[0]().float() - reference).norm() / reference.norm())
+    except (RuntimeError, ValueError, ImportError) as error:
+        case.refused = str(error).splitlines()[0][:200]
+        return
+    case.seconds = graph_seconds(calls, REPEATS)
+
+
+def table_of(cases: list[Case]) -> Table:
+    """For people: microseconds."""
+    table = Table(title=f"µs of a matrix product on {results.machine()}")
+    for column in ("model", "layer", "rows × columns", "tokens", *KERNELS, "deep_gemm ÷ cutlass"):
+        table.add_column(column, justify="left" if column in ("model", "layer") else "right")
+    lines: dict[tuple[Any, ...], dict[str, float]] = {}
+    for c in cases:
+        key = (c.model, c.layer, f"{c.rows} × {c.columns}", c.tokens)
+        lines.setdefault(key, {})[c.kernel] = statistics.median(c.seconds or [float("nan")])
+    for key, seconds in lines.items():
+        micros = (f"{1e6 * seconds[kernel]:.1f}" if kernel in seconds else "" for kernel in KERNELS)
+        both = seconds.get("deep_gemm", float("nan")) / seconds.get("cutlass", float("nan"))
+        table.add_row(*map(str, key), *micros, f"{both:.2f}")
+    return table
+
+
+def main(
+    model: Annotated[list[str] | None, typer.Option(help="qwen3-8b or qwen3-30b-a3b; may be repeated.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="Of a step; may be repeated.")] = None,
+    kernel: Annotated[list[str] | None, typer.Option(help=", ".join(KERNELS) + "; may be repeated.")] = None,
+) -> None:
+    """Measure, print the table, and write benchmarks/results/<machine>/linear.json."""
+    console, cases = Console(), list[Case]()
+    for name in model or LAYERS:
+        for layer, shape in LAYERS[name].items():
+            weights = [gaussian(shape) for _ in range(buffers_beyond_cache(math.prod(shape)))]  # in FP8
+            for count in tokens or TOKENS:
+                for each in kernel or KERNELS:
+                    cases.append(case := Case(name, layer, *shape, count, each))
+                    measure(case, weights)
+                    median = statistics.median(case.seconds) if case.seconds else None
+                    console.log(name, layer, count, each, case.refused or f"{1e6 * (median or 0):.1f} µs", case.error)
+    written = results.write("linear", {"cases": [asdict(c) | _tflops(c) for c in cases]})
+    console.print(table_of(cases))
+    console.print(f"wrote {written}")
+
+
+def _tflops(case: Case) -> dict[str, float]:
+    return {"tflops": case.tflops} if case.seconds and case.kernel != "quantizing" else {}
+
+
+if __name__ == "__main__":
+    typer.run(main)

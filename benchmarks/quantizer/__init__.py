@@ -1,0 +1,1 @@
+"""How near the quantizer comes to the speed of memory."""

@@ -1,0 +1,269 @@
+"""How near the quantizer comes to memory speed: against a plain copy, a simple kernel, torch, and vLLM's own.
+
+    python -m benchmarks.quantizer          on the GPU where there is one, else on the CPU
+
+A quantizer reads 2 bytes and writes 1 a weight; a copy of 1.5 bytes a weight moves as many. Every figure is bytes moved
+a second over that of a large copy in the same run. On a GPU, matrices are timed back to back in a CUDA graph that
+rotates over more buffers than the cache holds, and once more "alone": one launch after the cache was flushed, which
+includes 4 to 5 µs of launch and events. All linear layers of a model are one ``GroupedQuantization.run()``.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import results
+from benchmarks.common.gpu_timing import buffers_beyond_cache, event_seconds, graph_seconds
+from benchmarks.common.random_weights import gaussian
+from rollout_service.quant.blockwise import CODES, quantize_blockwise, scale_shape
+
+BYTES_A_WEIGHT = 3
+GPU_SHAPES = ((4096, 4096), (4096, 12288), (24576, 4096), (151936, 4096))
+CPU_SHAPES = ((256, 768), (4096, 4096), (12288, 4096))
+COPY_BYTES = {"cuda": 1 << 31, "cpu": 1 << 28}
+
+Shapes = list[tuple[int, ...]]
+QWEN3_8B: Shapes = [
+    (4096, 4096),
+    (1024, 4096),
+    (1024, 4096),
+    (4096, 4096),
+    (12288, 4096),
+    (12288, 4096),
+    (4096, 12288),
+] * 36
+QWEN3_30B_A3B: Shapes = (
+    [(4096, 2048), (512, 2048), (512, 2048), (2048, 4096)] + [(768, 2048), (768, 2048), (2048, 768)] * 128
+) * 48
+MODELS = {"qwen3-8b": QWEN3_8B, "qwen3-30b-a3b": QWEN3_30B_A3B}
+"""The linear layers of one forward pass, as their published configs give them."""
+
+Quantize = Callable[[torch.Tensor], Any]
+
+
+@dataclass
+class Case:
+    """One line of the table."""
+
+    name: str
+    kernel: str
+    gb_s: float
+    ratio_to_copy: float
+    seconds: list[float]
+    """Of each sample."""
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+def eager(weight: torch.Tensor) -> Any:
+    """The formula in plain torch, without looking for NaN."""
+    rows, columns = weight.shape
+    blocks = weight.view(rows // 128, 128, columns // 128, 128).float()
+    scales = blocks.abs().amax((1, 3), keepdim=True).clamp_(1e-12) / 448
+    return (blocks / scales).to(CODES).view(rows, columns), scales.view(rows // 128, columns // 128)
+
+
+def vllm(weight: torch.Tensor) -> Any:
+    """What vLLM's online quantization calls."""
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    return per_block_cast_to_fp8(weight, [128, 128])
+
+
+# --- on a GPU
+
+
+def gpu_cases(copy_gb_s: float, repeats: int) -> Iterator[Case]:
+    """Single matrices, then whole models."""
+    for shape in GPU_SHAPES:
+        yield from matrix_cases(shape, copy_gb_s, repeats)
+    for name, shapes in MODELS.items():
+        yield from model_cases(name, shapes, copy_gb_s, repeats)
+
+
+def matrix_cases(shape: tuple[int, int], copy_gb_s: float, repeats: int) -> Iterator[Case]:
+    """One matrix at a time, cold."""
+    moved = shape[0] * shape[1] * BYTES_A_WEIGHT
+    weights = [gaussian(shape) for _ in range(buffers_beyond_cache(moved))]
+    for kernel, calls in matrix_kernels(weights).items():
+        seconds = graph_seconds(calls, repeats)
+        alone = alone_seconds(calls[0])
+        extra = {"alone_gb_s": moved / alone / 1e9, "alone_ratio_to_copy": moved / alone / 1e9 / copy_gb_s}
+        yield case(f"{shape[0]}x{shape[1]}", kernel, moved, seconds, copy_gb_s, extra)
+
+
+def matrix_kernels(weights: list[torch.Tensor]) -> dict[str, list[Callable[[], Any]]]:
+    """For each kernel a call for each buffer."""
+    from benchmarks.quantizer.yardstick_kernel import yardstick
+    from rollout_service.quant.cuda import GroupedQuantization
+
+    codes, scales = outputs(weights)
+    size = weights[0].numel() * BYTES_A_WEIGHT // 2
+    copies = [
+        (torch.empty(size, dtype=torch.uint8, device="cuda"), torch.empty(size, dtype=torch.uint8, device="cuda"))
+        for _ in weights
+    ]
+    return {
+        "copy of as many bytes": [lambda a=a, b=b: a.copy_(b) for a, b in copies],
+        "ours": [GroupedQuantization([w], [c], [s]).run for w, c, s in zip(weights, codes, scales, strict=True)],
+        "yardstick": [lambda w=w, c=c, s=s: yardstick(w, c, s) for w, c, s in zip(weights, codes, scales, strict=True)],
+        "eager": [lambda w=w: eager(w) for w in weights],
+        "vllm": [lambda w=w: vllm(w) for w in weights],
+    }
+
+
+def model_cases(name: str, shapes: Shapes, copy_gb_s: float, repeats: int) -> Iterator[Case]:
+    """All linear layers of a model: ours in one call, the others matrix by matrix."""
+    from benchmarks.quantizer.yardstick_kernel import yardstick
+    from rollout_service.quant.cuda import GroupedQuantization
+
+    weights = list(carve(gaussian((sum(r * c for r, c in shapes),)), shapes))
+    codes, scales = outputs(weights)
+    moved = sum(w.numel() for w in weights) * BYTES_A_WEIGHT
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    started = time.perf_counter()
+    prepared = GroupedQuantization(weights, codes, scales)
+    prepare_s = time.perf_counter() - started
+    seconds = event_seconds(prepared.run, repeats)
+    extra = {
+        "matrices": float(len(weights)),
+        "launches": float(prepared.launches),
+        "prepare_s": prepare_s,
+        "peak_bytes_beyond_output": float(torch.cuda.max_memory_allocated() - before),
+    }
+    yield case(name, "ours", moved, seconds, copy_gb_s, extra)
+    triples = list(zip(weights, codes, scales, strict=True))
+    others: dict[str, Callable[[], Any]] = {
+        "yardstick": lambda: [yardstick(w, c, s) for w, c, s in triples],
+        "eager": lambda: [eager(w) and None for w in weights],
+        "vllm": lambda: [vllm(w) and None for w in weights],
+    }
+    for kernel, call in others.items():
+        yield case(name, kernel, moved, event_seconds(call, min(repeats, 3)), copy_gb_s)
+
+
+def outputs(weights: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Codes and scales of all weights, in one bucket each."""
+    codes = torch.empty(sum(w.numel() for w in weights), dtype=CODES, device="cuda")
+    shapes = [scale_shape(tuple(w.shape)) for w in weights]
+    scales = torch.empty(sum(r * c for r, c in shapes), device="cuda")
+    return list(carve(codes, [tuple(w.shape) for w in weights])), list(carve(scales, shapes))
+
+
+def carve(bucket: torch.Tensor, shapes: list[tuple[int, ...]]) -> Iterator[torch.Tensor]:
+    """Consecutive pieces of a bucket."""
+    offset = 0
+    for rows, columns in shapes:
+        yield bucket[offset : offset + rows * columns].view(rows, columns)
+        offset += rows * columns
+
+
+def alone_seconds(call: Callable[[], Any]) -> float:
+    """Median seconds of one launch with a flushed cache."""
+    import triton.testing
+
+    return float(triton.testing.do_bench(call, warmup=25, rep=200, return_mode="median")) / 1e3
+
+
+# --- on the CPU
+
+
+def cpu_cases(copy_gb_s: float, repeats: int) -> Iterator[Case]:
+    """Ours against the reference and vLLM's function, which is plain torch."""
+    from rollout_service.quant.cpu import quantize_cpu
+
+    for shape in CPU_SHAPES:
+        weight = torch.randn(shape).mul_(0.02).to(torch.bfloat16)
+        moved = weight.numel() * BYTES_A_WEIGHT
+        half = moved // 2
+        source, target = torch.zeros(half, dtype=torch.uint8), torch.zeros(half, dtype=torch.uint8)
+        kernels: dict[str, Callable[[], Any]] = {
+            "copy of as many bytes": lambda a=target, b=source: a.copy_(b),
+            "ours": lambda w=weight: quantize_cpu(w),
+            "reference": lambda w=weight: quantize_blockwise(w),
+            "vllm": lambda w=weight: vllm(w),
+        }
+        for kernel, call in kernels.items():
+            yield case(f"{shape[0]}x{shape[1]}", kernel, moved, wall_seconds(call, repeats), copy_gb_s)
+
+
+def wall_seconds(call: Callable[[], Any], repeats: int) -> list[float]:
+    """Seconds of each call, after one to warm up."""
+    call()
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+# --- both
+
+
+def case(
+    name: str, kernel: str, moved: int, seconds: list[float], copy_gb_s: float, extra: dict[str, float] | None = None
+) -> Case:
+    """The median's rate."""
+    gb_s = moved / statistics.median(seconds) / 1e9
+    return Case(name, kernel, gb_s, gb_s / copy_gb_s, seconds, extra or {})
+
+
+def copy_rate(device: str, repeats: int) -> float:
+    """GB/s, read plus written, of a copy far larger than any cache."""
+    source = torch.zeros(COPY_BYTES[device], dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty_like(source).fill_(0)
+    measure = event_seconds if device == "cuda" else wall_seconds
+    return 2 * source.numel() / statistics.median(measure(lambda: target.copy_(source), repeats)) / 1e9
+
+
+def table_of(cases: list[Case], copy_gb_s: float) -> Table:
+    """For people."""
+    table = Table(title=f"blockwise quantizer on {results.machine()}; copy {copy_gb_s:.0f} GB/s")
+    for column in ("weights", "kernel", "ms", "GB/s", "of copy", "alone, of copy"):
+        table.add_column(column, justify="left" if column in ("weights", "kernel") else "right")
+    for c in cases:
+        alone = c.extra.get("alone_ratio_to_copy")
+        table.add_row(
+            c.name,
+            c.kernel,
+            f"{1e3 * statistics.median(c.seconds):.3f}",
+            f"{c.gb_s:.4g}",
+            f"{c.ratio_to_copy:.1%}",
+            "" if alone is None else f"{alone:.1%}",
+        )
+    return table
+
+
+def main(repeats: int = 21) -> None:
+    """Measure, print the table, and write benchmarks/results/<machine>/quantizer.json."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    copy_gb_s = copy_rate(device, repeats)
+    cases: list[Case] = []
+    console = Console()
+    for measured in (gpu_cases if device == "cuda" else cpu_cases)(copy_gb_s, repeats):
+        console.log(f"{measured.name} {measured.kernel}: {measured.ratio_to_copy:.1%} of copy")
+        cases.append(measured)
+    console.print(table_of(cases, copy_gb_s))
+    for measured in cases:
+        if (peak := measured.extra.get("peak_bytes_beyond_output")) is not None:
+            console.print(f"{measured.name}: {peak / 1e3:.0f} kB of device memory beyond the output")
+    path = results.write("quantizer", {"copy_gb_s": copy_gb_s, "cases": [flat(c) for c in cases]})
+    console.print(f"wrote {path}")
+
+
+def flat(measured: Case) -> dict[str, Any]:
+    """As it stands in the JSON."""
+    fields = asdict(measured)
+    return fields | fields.pop("extra")
+
+
+if __name__ == "__main__":
+    typer.run(main)

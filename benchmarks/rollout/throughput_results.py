@@ -1,0 +1,63 @@
+"""What several runs of ``throughput`` say together: their cases in one file, and the ratios between them."""
+
+import json
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+
+ENVELOPE_GB = 80.0
+ENVELOPES = {"fp8kv_to_bf16_80gb_8b": "qwen3-8b", "fp8kv_to_bf16_80gb_30b": "qwen3-30b-a3b"}
+"""Name of the ratio → the model's shapes."""
+SIDES = {"http_to_bare": "http", "handle_to_bare": "handle"}
+
+
+def joined(earlier: Iterable[Json], new: Iterable[Json]) -> list[Json]:
+    """All cases, the new ones in place of earlier ones that measured the same work in the same way."""
+    new = list(new)
+    replaced = [_identity(case) for case in new]
+    return [*(case for case in earlier if _identity(case) not in replaced), *new]
+
+
+def earlier_cases(file: Path) -> list[Json]:
+    """The cases of a result's file; none if it does not exist."""
+    return list(json.loads(file.read_text())["cases"]) if file.exists() else []
+
+
+def ratios(cases: list[Json]) -> dict[str, float]:
+    """The ratios that the cases allow.
+
+    ``http_to_bare`` and ``handle_to_bare``: within one run, without an envelope; of several such pairs the lowest.
+    ``fp8kv_to_bf16_80gb_…``: bare engines in 80 GB with the same work; the last pair.
+    """
+    found: dict[str, float] = {}
+    for name, side in SIDES.items():
+        pairs = [(a, b) for a in cases for b in cases if _is_service_and_bare(a, b, side)]
+        if pairs:
+            found[name] = min(_rate(a) / _rate(b) for a, b in pairs)
+    for name, model in ENVELOPES.items():
+        pairs = [(a, b) for a in cases for b in cases if a["model"] == model and _is_fp8kv_and_bf16(a, b)]
+        if pairs:
+            found[name] = _rate(pairs[-1][0]) / _rate(pairs[-1][1])
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def _is_service_and_bare(a: Json, b: Json, side: str) -> bool:
+    same = all(a[field] == b[field] for field in ("run", "model", "mode", "envelope_gb", "work", "engine"))
+    return same and a["side"] == side and b["side"] == "bare" and a["envelope_gb"] is None
+
+
+def _is_fp8kv_and_bf16(a: Json, b: Json) -> bool:
+    same = all(a[field] == b[field] for field in ("model", "work", "layers"))
+    bare = a["side"] == b["side"] == "bare" and a["envelope_gb"] == b["envelope_gb"] == ENVELOPE_GB
+    return same and bare and (a["mode"], b["mode"]) == ("fp8kv", "bf16")
+
+
+def _rate(case: Json) -> float:
+    return float(statistics.median(case["rates"]))
+
+
+def _identity(case: Json) -> tuple[object, ...]:
+    return tuple(case[field] for field in ("model", "mode", "side", "envelope_gb", "layers", "work", "engine"))

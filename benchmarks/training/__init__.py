@@ -1,0 +1,1 @@
+"""What trainings through the service come to."""

@@ -1,0 +1,213 @@
+"""Seconds from a trainer's last byte until every replica serves the new version, through the whole service; on a GPU.
+
+    python -m benchmarks.update.live [--model qwen3-8b] [--door path --door parts --door trainer]
+    python -m benchmarks.rollout.throughput … --door path …    the same after its own measurements
+
+Random weights of a published shape; the service holds them in FP8 with an FP8 KV cache, in an engine with the arguments
+of ``benchmarks.rollout.throughput``'s documented run, and ``--concurrent`` rollouts run through its HTTP all the while.
+Doors:
+
+- ``path``: the service reads a folder of BF16 files and quantizes; the last byte was there before it was told;
+- ``parts``: BF16 over HTTP, quantized by the service, parts as they come;
+- ``trainer``: codes and scales over HTTP, quantized by this process.
+
+For the last two this process makes its weights on the GPU as it goes.
+
+``all_live_s`` is from the last part's acknowledgement, or for ``path`` from the call, until the commit is answered:
+what is left is converted and synced to disk, and each replica has checked, staged and loaded it. ``push_s`` is the
+whole push. Both hold what the ingest's disk takes: ``--folder`` is memory if it is a tmpfs. Adds its cases to
+benchmarks/results/<machine>/update.json, in place of earlier ones of the same model and door.
+"""
+
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import results
+from benchmarks.common.gpu_service import FREE_HELP, graph_sizes, remove_weights, serving, settings_of, write_weights
+from benchmarks.common.random_weights import gaussian
+from benchmarks.common.rollout_work import make_work
+from benchmarks.common.shapes import write_config
+from benchmarks.update.busy import busy
+from rollout_service.client import RolloutClient
+from rollout_service.client._upload import Quantize
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.fleet import UpdateTimings
+from rollout_service.protocol.upload import UploadTensor
+
+DOORS = ("path", "parts", "trainer")
+PROMPT_TOKENS, OUTPUT_TOKENS = 64, 256
+
+
+@dataclass
+class Case:
+    """One door of one model."""
+
+    model: str
+    door: str
+    layers: int | None
+    scales_policy: str = "reuse"
+    """``kv_cache.scales_policy``: with ``calibrate`` the scales are measured while the engine is closed."""
+    sent_gbytes: float = 0.0
+    """What the trainer's files or parts hold."""
+    gbytes: float = 0.0
+    """Of the stored version, which a replica loads."""
+    push_s: list[float] = field(default_factory=list)
+    all_live_s: list[float] = field(default_factory=list)
+    stage_s: list[float] = field(default_factory=list)
+    closed_s: list[float] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
+    """These three as the replica reports them: ``UpdateTimings``."""
+
+    def add(self, timings: UpdateTimings) -> None:
+        """Of one replica's last update."""
+        self.stage_s.append(timings.stage_s)
+        self.closed_s.append(timings.closed_s)
+        self.load_s.append(timings.load_s)
+
+
+class LastByte:
+    """Of an upload: when the service had it."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+        self.nbytes = 0
+
+    def progress(self, done: int, total: int) -> None:
+        """For ``push_weights``."""
+        self.nbytes = total
+        if done == total:
+            self.at = time.perf_counter()
+
+
+async def push(client: RolloutClient, door: str, version: int, folder: Path, case: Case) -> None:
+    """One version through one door, until all replicas serve it."""
+    last = LastByte()
+    started = time.perf_counter()
+    if door == "path":
+        last.at, last.nbytes = started, sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        status = await client.push_path(version, folder)
+    else:
+        shapes = ServedModel.load(folder).shapes
+        table = [UploadTensor(name=name, dtype="bfloat16", shape=shape) for name, shape in shapes.items()]
+        made = ((name, gaussian(shape)) for name, shape in shapes.items())
+        quantize: Quantize = "trainer" if door == "trainer" else "service"
+        status = await client.push_weights(version, made, tensor_table=table, quantize=quantize, progress=last.progress)
+    ended = time.perf_counter()
+    if last.at is None or status.state != "live":
+        raise RuntimeError(f"version {version} is {status.state}, and its last byte came at {last.at}")
+    case.sent_gbytes, case.gbytes = last.nbytes / 1e9, (status.total_bytes or 0) / 1e9
+    case.push_s.append(ended - started)
+    case.all_live_s.append(ended - last.at)
+    for replica in (await client.fleet()).replicas:
+        if replica.update is None:
+            raise RuntimeError(f"replica {replica.replica_id} has told no timings")
+        case.add(replica.update)
+
+
+def rollouts(client: RolloutClient, concurrent: int) -> AbstractAsyncContextManager[None]:
+    """So many at any time."""
+
+    def request(number: int) -> Awaitable[object]:
+        prompt = list(range(number + 10, number + 10 + PROMPT_TOKENS))
+        return client.generate(prompt, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+
+    return busy(concurrent, request)
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What is pushed, through which doors, and what else goes on."""
+
+    cases: list[Case]
+    folder: Path
+    """The BF16 files, and no others."""
+    repeats: int
+    concurrent: int
+
+    async def measure(self, url: str) -> None:
+        """All doors of a running service, whose version 0 has taught it its load plan. Each is kept once it is done."""
+        common = {"concurrent": self.concurrent, "command": results.command()}
+        version = 0
+        async with RolloutClient(url) as client, rollouts(client, self.concurrent):
+            for case in self.cases:
+                for _ in range(self.repeats):
+                    await push(client, case.door, version := version + 1, self.folder, case)
+                add_to_file(case, common)
+                print(json.dumps(asdict(case)), flush=True)
+
+
+def add_to_file(case: Case, common: dict[str, Any]) -> Path:
+    """In place of an earlier one of the same model and door; the file's other fields stay as they are."""
+    file = results.path("update")
+    earlier: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"cases": []}
+    new = asdict(case) | common
+    same = ("model", "door", "layers", "scales_policy")
+    kept = [c for c in earlier["cases"] if [c.get(key, "reuse") for key in same] != [new[key] for key in same]]
+    others = {name: value for name, value in earlier.items() if name not in ("command", "date", "versions")}
+    return results.write("update", others | {"cases": [*kept, new]})
+
+
+def table_of(cases: list[Case]) -> Table:
+    """For people: medians."""
+    table = Table(title=f"seconds from the last byte to all live, on {results.machine()}")
+    for column in ("model", "door", "GB sent", "GB", "push", "all live", "of it staging", "closed"):
+        table.add_column(column, justify="left" if column in ("model", "door") else "right")
+    for c in cases:
+        seconds = [f"{statistics.median(values):.3f}" for values in (c.push_s, c.all_live_s, c.stage_s, c.closed_s)]
+        table.add_row(c.model, c.door, f"{c.sent_gbytes:.2f}", f"{c.gbytes:.2f}", *seconds)
+    return table
+
+
+def main(
+    model: str = "qwen3-8b",
+    door: Annotated[list[str] | None, typer.Option(help="path, parts or trainer; may be repeated.")] = None,
+    repeats: int = 3,
+    concurrent: int = 64,
+    layers: Annotated[int | None, typer.Option(help="Fewer layers than the published model.")] = None,
+    scales_policy: Annotated[str, typer.Option(help="Of the KV cache: reuse, calibrate or unit.")] = "reuse",
+    free: Annotated[bool, typer.Option(help=FREE_HELP)] = False,
+    linear: Annotated[str, typer.Option(help="vLLM's linear_backend for FP8.")] = "cutlass",
+    eager: Annotated[bool, typer.Option(help="No torch.compile and no CUDA graphs: the engine starts sooner.")] = False,
+    folder: Annotated[Path, typer.Option(help="Where weights and versions are put.")] = Path("/dev/shm"),
+    verbose: Annotated[bool, typer.Option(help="Show the service's logs.")] = False,
+) -> None:
+    """Measure, print the table, and add the cases to benchmarks/results/<machine>/update.json."""
+    cases = [Case(model, each, layers, scales_policy) for each in door or DOORS]
+    work = make_work(
+        16, 16, (512, 512), 512, repeats=1
+    )  # not done: it makes the engine that benchmarks.rollout.throughput has
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        path = write_config(model, Path(temporary) / model, layers)
+        write_weights(path)
+        engine = {
+            "linear_backend": linear,
+            "block_size": 64,
+            "max_num_batched_tokens": 8192,
+            "enforce_eager": eager,
+            "cuda_graph_sizes": None if eager else graph_sizes(16, 256),
+        }
+        settings = settings_of("fp8kv", path, Path(temporary), work, engine)
+        settings["kv_cache"]["scales_policy"] = scales_policy
+        with serving(settings, Path(temporary), verbose) as service:
+            if free:
+                remove_weights(path)
+            asyncio.run(Updates(cases, path, repeats, concurrent).measure(service.url))
+    console = Console()
+    console.print(table_of(cases))
+    console.print(f"added to {results.path('update')}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

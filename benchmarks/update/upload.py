@@ -1,0 +1,235 @@
+"""How fast 2 GB of weights get into the log: by parts and by path, beside a bare PUT and a plain file copy.
+
+    python -m benchmarks.update.upload
+
+The ingest runs in a process of its own with its real routes and its real upload listener, without Ray and without
+engines: seconds until the version is committed, quantized and synced to disk. The bare PUT is a route under the same
+uvicorn that writes each part into a new file and syncs it, fed by the same client connections with parts of that size.
+Memory is what each process grows by while it works, sampled every 20 ms, without pages of files.
+"""
+
+import asyncio
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+
+from benchmarks.common import results
+from benchmarks.update.upload_servers import PART_BYTES, process, serve_bare, serve_ingest
+from rollout_service.client import RolloutClient
+from rollout_service.client._upload import BODY_CHUNK_BYTES
+from rollout_service.config import WeightsConfig
+
+LAYERS = 20
+"""100 MB of BF16 each."""
+PARALLEL = 4
+
+
+def make_model(folder: Path) -> int:
+    """A Qwen3 of 2 GB with random weights; returns its bytes."""
+    from transformers import Qwen3Config
+
+    from rollout_service.model.served_model import ServedModel
+
+    config = Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=128,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=False,
+    )
+    config.save_pretrained(folder)
+    shapes = ServedModel.load(folder).shapes
+    save_file({name: torch.randn(shape).mul_(0.02).bfloat16() for name, shape in shapes.items()}, weights_of(folder))
+    return sum(2 * torch.Size(shape).numel() for shape in shapes.values())
+
+
+def weights_of(folder: Path) -> Path:
+    """The model's only file."""
+    return folder / "model.safetensors"
+
+
+# --- what is measured
+
+
+@dataclass
+class Door:
+    """One way in."""
+
+    name: str
+    seconds: list[float] = field(default_factory=list)
+    grown_bytes: dict[str, int] = field(default_factory=dict)
+    """Process → the most it grew by."""
+
+
+class Memory:
+    """Watches what processes grow by while a block runs."""
+
+    def __init__(self, processes: dict[str, int]) -> None:
+        self._processes = {name: psutil.Process(pid) for name, pid in processes.items()}
+
+    @contextmanager
+    def watched(self, door: Door) -> Iterator[None]:
+        """Keep the largest growth of each process in ``door``."""
+        before = {name: anonymous_bytes(p) for name, p in self._processes.items()}
+        stop = threading.Event()
+
+        def watch() -> None:
+            while not stop.wait(0.02):
+                for name, p in self._processes.items():
+                    grown = anonymous_bytes(p) - before[name]
+                    door.grown_bytes[name] = max(grown, door.grown_bytes.get(name, 0))
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+
+def anonymous_bytes(p: psutil.Process) -> int:
+    """Resident memory that is no page of a file."""
+    memory = p.memory_info()
+    return int(memory.rss - memory.shared)
+
+
+@dataclass
+class Weights:
+    """Named tensors that lie one after the other in ``stream`` [bytes], which is what they are sent as."""
+
+    tensors: dict[str, torch.Tensor]
+    stream: memoryview
+
+    @classmethod
+    def load(cls, file: Path) -> "Weights":
+        """The tensors of one file, all of one dtype."""
+        loaded = load_file(file)
+        flat = torch.cat([tensor.flatten() for tensor in loaded.values()])
+        pieces = flat.split([tensor.numel() for tensor in loaded.values()])
+        tensors = {name: piece.view(loaded[name].shape) for name, piece in zip(loaded, pieces, strict=True)}
+        return cls(tensors, flat.view(torch.uint8).numpy().data)
+
+
+async def bare_put(url: str, stream: memoryview) -> None:
+    """The same parts through the same number of connections. Raises a group of httpx.HTTPError."""
+    slots = asyncio.Semaphore(PARALLEL)
+
+    async def put(number: int, part: memoryview) -> None:
+        headers = {"Content-Length": str(part.nbytes)}
+        (await http.put(f"{url}/{number}", content=chunks(part), headers=headers)).raise_for_status()
+
+    async with httpx.AsyncClient(timeout=120) as http, asyncio.TaskGroup() as group:
+        for number, start in enumerate(range(0, stream.nbytes, PART_BYTES)):
+            await slots.acquire()
+            task = group.create_task(put(number, stream[start : start + PART_BYTES]))
+            task.add_done_callback(lambda _: slots.release())
+
+
+async def chunks(part: memoryview) -> AsyncIterator[bytes]:
+    """A body in pieces, as the client sends it."""
+    for start in range(0, part.nbytes, BODY_CHUNK_BYTES):
+        yield bytes(part[start : start + BODY_CHUNK_BYTES])
+
+
+async def measure(folder: Path, repeats: int, say: Callable[[str], None]) -> list[Door]:
+    """All doors, one after the other, ``repeats`` times."""
+    weights = Weights.load(weights_of(folder / "model"))
+    doors = [Door(name) for name in ("file copy", "bare PUT", "parts", "parts, quantized by the trainer", "path")]
+    with process(serve_ingest, folder) as (url, ingest_pid), process(serve_bare, folder) as (bare_url, bare_pid):
+        memory = Memory({"client": os.getpid(), "ingest": ingest_pid, "bare server": bare_pid})
+        async with RolloutClient(url) as client:
+            version = 0
+            for _ in range(repeats):
+                for door in doors:
+                    version += 1
+                    remove_old(folder)
+                    with memory.watched(door):
+                        started = time.perf_counter()
+                        await through(door.name, client, bare_url, weights, folder, version)
+                        door.seconds.append(time.perf_counter() - started)
+                    say(f"{door.name}: {door.seconds[-1]:.1f} s")
+    return doors
+
+
+async def through(
+    door: str, client: RolloutClient, bare_url: str, weights: Weights, folder: Path, version: int
+) -> None:
+    """One passage."""
+    if door == "file copy":
+        await asyncio.to_thread(copy_and_sync, weights_of(folder / "model"), folder / "copy")
+    elif door == "bare PUT":
+        await bare_put(f"{bare_url}/{version}", weights.stream)
+    elif door == "parts":
+        await client.push_weights(version, weights.tensors, wait="none", parallel_parts=PARALLEL)
+    elif door == "path":
+        await client.push_path(version, folder / "model", wait="none")
+    else:
+        await client.push_weights(version, weights.tensors, quantize="trainer", wait="none", parallel_parts=PARALLEL)
+
+
+def remove_old(folder: Path) -> None:
+    """Of bare pushes, keep as many as the log keeps versions.
+
+    The files of each are new, as a version's are: what is written over an old file gets pages that are warm.
+    """
+    kept = WeightsConfig().keep_versions
+    for old in sorted((folder / "bare").glob("*"))[:-kept]:
+        shutil.rmtree(old)
+
+
+def copy_and_sync(source: Path, target: Path) -> None:
+    """A plain copy, as safe on disk as a version is."""
+    shutil.copyfile(source, target)
+    with target.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def table_of(doors: list[Door], nbytes: int) -> Table:
+    """For people."""
+    bare = next(statistics.median(door.seconds) for door in doors if door.name == "bare PUT")
+    table = Table(title=f"{nbytes / 1e9:.2f} GB of BF16 weights on {results.machine()}")
+    for column in ("door", "s", "GB/s of BF16", "of the bare PUT", "client grew", "server grew"):
+        table.add_column(column, justify="left" if column == "door" else "right")
+    for door in doors:
+        seconds = statistics.median(door.seconds)
+        server = "bare server" if door.name == "bare PUT" else "ingest"
+        grown = [f"{door.grown_bytes.get(name, 0) / 1e6:.0f} MB" for name in ("client", server)]
+        table.add_row(door.name, f"{seconds:.2f}", f"{nbytes / seconds / 1e9:.2f}", f"{bare / seconds:.2f}", *grown)
+    return table
+
+
+def main(repeats: int = 3) -> None:
+    """Measure, print the table, and write benchmarks/results/<machine>/upload.json."""
+    console = Console()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        nbytes = make_model(folder / "model")
+        console.log(f"made a model of {nbytes / 1e9:.2f} GB")
+        doors = asyncio.run(measure(folder, repeats, console.log))
+    console.print(table_of(doors, nbytes))
+    path = results.write("upload", {"nbytes": nbytes, "part_bytes": PART_BYTES, "doors": [vars(d) for d in doors]})
+    console.print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

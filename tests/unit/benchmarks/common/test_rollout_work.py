@@ -1,0 +1,54 @@
+"""Two lengths tell what a step costs and what a request costs; sides take turns."""
+
+import asyncio
+
+import pytest
+
+from benchmarks.common.machine_watch import GpuWatch, cpu_seconds
+from benchmarks.common.rollout_work import Case, Sample, make_work
+from rollout_service.protocol.sampling import Sampling
+
+
+def test_two_lengths_tell_what_a_step_takes_and_what_does_not_depend_on_them() -> None:
+    sample = Sample(seconds=0.5 + 512 * 0.010, short_s=0.5 + 64 * 0.010, tokens=512, cores={}, gpu={})
+    assert sample.step_ms == pytest.approx(10.0)
+    assert sample.fixed_s == pytest.approx(0.5)
+
+
+async def test_sides_take_turns_with_prompts_of_their_own_each_time_and_the_first_turn_is_not_noted() -> None:
+    work = make_work(groups=2, n=3, prompt=(4, 8), out=16, repeats=2)
+    asked: list[tuple[str, int]] = []
+    prompts: list[tuple[int, ...]] = []
+
+    async def generate(side: str, prompt: list[int], how: Sampling) -> None:
+        asked.append((side, how.max_tokens))
+        prompts.append(tuple(prompt))
+        await asyncio.sleep(0)
+
+    cases = {side: Case("model", "fp8", side, None) for side in "ab"}
+    await work.measure({"a": lambda p, how: generate("a", p, how), "b": lambda p, how: generate("b", p, how)}, cases)
+    turn = [("a", 2), ("a", 2), ("a", 16), ("a", 16), ("b", 2), ("b", 2), ("b", 16), ("b", 16)]
+    assert asked == 3 * turn
+    assert len(set(prompts)) == len(prompts) == 24
+    assert [len(case.rates) for case in cases.values()] == [2, 2]
+    found = cases["a"].as_json()
+    assert found["tokens_per_s"] == pytest.approx(sum(cases["a"].rates) / 2)
+    assert found["samples"][0]["tokens"] == 16
+
+
+async def test_work_that_is_done_once_is_noted_the_first_time() -> None:
+    work = make_work(groups=1, n=1, prompt=(4, 4), out=8, repeats=1)
+    case = Case("model", "fp8", "bare", None)
+    await work.measure({"bare": lambda _, __: asyncio.sleep(0)}, {"bare": case})
+    assert len(case.samples) == 1
+
+
+def test_a_gpus_samples_are_medians_since_the_last_look() -> None:
+    watch = GpuWatch()
+    watch.read(iter(["1980, 650.2\n", "1755, 699.0\n", "[N/A], [N/A]\n", "1200, 100.0\n"]))
+    assert watch.take() == {"sm_mhz": 1755.0, "power_w": 650.2}
+    assert watch.take() == {}
+
+
+def test_this_process_is_the_caller() -> None:
+    assert cpu_seconds()["caller"] > 0

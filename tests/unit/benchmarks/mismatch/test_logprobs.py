@@ -1,0 +1,45 @@
+"""What the mismatch of two columns of logprobs is, and how a model scores tokens."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.mismatch.logprobs import mismatch, score
+from rollout_service.protocol.rollout import Completion, Span
+from tests.support.models import FAMILIES
+
+
+def test_equal_logprobs_have_no_mismatch() -> None:
+    same = torch.log(torch.tensor([[0.5, 0.25], [0.125, 1.0]]))
+    case = mismatch("qwen3", "fp8", same, same)
+    assert (case.tokens, case.k1, case.k3, case.prob_error, case.abs_max) == (4, 0, 0, 1, 0)
+
+
+def test_a_token_that_the_engine_takes_for_twice_as_likely() -> None:
+    reference, engine = torch.log(torch.tensor([[0.25, 0.5]])), torch.log(torch.tensor([[0.5, 0.5]]))
+    case = mismatch("qwen3", "fp8", reference, engine)
+    assert case.k1 == pytest.approx(math.log(2) / 2)
+    assert case.k3 == pytest.approx((0.5 - 1 + math.log(2)) / 2)
+    assert case.prob_error == pytest.approx(1.5)
+    assert case.abs_max == pytest.approx(math.log(2))
+
+
+def test_a_completion_is_scored_after_its_prompt() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES["qwen3"](), dtype=torch.float32).eval()
+    sampled = [([5, 6, 7], _completion(9, 8)), ([7, 6, 5], _completion(8, 8))]
+    found = score(model, sampled)
+    for row, (prompt, completion) in zip(found, sampled, strict=True):
+        tokens = [*prompt, *completion.token_ids]
+        with torch.no_grad():
+            whole = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        expected = [float(whole[i - 1, tokens[i]]) for i in (3, 4)]
+        assert row.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def _completion(*tokens: int) -> Completion:
+    spans = (Span(version=0, start=0, end=len(tokens)),)
+    logprobs = tuple(-1.0 for _ in tokens)
+    return Completion(index=0, token_ids=tokens, logprobs=logprobs, finish_reason="length", spans=spans)

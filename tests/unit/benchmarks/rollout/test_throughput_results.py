@@ -1,0 +1,59 @@
+"""Cases of several runs in one file, and which of them are compared."""
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rollout.throughput_results import earlier_cases, joined, ratios
+
+
+def _case(side: str, rate: float, **fields: Any) -> dict[str, Any]:
+    defaults = {"model": "qwen3-8b", "mode": "fp8kv", "envelope_gb": None, "layers": None, "run": "first"}
+    return {**defaults, "work": {"groups": 16}, "engine": {}, "side": side, "rates": [rate], **fields}
+
+
+def _envelope(mode: str, rate: float, **fields: Any) -> dict[str, Any]:
+    return _case("bare", rate, **{"mode": mode, "envelope_gb": 80.0, **fields})
+
+
+def test_a_case_replaces_the_one_that_measured_the_same_and_no_other() -> None:
+    first = [_case("bare", 100.0), _case("http", 98.0)]
+    again = _case("http", 99.0, run="second")
+    longer = _case("http", 50.0, work={"groups": 32})
+    assert joined(first, [again, longer]) == [first[0], again, longer]
+
+
+def test_no_file_holds_no_cases(tmp_path: Path) -> None:
+    assert earlier_cases(tmp_path / "rollout.json") == []
+
+
+def test_the_service_is_compared_with_the_bare_engine_of_the_same_run_only() -> None:
+    cases = [_case("bare", 100.0), _case("http", 98.0), _case("handle", 99.0, run="second")]
+    assert ratios(cases) == {"http_to_bare": 0.98}
+
+
+def test_of_several_pairs_the_worst_counts() -> None:
+    moe = {"model": "qwen3-30b-a3b", "run": "second"}
+    cases = [_case("bare", 100.0), _case("http", 98.0), _case("bare", 100.0, **moe), _case("http", 95.0, **moe)]
+    assert ratios(cases) == {"http_to_bare": 0.95}
+
+
+def test_a_rate_is_the_median_of_the_repeats() -> None:
+    cases = [_case("bare", 0, rates=[90.0, 100.0, 300.0]), _case("handle", 0, rates=[1.0, 97.0, 98.0])]
+    assert ratios(cases) == {"handle_to_bare": 0.97}
+
+
+def test_envelopes_are_compared_by_model_and_work_over_runs() -> None:
+    cases = [
+        _envelope("bf16", 100.0),
+        _envelope("fp8kv", 150.0, run="second"),
+        _envelope("fp8kv", 900.0, work={"groups": 32}),
+        _envelope("fp8", 900.0),
+        _envelope("fp8kv", 900.0, envelope_gb=141.0),
+        _envelope("bf16", 100.0, model="qwen3-30b-a3b"),
+        _envelope("fp8kv", 300.0, model="qwen3-30b-a3b"),
+    ]
+    assert ratios(cases) == {"fp8kv_to_bf16_80gb_8b": 1.5, "fp8kv_to_bf16_80gb_30b": 3.0}
+
+
+def test_one_side_alone_has_no_ratio() -> None:
+    assert ratios([_case("http", 98.0), _envelope("fp8kv", 150.0)]) == {}
