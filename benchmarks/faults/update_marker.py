@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-PROJECT = Path(__file__).parents[2]
+from benchmarks.common.paths import PROJECT
 
 
 @contextmanager

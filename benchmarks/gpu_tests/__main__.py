@@ -1,58 +1,33 @@
 """Run tests on a GPU and keep what came of each.
 
-    python -m benchmarks.gpu_tests --name tests_gpu_tp2 tests/gpu/test_tensor_parallel.py
+    python -m benchmarks.gpu_tests tests/gpu
+    python -m benchmarks.gpu_tests --name two_gpus tests/gpu/test_tensor_parallel.py
 
-Writes benchmarks/results/<GPU>/<name>.json after every test, whatever the number of GPUs: a host may be taken back at
-any moment. Exits as pytest does.
+Writes benchmarks/results/<GPU>/gpu_tests/<name>.json after every test, whatever the number of GPUs: a host may be taken
+back at any moment. Exits as pytest does.
 """
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import pytest
 import typer
 
 from benchmarks.common import results
-
-OUTCOMES = ("passed", "failed", "skipped")
-
-
-class Recorder:
-    """A pytest plugin: hands on what came of the tests so far, after each."""
-
-    def __init__(self, write: Callable[[dict[str, Any]], object]) -> None:
-        self._write = write
-        self._cases: dict[str, dict[str, Any]] = {}
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """pytest's hook: set-up, call and tear-down of one test have each a report."""
-        case = self._cases.setdefault(report.nodeid, {"test": report.nodeid, "outcome": "passed", "seconds": 0.0})
-        case["seconds"] = round(case["seconds"] + report.duration, 1)
-        case.update(report.user_properties)
-        if report.outcome != "passed":
-            case["outcome"] = report.outcome
-            case["why"] = str(report.longrepr)[-2000:]
-        if report.when == "teardown":
-            self._write(self.content())
-
-    def content(self) -> dict[str, Any]:
-        """What a result file says."""
-        cases = list(self._cases.values())
-        counts = {outcome: sum(case["outcome"] == outcome for case in cases) for outcome in OUTCOMES}
-        return counts | {"tests": cases}
+from benchmarks.common.command import run
+from benchmarks.gpu_tests.recorder import Recorder
 
 
 def main(
     tests: Annotated[list[str], typer.Argument(help="Files or tests, as for pytest.")],
-    name: Annotated[str, typer.Option(help="Of the result file.")] = "tests_gpu",
+    name: Annotated[str, typer.Option(help="Of the result file.")] = "one_gpu",
 ) -> None:
     """Run them in this process, and write the result."""
 
     def write(content: dict[str, Any]) -> None:
-        results.write(name, content, machine_name=results.gpu())
+        results.write(f"gpu_tests/{name}", content, machine_name=results.gpu())
 
     raise typer.Exit(pytest.main(["-v", *tests], plugins=[Recorder(write)]))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -10,14 +10,14 @@ import itertools
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Annotated
 
 import torch
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import results
+from benchmarks.common.command import Options, run
+from benchmarks.common.timing import event_seconds
 
 HEAD_DIM = 128
 HEADS = {"qwen3-8b": (32, 8), "qwen3-30b-a3b": (32, 4)}
@@ -25,6 +25,17 @@ HEADS = {"qwen3-8b": (32, 8), "qwen3-30b-a3b": (32, 4)}
 SEGMENTS = 16
 """vLLM's NUM_PAR_SOFTMAX_SEGMENTS."""
 REPEATS = 20
+
+
+class SizeOptions(Options):
+    """Sizes; each may be repeated."""
+
+    sequences: tuple[int, ...] = (256,)
+    """Queries of one token each."""
+    context: tuple[int, ...] = (4608,)
+    """Tokens of KV that each reads."""
+    pages: tuple[int, ...] = (16, 64, 128)
+    """Tokens of a page."""
 
 
 @dataclass
@@ -165,19 +176,12 @@ KERNELS = {"flash": flash_attention, "triton": triton_attention}
 def measure(case: Case) -> None:
     """Milliseconds of each of ``REPEATS`` runs."""
     try:
-        run = KERNELS[case.kernel](case, inputs(case))
-        for _ in range(3):
-            run()
+        call = KERNELS[case.kernel](case, inputs(case))
+        call()
     except (RuntimeError, ValueError, NotImplementedError) as error:  # not every kernel has every page size
         case.error = str(error).splitlines()[0][:200]
         return
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
-    for start, end in events:
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    case.ms = [start.elapsed_time(end) for start, end in events]
+    case.ms = [1e3 * seconds for seconds in event_seconds(call, REPEATS, queued=True)]
 
 
 def table_of(cases: list[Case]) -> Table:
@@ -193,24 +197,18 @@ def table_of(cases: list[Case]) -> Table:
     return table
 
 
-def main(
-    sequences: Annotated[list[int] | None, typer.Option()] = None,
-    context: Annotated[list[int] | None, typer.Option()] = None,
-    pages: Annotated[list[int] | None, typer.Option(help="Tokens of a page; may be repeated.")] = None,
-) -> None:
-    """Measure, print the table, and write benchmarks/results/<machine>/attention.json."""
+def main(sizes: SizeOptions) -> None:
+    """Measure, print the table, and write benchmarks/results/<machine>/kernels/attention.json."""
     console, cases = Console(), []
-    sizes = (pages or [16, 64, 128], sequences or [256], context or [4608])
-    grid = itertools.product(HEADS, KERNELS, ("bf16", "fp8"), *sizes)
-    for parameters in grid:
+    for parameters in itertools.product(HEADS, KERNELS, ("bf16", "fp8"), sizes.pages, sizes.sequences, sizes.context):
         case = Case(*parameters)
         measure(case)
         torch.cuda.empty_cache()
         cases.append(case)
     console.print(table_of(cases))
     content = {"cases": [asdict(case) | {"gbytes": case.gbytes} for case in cases]}
-    console.print(f"wrote {results.write('attention', content)}")
+    console.print(f"wrote {results.write('kernels/attention', content)}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -9,8 +9,8 @@ in which none ran.
 
 import asyncio
 import gzip
+import itertools
 import json
-import os
 import re
 import tempfile
 import time
@@ -19,23 +19,22 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from vllm.config import ProfilerConfig
 
 from benchmarks.common import results
-from benchmarks.common.gpu_service import graph_sizes, settings_of
-from benchmarks.common.rollout_work import Work, make_work
-from benchmarks.common.shapes import write_config
+from benchmarks.common.command import Options, run
+from benchmarks.common.engine import bare_engine
+from benchmarks.common.gpu_service import EngineOptions, Mode, fitting, settings_of
+from benchmarks.common.results import Json
+from benchmarks.common.shapes import Shape, write_config
+from benchmarks.common.work import Work, WorkOptions
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
-from rollout_service.engine.args import engine_args, engine_environment, not_converted
-from rollout_service.engine.plugin import register
 from rollout_service.fleet.autoscaling import RUNNING, WAITING
-from rollout_service.model.served_model import ServedModel
 
 KINDS = {
     "writing the KV cache": r"reshape_and_cache|cache_kernel|concat_and_cache",
@@ -48,7 +47,38 @@ KINDS = {
 }
 """What a kernel does → what its name contains; the first that matches."""
 
-Json = dict[str, Any]
+
+class ProfileOptions(Options):
+    """What is profiled."""
+
+    model: tuple[Shape, ...] = (Shape.QWEN3_8B,)
+    """Whose shapes; may be repeated."""
+    mode: tuple[Mode, ...] = (Mode.BF16, Mode.FP8KV)
+    """May be repeated."""
+    layers: int | None = None
+    """Fewer layers than the published model."""
+    steps: int = 20
+    """Decode steps that are recorded."""
+
+
+class ProfiledWork(WorkOptions):
+    """The work."""
+
+    prompt_min: int = 4096
+    """Tokens of the shortest prompt."""
+    prompt_max: int = 4096
+    """Tokens of the longest prompt; lengths are spread evenly between them."""
+    out: int = 1024
+    """Tokens of a completion."""
+
+
+class ProfiledEngine(EngineOptions):
+    """The engine."""
+
+    block_size: int | None = 64
+    """Tokens of a page of the KV cache."""
+    staging: str = "none"
+    """Where versions would be staged: there are none."""
 
 
 def kind_of(kernel: str) -> str:
@@ -98,21 +128,15 @@ def _busy(kernels: list[Json]) -> float:
 
 async def profile(config: ServiceConfig, work: Work, steps: int, folder: Path) -> Json:
     """One engine with vLLM's dummy weights."""
-    os.environ.update(engine_environment(config))  # noqa: TID251 - the engine's parent is this process
-    register()
-    model = ServedModel.load(config.model.path)
-    args = engine_args(config, not_converted(model, model.plan(config.quant)), has_tokenizer=False)
-    args.profiler_config = ProfilerConfig(
+    profiler = ProfilerConfig(
         profiler="torch", torch_profiler_dir=str(folder), torch_profiler_with_stack=False, ignore_frontend=True
     )
-    engine = EngineAdapter(args)
-    try:
-        await engine.connect()
+    async with bare_engine(config, arguments={"profiler_config": profiler}) as engine:
         await engine.label(0)  # the dummy weights' label is no version
         rollouts = [
             asyncio.create_task(engine.generate(uuid.uuid4().hex, tuple(p), work.sampling)) for p in work.prompts
         ]
-        await _until_all_decode(engine, len(work.prompts) * work.sampling.n, rollouts)
+        await _until_all_decode(engine, len(work.prompts) * work.n, rollouts)
         await engine._llm.start_profile(max_iterations=steps)
         await asyncio.sleep(0.1 * steps)
         await engine._llm.stop_profile()
@@ -121,8 +145,6 @@ async def profile(config: ServiceConfig, work: Work, steps: int, folder: Path) -
         for rollout in rollouts:
             with suppress(asyncio.CancelledError):
                 await rollout
-    finally:
-        engine.shutdown()
     return read_trace(folder)
 
 
@@ -157,35 +179,21 @@ def table_of(cases: list[Json]) -> Table:
     return table
 
 
-def main(
-    model: Annotated[list[str] | None, typer.Option(help="qwen3-8b or qwen3-30b-a3b; may be repeated.")] = None,
-    mode: Annotated[list[str] | None, typer.Option(help="bf16, fp8 or fp8kv; may be repeated.")] = None,
-    groups: int = 16,
-    n: int = 16,
-    prompt: int = 4096,
-    out: int = 1024,
-    steps: int = 20,
-    linear: Annotated[str, typer.Option(help="vLLM's linear_backend for FP8.")] = "cutlass",
-    block_size: int | None = 64,
-    graph_step: Annotated[int | None, typer.Option(help="CUDA graphs for multiples of it; else vLLM's sizes.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Fewer layers than the published model.")] = None,
-) -> None:
-    """Measure, print the table, and write benchmarks/results/<machine>/decode_profile.json."""
+def main(options: ProfileOptions, work: ProfiledWork, engine: ProfiledEngine) -> None:
+    """Measure, print the table, and write benchmarks/results/<machine>/kernels/decode_profile.json."""
     console, cases = Console(), list[Json]()
-    more = {"linear_backend": linear, "block_size": block_size, "staging": "none"}
-    more["cuda_graph_sizes"] = graph_sizes(graph_step, groups * n)
-    work = make_work(groups, n, (prompt, prompt), out, repeats=1)
-    for name in model or ["qwen3-8b"]:
-        for each in mode or ["bf16", "fp8kv"]:
-            with tempfile.TemporaryDirectory() as folder:
-                path = write_config(name, Path(folder) / name, layers)
-                config = ServiceConfig.model_validate(settings_of(each, path, Path(folder), work, more))
-                found = asyncio.run(profile(config, work, steps, Path(folder) / "trace"))
-            cases.append({"model": name, "mode": each, **found})
-            shape = {"groups": groups, "n": n, "prompt_tokens": prompt, "layers": layers, "engine": more}
-            results.write("decode_profile", {**shape, "cases": cases})
+    engine_settings = engine.settings(work.sequences)
+    for name, mode in itertools.product(options.model, options.mode):
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            path = write_config(name, folder / name, options.layers)
+            config = ServiceConfig.model_validate(settings_of(mode, path, folder, fitting(work) | engine_settings))
+            found = asyncio.run(profile(config, work.make(), options.steps, folder / "trace"))
+        cases.append({"model": name, "mode": mode, **found})
+        shape = {"work": work.as_json(), "layers": options.layers, "engine": engine_settings}
+        results.write("kernels/decode_profile", {**shape, "cases": cases})
     console.print(table_of(cases))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -8,31 +8,53 @@ than the cache holds. *quantizing* is what the FP8 ones need besides: activation
 DeepGEMM compiles each kernel when it is first needed, minutes for all of them; a second run finds them in its cache.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from enum import StrEnum
+from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import results
-from benchmarks.common.gpu_timing import buffers_beyond_cache, graph_seconds
+from benchmarks.common.command import Options, run
 from benchmarks.common.random_weights import gaussian
+from benchmarks.common.shapes import Shape
+from benchmarks.common.timing import buffers_beyond_cache, graph_seconds
 from rollout_service.quant.blockwise import BLOCK, quantize_blockwise
 
-LAYERS = {
-    "qwen3-8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (24576, 4096), "down": (4096, 12288)},
-    "qwen3-30b-a3b": {"qkv": (5120, 2048), "o": (2048, 4096)},
+LAYERS: dict[Shape, dict[str, tuple[int, int]]] = {
+    Shape.QWEN3_8B: {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (24576, 4096), "down": (4096, 12288)},
+    Shape.QWEN3_30B_A3B: {"qkv": (5120, 2048), "o": (2048, 4096)},
 }
 """Rows and columns of the weight, fused as in vLLM at TP 1; the experts of the second go through Triton."""
-TOKENS = (16, 64, 256, 1024, 8192)
 REPEATS = 20
 
 Call = Callable[[], torch.Tensor]
+
+
+class Kernel(StrEnum):
+    """What is called."""
+
+    BF16 = "bf16"
+    CUTLASS = "cutlass"
+    DEEP_GEMM = "deep_gemm"
+    QUANTIZING = "quantizing"
+
+
+class ProductOptions(Options):
+    """Matrix products; each may be repeated."""
+
+    model: tuple[Shape, ...] = tuple(Shape)
+    """Whose layers."""
+    tokens: tuple[int, ...] = (16, 64, 256, 1024, 8192)
+    """Of a step."""
+    kernel: tuple[Kernel, ...] = tuple(Kernel)
+    """What is called."""
 
 
 @dataclass
@@ -101,15 +123,20 @@ def quantized(x: torch.Tensor, **how: bool) -> tuple[torch.Tensor, torch.Tensor]
     return codes, scales
 
 
-KERNELS = {"bf16": bf16, "cutlass": cutlass, "deep_gemm": deep_gemm, "quantizing": quantizing}
+KERNELS: dict[Kernel, Callable[[torch.Tensor, torch.Tensor], Call]] = {
+    Kernel.BF16: bf16,
+    Kernel.CUTLASS: cutlass,
+    Kernel.DEEP_GEMM: deep_gemm,
+    Kernel.QUANTIZING: quantizing,
+}
 
 
 def measure(case: Case, weights: list[torch.Tensor]) -> None:
     """Seconds a call. A kernel that vLLM refuses, or that cannot be compiled, says so in the case."""
     x = torch.randn(case.tokens, case.columns, dtype=torch.bfloat16, device="cuda")
     try:
-        calls = [KERNELS[case.kernel](x, weight) for weight in weights]
-        if case.kernel != "quantizing":
+        calls = [KERNELS[Kernel(case.kernel)](x, weight) for weight in weights]
+        if case.kernel != Kernel.QUANTIZING:
             reference = x.float() @ weights[0].float().T
             case.error = float((calls[0]().float() - reference).norm() / reference.norm())
     except (RuntimeError, ValueError, ImportError) as error:
@@ -134,30 +161,25 @@ def table_of(cases: list[Case]) -> Table:
     return table
 
 
-def main(
-    model: Annotated[list[str] | None, typer.Option(help="qwen3-8b or qwen3-30b-a3b; may be repeated.")] = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="Of a step; may be repeated.")] = None,
-    kernel: Annotated[list[str] | None, typer.Option(help=", ".join(KERNELS) + "; may be repeated.")] = None,
-) -> None:
-    """Measure, print the table, and write benchmarks/results/<machine>/linear.json."""
+def main(options: ProductOptions) -> None:
+    """Measure, print the table, and write benchmarks/results/<machine>/kernels/linear.json."""
     console, cases = Console(), list[Case]()
-    for name in model or LAYERS:
+    for name in options.model:
         for layer, shape in LAYERS[name].items():
             weights = [gaussian(shape) for _ in range(buffers_beyond_cache(math.prod(shape)))]  # in FP8
-            for count in tokens or TOKENS:
-                for each in kernel or KERNELS:
-                    cases.append(case := Case(name, layer, *shape, count, each))
-                    measure(case, weights)
-                    median = statistics.median(case.seconds) if case.seconds else None
-                    console.log(name, layer, count, each, case.refused or f"{1e6 * (median or 0):.1f} µs", case.error)
-    written = results.write("linear", {"cases": [asdict(c) | _tflops(c) for c in cases]})
+            for count, kernel in itertools.product(options.tokens, options.kernel):
+                cases.append(case := Case(name, layer, *shape, count, kernel))
+                measure(case, weights)
+                median = statistics.median(case.seconds) if case.seconds else None
+                console.log(name, layer, count, kernel, case.refused or f"{1e6 * (median or 0):.1f} µs", case.error)
+    written = results.write("kernels/linear", {"cases": [asdict(c) | _tflops(c) for c in cases]})
     console.print(table_of(cases))
     console.print(f"wrote {written}")
 
 
 def _tflops(case: Case) -> dict[str, float]:
-    return {"tflops": case.tflops} if case.seconds and case.kernel != "quantizing" else {}
+    return {"tflops": case.tflops} if case.seconds and case.kernel != Kernel.QUANTIZING else {}
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -10,41 +10,39 @@ table of docs/numerics.md.
 """
 
 import asyncio
-import os
+import math
 import tempfile
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.common import results
+from benchmarks.common.command import Options, run
+from benchmarks.common.engine import bare_engine, commit, load_version
+from benchmarks.common.marked import write_part
+from benchmarks.common.paths import PROJECT
 from benchmarks.mismatch.repeating import PERIOD, TRAINED_TOKENS, repeating, train
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
-from rollout_service.engine.args import engine_args, engine_environment
-from rollout_service.engine.plugin import register
-from rollout_service.ingest.ingest import Ingest
 from rollout_service.kv_scales import ScaledFrom
 from rollout_service.kv_scales.fp8_error import unfit_layers
 from rollout_service.kv_scales.observer import observe_qkv
 from rollout_service.kv_scales.scales import largest_of_ranks, layer_scales, named_scales
 from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import Sampling
-from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
+from rollout_service.protocol.upload import BeginUpload, PathSource
 from rollout_service.store.log import WeightLog
 from tests.support.key_channels import loud, uneven
 
 CALIBRATION, PROMPTS = 10**6, 2 * 10**6
 """Seeds, far from those of training."""
 NOT_ROUNDED = "trainer, not rounded"
-PAGE = Path(__file__).parents[2] / "docs/numerics.md"
-BEGIN, END = "<!-- made by benchmarks/mismatch/kv_scales.py -->\n", "<!-- end of benchmarks/mismatch/kv_scales.py -->\n"
+PAGE, PART = PROJECT / "docs/numerics.md", "benchmarks/mismatch/kv_scales.py"
 
 Weights = dict[str, torch.Tensor]
 Named = dict[str, float]
@@ -69,6 +67,19 @@ KINDS = (
     Kind("qwen2, loud keys", "qwen2", "the same × 2¹¹", loud),
     Kind("qwen2, uneven keys", "qwen2", "the same, 4 of 64 channels × 2¹², 60 × 2⁻¹²", uneven),
 )
+
+
+class SampleOptions(Options):
+    """Models and samples."""
+
+    steps: int = 200
+    """Of training."""
+    batch: int = 8
+    """Sequences of a step of training."""
+    prompts: int = 32
+    """Of each model."""
+    n: int = 4
+    """Completions that are sampled of each prompt."""
 
 
 @dataclass
@@ -101,7 +112,7 @@ class Case:
 
 def standard_error(terms: torch.Tensor) -> float:
     """Of their mean."""
-    return float(terms.std()) / len(terms) ** 0.5
+    return float(terms.std()) / math.sqrt(len(terms))
 
 
 def calibration_batch() -> list[torch.Tensor]:
@@ -146,37 +157,20 @@ def config_of(model: Path, root: Path, kv_cache_dtype: str) -> ServiceConfig:
     )
 
 
-async def commit(config: ServiceConfig, weights: dict[str, Weights]) -> None:
-    """Versions 1, 2, … of the log hold the weights in their order."""
-    ingest = Ingest(config)
-    await ingest.start()
+def uploads(folder: Path, weights: dict[str, Weights]) -> list[BeginUpload]:
+    """Versions 1, 2, … of the weights in their order, each in files below ``folder``."""
+    found = []
     for version, tensors in enumerate(weights.values(), start=1):
-        source = config.weights.root.parent / f"{config.weights.root.name}-{version}"
-        source.mkdir()
+        source = folder / str(version)
+        source.mkdir(parents=True)
         save_file(tensors, source / "model.safetensors")
-        await ingest.begin(BeginUpload(version=version, source=PathSource(path=source)))
-        await ingest.commit(version, CommitUpload())
-    await ingest.stop()
-
-
-@asynccontextmanager
-async def engine_of(config: ServiceConfig) -> AsyncIterator[EngineAdapter]:
-    """An engine with nothing but dummy weights."""
-    os.environ.update(engine_environment(config))  # noqa: TID251 - what the replica's process would have
-    register()
-    engine = EngineAdapter(engine_args(config, (), has_tokenizer=False), exports=False)
-    try:
-        await engine.connect()
-        yield engine
-    finally:
-        engine.shutdown()
+        found.append(BeginUpload(version=version, source=PathSource(path=source)))
+    return found
 
 
 async def load(engine: EngineAdapter, config: ServiceConfig, version: int) -> None:
     """Have the engine serve a version of the log."""
-    await engine.pause("keep")
-    await engine.load(WeightLog(config.weights.root).folder(version), version)
-    await engine.resume()
+    await load_version(engine, WeightLog(config.weights.root).folder(version), version)
 
 
 async def sample(engine: EngineAdapter, prompts: int, n: int) -> Samples:
@@ -198,18 +192,18 @@ async def k3_terms(engine: EngineAdapter, samples: Samples) -> torch.Tensor:
     return (torch.expm1(ratios) - ratios).flatten()
 
 
-async def measure(folder: Path, family: str, weights: dict[str, Weights], count: int, n: int) -> list[Case]:
+async def measure(folder: Path, family: str, weights: dict[str, Weights], options: SampleOptions) -> list[Case]:
     """What each sort of scales costs each kind of a family."""
     kinds = [kind for kind in KINDS if kind.name in weights]
     fp8, bf16 = (config_of(folder / family, folder / f"log-{family}", dtype) for dtype in ("fp8_e4m3", "bfloat16"))
-    await commit(fp8, weights)
+    await commit(fp8, *uploads(folder / f"sources-{family}", weights))
     samples: list[Samples] = []
-    async with engine_of(bf16) as engine:
+    async with bare_engine(bf16) as engine:
         for version, _ in enumerate(kinds, start=1):
             await load(engine, fp8, version)
-            samples.append(await sample(engine, count, n))
+            samples.append(await sample(engine, options.prompts, options.n))
     cases: list[Case] = []
-    async with engine_of(fp8) as engine:
+    async with bare_engine(fp8) as engine:
         for version, kind in enumerate(kinds, start=1):
             await load(engine, fp8, version)
             trainer, unfit = from_trainer(kind, folder / family, weights[kind.name])
@@ -243,24 +237,23 @@ def markdown(cases: list[Case]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(steps: int = 200, batch: int = 8, prompts: int = 32, n: int = 4) -> None:
-    """Train, measure, print the table, write the JSON and the table of docs/numerics.md."""
+def main(options: SampleOptions) -> None:
+    """Train, measure, print the table, write mismatch/kv_scales.json and the table of docs/numerics.md."""
     cases: list[Case] = []
     losses: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for family in dict.fromkeys(kind.family for kind in KINDS):
-            losses[family] = train(family, folder / family, steps, batch)
+            losses[family] = train(family, folder / family, options.steps, options.batch)
             trained = load_file(folder / family / "model.safetensors")
             weights = {kind.name: kind.changed(trained) for kind in KINDS if kind.family == family}
-            cases += asyncio.run(measure(folder, family, weights, prompts, n))
+            cases += asyncio.run(measure(folder, family, weights, options))
     table = markdown(cases)
     print(table)
     rounded, raw = ([c.as_json() for c in cases if (c.scales == NOT_ROUNDED) is wanted] for wanted in (False, True))
-    results.write("kv_scales", {"training_loss": losses, "cases": rounded, "not_rounded": raw})
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(before + BEGIN + table + END + rest.split(END)[1])
+    print("wrote", results.write("mismatch/kv_scales", {"training_loss": losses, "cases": rounded, "not_rounded": raw}))
+    write_part(PAGE, PART, table)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

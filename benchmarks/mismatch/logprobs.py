@@ -16,50 +16,82 @@ to the same file, in place of earlier ones of the same model and mode.
 """
 
 import asyncio
-import json
-import os
 import tempfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
+from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.common import results
+from benchmarks.common.command import Options, run
+from benchmarks.common.engine import bare_engine, commit, load_version
 from benchmarks.mismatch.repeating import PERIOD, repeating, train
 from rollout_service.config import ServiceConfig
 from rollout_service.correction.metrics import mismatch_metrics
 from rollout_service.correction.ratios import compare
-from rollout_service.engine.adapter import EngineAdapter
-from rollout_service.engine.args import engine_args, engine_environment, not_converted
-from rollout_service.engine.plugin import register
-from rollout_service.ingest.ingest import Ingest
 from rollout_service.kv_scales.observer import observe_qkv
-from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import Sampling
-from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
+from rollout_service.protocol.upload import BeginUpload, PathSource
 from rollout_service.store.log import WeightLog
 
+RESULT = "mismatch/logprobs"
+SAME = ("family", "mode")
+"""Fields in which two cases agree that measured the same."""
 BATCH = 16
 """Sequences in a step of training."""
 PROMPT_SEED, CALIBRATION_SEED = 10**6, 2 * 10**6
 KV_CACHE_BYTES = 1 << 30
-ON_A_GPU = ("deep_gemm", "deep_gemm_e8m0")
-MODES: dict[str, dict[str, dict[str, Any]]] = {
-    "bf16": {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16"}},
-    "fp8": {"kv_cache": {"dtype": "bfloat16"}},
-    "fp8kv": {"kv_cache": {"dtype": "fp8_e4m3"}},
-    "fp8kv_calibrated": {"kv_cache": {"dtype": "fp8_e4m3"}},
-    "deep_gemm": {"kv_cache": {"dtype": "bfloat16"}, "engine": {"linear_backend": "deep_gemm"}},
-    "deep_gemm_e8m0": {"kv_cache": {"dtype": "bfloat16"}, "engine": {"linear_backend": "deep_gemm"}},
+
+
+class Arithmetic(StrEnum):
+    """Of an engine: see the list above."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+    FP8KV = "fp8kv"
+    FP8KV_CALIBRATED = "fp8kv_calibrated"
+    DEEP_GEMM = "deep_gemm"
+    DEEP_GEMM_E8M0 = "deep_gemm_e8m0"
+
+
+ON_A_GPU = (Arithmetic.DEEP_GEMM, Arithmetic.DEEP_GEMM_E8M0)
+SECTIONS: dict[Arithmetic, dict[str, dict[str, Any]]] = {
+    Arithmetic.BF16: {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16"}},
+    Arithmetic.FP8: {"kv_cache": {"dtype": "bfloat16"}},
+    Arithmetic.FP8KV: {"kv_cache": {"dtype": "fp8_e4m3"}},
+    Arithmetic.FP8KV_CALIBRATED: {"kv_cache": {"dtype": "fp8_e4m3"}},
+    Arithmetic.DEEP_GEMM: {"kv_cache": {"dtype": "bfloat16"}, "engine": {"linear_backend": "deep_gemm"}},
+    Arithmetic.DEEP_GEMM_E8M0: {"kv_cache": {"dtype": "bfloat16"}, "engine": {"linear_backend": "deep_gemm"}},
 }
+
+
+def of_this_machine() -> tuple[Arithmetic, ...]:
+    """What engines on this machine can do."""
+    return tuple(each for each in Arithmetic if torch.cuda.is_available() or each not in ON_A_GPU)
+
+
+class SampleOptions(Options):
+    """Models and samples."""
+
+    family: tuple[str, ...] = ("qwen3", "qwen3_moe")
+    """Of tests/support/models.py; may be repeated."""
+    mode: tuple[Arithmetic, ...] = Field(default_factory=of_this_machine)
+    """May be repeated; all that this machine has."""
+    steps: int = 300
+    """Of training."""
+    prompts: int = 128
+    """One completion is sampled of each."""
+    tokens: int = 48
+    """Sampled for each prompt."""
+
 
 Sampled = list[tuple[list[int], Completion]]
 """Prompts and completions."""
@@ -117,67 +149,50 @@ def measured_scales(model: PreTrainedModel) -> dict[str, float]:
     return observation.scales(type(model).__name__).named()
 
 
-async def commit(config: ServiceConfig, kv_scales: dict[str, float] | None) -> int:
-    """Version 0 is the model; 1 is, too, with these scales of the KV cache, if there are any. Returns the newest."""
-    ingest = Ingest(config)
-    await ingest.start()
-    if kv_scales is not None:
-        await ingest.begin(BeginUpload(version=1, source=PathSource(path=config.model.path), kv_scales=kv_scales))
-        await ingest.commit(1, CommitUpload())
-    await ingest.stop()
-    return int(kv_scales is not None)
-
-
-@asynccontextmanager
-async def engine(config: ServiceConfig, mode: str, version: int) -> AsyncIterator[EngineAdapter]:
-    """An engine with a version of the log."""
-    # DeepGEMM's kernels are compiled when they are needed; the warm-up would compile all that could be
-    own = {"VLLM_USE_DEEP_GEMM_E8M0": str(int(mode == "deep_gemm_e8m0")), "VLLM_DEEP_GEMM_WARMUP": "skip"}
-    os.environ.update(engine_environment(config) | own)  # noqa: TID251 - the engine's parent is this process
-    register()
-    model = ServedModel.load(config.model.path)
-    args = engine_args(config, not_converted(model, model.plan(config.quant)), has_tokenizer=False)
-    if torch.cuda.is_available():
-        args.kv_cache_memory_bytes = KV_CACHE_BYTES  # nothing is measured: others may use the GPU meanwhile
-    adapter, folder = EngineAdapter(args), WeightLog(config.weights.root).folder(version)
-    try:
-        await adapter.connect()
-        await adapter.stage(folder)
-        await adapter.pause("keep")
-        await adapter.load(folder, version)
-        await adapter.resume()
-        yield adapter
-    finally:
-        adapter.shutdown()
-
-
 async def sample(
-    config: ServiceConfig, mode: str, prompts: list[list[int]], tokens: int, kv_scales: dict[str, float] | None
+    config: ServiceConfig, mode: Arithmetic, options: SampleOptions, kv_scales: dict[str, float] | None
 ) -> Sampled:
-    """One completion of each prompt."""
-    sampling = Sampling(max_tokens=tokens, ignore_eos=True)
-    async with engine(config, mode, await commit(config, kv_scales)) as adapter:
-        calls = [adapter.generate(f"{i}", tuple(prompt), sampling) for i, prompt in enumerate(prompts)]
+    """One completion of each prompt. ``kv_scales``: a version 1 of the model has them."""
+    again = BeginUpload(version=1, source=PathSource(path=config.model.path), kv_scales=kv_scales)
+    version = await commit(config, *([] if kv_scales is None else [again]))
+    sampling = Sampling(max_tokens=options.tokens, ignore_eos=True)
+    prompts = repeating(options.prompts, PROMPT_SEED, tokens=PERIOD + 4).tolist()
+    # DeepGEMM's kernels are compiled when they are needed; the warm-up would compile all that could be
+    e8m0 = str(int(mode == Arithmetic.DEEP_GEMM_E8M0))
+    environment = {"VLLM_USE_DEEP_GEMM_E8M0": e8m0, "VLLM_DEEP_GEMM_WARMUP": "skip"}
+    # nothing is measured: others may use the GPU meanwhile
+    arguments = {"kv_cache_memory_bytes": KV_CACHE_BYTES} if torch.cuda.is_available() else {}
+    async with bare_engine(config, environment=environment, arguments=arguments) as engine:
+        await load_version(engine, WeightLog(config.weights.root).folder(version), version)
+        calls = [engine.generate(f"{i}", tuple(prompt), sampling) for i, prompt in enumerate(prompts)]
         return [(prompt, found[0]) for prompt, found in zip(prompts, await asyncio.gather(*calls), strict=True)]
 
 
-def measure(family: str, modes: list[str], folder: Path, prompts: list[list[int]], tokens: int) -> Iterator[Case]:
-    """All modes of one trained model."""
+def measure(family: str, folder: Path, options: SampleOptions) -> Iterator[Case]:
+    """All modes of one trained model, which is in ``folder``."""
     reference = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32).eval()
-    for mode in modes:
-        settings = {
-            "model": {"path": folder / family},
-            "quant": MODES[mode].get("quant", {}),
-            "engine": {"max_model_len": 512, "gpu_memory_utilization": 0.2, "enforce_eager": True}
-            | ({"linear_backend": "cutlass"} if torch.cuda.is_available() else {})
-            | MODES[mode].get("engine", {}),
-            "kv_cache": MODES[mode]["kv_cache"],
-            "weights": {"root": folder / f"log-{family}-{mode}", "source_roots": [folder]},
-        }
-        scales = measured_scales(reference) if mode == "fp8kv_calibrated" else None
-        sampled = asyncio.run(sample(ServiceConfig.model_validate(settings), mode, prompts, tokens, scales))
+    for mode in options.mode:
+        config = config_of(folder / family, folder / f"log-{family}-{mode}", mode)
+        scales = measured_scales(reference) if mode == Arithmetic.FP8KV_CALIBRATED else None
+        sampled = asyncio.run(sample(config, mode, options, scales))
         engines = torch.tensor([completion.logprobs for _, completion in sampled])
         yield mismatch(family, mode, score(reference, sampled), engines)
+
+
+def config_of(model: Path, root: Path, mode: Arithmetic) -> ServiceConfig:
+    """Of an engine with that arithmetic."""
+    engine: dict[str, Any] = {"max_model_len": 512, "gpu_memory_utilization": 0.2, "enforce_eager": True}
+    if torch.cuda.is_available():
+        engine |= {"linear_backend": "cutlass"}
+    sections = SECTIONS[mode]
+    return ServiceConfig.model_validate(
+        {
+            **sections,
+            "model": {"path": model},
+            "engine": engine | sections.get("engine", {}),
+            "weights": {"root": root, "source_roots": [root.parent]},
+        }
+    )
 
 
 def table_of(cases: list[Case]) -> Table:
@@ -191,36 +206,24 @@ def table_of(cases: list[Case]) -> Table:
     return table
 
 
-def main(
-    family: Annotated[list[str] | None, typer.Option(help="Of tests/support/models.py; may be repeated.")] = None,
-    mode: Annotated[list[str] | None, typer.Option(help="May be repeated; all that this machine has.")] = None,
-    steps: Annotated[int, typer.Option(help="Of training.")] = 300,
-    prompts: int = 128,
-    tokens: Annotated[int, typer.Option(help="Sampled for each prompt.")] = 48,
-) -> None:
-    """Measure, print the table, and write benchmarks/results/<machine>/logprobs.json."""
-    console, cases, losses = Console(), list[Case](), dict[str, float]()
-    on_gpu = torch.cuda.is_available()
-    modes = mode or [name for name in MODES if on_gpu or name not in ON_A_GPU]
-    starts = repeating(prompts, PROMPT_SEED, tokens=PERIOD + 4).tolist()
+def main(options: SampleOptions) -> None:
+    """Measure, print the table, and add the cases to benchmarks/results/<machine>/mismatch/logprobs.json."""
+    console, cases = Console(), list[Case]()
     with tempfile.TemporaryDirectory() as folder:
-        for name in family or ["qwen3", "qwen3_moe"]:
-            losses[name] = train(name, Path(folder) / name, steps, BATCH)
-            console.log(f"{name}: trained to {losses[name]:.3f} nats a token")
-            for case in measure(name, modes, Path(folder), starts, tokens):  # each is kept, whatever the next one does
+        for family in options.family:
+            loss = train(family, Path(folder) / family, options.steps, BATCH)
+            console.log(f"{family}: trained to {loss:.3f} nats a token")
+            for case in measure(family, Path(folder), options):
                 cases.append(case)
-                console.log(f"wrote {add_to_file(case, steps, prompts, losses[name])}")
+                console.log(f"wrote {keep(case, options, loss)}")  # each is kept, whatever the next one does
     console.print(table_of(cases))
 
 
-def add_to_file(case: Case, steps: int, prompts: int, loss: float) -> Path:
+def keep(case: Case, options: SampleOptions, loss: float) -> Path:
     """In place of an earlier one of the same model and mode. ``loss``: the last one of the model's training."""
-    file, case_id = results.path("logprobs"), (case.family, case.mode)
-    earlier = json.loads(file.read_text())["cases"] if file.exists() else []
-    kept = [c for c in earlier if (c["family"], c["mode"]) != case_id]
-    new = asdict(case) | {"steps": steps, "prompts": prompts, "loss": loss}
-    return results.write("logprobs", {"cases": [*kept, new]})
+    new = asdict(case) | {"steps": options.steps, "prompts": options.prompts, "loss": loss}
+    return results.write(RESULT, {"cases": results.joined(results.cases(RESULT), [new], SAME)})
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -17,17 +17,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
-import typer
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
 from benchmarks.common import results
+from benchmarks.common.command import Options, run
+from benchmarks.common.paths import CPU_DEPLOYMENT
+from benchmarks.common.work import PRINTABLE, random_prompts
 from benchmarks.mismatch.broken_version import commit_broken
-from benchmarks.rollout.overhead import DEPLOYMENT, PROJECT, prompts
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
-from rollout_service.local import running_service
+from rollout_service.local import LocalService, running_service
 from rollout_service.protocol.mismatch import MismatchRow
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.shadow.sample import is_sampled
@@ -38,16 +39,53 @@ WAVE = 20
 """Rollouts between two looks at a version's state."""
 PATIENCE_S = 60.0
 """For the shadow to score what it was sent."""
+DISTINCT = 64
+"""Prompts."""
 Say = Callable[[str], None]
+
+
+class RequestOptions(Options):
+    """A rollout."""
+
+    n: int = 8
+    """Completions."""
+    prompt: int = 64
+    """Tokens of the prompt."""
+    out: int = 64
+    """Tokens of a completion."""
+    share: float = 0.05
+    """Of the rollouts, for the shadow to score."""
+
+
+class CostOptions(Options):
+    """What measuring costs."""
+
+    concurrent: int = 16
+    """Rollouts at once."""
+    batches: int = 6
+    """So often in each turn."""
+    repeats: int = 5
+    """Turns of each kind."""
+
+
+class DetectionOptions(Options):
+    """What the shadow finds."""
+
+    good: int = 20
+    """Versions of slightly moved weights."""
+    broken: int = 4
+    """Layers that are doubled, one by one."""
+    rollouts: int = 200
+    """Of a version, at most."""
 
 
 class Bench:
     """A service, its model's weights, and the shape of the work."""
 
-    def __init__(self, client: RolloutClient, config: ServiceConfig, n: int, prompt: int, out: int) -> None:
-        self.client, self.config, self.n, self.out = client, config, n, out
+    def __init__(self, client: RolloutClient, config: ServiceConfig, request: RequestOptions) -> None:
+        self.client, self.config, self.n, self.out = client, config, request.n, request.out
         self.weights = load_file(config.model.path / "model.safetensors")
-        self._prompts = itertools.cycle(prompts(64, prompt))
+        self._prompts = itertools.cycle(random_prompts([request.prompt] * DISTINCT, PRINTABLE))
         self._numbers = itertools.count()
 
     def names(self, turn: Turn) -> Iterator[str]:
@@ -99,43 +137,43 @@ class Bench:
         }
 
 
-async def cost(bench: Bench, concurrent: int, batches: int, repeats: int, say: Say) -> dict[str, list[float]]:
+async def cost(bench: Bench, options: CostOptions, say: Say) -> dict[str, list[float]]:
     """Rollouts/s of each turn; a first round is not counted."""
     rates: dict[str, list[float]] = {turn: [] for turn in TURNS}
     scored = 0
-    for repeat in range(repeats + 1):
+    for repeat in range(options.repeats + 1):
         for turn in TURNS if repeat % 2 else reversed(TURNS):
             started, reports = time.perf_counter(), []
             done: list[Rollout] = []
-            for _ in range(batches):
-                rollouts = await bench.rollouts(concurrent, turn)
+            for _ in range(options.batches):
+                rollouts = await bench.rollouts(options.concurrent, turn)
                 done += rollouts
                 if turn == "reports":
                     logprobs = [c.logprobs for rollout in rollouts for c in rollout.completions]
                     reports.append(asyncio.create_task(bench.client.report_mismatch(rollouts, logprobs)))
             await asyncio.gather(*reports)
             rates[turn].append(len(done) / (time.perf_counter() - started))
-            say(f"round {repeat} of {repeats}, {turn}: {rates[turn][-1]:.2f} rollouts/s")
+            say(f"round {repeat} of {options.repeats}, {turn}: {rates[turn][-1]:.2f} rollouts/s")
             if turn == "shadow":  # what it is behind must not slow the next turn
                 scored += bench.sampled_tokens(done)
                 await bench.scored(0, scored)
     return {turn: of_turn[1:] for turn, of_turn in rates.items()}
 
 
-async def detection(bench: Bench, good: int, layers: list[int], rollouts: int, say: Say) -> dict[str, Any]:
+async def detection(bench: Bench, options: DetectionOptions, say: Say) -> dict[str, Any]:
     """Good versions, then broken ones, each after a good one that it is made from."""
     found: dict[str, Any] = {"good": [], "broken": []}
     version = 0
-    for step in range(good):
+    for step in range(options.good):
         version += 1
         await bench.client.push_weights(version, bench.moved(step))
-        found["good"].append(await watched(bench, version, rollouts))
+        found["good"].append(await watched(bench, version, options.rollouts))
         say(line(found["good"][-1]))
-    for layer in layers:
+    for layer in range(options.broken):
         version += 2
-        await bench.client.push_weights(version - 1, bench.moved(good + layer))
+        await bench.client.push_weights(version - 1, bench.moved(options.good + layer))
         commit_broken(bench.config.weights.root, version, layer)
-        found["broken"].append({"layer": layer} | await watched(bench, version, rollouts))
+        found["broken"].append({"layer": layer} | await watched(bench, version, options.rollouts))
         say(line(found["broken"][-1]))
     return found
 
@@ -170,43 +208,34 @@ def line(version: dict[str, Any]) -> str:
     return f"{name_of(version)}: {state} after {version['rollouts']} rollouts, {version.get('tokens', 0)} tokens scored"
 
 
-def main(
-    concurrent: int = 16,
-    n: int = 8,
-    prompt: int = 64,
-    out: int = 64,
-    batches: int = 6,
-    repeats: int = 5,
-    share: float = 0.05,
-    good: int = 20,
-    rollouts: int = 200,
-    broken: int = 4,
-) -> None:
-    """Measure, print a table, write the JSON. ``broken``: how many layers are doubled, one by one."""
+async def measure(
+    service: LocalService, request: RequestOptions, costs: CostOptions, detected: DetectionOptions, say: Say
+) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """What ``cost`` and ``detection`` find."""
+    async with RolloutClient(service.url) as client:
+        bench = Bench(client, service.config, request)
+        return await cost(bench, costs, say), await detection(bench, detected, say)
+
+
+def main(request: RequestOptions, costs: CostOptions, detected: DetectionOptions) -> None:
+    """Measure, print a table, and write benchmarks/results/<machine>/mismatch/measuring.json."""
     console = Console()
     with tempfile.TemporaryDirectory() as folder:
         overrides: dict[str, dict[str, Any]] = {
             "weights": {"root": folder + "/log", "poll_s": 1.0},
             "model": {"path": folder + "/tiny-qwen3"},
-            "shadow": {"share": share},
+            "shadow": {"share": request.share},
         }
-
-        async def measured(url: str, config: ServiceConfig) -> tuple[dict[str, list[float]], dict[str, Any]]:
-            async with RolloutClient(url) as client:
-                bench = Bench(client, config, n, prompt, out)
-                rates = await cost(bench, concurrent, batches, repeats, console.log)
-                return rates, await detection(bench, good, list(range(broken)), rollouts, console.log)
-
-        with running_service(DEPLOYMENT, overrides) as service:
-            rates, found = asyncio.run(measured(service.url, service.config))
+        with running_service(CPU_DEPLOYMENT, overrides) as service:
+            rates, found = asyncio.run(measure(service, request, costs, detected, console.log))
             thresholds = service.config.monitor.model_dump(include={"suspect_k3", "suspect_prob_error", "min_tokens"})
     medians = {turn: statistics.median(of_turn) for turn, of_turn in rates.items()}
     ratios: dict[str, float] = {turn: medians[turn] / medians["unmeasured"] for turn in TURNS}
-    shape = {"concurrent": concurrent, "n": n, "prompt_tokens": prompt, "output_tokens": out, "share": share}
+    shape = request.model_dump() | {"concurrent": costs.concurrent}
     content = {"shape": shape, "rollouts_per_s": rates, "ratio": ratios, "thresholds": thresholds, "detection": found}
-    path = results.write("measuring", content)
+    path = results.write("mismatch/measuring", content)
     console.print(*tables(medians, ratios, found))
-    console.print(f"written to {path.relative_to(PROJECT)}")
+    console.print(f"wrote {path}")
 
 
 def tables(medians: dict[str, float], ratios: dict[str, float], found: dict[str, Any]) -> tuple[Table, Table]:
@@ -223,4 +252,4 @@ def tables(medians: dict[str, float], ratios: dict[str, float], found: dict[str,
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

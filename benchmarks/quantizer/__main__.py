@@ -10,18 +10,19 @@ includes 4 to 5 µs of launch and events. All linear layers of a model are one `
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import results
-from benchmarks.common.gpu_timing import buffers_beyond_cache, event_seconds, graph_seconds
+from benchmarks.common.command import run
 from benchmarks.common.random_weights import gaussian
+from benchmarks.common.timing import buffers_beyond_cache, copy_seconds, event_seconds, graph_seconds, wall_seconds
 from rollout_service.quant.blockwise import CODES, quantize_blockwise, scale_shape
 
 BYTES_A_WEIGHT = 3
@@ -29,7 +30,7 @@ GPU_SHAPES = ((4096, 4096), (4096, 12288), (24576, 4096), (151936, 4096))
 CPU_SHAPES = ((256, 768), (4096, 4096), (12288, 4096))
 COPY_BYTES = {"cuda": 1 << 31, "cpu": 1 << 28}
 
-Shapes = list[tuple[int, ...]]
+Shapes = Sequence[tuple[int, ...]]
 QWEN3_8B: Shapes = [
     (4096, 4096),
     (1024, 4096),
@@ -110,11 +111,11 @@ def matrix_kernels(weights: list[torch.Tensor]) -> dict[str, list[Callable[[], A
         for _ in weights
     ]
     return {
-        "copy of as many bytes": [lambda a=a, b=b: a.copy_(b) for a, b in copies],
+        "copy of as many bytes": [partial(a.copy_, b) for a, b in copies],
         "ours": [GroupedQuantization([w], [c], [s]).run for w, c, s in zip(weights, codes, scales, strict=True)],
-        "yardstick": [lambda w=w, c=c, s=s: yardstick(w, c, s) for w, c, s in zip(weights, codes, scales, strict=True)],
-        "eager": [lambda w=w: eager(w) for w in weights],
-        "vllm": [lambda w=w: vllm(w) for w in weights],
+        "yardstick": [partial(yardstick, w, c, s) for w, c, s in zip(weights, codes, scales, strict=True)],
+        "eager": [partial(eager, w) for w in weights],
+        "vllm": [partial(vllm, w) for w in weights],
     }
 
 
@@ -185,24 +186,13 @@ def cpu_cases(copy_gb_s: float, repeats: int) -> Iterator[Case]:
         half = moved // 2
         source, target = torch.zeros(half, dtype=torch.uint8), torch.zeros(half, dtype=torch.uint8)
         kernels: dict[str, Callable[[], Any]] = {
-            "copy of as many bytes": lambda a=target, b=source: a.copy_(b),
-            "ours": lambda w=weight: quantize_cpu(w),
-            "reference": lambda w=weight: quantize_blockwise(w),
-            "vllm": lambda w=weight: vllm(w),
+            "copy of as many bytes": partial(target.copy_, source),
+            "ours": partial(quantize_cpu, weight),
+            "reference": partial(quantize_blockwise, weight),
+            "vllm": partial(vllm, weight),
         }
         for kernel, call in kernels.items():
             yield case(f"{shape[0]}x{shape[1]}", kernel, moved, wall_seconds(call, repeats), copy_gb_s)
-
-
-def wall_seconds(call: Callable[[], Any], repeats: int) -> list[float]:
-    """Seconds of each call, after one to warm up."""
-    call()
-    seconds = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - started)
-    return seconds
 
 
 # --- both
@@ -214,14 +204,6 @@ def case(
     """The median's rate."""
     gb_s = moved / statistics.median(seconds) / 1e9
     return Case(name, kernel, gb_s, gb_s / copy_gb_s, seconds, extra or {})
-
-
-def copy_rate(device: str, repeats: int) -> float:
-    """GB/s, read plus written, of a copy far larger than any cache."""
-    source = torch.zeros(COPY_BYTES[device], dtype=torch.uint8, device=device).fill_(1)
-    target = torch.empty_like(source).fill_(0)
-    measure = event_seconds if device == "cuda" else wall_seconds
-    return 2 * source.numel() / statistics.median(measure(lambda: target.copy_(source), repeats)) / 1e9
 
 
 def table_of(cases: list[Case], copy_gb_s: float) -> Table:
@@ -245,7 +227,8 @@ def table_of(cases: list[Case], copy_gb_s: float) -> Table:
 def main(repeats: int = 21) -> None:
     """Measure, print the table, and write benchmarks/results/<machine>/quantizer.json."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    copy_gb_s = copy_rate(device, repeats)
+    # read plus written, of a copy far larger than any cache
+    copy_gb_s = 2 * COPY_BYTES[device] / copy_seconds(COPY_BYTES[device], device, repeats) / 1e9
     cases: list[Case] = []
     console = Console()
     for measured in (gpu_cases if device == "cuda" else cpu_cases)(copy_gb_s, repeats):
@@ -262,8 +245,8 @@ def main(repeats: int = 21) -> None:
 def flat(measured: Case) -> dict[str, Any]:
     """As it stands in the JSON."""
     fields = asdict(measured)
-    return fields | fields.pop("extra")
+    return {**fields, **fields.pop("extra")}
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

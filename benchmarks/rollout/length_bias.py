@@ -23,14 +23,13 @@ import tempfile
 from collections.abc import Awaitable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import results
-from benchmarks.mismatch.logprobs import commit, engine
+from benchmarks.common.command import Options, run
+from benchmarks.common.engine import bare_engine, commit, load_version
 from rollout_service.config import ServiceConfig
 from rollout_service.config.engine import EngineConfig
 from rollout_service.engine.adapter import EngineAdapter
@@ -38,6 +37,7 @@ from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.model.tiny import make_tiny_qwen3
 from rollout_service.protocol.rollout import OnAbort, Rollout
 from rollout_service.protocol.sampling import GenerateCall, Sampling
+from rollout_service.store.log import WeightLog
 
 STOPS = (64, 65, 66)
 """Of 128 tokens."""
@@ -45,6 +45,42 @@ BINS = (0, 10, 20, 40, 80, 160, 321)
 LONGEST = 320
 ENDLESS = 10_000
 UNSEEN_PENALTY = 1e-6
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What becomes of the completions that an update aborts."""
+
+    name: str
+    restarts: bool = False
+    """They start anew from the prompt."""
+    max_attempts: int = ENDLESS
+    on_abort: OnAbort = "continue"
+    aborts: bool = True
+    """Whether updates abort at all."""
+
+
+TREATMENTS = (
+    Treatment("undisturbed", aborts=False),
+    Treatment("continued"),
+    Treatment("restarted", restarts=True),
+    Treatment("restarted_3_attempts", restarts=True, max_attempts=EngineConfig().max_attempts),
+    Treatment("dropped", on_abort="return"),
+)
+
+
+class LoadOptions(Options):
+    """The trainer."""
+
+    completions: int = 1200
+    """That it gets in each case."""
+    at_once: int = 64
+    """Prompts that run at any time."""
+
+    @property
+    def in_a_step(self) -> int:
+        """Completions after which a step is over."""
+        return self.at_once // 2
 
 
 @dataclass(frozen=True)
@@ -93,61 +129,68 @@ class EngineHandle:
         )
 
 
-async def measure(
-    name: str, adapter: EngineAdapter, wanted: int, at_once: int, *, restarts: bool, aborts: bool = True,
-    max_attempts: int = ENDLESS, on_abort: OnAbort = "continue",
-) -> Case:  # fmt: skip
-    """One case, until the trainer has ``wanted`` completions."""
-    handle = EngineHandle(adapter)
-    dispatcher = Dispatcher(handle, None, EngineConfig(max_attempts=max_attempts))
-    sampling = Sampling(
-        max_tokens=LONGEST, ignore_eos=True, stop_token_ids=STOPS,
-        presence_penalty=UNSEEN_PENALTY if restarts else 0.0,
-    )  # fmt: skip
-    lengths: list[int] = []
-    counts = {"number": 0, "dropped": 0, "truncated": 0, "in_step": 0, "aborts": 0}
-    step_over = asyncio.Event()
+class Trainer:
+    """Asks for completions, and updates the engine whenever a step is over."""
 
-    async def caller() -> None:
-        while len(lengths) < wanted:
-            counts["number"] += 1
-            call = GenerateCall(request_id=f"{name}-{counts['number']}", prompt_token_ids=(5, 6), sampling=sampling)
-            (completion,) = (await dispatcher.complete(call, on_abort)).completions
+    def __init__(self, adapter: EngineAdapter, treatment: Treatment, options: LoadOptions) -> None:
+        self._adapter, self._treatment, self._options = adapter, treatment, options
+        self._handle = EngineHandle(adapter)
+        self._dispatcher = Dispatcher(self._handle, None, EngineConfig(max_attempts=treatment.max_attempts))
+        self._sampling = Sampling(
+            max_tokens=LONGEST,
+            ignore_eos=True,
+            stop_token_ids=STOPS,
+            presence_penalty=UNSEEN_PENALTY if treatment.restarts else 0.0,
+        )
+        self._numbers = itertools.count(1)
+        self._step_over = asyncio.Event()
+        self._lengths: list[int] = []
+        self._in_step = self._aborts = self._dropped = self._truncated = 0
+
+    async def run(self) -> Case:
+        """Until it has all its completions."""
+        updating = asyncio.create_task(self._update()) if self._treatment.aborts else None
+        await asyncio.gather(*(self._ask() for _ in range(self._options.at_once)))
+        if updating is not None:
+            updating.cancel()
+        return Case(
+            case=self._treatment.name,
+            completions=len(self._lengths),
+            dropped=self._dropped,
+            truncated=self._truncated,
+            mean_tokens=round(statistics.mean(self._lengths), 2),
+            median_tokens=statistics.median(self._lengths),
+            histogram=_histogram(self._lengths),
+            aborts=self._aborts,
+            sampled_tokens=self._handle.sampled_tokens,
+            delivered_tokens=sum(self._lengths),
+        )
+
+    async def _ask(self) -> None:
+        """One prompt after the other."""
+        while len(self._lengths) < self._options.completions:
+            name = f"{self._treatment.name}-{next(self._numbers)}"
+            call = GenerateCall(request_id=name, prompt_token_ids=(5, 6), sampling=self._sampling)
+            (completion,) = (await self._dispatcher.complete(call, self._treatment.on_abort)).completions
             aborted = completion.finish_reason == "abort"
-            if aborted and on_abort == "return":
-                counts["dropped"] += 1
+            if aborted and self._treatment.on_abort == "return":
+                self._dropped += 1
                 continue
-            counts["truncated"] += aborted
-            lengths.append(len(completion.token_ids))
-            counts["in_step"] += 1
-            if counts["in_step"] >= at_once // 2:
-                step_over.set()
+            self._truncated += aborted
+            self._lengths.append(len(completion.token_ids))
+            self._in_step += 1
+            if self._in_step >= self._options.in_a_step:
+                self._step_over.set()
 
-    async def update() -> None:
+    async def _update(self) -> None:
+        """Abort what runs after every step."""
         while True:
-            await step_over.wait()
-            step_over.clear()
-            counts["in_step"] = 0
-            counts["aborts"] += 1
-            await adapter.pause("abort")
-            await adapter.resume()
-
-    updating = asyncio.create_task(update()) if aborts else None
-    await asyncio.gather(*(caller() for _ in range(at_once)))
-    if updating is not None:
-        updating.cancel()
-    return Case(
-        case=name,
-        completions=len(lengths),
-        dropped=counts["dropped"],
-        truncated=counts["truncated"],
-        mean_tokens=round(statistics.mean(lengths), 2),
-        median_tokens=statistics.median(lengths),
-        histogram=_histogram(lengths),
-        aborts=counts["aborts"],
-        sampled_tokens=handle.sampled_tokens,
-        delivered_tokens=sum(lengths),
-    )
+            await self._step_over.wait()
+            self._step_over.clear()
+            self._in_step = 0
+            self._aborts += 1
+            await self._adapter.pause("abort")
+            await self._adapter.resume()
 
 
 def _histogram(lengths: list[int]) -> dict[str, float]:
@@ -155,29 +198,22 @@ def _histogram(lengths: list[int]) -> dict[str, float]:
     return {f"{low}-{high}": round(sum(low <= n < high for n in lengths) / len(lengths), 4) for low, high in pairs}
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "undisturbed": {"restarts": False, "aborts": False},
-    "continued": {"restarts": False},
-    "restarted": {"restarts": True},
-    "restarted_3_attempts": {"restarts": True, "max_attempts": EngineConfig().max_attempts},
-    "dropped": {"restarts": False, "on_abort": "return"},
-}
-
-
-async def measure_all(completions: int, at_once: int) -> list[Case]:
+async def measure(options: LoadOptions) -> list[Case]:
     """Every case, on one engine."""
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_qwen3(Path(folder) / "model")
         config = ServiceConfig.model_validate(
             {
                 "model": {"path": Path(folder) / "model"},
-                "engine": {"max_model_len": 2 * LONGEST, "max_num_seqs": at_once},
+                "engine": {"max_model_len": 2 * LONGEST, "max_num_seqs": options.at_once},
                 "kv_cache": {"dtype": "fp8_e4m3"},
                 "weights": {"root": Path(folder) / "log"},
             }
         )
-        async with engine(config, "fp8kv", await commit(config, None)) as adapter:
-            return [await measure(name, adapter, completions, at_once, **case) for name, case in CASES.items()]
+        version = await commit(config)
+        async with bare_engine(config) as adapter:
+            await load_version(adapter, WeightLog(config.weights.root).folder(version), version)
+            return [await Trainer(adapter, treatment, options).run() for treatment in TREATMENTS]
 
 
 def table_of(cases: list[Case]) -> Table:
@@ -192,17 +228,14 @@ def table_of(cases: list[Case]) -> Table:
     return table
 
 
-def main(
-    completions: Annotated[int, typer.Option(help="That the trainer gets in each case.")] = 1200,
-    at_once: Annotated[int, typer.Option(help="Prompts that run at any time; a step is half as many.")] = 64,
-) -> None:
-    """Measure, print the table, and write benchmarks/results/<machine>/length_bias.json."""
-    cases = asyncio.run(measure_all(completions, at_once))
+def main(options: LoadOptions) -> None:
+    """Measure, print the table, and write benchmarks/results/<machine>/rollout/length_bias.json."""
+    cases = asyncio.run(measure(options))
     console = Console()
     console.print(table_of(cases))
-    content = {"at_once": at_once, "completions_in_a_step": at_once // 2, "cases": [asdict(case) for case in cases]}
-    console.log(f"wrote {results.write('length_bias', content)}")
+    shape = {"at_once": options.at_once, "completions_in_a_step": options.in_a_step}
+    console.print(f"wrote {results.write('rollout/length_bias', shape | {'cases': [asdict(case) for case in cases]})}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -7,102 +7,120 @@ costs meanwhile: seconds from the trainer's first byte until every replica is li
 """
 
 import asyncio
+import itertools
 import statistics
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-import torch
-import typer
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
 from benchmarks.common import results
+from benchmarks.common.command import run
+from benchmarks.common.engine import bare_engine, load_version
+from benchmarks.common.paths import CPU_DEPLOYMENT
+from benchmarks.common.work import PRINTABLE, Work, WorkOptions
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
 from rollout_service.local import load_config, running_service
-from rollout_service.protocol.sampling import Sampling
-
-PROJECT = Path(__file__).parents[2]
-DEPLOYMENT = PROJECT / "deployments/cpu_rollout.yaml"
+from rollout_service.store.log import WeightLog
 
 
-def prompts(groups: int, tokens: int) -> list[list[int]]:
-    """Distinct prompts of the tiny model's printable characters."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(6, 100, (tokens,), generator=generator).tolist() for _ in range(groups)]
+class SmallWork(WorkOptions):
+    """The work."""
+
+    n: int = 8
+    """Completions of each prompt."""
+    prompt_min: int = 64
+    """Tokens of the shortest prompt."""
+    prompt_max: int = 64
+    """Tokens of the longest prompt; lengths are spread evenly between them."""
+    out: int = 64
+    """Tokens of a completion."""
 
 
-async def through_the_service(
-    url: str, model: Path, work: list[list[int]], n: int, out: int, repeats: int
-) -> dict[str, Any]:
-    """Tokens/s of each repeat, then the updates' seconds."""
-    rates, push_s, closed_s = [], [], []
+@dataclass
+class Served:
+    """What the service did."""
+
+    tokens_per_s: list[float] = field(default_factory=list)
+    push_to_live_s: list[float] = field(default_factory=list)
+    closed_s: list[float] = field(default_factory=list)
+    """Of each replica's update."""
+
+
+async def through_the_service(url: str, model: Path, work: Work, repeats: int) -> Served:
+    """Rollouts, then updates."""
     weights = load_file(model / "model.safetensors")
     async with RolloutClient(url) as client:
-        for _ in range(repeats + 1):
-            started = time.perf_counter()
-            await client.generate_batch(work, n=n, max_tokens=out, ignore_eos=True)
-            rates.append(len(work) * n * out / (time.perf_counter() - started))
+
+        def rollouts() -> Awaitable[object]:
+            return client.generate_batch(work.prompts, n=work.n, max_tokens=work.out, ignore_eos=True)
+
+        served = Served(await tokens_per_s(work, repeats, rollouts))
         for version in range(1, repeats + 1):
             started = time.perf_counter()
             status = await client.push_weights(version, weights)
-            push_s.append(time.perf_counter() - started)
-            closed_s += [replica.update.closed_s for replica in status.replicas if replica.update]
-    return {"tokens_per_s": rates[1:], "push_to_live_s": push_s, "closed_s": closed_s}
+            served.push_to_live_s.append(time.perf_counter() - started)
+            served.closed_s += [replica.update.closed_s for replica in status.replicas if replica.update]
+    return served
 
 
-async def bare(config: ServiceConfig, work: list[list[int]], n: int, out: int, repeats: int) -> list[float]:
-    """Tokens/s of each repeat of the engine alone, with the version that the service made from the model."""
-    from rollout_service.engine.adapter import EngineAdapter
-    from rollout_service.engine.args import engine_args
-    from rollout_service.engine.plugin import register
-    from rollout_service.store.log import WeightLog
+async def bare(config: ServiceConfig, work: Work, repeats: int) -> list[float]:
+    """Tokens/s of the engine alone, with the newest version of the service's log."""
+    log = WeightLog(config.weights.root)
+    version = log.versions()[-1]
+    async with bare_engine(config, has_tokenizer=True) as engine:
+        await load_version(engine, log.folder(version), version)
+        numbers = itertools.count()
 
-    register()
-    engine = EngineAdapter(engine_args(config, (), has_tokenizer=True))
-    log, rates, sampling = WeightLog(config.weights.root), [], Sampling(n=n, max_tokens=out, ignore_eos=True)
-    try:
-        await engine.connect()
-        await engine.pause("keep")
-        await engine.load(log.folder(log.versions()[-1]), 0)
-        await engine.resume()
-        for repeat in range(repeats + 1):
-            started = time.perf_counter()
-            await asyncio.gather(*(engine.generate(f"{repeat}-{i}", tuple(p), sampling) for i, p in enumerate(work)))
-            rates.append(len(work) * n * out / (time.perf_counter() - started))
-    finally:
-        engine.shutdown()
+        async def rollouts() -> None:
+            calls = [engine.generate(f"{next(numbers)}", tuple(prompt), work.sampling) for prompt in work.prompts]
+            await asyncio.gather(*calls)
+
+        return await tokens_per_s(work, repeats, rollouts)
+
+
+async def tokens_per_s(work: Work, repeats: int, rollouts: Callable[[], Awaitable[object]]) -> list[float]:
+    """Of each time that all of the work is done; a first time is not counted."""
+    rates = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        await rollouts()
+        rates.append(work.tokens / (time.perf_counter() - started))
     return rates[1:]
 
 
-def main(groups: int = 16, n: int = 8, prompt: int = 64, out: int = 64, repeats: int = 5) -> None:
-    """Measure, print a table, write the JSON."""
-    work = prompts(groups, prompt)
+def main(options: SmallWork, repeats: int = 5) -> None:
+    """Measure, print a table, write benchmarks/results/<machine>/rollout/overhead.json."""
+    work = options.make(PRINTABLE)
     with tempfile.TemporaryDirectory() as folder:
         overrides = {"weights": {"root": folder + "/log"}, "model": {"path": folder + "/tiny-qwen3"}}
-        with running_service(DEPLOYMENT, overrides) as service:
+        with running_service(CPU_DEPLOYMENT, overrides) as service:
             model = service.config.model.path
-            served = asyncio.run(through_the_service(service.url, model, work, n, out, repeats))
-        alone = asyncio.run(bare(load_config(DEPLOYMENT, overrides).resolved(), work, n, out, repeats))
-    ratio = statistics.median(served["tokens_per_s"]) / statistics.median(alone)
-    shape = {"groups": groups, "n": n, "prompt_tokens": prompt, "output_tokens": out}
-    path = results.write("overhead", {"shape": shape, "service": served, "bare_tokens_per_s": alone, "ratio": ratio})
-    _print(served, alone, ratio, path)
+            served = asyncio.run(through_the_service(service.url, model, work, repeats))
+        alone = asyncio.run(bare(load_config(CPU_DEPLOYMENT, overrides).resolved(), work, repeats))
+    ratio = statistics.median(served.tokens_per_s) / statistics.median(alone)
+    content = {"work": options.as_json(), "service": asdict(served), "bare_tokens_per_s": alone, "ratio": ratio}
+    path = results.write("rollout/overhead", content)
+    console = Console()
+    console.print(table_of(served, alone, ratio))
+    console.print(f"wrote {path}")
 
 
-def _print(served: dict[str, Any], alone: list[float], ratio: float, path: Path) -> None:
+def table_of(served: Served, alone: list[float], ratio: float) -> Table:
+    """For people."""
     table = Table("median", "service", "bare engine", "ratio", title=f"The service on {results.machine()}")
     median = statistics.median
-    table.add_row("tokens/s", f"{median(served['tokens_per_s']):.0f}", f"{median(alone):.0f}", f"{ratio:.2f}")
-    table.add_row("update: push to live, s", f"{median(served['push_to_live_s']):.2f}", "", "")
-    table.add_row("update: replica closed, s", f"{median(served['closed_s']):.3f}", "", "")
-    console = Console()
-    console.print(table)
-    console.print(f"written to {path.relative_to(PROJECT)}")
+    table.add_row("tokens/s", f"{median(served.tokens_per_s):.0f}", f"{median(alone):.0f}", f"{ratio:.2f}")
+    table.add_row("update: push to live, s", f"{median(served.push_to_live_s):.2f}", "", "")
+    table.add_row("update: replica closed, s", f"{median(served.closed_s):.3f}", "", "")
+    return table
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

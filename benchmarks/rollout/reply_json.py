@@ -11,18 +11,20 @@ flat lists; for the other form a pydantic model of it is read here. One core, me
 import asyncio
 import json
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import httpx
 import torch
-import typer
 from pydantic import BaseModel, FiniteFloat, TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import results
+from benchmarks.common.command import Options, run
+from benchmarks.common.timing import wall_seconds
 from rollout_service.client._generate import body_of, request_of, rollout_of
 from rollout_service.config import MonitorConfig, ShadowConfig
 from rollout_service.gateway.dependencies import Services
@@ -122,43 +124,70 @@ async def posted(app: Any, body: bytes) -> bytes:
 
 def median_ms(work: Callable[[], object], repeats: int) -> float:
     """Of one call, after three that are not counted."""
-    seconds = []
-    for _ in range(3 + repeats):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return 1e3 * statistics.median(seconds[3:])
+    return 1e3 * statistics.median(wall_seconds(work, repeats, warm_up=3))
 
 
-def main(n: int = 16, tokens: int = 512, repeats: int = 50) -> None:
-    """Measure, print the table, and write benchmarks/results/<machine>/reply_json.json."""
-    asked = request_of(list(range(PROMPT_TOKENS)), Sampling(n=n, max_tokens=tokens, ignore_eos=True))
+class ReplyOptions(Options):
+    """The reply."""
+
+    n: int = 16
+    """Completions."""
+    tokens: int = 512
+    """Of each completion."""
+    repeats: int = 50
+    """Of each measurement."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One form of the same reply."""
+
+    form: str
+    bytes: int
+    gateway_ms: float
+    client_ms: float
+
+
+def measure(options: ReplyOptions) -> Iterator[Case]:
+    """Both forms."""
+    asked = request_of(list(range(PROMPT_TOKENS)), Sampling(n=options.n, max_tokens=options.tokens, ignore_eos=True))
     flat = body_of(asked)
     by_token = {name: value for name, value in flat.items() if name != "flat_logprobs"}
-    app, cases = create_app(services(ReadyEngine(n, tokens))), []
+    app = create_app(services(ReadyEngine(options.n, options.tokens)))
+
+    def read_by_token(reply: bytes) -> object:
+        return TypeAdapter(ByToken).validate_json(reply)
+
+    def read_flat(reply: bytes) -> object:
+        request = httpx.Request("POST", f"http://service{ROUTE}")
+        return rollout_of(httpx.Response(200, content=reply, request=request), asked)
+
     with asyncio.Runner() as runner:
-        for form, body in (("object a token", by_token), ("flat_logprobs", flat)):
+        forms = (("object a token", by_token, read_by_token), ("flat_logprobs", flat, read_flat))
+        for form, body, read in forms:
             request = json.dumps(body).encode()
             reply = runner.run(posted(app, request))
-            response = httpx.Response(200, content=reply, request=httpx.Request("POST", f"http://service{ROUTE}"))
-            read: Callable[[], object] = (
-                (lambda response=response: rollout_of(response, asked))
-                if body is flat
-                else (lambda reply=reply: TypeAdapter(ByToken).validate_json(reply))
-            )
-            gateway_ms = median_ms(lambda request=request: runner.run(posted(app, request)), repeats)
-            client_ms = median_ms(read, repeats)
-            cases.append({"form": form, "bytes": len(reply), "gateway_ms": gateway_ms, "client_ms": client_ms})
-    table = Table(title=f"a reply of {n} × {tokens} tokens on one core of {results.machine()}")
+            gateway_ms = median_ms(partial(_post, runner, app, request), options.repeats)
+            yield Case(form, len(reply), gateway_ms, median_ms(partial(read, reply), options.repeats))
+
+
+def _post(runner: asyncio.Runner, app: Any, request: bytes) -> bytes:
+    return runner.run(posted(app, request))
+
+
+def main(options: ReplyOptions) -> None:
+    """Measure, print the table, and write benchmarks/results/<machine>/rollout/reply_json.json."""
+    cases = list(measure(options))
+    table = Table(title=f"a reply of {options.n} × {options.tokens} tokens on one core of {results.machine()}")
     for column in ("form", "kB", "gateway, ms", "client, ms"):
         table.add_column(column, justify="left" if column == "form" else "right")
     for case in cases:
-        table.add_row(
-            case["form"], f"{case['bytes'] / 1e3:.0f}", f"{case['gateway_ms']:.1f}", f"{case['client_ms']:.1f}"
-        )
-    Console().print(table)
-    results.write("reply_json", {"n": n, "tokens": tokens, "repeats": repeats, "cases": cases})
+        table.add_row(case.form, f"{case.bytes / 1e3:.0f}", f"{case.gateway_ms:.1f}", f"{case.client_ms:.1f}")
+    console = Console()
+    console.print(table)
+    content = options.model_dump() | {"cases": [asdict(case) for case in cases]}
+    console.print(f"wrote {results.write('rollout/reply_json', content)}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -23,14 +23,16 @@ import typer
 from rich.console import Console
 
 from benchmarks.common import results
-from benchmarks.faults.ground import DEPLOYMENT, Ground, settings
+from benchmarks.common.command import run as run_command
+from benchmarks.common.paths import CPU_DEPLOYMENT, PROJECT
+from benchmarks.common.results import Json
+from benchmarks.faults.ground import Ground, settings
 from benchmarks.faults.load import Load, load
-from benchmarks.rollout.throughput_results import earlier_cases
 from benchmarks.soak.diary import Diary
 from benchmarks.soak.engines import EngineStarts
 from benchmarks.soak.probe import Probe
 from benchmarks.soak.push import Pusher
-from benchmarks.soak.report import Json, is_clean, told_of_blows, told_of_outages, told_of_starts, with_case
+from benchmarks.soak.report import is_clean, told_of_blows, told_of_outages, told_of_starts
 from benchmarks.soak.schedule import strikes
 from benchmarks.soak.strike import Blow, Striker, send
 from rollout_service.client import RolloutClient
@@ -42,7 +44,7 @@ LAST_ANSWERS_S = 120.0
 """What is not answered so long after the last strike was recovered from is lost."""
 GONE_S = 60.0
 MARK = "ROLLOUT_SERVICE_SOAK"
-OUT = Path("out/soak")
+OUT = PROJECT / "out/soak"
 
 console = Console(soft_wrap=True)
 
@@ -141,7 +143,7 @@ def run(seed: int, minutes: float, diary: Diary) -> Json | None:
             overrides = settings(Path(folder), replicas=1)
             # versions are pushed as fast as they are taken, and every third aborts what runs
             overrides["engine"]["max_attempts"] = 1000
-            with running_service(DEPLOYMENT, overrides) as service:
+            with running_service(CPU_DEPLOYMENT, overrides) as service:
                 end_as_by_ctrl_c()  # in place of the handler that Ray has put there
                 case = asyncio.run(soak(service, seed, minutes, diary))
     finally:
@@ -175,13 +177,14 @@ def main(
     if found is None:
         console.print("interrupted: no result")
         raise typer.Exit(130)
-    case = {"command": results.command(), "seed": seed, "minutes": minutes, "callers": CALLERS} | found
+    case = {"seed": seed, "minutes": minutes, "callers": CALLERS} | found
     case["clean"] = is_clean(case)
-    path = results.write("soak", {"cases": with_case(earlier_cases(results.path("soak")), case)})
+    cases = results.joined(results.cases("soak"), [case], ("seed",))
+    path = results.write("soak", {"cases": sorted(cases, key=lambda each: each["seed"])})
     console.print_json(data=case)
     console.print(f"{'clean' if case['clean'] else 'NOT CLEAN'}; added to {path}")
     raise typer.Exit(0 if case["clean"] else 1)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

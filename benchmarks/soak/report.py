@@ -3,13 +3,11 @@
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
+from benchmarks.common.results import Json
 from benchmarks.soak.account import Outage, Timeline
 from benchmarks.soak.schedule import SIGNALS
 from benchmarks.soak.strike import Blow
-
-Json = dict[str, Any]
 
 NOTED_S = 1.0
 """Gaps between answers up to this are a busy machine's."""
@@ -63,8 +61,3 @@ def is_clean(case: Json) -> bool:
     """Whether nothing was stale, lost, away for ever, or left behind."""
     counts = ("stale_tokens", "lost_requests", "lost_versions", "not_recovered", "orphans")
     return not any(case[count] for count in counts)
-
-
-def with_case(earlier: Sequence[Json], case: Json) -> list[Json]:
-    """All cases in the order of their seeds, the new one in place of an earlier one of the same seed."""
-    return sorted([*(each for each in earlier if each["seed"] != case["seed"]), case], key=lambda each: each["seed"])

@@ -13,17 +13,22 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import httpx
 import torch
 import typer
+from pydantic import Field
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.common import results
+from benchmarks.common.command import Options
+from benchmarks.common.command import run as run_command
+from benchmarks.common.marked import write_part
+from benchmarks.common.paths import CPU_DEPLOYMENT, PROJECT
 from benchmarks.training.ablation_report import CURVES, Run, differences, draw, load_run, markdown, run_file, summarize
 from benchmarks.training.coarse import coarse_weights
 from examples import grpo
@@ -33,9 +38,9 @@ from rollout_service.correction import correct, preset
 from rollout_service.local import LocalService, running_service
 from rollout_service.protocol.upload import TrainerRecipe
 
-PROJECT = Path(__file__).parents[2]
 PAGE, FIGURE = PROJECT / "docs/tis_ablation.md", PROJECT / "docs/tis_ablation.png"
-BEGIN, END = "<!-- made by benchmarks/training/tis_ablation.py -->\n", "<!-- end -->\n"
+PART = "benchmarks/training/tis_ablation.py"
+"""Of the page: the table."""
 
 SERVICES: dict[str, dict[str, dict[str, Any]]] = {
     "bf16": {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16", "scales_policy": "unit"}},
@@ -73,6 +78,30 @@ ARMS = {
 TITLES = {name: arm.title for name, arm in ARMS.items()}
 
 Say = Callable[[str], None]
+
+
+class AblationOptions(Options):
+    """The runs."""
+
+    steps: int = Field(default=24, ge=1)
+    """GRPO steps of a run."""
+    seeds: int = Field(default=3, ge=1)
+    """Runs of an arm: seeds 0 to N − 1."""
+    arms: str = ",".join(ARMS)
+    """Which, separated by commas."""
+    config: Path = CPU_DEPLOYMENT
+    """Deployment to run."""
+    out: Path = Path("out/tis_ablation")
+    """Folder for runs, table and figure."""
+    resume: bool = False
+    """Keep the runs that are in --out, make the others."""
+    publish: bool = False
+    """Also write docs/ and benchmarks/results/."""
+
+    @property
+    def runs(self) -> Path:
+        """Where runs are kept."""
+        return self.out / "runs"
 
 
 def parse_arms(text: str) -> list[str]:
@@ -207,24 +236,16 @@ def told(curves: dict[str, list[float]]) -> str:
     return f"reward {curves['reward'][-1]:.2f}  k3 {curves['k3'][-1]:.1e}  ESS {curves['ess'][-1]:.3f}"
 
 
-def main(
-    steps: Annotated[int, typer.Option(help="GRPO steps of a run.", min=1)] = 24,
-    seeds: Annotated[int, typer.Option(help="Runs of an arm: seeds 0 to N − 1.", min=1)] = 3,
-    arms: Annotated[str, typer.Option(help="Which, separated by commas.")] = ",".join(ARMS),
-    config: Annotated[Path, typer.Option(help="Deployment to run.")] = PROJECT / "deployments/cpu_rollout.yaml",
-    out: Annotated[Path, typer.Option(help="Folder for runs, table and figure.")] = Path("out/tis_ablation"),
-    resume: Annotated[bool, typer.Option("--resume", help="Keep the runs that are in --out, make the others.")] = False,
-    publish: Annotated[bool, typer.Option("--publish", help="Also write docs/ and benchmarks/results/.")] = False,
-) -> None:
+def main(options: AblationOptions) -> None:
     """Train arms × seeds one after the other, then write a table and a figure (about 20 minutes on 2 cores)."""
     try:
-        chosen = parse_arms(arms)
-        kept = kept_runs(out / "runs", chosen, seeds, steps)
+        chosen = parse_arms(options.arms)
+        kept = kept_runs(options.runs, chosen, options.seeds, options.steps)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if kept and not resume:
+    if kept and not options.resume:
         raise typer.BadParameter(
-            f"{out} has {len(kept)} runs already: add --resume to keep them, or take another --out"
+            f"{options.out} has {len(kept)} runs already: add --resume to keep them, or take another --out"
         )
     disable_progress_bar()
     console, began = Console(soft_wrap=True), time.perf_counter()
@@ -232,47 +253,45 @@ def main(
     def say(text: str) -> None:
         console.print(f"[dim]{time.perf_counter() - began:5.0f} s[/dim]  {text}", highlight=False)
 
+    wanted = [(arm, seed) for seed in range(options.seeds) for arm in chosen]
     try:
         for service in SERVICES:
-            todo = [(a, s) for s in range(seeds) for a in chosen if ARMS[a].service == service and (a, s) not in kept]
+            todo = [each for each in wanted if ARMS[each[0]].service == service and each not in kept]
             if todo:
-                kept |= run_all(service, todo, config, out, steps, say)
+                kept |= run_all(service, todo, options, say)
     except KeyboardInterrupt:
-        say(f"interrupted, the service is stopped; finished runs are in {out / 'runs'}: --resume goes on")
+        say(f"interrupted, the service is stopped; finished runs are in {options.runs}: --resume goes on")
         raise typer.Exit(130) from None
-    report([kept[a, s] for a in chosen for s in range(seeds)], out, publish, say)
+    report([kept[arm, seed] for arm in chosen for seed in range(options.seeds)], options, say)
 
 
-def run_all(
-    name: str, todo: list[tuple[str, int]], config: Path, out: Path, steps: int, say: Say
-) -> dict[tuple[str, int], Run]:
+def run_all(name: str, todo: list[tuple[str, int]], options: AblationOptions, say: Say) -> dict[tuple[str, int], Run]:
     """Start a service, train each (arm, seed) of ``todo``, and keep each run as it ends."""
     done: dict[tuple[str, int], Run] = {}
     say(f"starting the service {name} for {len(todo)} runs (about a minute)")
-    overrides = SERVICES[name] | {"weights": {"root": out / "weights" / name}}
-    with running_service(config, overrides) as service, SyncRolloutClient(service.url) as client:
-        ablation = Ablation(service, client, out, steps)
+    overrides = SERVICES[name] | {"weights": {"root": options.out / "weights" / name}}
+    with running_service(options.config, overrides) as service, SyncRolloutClient(service.url) as client:
+        ablation = Ablation(service, client, options.out, options.steps)
         for arm, seed in todo:
             say(f"{TITLES[arm]}, seed {seed}")
             run = done[arm, seed] = ablation.run(arm, seed, say)
             say(f"accuracy {run.trainer_accuracy:.3f} (service {run.service_accuracy:.3f}) after {run.wall_s:.0f} s")
-            run.save(out / "runs")
+            run.save(options.runs)
     return done
 
 
-def report(runs: list[Run], out: Path, publish: bool, say: Say) -> None:
-    """Write table and figure to ``out``, and with ``publish`` to where the project keeps them."""
+def report(runs: list[Run], options: AblationOptions, say: Say) -> None:
+    """Write table and figure to ``--out``, and with ``--publish`` to where the project keeps them."""
     table = markdown(runs, TITLES)
-    (out / "table.md").write_text(table)
-    draw(runs, TITLES, out / "tis_ablation.png")
-    say(f"written: {out / 'table.md'} and {out / 'tis_ablation.png'}")
-    if publish:
+    (options.out / "table.md").write_text(table)
+    draw(runs, TITLES, options.out / "tis_ablation.png")
+    say(f"written: {options.out / 'table.md'} and {options.out / 'tis_ablation.png'}")
+    if options.publish:
         draw(runs, TITLES, FIGURE)
-        before, rest = PAGE.read_text().split(BEGIN)
-        PAGE.write_text(before + BEGIN + table + END + rest.split(END)[1])
+        write_part(PAGE, PART, table)
         content = {"summary": summarize(runs), "differences": differences(runs), "runs": [asdict(run) for run in runs]}
-        say(f"written: {results.write('tis_ablation', content)}, {PAGE} and {FIGURE}")
+        say(f"written: {results.write('training/tis_ablation', content)}, {PAGE} and {FIGURE}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

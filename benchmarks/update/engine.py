@@ -13,29 +13,30 @@ an engine that generates ``--concurrent`` rollouts all the while: *closed* is fr
 
 import asyncio
 import itertools
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import results
+from benchmarks.common.command import Options, run
+from benchmarks.common.engine import bare_engine
+from benchmarks.common.paths import SHARED_MEMORY
 from benchmarks.common.random_weights import gaussian
-from benchmarks.common.shapes import write_config
+from benchmarks.common.shapes import Shape, write_config
+from benchmarks.common.timing import copy_seconds
 from benchmarks.update.busy import busy
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
-from rollout_service.engine.args import engine_args, engine_environment, not_converted
-from rollout_service.engine.plugin import register
 from rollout_service.model.convert import Converter, tensor_bytes
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.sampling import Sampling
@@ -44,8 +45,43 @@ from rollout_service.quant.quantizer import Quantizer
 from rollout_service.store.manifest import MANIFEST_FILE, Manifest, Recipe
 from rollout_service.store.writer import VersionWriter
 
+RESULT = "update/engine"
+SAME = ("model", "door", "layers", "eager", "concurrent")
+"""Fields in which two cases agree that measured the same."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 400
-DOORS = ["native", "device", "host", "files"]
+COPY_BYTES = 4 << 30
+
+
+class Door(StrEnum):
+    """How a version gets into the engine."""
+
+    NATIVE = "native"
+    DEVICE = "device"
+    HOST = "host"
+    FILES = "files"
+
+
+OFFERED = {"device": (Door.NATIVE, Door.DEVICE), "host": (Door.HOST,), "none": (Door.FILES,)}
+"""``engine.staging`` → the doors that an engine with it has."""
+
+
+class UpdateOptions(Options):
+    """The updates."""
+
+    model: tuple[Shape, ...] = (Shape.QWEN3_8B,)
+    """Whose shapes; may be repeated."""
+    layers: int | None = None
+    """Fewer layers than the published model."""
+    door: tuple[Door, ...] = tuple(Door)
+    """May be repeated."""
+    repeats: int = 5
+    """Versions through each door."""
+    concurrent: int = 64
+    """Rollouts that run meanwhile."""
+    eager: bool = False
+    """No torch.compile and no CUDA graphs: engines start sooner."""
+    folder: Path = SHARED_MEMORY
+    """Where versions are put."""
 
 
 @dataclass
@@ -55,7 +91,9 @@ class Case:
     model: str
     door: str
     gbytes: float
-    layers: int
+    layers: int | None
+    eager: bool
+    concurrent: int
     closed_s: list[float] = field(default_factory=list)
     """From the pause until the engine runs again."""
     load_s: list[float] = field(default_factory=list)
@@ -66,6 +104,21 @@ class Case:
     """Reading and writing the bytes once, at the speed of a device-to-device copy in the same run."""
     copies: int | None = None
     no_plan: str | None = None
+
+    def add(self, timings: "Timings") -> None:
+        """Of one update."""
+        self.closed_s.append(timings.closed_s)
+        self.load_s.append(timings.load_s)
+        self.stage_s.append(timings.stage_s)
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Of one update, as in ``Case``."""
+
+    closed_s: float
+    load_s: float
+    stage_s: float
 
 
 def write_version(model: ServedModel, config: ServiceConfig, folder: Path) -> Manifest:
@@ -97,18 +150,6 @@ def write_version(model: ServedModel, config: ServiceConfig, folder: Path) -> Ma
     return manifest
 
 
-@asynccontextmanager
-async def engine(config: ServiceConfig, model: ServedModel) -> AsyncIterator[EngineAdapter]:
-    """An engine with the service's arguments."""
-    args = engine_args(config, not_converted(model, model.plan(config.quant)), has_tokenizer=False)
-    adapter = EngineAdapter(args)
-    try:
-        await adapter.connect()
-        yield adapter
-    finally:
-        adapter.shutdown()
-
-
 def load(adapter: EngineAdapter, concurrent: int) -> AbstractAsyncContextManager[None]:
     """So many rollouts at any time."""
     sampling, turns = Sampling(max_tokens=OUTPUT_TOKENS, ignore_eos=True), itertools.count()
@@ -120,7 +161,7 @@ def load(adapter: EngineAdapter, concurrent: int) -> AbstractAsyncContextManager
     return busy(concurrent, request)
 
 
-async def update(adapter: EngineAdapter, folder: Path, version: int, case: Case) -> None:
+async def update(adapter: EngineAdapter, folder: Path, version: int) -> Timings:
     """One, as a replica does it."""
     started = time.perf_counter()
     await adapter.stage(folder)
@@ -128,9 +169,7 @@ async def update(adapter: EngineAdapter, folder: Path, version: int, case: Case)
     await adapter.pause("keep")
     load_s = await adapter.load(folder, version)
     await adapter.resume()
-    case.closed_s.append(time.perf_counter() - closed)
-    case.load_s.append(load_s)
-    case.stage_s.append(closed - started)
+    return Timings(stage_s=closed - started, closed_s=time.perf_counter() - closed, load_s=load_s)
 
 
 async def report(adapter: EngineAdapter) -> dict[str, Any]:
@@ -139,18 +178,17 @@ async def report(adapter: EngineAdapter) -> dict[str, Any]:
     return dict(answer)
 
 
-async def measure(config: ServiceConfig, folder: Path, cases: dict[str, Case], repeats: int, concurrent: int) -> None:
+async def measure(config: ServiceConfig, folder: Path, cases: list[Case], repeats: int) -> None:
     """The doors of one kind of staging."""
-    model = ServedModel.load(config.model.path)
-    version = 0
-    async with engine(config, model) as adapter:
-        for door, case in cases.items():
-            await adapter.ask_workers("plan_loads", door != "native")
-            await update(adapter, folder, version := version + 1, Case("", "", 0, 0))  # the first warms up, and teaches
-            async with load(adapter, concurrent):
+    versions = itertools.count(1)
+    async with bare_engine(config) as adapter:
+        for case in cases:
+            await adapter.ask_workers("plan_loads", case.door != Door.NATIVE)
+            await update(adapter, folder, next(versions))  # the first warms up, and teaches
+            async with load(adapter, case.concurrent):
                 await asyncio.sleep(1.0)
                 for _ in range(repeats):
-                    await update(adapter, folder, version := version + 1, case)
+                    case.add(await update(adapter, folder, next(versions)))
                     await asyncio.sleep(0.3)
             last = await report(adapter)
             case.copies, case.no_plan = last.get("copies"), last.get("no_plan")
@@ -158,37 +196,37 @@ async def measure(config: ServiceConfig, folder: Path, cases: dict[str, Case], r
 
 def copy_limit_s(nbytes: int) -> float:
     """Seconds to read and write so many bytes once, at the speed of a large device-to-device copy."""
-    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
-    target, seconds = torch.empty_like(source), []
-    for _ in range(5):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3)
-    del source, target
+    seconds = copy_seconds(COPY_BYTES, "cuda", 5) * nbytes / COPY_BYTES
     torch.cuda.empty_cache()
-    return statistics.median(seconds) * nbytes / (4 << 30)
+    return seconds
 
 
-def configs(model: Path, eager: bool, doors: list[str]) -> Iterator[tuple[ServiceConfig, tuple[str, ...]]]:
-    """One engine for each kind of staging, and the doors that are measured with it."""
-    for staging, offered in (("device", ("native", "device")), ("host", ("host",)), ("none", ("files",))):
-        wanted = tuple(door for door in offered if door in doors)
-        if not wanted:
-            continue
-        settings = {
-            "model": {"path": model},
-            "engine": {
-                "max_model_len": 1024,
-                "linear_backend": "cutlass",
-                "staging": staging,
-                "enforce_eager": eager,
-                "gpu_memory_utilization": 0.85,
-            },
-        }
-        yield ServiceConfig.model_validate(settings), wanted
+def config_of(model: Path, staging: str, eager: bool) -> ServiceConfig:
+    """Of an engine in FP8 with one kind of staging."""
+    engine = {
+        "max_model_len": 1024,
+        "linear_backend": "cutlass",
+        "staging": staging,
+        "enforce_eager": eager,
+        "gpu_memory_utilization": 0.85,
+    }
+    return ServiceConfig.model_validate({"model": {"path": model}, "engine": engine})
+
+
+def measure_model(shape: Shape, folder: Path, options: UpdateOptions) -> Iterator[Case]:
+    """All doors of one model, each kind of staging with an engine of its own."""
+    path, version = write_config(shape, folder / shape, options.layers), folder / f"{shape}-version"
+    manifest = write_version(ServedModel.load(path), config_of(path, "none", options.eager), version)
+    gbytes, limit_s = manifest.total_bytes / 1e9, copy_limit_s(manifest.total_bytes)
+    for staging, doors in OFFERED.items():
+        cases = [
+            Case(shape, door, gbytes, options.layers, options.eager, options.concurrent, limit_s=limit_s)
+            for door in doors
+            if door in options.door
+        ]
+        if cases:
+            asyncio.run(measure(config_of(path, staging, options.eager), version, cases, options.repeats))
+        yield from cases
 
 
 def table_of(cases: list[Case]) -> Table:
@@ -204,37 +242,18 @@ def table_of(cases: list[Case]) -> Table:
     return table
 
 
-def main(
-    model: Annotated[list[str] | None, typer.Option(help="qwen3-8b or qwen3-30b-a3b; may be repeated.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Fewer layers than the published model.")] = None,
-    door: Annotated[list[str] | None, typer.Option(help="native, device, host or files; may be repeated.")] = None,
-    repeats: int = 5,
-    concurrent: int = 64,
-    eager: Annotated[bool, typer.Option(help="No torch.compile and no CUDA graphs: engines start sooner.")] = False,
-    folder: Annotated[Path, typer.Option(help="Where versions are put.")] = Path("/dev/shm"),
-) -> None:
-    """Measure, print the table, and write benchmarks/results/<machine>/update.json."""
-    console, cases = Console(), []
-    register()
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        for shape in model or ["qwen3-8b"]:
-            path = write_config(shape, Path(name) / shape, layers)
-            served, version = ServedModel.load(path), Path(name) / f"{shape}-version"
-            for config, doors in configs(path, eager, door or DOORS):
-                os.environ.update(engine_environment(config))  # noqa: TID251 - the engine's parent is this process
-                if not version.exists():
-                    manifest = write_version(served, config, version)
-                    limit_s = copy_limit_s(manifest.total_bytes)
-                    console.log(f"{shape}: wrote {manifest.total_bytes / 1e9:.2f} GB")
-                found = {d: Case(shape, d, manifest.total_bytes / 1e9, layers or 0, limit_s=limit_s) for d in doors}
-                asyncio.run(measure(config, version, found, repeats, concurrent))
-                cases += found.values()
-                for case in found.values():
-                    console.log(f"{shape} {case.door}: closed {case.closed_s} load {case.load_s} {case.no_plan or ''}")
+def main(options: UpdateOptions) -> None:
+    """Measure, print the table, and add the cases to benchmarks/results/<machine>/update/engine.json."""
+    console, cases = Console(), list[Case]()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for shape in options.model:
+            for case in measure_model(shape, Path(folder), options):
+                console.log(f"{shape} {case.door}: closed {case.closed_s} load {case.load_s} {case.no_plan or ''}")
+                cases.append(case)
+                results.write(RESULT, {"cases": results.joined(results.cases(RESULT), [asdict(case)], SAME)})
     console.print(table_of(cases))
-    content = {"concurrent": concurrent, "eager": eager, "cases": [asdict(case) for case in cases]}
-    console.print(f"wrote {results.write('update', content)}")
+    console.print(f"added to {results.path(RESULT)}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -16,7 +16,7 @@ For the last two this process makes its weights on the GPU as it goes.
 ``all_live_s`` is from the last part's acknowledgement, or for ``path`` from the call, until the commit is answered:
 what is left is converted and synced to disk, and each replica has checked, staged and loaded it. ``push_s`` is the
 whole push. Both hold what the ingest's disk takes: ``--folder`` is memory if it is a tmpfs. Adds its cases to
-benchmarks/results/<machine>/update.json, in place of earlier ones of the same model and door.
+benchmarks/results/<machine>/update/live.json, in place of earlier ones of the same model and door.
 """
 
 import asyncio
@@ -27,18 +27,27 @@ import time
 from collections.abc import Awaitable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import results
-from benchmarks.common.gpu_service import FREE_HELP, graph_sizes, remove_weights, serving, settings_of, write_weights
+from benchmarks.common.command import Options, run
+from benchmarks.common.gpu_service import (
+    EngineOptions,
+    Mode,
+    ModelOptions,
+    fitting,
+    remove_weights,
+    serving,
+    settings_of,
+    write_weights,
+)
 from benchmarks.common.random_weights import gaussian
-from benchmarks.common.rollout_work import make_work
 from benchmarks.common.shapes import write_config
+from benchmarks.common.work import WorkOptions
 from benchmarks.update.busy import busy
 from rollout_service.client import RolloutClient
 from rollout_service.client._upload import Quantize
@@ -46,8 +55,42 @@ from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import UpdateTimings
 from rollout_service.protocol.upload import UploadTensor
 
-DOORS = ("path", "parts", "trainer")
+RESULT = "update/live"
+SAME = ("model", "door", "layers", "scales_policy")
+"""Fields in which two cases agree that measured the same."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 256
+
+
+class Door(StrEnum):
+    """How a trainer sends a version."""
+
+    PATH = "path"
+    PARTS = "parts"
+    TRAINER = "trainer"
+
+
+class PushOptions(Options):
+    """What is pushed."""
+
+    door: tuple[Door, ...] = tuple(Door)
+    """May be repeated."""
+    repeats: int = 3
+    """Versions through each door."""
+    concurrent: int = 64
+    """Rollouts that run meanwhile."""
+    scales_policy: str = "reuse"
+    """Of the KV cache: reuse, calibrate or unit."""
+
+
+class LiveEngine(EngineOptions):
+    """The engine."""
+
+    block_size: int | None = 64
+    """Tokens of a page of the KV cache."""
+    batched_tokens: int | None = 8192
+    """Tokens of a step."""
+    graph_step: int | None = 16
+    """CUDA graphs for multiples of it."""
 
 
 @dataclass
@@ -91,18 +134,18 @@ class LastByte:
             self.at = time.perf_counter()
 
 
-async def push(client: RolloutClient, door: str, version: int, folder: Path, case: Case) -> None:
-    """One version through one door, until all replicas serve it."""
+async def push(client: RolloutClient, version: int, folder: Path, case: Case) -> None:
+    """One version through the case's door, until all replicas serve it."""
     last = LastByte()
     started = time.perf_counter()
-    if door == "path":
+    if case.door == Door.PATH:
         last.at, last.nbytes = started, sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         status = await client.push_path(version, folder)
     else:
         shapes = ServedModel.load(folder).shapes
         table = [UploadTensor(name=name, dtype="bfloat16", shape=shape) for name, shape in shapes.items()]
         made = ((name, gaussian(shape)) for name, shape in shapes.items())
-        quantize: Quantize = "trainer" if door == "trainer" else "service"
+        quantize: Quantize = "trainer" if case.door == Door.TRAINER else "service"
         status = await client.push_weights(version, made, tensor_table=table, quantize=quantize, progress=last.progress)
     ended = time.perf_counter()
     if last.at is None or status.state != "live":
@@ -138,25 +181,19 @@ class Updates:
 
     async def measure(self, url: str) -> None:
         """All doors of a running service, whose version 0 has taught it its load plan. Each is kept once it is done."""
-        common = {"concurrent": self.concurrent, "command": results.command()}
         version = 0
         async with RolloutClient(url) as client, rollouts(client, self.concurrent):
             for case in self.cases:
                 for _ in range(self.repeats):
-                    await push(client, case.door, version := version + 1, self.folder, case)
-                add_to_file(case, common)
+                    await push(client, version := version + 1, self.folder, case)
+                keep(case, self.concurrent)
                 print(json.dumps(asdict(case)), flush=True)
 
 
-def add_to_file(case: Case, common: dict[str, Any]) -> Path:
-    """In place of an earlier one of the same model and door; the file's other fields stay as they are."""
-    file = results.path("update")
-    earlier: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"cases": []}
-    new = asdict(case) | common
-    same = ("model", "door", "layers", "scales_policy")
-    kept = [c for c in earlier["cases"] if [c.get(key, "reuse") for key in same] != [new[key] for key in same]]
-    others = {name: value for name, value in earlier.items() if name not in ("command", "date", "versions")}
-    return results.write("update", others | {"cases": [*kept, new]})
+def keep(case: Case, concurrent: int) -> Path:
+    """Add it to the result, in place of an earlier one of the same model and door."""
+    new = asdict(case) | {"concurrent": concurrent}
+    return results.write(RESULT, {"cases": results.joined(results.cases(RESULT), [new], SAME)})
 
 
 def table_of(cases: list[Case]) -> Table:
@@ -170,44 +207,23 @@ def table_of(cases: list[Case]) -> Table:
     return table
 
 
-def main(
-    model: str = "qwen3-8b",
-    door: Annotated[list[str] | None, typer.Option(help="path, parts or trainer; may be repeated.")] = None,
-    repeats: int = 3,
-    concurrent: int = 64,
-    layers: Annotated[int | None, typer.Option(help="Fewer layers than the published model.")] = None,
-    scales_policy: Annotated[str, typer.Option(help="Of the KV cache: reuse, calibrate or unit.")] = "reuse",
-    free: Annotated[bool, typer.Option(help=FREE_HELP)] = False,
-    linear: Annotated[str, typer.Option(help="vLLM's linear_backend for FP8.")] = "cutlass",
-    eager: Annotated[bool, typer.Option(help="No torch.compile and no CUDA graphs: the engine starts sooner.")] = False,
-    folder: Annotated[Path, typer.Option(help="Where weights and versions are put.")] = Path("/dev/shm"),
-    verbose: Annotated[bool, typer.Option(help="Show the service's logs.")] = False,
-) -> None:
-    """Measure, print the table, and add the cases to benchmarks/results/<machine>/update.json."""
-    cases = [Case(model, each, layers, scales_policy) for each in door or DOORS]
-    work = make_work(
-        16, 16, (512, 512), 512, repeats=1
-    )  # not done: it makes the engine that benchmarks.rollout.throughput has
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        path = write_config(model, Path(temporary) / model, layers)
+def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
+    """Measure, print the table, and add the cases to benchmarks/results/<machine>/update/live.json."""
+    cases = [Case(model.model, door, model.layers, pushes.scales_policy) for door in pushes.door]
+    work = WorkOptions()  # not done: it makes the engine that benchmarks.rollout.throughput has
+    with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
+        path = write_config(model.model, Path(temporary) / model.model, model.layers)
         write_weights(path)
-        engine = {
-            "linear_backend": linear,
-            "block_size": 64,
-            "max_num_batched_tokens": 8192,
-            "enforce_eager": eager,
-            "cuda_graph_sizes": None if eager else graph_sizes(16, 256),
-        }
-        settings = settings_of("fp8kv", path, Path(temporary), work, engine)
-        settings["kv_cache"]["scales_policy"] = scales_policy
-        with serving(settings, Path(temporary), verbose) as service:
-            if free:
+        settings = settings_of(Mode.FP8KV, path, path.parent, fitting(work) | engine.settings(work.sequences))
+        settings["kv_cache"]["scales_policy"] = pushes.scales_policy
+        with serving(settings, path.parent, model.verbose) as service:
+            if model.free:
                 remove_weights(path)
-            asyncio.run(Updates(cases, path, repeats, concurrent).measure(service.url))
+            asyncio.run(Updates(cases, path, pushes.repeats, pushes.concurrent).measure(service.url))
     console = Console()
     console.print(table_of(cases))
-    console.print(f"added to {results.path('update')}")
+    console.print(f"added to {results.path(RESULT)}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

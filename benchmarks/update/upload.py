@@ -9,6 +9,7 @@ Memory is what each process grows by while it works, sampled every 20 ms, withou
 """
 
 import asyncio
+import itertools
 import os
 import shutil
 import statistics
@@ -17,21 +18,21 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import httpx
 import psutil
 import torch
-import typer
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 from benchmarks.common import results
+from benchmarks.common.command import run
 from benchmarks.update.upload_servers import PART_BYTES, process, serve_bare, serve_ingest
 from rollout_service.client import RolloutClient
-from rollout_service.client._upload import BODY_CHUNK_BYTES
+from rollout_service.client._upload import BODY_CHUNK_BYTES, Quantize
 from rollout_service.config import WeightsConfig
 
 LAYERS = 20
@@ -151,6 +152,31 @@ async def chunks(part: memoryview) -> AsyncIterator[bytes]:
         yield bytes(part[start : start + BODY_CHUNK_BYTES])
 
 
+@dataclass(frozen=True)
+class Passage:
+    """What every passage goes from and to."""
+
+    client: RolloutClient
+    bare_url: str
+    weights: Weights
+    folder: Path
+
+    async def through(self, door: str, version: int) -> None:
+        """One."""
+        model = self.folder / "model"
+        if door == "file copy":
+            await asyncio.to_thread(copy_and_sync, weights_of(model), self.folder / "copy")
+        elif door == "bare PUT":
+            await bare_put(f"{self.bare_url}/{version}", self.weights.stream)
+        elif door == "path":
+            await self.client.push_path(version, model, wait="none")
+        else:
+            quantize: Quantize = "service" if door == "parts" else "trainer"
+            await self.client.push_weights(
+                version, self.weights.tensors, quantize=quantize, wait="none", parallel_parts=PARALLEL
+            )
+
+
 async def measure(folder: Path, repeats: int, say: Callable[[str], None]) -> list[Door]:
     """All doors, one after the other, ``repeats`` times."""
     weights = Weights.load(weights_of(folder / "model"))
@@ -158,33 +184,15 @@ async def measure(folder: Path, repeats: int, say: Callable[[str], None]) -> lis
     with process(serve_ingest, folder) as (url, ingest_pid), process(serve_bare, folder) as (bare_url, bare_pid):
         memory = Memory({"client": os.getpid(), "ingest": ingest_pid, "bare server": bare_pid})
         async with RolloutClient(url) as client:
-            version = 0
-            for _ in range(repeats):
-                for door in doors:
-                    version += 1
-                    remove_old(folder)
-                    with memory.watched(door):
-                        started = time.perf_counter()
-                        await through(door.name, client, bare_url, weights, folder, version)
-                        door.seconds.append(time.perf_counter() - started)
-                    say(f"{door.name}: {door.seconds[-1]:.1f} s")
+            passage, versions = Passage(client, bare_url, weights, folder), itertools.count(1)
+            for door in doors * repeats:
+                remove_old(folder)
+                with memory.watched(door):
+                    started = time.perf_counter()
+                    await passage.through(door.name, next(versions))
+                    door.seconds.append(time.perf_counter() - started)
+                say(f"{door.name}: {door.seconds[-1]:.1f} s")
     return doors
-
-
-async def through(
-    door: str, client: RolloutClient, bare_url: str, weights: Weights, folder: Path, version: int
-) -> None:
-    """One passage."""
-    if door == "file copy":
-        await asyncio.to_thread(copy_and_sync, weights_of(folder / "model"), folder / "copy")
-    elif door == "bare PUT":
-        await bare_put(f"{bare_url}/{version}", weights.stream)
-    elif door == "parts":
-        await client.push_weights(version, weights.tensors, wait="none", parallel_parts=PARALLEL)
-    elif door == "path":
-        await client.push_path(version, folder / "model", wait="none")
-    else:
-        await client.push_weights(version, weights.tensors, quantize="trainer", wait="none", parallel_parts=PARALLEL)
 
 
 def remove_old(folder: Path) -> None:
@@ -219,7 +227,7 @@ def table_of(doors: list[Door], nbytes: int) -> Table:
 
 
 def main(repeats: int = 3) -> None:
-    """Measure, print the table, and write benchmarks/results/<machine>/upload.json."""
+    """Measure, print the table, and write benchmarks/results/<machine>/update/upload.json."""
     console = Console()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -227,9 +235,9 @@ def main(repeats: int = 3) -> None:
         console.log(f"made a model of {nbytes / 1e9:.2f} GB")
         doors = asyncio.run(measure(folder, repeats, console.log))
     console.print(table_of(doors, nbytes))
-    path = results.write("upload", {"nbytes": nbytes, "part_bytes": PART_BYTES, "doors": [vars(d) for d in doors]})
-    console.print(f"wrote {path}")
+    content = {"nbytes": nbytes, "part_bytes": PART_BYTES, "doors": [asdict(door) for door in doors]}
+    console.print(f"wrote {results.write('update/upload', content)}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -1,4 +1,4 @@
-"""Engines of two GPUs: ``python -m benchmarks.gpu_tests --name tests_gpu_tp2 tests/gpu/test_tensor_parallel.py``.
+"""Engines of two GPUs: ``python -m benchmarks.gpu_tests --name two_gpus tests/gpu/test_tensor_parallel.py``.
 
 What an engine of two ranks loads and computes is held against one rank and the fp32 reference; how long it was closed
 is reported beside one rank's, and not asserted.
@@ -13,9 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.common.gpu_service import serving, settings_of, write_weights
-from benchmarks.common.rollout_work import make_work
-from benchmarks.common.shapes import write_config
+from benchmarks.common.gpu_service import Mode, serving, settings_of, write_weights
+from benchmarks.common.shapes import Shape, write_config
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import LogCorrupt
@@ -121,15 +120,16 @@ async def test_ranks_measure_their_own_heads_and_hold_the_same_scales(
         assert await difference_with_scales_of_two_ranks(one, 4 * AGREE, fp8=True) < 2 * CALIBRATED_MEAN
 
 
-@pytest.mark.parametrize(("shape", "layers"), [("qwen3-8b", 8), ("qwen3-30b-a3b", 4)])
+@pytest.mark.parametrize(("shape", "layers"), [(Shape.QWEN3_8B, 8), (Shape.QWEN3_30B_A3B, 4)])
 async def test_the_service_starts_with_default_staging_and_updates(
-    shape: str, layers: int, tmp_path: Path, record_property: Record
+    shape: Shape, layers: int, tmp_path: Path, record_property: Record
 ) -> None:
     """Layers of published shapes, whose first version is twice as large as a rank's staging area."""
     model = write_config(shape, tmp_path / shape, layers)
     write_weights(model)
     engine = {"tensor_parallel_size": 2, "linear_backend": "cutlass", "cuda_graph_sizes": [1, 8, 16]}
-    settings = settings_of("fp8kv", model, tmp_path, make_work(16, 16, (64, 64), 64, repeats=1), engine, 0.5)
+    engine |= {"max_model_len": 192, "max_num_seqs": 256, "gpu_memory_utilization": 0.5}
+    settings = settings_of(Mode.FP8KV, model, tmp_path, engine)
     settings["scaling"] = {"num_gpus": 2, "min_replicas": 1, "max_replicas": 1}
     settings["kv_cache"]["scales_policy"] = "calibrate"
     settings["weights"]["ingest_num_gpus"] = 0

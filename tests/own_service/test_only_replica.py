@@ -11,7 +11,7 @@ PROJECT = Path(__file__).parents[2]
 RUN = """
 import asyncio, dataclasses, json, sys
 from pathlib import Path
-from benchmarks.faults.__main__ import all_cases, run
+from benchmarks.faults.matrix import all_cases, run
 cases = [case for case in all_cases() if case.name == sys.argv[2]]
 (outcome,) = asyncio.run(run(Path(sys.argv[1]), cases, lambda _: None))
 print(json.dumps(dataclasses.asdict(outcome)))

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from benchmarks.faults.__main__ import all_cases
 from benchmarks.faults.ground import Ground
+from benchmarks.faults.matrix import all_cases
 from benchmarks.faults.outcome import run_case
 from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_tests.__main__ import Recorder
+from benchmarks.gpu_tests.recorder import Recorder
 
 TESTS = """
 import pytest

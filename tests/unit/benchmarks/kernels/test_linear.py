@@ -6,7 +6,7 @@ from rich.console import Console
 from benchmarks.kernels.linear import Case, table_of
 
 
-def test_a_line_of_the_table_has_every_kernel_and_what_one_gains_over_the_other() -> None:
+def test_a_line_of_the_table_has_every_kernel_and_the_gain() -> None:
     shape = ("qwen3-8b", "o", 4096, 4096, 256)
     cases = [
         Case(*shape, "bf16", [20e-6]),

@@ -20,7 +20,7 @@ RUNS = [
 ]
 
 
-def test_the_final_reward_is_that_of_the_last_five_steps_and_the_area_that_of_all() -> None:
+def test_the_final_reward_is_that_of_the_last_five_steps() -> None:
     found = columns(RUNS[0])
     assert found["final_reward"] == pytest.approx((4 * 0.6 + 0.8) / 5)
     assert found["reward_area"] == pytest.approx(3.8 / 7)
@@ -39,7 +39,7 @@ def test_a_summary_has_each_arm_s_mean_over_its_own_seeds() -> None:
     assert summary["fp8"]["final_reward"]["mean"] == pytest.approx((4 * 0.6 + 0.7) / 5)
 
 
-def test_a_band_goes_from_the_lowest_to_the_highest_seed_at_each_step() -> None:
+def test_a_band_goes_from_the_lowest_to_the_highest_seed() -> None:
     mean, low, high = bands(RUNS[:2], "reward")
     assert mean == pytest.approx([0.3, 0.4, 0.5, 0.6, 0.6, 0.6, 0.6])
     assert low == pytest.approx([0.2, 0.4, 0.4, 0.6, 0.6, 0.6, 0.4])
@@ -48,7 +48,7 @@ def test_a_band_goes_from_the_lowest_to_the_highest_seed_at_each_step() -> None:
         bands([RUNS[0], run("fp8_tis", 2, [0.1])], "reward")
 
 
-def test_differences_are_of_the_same_seed_and_only_where_both_arms_have_it() -> None:
+def test_differences_are_of_seeds_that_both_arms_have() -> None:
     found = differences(RUNS)
     assert list(found) == ["fp8_tis − fp8"]
     assert found["fp8_tis − fp8"]["trainer_accuracy"] == pytest.approx([0.3])

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer import Typer
 from typer.testing import CliRunner
 
+from benchmarks.common.command import spread
 from benchmarks.training.ablation_report import CURVES, PAIRS, STYLES, Run
 from benchmarks.training.tis_ablation import (
     ARMS,
@@ -26,7 +27,7 @@ from rollout_service.local import load_config
 from rollout_service.model.tiny import make_tiny_qwen3
 
 app = Typer()
-app.command()(main)
+app.command()(spread(main))
 
 
 def run(arm: str = "fp8", seed: int = 0, steps: int = 4) -> Run:
@@ -85,7 +86,7 @@ def test_an_ablation_does_not_overwrite_another(tmp_path: Path) -> None:
     assert "--resume" in refused.output
 
 
-def test_resuming_a_finished_ablation_writes_table_and_figure_without_a_service(tmp_path: Path) -> None:
+def test_resuming_a_finished_ablation_needs_no_service(tmp_path: Path) -> None:
     for arm in ("fp8_tis", "fp8"):
         run(arm).save(tmp_path / "runs")
     options = ["--out", str(tmp_path), "--steps", "4", "--seeds", "1", "--arms", "fp8,fp8_tis", "--resume"]
@@ -94,7 +95,7 @@ def test_resuming_a_finished_ablation_writes_table_and_figure_without_a_service(
     assert (tmp_path / "tis_ablation.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_trainer_s_own_answers_are_its_most_probable_tokens_and_end_at_the_end_of_the_sequence(
+def test_the_trainer_answers_with_its_most_probable_tokens(
     tmp_path: Path,
 ) -> None:
     make_tiny_qwen3(tmp_path / "model")

@@ -5,7 +5,7 @@ import asyncio
 from benchmarks.update.busy import busy
 
 
-async def test_so_many_requests_are_under_way_at_any_time_and_none_is_left() -> None:
+async def test_so_many_requests_are_under_way_and_none_is_left() -> None:
     under_way: list[int] = []
     seen: set[tuple[int, ...]] = set()
     made = 0

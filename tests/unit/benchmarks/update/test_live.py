@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common import results
-from benchmarks.update.live import Case, LastByte, add_to_file
+from benchmarks.update.live import Case, LastByte, keep
 
 
 def test_the_last_byte_is_that_of_the_last_part() -> None:
@@ -18,15 +18,15 @@ def test_the_last_byte_is_that_of_the_last_part() -> None:
     assert last.nbytes == 10
 
 
-def test_a_case_replaces_that_of_its_door_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_replaces_that_of_its_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    results.write(
-        "update", {"concurrent": 64, "cases": [{"model": "m", "door": d, "layers": None} for d in ("device", "path")]}
-    )
-    add_to_file(Case("m", "path", None, all_live_s=[2.0]), {"eager": False})
-    add_to_file(Case("m", "parts", None), {})
-    add_to_file(Case("m", "parts", None, "calibrate"), {})
-    content = json.loads(results.path("update").read_text())
-    assert [case["door"] for case in content["cases"]] == ["device", "path", "parts", "parts"]
-    assert content["cases"][1]["all_live_s"] == [2.0]
-    assert content["concurrent"] == 64
+    for case in (Case("m", "path", None), Case("m", "parts", None), Case("m", "parts", None, "calibrate")):
+        keep(case, concurrent=8)
+    keep(Case("m", "parts", None, all_live_s=[2.0]), concurrent=64)
+    found = json.loads(results.path("update/live").read_text())["cases"]
+    assert [(case["door"], case["scales_policy"]) for case in found] == [
+        ("path", "reuse"),
+        ("parts", "calibrate"),
+        ("parts", "reuse"),
+    ]
+    assert (found[-1]["all_live_s"], found[-1]["concurrent"]) == ([2.0], 64)

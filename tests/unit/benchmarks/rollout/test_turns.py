@@ -4,19 +4,20 @@ import asyncio
 
 import pytest
 
-from benchmarks.common.machine_watch import GpuWatch, cpu_seconds
-from benchmarks.common.rollout_work import Case, Sample, make_work
+from benchmarks.common.work import WorkOptions
+from benchmarks.rollout.machine_watch import GpuWatch, cpu_seconds
+from benchmarks.rollout.turns import Case, Sample, take_turns
 from rollout_service.protocol.sampling import Sampling
 
 
-def test_two_lengths_tell_what_a_step_takes_and_what_does_not_depend_on_them() -> None:
+def test_two_lengths_tell_what_a_step_takes_and_the_rest() -> None:
     sample = Sample(seconds=0.5 + 512 * 0.010, short_s=0.5 + 64 * 0.010, tokens=512, cores={}, gpu={})
     assert sample.step_ms == pytest.approx(10.0)
     assert sample.fixed_s == pytest.approx(0.5)
 
 
-async def test_sides_take_turns_with_prompts_of_their_own_each_time_and_the_first_turn_is_not_noted() -> None:
-    work = make_work(groups=2, n=3, prompt=(4, 8), out=16, repeats=2)
+async def test_sides_take_turns_with_new_prompts_each_time() -> None:
+    work = WorkOptions(groups=2, n=3, prompt_min=4, prompt_max=8, out=16).make()
     asked: list[tuple[str, int]] = []
     prompts: list[tuple[int, ...]] = []
 
@@ -26,7 +27,8 @@ async def test_sides_take_turns_with_prompts_of_their_own_each_time_and_the_firs
         await asyncio.sleep(0)
 
     cases = {side: Case("model", "fp8", side, None) for side in "ab"}
-    await work.measure({"a": lambda p, how: generate("a", p, how), "b": lambda p, how: generate("b", p, how)}, cases)
+    ways = {"a": lambda p, how: generate("a", p, how), "b": lambda p, how: generate("b", p, how)}
+    await take_turns(work, 2, ways, cases)
     turn = [("a", 2), ("a", 2), ("a", 16), ("a", 16), ("b", 2), ("b", 2), ("b", 16), ("b", 16)]
     assert asked == 3 * turn
     assert len(set(prompts)) == len(prompts) == 24
@@ -37,9 +39,9 @@ async def test_sides_take_turns_with_prompts_of_their_own_each_time_and_the_firs
 
 
 async def test_work_that_is_done_once_is_noted_the_first_time() -> None:
-    work = make_work(groups=1, n=1, prompt=(4, 4), out=8, repeats=1)
+    work = WorkOptions(groups=1, n=1, prompt_min=4, prompt_max=4, out=8).make()
     case = Case("model", "fp8", "bare", None)
-    await work.measure({"bare": lambda _, __: asyncio.sleep(0)}, {"bare": case})
+    await take_turns(work, 1, {"bare": lambda _, __: asyncio.sleep(0)}, {"bare": case})
     assert len(case.samples) == 1
 
 

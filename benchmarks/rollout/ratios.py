@@ -1,29 +1,15 @@
-"""What several runs of ``throughput`` say together: their cases in one file, and the ratios between them."""
+"""What the cases of several runs of ``throughput`` are to each other."""
 
-import json
 import statistics
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
-Json = dict[str, Any]
+from benchmarks.common.results import Json
 
+SAME = ("model", "mode", "side", "envelope_gb", "layers", "work", "engine")
+"""Fields in which two cases agree that measured the same."""
 ENVELOPE_GB = 80.0
 ENVELOPES = {"fp8kv_to_bf16_80gb_8b": "qwen3-8b", "fp8kv_to_bf16_80gb_30b": "qwen3-30b-a3b"}
 """Name of the ratio → the model's shapes."""
 SIDES = {"http_to_bare": "http", "handle_to_bare": "handle"}
-
-
-def joined(earlier: Iterable[Json], new: Iterable[Json]) -> list[Json]:
-    """All cases, the new ones in place of earlier ones that measured the same work in the same way."""
-    new = list(new)
-    replaced = [_identity(case) for case in new]
-    return [*(case for case in earlier if _identity(case) not in replaced), *new]
-
-
-def earlier_cases(file: Path) -> list[Json]:
-    """The cases of a result's file; none if it does not exist."""
-    return list(json.loads(file.read_text())["cases"]) if file.exists() else []
 
 
 def ratios(cases: list[Json]) -> dict[str, float]:
@@ -57,7 +43,3 @@ def _is_fp8kv_and_bf16(a: Json, b: Json) -> bool:
 
 def _rate(case: Json) -> float:
     return float(statistics.median(case["rates"]))
-
-
-def _identity(case: Json) -> tuple[object, ...]:
-    return tuple(case[field] for field in ("model", "mode", "side", "envelope_gb", "layers", "work", "engine"))

@@ -1,9 +1,9 @@
-"""Cases of several runs in one file, and which of them are compared."""
+"""Which cases of several runs are compared."""
 
-from pathlib import Path
 from typing import Any
 
-from benchmarks.rollout.throughput_results import earlier_cases, joined, ratios
+from benchmarks.common.results import joined
+from benchmarks.rollout.ratios import SAME, ratios
 
 
 def _case(side: str, rate: float, **fields: Any) -> dict[str, Any]:
@@ -15,18 +15,15 @@ def _envelope(mode: str, rate: float, **fields: Any) -> dict[str, Any]:
     return _case("bare", rate, **{"mode": mode, "envelope_gb": 80.0, **fields})
 
 
-def test_a_case_replaces_the_one_that_measured_the_same_and_no_other() -> None:
+def test_a_case_replaces_the_one_that_measured_the_same() -> None:
     first = [_case("bare", 100.0), _case("http", 98.0)]
     again = _case("http", 99.0, run="second")
     longer = _case("http", 50.0, work={"groups": 32})
-    assert joined(first, [again, longer]) == [first[0], again, longer]
+    found = joined(first, [again, longer], SAME)
+    assert [(case["side"], case["rates"]) for case in found] == [("bare", [100.0]), ("http", [99.0]), ("http", [50.0])]
 
 
-def test_no_file_holds_no_cases(tmp_path: Path) -> None:
-    assert earlier_cases(tmp_path / "rollout.json") == []
-
-
-def test_the_service_is_compared_with_the_bare_engine_of_the_same_run_only() -> None:
+def test_service_and_bare_engine_are_compared_within_a_run() -> None:
     cases = [_case("bare", 100.0), _case("http", 98.0), _case("handle", 99.0, run="second")]
     assert ratios(cases) == {"http_to_bare": 0.98}
 

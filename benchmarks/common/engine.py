@@ -1,0 +1,62 @@
+"""A vLLM engine without a service, as a replica would start it, and versions for it to load."""
+
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from rollout_service.config import ServiceConfig
+from rollout_service.engine.adapter import EngineAdapter
+from rollout_service.engine.args import engine_args, engine_environment, not_converted
+from rollout_service.engine.plugin import register
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.upload import BeginUpload, CommitUpload
+
+
+@asynccontextmanager
+async def bare_engine(
+    config: ServiceConfig,
+    *,
+    has_tokenizer: bool = False,
+    environment: Mapping[str, str] | None = None,
+    arguments: Mapping[str, object] | None = None,
+) -> AsyncIterator[EngineAdapter]:
+    """The engine of ``config`` in this process, with dummy weights, until the block ends.
+
+    ``has_tokenizer``: the service's engine has one where its model has, and turns tokens into text.
+    ``environment``: laid over what a replica's process has; this process keeps it. ``arguments``: of vLLM, in place of
+    those that the service gives. Raises AttributeError for one that vLLM does not have.
+    """
+    os.environ.update(engine_environment(config) | dict(environment or {}))  # noqa: TID251 - the engine inherits it
+    register()
+    model = ServedModel.load(config.model.path)
+    args = engine_args(config, not_converted(model, model.plan(config.quant)), has_tokenizer=has_tokenizer)
+    for name, value in (arguments or {}).items():
+        getattr(args, name)
+        setattr(args, name, value)
+    engine = EngineAdapter(args, exports=False)
+    try:
+        await engine.connect()
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+async def commit(config: ServiceConfig, *uploads: BeginUpload) -> int:
+    """Have the log of ``config`` hold the model as version 0, then these. Returns the newest version."""
+    ingest = Ingest(config)
+    await ingest.start()
+    for upload in uploads:
+        await ingest.begin(upload)
+        await ingest.commit(upload.version, CommitUpload())
+    await ingest.stop()
+    return uploads[-1].version if uploads else 0
+
+
+async def load_version(engine: EngineAdapter, folder: Path, version: int) -> None:
+    """Have the engine serve the version in ``folder``, staged before it is paused, as a replica does it."""
+    await engine.stage(folder)
+    await engine.pause("keep")
+    await engine.load(folder, version)
+    await engine.resume()

@@ -1,0 +1,17 @@
+"""Parts of a page that a script makes: between ``<!-- made by NAME -->`` and ``<!-- end of NAME -->``."""
+
+from pathlib import Path
+
+
+def with_part(page: str, name: str, part: str) -> str:
+    """The page with ``part`` between the marks of ``name``. Raises ValueError if they are not there once each."""
+    begin, end = f"<!-- made by {name} -->\n", f"<!-- end of {name} -->"
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise ValueError(f"the page must hold {begin.strip()!r} once, and after it {end!r} once")
+    before, rest = page.split(begin)
+    return before + begin + part + end + rest.split(end)[1]
+
+
+def write_part(file: Path, name: str, part: str) -> None:
+    """Write the page anew with that part. Raises what ``with_part`` raises."""
+    file.write_text(with_part(file.read_text(), name, part))
