@@ -44,10 +44,11 @@ test-gpu: setup ## tests that only a GPU can decide
 test-slow: setup ## an engine of every family, autoscaling, two nodes, the ablation (half an hour more)
 	@$(PYTHON_VENV) -m pytest tests/engine tests/service tests/own_service -m slow
 
-check: setup ## lint, format and types
+check: setup ## lint, format, types, and the table of benchmarks/README.md
 	@$(PYTHON_VENV) -m ruff check .
 	@$(PYTHON_VENV) -m ruff format --check .
 	@$(PYTHON_VENV) -m mypy
+	@$(PYTHON_VENV) -m benchmarks.index
 
 format: setup ## reformat the code and sort its imports
 	@$(PYTHON_VENV) -m ruff check --select I --fix --quiet .

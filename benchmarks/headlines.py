@@ -1,0 +1,174 @@
+"""One figure for each benchmark, out of its result: what the table of README.md shows."""
+
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+Json = dict[str, Any]
+
+
+def throughput(result: Json) -> str:
+    """Of ``rollout.throughput``: the lowest of all models and modes."""
+    return f"over HTTP {result['ratios']['http_to_bare']:.2f} of the bare engine's tokens/s, or more"
+
+
+def overhead(result: Json) -> str:
+    """Of ``rollout.overhead``."""
+    return f"over HTTP {result['ratio']:.2f} of the bare engine's tokens/s"
+
+
+def reply_json(result: Json) -> str:
+    """Of ``rollout.reply_json``."""
+    by_token, flat = (one(result["cases"], form=form)["gateway_ms"] for form in ("object a token", "flat_logprobs"))
+    return (
+        f"{flat:.1f} ms in the gateway for {result['n']} × {result['tokens']} tokens; an object a token {by_token:.1f}"
+    )
+
+
+def length_bias(result: Json) -> str:
+    """Of ``rollout.length_bias``."""
+    mean = {case["case"]: case["mean_tokens"] for case in result["cases"]}
+    return (
+        f"a mean of {mean['undisturbed']:.0f} tokens undisturbed, {mean['continued']:.0f} if what is aborted goes on, "
+        f"{mean['restarted']:.0f} if it starts anew"
+    )
+
+
+def engine_update(result: Json) -> str:
+    """Of ``update.engine``."""
+    ours, native = (one(result["cases"], door=door) for door in ("device", "native"))
+    return f"{ours['model']} loaded in {milliseconds(ours['load_s'])} ms, by vLLM in {milliseconds(native['load_s'])}"
+
+
+def live_update(result: Json) -> str:
+    """Of ``update.live``."""
+    cases = result["cases"]
+    closed = [seconds for case in cases for seconds in case["closed_s"]]
+    live = [statistics.median(case["all_live_s"]) for case in cases]
+    closed_ms = f"{1e3 * min(closed):.0f} to {1e3 * max(closed):.0f} ms"
+    return (
+        f"{cases[0]['model']} closed for {closed_ms}, served {min(live):.1f} to {max(live):.1f} s after the last byte"
+    )
+
+
+def upload(result: Json) -> str:
+    """Of ``update.upload``."""
+    seconds = {door["name"]: statistics.median(door["seconds"]) for door in result["doors"]}
+    bare, parts = seconds["bare PUT"], seconds["parts"]
+    trainer = seconds["parts, quantized by the trainer"]
+    return f"{bare / parts:.2f} of a bare PUT, {bare / trainer:.2f} if the trainer quantizes"
+
+
+def attention(result: Json) -> str:
+    """Of ``kernels.attention``: the fastest page of each cache."""
+    first = result["cases"][0]["model"]
+    bf16, fp8 = (
+        min(statistics.median(case["ms"]) for case in matching(result["cases"], model=first, kernel="flash", kv=kv))
+        for kv in ("bf16", "fp8")
+    )
+    return f"FlashAttention {bf16 / fp8:.2f} times as fast with an FP8 cache ({first})"
+
+
+def linear(result: Json) -> str:
+    """Of ``kernels.linear``."""
+    seconds: dict[str, dict[tuple[Any, ...], float]] = {"cutlass": {}, "deep_gemm": {}}
+    for case in result["cases"]:
+        if case["kernel"] in seconds and case["seconds"]:
+            shape = (case["model"], case["layer"], case["tokens"])
+            seconds[case["kernel"]][shape] = statistics.median(case["seconds"])
+    gains = [seconds["cutlass"][shape] / seconds["deep_gemm"][shape] for shape in seconds["deep_gemm"]]
+    return f"DeepGEMM {min(gains):.1f} to {max(gains):.1f} times as fast as CUTLASS"
+
+
+def decode_profile(result: Json) -> str:
+    """Of ``kernels.decode_profile``."""
+    model = result["cases"][0]["model"]
+    steps = [f"{case['mode']} {case['step_ms']:.1f} ms" for case in matching(result["cases"], model=model)]
+    return f"a decode step of {model}: {', '.join(steps)}"
+
+
+def quantizer(result: Json) -> str:
+    """Of ``quantizer``: the last, which is the largest, of its cases."""
+    last = matching(result["cases"], kernel="ours")[-1]
+    return f"{last['name']} at {last['ratio_to_copy']:.0%} of a copy's speed"
+
+
+def logprobs(result: Json) -> str:
+    """Of ``mismatch.logprobs``."""
+    family = result["cases"][0]["family"]
+    k3 = [f"{mode} {one(result['cases'], family=family, mode=mode)['k3']:.1e}" for mode in ("bf16", "fp8", "fp8kv")]
+    return f"k3 of {family}: {', '.join(k3)}"
+
+
+def kv_scales(result: Json) -> str:
+    """Of ``mismatch.kv_scales``."""
+    unit, service = (one(result["cases"], model="qwen2, loud keys", scales=scales) for scales in ("unit", "service"))
+    return f"k3 of loud keys {service['k3']:.2g} with measured scales, {unit['k3']:.2g} with scales of 1"
+
+
+def measuring(result: Json) -> str:
+    """Of ``mismatch.measuring``."""
+    found = {kind: sum(bool(each["suspect"]) for each in result["detection"][kind]) for kind in ("good", "broken")}
+    of = {kind: len(result["detection"][kind]) for kind in found}
+    cost = f"a shadow of {result['shape']['share']:.0%} costs {1 - result['ratio']['shadow']:.0%}"
+    return (
+        f"{found['broken']} of {of['broken']} broken versions found, {found['good']} of {of['good']} good ones; {cost}"
+    )
+
+
+def tis_ablation(result: Json) -> str:
+    """Of ``training.tis_ablation``."""
+    tis, plain = (result["summary"][arm]["final_reward"]["mean"] for arm in ("fp8_tis", "fp8"))
+    return f"final reward in FP8 {tis:.3f} with TIS, {plain:.3f} without"
+
+
+def demo(result: Json) -> str:
+    """Of ``training.demo``."""
+    summary = result["summary"]
+    return f"reward {summary['reward_first']:.2f} → {summary['reward_last']:.2f} in {summary['steps']} steps"
+
+
+def autoscaling(result: Json) -> str:
+    """Of ``autoscaling``."""
+    running = [sample["running"] for sample in result["samples"]]
+    replicas = f"{running[0]} → {max(running)} → {running[-1]} replicas"
+    return f"{replicas}, {sum(result['answered'].values())} rollouts, {result['stale_rollouts']} stale"
+
+
+def faults(result: Json) -> str:
+    """Of ``faults``."""
+    cases = [case for case in result["cases"] if not case["skipped"]]
+    lost = ("stale_tokens", "lost_requests", "lost_versions")
+    clean = sum(case["survived"] and not any(case[count] for count in lost) for case in cases)
+    return f"{clean} of {len(cases)} faults survived with nothing stale or lost"
+
+
+def soak(result: Json) -> str:
+    """Of ``soak``: all seeds."""
+    names = ("kills", "rollouts", "stale_tokens", "lost_requests", "lost_versions")
+    kills, rollouts, stale, requests, versions = (sum(case[name] for case in result["cases"]) for name in names)
+    lost = f"{stale} stale tokens, {requests} lost requests, {versions} lost versions"
+    return f"{kills} signals, {rollouts} rollouts: {lost}"
+
+
+def gpu_tests(result: Json) -> str:
+    """Of ``gpu_tests``."""
+    return f"{result['passed']} tests passed, {result['failed']} failed"
+
+
+def matching(cases: Iterable[Json], **fields: object) -> list[Json]:
+    """Those with these values. Raises ValueError if there is none."""
+    found = [case for case in cases if all(case[name] == value for name, value in fields.items())]
+    if not found:
+        raise ValueError(f"no case has {fields}")
+    return found
+
+
+def one(cases: Iterable[Json], **fields: object) -> Json:
+    """The first of them. Raises what ``matching`` raises."""
+    return matching(cases, **fields)[0]
+
+
+def milliseconds(seconds: list[float]) -> str:
+    """The median."""
+    return f"{1e3 * statistics.median(seconds):.0f}"

@@ -1,0 +1,157 @@
+"""The table of benchmarks/README.md: which command made which result, and one figure of each.
+
+    python -m benchmarks.index            says what is wrong and exits with 1 if table and results do not agree
+    python -m benchmarks.index --write    makes the table anew
+
+A result has a row if its benchmark stands in ``BENCHMARKS``; the figure is taken out of the result by a function of
+``headlines.py``.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks import headlines
+from benchmarks.common.marked import with_part, write_part
+from benchmarks.common.paths import PROJECT, RESULTS
+from benchmarks.headlines import Json
+
+README = PROJECT / "benchmarks/README.md"
+PART = "python -m benchmarks.index --write"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A command, and the result that it writes on each machine."""
+
+    module: str
+    """Below ``benchmarks``."""
+    headline: Callable[[Json], str]
+    arguments: str = ""
+    """Without which it writes another result, or none."""
+    before: str = ""
+    """The command that must have run before."""
+    result: str = ""
+    """Below the machine's folder; as the module if not given."""
+
+    @property
+    def command(self) -> str:
+        """As it is typed."""
+        command = f"python -m benchmarks.{self.module} {self.arguments}".rstrip()
+        return f"{self.before} && {command}" if self.before else command
+
+    @property
+    def name(self) -> str:
+        """Of the result: ``update/live``."""
+        return self.result or self.module.replace(".", "/")
+
+    def exists(self) -> bool:
+        """Whether there is such a module."""
+        path = PROJECT / "benchmarks" / self.module.replace(".", "/")
+        return path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+
+
+BENCHMARKS = (
+    Benchmark("rollout.throughput", headlines.throughput),
+    Benchmark("rollout.overhead", headlines.overhead),
+    Benchmark("rollout.reply_json", headlines.reply_json),
+    Benchmark("rollout.length_bias", headlines.length_bias),
+    Benchmark("update.engine", headlines.engine_update),
+    Benchmark("update.live", headlines.live_update),
+    Benchmark("update.upload", headlines.upload),
+    Benchmark("quantizer", headlines.quantizer),
+    Benchmark("kernels.attention", headlines.attention),
+    Benchmark("kernels.linear", headlines.linear),
+    Benchmark("kernels.decode_profile", headlines.decode_profile),
+    Benchmark("mismatch.logprobs", headlines.logprobs),
+    Benchmark("mismatch.kv_scales", headlines.kv_scales),
+    Benchmark("mismatch.measuring", headlines.measuring),
+    Benchmark("training.tis_ablation", headlines.tis_ablation, "--publish"),
+    Benchmark("training.demo", headlines.demo, before="make demo"),
+    Benchmark("autoscaling", headlines.autoscaling),
+    Benchmark("faults", headlines.faults),
+    Benchmark("soak", headlines.soak),
+    Benchmark("gpu_tests", headlines.gpu_tests, "tests/gpu", result="gpu_tests/one_gpu"),
+    Benchmark(
+        "gpu_tests",
+        headlines.gpu_tests,
+        "--name two_gpus tests/gpu/test_tensor_parallel.py",
+        result="gpu_tests/two_gpus",
+    ),
+)
+"""In the order of the table."""
+
+
+def found_results(folder: Path) -> dict[str, list[Path]]:
+    """Name → files of that name, one a machine."""
+    found: dict[str, list[Path]] = {}
+    for file in sorted(folder.glob("*/**/*.json")):
+        name = file.relative_to(folder).with_suffix("")
+        found.setdefault("/".join(name.parts[1:]), []).append(file)
+    return found
+
+
+def missing(folder: Path) -> Iterator[str]:
+    """What lacks a row, a file or a module, in words."""
+    found, names = found_results(folder), {benchmark.name for benchmark in BENCHMARKS}
+    for name in found.keys() - names:
+        for file in found[name]:
+            yield f"{file}: no row. Give its benchmark one in BENCHMARKS of benchmarks/index.py, or delete the file"
+    for benchmark in BENCHMARKS:
+        if benchmark.name not in found:
+            yield f"{benchmark.command}: no result {folder}/*/{benchmark.name}.json. Run it, or take its row out"
+        if not benchmark.exists():
+            yield f"{benchmark.command}: no such module"
+
+
+def table(folder: Path) -> str:
+    """All rows. Raises ValueError for a result that lacks what its headline is made of."""
+    lines = ["| command | headline | machine | result |", "|---|---|---|---|"]
+    found = found_results(folder)
+    for benchmark in BENCHMARKS:
+        for file in found.get(benchmark.name, []):
+            path = file.relative_to(folder)
+            headline, date = figures(benchmark, file)
+            lines.append(f"| `{benchmark.command}` | {headline} | {path.parts[0]} | [{date}](results/{path}) |")
+    return "\n".join(lines) + "\n"
+
+
+def figures(benchmark: Benchmark, file: Path) -> tuple[str, str]:
+    """Headline and date of a result. Raises ValueError, with the file, if it lacks what they are made of."""
+    try:
+        result = json.loads(file.read_text())
+        return benchmark.headline(result), result["date"]
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{file}: no headline, {type(error).__name__}: {error}") from error
+
+
+def problems(folder: Path, readme: Path) -> list[str]:
+    """What is wrong with the table in ``readme``, in words; nothing if it is as the results say."""
+    found = sorted(missing(folder))
+    try:
+        if with_part(readme.read_text(), PART, table(folder)) != readme.read_text():
+            found.append(f"{readme}: the table is not what the results say. Run: {PART}")
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def main(write: Annotated[bool, typer.Option("--write", help="Make the table anew.")] = False) -> None:
+    """Check that the table of benchmarks/README.md is what the results say; exit with 1 and say why if it is not."""
+    if write:
+        try:
+            write_part(README, PART, table(RESULTS))
+        except ValueError as error:
+            typer.echo(f"not written: {error}", err=True)
+    found = problems(RESULTS, README)
+    for problem in found:
+        typer.echo(problem.replace(f"{PROJECT}/", ""), err=True)
+    raise typer.Exit(1 if found else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)
