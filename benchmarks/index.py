@@ -46,8 +46,8 @@ class Benchmark:
 
     @property
     def name(self) -> str:
-        """Of the result: ``update/live``."""
-        return self.result or self.module.replace(".", "/")
+        """Of the result: ``update_live``."""
+        return self.result or self.module.replace(".", "_")
 
     def exists(self) -> bool:
         """Whether there is such a module."""
@@ -75,12 +75,12 @@ BENCHMARKS = (
     Benchmark("autoscaling", headlines.autoscaling),
     Benchmark("faults", headlines.faults),
     Benchmark("soak", headlines.soak),
-    Benchmark("gpu_tests", headlines.gpu_tests, "tests/gpu", result="gpu_tests/one_gpu"),
+    Benchmark("gpu_tests", headlines.gpu_tests, "tests/gpu", result="tests_gpu"),
     Benchmark(
         "gpu_tests",
         headlines.gpu_tests,
-        "--name two_gpus tests/gpu/test_tensor_parallel.py",
-        result="gpu_tests/two_gpus",
+        "--name tests_gpu_tp2 tests/gpu/test_tensor_parallel.py",
+        result="tests_gpu_tp2",
     ),
 )
 """In the order of the table."""
@@ -89,7 +89,7 @@ BENCHMARKS = (
 def found_results(folder: Path) -> dict[str, list[Path]]:
     """Name → files of that name, one a machine."""
     found: dict[str, list[Path]] = {}
-    for file in sorted(folder.glob("*/**/*.json")):
+    for file in sorted(folder.glob("*/*.json")):
         name = file.relative_to(folder).with_suffix("")
         found.setdefault("/".join(name.parts[1:]), []).append(file)
     return found

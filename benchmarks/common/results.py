@@ -34,7 +34,7 @@ def gpu() -> str:
 def path(name: str, *, machine_name: str | None = None) -> Path:
     """Where the results of that name lie for this machine.
 
-    ``name``: the benchmark's module below ``benchmarks``, with slashes: ``update/live``.
+    ``name``: the benchmark's module below ``benchmarks``, joined: ``update_live``.
     """
     return RESULTS / (machine_name or machine()) / f"{name}.json"
 

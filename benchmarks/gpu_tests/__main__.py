@@ -1,9 +1,9 @@
 """Run tests on a GPU and keep what came of each.
 
     python -m benchmarks.gpu_tests tests/gpu
-    python -m benchmarks.gpu_tests --name two_gpus tests/gpu/test_tensor_parallel.py
+    python -m benchmarks.gpu_tests --name tests_gpu_tp2 tests/gpu/test_tensor_parallel.py
 
-Writes benchmarks/results/<GPU>/gpu_tests/<name>.json after every test, whatever the number of GPUs: a host may be taken
+Writes benchmarks/results/<GPU>/<name>.json after every test, whatever the number of GPUs: a host may be taken
 back at any moment. Exits as pytest does.
 """
 
@@ -19,12 +19,12 @@ from benchmarks.gpu_tests.recorder import Recorder
 
 def main(
     tests: Annotated[list[str], typer.Argument(help="Files or tests, as for pytest.")],
-    name: Annotated[str, typer.Option(help="Of the result file.")] = "one_gpu",
+    name: Annotated[str, typer.Option(help="Of the result file.")] = "tests_gpu",
 ) -> None:
     """Run them in this process, and write the result."""
 
     def write(content: dict[str, Any]) -> None:
-        results.write(f"gpu_tests/{name}", content, machine_name=results.gpu())
+        results.write(name, content, machine_name=results.gpu())
 
     raise typer.Exit(pytest.main(["-v", *tests], plugins=[Recorder(write)]))
 

@@ -207,7 +207,7 @@ def main(sizes: SizeOptions) -> None:
         cases.append(case)
     console.print(table_of(cases))
     content = {"cases": [asdict(case) | {"gbytes": case.gbytes} for case in cases]}
-    console.print(f"wrote {results.write('kernels/attention', content)}")
+    console.print(f"wrote {results.write('kernels_attention', content)}")
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ def main(options: ProfileOptions, work: ProfiledWork, engine: ProfiledEngine) ->
             found = asyncio.run(profile(config, work.make(), options.steps, folder / "trace"))
         cases.append({"model": name, "mode": mode, **found})
         shape = {"work": work.as_json(), "layers": options.layers, "engine": engine_settings}
-        results.write("kernels/decode_profile", {**shape, "cases": cases})
+        results.write("kernels_decode_profile", {**shape, "cases": cases})
     console.print(table_of(cases))
 
 

@@ -172,7 +172,7 @@ def main(options: ProductOptions) -> None:
                 measure(case, weights)
                 median = statistics.median(case.seconds) if case.seconds else None
                 console.log(name, layer, count, kernel, case.refused or f"{1e6 * (median or 0):.1f} µs", case.error)
-    written = results.write("kernels/linear", {"cases": [asdict(c) | _tflops(c) for c in cases]})
+    written = results.write("kernels_linear", {"cases": [asdict(c) | _tflops(c) for c in cases]})
     console.print(table_of(cases))
     console.print(f"wrote {written}")
 

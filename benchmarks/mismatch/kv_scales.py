@@ -251,7 +251,7 @@ def main(options: SampleOptions) -> None:
     table = markdown(cases)
     print(table)
     rounded, raw = ([c.as_json() for c in cases if (c.scales == NOT_ROUNDED) is wanted] for wanted in (False, True))
-    print("wrote", results.write("mismatch/kv_scales", {"training_loss": losses, "cases": rounded, "not_rounded": raw}))
+    print("wrote", results.write("mismatch_kv_scales", {"training_loss": losses, "cases": rounded, "not_rounded": raw}))
     write_part(PAGE, PART, table)
 
 

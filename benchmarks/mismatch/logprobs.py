@@ -42,7 +42,7 @@ from rollout_service.protocol.sampling import Sampling
 from rollout_service.protocol.upload import BeginUpload, PathSource
 from rollout_service.store.log import WeightLog
 
-RESULT = "mismatch/logprobs"
+RESULT = "mismatch_logprobs"
 SAME = ("family", "mode")
 """Fields in which two cases agree that measured the same."""
 BATCH = 16

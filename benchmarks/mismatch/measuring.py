@@ -233,7 +233,7 @@ def main(request: RequestOptions, costs: CostOptions, detected: DetectionOptions
     ratios: dict[str, float] = {turn: medians[turn] / medians["unmeasured"] for turn in TURNS}
     shape = request.model_dump() | {"concurrent": costs.concurrent}
     content = {"shape": shape, "rollouts_per_s": rates, "ratio": ratios, "thresholds": thresholds, "detection": found}
-    path = results.write("mismatch/measuring", content)
+    path = results.write("mismatch_measuring", content)
     console.print(*tables(medians, ratios, found))
     console.print(f"wrote {path}")
 

@@ -234,7 +234,7 @@ def main(options: LoadOptions) -> None:
     console = Console()
     console.print(table_of(cases))
     shape = {"at_once": options.at_once, "completions_in_a_step": options.in_a_step}
-    console.print(f"wrote {results.write('rollout/length_bias', shape | {'cases': [asdict(case) for case in cases]})}")
+    console.print(f"wrote {results.write('rollout_length_bias', shape | {'cases': [asdict(case) for case in cases]})}")
 
 
 if __name__ == "__main__":

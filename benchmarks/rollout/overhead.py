@@ -106,7 +106,7 @@ def main(options: SmallWork, repeats: int = 5) -> None:
         alone = asyncio.run(bare(load_config(CPU_DEPLOYMENT, overrides).resolved(), work, repeats))
     ratio = statistics.median(served.tokens_per_s) / statistics.median(alone)
     content = {"work": options.as_json(), "service": asdict(served), "bare_tokens_per_s": alone, "ratio": ratio}
-    path = results.write("rollout/overhead", content)
+    path = results.write("rollout_overhead", content)
     console = Console()
     console.print(table_of(served, alone, ratio))
     console.print(f"wrote {path}")

@@ -186,7 +186,7 @@ def main(options: ReplyOptions) -> None:
     console = Console()
     console.print(table)
     content = options.model_dump() | {"cases": [asdict(case) for case in cases]}
-    console.print(f"wrote {results.write('rollout/reply_json', content)}")
+    console.print(f"wrote {results.write('rollout_reply_json', content)}")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ from rollout_service.local import APPLICATION, LocalService
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from rollout_service.store.log import WeightLog
 
-RESULT = "rollout/throughput"
+RESULT = "rollout_throughput"
 
 
 class Side(StrEnum):

@@ -22,7 +22,7 @@ def main(
     / "out/demo/summary.json",
 ) -> None:
     """Write benchmarks/results/<machine>/training/demo.json."""
-    path = results.write("training/demo", {"summary": json.loads(summary.read_text())})
+    path = results.write("training_demo", {"summary": json.loads(summary.read_text())})
     Console(soft_wrap=True).print(f"wrote {path}")
 
 

@@ -290,7 +290,7 @@ def report(runs: list[Run], options: AblationOptions, say: Say) -> None:
         draw(runs, TITLES, FIGURE)
         write_part(PAGE, PART, table)
         content = {"summary": summarize(runs), "differences": differences(runs), "runs": [asdict(run) for run in runs]}
-        say(f"written: {results.write('training/tis_ablation', content)}, {PAGE} and {FIGURE}")
+        say(f"written: {results.write('training_tis_ablation', content)}, {PAGE} and {FIGURE}")
 
 
 if __name__ == "__main__":

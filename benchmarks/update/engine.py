@@ -45,7 +45,7 @@ from rollout_service.quant.quantizer import Quantizer
 from rollout_service.store.manifest import MANIFEST_FILE, Manifest, Recipe
 from rollout_service.store.writer import VersionWriter
 
-RESULT = "update/engine"
+RESULT = "update_engine"
 SAME = ("model", "door", "layers", "eager", "concurrent")
 """Fields in which two cases agree that measured the same."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 400

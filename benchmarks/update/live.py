@@ -55,7 +55,7 @@ from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import UpdateTimings
 from rollout_service.protocol.upload import UploadTensor
 
-RESULT = "update/live"
+RESULT = "update_live"
 SAME = ("model", "door", "layers", "scales_policy")
 """Fields in which two cases agree that measured the same."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 256

@@ -236,7 +236,7 @@ def main(repeats: int = 3) -> None:
         doors = asyncio.run(measure(folder, repeats, console.log))
     console.print(table_of(doors, nbytes))
     content = {"nbytes": nbytes, "part_bytes": PART_BYTES, "doors": [asdict(door) for door in doors]}
-    console.print(f"wrote {results.write('update/upload', content)}")
+    console.print(f"wrote {results.write('update_upload', content)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Engines of two GPUs: ``python -m benchmarks.gpu_tests --name two_gpus tests/gpu/test_tensor_parallel.py``.
+"""Engines of two GPUs: ``python -m benchmarks.gpu_tests --name tests_gpu_tp2 tests/gpu/test_tensor_parallel.py``.
 
 What an engine of two ranks loads and computes is held against one rank and the fp32 reference; how long it was closed
 is reported beside one rank's, and not asserted.

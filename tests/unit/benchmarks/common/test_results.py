@@ -19,8 +19,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_result_lies_below_its_machine(folder: Path) -> None:
-    path = results.write("update/live", {"cases": [1]}, machine_name="h200")
-    assert path == folder / "h200/update/live.json"
+    path = results.write("update_live", {"cases": [1]}, machine_name="h200")
+    assert path == folder / "h200/update_live.json"
     content = json.loads(path.read_text())
     assert content["cases"] == [1]
     assert content.keys() == {"command", "date", "processor", "python", "versions", "cases"}

@@ -21,7 +21,7 @@ def test_a_summary_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     run = CliRunner().invoke(app, ["--summary", str(tmp_path / "summary.json")], catch_exceptions=False)
     assert run.exit_code == 0
-    assert json.loads(results.path("training/demo").read_text())["summary"] == summary
+    assert json.loads(results.path("training_demo").read_text())["summary"] == summary
 
 
 def test_without_a_demo_there_is_nothing_to_keep(tmp_path: Path) -> None:

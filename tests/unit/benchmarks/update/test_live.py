@@ -23,7 +23,7 @@ def test_a_case_replaces_that_of_its_door(tmp_path: Path, monkeypatch: pytest.Mo
     for case in (Case("m", "path", None), Case("m", "parts", None), Case("m", "parts", None, "calibrate")):
         keep(case, concurrent=8)
     keep(Case("m", "parts", None, all_live_s=[2.0]), concurrent=64)
-    found = json.loads(results.path("update/live").read_text())["cases"]
+    found = json.loads(results.path("update_live").read_text())["cases"]
     assert [(case["door"], case["scales_policy"]) for case in found] == [
         ("path", "reuse"),
         ("parts", "calibrate"),
