@@ -13,6 +13,7 @@ from rollout_service.fleet.autoscaling import RolloutAutoscaling
 from rollout_service.fleet.routing import STATS_PERIOD_S, RolloutRouter
 from rollout_service.gateway.deployment import GatewayReplica
 from rollout_service.ingest.deployment import IngestReplica
+from rollout_service.model.hub import pinned
 from rollout_service.model.tiny import make_tiny_qwen3
 from rollout_service.monitor.deployment import MonitorReplica
 from rollout_service.shadow.deployment import ShadowReplica
@@ -30,9 +31,10 @@ LOOK_BACK_S = 15
 def build(config: ServiceConfig) -> Application:
     """Gateway → engines; ingest, monitor and perhaps a shadow beside them.
 
-    Makes the model first if ``model.create`` says so.
+    Makes the model first if ``model.create`` says so. Of one on the Hugging Face hub it pins the commit.
+    Raises ModelNotDownloaded.
     """
-    config = config.resolved()
+    config = pinned(config.resolved())
     if config.model.create == "tiny-qwen3" and not config.model.path.exists():
         make_tiny_qwen3(config.model.path)
     ingest_resources = {

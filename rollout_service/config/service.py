@@ -5,6 +5,7 @@ directory that the service is started from.
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,23 +14,50 @@ from pydantic import Field, model_validator
 from rollout_service.config.engine import Config, EngineConfig, KVCacheConfig, QuantConfig
 from rollout_service.protocol.upload import LARGEST_PART_BYTES
 
+_REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+
 
 class ModelConfig(Config):
     """Which model is served."""
 
     path: Path = Path("models/tiny-qwen3")
-    """Folder in Hugging Face's layout: config.json, safetensors, tokenizer. Version 0 is read from it."""
+    """Folder in Hugging Face's layout: config.json, safetensors, tokenizer. Version 0 is read from it.
+
+    Or a repository on the Hugging Face hub, such as ``Qwen/Qwen3-8B``, where there is no folder of that name: every
+    node downloads what it needs, into ``HF_HOME`` as it was when Ray was started there."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a repository on the hub, which ``path`` then is; None: its default branch. The commit
+    that it names when the service starts is the one that all processes use, and the log of weight versions belongs to
+    it."""
 
     served_name: str | None = None
-    """The name in ``/v1/models`` and in requests; None means the folder's name."""
+    """The name in ``/v1/models`` and in requests; None means the folder's name, or the repository's id."""
 
     create: Literal["tiny-qwen3"] | None = None
     """Make this model at ``path`` if nothing is there. None: a missing folder is an error."""
 
+    @model_validator(mode="after")
+    def _revision_is_of_a_repository(self) -> "ModelConfig":
+        if self.revision is not None and self.repo_id is None:
+            raise ValueError(
+                f"model.revision is {self.revision}, but model.path={self.path} is no repository on the Hugging Face "
+                "hub, such as Qwen/Qwen3-8B: leave it out"
+            )
+        return self
+
+    @property
+    def repo_id(self) -> str | None:
+        """The repository on the hub; None: the model is in a folder, or is made there."""
+        named = str(self.path)
+        if self.create is not None or _REPO_ID.fullmatch(named) is None:
+            return None
+        return named if self.revision is not None or not self.path.exists() else None
+
     @property
     def name(self) -> str:
         """The name clients use."""
-        return self.served_name or self.path.name
+        return self.served_name or self.repo_id or self.path.name
 
 
 class ScalingConfig(Config):
@@ -304,9 +332,10 @@ class ServiceConfig(Config):
         """The same with absolute paths, fit to be sent to other processes."""
         root, calibration = self.weights.root, self.kv_cache.calibration
         prompts = calibration.prompts and calibration.prompts.absolute()
+        model = self.model.path if self.model.repo_id is not None else self.model.path.absolute()
         return self.model_copy(
             update={
-                "model": self.model.model_copy(update={"path": self.model.path.absolute()}),
+                "model": self.model.model_copy(update={"path": model}),
                 "weights": self.weights.model_copy(
                     update={
                         "root": root if str(root).startswith("$") else root.absolute(),

@@ -28,6 +28,7 @@ from rollout_service.kv_scales.calibrator import (
     with_kv_cache,
 )
 from rollout_service.logs import log_with_serve
+from rollout_service.model.hub import with_model_here
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import KVCacheChoice, ReplicaStatus
 from rollout_service.protocol.rollout import Rollout
@@ -51,7 +52,8 @@ class EngineReplica:
         self._drain = Drain(config.scaling.drain_timeout_s)
         self._drain.begin_on_sigterm()
         register()
-        model = ServedModel.load(config.model.path)
+        config = await asyncio.to_thread(with_model_here, config)
+        model = ServedModel.of(config.model)
         self._config, self._ingest = config, ingest_client(ingest)
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._routed = False

@@ -63,7 +63,7 @@ class Services:
         shadow: DeploymentHandle | None,
     ) -> "Services":
         """Read the model's facts and the token. ``shadow``: None if there is none."""
-        model = ServedModel.load(config.model.path)
+        model = ServedModel.of(config.model)
         calls_ingest, calls_monitor = ingest_client(ingest), monitor_client(monitor)
         return cls(
             name=config.model.name,

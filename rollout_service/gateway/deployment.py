@@ -14,6 +14,7 @@ from rollout_service.gateway import completions, control, generate, metrics, mis
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.overdue import OpenRequests
 from rollout_service.logs import log_with_serve
+from rollout_service.model.hub import with_model_here
 from rollout_service.web.errors import install_error_handlers
 
 
@@ -42,6 +43,7 @@ class GatewayReplica:
         log_with_serve()
         self._drain = Drain(config.scaling.drain_timeout_s)
         self._drain.begin_on_sigterm()
+        config = with_model_here(config)
         self._services = Services.create(config, engine, ingest, monitor, shadow)
         self._open = OpenRequests()
         self._watching = asyncio.create_task(watch_controller())

@@ -1,5 +1,6 @@
 """The ingest as a Serve deployment: one replica, on a share of a GPU where it is given one."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,11 @@ from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_server import UploadServer, create_upload_app
 from rollout_service.logs import log_with_serve
+from rollout_service.model.hub import with_model_here
 from rollout_service.protocol.fleet import KVCacheChoice
 from rollout_service.protocol.kv_scales import CalibrationLease, KVMeasurement, KVScaleResult
 from rollout_service.rpc import IngestCalls
+from rollout_service.store.log import WeightLog
 from rollout_service.web.auth import Authorizer
 
 
@@ -24,6 +27,8 @@ class IngestReplica(Ingest):
         log_with_serve()
         self._drain = Drain(config.scaling.drain_timeout_s)
         self._drain.begin_on_sigterm()
+        empty = WeightLog(config.weights.root_here()).head() is None
+        config = await asyncio.to_thread(with_model_here, config, weights=empty)
         super().__init__(config)
         app = create_upload_app(self, Authorizer(config.auth.secret()))
         self._listener = UploadServer(app, config.weights.upload_host, config.weights.upload_port)

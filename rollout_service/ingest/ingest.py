@@ -52,7 +52,7 @@ class Ingest:
     def __init__(self, config: ServiceConfig) -> None:
         self._config = config
         self._log = WeightLog(config.weights.root_here())
-        self._model = ServedModel.load(config.model.path)
+        self._model = ServedModel.of(config.model)
         self._plan = self._model.plan(config.quant, config.engine.tensor_parallel_size)
         self._recipe = Recipe(
             weights=config.quant.weights, scales=config.quant.scales, not_converted=self._plan.not_converted
@@ -120,6 +120,8 @@ class Ingest:
             await self._commit(0, CommitUpload())
             return
         manifest = self._log.manifest(head.version)
+        if (begun_with := self._model.other_revision(manifest.fingerprint)) is not None:
+            raise LogCorrupt(f"the log at {self._log.root} was begun with {begun_with}, or name another weights.root")
         if manifest.fingerprint != self._model.fingerprint or manifest.recipe != self._recipe:
             raise LogCorrupt(
                 f"the log at {self._log.root} holds version {head.version} of another model or quantization than "

@@ -107,7 +107,7 @@ class VersionScales:
         if wrong:
             summary = "; ".join(f"{len(names)} {what}: {', '.join(names[:4])}" for what, names in wrong.items())
             raise InvalidManifest(
-                f"the KV scales do not fit the served model {self._model.path.name}, where q, k and v of "
+                f"the KV scales do not fit the served model {self._model.name}, where q, k and v of "
                 f"{len(self._model.attention)} attention layers have a positive fp32 number each: {summary}",
                 wrong,
             )
@@ -367,7 +367,7 @@ def _no_use(config: ServiceConfig, model: ServedModel) -> str | None:
     if config.kv_cache.dtype == "bfloat16":
         return "kv_cache.dtype is bfloat16, and a BF16 cache has none: leave kv_scales out"
     if not model.attention:
-        return f"{model.path.name} has no attention layers that take them: leave kv_scales out"
+        return f"{model.name} has no attention layers that take them: leave kv_scales out"
     if config.quant.weights == "none" and config.scaling.num_gpus > 0:
         return "vLLM on a GPU loads them beside FP8 weights only, and quant.weights is none: leave kv_scales out"
     return None

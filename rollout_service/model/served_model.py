@@ -14,7 +14,7 @@ import torch
 import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from rollout_service.config.engine import QuantConfig
+from rollout_service.config import ModelConfig, QuantConfig
 from rollout_service.errors import InvalidManifest
 from rollout_service.model.families import FAMILIES, Heads
 from rollout_service.model.quant_plan import QuantPlan, plan
@@ -27,6 +27,7 @@ LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 ROUTERS = ("gate", "shared_expert_gate")
 """What chooses experts, or scales the shared one; last part of the modules' names."""
+_AT_COMMIT = "@"
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -35,6 +36,11 @@ class ServedModel:
     """Shape of the served model, under the names of a checkpoint on disk: each expert's matrices by themselves."""
 
     path: Path
+    """The folder, on this node."""
+    name: str
+    """What messages call it."""
+    commit: str | None
+    """Of the hub's repository that the folder is a copy of; None: it is no copy."""
     config: PretrainedConfig
     shapes: dict[str, tuple[int, ...]]
     """Every tensor of a version. A layer's tensors lie together, and so do an expert's."""
@@ -52,12 +58,20 @@ class ServedModel:
     """The output head is the embedding: a version need not bring ``lm_head.weight``."""
 
     @classmethod
-    def load(cls, path: Path) -> "ServedModel":
-        """Read ``path/config.json``. Raises FileNotFoundError, or ValueError for a model this release cannot serve."""
+    def of(cls, model: ModelConfig) -> "ServedModel":
+        """The configured model, which is in a folder of this node: see ``hub.with_model_here``. Raises as ``load``."""
+        return cls.load(model.path, model.name, model.revision)
+
+    @classmethod
+    def load(cls, path: Path, name: str | None = None, commit: str | None = None) -> "ServedModel":
+        """Read ``path/config.json``. ``name``: None means the folder's.
+
+        Raises FileNotFoundError, or ValueError for a model this release cannot serve.
+        """
         if not (path / "config.json").is_file():
             raise FileNotFoundError(
-                f"model.path={path} has no config.json: name a folder in Hugging Face's layout, or set "
-                "model.create: tiny-qwen3 to have a small one made there"
+                f"model.path={path} has no config.json: name a folder in Hugging Face's layout or a repository on its "
+                "hub, such as Qwen/Qwen3-8B, or set model.create: tiny-qwen3 to have a small one made there"
             )
         model = _without_weights(path)
         config, experts = model.config, _expert_naming(model.config, path)
@@ -66,6 +80,8 @@ class ServedModel:
         shapes = {piece.name: piece.shape for piece in _experts_together(stored.values())}
         return cls(
             path=path,
+            name=name or path.name,
+            commit=commit,
             config=config,
             shapes=shapes,
             linears=_linears(model, stored),
@@ -101,10 +117,28 @@ class ServedModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """xxh3-128 over architecture, tensor table and tying: versions of another model are refused."""
+        """xxh3-128 over architecture, tensor table and tying, and ``@`` and the commit if there is one.
+
+        Versions of another model are refused.
+        """
         shapes = sorted(self.shapes.items())
         content = {"architectures": self.config.architectures, "shapes": shapes, "tied": self.tied}
-        return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+        table = xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+        return table if self.commit is None else f"{table}{_AT_COMMIT}{self.commit}"
+
+    def other_revision(self, fingerprint: str) -> str | None:
+        """What a model with the same tensors but of another commit is, and what to set to serve it.
+
+        None if the fingerprint is this model's, or one of other tensors.
+        """
+        table, _, commit = fingerprint.partition(_AT_COMMIT)
+        if table != self.fingerprint.partition(_AT_COMMIT)[0] or commit == (self.commit or ""):
+            return None
+        if not commit:
+            return f"a folder and not with {self.name} at commit {self.commit}: set model.path to that folder"
+        if self.commit is None:
+            return f"commit {commit} of a hub's repository: set model.path to that one, and model.revision: {commit}"
+        return f"commit {commit}, and {self.name} is at {self.commit} now: set model.revision: {commit}"
 
     @property
     def vocab_size(self) -> int:
@@ -127,7 +161,7 @@ class ServedModel:
         wrong = {what: items for what, items in wrong.items() if items}
         if wrong:
             summary = "; ".join(f"{len(items)} {what}: {', '.join(items[:4])}" for what, items in wrong.items())
-            raise InvalidManifest(f"the version does not fit the served model {self.path.name}: {summary}", wrong)
+            raise InvalidManifest(f"the version does not fit the served model {self.name}: {summary}", wrong)
 
 
 def _without_weights(path: Path) -> PreTrainedModel:

@@ -17,6 +17,7 @@ from rollout_service.engine.plugin import register
 from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed
 from rollout_service.logs import log_with_serve
+from rollout_service.model.hub import with_model_here
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.scoring import ScoreCall
 from rollout_service.rpc import ShadowCalls, ingest_client, monitor_client
@@ -64,7 +65,8 @@ class ShadowReplica:
                 f"the shadow does not see the ingest's log under weights.root ({config.weights.root}): put the log on "
                 "a shared file system, or keep both on one node through weights.ingest_resources"
             )
-        model, mine = ServedModel.load(config.model.path), shadow_config(config)
+        config = await asyncio.to_thread(with_model_here, config)
+        model, mine = ServedModel.of(config.model), shadow_config(config)
         args = replace(engine_args(mine, (), model.has_tokenizer), max_num_batched_tokens=STEP_TOKENS)
         self._engine = EngineAdapter(args, load_limit_s=config.engine.load_limit_s, exports=False)
         try:

@@ -50,6 +50,7 @@ def test_a_deployment_listens_on_loopback(path: Path) -> None:
 @every_yaml
 def test_a_deployment_builds_without_starting_ray(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where a model that the YAML asks for is made
+    (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)  # a folder comes before the hub
     module, _, name = application(path)["import_path"].partition(":")
     assert (module, name) == ("rollout_service.app", "build")
     build = getattr(import_module(module), name)

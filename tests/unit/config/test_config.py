@@ -188,12 +188,48 @@ def test_a_token_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_model_s_name_is_its_folder_s_unless_given() -> None:
-    assert ServiceConfig.model_validate({"model": {"path": "models/Qwen3-8B"}}).model.name == "Qwen3-8B"
+    assert ServiceConfig.model_validate({"model": {"path": "/models/Qwen3-8B"}}).model.name == "Qwen3-8B"
     assert ServiceConfig.model_validate({"model": {"served_name": "policy"}}).model.name == "policy"
+
+
+@pytest.mark.parametrize(
+    ("path", "repo_id"),
+    [
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("meta-llama/Llama-3.1_8B", "meta-llama/Llama-3.1_8B"),
+        ("/Qwen/Qwen3-8B", None),
+        ("../Qwen3-8B", None),
+        ("~/Qwen3-8B", None),
+        ("$SCRATCH/Qwen3-8B", None),
+        ("Qwen3-8B", None),
+        ("models/Qwen/Qwen3-8B", None),
+    ],
+)
+def test_two_names_and_a_slash_are_a_repository(path: str, repo_id: str | None) -> None:
+    model = ServiceConfig.model_validate({"model": {"path": path}}).model
+    assert model.repo_id == repo_id
+    assert model.name == (repo_id or Path(path).name)
+
+
+def test_a_folder_comes_before_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)
+    config = ServiceConfig.model_validate({"model": {"path": "Qwen/Qwen3-8B"}})
+    assert config.model.repo_id is None and config.resolved().model.path == tmp_path / "Qwen/Qwen3-8B"
+    # a revision says that it is none, wherever the configuration is read
+    pinned = ServiceConfig.model_validate({"model": {"path": "Qwen/Qwen3-8B", "revision": "main"}})
+    assert pinned.resolved().model.repo_id == "Qwen/Qwen3-8B"
+
+
+def test_a_model_that_is_made_is_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = ServiceConfig.model_validate({"model": {"path": "models/tiny-qwen3", "create": "tiny-qwen3"}})
+    assert config.model.repo_id is None and config.resolved().model.path == tmp_path / "models/tiny-qwen3"
 
 
 def test_every_path_is_absolute_once_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "m").mkdir(parents=True)
     args = {
         "model": {"path": "models/m"},
         "weights": {"root": "log", "source_roots": ["checkpoints", "../shared"]},

@@ -95,6 +95,36 @@ async def test_a_log_of_another_model_is_refused(
             await restarted(config_of(other, config.weights.root))
 
 
+def of_commit(config: ServiceConfig, commit: str | None) -> ServiceConfig:
+    """The configuration as a node has it that downloaded the model from the hub at that commit."""
+    model = config.model.model_copy(update={"revision": commit, "served_name": "org/model"})
+    return config.model_copy(update={"model": model})
+
+
+async def test_a_log_of_another_commit_is_refused(restarted: Restart, model: Path, tmp_path: Path) -> None:
+    old, new = "a" * 40, "b" * 40
+    config = config_of(model, tmp_path / "of-the-hub")
+    await restarted(of_commit(config, old))
+    with pytest.raises(LogCorrupt) as refused:
+        await restarted(of_commit(config, new))
+    assert str(refused.value) == (
+        f"the log at {tmp_path / 'of-the-hub'} was begun with commit {old}, and org/model is at {new} now: "
+        f"set model.revision: {old}, or name another weights.root"
+    )
+    assert (await (await restarted(of_commit(config, old))).fleet()).latest_version == 0
+
+
+async def test_a_folder_s_log_is_not_a_repository_s(restarted: Restart, model: Path, tmp_path: Path) -> None:
+    commit, config = "a" * 40, config_of(model, tmp_path / "of-a-folder")
+    await restarted(config)
+    with pytest.raises(LogCorrupt, match=rf"with a folder and not with org/model at commit {commit}: set model\.path"):
+        await restarted(of_commit(config, commit))
+    other = config_of(model, tmp_path / "of-the-hub")
+    await restarted(of_commit(other, commit))
+    with pytest.raises(LogCorrupt, match=rf"with commit {commit} of a hub's repository: set model\.path to that one"):
+        await restarted(other)
+
+
 @pytest.mark.parametrize("quant", [{"weights": "none"}, {"skip": ["*.down_proj"]}, {"scales": "power_of_two"}])
 async def test_a_log_of_another_quantization_is_refused(
     restarted: Restart, ingest: Ingest, config: ServiceConfig, quant: dict[str, object]

@@ -1,0 +1,240 @@
+"""Models of the Hugging Face hub: the commit that a revision names, and a repository's files on this node.
+
+Everything is downloaded by huggingface_hub, into its cache, and where it is told to: ``HF_HOME``, ``HF_TOKEN``,
+``HF_ENDPOINT`` and ``HF_HUB_OFFLINE`` are those of each process, so in a cluster those of the node on which Ray was
+started. What one process of a node has downloaded the others find there.
+"""
+
+import errno
+import json
+import logging
+import os
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import huggingface_hub as hf
+from huggingface_hub import constants, errors
+from huggingface_hub.utils.tqdm import tqdm
+
+from rollout_service.config import ModelConfig, ServiceConfig
+
+logger = logging.getLogger(__name__)
+
+SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+"""The configuration, the tokenizer's files and the index of the weights: what every node needs."""
+IN_SUBFOLDERS = "*/*"
+"""Other formats of the same model; nothing of ours lies there."""
+LOG_EVERY_S = 5.0
+"""A download says this often how far it is, where it has no terminal."""
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_WHY = (
+    (
+        errors.GatedRepoError,
+        "{repo} is gated: ask for access at {hub}/{repo}, and set HF_TOKEN to a token of that account where Ray is "
+        "started",
+    ),
+    (
+        errors.RepositoryNotFoundError,
+        "model.path={repo} is no folder in {cwd}, and {hub} shows no repository of that name: correct it, or set "
+        "HF_TOKEN where Ray is started if the repository is private",
+    ),
+    (errors.HFValidationError, "model.path={repo} is no folder in {cwd}, and cannot be a repository on {hub}"),
+    (
+        errors.RevisionNotFoundError,
+        "{repo} has no revision {revision}: set model.revision to a branch, a tag or a commit of it",
+    ),
+    (errors.RemoteEntryNotFoundError, "{repo} at {revision} is no model to serve: it lacks a file"),
+    (
+        (errors.RevisionResolutionError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled),
+        "{repo} at {revision} is not, or not all, in {cache} on {node}, and {hub} cannot be reached from there: "
+        "connect the node, copy the cache of another one to it, or name a folder in model.path",
+    ),
+    (
+        (errors.HfHubHTTPError, httpx2.HTTPError, OSError),
+        "{repo} at {revision} could not be downloaded from {hub} to {cache} on {node}; if it is private, set HF_TOKEN "
+        "where Ray is started",
+    ),
+)
+"""What huggingface_hub raises → what that means here; the first that fits."""
+
+
+class ModelNotDownloaded(OSError):
+    """A repository's files are not to be had; says why, and what to do."""
+
+
+def pinned(config: ServiceConfig) -> ServiceConfig:
+    """The same with ``model.revision`` the hash of a commit, so that all processes have the same files.
+
+    A model in a folder stays as it is. Of a repository the small files are downloaded, which shows that they all may
+    be. Where the hub cannot be reached, the commit is the one that the cache knows by that revision.
+    Raises ModelNotDownloaded.
+    """
+    repo_id = config.model.repo_id
+    if repo_id is None:
+        return config
+    with _explained(config.model):
+        commit = hf.HfApi().resolve_revision(repo_id, revision=config.model.revision).resolved
+    model = config.model.model_copy(update={"revision": commit})
+    folder = _downloaded(model, commit, SMALL_FILES)
+    if sizes := _sizes(repo_id, commit):
+        _weight_files(model, folder, sizes)
+    logger.info("%s: commit %s", repo_id, commit)
+    return config.model_copy(update={"model": model})
+
+
+def with_model_here(config: ServiceConfig, *, weights: bool = False) -> ServiceConfig:
+    """The same with ``model.path`` a folder of this node. ``weights``: the safetensors are needed there, too.
+
+    ``model.revision`` stays the commit and ``model.name`` what it was. A model that is in a folder anyway stays as it
+    is. Blocks for as long as a download takes. Raises ModelNotDownloaded.
+    """
+    model = config.model
+    if model.repo_id is None:
+        return config
+    folder = model_folder(model, weights=weights)
+    here = model.model_copy(update={"path": folder, "served_name": model.name})
+    return config.model_copy(update={"model": here})
+
+
+def model_folder(model: ModelConfig, *, weights: bool = False) -> Path:
+    """The folder of a pinned repository in this node's cache, downloaded if need be. Raises ModelNotDownloaded."""
+    assert model.repo_id is not None and model.revision is not None, f"{model.path} was not pinned"
+    folder = _downloaded(model, model.revision, SMALL_FILES)
+    if weights:
+        sizes = _sizes(model.repo_id, model.revision)
+        files = _weight_files(model, folder, sizes)
+        lacking = [name for name in files if not (folder / name).is_file()]
+        nbytes = sum(sizes.get(name, 0) for name in lacking)
+        _require_room(model, nbytes)
+        if lacking:
+            logger.info("%s: downloading %d files, %s", model.repo_id, len(lacking), _size(nbytes))
+        _downloaded(model, model.revision, tuple(files), nbytes)
+        if gone := [name for name in files if not (folder / name).is_file()]:
+            raise ModelNotDownloaded(
+                f"{model.repo_id} at {model.revision} lacks what its {constants.SAFETENSORS_INDEX_FILE} names: "
+                f"{', '.join(gone[:4])}"
+            )
+    return folder
+
+
+def _downloaded(model: ModelConfig, commit: str, patterns: tuple[str, ...], nbytes: int = 0) -> Path:
+    assert model.repo_id is not None
+    bars = None if sys.stderr.isatty() else _logged_bar(model.repo_id, nbytes)
+    with _explained(model):
+        folder = hf.snapshot_download(
+            model.repo_id,
+            revision=commit,
+            allow_patterns=list(patterns),
+            ignore_patterns=[IN_SUBFOLDERS],
+            tqdm_class=bars,
+        )
+    if not (Path(folder) / constants.CONFIG_NAME).is_file():
+        raise ModelNotDownloaded(f"{model.repo_id} at {commit} has no {constants.CONFIG_NAME}: it is no model to serve")
+    return Path(folder)
+
+
+def _sizes(repo_id: str, commit: str) -> dict[str, int]:
+    """Bytes of each file of the repository; empty for what an older huggingface_hub has put into the cache."""
+    try:
+        return {file.path: file.size for file in hf.get_cached_repo_tree(repo_id, revision=commit)}
+    except errors.CachedRepoTreeNotFoundError:
+        return {}
+
+
+def _weight_files(model: ModelConfig, folder: Path, sizes: dict[str, int]) -> list[str]:
+    """Those that the index names, since others may hold the same tensors once more; without an index all of them."""
+    index = folder / constants.SAFETENSORS_INDEX_FILE
+    if index.is_file():
+        try:
+            return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelNotDownloaded(f"{model.repo_id}: {index} is no index of safetensors: {error!r}") from error
+    there = {*sizes, *(path.name for path in folder.iterdir())}
+    found = sorted(name for name in there if name.endswith(".safetensors") and "/" not in name)
+    if not found and not sizes:
+        raise ModelNotDownloaded(
+            f"the weights of {model.repo_id} at {model.revision} are not in {constants.HF_HUB_CACHE} on "
+            f"{os.uname().nodename}, and {constants.ENDPOINT} cannot be reached from there"
+        )
+    if not found:
+        pickles = sorted(name for name in there if name.endswith((".bin", ".pth", ".pt")))
+        held = f"but {', '.join(pickles[:4])}: pickles are never opened" if pickles else "none at all"
+        raise ModelNotDownloaded(
+            f"{model.repo_id} at {model.revision} has no weights in safetensors, {held}. Name a repository or a "
+            "revision that has them (bots often put them into a pull request: model.revision: refs/pr/N)"
+        )
+    return found
+
+
+def _require_room(model: ModelConfig, nbytes: int) -> None:
+    cache = Path(constants.HF_HUB_CACHE)
+    while not cache.exists():
+        cache = cache.parent
+    free = shutil.disk_usage(cache).free
+    if nbytes > free:
+        raise ModelNotDownloaded(
+            f"{model.repo_id} needs {_size(nbytes)} more in {constants.HF_HUB_CACHE}, and {_size(free)} are free "
+            f"there on {os.uname().nodename}: make room, or set HF_HOME to a larger disk"
+        )
+
+
+@contextmanager
+def _explained(model: ModelConfig) -> Iterator[None]:
+    """Raise ModelNotDownloaded for what huggingface_hub raises, saying what to do."""
+    facts = {
+        "repo": model.path,
+        "revision": model.revision or constants.DEFAULT_REVISION,
+        "hub": constants.ENDPOINT,
+        "cache": constants.HF_HUB_CACHE,
+        "node": os.uname().nodename,
+        "cwd": Path.cwd(),
+    }
+    try:
+        yield
+    except (OSError, errors.RevisionResolutionError, errors.HFValidationError, httpx2.HTTPError) as error:
+        if isinstance(error, ModelNotDownloaded):
+            raise
+        if isinstance(error, OSError) and error.errno in _DISK_FULL:
+            why = "the disk of {cache} on {node} is full: make room, or set HF_HOME to a larger one"
+        else:
+            why = next(why for kinds, why in _WHY if isinstance(error, kinds))
+        said = textwrap.shorten(f"{type(error).__name__}: {error}", 400, placeholder=" …")
+        raise ModelNotDownloaded(f"{why.format(**facts)} ({said})") from error
+
+
+def _logged_bar(what: str, nbytes: int) -> type[tqdm]:
+    """A class of progress bars that log how many of ``nbytes`` have come, every ``LOG_EVERY_S`` at most.
+
+    Of the bars that huggingface_hub makes for one download, two count bytes: those received and those written.
+    """
+    next_at, most = time.monotonic() + LOG_EVERY_S, 0
+
+    class LoggedBar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs |= {"disable": False, "leave": False, "mininterval": LOG_EVERY_S / 10}
+            super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            """Instead of drawing the bar."""
+            nonlocal next_at, most
+            if self.unit != "B":
+                return
+            most = max(most, int(self.n))
+            if time.monotonic() >= next_at:
+                next_at = time.monotonic() + LOG_EVERY_S
+                of = f" of {_size(nbytes)}" if nbytes else ""
+                logger.info("%s: %s%s downloaded", what, _size(most), of)
+
+    return LoggedBar
+
+
+def _size(nbytes: int) -> str:
+    """Three digits in decimal units."""
+    return str(tqdm.format_sizeof(nbytes, "B"))
