@@ -1,11 +1,11 @@
 """What quantization makes of a model, from its config.json alone: one row for each kind of tensor."""
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rollout_service.config.engine import QuantConfig
+from rollout_service.config import ModelConfig, QuantConfig
 from rollout_service.model.families import shard_shape
+from rollout_service.model.hub import config_file
 from rollout_service.model.names import kind, ranges
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import EMBEDDING, LM_HEAD, ServedModel
@@ -64,20 +64,23 @@ class ModelReport(Frozen):
         return sum(row.stored_bytes for row in self.kinds)
 
 
-def inspect_model(path: Path, quant: QuantConfig, tensor_parallel_size: int = 1) -> ModelReport:
-    """Read config.json (``path`` or in the folder ``path``) and decide for each tensor.
+def inspect_model(source: ModelConfig, quant: QuantConfig, tensor_parallel_size: int = 1) -> ModelReport:
+    """Read config.json, which ``source.path`` is, or which is in that folder or repository; decide for each tensor.
 
-    Raises FileNotFoundError, or ValueError for a model that cannot be served so, as ``ServedModel`` does.
+    Raises FileNotFoundError, ModelNotDownloaded, or ValueError for a model that cannot be served so, as ``ServedModel``
+    does.
     """
+    path = source.path if source.repo_id is None else config_file(source)
     folder = path.parent if path.name == "config.json" else path
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"{path}: no config.json there: name a folder in Hugging Face's layout, or a config.json"
+            f"{path}: no config.json there: name a folder in Hugging Face's layout, a config.json, or a repository on "
+            "the Hugging Face hub, such as Qwen/Qwen3-8B"
         )
     model = ServedModel.load(folder)
     plan = model.plan(quant, tensor_parallel_size)
     return ModelReport(
-        model=folder.absolute().name,
+        model=source.repo_id or folder.absolute().name,
         model_type=model.config.model_type,
         parameters=sum(math.prod(s) for name, s in model.shapes.items() if not (model.tied and name == LM_HEAD)),
         tensor_parallel_size=tensor_parallel_size,

@@ -71,8 +71,11 @@ class Indivisible(StrEnum):
 
 @app.command()
 def inspect(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model's folder, or its config.json alone.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="On the Hugging Face hub, a folder, or its config.json alone.")
+    ],
     tp: Annotated[int, typer.Option(min=1, help="GPUs that share one replica: engine.tensor_parallel_size.")] = 1,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub: model.revision.")] = None,
     skip: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="As in quant.skip; may be given again.")
     ] = None,
@@ -83,18 +86,23 @@ def inspect(
 ) -> None:
     """Show what quantization makes of MODEL: which tensors become FP8, which do not and why, and their sizes.
 
-    Reads config.json only; no weights are needed. Fails, naming the layers, if MODEL does not divide into FP8 blocks.
+    Reads config.json only; no weights are needed, and none downloaded. Fails, naming the layers, if MODEL does not
+    divide into FP8 blocks.
     """
+    from pydantic import ValidationError
     from rich.console import Console
 
-    from rollout_service.config.engine import QuantConfig
+    from rollout_service.config import ModelConfig, QuantConfig
 
     try:
         from rollout_service.cli.inspect_model import inspect_model, print_report
     except ModuleNotFoundError as error:
         fail(f"inspect needs {error.name}, which comes with an engine: install rollout-service[cpu] or [gpu]")
     try:
-        report = inspect_model(model, QuantConfig(skip=tuple(skip or ()), indivisible=indivisible.value), tp)
+        source = ModelConfig(path=model, revision=revision)
+        report = inspect_model(source, QuantConfig(skip=tuple(skip or ()), indivisible=indivisible.value), tp)
+    except ValidationError as error:
+        fail("; ".join(_problems(error)))
     except (OSError, ValueError) as error:
         fail(error)
     if json:

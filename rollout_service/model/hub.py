@@ -124,6 +124,13 @@ def model_folder(model: ModelConfig, *, weights: bool = False) -> Path:
     return folder
 
 
+def config_file(model: ModelConfig) -> Path:
+    """config.json of a repository, downloaded by itself: no other file. Raises ModelNotDownloaded."""
+    assert model.repo_id is not None, f"{model.path} is a folder"
+    with _explained(model):
+        return Path(hf.hf_hub_download(model.repo_id, constants.CONFIG_NAME, revision=model.revision))
+
+
 def _downloaded(model: ModelConfig, commit: str, patterns: tuple[str, ...], nbytes: int = 0) -> Path:
     assert model.repo_id is not None
     bars = None if sys.stderr.isatty() else _logged_bar(model.repo_id, nbytes)

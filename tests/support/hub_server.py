@@ -15,6 +15,7 @@ _INFO = re.compile(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?")
 _TREE = re.compile(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)")
 _FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 _PART_BYTES = 1 << 16
+_PROJECT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -57,6 +58,12 @@ class HubServer:
         repository.commits[commit] = folder
         repository.revisions |= dict.fromkeys(revisions or ("main",), commit)
         return commit
+
+    def env(self, cache: Path, **variables: str) -> list[str]:
+        """The command ``env``: a program under it uses this hub and that cache, whatever a developer's shell sets."""
+        own = {"PYTHONPATH": str(_PROJECT), "HF_ENDPOINT": self.url, "HF_HOME": str(cache)}
+        forgotten = [option for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE") for option in ("-u", name)]
+        return ["env", *forgotten, *(f"{name}={value}" for name, value in {**own, **variables}.items())]
 
     def downloaded(self) -> list[str]:
         """Names of the files whose bytes were asked for, in order."""

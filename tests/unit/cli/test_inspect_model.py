@@ -9,7 +9,7 @@ from rich.console import Console
 from transformers import Qwen3MoeConfig
 
 from rollout_service.cli.inspect_model import ModelReport, inspect_model, print_report
-from rollout_service.config.engine import QuantConfig
+from rollout_service.config import ModelConfig, QuantConfig
 from tests.support.models import FAMILIES, make_model, stored_shapes
 
 
@@ -40,7 +40,7 @@ def printed(report: ModelReport, width: int) -> list[str]:
 
 
 def test_a_model_of_30_billion_parameters_is_half_as_large_in_fp8(qwen3_30b_a3b: Path) -> None:
-    report = inspect_model(qwen3_30b_a3b, QuantConfig())
+    report = inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig())
     linear = 48 * (2 * 4096 * 2048 + 2 * 512 * 2048 + 128 * 3 * 768 * 2048)
     rest = 2 * 151936 * 2048 + 48 * (128 * 2048 + 2 * 128 + 2 * 2048) + 2048
     assert report.parameters == linear + rest == 30_532_122_624
@@ -51,7 +51,7 @@ def test_a_model_of_30_billion_parameters_is_half_as_large_in_fp8(qwen3_30b_a3b:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_report_counts_every_tensor_of_a_version_once(family: str, tmp_path: Path) -> None:
-    report = inspect_model(make_model(tmp_path, family), QuantConfig())
+    report = inspect_model(ModelConfig(path=make_model(tmp_path, family)), QuantConfig())
     stored = stored_shapes(tmp_path)
     copies = 1 if report.model_type == "qwen2" else 0  # the tied output head
     assert sum(row.count for row in report.kinds) == len(stored) + copies
@@ -61,14 +61,14 @@ def test_the_report_counts_every_tensor_of_a_version_once(family: str, tmp_path:
 
 def test_what_must_stay_in_fp32_is_counted_with_four_bytes(tmp_path: Path) -> None:
     FAMILIES["deepseek_v3"]().save_pretrained(tmp_path)
-    (row,) = (row for row in inspect_model(tmp_path, QuantConfig()).kinds if row.dtype == "FP32")
+    (row,) = (row for row in inspect_model(ModelConfig(path=tmp_path), QuantConfig()).kinds if row.dtype == "FP32")
     assert row.name == "mlp.gate.e_score_correction_bias" and row.stored_bytes == 2 * row.bf16_bytes == 4 * 8
 
 
 @pytest.mark.parametrize("ways", [1, 2])
 @pytest.mark.parametrize("width", [200, 100, 80, 60])
 def test_no_terminal_is_so_narrow_that_words_are_cut(qwen3_30b_a3b: Path, width: int, ways: int) -> None:
-    report = inspect_model(qwen3_30b_a3b, QuantConfig(), ways)
+    report = inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig(), ways)
     lines = printed(report, width)
     text = " ".join(" ".join(lines).split())
     assert max(map(len, lines)) <= width and "…" not in text
@@ -79,5 +79,5 @@ def test_no_terminal_is_so_narrow_that_words_are_cut(qwen3_30b_a3b: Path, width:
 
 
 def test_a_wide_terminal_shows_every_column(qwen3_30b_a3b: Path) -> None:
-    heading = " ".join(printed(inspect_model(qwen3_30b_a3b, QuantConfig(), 2), 200)[1].split())
+    heading = " ".join(printed(inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig(), 2), 200)[1].split())
     assert heading == "tensors count shape shard in BF16 stored stored as"

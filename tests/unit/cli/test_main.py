@@ -1,6 +1,8 @@
 """The ``rollout-service`` command, against files and a listening socket."""
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +26,7 @@ from rollout_service.protocol.fleet import (
     ReplicaStatus,
     UpdateTimings,
 )
+from tests.support.hub_server import HubServer, hub_server
 from tests.support.models import FAMILIES
 
 FLEET = Fleet(
@@ -49,6 +52,7 @@ FLEET = Fleet(
     ),
 )
 TOKEN = "a-token"
+COMMAND = str(Path(sys.executable).with_name("rollout-service"))
 
 
 class FleetHandler(BaseHTTPRequestHandler):
@@ -239,6 +243,39 @@ def test_inspect_says_why_it_cannot_read_a_model(tmp_path: Path, content: str | 
         (tmp_path / "config.json").write_text(content)
     result = run("inspect", tmp_path)
     assert result.exit_code == 1 and message in result.stderr
+
+
+class TestInspectOfTheHub:
+    REPO = "some-org/small-moe"
+
+    @pytest.fixture
+    def hub(self, moe_config: Path) -> Iterator[HubServer]:
+        with hub_server() as server:
+            (moe_config.parent / "model.safetensors").write_bytes(b"not to be read")
+            server.publish(self.REPO, moe_config.parent, "main", "v1")
+            yield server
+
+    @staticmethod
+    def run(hub: HubServer, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [*hub.env(folder / "hf"), COMMAND, "inspect", *arguments]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+    def test_downloads_config_json_alone(self, hub: HubServer, moe_config: Path, tmp_path: Path) -> None:
+        of_the_hub = self.run(hub, tmp_path, self.REPO, "--json", "--revision", "v1")
+        of_a_folder = json.loads(run("inspect", moe_config, "--json").stdout)
+        assert json.loads(of_the_hub.stdout) == of_a_folder | {"model": self.REPO}
+        assert hub.downloaded() == ["config.json"]
+
+    def test_says_what_is_not_on_the_hub(self, hub: HubServer, tmp_path: Path) -> None:
+        said = self.run(hub, tmp_path, "some-org/another")
+        assert said.returncode == 1 and not said.stdout
+        assert f"some-org/another is no folder in {tmp_path}, and {hub.url} shows no repository" in said.stderr
+        said = self.run(hub, tmp_path, self.REPO, "--revision", "v2")
+        assert f"{self.REPO} has no revision v2" in said.stderr
+
+    def test_a_folder_has_no_revisions(self, moe_config: Path) -> None:
+        result = run("inspect", moe_config, "--revision", "v1")
+        assert result.exit_code == 1 and "model.revision is v1, but model.path=" in result.stderr
 
 
 def test_fleet_shows_every_replica(service_url: str, token_file: Path) -> None:

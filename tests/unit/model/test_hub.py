@@ -25,11 +25,8 @@ from rollout_service.store.log import WeightLog
 from tests.support.hub_server import HubServer, hub_server
 from tests.unit.ingest.trainer import config_of
 
-PROJECT = Path(__file__).parents[3]
 REPO = "some-org/tiny-qwen3"
 WEIGHTS = "model.safetensors"
-FORGOTTEN = [option for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE") for option in ("-u", name)]
-"""Options of ``env``: what a developer's own shell may have set."""
 LONG_S = 60.0
 Fetched = dict[str, Any]
 
@@ -38,18 +35,14 @@ class Node:
     """A machine with a cache of its own, whose processes are told of one hub."""
 
     def __init__(self, hub: HubServer, folder: Path) -> None:
-        self.cache, self.cwd = folder / "hf", folder
-        self.variables = {
-            "PYTHONPATH": str(PROJECT),
-            "HF_ENDPOINT": hub.url,
-            "HF_HOME": str(self.cache),
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-        }
+        self.hub, self.cache, self.cwd = hub, folder / "hf", folder
 
     def start(self, model: dict[str, str], *options: str, **variables: str) -> subprocess.Popen[str]:
-        told = [f"{name}={value}" for name, value in (self.variables | variables).items()]
         process = subprocess.Popen(
-            ["env", *FORGOTTEN, *told, sys.executable, "-m", "tests.support.fetch_model", *options],
+            [
+                *self.hub.env(self.cache, **variables),
+                *(sys.executable, "-m", "tests.support.fetch_model", *options),
+            ],
             cwd=self.cwd,
             text=True,
             stdin=subprocess.PIPE,
