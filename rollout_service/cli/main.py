@@ -55,8 +55,7 @@ def config(
     try:
         resolved = ServiceConfig.model_validate(application_args(path)).resolved()
     except ValidationError as error:
-        problems = "\n".join(f"  {line}" for line in _problems(error))
-        fail(f"{path} is not a valid configuration:\n{problems}")
+        fail(_invalid(path, error))
     except ValueError as error:
         fail(error)
     typer.echo(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False, allow_unicode=True), nl=False)
@@ -112,6 +111,49 @@ def inspect(
 
 
 @app.command()
+def doctor(
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[CONFIG.yaml]",
+            help="A Serve config that is to run here; by default the one in deployments/ for this machine.",
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Say what this machine can do and what to set: packages, GPUs, memory, disks and ports.
+
+    Changes nothing. Exits with 1 if a problem would keep the service from starting.
+    """
+    from pydantic import TypeAdapter, ValidationError
+    from rich.console import Console
+
+    from rollout_service.config import deployment_file
+
+    try:
+        from rollout_service.cli import machine
+        from rollout_service.cli.checks import Finding, Plan, with_model
+        from rollout_service.cli.doctor import examine, print_findings
+    except ModuleNotFoundError as error:
+        fail(f"doctor needs {error.name}, which comes with an engine: install rollout-service[cpu] or [gpu]")
+    if path is None:
+        path = deployment_file.GPU if machine.is_gpu_host() else deployment_file.CPU
+    try:
+        plan, model = with_model(Plan.of(deployment_file.read_document(path)))
+    except ValidationError as error:
+        fail(_invalid(path, error))
+    except ValueError as error:
+        fail(error)
+    findings = [model, *examine(plan)]
+    if json:
+        typer.echo(TypeAdapter(list[Finding]).dump_json(findings, indent=2))
+    else:
+        print_findings(findings, Console())
+    if any(finding.level == "problem" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
 def fleet(
     url: Annotated[str, typer.Option(help="Address of the service.")] = "http://127.0.0.1:8000",
     token_file: Annotated[Path | None, typer.Option(help="File that holds the bearer token.")] = None,
@@ -131,6 +173,11 @@ def fleet(
     except httpx.TransportError as error:
         fail("\n".join([f"{url}: {error or type(error).__name__}", *getattr(error, "__notes__", [])]))
     Console().print(table)
+
+
+def _invalid(path: Path, error: "ValidationError") -> str:
+    problems = "\n".join(f"  {line}" for line in _problems(error))
+    return f"{path} is not a valid configuration:\n{problems}"
 
 
 def _problems(error: "ValidationError") -> list[str]:

@@ -1,4 +1,4 @@
-"""Reads our part of a Serve config, such as those in ``deployments/``."""
+"""Reads and writes Serve configs of which one application is ours, such as those in ``deployments/``."""
 
 from pathlib import Path
 from typing import Any
@@ -7,13 +7,16 @@ import yaml
 
 BUILDER = "rollout_service.app:build"
 """``import_path`` by which an application in a Serve config is ours."""
+SHIPPED = Path(__file__).parents[1] / "deployments"
+"""The project's ``deployments/``, which a wheel brings inside the package."""
+CPU, GPU = SHIPPED / "cpu_rollout.yaml", SHIPPED / "fp8_rollout.yaml"
+
+Document = dict[str, Any]
+"""A whole Serve config."""
 
 
-def application_args(path: Path) -> dict[str, Any]:
-    """The ``args`` of the one application that is ours: what ``ServiceConfig`` is made of.
-
-    Raises ValueError saying what is wrong with the file.
-    """
+def read_document(path: Path) -> Document:
+    """A Serve config with one application that is ours. Raises ValueError saying what is wrong with the file."""
     try:
         document = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -28,17 +31,28 @@ def application_args(path: Path) -> dict[str, Any]:
     ours = [item for item in applications if isinstance(item, dict) and item.get("import_path") == BUILDER]
     if len(ours) != 1:
         raise ValueError(f"{path} has {len(ours)} applications with `import_path: {BUILDER}`; it must have one")
-    args = ours[0].get("args", {})
-    if not isinstance(args, dict):
-        raise ValueError(f"{path}: `args` of the application must be a mapping of sections, not {args!r}")
+    if not isinstance(ours[0].get("args", {}), dict):
+        raise ValueError(f"{path}: `args` of the application must be a mapping of sections, not {ours[0]['args']!r}")
+    read: Document = document
+    return read
+
+
+def args_of(document: Document) -> dict[str, Any]:
+    """The ``args`` of the one application that is ours: what ``ServiceConfig`` is made of."""
+    [ours] = [item for item in document["applications"] if item.get("import_path") == BUILDER]
+    args: dict[str, Any] = ours.setdefault("args", {})
     return args
+
+
+def application_args(path: Path) -> dict[str, Any]:
+    """``args_of`` a file. Raises ValueError as ``read_document``."""
+    return args_of(read_document(path))
 
 
 def controller_options(path: Path) -> dict[str, Any] | None:
     """What the file sets for Serve's controller, to be given to ``serve.start``; None: nothing.
 
-    Raises ValueError if ``application_args`` does.
+    Raises ValueError as ``read_document``.
     """
-    application_args(path)
-    options: dict[str, Any] | None = yaml.safe_load(path.read_text()).get("controller_options")
+    options: dict[str, Any] | None = read_document(path).get("controller_options")
     return options

@@ -1,10 +1,13 @@
 """Every YAML in deployments/ is built by the builder that it names."""
 
+import shutil
+import subprocess
 import sys
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import ray
@@ -14,7 +17,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from rollout_service.app import build
 from rollout_service.config import ServiceConfig
-from rollout_service.config.deployment_file import controller_options
+from rollout_service.config.deployment_file import CPU, GPU, controller_options
 
 PROJECT = Path(__file__).parents[2]
 YAMLS = sorted((PROJECT / "deployments").glob("*.yaml"))
@@ -60,6 +63,22 @@ def test_a_deployment_builds_without_starting_ray(path: Path, tmp_path: Path, mo
     built = build(ServiceConfig.model_validate(application(path)["args"]))
     assert isinstance(built, Application)
     assert not ray.is_initialized()
+
+
+def test_a_wheel_brings_the_deployments(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    for folder in ("rollout_service", "deployments"):
+        without_caches = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(PROJECT / folder, source / folder, symlinks=True, ignore=without_caches)
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(PROJECT / file, source)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", tmp_path, source], check=True, capture_output=True)
+    [wheel] = tmp_path.glob("*.whl")
+    with ZipFile(wheel) as files:
+        for path in YAMLS:
+            assert files.read(f"rollout_service/deployments/{path.name}") == path.read_bytes()
+    assert {CPU.resolve(), GPU.resolve()} <= set(YAMLS)
 
 
 def test_there_are_as_many_gateways_as_configured_and_one_by_default() -> None:

