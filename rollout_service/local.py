@@ -72,17 +72,32 @@ def running_service(
     if not verbose:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port}, controller_options=controller_options(path))
+        with deployed(config, {"host": "127.0.0.1", "port": port}, controller_options(path)):
+            url = f"http://127.0.0.1:{port}"
+            yield LocalService(url=url, config=config.resolved(), metrics_targets=(f"{url}/metrics", *_agents()))
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def deployed(
+    config: ServiceConfig, http_options: dict[str, Any], controller_options: dict[str, Any] | None
+) -> Iterator[None]:
+    """Serve, with the service as its application, in the Ray cluster that this process is in, until the block ends.
+
+    Options as in a Serve config. Returns when the service answers. Raises ServiceNotStarted, with the reason, once
+    Serve has given up.
+    """
+    try:
+        serve.start(http_options=http_options, controller_options=controller_options)
         try:
             serve.run(build(config), name=APPLICATION, route_prefix="/")
         except RuntimeError as error:  # says which deployment, but not why
             said = "; ".join(f"{name}: {why}" for name, why in sorted(not_running(APPLICATION).items()))
             raise ServiceNotStarted(f"{error} {said}") from error
-        url = f"http://127.0.0.1:{port}"
-        yield LocalService(url=url, config=config.resolved(), metrics_targets=(f"{url}/metrics", *_agents()))
+        yield
     finally:
         serve.shutdown()
-        ray.shutdown()
 
 
 def _agents() -> list[str]:

@@ -246,12 +246,16 @@ def nvcc_finding(nvcc: str | None, plan: Plan) -> Finding:
 def memory(plan: Plan) -> list[Finding]:
     """The machine's, and the part that processes share."""
     has = machine.memory()
-    return [memory_finding(has), shm_finding(machine.disk(Path("/dev/shm")), has)]
+    return [memory_finding(has, plan), shm_finding(machine.disk(Path("/dev/shm")), has)]
 
 
-def memory_finding(has: Memory) -> Finding:
-    """Ray kills workers when more than a share of it is in use, whoever uses it."""
+def memory_finding(has: Memory, plan: Plan) -> Finding:
+    """Ray kills workers when more than a share of it is in use, whoever uses it. Engines on the CPU are in it."""
     share = has.used_bytes / has.total_bytes
+    engines = 0 if plan.on_gpus else max(1, plan.config.scaling.min_replicas) * plan.version_bytes
+    if has.used_bytes + engines > has.kill_at * has.total_bytes and share < has.kill_at:
+        found = f"{_gb(has.total_bytes - has.used_bytes)} of {_gb(has.total_bytes)} free, engines take {_gb(engines)}"
+        return Finding(check="memory", level="problem", found=found, advice="a smaller model, or a larger machine")
     found = (
         f"{_gb(has.total_bytes)}, {_gb(has.total_bytes - has.used_bytes)} of it free; "
         f"Ray kills workers from {has.kill_at:.0%} on, and {share:.0%} are in use"

@@ -8,7 +8,7 @@ import typer
 
 import rollout_service
 from rollout_service.cli import log
-from rollout_service.cli.output import fail
+from rollout_service.cli.output import complain, fail
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 
 app = typer.Typer(
-    help="Inspect a rollout service: its configuration, its replicas, and the weight versions that trainers pushed.",
+    help="Start a rollout service, and inspect one: its configuration, its replicas, the weight versions pushed to it.",
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,
@@ -39,6 +39,59 @@ def main(
     ] = False,
 ) -> None:
     """What stands before every command."""
+
+
+@app.command()
+def serve(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="On the Hugging Face hub, or a folder in its layout.")],
+    tp: Annotated[int, typer.Option(min=1, help="GPUs that share one replica: engine.tensor_parallel_size.")] = 1,
+    replicas: Annotated[
+        str | None, typer.Option(metavar="N or A-B", help="How many, or the fewest and the most.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Of HTTP, on loopback.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="The model's name in requests: model.served_name.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub: model.revision.")] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Write the Serve config to standard output, and start nothing.")
+    ] = False,
+) -> None:
+    """Serve MODEL on this machine until Ctrl-C, and say how to call it.
+
+    On a machine with GPUs in FP8 on them, as deployments/fp8_rollout.yaml does, else on the CPU, as
+    deployments/cpu_rollout.yaml. Checks first what doctor checks. For other settings: --print-config > FILE, edit FILE,
+    serve run FILE.
+    """
+    from pydantic import ValidationError
+
+    from rollout_service.config import ModelConfig
+
+    try:
+        from rollout_service.cli import machine, serve
+    except ModuleNotFoundError as error:
+        fail(f"serve needs {error.name}, which comes with an engine: install rollout-service[cpu] or [gpu]")
+    try:
+        prepared = serve.Prepared.of(
+            serve.deployment(
+                ModelConfig(path=model, revision=revision, served_name=name),
+                on_gpus=machine.is_gpu_host(),
+                tensor_parallel_size=tp,
+                replicas=None if replicas is None else serve.replica_bounds(replicas),
+                port=port,
+            )
+        )
+    except ValidationError as error:
+        fail("; ".join(_problems(error)))
+    except (OSError, ValueError) as error:
+        fail(error)
+    if print_config:
+        if prepared.model.level == "problem":
+            complain(f"this would not start: {prepared.model.found}")
+        typer.echo(serve.as_yaml(prepared.document), nl=False)
+        return
+    if problems := prepared.problems():
+        lines = [f"  {each.check}: {each.found}" + (f" → {each.advice}" if each.advice else "") for each in problems]
+        fail("\n".join(["this would not work, and nothing was started:", *lines]))
+    serve.run(prepared.document)
 
 
 @app.command()

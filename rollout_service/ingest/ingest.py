@@ -12,12 +12,12 @@ from ray import ObjectRef
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import (
-    LogCorrupt,
     NotFound,
     RolloutServiceError,
     VersionConflict,
 )
 from rollout_service.fleet.coordinator import FleetCoordinator
+from rollout_service.ingest.own_log import own_newest, recipe_of
 from rollout_service.ingest.sources.ray_objects import RefSource
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_address import UploadAddress
@@ -37,7 +37,7 @@ from rollout_service.rpc import Bucket
 from rollout_service.store.chunk_server import ChunkServer
 from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room
 from rollout_service.store.log import WeightLog
-from rollout_service.store.manifest import Manifest, Recipe
+from rollout_service.store.manifest import Manifest
 from rollout_service.store.unquantized import UnquantizedLog, remove_unquantized
 from rollout_service.store.upload_record import UploadRecord
 from rollout_service.store.version_summary import VersionSummary, unconfirmed
@@ -54,9 +54,7 @@ class Ingest:
         self._log = WeightLog(config.weights.root_here())
         self._model = ServedModel.of(config.model)
         self._plan = self._model.plan(config.quant, config.engine.tensor_parallel_size)
-        self._recipe = Recipe(
-            weights=config.quant.weights, scales=config.quant.scales, not_converted=self._plan.not_converted
-        )
+        self._recipe = recipe_of(config.quant, self._plan)
         self._trainer_recipe = TrainerRecipe(
             weights=config.quant.weights,
             scales=config.quant.scales,
@@ -111,22 +109,15 @@ class Ingest:
     async def _start(self) -> None:
         if not self._config.shadow.share:
             await asyncio.to_thread(remove_unquantized, self._log.root)
-        head = self._log.head()
+        newest = own_newest(self._log, self._model, self._recipe, self._config)
         self._fleet.start()
-        if head is None:
+        if newest is None:
             logger.info("the log at %s is empty: version 0 is made from %s", self._log.root, self._config.model.path)
             path = self._config.model.path
             await self._uploads.stage(BeginUpload(version=0, source=PathSource(path=path)), path, roots=())
             await self._commit(0, CommitUpload())
             return
-        manifest = self._log.manifest(head.version)
-        if (begun_with := self._model.other_revision(manifest.fingerprint)) is not None:
-            raise LogCorrupt(f"the log at {self._log.root} was begun with {begun_with}, or name another weights.root")
-        if manifest.fingerprint != self._model.fingerprint or manifest.recipe != self._recipe:
-            raise LogCorrupt(
-                f"the log at {self._log.root} holds version {head.version} of another model or quantization than "
-                f"{self._config.model.path} with quant={self._config.quant.model_dump()}: name another weights.root"
-            )
+        _, manifest = newest
         self._kv_scales.restore(manifest)
         await asyncio.to_thread(self._log.remove_uncommitted)
         await self._uploads.recover()

@@ -108,11 +108,8 @@ def model_folder(model: ModelConfig, *, weights: bool = False) -> Path:
     assert model.repo_id is not None and model.revision is not None, f"{model.path} was not pinned"
     folder = _downloaded(model, model.revision, SMALL_FILES)
     if weights:
-        sizes = _sizes(model.repo_id, model.revision)
-        files = _weight_files(model, folder, sizes)
-        lacking = [name for name in files if not (folder / name).is_file()]
-        nbytes = sum(sizes.get(name, 0) for name in lacking)
-        _require_room(model, nbytes)
+        files, lacking, nbytes = _lacking(model, folder)
+        _require_free(model, nbytes)
         if lacking:
             logger.info("%s: downloading %d files, %s", model.repo_id, len(lacking), _size(nbytes))
         _downloaded(model, model.revision, tuple(files), nbytes)
@@ -122,6 +119,12 @@ def model_folder(model: ModelConfig, *, weights: bool = False) -> Path:
                 f"{', '.join(gone[:4])}"
             )
     return folder
+
+
+def require_room(model: ModelConfig) -> None:
+    """Raise ModelNotDownloaded if a pinned repository's weights do not fit into this node's cache; a folder's do."""
+    if model.repo_id is not None:
+        _require_free(model, _lacking(model, model_folder(model))[2])
 
 
 def config_file(model: ModelConfig) -> Path:
@@ -180,7 +183,16 @@ def _weight_files(model: ModelConfig, folder: Path, sizes: dict[str, int]) -> li
     return found
 
 
-def _require_room(model: ModelConfig, nbytes: int) -> None:
+def _lacking(model: ModelConfig, folder: Path) -> tuple[list[str], list[str], int]:
+    """The files of the weights, those that are not here yet, and the bytes of these; 0 where that is not known."""
+    assert model.repo_id is not None and model.revision is not None
+    sizes = _sizes(model.repo_id, model.revision)
+    files = _weight_files(model, folder, sizes)
+    lacking = [name for name in files if not (folder / name).is_file()]
+    return files, lacking, sum(sizes.get(name, 0) for name in lacking)
+
+
+def _require_free(model: ModelConfig, nbytes: int) -> None:
     cache = Path(constants.HF_HUB_CACHE)
     while not cache.exists():
         cache = cache.parent
@@ -221,7 +233,7 @@ def _logged_bar(what: str, nbytes: int) -> type[tqdm]:
 
     Of the bars that huggingface_hub makes for one download, two count bytes: those received and those written.
     """
-    next_at, most = time.monotonic() + LOG_EVERY_S, 0
+    next_at, most, told = time.monotonic() + LOG_EVERY_S, 0, 0
 
     class LoggedBar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -230,12 +242,12 @@ def _logged_bar(what: str, nbytes: int) -> type[tqdm]:
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             """Instead of drawing the bar."""
-            nonlocal next_at, most
+            nonlocal next_at, most, told
             if self.unit != "B":
                 return
             most = max(most, int(self.n))
-            if time.monotonic() >= next_at:
-                next_at = time.monotonic() + LOG_EVERY_S
+            if most > told and time.monotonic() >= next_at:  # it is called at the end of a bar, too
+                next_at, told = time.monotonic() + LOG_EVERY_S, most
                 of = f" of {_size(nbytes)}" if nbytes else ""
                 logger.info("%s: %s%s downloaded", what, _size(most), of)
 

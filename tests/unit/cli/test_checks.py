@@ -174,8 +174,16 @@ class TestGpus:
 class TestMemory:
     @pytest.mark.parametrize(("used", "level"), [(80, "ok"), (90, "warning"), (95, "problem")])
     def test_ray_kills_above_a_share(self, used: int, level: str) -> None:
-        found = checks.memory_finding(Memory(total_bytes=100 * GB, used_bytes=used * GB, kill_at=0.95))
+        has = Memory(total_bytes=100 * GB, used_bytes=used * GB, kill_at=0.95)
+        found = checks.memory_finding(has, plan(version_bytes=50 * GB))
         assert found.level == level and f"{used}% are in use" in found.found
+
+    @pytest.mark.parametrize(("version", "level"), [(19, "ok"), (21, "problem")])
+    def test_engines_on_the_cpu_are_in_it(self, version: int, level: str) -> None:
+        on_cpu = plan(version_bytes=version * GB, scaling={"num_gpus": 0, "min_replicas": 2})
+        has = Memory(total_bytes=100 * GB, used_bytes=55 * GB, kill_at=0.95)
+        found = checks.memory_finding(has, on_cpu)
+        assert found.level == level and ("engines take 42.0 GB" in found.found) is (level == "problem")
 
     @pytest.mark.parametrize(
         ("shm", "memory", "level"),

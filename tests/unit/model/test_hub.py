@@ -216,6 +216,8 @@ class TestInterruptions:
         assert f"{REPO}: downloading 3 files, {nbytes / 1e6:.2f}MB" in log
         assert f"{REPO}: {nbytes / 1e6:.2f}MB of {nbytes / 1e6:.2f}MB downloaded" in log
         assert "%" not in "".join(log)
+        again = node.fetch({"path": REPO}, "--weights", "--log-every", "0")["log"]
+        assert "download" not in again, "nothing comes"
 
     def test_progress_is_logged_once_in_a_while(self, hub: HubServer, node: Node, sharded_model: Path) -> None:
         hub.publish(REPO, sharded_model)
@@ -284,10 +286,10 @@ class TestRefusals:
     def test_a_disk_that_is_too_small(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(hub_module.constants, "HF_HUB_CACHE", str(tmp_path / "not" / "yet"))
         free = hub_module.shutil.disk_usage(tmp_path).free
-        require_room: Callable[[ModelConfig, int], None] = hub_module._require_room
-        require_room(ModelConfig(path=Path(REPO)), free // 2)
+        require_free: Callable[[ModelConfig, int], None] = hub_module._require_free
+        require_free(ModelConfig(path=Path(REPO)), free // 2)
         with pytest.raises(hub_module.ModelNotDownloaded, match=rf"{REPO} needs 1.0YB more in .*set HF_HOME"):
-            require_room(ModelConfig(path=Path(REPO)), 10**24)
+            require_free(ModelConfig(path=Path(REPO)), 10**24)
 
     def test_a_disk_that_gets_full(self) -> None:
         with (

@@ -1,0 +1,180 @@
+"""``rollout-service serve``: a deployment for a model on this machine, made from the shipped ones, and run."""
+
+import json
+import re
+import signal
+import threading
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import NoReturn
+
+import typer
+import yaml
+
+from rollout_service.cli.checks import Finding, Plan, with_model
+from rollout_service.cli.doctor import examine
+from rollout_service.cli.output import fail
+from rollout_service.config import ModelConfig
+from rollout_service.config.deployment_file import CPU, GPU, Document, args_of, read_document
+from rollout_service.errors import RolloutServiceError
+from rollout_service.ingest.own_log import own_newest, recipe_of
+from rollout_service.model.hub import pinned, require_room, with_model_here
+from rollout_service.model.served_model import ServedModel
+from rollout_service.store.log import WeightLog
+
+_REPLICAS = re.compile(r"(\d+)(?:-(\d+))?")
+_INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+
+
+def replica_bounds(text: str) -> tuple[int, int]:
+    """``2`` or ``1-4``: fewest and most. Raises ValueError."""
+    match = _REPLICAS.fullmatch(text)
+    if match is None:
+        raise ValueError(f"--replicas {text}: give a number, such as 2, or the fewest and the most, such as 1-4")
+    fewest, most = int(match[1]), int(match[2] or match[1])
+    if most < max(1, fewest):
+        raise ValueError(f"--replicas {text}: the most must be at least 1, and not below the fewest")
+    return fewest, most
+
+
+def deployment(
+    model: ModelConfig,
+    *,
+    on_gpus: bool,
+    tensor_parallel_size: int = 1,
+    replicas: tuple[int, int] | None = None,
+    port: int | None = None,
+) -> Document:
+    """A Serve config: the shipped one for GPUs or for the CPU, with this model and these settings.
+
+    ``replicas``: fewest and most; None: as shipped. Each model has a log of its own.
+    """
+    document = read_document(GPU if on_gpus else CPU)
+    args = args_of(document)
+    args["model"] = model.model_dump(mode="json", exclude_none=True)
+    args["weights"]["root"] = f"out/weights-{str(model.repo_id or model.path.absolute().name).replace('/', '--')}"
+    if not on_gpus:
+        del args["monitor"]  # thresholds for the small model that the file is for
+    if replicas is not None:
+        args["scaling"] = args.get("scaling", {}) | dict(zip(("min_replicas", "max_replicas"), replicas, strict=True))
+    if tensor_parallel_size > 1:
+        args["engine"]["tensor_parallel_size"] = tensor_parallel_size
+        if on_gpus:  # whole ones: Ray gives shares of one GPU only, so the ingest quantizes on the CPU
+            args["scaling"]["num_gpus"] = tensor_parallel_size
+            args["weights"]["ingest_num_gpus"] = 0
+    if port is not None:
+        document["http_options"]["port"] = port
+    return document
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A deployment that is complete, before anything is started."""
+
+    document: Document
+    """With the commit that the model is at now, and a context no longer than the model's."""
+    plan: Plan
+    """The same, with the model in a folder of this machine; its weights may be missing there."""
+    model: Finding
+    """Whether it can be served so."""
+
+    @classmethod
+    def of(cls, document: Document) -> "Prepared":
+        """Complete ``document``; the small files of a model on the hub are downloaded.
+
+        Raises pydantic.ValidationError, ModelNotDownloaded, FileNotFoundError, or ValueError for what is no language
+        model.
+        """
+        config = pinned(Plan.of(document).config)
+        here = with_model_here(config).model
+        longest = getattr(ServedModel.of(here).config, "max_position_embeddings", None)
+        args = args_of(document)
+        if config.model.revision is not None:
+            args["model"]["revision"] = config.model.revision
+        if longest is not None and longest < args["engine"]["max_model_len"]:
+            args["engine"]["max_model_len"] = longest
+        complete = Plan.of(document)
+        plan = replace(complete, config=complete.config.model_copy(update={"model": here}))
+        return cls(document, *with_model(plan))
+
+    def problems(self) -> list[Finding]:
+        """All that would keep it from starting."""
+        found = [self.model, *examine(self.plan)]
+        if self.model.level != "problem":
+            found.append(self._log())
+        return [finding for finding in found if finding.level == "problem"]
+
+    def _log(self) -> Finding:
+        """Whether the service may go on with the log that is there; if it is empty, whether the weights find room."""
+        config, model = self.plan.config, ServedModel.of(self.plan.config.model)
+        log = WeightLog(config.weights.root_here())
+        try:
+            recipe = recipe_of(config.quant, model.plan(config.quant, config.engine.tensor_parallel_size))
+            if own_newest(log, model, recipe, config) is None:
+                require_room(Plan.of(self.document).config.model)
+        except (RolloutServiceError, OSError) as error:
+            return Finding(check="weights", level="problem", found=str(error))
+        return Finding(check="weights", level="ok", found=str(log.root))
+
+
+def as_yaml(document: Document) -> str:
+    """What ``serve run`` takes."""
+    head = "# Made by rollout-service serve --print-config. To run it: serve run FILE\n"
+    return head + yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+
+
+def run(document: Document) -> NoReturn:
+    """Run it in the foreground until Ctrl-C or SIGTERM, and say how to call it once it answers.
+
+    In the Ray cluster that ``ray start`` has made this machine a part of, else in one of its own.
+    """
+    import ray
+    from ray import serve
+
+    from rollout_service.local import ServiceNotStarted, deployed
+
+    plan, status = Plan.of(document), _INTERRUPTED
+    context = ray.init(namespace="serve")
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        if running := serve.status().applications:
+            fail(
+                f"Ray Serve runs on this machine already, with {', '.join(running)}: end it (serve shutdown), or put "
+                "what rollout-service serve --print-config prints into its Serve config"
+            )
+        with deployed(plan.config, document["http_options"], document.get("controller_options")):
+            typer.echo(how_to_call(plan, context.dashboard_url))
+            status = 0
+            threading.Event().wait()
+    except KeyboardInterrupt:
+        typer.echo("stopped")
+    except (OSError, ServiceNotStarted) as error:
+        fail(error)
+    finally:
+        ray.shutdown()
+    raise typer.Exit(status)
+
+
+def how_to_call(plan: Plan, dashboard: str | None) -> str:
+    """For whoever has just started it."""
+    url = f"http://{plan.host}:{plan.port}"
+    body = json.dumps({"prompt": "1+1=", "max_tokens": 16})
+    return f"""
+{plan.config.model.name} is served at {url}
+
+    curl -s {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'
+
+    from rollout_service.client import SyncRolloutClient
+    with SyncRolloutClient("{url}") as client:
+        print(client.generate("1+1=", max_tokens=16).completions[0].text)
+
+replicas    rollout-service fleet --url {url}
+metrics     {url}/metrics, for Prometheus; Grafana dashboards are in dashboards/
+Ray         {f"http://{dashboard}" if dashboard else "its dashboard is not running"}
+
+Ctrl-C ends it.
+"""
+
+
+def _end(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(_TERMINATED)

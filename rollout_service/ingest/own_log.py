@@ -1,0 +1,31 @@
+"""The log that a service may go on with: one of its own model, at the same commit, quantized in the same way."""
+
+from rollout_service.config import QuantConfig, ServiceConfig
+from rollout_service.errors import LogCorrupt
+from rollout_service.model.quant_plan import QuantPlan
+from rollout_service.model.served_model import ServedModel
+from rollout_service.store.log import Head, WeightLog
+from rollout_service.store.manifest import Manifest, Recipe
+
+
+def recipe_of(quant: QuantConfig, plan: QuantPlan) -> Recipe:
+    """How versions are quantized."""
+    return Recipe(weights=quant.weights, scales=quant.scales, not_converted=plan.not_converted)
+
+
+def own_newest(
+    log: WeightLog, model: ServedModel, recipe: Recipe, config: ServiceConfig
+) -> tuple[Head, Manifest] | None:
+    """The newest version; None in an empty log. Raises LogCorrupt for a log that is damaged, or not ours."""
+    head = log.head()
+    if head is None:
+        return None
+    manifest = log.manifest(head.version)
+    if (begun_with := model.other_revision(manifest.fingerprint)) is not None:
+        raise LogCorrupt(f"the log at {log.root} was begun with {begun_with}, or name another weights.root")
+    if manifest.fingerprint != model.fingerprint or manifest.recipe != recipe:
+        raise LogCorrupt(
+            f"the log at {log.root} holds version {head.version} of another model or quantization than "
+            f"{config.model.path} with quant={config.quant.model_dump()}: name another weights.root"
+        )
+    return head, manifest

@@ -1,0 +1,97 @@
+"""``rollout-service serve`` with a model of the hub: it downloads it, says how to call it, and ends by Ctrl-C."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rollout_service.local import free_port
+from rollout_service.model.tiny import make_tiny_qwen3
+from rollout_service.store.log import WeightLog
+from tests.support.hub_server import hub_server
+from tests.support.processes import gone
+
+pytestmark = pytest.mark.slow
+
+REPO = "some-org/tiny-qwen3"
+COMMAND = str(Path(sys.executable).with_name("rollout-service"))
+MARK = "ROLLOUT_SERVICE_TEST_RUN"
+GONE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the command runs."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    port: int
+    commit: str
+    mark: str
+
+    @property
+    def said(self) -> str:
+        """All that it and its processes have written."""
+        return (self.folder / "output").read_text()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder, mark, port = tmp_path_factory.mktemp("serve"), uuid.uuid4().hex, free_port()
+    make_tiny_qwen3(folder / "published")
+    with hub_server() as hub, (folder / "output").open("wb") as output:
+        commit = hub.publish(REPO, folder / "published")
+        process = subprocess.Popen(
+            [*hub.env(folder / "hf", **{MARK: mark}), COMMAND, "serve", REPO, "--port", str(port)],
+            cwd=folder,
+            stdout=output,
+            stderr=output,
+        )
+        served = Served(process, folder, port, commit, mark)
+        try:
+            while "Ctrl-C ends it." not in served.said:
+                assert process.poll() is None, served.said
+                time.sleep(0.5)
+            yield served
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+
+
+def test_what_it_prints_works(served: Served) -> None:
+    lines = served.said.splitlines()
+    [curl] = [line for line in lines if line.startswith("    curl ")]
+    answer = subprocess.run(["sh", "-c", curl], check=True, capture_output=True).stdout
+    assert len(json.loads(answer)["choices"][0]["text"]) > 0
+    first = lines.index("    from rollout_service.client import SyncRolloutClient")
+    code = "\n".join(line.removeprefix("    ") for line in lines[first : first + 3])
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout.strip()
+
+
+def test_it_serves_the_commit_of_the_hub(served: Served) -> None:
+    [model] = httpx.get(f"http://127.0.0.1:{served.port}/v1/models").json()["data"]
+    assert model["id"] == REPO
+    log = WeightLog(served.folder / "out" / "weights-some-org--tiny-qwen3")
+    assert log.manifest(0).fingerprint.endswith(f"@{served.commit}")
+    assert f"{REPO}: downloading 1 files, " in served.said
+
+
+def test_a_second_one_is_refused(served: Served) -> None:
+    command = [COMMAND, "serve", served.folder / "published", "--port", str(served.port)]
+    second = subprocess.run(command, cwd=served.folder, capture_output=True, text=True, check=False)
+    assert second.returncode == 1 and f"port {served.port}: taken by process" in second.stderr
+
+
+async def test_ctrl_c_ends_it_and_leaves_nothing(served: Served) -> None:
+    served.process.send_signal(signal.SIGINT)
+    assert served.process.wait() == 0
+    assert served.said.rstrip().endswith("stopped")
+    assert await gone(MARK, served.mark, within_s=GONE_S) == []

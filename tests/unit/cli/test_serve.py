@@ -1,0 +1,209 @@
+"""``rollout-service serve`` up to where Ray is started: what it would run, and what it refuses to."""
+
+import json
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import yaml
+from click.testing import Result
+from ray.serve.schema import ServeDeploySchema
+from typer.testing import CliRunner
+
+from rollout_service.cli import machine
+from rollout_service.cli import serve as serve_module
+from rollout_service.cli.checks import Plan
+from rollout_service.cli.main import app
+from rollout_service.cli.serve import Prepared, deployment, how_to_call, replica_bounds
+from rollout_service.config import ModelConfig, ServiceConfig
+from rollout_service.config.deployment_file import CPU, GPU, Document, args_of, read_document
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.local import free_port
+from tests.support.hub_server import HubServer, hub_server
+from tests.support.models import make_model
+from tests.unit.ingest.trainer import config_of
+
+COMMAND = str(Path(sys.executable).with_name("rollout-service"))
+REPO = "some-org/tiny-qwen3"
+QWEN = ModelConfig(path=Path("Qwen/Qwen3-8B"))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that the command is given in, on a machine without GPUs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "is_gpu_host", lambda: False)
+    return tmp_path
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Document]:
+    """The deployments that would have been run."""
+    documents: list[Document] = []
+    monkeypatch.setattr(serve_module, "run", documents.append)
+    return documents
+
+
+def serve(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["serve", *map(str, arguments)])
+
+
+class TestReplicas:
+    @pytest.mark.parametrize(("text", "bounds"), [("2", (2, 2)), ("1-4", (1, 4)), ("0-8", (0, 8))])
+    def test_are_a_number_or_two(self, text: str, bounds: tuple[int, int]) -> None:
+        assert replica_bounds(text) == bounds
+
+    @pytest.mark.parametrize("text", ["", "two", "-1", "1-", "1:4", "4-1", "0"])
+    def test_anything_else_is_refused(self, text: str) -> None:
+        with pytest.raises(ValueError, match=f"--replicas {text}"):
+            replica_bounds(text)
+
+
+class TestDeployment:
+    @pytest.mark.parametrize("on_gpus", [False, True])
+    def test_is_the_shipped_one_with_the_model(self, on_gpus: bool) -> None:
+        made, shipped = deployment(QWEN, on_gpus=on_gpus), read_document(GPU if on_gpus else CPU)
+        assert args_of(made).pop("model") == {"path": "Qwen/Qwen3-8B"}
+        assert args_of(made)["weights"].pop("root") == "out/weights-Qwen--Qwen3-8B"
+        assert args_of(shipped).pop("model") and args_of(shipped)["weights"].pop("root")
+        args_of(shipped).pop("monitor", None)
+        assert made == shipped
+
+    @pytest.mark.parametrize("on_gpus", [False, True])
+    def test_is_one_that_serve_run_takes(self, on_gpus: bool) -> None:
+        made = deployment(QWEN, on_gpus=on_gpus, tensor_parallel_size=2, replicas=(0, 4), port=9000)
+        [application] = ServeDeploySchema.model_validate(made).applications
+        config = ServiceConfig.model_validate(application.args)
+        assert (config.scaling.min_replicas, config.scaling.max_replicas) == (0, 4)
+        assert config.engine.tensor_parallel_size == 2 and Plan.of(made).port == 9000
+
+    def test_replicas_of_several_gpus_have_whole_ones(self) -> None:
+        config = Plan.of(deployment(QWEN, on_gpus=True, tensor_parallel_size=4)).config
+        assert config.scaling.num_gpus == 4 and config.weights.ingest_num_gpus == 0
+        alone = Plan.of(deployment(QWEN, on_gpus=True)).config
+        assert alone.scaling.num_gpus + alone.weights.ingest_num_gpus == 1
+        assert Plan.of(deployment(QWEN, on_gpus=False, tensor_parallel_size=4)).config.scaling.num_gpus == 0
+
+    def test_a_name_and_a_revision_are_the_model_s(self) -> None:
+        model = QWEN.model_copy(update={"revision": "v1", "served_name": "policy"})
+        config = Plan.of(deployment(model, on_gpus=True)).config
+        assert (config.model.name, config.model.revision) == ("policy", "v1")
+
+    def test_a_short_context_is_the_model_s(self, tmp_path: Path) -> None:
+        model = ModelConfig(path=make_model(tmp_path / "qwen3", "qwen3"))
+        assert args_of(deployment(model, on_gpus=True))["engine"]["max_model_len"] == 32768
+        prepared = Prepared.of(deployment(model, on_gpus=True))
+        assert args_of(prepared.document)["engine"]["max_model_len"] == 1024
+        assert prepared.plan.config.engine.max_model_len == 1024
+        assert args_of(Prepared.of(deployment(model, on_gpus=False)).document)["engine"]["max_model_len"] == 512
+
+
+class TestPrintConfig:
+    def test_is_what_serve_would_run(self, here: Path, tiny_model: Path, started: list[Document]) -> None:
+        options = [tiny_model, "--replicas", "1-2", "--port", free_port(), "--name", "policy"]
+        printed = serve(*options, "--print-config")
+        assert printed.exit_code == 0 and started == [] and not ray.is_initialized()
+        assert serve(*options).exit_code == 0
+        file = here / "service.yaml"
+        file.write_text(printed.stdout)
+        assert [read_document(file)] == started
+        config = ServiceConfig.model_validate(args_of(read_document(file)))
+        assert config.resolved() == Plan.of(started[0]).config
+        assert (config.model.name, config.model.path, config.scaling.max_replicas) == ("policy", tiny_model, 2)
+
+    def test_a_shipped_default_is_written_out(self, here: Path, tiny_model: Path) -> None:
+        args = args_of(yaml.safe_load(serve(tiny_model, "--print-config").stdout))
+        assert args["kv_cache"]["scales_policy"] == "calibrate" and args["quant"]["weights"] == "fp8_block"
+
+    def test_says_on_the_side_what_would_not_start(self, here: Path, tiny_model: Path) -> None:
+        printed = serve(tiny_model, "--tp", 8, "--print-config")
+        assert printed.exit_code == 0 and "this would not start: tensor_parallel_size=8" in printed.stderr
+        assert args_of(yaml.safe_load(printed.stdout))["engine"]["tensor_parallel_size"] == 8
+
+
+class TestOfTheHub:
+    @pytest.fixture
+    def hub(self, tiny_model: Path) -> Iterator[HubServer]:
+        with hub_server() as server:
+            server.publish(REPO, tiny_model)
+            yield server
+
+    def test_the_commit_is_pinned_and_no_weights_come(self, hub: HubServer, tmp_path: Path) -> None:
+        command = [*hub.env(tmp_path / "hf"), COMMAND, "serve", REPO, "--print-config"]
+        printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        commit = hub.repositories[REPO].revisions["main"]
+        assert args_of(yaml.safe_load(printed))["model"] == {"path": REPO, "revision": commit}
+        assert "config.json" in hub.downloaded() and "model.safetensors" not in hub.downloaded()
+
+
+class TestRefusals:
+    @staticmethod
+    def refused(started: list[Document], *arguments: object) -> str:
+        result = serve(*arguments)
+        assert result.exit_code == 1 and started == [] and result.stdout == "" and not ray.is_initialized()
+        return result.stderr
+
+    def test_a_port_that_is_taken(self, here: Path, tiny_model: Path, started: list[Document]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            said = self.refused(started, tiny_model, "--port", port)
+        assert "nothing was started" in said and f"port {port}: taken by process" in said
+
+    def test_heads_that_cannot_be_shared_out(self, here: Path, tiny_model: Path, started: list[Document]) -> None:
+        assert "tensor_parallel_size=8" in self.refused(started, tiny_model, "--tp", 8, "--port", free_port())
+
+    def test_what_is_no_model(self, here: Path, started: list[Document]) -> None:
+        (here / "empty").mkdir()
+        assert "empty has no config.json" in self.refused(started, "empty")
+        (here / "empty" / "config.json").write_text('{"model_type": "unheard-of"}')
+        assert "unheard-of" in self.refused(started, "empty")
+
+    def test_options_that_make_no_sense(self, here: Path, tiny_model: Path, started: list[Document]) -> None:
+        assert "--replicas many" in self.refused(started, tiny_model, "--replicas", "many")
+        assert "model.revision is main, but" in self.refused(started, tiny_model, "--revision", "main")
+
+    async def test_a_log_of_another_model(
+        self, here: Path, tiny_model: Path, model: Path, started: list[Document]
+    ) -> None:
+        ingest = Ingest(config_of(model, here / "out" / f"weights-{tiny_model.name}"))
+        await ingest.start()
+        await ingest.stop()
+        said = self.refused(started, tiny_model, "--port", free_port())
+        assert "holds version 0 of another model or quantization" in said and "name another weights.root" in said
+
+    def test_fewer_gpus_than_a_replica_has(
+        self, here: Path, tiny_model: Path, started: list[Document], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one = machine.gpus_from("0, NVIDIA H100 80GB HBM3, 81559, 81079, 9.0, 570.86.15")
+        monkeypatch.setattr(machine, "is_gpu_host", lambda: True)
+        monkeypatch.setattr(machine, "gpus", lambda: one)
+        said = self.refused(started, tiny_model, "--tp", 2, "--port", free_port())
+        assert "gpus: 1 can be used, and 1 replicas of 2 GPUs each need 2" in said
+
+
+class TestHowToCall:
+    @pytest.fixture
+    def said(self) -> str:
+        return how_to_call(Plan.of(deployment(QWEN, on_gpus=False, port=8123)), "127.0.0.1:8265")
+
+    def test_curl_sends_json_to_the_service(self, said: str) -> None:
+        [line] = [line for line in said.splitlines() if line.strip().startswith("curl")]
+        words = shlex.split(line)
+        assert "http://127.0.0.1:8123/v1/completions" in words
+        assert json.loads(words[-1])["max_tokens"] == 16
+
+    def test_the_client_s_lines_are_python(self, said: str) -> None:
+        lines = said.splitlines()
+        first = next(i for i, line in enumerate(lines) if line.strip().startswith("from rollout_service"))
+        code = "\n".join(line.removeprefix("    ") for line in lines[first : first + 3])
+        names = compile(code, "how_to_call", "exec").co_names
+        assert {"SyncRolloutClient", "generate"} <= set(names) and "http://127.0.0.1:8123" in code
+
+    def test_metrics_and_dashboards_are_named(self, said: str) -> None:
+        assert "http://127.0.0.1:8123/metrics" in said and "http://127.0.0.1:8265" in said
+        assert said.strip().startswith("Qwen/Qwen3-8B is served at http://127.0.0.1:8123")
