@@ -4,7 +4,8 @@ from rollout_service.config import QuantConfig, ServiceConfig
 from rollout_service.errors import LogCorrupt
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import ServedModel
-from rollout_service.store.log import Head, WeightLog
+from rollout_service.protocol.weight_log import Head
+from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest, Recipe
 
 
