@@ -121,6 +121,14 @@ class Indivisible(StrEnum):
     keep_bf16 = "keep_bf16"
 
 
+class Device(StrEnum):
+    """Where ``inspect --fp8-kv`` computes."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
 @app.command()
 def inspect(
     model: Annotated[
@@ -134,15 +142,40 @@ def inspect(
     indivisible: Annotated[
         Indivisible, typer.Option(help="As quant.indivisible: what to do with layers that no whole blocks fit.")
     ] = Indivisible.error,
+    fp8_kv: Annotated[
+        bool,
+        typer.Option(
+            "--fp8-kv",
+            help="Instead, measure whether FP8 is accurate enough for keys and values. Reads the weights, a layer at a "
+            "time, and says which kv_cache.dtype to set.",
+        ),
+    ] = False,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="With --fp8-kv: JSON lines of token ids, as kv_cache.calibration.prompts. Else random."
+        ),
+    ] = None,
+    device: Annotated[
+        Device, typer.Option(help="With --fp8-kv: where it computes; auto: a GPU, if any.")
+    ] = Device.auto,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Show what quantization makes of MODEL: which tensors become FP8, which do not and why, and their sizes.
 
-    Reads config.json only; no weights are needed, and none downloaded. Fails, naming the layers, if MODEL does not
-    divide into FP8 blocks.
+    Reads config.json only; no weights are needed, and none downloaded, but for --fp8-kv. Fails, naming the layers, if
+    MODEL does not divide into FP8 blocks.
     """
     from pydantic import ValidationError
     from rich.console import Console
+
+    if fp8_kv:
+        if tp != 1 or skip or indivisible != Indivisible.error:
+            fail("--fp8-kv measures keys and values, whatever --tp, --skip and --indivisible say: leave them out")
+        _inspect_kv(model, revision, prompts, device, json)
+        return
+    if prompts is not None or device != Device.auto:
+        fail("--prompts and --device say how --fp8-kv measures: add it, or leave them out")
 
     from rollout_service.config import ModelConfig, QuantConfig
 
@@ -161,6 +194,33 @@ def inspect(
         typer.echo(report.model_dump_json(indent=2))
     else:
         print_report(report, Console())
+
+
+def _inspect_kv(model: Path, revision: str | None, prompts: Path | None, device: Device, json: bool) -> None:
+    from pydantic import ValidationError
+    from rich.console import Console
+
+    from rollout_service.config import ModelConfig, ServiceConfig
+    from rollout_service.errors import RolloutServiceError
+
+    try:
+        from rollout_service.cli.inspect_kv import inspect_kv, layers_shown, print_kv_report
+        from rollout_service.model.hub import pinned, with_model_here
+    except ModuleNotFoundError as error:
+        fail(f"inspect needs {error.name}, which comes with an engine: install rollout-service[cpu] or [gpu]")
+    try:
+        source = ServiceConfig(model=ModelConfig(path=model, revision=revision))
+        folder = with_model_here(pinned(source), weights=True).model.path
+        with layers_shown(Console(stderr=True)) as progress:
+            report = inspect_kv(folder, prompts=prompts, device=device.value, progress=progress)
+    except ValidationError as error:
+        fail("; ".join(_problems(error)))
+    except (OSError, ValueError, RolloutServiceError) as error:
+        fail(error)
+    if json:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        print_kv_report(report, Console())
 
 
 @app.command()

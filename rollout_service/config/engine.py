@@ -77,7 +77,8 @@ class KVCacheConfig(Config):
 
     dtype: Literal["auto", "fp8_e4m3", "bfloat16"] = "auto"
     """``auto``: FP8, and BF16 if FP8 is not accurate enough for the model's keys or values, which the first replica
-    measures. ``fp8_e4m3``: such a model is refused at start, with the names of its layers."""
+    measures, and then starts its engine again. ``fp8_e4m3``: such a model is refused at start, with the names of its
+    layers. ``rollout-service inspect MODEL --fp8-kv`` measures it before."""
 
     scales_policy: Literal["calibrate", "reuse", "unit"] = "reuse"
     """What a weight version gets that comes without scales. ``calibrate``: the first replica that loads it measures

@@ -17,7 +17,15 @@ from transformers import PreTrainedModel
 
 from rollout_service.errors import InvalidRequest
 from rollout_service.kv_scales.fp8_error import ErrorSums, masked_amax
-from rollout_service.kv_scales.scales import Amax, KVScales, ScaledFrom, scales_from_amax
+from rollout_service.kv_scales.scales import (
+    Amax,
+    KVScales,
+    LayerScales,
+    ScaledFrom,
+    largest_of_ranks,
+    layer_scales,
+    scales_from_amax,
+)
 from rollout_service.protocol.kv_scales import LayerError
 from rollout_service.transformers_internals import attention_kernel, eager_attention, registered_attention
 
@@ -32,17 +40,17 @@ class Observation:
     Recomputation under gradient checkpointing happens outside the forward pass and is not counted again.
     """
 
-    def __init__(self, model: PreTrainedModel, measured_with: KVScales | None) -> None:
+    def __init__(self, model: PreTrainedModel, measured_with: KVScales | ScaledFrom | None) -> None:
         self.layers = attention_layers(model)
         """Attention module → its name in the checkpoint."""
-        self._scales = measured_with
+        self._measured_with = measured_with
         self._errors: dict[str, ErrorSums] = {}
         self._passes: list[dict[str, torch.Tensor]] = []
         self._tokens: list[torch.Tensor] = []
         self._current: dict[str, torch.Tensor] | None = None
         self._mask: torch.Tensor | None = None
         self._counted: torch.Tensor | None = None
-        if measured_with:
+        if isinstance(measured_with, KVScales):
             measured_with.require_layers(list(self.layers.values()))
 
     def amax(self) -> dict[str, Amax]:
@@ -91,7 +99,7 @@ class Observation:
 
     def errors(self) -> dict[str, LayerError]:
         """Layer → what FP8 with the given scales costs, on this rank. Raises InvalidRequest if none were given."""
-        if self._scales is None:
+        if self._measured_with is None:
             raise InvalidRequest("errors are measured against scales: observe_qkv(model, measured_with=scales)")
         return {name: sums.result() for name, sums in self._errors.items()}
 
@@ -126,21 +134,31 @@ class Observation:
             [masked_amax(q, counts_q), masked_amax(k, counts_k), masked_amax(v, counts_k)],
         )
         self._counted = counts_q.sum()
-        if self._scales is not None:
-            sums = self._errors.setdefault(name, ErrorSums(self._scales.layers[name]))
+        if self._measured_with is not None:
+            if name not in self._errors:
+                self._errors[name] = ErrorSums(self._scales_of(name))
             scaling = scaling if scaling is not None else q.shape[-1] ** -0.5
-            sums.add(q, k, v, counts_q, counts_k, scaling)
+            self._errors[name].add(q, k, v, counts_q, counts_k, scaling)
+
+    def _scales_of(self, name: str) -> LayerScales:
+        """What the errors of a layer are measured with, which its first pass is going through."""
+        if isinstance(self._measured_with, KVScales):
+            return self._measured_with.layers[name]
+        assert self._measured_with is not None and self._current is not None
+        largest = largest_of_ranks([{name: [self._current[name].tolist()]}])
+        return layer_scales(largest, self._measured_with)[name]
 
 
 @contextmanager
-def observe_qkv(model: torch.nn.Module, *, measured_with: KVScales | None = None) -> Iterator[Observation]:
+def observe_qkv(model: torch.nn.Module, *, measured_with: KVScales | ScaledFrom | None = None) -> Iterator[Observation]:
     """Observe every forward pass of ``model`` in the block: training or not, any attention kernel, under FSDP2.
 
     Each call of the model is a micro-batch. Positions that a 2-D ``attention_mask`` masks do not count.
 
     Args:
         model: a transformers causal language model, or a module around one.
-        measured_with: scales whose errors are measured in the same passes.
+        measured_with: scales whose errors are measured in the same passes. A ``ScaledFrom``: those that it makes of the
+            first pass, one layer after the other.
 
     Raises InvalidRequest for models without one, with latent attention, whose cache holds other things than k and v,
     and while another observation is going on.
