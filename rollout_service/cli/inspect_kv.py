@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout_service.config.engine import KVCalibrationConfig
 from rollout_service.errors import InvalidRequest
-from rollout_service.ingest.sources.sources import FolderSource
+from rollout_service.ingest.sources.folder import FolderSource
 from rollout_service.kv_scales.batch import CalibrationBatch
 from rollout_service.kv_scales.fp8_error import ErrorLimits, unfit_layers, why_unfit
 from rollout_service.kv_scales.observer import observe_qkv
