@@ -33,7 +33,7 @@ async def bare_engine(
     model = ServedModel.load(config.model.path)
     args = engine_args(config, not_converted(model, model.plan(config.quant)), has_tokenizer=has_tokenizer)
     for name, value in (arguments or {}).items():
-        getattr(args, name)
+        getattr(args, name)  # raises, where setattr would make a new one
         setattr(args, name, value)
     engine = EngineAdapter(args, exports=False)
     try:

@@ -158,7 +158,7 @@ def outputs(weights: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch
     return list(carve(codes, [tuple(w.shape) for w in weights])), list(carve(scales, shapes))
 
 
-def carve(bucket: torch.Tensor, shapes: list[tuple[int, ...]]) -> Iterator[torch.Tensor]:
+def carve(bucket: torch.Tensor, shapes: Shapes) -> Iterator[torch.Tensor]:
     """Consecutive pieces of a bucket."""
     offset = 0
     for rows, columns in shapes:
