@@ -57,7 +57,7 @@ def test_a_check_that_hangs_is_a_problem_and_holds_up_nobody(never: threading.Ev
     assert found[0].found == "no answer within 0.05 s" and "stale file handle" in found[2].found
 
 
-def test_every_subject_is_there_and_the_exit_status_says_how_it_is(deployment: Path) -> None:
+def test_every_subject_is_there_and_the_exit_status_fits(deployment: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", str(deployment), "--json"])
     findings = {finding["check"]: finding for finding in json.loads(result.stdout)}
     port = f"port {read_document(deployment)['http_options']['port']}"
