@@ -36,7 +36,7 @@ def measured_by_a_trainer(one: OneEngine, folder: Path, measured_with: KVScales 
     return observation
 
 
-async def test_an_engine_measures_what_a_trainer_measures_leaves_no_trace_and_refuses_uneven_keys(
+async def test_an_engine_measures_as_a_trainer_and_refuses_uneven_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running("llama", tmp_path, monkeypatch, quant="none", kv_cache_dtype="fp8_e4m3") as one:
@@ -71,7 +71,7 @@ async def test_an_engine_measures_what_a_trainer_measures_leaves_no_trace_and_re
 
 
 @pytest.mark.slow  # as all engines of two ranks
-async def test_tensor_parallel_ranks_measure_their_own_heads_and_hold_the_same_scales(
+async def test_two_ranks_measure_their_heads_and_hold_the_same_scales(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, *_ = sorted(os.sched_getaffinity(0))

@@ -67,7 +67,7 @@ async def rescored(one: OneEngine, completions: list[tuple[tuple[int, ...], Comp
     return torch.cat(differences)
 
 
-async def test_logprobs_follow_the_scales_and_the_rest_of_a_completion_those_of_its_new_version(
+async def test_logprobs_follow_the_scales_of_each_spans_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running("llama", tmp_path, monkeypatch, quant="none", **FP8_CACHE) as one:
@@ -94,7 +94,7 @@ async def test_logprobs_follow_the_scales_and_the_rest_of_a_completion_those_of_
         assert (await rescored(one, completions, version=1)).abs().mean() > 5 * FRESH_MEAN
 
 
-async def test_scales_survive_updates_with_fp8_weights_are_reused_by_a_version_without_and_never_incomplete(
+async def test_scales_survive_updates_are_reused_and_never_incomplete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running("qwen3_moe", tmp_path, monkeypatch, **FP8_CACHE) as one:

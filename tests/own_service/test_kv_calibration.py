@@ -76,7 +76,7 @@ async def test_every_replica_serves_the_scales_that_one_has_measured(tmp_path: P
 
 
 @pytest.mark.slow
-async def test_a_model_whose_keys_no_scale_can_save_gets_a_bf16_cache_and_the_fleet_says_why(tmp_path: Path) -> None:
+async def test_keys_that_no_scale_saves_get_bf16_and_the_fleet_says_so(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama")
     overrides = settings(tmp_path, uneven_weights(model, seed=0), dtype="auto", scales_policy="calibrate")
     async with own_service(overrides) as (url, _), RolloutClient(url) as client:

@@ -94,7 +94,7 @@ def in_order(version: int) -> list[str]:
     ]
 
 
-async def test_a_version_is_loaded_with_its_scales_and_measured_before_the_engine_resumes(
+async def test_a_version_is_measured_before_the_engine_resumes(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     await push(log, ingest, 1)
@@ -119,7 +119,7 @@ async def test_scales_that_are_in_the_version_are_left_to_the_engine(
     assert engine.calls == ["scales of 1", "pause keep", "load 1", "measure 1", "resume"]
 
 
-async def test_while_it_measures_it_is_closed_and_on_its_way_and_the_old_version_is_what_it_serves(
+async def test_while_it_measures_it_is_closed_and_syncing(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
 ) -> None:
     kv_scales.measuring.close()
@@ -147,7 +147,7 @@ async def test_in_a_paused_fleet_it_measures_and_stays_paused(
 # --- while another replica measures
 
 
-async def test_while_another_replica_measures_it_serves_the_old_version_and_says_why(
+async def test_while_another_measures_it_serves_the_old_version(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
 ) -> None:
     kv_scales.fail_scales = WAITS
@@ -161,7 +161,7 @@ async def test_while_another_replica_measures_it_serves_the_old_version_and_says
     assert engine.calls == in_order(1) and weight_sync.status().error is None
 
 
-async def test_however_long_another_replica_measures_the_version_is_read_once(
+async def test_however_long_another_measures_the_version_is_read_once(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
 ) -> None:
     staged = count_stagings(engine)
@@ -174,7 +174,7 @@ async def test_however_long_another_replica_measures_the_version_is_read_once(
     assert [folder.name for folder in staged] == ["1"]
 
 
-async def test_a_newer_version_that_comes_while_another_replica_measures_is_read_in_its_place(
+async def test_a_newer_version_is_read_in_the_place_of_one_that_waits(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
 ) -> None:
     staged = count_stagings(engine)
@@ -204,7 +204,7 @@ async def test_a_replica_that_starts_meanwhile_waits_and_is_not_ready(
 # --- a version that cannot be measured
 
 
-async def test_a_version_that_was_removed_while_it_was_measured_gives_way_to_the_newer_one(
+async def test_a_version_removed_while_measured_gives_way_to_a_newer(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
 ) -> None:
     kv_scales.fail_loaded[1] = NotFound("version 1 is not in the log any more")
@@ -219,7 +219,7 @@ async def test_a_version_that_was_removed_while_it_was_measured_gives_way_to_the
     assert engine.calls == in_order(1)[:-1] + in_order(2)
 
 
-async def test_an_engine_that_cannot_measure_never_serves_the_version_and_is_replaced(
+async def test_an_engine_that_cannot_measure_never_serves_the_version(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
 ) -> None:
     kv_scales.fail_loaded[1] = EngineFailed("keys and values could not be measured")
@@ -232,7 +232,7 @@ async def test_an_engine_that_cannot_measure_never_serves_the_version_and_is_rep
     assert engine.calls == in_order(1)[:-1] and engine.paused and weight_sync.version == 0
 
 
-async def test_a_model_that_fp8_is_not_accurate_enough_for_does_not_start(
+async def test_a_model_that_is_unfit_for_fp8_does_not_start(
     new: WeightSync, engine: FakeEngine, kv_scales: FakeKVScales
 ) -> None:
     kv_scales.fail_loaded[0] = KVCacheUnfit("FP8 is not accurate enough for 2 of 2 layers")

@@ -77,7 +77,7 @@ def test_the_largest_rank_counts_and_ranks_may_hold_other_layers() -> None:
     assert scales.provenance.ranks == 2
 
 
-def test_the_largest_values_of_any_rank_by_layer_in_order_of_depth() -> None:
+def test_the_largest_values_of_any_rank_in_order_of_depth() -> None:
     ranks = [{"l.10": [[1.0, 5.0, 1.0], [2.0, 1.0, 1.0]]}, {"l.10": [[1.0, 1.0, 7.0]], "l.2": [[1.0, 1.0, 1.0]]}]
     largest = largest_of_ranks(ranks)
     assert {layer: amax.tolist() for layer, amax in largest.items()} == {"l.2": [1, 1, 1], "l.10": [2, 5, 7]}
