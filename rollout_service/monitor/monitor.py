@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from rollout_service.config import MonitorConfig
-from rollout_service.correction.batch import Rows
 from rollout_service.correction.ratios import compare
 from rollout_service.monitor.judge import Judge
 from rollout_service.monitor.recent import RecentRollouts
@@ -59,16 +58,15 @@ class Monitor:
         source: MismatchSource,
         version: int,
         replica_id: str,
-        rollout_logprobs: Rows,
-        reference_logprobs: Rows,
-        mask: Rows | None = None,
+        rollout_logprobs: Sequence[Sequence[float]],
+        reference_logprobs: Sequence[Sequence[float]],
     ) -> None:
         """Count whole sequences that ``version`` sampled on one replica and ``source`` scored.
 
-        Logprobs are natural logs, [sequences, tokens] with a mask, or ragged. Raises ValueError for what
-        ``correction.batch.as_batch`` refuses.
+        Logprobs are natural logs, a list for each sequence. Raises ValueError for what ``correction.batch.as_batch``
+        refuses.
         """
-        statistics = await asyncio.to_thread(self._statistics, rollout_logprobs, reference_logprobs, mask)
+        statistics = await asyncio.to_thread(self._statistics, rollout_logprobs, reference_logprobs)
         self._add(Key(version, replica_id, source), statistics)
 
     async def remember(self, rollouts: Sequence[RecentRollout]) -> None:
@@ -108,8 +106,8 @@ class Monitor:
         """What is suspect, by version."""
         return self._table.suspicions()
 
-    def _statistics(self, rollout: Rows, reference: Rows, mask: Rows | None) -> Statistics:
-        ratios = compare(reference, rollout, mask)
+    def _statistics(self, rollout: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]) -> Statistics:
+        ratios = compare(reference, rollout, None)
         tokens = ratios.log_ratio[ratios.selected].cpu()
         return Statistics.of(tokens, ratios.log_ratio.sum(-1)[ratios.rows].cpu(), self._config.ratio_bound)
 

@@ -84,13 +84,6 @@ async def test_what_a_shadow_scored_has_rows_of_its_own(monitor: Monitor) -> Non
     assert [row.source for row in (await monitor.table(source="shadow")).versions] == ["shadow"]
 
 
-async def test_a_shadow_may_mask_padding(monitor: Monitor) -> None:
-    logprobs = torch.tensor([[-1.0, torch.nan], [-1.0, -2.0]])
-    await monitor.observe("shadow", 3, "r1", logprobs, logprobs, torch.tensor([[1, 0], [1, 1]]))
-    (row,) = await monitor.rows()
-    assert (row.tokens, row.sequences, row.k3) == (3, 2, 0.0)
-
-
 @pytest.mark.parametrize("source", ["trainer", "shadow"])
 async def test_what_is_suspect_names_the_replica_and_who_scored_it(monitor: Monitor, source: str) -> None:
     right, wrong = [-1.0] * 4, [-1.5] * 4
