@@ -1,6 +1,6 @@
 """The ingest's own HTTP listener for the bytes of weights.
 
-Serve's proxy reads whole bodies into an unbounded queue, so parts have a door of their own: streamed to disk in
+Serve's proxy reads whole bodies into an unbounded queue, so parts have a listener of their own: streamed to disk in
 chunks, with back-pressure from the socket. It runs in the ingest's event loop.
 """
 
