@@ -20,7 +20,6 @@ import asyncio
 import itertools
 import statistics
 import tempfile
-from collections.abc import Awaitable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -103,22 +102,14 @@ class Case:
 
 
 @dataclass
-class EngineHandle:
-    """An engine behind the face of a Serve handle."""
+class OneEngine:
+    """What a replica does with a call, without Serve."""
 
     adapter: EngineAdapter
     sampled_tokens: int = 0
 
-    @property
-    def generate(self) -> "EngineHandle":
-        """The only method."""
-        return self
-
-    def remote(self, call: GenerateCall) -> Awaitable[Rollout]:
-        """Start a generation."""
-        return asyncio.ensure_future(self._generate(call))
-
-    async def _generate(self, call: GenerateCall) -> Rollout:
+    async def generate(self, call: GenerateCall) -> Rollout:
+        """See ``EngineReplica.generate``."""
         completions = await self.adapter.generate(call.request_id, call.prompt_token_ids, call.sampling)
         self.sampled_tokens += sum(len(completion.token_ids) for completion in completions)
         return Rollout(
@@ -134,8 +125,8 @@ class Trainer:
 
     def __init__(self, adapter: EngineAdapter, treatment: Treatment, options: LoadOptions) -> None:
         self._adapter, self._treatment, self._options = adapter, treatment, options
-        self._handle = EngineHandle(adapter)
-        self._dispatcher = Dispatcher(self._handle, None, EngineConfig(max_attempts=treatment.max_attempts))
+        self._engine = OneEngine(adapter)
+        self._dispatcher = Dispatcher(self._engine, None, EngineConfig(max_attempts=treatment.max_attempts))
         self._sampling = Sampling(
             max_tokens=LONGEST,
             ignore_eos=True,
@@ -162,7 +153,7 @@ class Trainer:
             median_tokens=statistics.median(self._lengths),
             histogram=_histogram(self._lengths),
             aborts=self._aborts,
-            sampled_tokens=self._handle.sampled_tokens,
+            sampled_tokens=self._engine.sampled_tokens,
             delivered_tokens=sum(self._lengths),
         )
 

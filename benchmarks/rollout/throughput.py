@@ -58,6 +58,7 @@ from rollout_service.config import ServiceConfig
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.local import APPLICATION, LocalService
 from rollout_service.protocol.sampling import GenerateCall, Sampling
+from rollout_service.rpc import EngineClient, ingest_client
 from rollout_service.store.log import WeightLog
 
 RESULT = "rollout_throughput"
@@ -190,7 +191,7 @@ def dispatcher_of(config: ServiceConfig) -> Dispatcher:
     from ray import serve
 
     engine, ingest = (serve.get_deployment_handle(name, APPLICATION) for name in ("engine", "ingest"))
-    return Dispatcher(engine, ingest, config.engine)
+    return Dispatcher(EngineClient(engine), ingest_client(ingest), config.engine)
 
 
 def measure_served(each: Throughput, model: ModelOptions, path: Path, updates: Updates | None) -> None:
