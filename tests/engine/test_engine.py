@@ -123,7 +123,7 @@ def differences(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_an_engine_in_fp8_returns_the_logprobs_of_a_plain_forward_pass(
+async def test_an_fp8_engine_returns_the_logprobs_of_a_forward_pass(
     served: tuple[ServiceConfig, EngineAdapter],
 ) -> None:
     config, engine = served
@@ -157,7 +157,7 @@ def assert_logprobs(
     assert wrong > 1.5 * mean, wrong
 
 
-async def test_an_engine_is_sound_while_it_loads_but_once_that_fails_it_never_serves_again(
+async def test_a_loading_engine_is_healthy_and_a_failed_load_is_final(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = await committed(tmp_path, "fp8_block", "fp8_e4m3")
@@ -229,7 +229,7 @@ async def telltale_versions(tmp_path: Path, versions: range) -> ServiceConfig:
     return config.model_copy(update={"engine": config.engine.model_copy(update={"max_num_seqs": 1})})
 
 
-async def test_an_engine_reads_its_prefix_cache_within_a_version_never_across_and_takes_urgent_prompts_first(
+async def test_the_prefix_cache_is_per_version_and_priority_is_obeyed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = await telltale_versions(tmp_path, range(1, 3))
@@ -258,7 +258,7 @@ async def test_an_engine_reads_its_prefix_cache_within_a_version_never_across_an
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_pause_that_waits_for_a_rollout_can_be_taken_back_and_taken_over(
+async def test_a_waiting_pause_can_be_cancelled_or_overridden(
     served: tuple[ServiceConfig, EngineAdapter],
 ) -> None:
     config, engine = served

@@ -47,7 +47,7 @@ async def updated_many_times(one: OneEngine) -> tuple[dict[str, torch.Tensor], P
     return weights, folder
 
 
-async def test_a_dense_engine_holds_exactly_what_was_quantized_after_the_first_load_and_after_twenty_updates(
+async def test_a_dense_engine_holds_exact_fp8_weights_after_20_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running("qwen2", tmp_path, monkeypatch) as one:
@@ -55,7 +55,7 @@ async def test_a_dense_engine_holds_exactly_what_was_quantized_after_the_first_l
         assert await mean_difference(one, folder, fp8=True) < FP8_MEAN
 
 
-async def test_an_engine_of_experts_holds_exactly_what_was_quantized_and_never_half_of_it(
+async def test_an_moe_engine_holds_exact_weights_and_no_partial_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running("qwen3_moe", tmp_path, monkeypatch) as one:

@@ -16,7 +16,7 @@ FP8_MEAN = 0.06
 
 
 @pytest.mark.parametrize(("family", "kv_cache"), [("qwen3", "bfloat16"), ("qwen3_moe", "fp8_e4m3")])
-async def test_an_engine_holds_exactly_what_was_quantized_after_twenty_updates(
+async def test_an_engine_holds_exact_fp8_weights_after_20_updates(
     family: str, kv_cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {

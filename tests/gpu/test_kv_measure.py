@@ -11,7 +11,7 @@ from tests.support.key_channels import loud_weights
 from tests.support.one_engine import mean_difference, running
 
 
-async def test_a_compiled_engine_measures_what_a_trainer_measures_and_serves_with_it(
+async def test_a_compiled_engine_measures_and_uses_correct_kv_scales(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"gpu_memory_utilization": 0.1, "cuda_graph_sizes": (1, 8, 16)}

@@ -30,7 +30,7 @@ def test_stacked_experts_too(group: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("view", ["contiguous", "transposed"])
-def test_every_pair_of_mantissas_is_divided_as_the_reference_does(view: str) -> None:
+def test_every_pair_of_mantissas_divides_as_in_the_reference(view: str) -> None:
     assert_bytes_of_the_reference([VIEWS[view](every_pair_of_mantissas().to(GPU))])
 
 
@@ -54,7 +54,7 @@ def test_matrices_of_a_real_models_size(dtype: torch.dtype) -> None:
     assert_bytes_of_the_reference([(torch.randn(shape, device=GPU) * 0.02).to(dtype) for shape in shapes])
 
 
-def test_weights_on_the_cpu_go_to_the_gpu_and_come_back_with_the_same_bytes() -> None:
+def test_cpu_weights_come_back_from_the_gpu_with_the_same_bytes() -> None:
     named = [("q", torch.randn(256, 128).bfloat16()), ("odd", torch.randn(5, 3)), ("k", torch.randn(130, 70).half())]
     for device in ("cuda", "cpu"):
         for (_, weight), (codes, scales) in zip(named, Quantizer(device=device).quantize(named), strict=True):
@@ -64,7 +64,7 @@ def test_weights_on_the_cpu_go_to_the_gpu_and_come_back_with_the_same_bytes() ->
             assert torch.equal(scales, expected[1])
 
 
-def test_weights_on_the_gpu_stay_there_whatever_the_device_for_cpu_weights() -> None:
+def test_gpu_weights_stay_on_the_gpu_even_with_device_cpu() -> None:
     codes, scales = Quantizer(device="cpu").quantize([("w", torch.randn(128, 128, device=GPU))])[0]
     assert codes.is_cuda and scales.is_cuda
 

@@ -18,7 +18,7 @@ BF16_MEAN = 0.02
 """Mean |lr| in nats of an engine without quantization, as tests/engine/test_round_trip.py has it."""
 
 
-async def test_truncated_logprobs_are_those_of_the_model_over_the_tokens_that_were_kept(
+async def test_truncated_logprobs_match_the_model_over_the_kept_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"enforce_eager": True, "gpu_memory_utilization": 0.1, "return_sampling_mask": True}

@@ -66,7 +66,7 @@ def config_of(model: Path, root: Path, **engine: Any) -> ServiceConfig:
 @pytest.mark.parametrize(
     ("family", "staging"), [("qwen3_tp", "device"), ("qwen3_moe_tp", "device"), ("qwen3_moe_tp", "host")]
 )
-async def test_two_ranks_follow_versions_through_every_door_and_agree_with_one(
+async def test_two_ranks_follow_every_upload_path_and_match_one_rank(
     family: str, staging: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Record
 ) -> None:
     model, root = make_model(tmp_path / "model", family), tmp_path / "log"

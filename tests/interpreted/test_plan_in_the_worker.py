@@ -130,7 +130,7 @@ def test_kernels_read_what_the_plan_has_copied(log: WeightLog) -> None:
     assert set(dict(model.named_parameters())) == {FIRST, SECOND}
 
 
-def test_without_a_plan_for_what_is_made_from_weights_each_version_is_loaded_layerwise(log: WeightLog) -> None:
+def test_a_tensor_derived_from_weights_forces_layerwise_loading(log: WeightLog) -> None:
     model = Model(derives="tensor")
     engine = serving(model)
     for version in (1, 2):
@@ -148,7 +148,7 @@ def test_without_a_plan_for_what_is_made_from_weights_each_version_is_loaded_lay
         ("buffer there before", r"first\.weight is loaded in another way than by copies"),
     ],
 )
-def test_a_buffer_that_is_made_from_weights_is_never_left_to_a_plan(log: WeightLog, derives: str, says: str) -> None:
+def test_a_buffer_derived_from_weights_is_never_left_to_a_plan(log: WeightLog, derives: str, says: str) -> None:
     """A plan copies into parameters alone: the buffer would stay that of the version the plan was learnt from."""
     model = Model(derives)
     engine = serving(model)
@@ -233,7 +233,7 @@ def test_a_rank_stages_its_shard_alone_and_loads_it_by_a_plan(
 
 
 @pytest.mark.parametrize(("rank", "finds_it"), [(0, True), (1, False)])
-def test_bytes_that_only_the_other_rank_loads_are_checked_by_rank_0(
+def test_rank_0_checks_bytes_that_only_the_other_rank_loads(
     rank: int, finds_it: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging_buffer, "_SLACK_BYTES", 64)
@@ -255,7 +255,7 @@ def test_bytes_that_only_the_other_rank_loads_are_checked_by_rank_0(
         assert "rows.weight" in corrupt[0] and corrupt[1]["chunk"] == 4
 
 
-def test_a_version_that_does_not_fit_is_loaded_from_its_files_with_the_reason(
+def test_a_version_too_big_to_stage_loads_from_files_with_reason(
     log: WeightLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging_buffer, "_SLACK_BYTES", -60)
@@ -267,7 +267,7 @@ def test_a_version_that_does_not_fit_is_loaded_from_its_files_with_the_reason(
         assert torch.equal(model.first.weight, of_version(version))
 
 
-def test_a_version_of_another_layout_is_loaded_layerwise_and_teaches_a_plan_of_its_own(tmp_path: Path) -> None:
+def test_another_layout_loads_layerwise_and_gets_its_own_plan(tmp_path: Path) -> None:
     log, model = WeightLog(tmp_path / "log"), Shard(rank=1)
     engine = serving(model, rank=1, world_size=2)
     cases = ((False, "layerwise"), (False, "plan"), (True, "layerwise"), (True, "plan"), (False, "layerwise"))
@@ -279,9 +279,7 @@ def test_a_version_of_another_layout_is_loaded_layerwise_and_teaches_a_plan_of_i
             assert torch.equal(parameter, model.part(name, tensors[name])), name
 
 
-def test_what_changes_in_a_file_after_it_was_checked_is_noticed_when_it_is_loaded_from_there(
-    log: WeightLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_changed_after_its_check_is_detected_on_load(log: WeightLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging_buffer, "_SLACK_BYTES", -60)
     engine = serving(Model())
     assert stage(engine, log.folder(1))["corrupt"] is None

@@ -25,7 +25,7 @@ def overrides(folder: Path, **scaling: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-async def test_load_brings_a_second_replica_that_never_serves_a_version_older_than_the_newest(tmp_path: Path) -> None:
+async def test_a_replica_added_by_load_serves_only_the_newest_version(tmp_path: Path) -> None:
     scaling = {"min_replicas": 1, "max_replicas": 2, "target_sequences": 8, "upscale_delay_s": 0}
     async with own_service(overrides(tmp_path, **scaling)) as (url, process), RolloutClient(url) as client:
         (first,) = (await client.fleet()).replicas
@@ -45,7 +45,7 @@ async def test_load_brings_a_second_replica_that_never_serves_a_version_older_th
             assert_pure(rollout.completions[0])
 
 
-async def test_an_idle_fleet_goes_to_zero_takes_a_version_meanwhile_and_wakes_for_a_request(tmp_path: Path) -> None:
+async def test_a_fleet_at_zero_takes_a_version_and_wakes_for_a_request(tmp_path: Path) -> None:
     scaling = {"min_replicas": 0, "max_replicas": 1, "downscale_delay_s": 5}
     async with own_service(overrides(tmp_path, **scaling)) as (url, _), RolloutClient(url) as client:
         await reached(client, lambda fleet: not fleet.replicas)

@@ -66,7 +66,7 @@ def overrides(tmp_path: Path) -> dict[str, dict[str, Any]]:
     return {"model": {"path": str(tmp_path / "tiny")}, "weights": {"root": str(tmp_path / "weights"), "poll_s": 1.0}}
 
 
-async def test_the_reason_of_vllms_own_process_reaches_health_and_the_terminal(tmp_path: Path) -> None:
+async def test_vllms_start_error_reaches_health_and_the_terminal(tmp_path: Path) -> None:
     without_room = overrides(tmp_path) | {"engine": {"cpu_kv_cache_gib": 1_000_000}}
     output = tmp_path / "output"
     async with started(without_room, output) as (url, process), asyncio.timeout(LONG_S):

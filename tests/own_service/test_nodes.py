@@ -8,7 +8,7 @@ from benchmarks.faults.nodes import DRAINED, KILLED, run_apart
 
 
 @pytest.mark.slow
-async def test_a_node_without_the_log_gets_every_version_and_its_death_loses_nothing_but_its_replica(
+async def test_a_node_without_the_log_updates_and_dies_without_loss(
     tmp_path: Path,
 ) -> None:
     outcome = await run_apart(KILLED, tmp_path)
@@ -19,7 +19,7 @@ async def test_a_node_without_the_log_gets_every_version_and_its_death_loses_not
 
 
 @pytest.mark.slow
-async def test_a_drained_node_s_replica_is_replaced_before_it_stops_and_nothing_is_lost(tmp_path: Path) -> None:
+async def test_draining_a_node_replaces_its_replica_first_without_loss(tmp_path: Path) -> None:
     outcome = await run_apart(DRAINED, tmp_path)
     assert outcome.copied_versions == [1, 2, 3]
     assert outcome.notes == [] and outcome.survived

@@ -132,7 +132,7 @@ async def suspects_on_metrics(url: str) -> set[tuple[str, str]]:
     }
 
 
-async def test_good_versions_are_not_suspect_and_one_with_a_layers_scales_doubled_is(served: Served) -> None:
+async def test_only_a_version_with_a_layers_scales_doubled_is_suspect(served: Served) -> None:
     async with RolloutClient(served.url) as client:
         weights = load_file(served.folder / "models/tiny-qwen3/model.safetensors")
         await shadow_is_up(client)

@@ -108,7 +108,7 @@ async def test_weight_and_control_routes_need_the_token(
     assert "bearer token" in reply.json()["error"]["message"]
 
 
-async def test_data_routes_need_no_token_and_still_serve_after_all_that(service: LocalService) -> None:
+async def test_data_routes_need_no_token_and_serve_after_bad_input(service: LocalService) -> None:
     async with RolloutClient(service.url) as anyone:
         assert await anyone.health()
         assert len((await anyone.generate([5, 6], max_tokens=2, ignore_eos=True)).completions[0].token_ids) == 2

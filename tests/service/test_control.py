@@ -7,7 +7,7 @@ from rollout_service.local import LocalService
 from tests.support.telltale import assert_pure, canary_weights
 
 
-async def test_a_paused_fleet_holds_requests_and_a_resumed_one_answers_them(client: RolloutClient) -> None:
+async def test_a_paused_fleet_holds_requests_until_it_is_resumed(client: RolloutClient) -> None:
     await client.pause()
     assert await client.is_paused()
     rollout = asyncio.create_task(client.generate([5, 6], max_tokens=4))
@@ -34,9 +34,7 @@ async def test_an_update_of_a_paused_fleet_lands_and_leaves_it_paused(
     assert_pure(completion)
 
 
-async def test_the_fleet_table_lists_live_replicas_with_their_update_times(
-    client: RolloutClient, telltale: int
-) -> None:
+async def test_the_fleet_table_lists_replicas_and_their_update_times(client: RolloutClient, telltale: int) -> None:
     fleet = await client.fleet()
     assert fleet.latest_version == telltale and not fleet.paused
     assert len(fleet.replicas) == 2

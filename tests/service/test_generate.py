@@ -14,7 +14,7 @@ from rollout_service.local import LocalService
 MODEL = "tiny-qwen3"
 
 
-async def test_generate_returns_ids_logprobs_and_versions_for_each_completion(http: httpx.AsyncClient) -> None:
+async def test_each_completion_has_ids_logprobs_and_weight_versions(http: httpx.AsyncClient) -> None:
     body = {
         "token_ids": [5, 6, 7],
         "sampling_params": {"n": 3, "max_tokens": 6, "ignore_eos": True},
@@ -79,7 +79,7 @@ async def test_curl_is_enough(service: LocalService) -> None:
     assert json.loads(reply.stdout)["object"] == "text_completion"
 
 
-async def test_a_request_that_the_client_gives_up_is_cancelled_in_the_engine(client: RolloutClient) -> None:
+async def test_a_request_the_client_cancels_is_aborted_in_the_engine(client: RolloutClient) -> None:
     await client.pause()  # so that it cannot come to an end by itself
     rollout = asyncio.create_task(client.generate([5, 6], n=8, max_tokens=480, ignore_eos=True))
     await _until(client, running=8)

@@ -116,7 +116,7 @@ async def test_rollouts_and_an_update_move_what_the_processes_count(
     assert replicas == idle and replicas <= updated and generated & replicas
 
 
-def test_every_metric_of_ours_is_in_the_table_with_its_labels_and_those_of_others_exist(
+def test_our_metrics_match_the_table_and_those_of_others_exist(
     scrapes: tuple[list[Sample], list[Sample]],
 ) -> None:
     _, samples = scrapes

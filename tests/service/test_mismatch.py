@@ -31,9 +31,7 @@ def k3_of(*offsets: float) -> float:
     return math.fsum(math.exp(-offset) - 1 + offset for offset in offsets) / len(offsets)
 
 
-async def test_a_report_shows_per_replica_and_counts_alike_in_full_and_by_request_id(
-    client: RolloutClient, telltale: int
-) -> None:
+async def test_full_and_by_id_reports_count_alike_per_replica(client: RolloutClient, telltale: int) -> None:
     rollouts = await rollouts_of(client, telltale)
     trainer = scored(rollouts, 0.0, 0.05, 0.1, 0.25)
     tokens = sum(map(len, trainer))
@@ -53,9 +51,7 @@ async def test_a_report_shows_per_replica_and_counts_alike_in_full_and_by_reques
 
 
 @pytest.mark.filterwarnings("ignore::rollout_service.protocol.truncation.TruncatedSamplingWarning")  # tests/unit/client
-async def test_truncated_rollouts_are_marked_and_a_perfect_trainer_is_not_held_against_their_version(
-    client: RolloutClient, telltale: int
-) -> None:
+async def test_truncated_rollouts_are_marked_and_raise_no_suspicion(client: RolloutClient, telltale: int) -> None:
     """The likeliest token alone: its logprob is 0, renormalized, and a trainer's of the whole vocabulary is not."""
     whole = await rollouts_of(client, telltale)
     cut = await client.generate_batch(
@@ -74,9 +70,7 @@ async def test_truncated_rollouts_are_marked_and_a_perfect_trainer_is_not_held_a
     assert (await client.weights(telltale)).suspect == ()
 
 
-async def test_a_wrong_trainer_makes_the_version_suspect_and_a_right_one_does_not(
-    client: RolloutClient, telltale: int
-) -> None:
+async def test_only_a_wrong_trainer_makes_a_version_suspect(client: RolloutClient, telltale: int) -> None:
     rollouts = await rollouts_of(client, telltale)
     await client.report_mismatch(rollouts, scored(rollouts, 0.0, 0.02))
     assert (await client.weights(telltale)).suspect == ()

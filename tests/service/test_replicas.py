@@ -22,7 +22,7 @@ PROMPT = [5, 6, 7]
 LENGTH = 200
 
 
-async def test_a_kill_under_load_loses_no_request_and_the_successor_serves_the_newest_version_from_its_first_token(
+async def test_a_kill_loses_no_request_and_its_successor_is_up_to_date(
     service: LocalService, client: RolloutClient, telltale: int
 ) -> None:
     before = {replica.replica_id for replica in (await client.fleet()).replicas}
@@ -48,7 +48,7 @@ async def test_a_kill_under_load_loses_no_request_and_the_successor_serves_the_n
         assert_pure(rollout.completions[0])
 
 
-async def test_an_ingest_that_restarts_finds_its_versions_and_replicas_again(
+async def test_a_restarted_ingest_finds_its_versions_and_replicas(
     service: LocalService, client: RolloutClient, telltale: int
 ) -> None:
     (ingest,) = descendants("ray::ServeReplica:rollout:ingest")
@@ -62,7 +62,7 @@ async def test_an_ingest_that_restarts_finds_its_versions_and_replicas_again(
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-async def test_a_controller_that_ends_is_started_anew_and_keeps_every_replica(
+async def test_a_dead_controller_is_restarted_and_keeps_every_replica(
     how: signal.Signals, service: LocalService, client: RolloutClient, telltale: int
 ) -> None:
     """After SIGTERM Ray's process lives on and answers no call; the gateway finds that out."""

@@ -15,7 +15,7 @@ from tests.support.telltale import assert_pure, canary_weights
 PROMPT = [5, 6, 7]
 
 
-async def test_requests_of_one_session_go_to_one_replica_and_those_of_many_to_all(
+async def test_a_session_stays_on_one_replica_and_many_spread_to_all(
     client: RolloutClient, http: httpx.AsyncClient
 ) -> None:
     async def replicas_of(session: str, header: bool) -> set[str]:
@@ -58,7 +58,7 @@ async def test_the_many_prompts_of_one_request_are_routed_one_by_one(http: httpx
     assert all(len(choice["token_ids"]) == 2 for choice in choices)
 
 
-async def test_a_request_for_a_version_reaches_the_replica_that_has_it_while_another_is_behind(
+async def test_a_request_for_a_version_goes_to_a_replica_that_has_it(
     service: LocalService, client: RolloutClient, telltale: int
 ) -> None:
     before = await client.generate_batch([PROMPT] * 8, max_tokens=2, temperature=0.0)

@@ -14,9 +14,7 @@ LONG_PROMPT = PROMPT * 60
 """Longer than two blocks of the prefix cache."""
 
 
-async def test_after_a_push_every_replica_makes_tokens_of_the_new_version_only(
-    client: RolloutClient, telltale: int
-) -> None:
+async def test_after_a_push_every_replica_serves_only_the_new_version(client: RolloutClient, telltale: int) -> None:
     rollouts = await client.generate_batch([PROMPT] * 32, max_tokens=8, temperature=0.0)
     for completion in (c for rollout in rollouts for c in rollout.completions):
         assert completion.versions == (telltale,)
@@ -25,7 +23,7 @@ async def test_after_a_push_every_replica_makes_tokens_of_the_new_version_only(
     assert {rollout.replica_id for rollout in rollouts} <= replicas and len(replicas) == 2
 
 
-async def test_an_update_under_way_splits_a_completion_and_tokens_after_the_split_come_from_the_new_weights(
+async def test_mode_keep_splits_completions_into_old_and_new_weights(
     service: LocalService, client: RolloutClient, telltale: int
 ) -> None:
     new = telltale + 1
@@ -44,7 +42,7 @@ async def test_an_update_under_way_splits_a_completion_and_tokens_after_the_spli
     assert all(completion.versions == (telltale, new) for completion in split)
 
 
-async def test_mode_wait_lets_running_completions_finish_on_the_old_weights(
+async def test_mode_wait_finishes_running_completions_on_old_weights(
     service: LocalService, client: RolloutClient, telltale: int
 ) -> None:
     new = telltale + 1
@@ -57,7 +55,7 @@ async def test_mode_wait_lets_running_completions_finish_on_the_old_weights(
     assert_pure(completion)
 
 
-async def test_mode_abort_moves_running_completions_on_to_the_new_weights(
+async def test_mode_abort_continues_running_completions_on_new_weights(
     service: LocalService, client: RolloutClient, telltale: int
 ) -> None:
     new = telltale + 1
@@ -78,7 +76,7 @@ async def test_mode_abort_moves_running_completions_on_to_the_new_weights(
     assert_pure((await going[0]).completions[0])
 
 
-async def test_an_aborted_completion_comes_back_as_it_is_when_asked_for(
+async def test_an_aborted_completion_is_returned_as_is_when_asked_for(
     service: LocalService, client: RolloutClient, telltale: int
 ) -> None:
     new = telltale + 1

@@ -29,7 +29,7 @@ async def test_weights_are_taken_from_a_path_below_an_allowed_root(
     assert_pure(completion)
 
 
-async def test_parts_are_taken_directly_from_this_machine_with_a_key_and_through_the_gateway_with_the_token(
+async def test_direct_parts_need_a_key_and_gateway_parts_the_token(
     service: LocalService, http: httpx.AsyncClient, next_version: int
 ) -> None:
     weights = canary_weights(service.config.model.path, next_version)
@@ -52,7 +52,7 @@ async def test_parts_are_taken_directly_from_this_machine_with_a_key_and_through
     assert (await http.delete(path)).status_code == 204
 
 
-async def test_a_trainer_that_quantizes_sends_half_the_bytes_and_makes_the_same_version(
+async def test_an_fp8_push_has_half_the_bytes_and_the_same_version(
     service: LocalService, client: RolloutClient, next_version: int
 ) -> None:
     weights = canary_weights(service.config.model.path, next_version)
@@ -82,7 +82,7 @@ async def test_a_path_outside_the_allowed_roots_is_forbidden(client: RolloutClie
         await client.push_path(next_version, "/")
 
 
-async def test_unknown_missing_and_misshapen_tensors_are_named_together(
+async def test_unknown_missing_and_misshapen_tensors_are_all_named(
     service: LocalService, client: RolloutClient, next_version: int
 ) -> None:
     weights = canary_weights(service.config.model.path, next_version)
@@ -96,7 +96,7 @@ async def test_unknown_missing_and_misshapen_tensors_are_named_together(
     assert "lm_head.weight is [64, 256]" in refused.value.detail["wrong_shape"][0]
 
 
-async def test_a_version_with_nan_fails_by_name_and_the_one_before_stays_live(
+async def test_a_nan_is_named_and_the_previous_version_stays_live(
     service: LocalService, client: RolloutClient, telltale: int
 ) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
@@ -116,7 +116,7 @@ async def test_versions_only_grow(service: LocalService, client: RolloutClient, 
     assert {*refused.value.detail} >= {"latest_version"} or len(set(refused.value.detail["digests"])) == 2
 
 
-async def test_a_version_pushed_again_is_the_same_version_and_other_bytes_under_it_conflict(
+async def test_a_repeated_push_is_idempotent_and_other_bytes_conflict(
     service: LocalService, client: RolloutClient, telltale: int
 ) -> None:
     same = canary_weights(service.config.model.path, telltale)
@@ -126,7 +126,7 @@ async def test_a_version_pushed_again_is_the_same_version_and_other_bytes_under_
     assert len(set(refused.value.detail["digests"])) == 2
 
 
-async def test_a_part_through_the_gateway_is_checked_like_one_sent_directly(
+async def test_a_part_via_the_gateway_is_checked_like_a_direct_one(
     service: LocalService, http: httpx.AsyncClient, next_version: int
 ) -> None:
     weights = canary_weights(service.config.model.path, next_version)

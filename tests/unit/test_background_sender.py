@@ -54,7 +54,7 @@ def sender(told: Told, room: int = 100, batch: int = 4, send_s: float = 60.0) ->
     )
 
 
-async def test_items_go_in_order_in_batches_that_are_bounded_unless_one_item_is_larger() -> None:
+async def test_batches_keep_order_and_size_unless_one_item_is_larger() -> None:
     told = Told()
     told.gate.set()
     box = sender(told)
@@ -66,7 +66,7 @@ async def test_items_go_in_order_in_batches_that_are_bounded_unless_one_item_is_
     assert max(told.queued) == 15 and told.queued[-1] == 0
 
 
-async def test_what_has_no_room_is_dropped_and_what_is_on_its_way_takes_none() -> None:
+async def test_overflow_is_dropped_and_items_in_flight_take_no_room() -> None:
     told = Told()
     box = sender(told, room=3)
     box.put(Item("first", 3))
@@ -80,7 +80,7 @@ async def test_what_has_no_room_is_dropped_and_what_is_on_its_way_takes_none() -
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_a_batch_that_does_not_arrive_is_dropped_and_the_next_is_sent(late: bool) -> None:
+async def test_an_undelivered_batch_is_dropped_and_the_next_is_sent(late: bool) -> None:
     told = Told(error=None if late else NotReady("it died with this call"))
     box = sender(told, batch=2, send_s=0.01 if late else 60)
     box.put(Item("a"))
@@ -96,7 +96,7 @@ async def test_a_batch_that_does_not_arrive_is_dropped_and_the_next_is_sent(late
     assert told.batches == [["c"]] and told.arrived == 1
 
 
-async def test_nothing_is_sent_in_the_context_of_the_request_that_put_it_there() -> None:
+async def test_nothing_is_sent_in_the_context_of_the_enqueuing_request() -> None:
     told = Told()
     told.gate.set()
     REQUEST.set("x")
@@ -106,7 +106,7 @@ async def test_nothing_is_sent_in_the_context_of_the_request_that_put_it_there()
     assert told.batches == [["a"]] and not told.in_a_request
 
 
-async def test_an_error_of_ours_is_not_taken_for_a_deployment_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bug_is_not_mistaken_for_an_unavailable_deployment(caplog: pytest.LogCaptureFixture) -> None:
     told = Told(error=KeyError("ours"))
     told.gate.set()
     box = sender(told)

@@ -81,13 +81,13 @@ def test_a_wheel_brings_the_deployments(tmp_path: Path) -> None:
     assert {CPU.resolve(), GPU.resolve()} <= set(YAMLS)
 
 
-def test_there_are_as_many_gateways_as_configured_and_one_by_default() -> None:
+def test_gateways_are_as_many_as_configured_and_one_by_default() -> None:
     for scaling, expected in (({}, 1), ({"gateways": 3}, 3)):
         gateway = build(ServiceConfig.model_validate({"scaling": scaling, "model": {"path": "anywhere"}}))
         assert gateway._bound_deployment.num_replicas == expected
 
 
-def test_the_ingest_gets_the_share_of_a_gpu_that_is_configured_and_none_by_default() -> None:
+def test_ingest_gpu_share_is_as_configured_and_none_by_default() -> None:
     for share in (0, 0.1):
         config = ServiceConfig.model_validate({"weights": {"ingest_num_gpus": share}, "model": {"path": "anywhere"}})
         gateway = build(config)
@@ -95,7 +95,7 @@ def test_the_ingest_gets_the_share_of_a_gpu_that_is_configured_and_none_by_defau
         assert ingest.ray_actor_options["num_gpus"] == share
 
 
-def test_serve_looks_after_every_deployment_within_a_second_and_gives_it_the_drain_s_time_to_end() -> None:
+def test_deployments_get_1s_health_checks_and_the_drain_timeout() -> None:
     sections = {"scaling": {"drain_timeout_s": 12}, "shadow": {"share": 0.1}, "model": {"path": "anywhere"}}
     gateway = build(ServiceConfig.model_validate(sections))
     bound = [gateway, *(argument for argument in gateway._bound_deployment.init_args if _is_bound(argument))]
@@ -111,9 +111,7 @@ def _is_bound(argument: object) -> bool:
 
 
 @every_yaml
-def test_a_dead_proxy_is_noticed_in_seconds_and_a_slow_start_is_waited_for_whichever_way_the_service_starts(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_proxy_is_noticed_soon_and_a_slow_start_awaited(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ServeDeploySchema.model_validate(document(path)).controller_options
     assert controller_options(path) == options.model_dump(exclude_unset=True)
     assert options.runtime_env is not None

@@ -62,11 +62,11 @@ async def output_after_sigterm(*, ends: bool, signals: int = 1, **script: object
             await process.wait()
 
 
-async def test_sigterm_begins_a_drain_on_the_event_loop_and_ray_s_handler_is_not_called() -> None:
+async def test_sigterm_starts_a_drain_and_ray_s_handler_is_not_called() -> None:
     assert await output_after_sigterm(ends=False, work="await asyncio.sleep(60)") == (["draining"], None)
 
 
-async def test_a_process_that_nobody_stops_ends_when_its_work_is_done_and_two_signals_are_one_drain() -> None:
+async def test_two_signals_are_one_drain_and_its_end_ends_the_process() -> None:
     assert await output_after_sigterm(signals=2, ends=True) == (["draining"], 128 + signal.SIGTERM)
 
 
@@ -90,7 +90,7 @@ class Clock:
         return self.now
 
 
-async def test_a_drain_begins_once_and_fails_the_health_check_from_then_on() -> None:
+async def test_a_drain_begins_once_and_then_fails_health_checks() -> None:
     clock, ran, going = Clock(), [], asyncio.Event()
 
     async def work() -> None:
@@ -115,7 +115,7 @@ async def test_a_drain_begins_once_and_fails_the_health_check_from_then_on() -> 
     assert drain.done
 
 
-async def test_work_that_fails_is_logged_and_the_process_is_still_to_be_replaced(
+async def test_a_failed_drain_is_logged_and_health_checks_still_fail(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def work() -> None:

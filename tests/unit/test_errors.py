@@ -76,7 +76,7 @@ def test_a_reply_that_is_not_ours_is_quoted_in_part_only() -> None:
     assert len(from_wire(502, "x" * 100_000).message) < 1000
 
 
-def test_an_error_of_a_newer_service_becomes_the_base_class_and_keeps_its_message() -> None:
+def test_unknown_errors_become_the_base_class_with_their_message() -> None:
     error = from_wire(418, {"error": {"type": "FromTheFuture", "message": MESSAGE, "detail": DETAIL}})
     assert type(error) is RolloutServiceError
     assert (error.message, error.detail) == (MESSAGE, DETAIL)

@@ -45,7 +45,7 @@ def loaded_after_importing(*modules: str) -> set[str]:
     return set(run.stdout.split())
 
 
-def test_the_modules_of_the_trainers_side_pull_in_neither_torch_nor_an_engine() -> None:
+def test_trainer_side_modules_import_neither_torch_nor_an_engine() -> None:
     # all in one interpreter: none of them may pull it in
     names = [f"rollout_service{name}" for name in WITHOUT_TORCH]
     assert loaded_after_importing(*names) & (ENGINE | {"torch"}) == set()

@@ -8,7 +8,7 @@ import pytest
 from rollout_service import local
 
 
-def test_a_free_port_can_be_bound_and_the_system_gives_it_to_nobody_else() -> None:
+def test_a_free_port_can_be_bound_and_is_not_ephemeral() -> None:
     first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     port = local.free_port()
     assert 19_999 < port < min(first_given, 32_000)

@@ -200,7 +200,7 @@ class Faster(Kernel):
 
 
 @pytest.mark.parametrize("assigns", ["live", "computed", "field"])
-def test_attributes_are_found_in_the_source_of_a_class_and_its_bases(assigns: str) -> None:
+def test_attributes_assigned_in_a_class_or_its_bases_are_found(assigns: str) -> None:
     require_names(("x",), [PrivateName("m", "K", "x 1", assigns=(assigns,))], library(K=Faster))
     with pytest.raises(PrivateNameMissing, match=r"m\.K \(read in x 1\) gives its objects no gone any more"):
         require_names(("x",), [PrivateName("m", "K", "x 1", assigns=(assigns, "gone"))], library(K=Faster))
@@ -215,7 +215,7 @@ def test_another_signature_is_named_with_both() -> None:
         require_names(("x",), [name], library(K=SimpleNamespace(run=3)))
 
 
-def test_all_that_is_missing_is_named_at_once_with_what_is_installed() -> None:
+def test_all_missing_names_are_listed_with_the_installed_version() -> None:
     names = [PrivateName("m", "first", "ray 1"), PrivateName("m", "second", "ray 1")]
     with pytest.raises(PrivateNameMissing, match=r"^ray 2\S+ is not .*m\.first \(read in.*m\.second \(read in"):
         require_names(("no-such-distribution", "ray"), names, library())

@@ -76,7 +76,7 @@ async def test_waiting_in_vain_ends_with_false() -> None:
     assert not await Changes().wait(lambda: False, timeout_s=0.01)
 
 
-async def test_a_change_that_nobody_told_of_is_seen_when_the_time_is_up() -> None:
+async def test_an_unannounced_change_is_seen_at_the_timeout() -> None:
     asked: list[None] = []
 
     def reached() -> bool:
@@ -86,7 +86,7 @@ async def test_a_change_that_nobody_told_of_is_seen_when_the_time_is_up() -> Non
     assert await Changes().wait(reached, timeout_s=0.01) and len(asked) == 2
 
 
-async def test_an_error_of_what_is_asked_reaches_whoever_waits_and_nobody_else() -> None:
+async def test_an_error_in_a_condition_reaches_only_its_own_waiter() -> None:
     def broken() -> bool:
         raise ValueError("damaged")
 
@@ -106,7 +106,7 @@ async def test_one_who_stops_waiting_does_not_disturb_the_others() -> None:
     assert await asyncio.wait_for(stays, LONG_S)
 
 
-async def test_whoever_waits_at_the_end_of_all_changes_is_told_to_ask_again() -> None:
+async def test_waiters_are_told_to_retry_when_changes_end() -> None:
     changes = Changes()
     waiting = asyncio.create_task(changes.wait(lambda: False, LONGER_S))
     await asyncio.sleep(0)
@@ -121,7 +121,7 @@ async def test_whoever_waits_at_the_end_of_all_changes_is_told_to_ask_again() ->
 # --- Turns
 
 
-async def test_turns_that_are_closed_let_whoever_has_one_finish_and_refuse_all_others() -> None:
+async def test_a_closed_lock_lets_its_holder_finish_and_refuses_others() -> None:
     turns, going, done = Turns(), asyncio.Event(), []
 
     async def work(name: str) -> None:

@@ -19,7 +19,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_results_come_in_the_order_of_the_items_whichever_is_done_first() -> None:
+def test_results_come_in_item_order_whichever_is_done_first() -> None:
     last_is_done = threading.Event()
 
     def square(number: int) -> int:

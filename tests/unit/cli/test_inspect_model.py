@@ -39,7 +39,7 @@ def printed(report: ModelReport, width: int) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def test_a_model_of_30_billion_parameters_is_half_as_large_in_fp8(qwen3_30b_a3b: Path) -> None:
+def test_a_model_of_30b_parameters_is_half_as_large_in_fp8(qwen3_30b_a3b: Path) -> None:
     report = inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig())
     linear = 48 * (2 * 4096 * 2048 + 2 * 512 * 2048 + 128 * 3 * 768 * 2048)
     rest = 2 * 151936 * 2048 + 48 * (128 * 2048 + 2 * 128 + 2 * 2048) + 2048

@@ -32,7 +32,7 @@ def test_ls_lists_the_versions_and_marks_the_newest(log: WeightLog) -> None:
     assert log.manifest(3).digest in lines[3]
 
 
-def test_verify_says_which_versions_are_sound_and_fails_for_the_others(log: WeightLog) -> None:
+def test_verify_lists_sound_versions_and_fails_for_the_others(log: WeightLog) -> None:
     assert run("verify", log.root).exit_code == 0
     flip_a_byte(log, 2, FIRST)
     result = run("verify", log.root)

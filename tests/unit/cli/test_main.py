@@ -195,7 +195,7 @@ def rows_of(table: str) -> dict[str, str]:
     return {first: " ".join(others.split()) for first, others in cells}
 
 
-def test_inspect_shows_what_becomes_fp8_and_why_the_rest_does_not(moe_config: Path) -> None:
+def test_inspect_shows_what_becomes_fp8_and_why_others_do_not(moe_config: Path) -> None:
     result = run("inspect", moe_config)
     assert result.exit_code == 0, result.stderr
     rows = rows_of(result.stdout)
@@ -214,7 +214,7 @@ def test_inspect_names_what_does_not_divide(moe_config: Path) -> None:
     assert "keep_bf16" in result.stderr
 
 
-def test_inspect_shows_what_each_gpu_holds_and_what_stays_in_bf16(moe_config: Path) -> None:
+def test_inspect_shows_shards_per_gpu_and_what_stays_in_bf16(moe_config: Path) -> None:
     result = run("inspect", moe_config, "--tp", "2", "--indivisible", "keep_bf16", "--skip", "*.layers.0.*.o_proj")
     assert result.exit_code == 0, result.stderr
     rows = rows_of(result.stdout)

@@ -43,7 +43,7 @@ async def test_a_cancelled_request_makes_room_for_the_next(service: Service) -> 
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["on a new connection", "on one that is idle"])
-async def test_a_request_cancelled_at_any_moment_leaves_the_next_one_a_connection(service: Service, warm: bool) -> None:
+async def test_a_request_cancelled_at_any_moment_frees_its_connection(service: Service, warm: bool) -> None:
     url, cancelled = f"{service.url}/inference/v1/generate", 0
     for moment in range(40):  # turns of the event loop: connecting and sending take some twenty
         async with httpx.AsyncClient(transport=ManyConnections(1), timeout=httpx.Timeout(10, pool=None)) as client:

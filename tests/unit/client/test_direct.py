@@ -15,9 +15,7 @@ from tests.unit.client.service import Service, serving
 Answer = Callable[[httpx.Request], httpx.Response]
 
 
-async def test_parts_go_to_the_announced_address_with_its_key_and_without_the_token(
-    service: Service, tensors: Tensors
-) -> None:
+async def test_direct_parts_carry_the_upload_key_and_not_the_token(service: Service, tensors: Tensors) -> None:
     service.token = "secret"
     async with serving(Service()) as direct, RolloutClient(service.url, token="secret") as client:
         direct.uploads = service.uploads
@@ -78,7 +76,7 @@ STRANGERS: dict[str, Answer] = {
 
 
 @pytest.mark.parametrize("stranger", STRANGERS)
-async def test_a_stranger_at_the_announced_address_gets_neither_token_nor_key_nor_weights(
+async def test_a_stranger_at_the_address_gets_no_token_key_or_weights(
     stranger: str, tensors: Tensors, caplog: pytest.LogCaptureFixture
 ) -> None:
     network = Network("http://gateway.example", "http://127.0.0.1:40123", STRANGERS[stranger])
@@ -89,7 +87,7 @@ async def test_a_stranger_at_the_announced_address_gets_neither_token_nor_key_no
     assert caplog.text.count("parts go through http://gateway.example, not directly to http://127.0.0.1:40123") == 1
 
 
-async def test_weights_that_a_gateway_would_take_encrypted_are_not_sent_in_the_clear(tensors: Tensors) -> None:
+async def test_with_an_https_gateway_weights_are_not_sent_in_plaintext(tensors: Tensors) -> None:
     network = Network("https://gateway.example", "http://10.0.0.7:40123", proof("key"))
     await network.push(tensors)
     assert network.seen == []
@@ -102,7 +100,7 @@ async def test_weights_that_a_gateway_would_take_encrypted_are_not_sent_in_the_c
         lambda _: httpx.Response(401, content=json.dumps({"error": {"type": "Unauthorized", "message": "key"}})),
     ],
 )
-async def test_parts_that_the_listener_takes_no_more_go_through_the_gateway(refusal: Answer, tensors: Tensors) -> None:
+async def test_parts_that_the_listener_refuses_go_through_the_gateway(refusal: Answer, tensors: Tensors) -> None:
     network = Network("http://gateway.example", "http://10.0.0.7:40123", lambda r: listener(r))
     prove = proof("key")
 
@@ -125,7 +123,7 @@ async def test_an_address_that_takes_no_connection_is_tried_once(
     assert caplog.text.count("not directly to") == 1
 
 
-async def test_without_an_announced_address_parts_go_through_the_gateway(service: Service, tensors: Tensors) -> None:
+async def test_without_an_upload_url_parts_go_through_the_gateway(service: Service, tensors: Tensors) -> None:
     async with RolloutClient(service.url) as client:
         await client.push_weights(5, tensors)
     assert sorted(service.parts_sent()) == list(range(10))

@@ -150,7 +150,7 @@ async def test_retries_are_bounded(service: Service) -> None:
     assert service.calls(*GENERATE) == 2
 
 
-async def test_a_rollout_whose_connection_breaks_is_asked_for_again_a_bounded_number_of_times() -> None:
+async def test_rollout_retries_on_broken_connections_are_bounded() -> None:
     requests = 0
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

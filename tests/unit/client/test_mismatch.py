@@ -104,7 +104,7 @@ async def test_by_request_id_needs_rollouts_that_are_remembered(client: RolloutC
 
 
 @pytest.mark.parametrize("by_request_id", [False, True])
-async def test_a_large_batch_is_sent_in_several_reports_that_may_divide_a_rollout(
+async def test_a_large_batch_becomes_reports_that_may_split_a_rollout(
     client: RolloutClient, monkeypatch: pytest.MonkeyPatch, monitor: Monitor, by_request_id: bool
 ) -> None:
     await monitor.remember([RecentRollout.of(each) for each in ROLLOUTS])
@@ -118,7 +118,7 @@ async def test_a_large_batch_is_sent_in_several_reports_that_may_divide_a_rollou
     assert (await client.mismatch(3)).versions[0].k1 == pytest.approx(K1)
 
 
-async def test_a_report_whose_reply_was_lost_is_sent_again_and_counts_once(
+async def test_a_report_whose_reply_was_lost_is_resent_and_counts_once(
     transport: httpx.ASGITransport, monitor: Monitor
 ) -> None:
     class LosesTheFirstReply(httpx.AsyncBaseTransport):
@@ -149,7 +149,7 @@ async def test_a_report_whose_reply_was_lost_is_sent_again_and_counts_once(
         ([[-1.0, float("nan"), -1.0], *TRAINER[1:]], None, r"trainer_logprobs\[0\]\[1\] is nan"),
     ],
 )
-def test_rows_that_do_not_match_are_refused_before_anything_is_sent(
+def test_rows_that_do_not_match_are_refused_before_sending(
     transport: httpx.ASGITransport, trainer: object, mask: object, says: str
 ) -> None:
     with SyncRolloutClient("http://127.0.0.1", transport=transport) as client:
@@ -177,7 +177,7 @@ TRUNCATED = [each.model_copy(update={"truncated_sampling": True}) for each in RO
 
 
 @pytest.mark.parametrize("by_request_id", [False, True])
-async def test_truncated_rollouts_are_reported_as_such_and_the_caller_is_warned_once(
+async def test_truncated_rollouts_are_reported_with_a_single_warning(
     client: RolloutClient, monitor: Monitor, monkeypatch: pytest.MonkeyPatch, by_request_id: bool
 ) -> None:
     monkeypatch.setattr(truncation, "_warned", set())

@@ -163,7 +163,7 @@ async def test_a_commit_timeout_is_raised_and_not_repeated(
     assert service.calls("POST", "/v1/weights/5/commit") == 1
 
 
-async def test_tensors_that_differ_from_their_table_fail_before_the_commit(
+async def test_tensors_unlike_their_table_fail_before_the_commit(
     service: Service, client: RolloutClient, tensors: Tensors
 ) -> None:
     table = table_of(tensors)
@@ -203,7 +203,7 @@ async def test_cancelling_a_push_stops_its_uploads_and_commits_nothing(
     assert service.calls("POST", "/v1/weights/5/commit") == 0
 
 
-async def test_a_rank_that_does_not_send_reads_all_tensors_and_says_nothing(
+async def test_a_rank_with_send_false_reads_all_but_sends_nothing(
     service: Service, client: RolloutClient, tensors: Tensors
 ) -> None:
     read: list[str] = []

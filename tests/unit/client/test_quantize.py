@@ -92,7 +92,7 @@ async def test_whoever_quantizes_the_version_is_the_same(
             service.log.verify(service.log.manifest(version))
 
 
-async def test_scales_of_powers_of_two_are_made_if_the_service_wants_them(
+async def test_power_of_two_scales_are_made_if_the_service_wants_them(
     models: dict[str, Path], tmp_path: Path, stacked: Tensors
 ) -> None:
     async with client_of(models["qwen3_moe"], tmp_path / "log", scales="power_of_two") as client:
@@ -154,7 +154,7 @@ async def test_the_recipe_is_told_only_to_those_who_may_push(models: dict[str, P
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.experts.down_proj", "model.embed_tokens.weight"])
-async def test_a_nan_is_named_before_anything_is_committed_and_a_mended_push_goes_on(
+async def test_a_nan_is_named_before_commit_and_a_fixed_push_resumes(
     moe: RealIngest, moe_client: RolloutClient, stacked: Tensors, name: str
 ) -> None:
     broken = {n: t.clone() for n, t in stacked.items()}
@@ -168,7 +168,7 @@ async def test_a_nan_is_named_before_anything_is_committed_and_a_mended_push_goe
     assert (await push(moe_client, 1, stacked)).digest == (await moe_client.weights(0)).digest
 
 
-async def test_names_and_shapes_that_do_not_fit_are_refused_before_anything_is_quantized(
+async def test_wrong_names_and_shapes_are_refused_before_quantization(
     moe_client: RolloutClient, stacked: Tensors
 ) -> None:
     unfit = dict(stacked)
@@ -180,9 +180,7 @@ async def test_names_and_shapes_that_do_not_fit_are_refused_before_anything_is_q
     assert "q_proj.weight is [2, 2, 2], the model's is [256, 256]" in refused.value.detail["wrong_shape"][0]
 
 
-async def test_stacked_experts_of_a_shape_that_cannot_be_taken_apart_are_refused_by_name(
-    moe_client: RolloutClient, stacked: Tensors
-) -> None:
+async def test_indivisible_stacked_experts_are_refused_by_name(moe_client: RolloutClient, stacked: Tensors) -> None:
     name = "model.layers.0.mlp.experts.gate_up_proj"
     with pytest.raises(ValueError, match=rf"{name} .*\[8, 255, 256\]"):
         await push(moe_client, 1, {**stacked, name: stacked[name][:, 1:]})
@@ -223,7 +221,7 @@ async def test_a_push_goes_on_where_the_last_one_failed(
     assert service.parts_sent() == []
 
 
-async def test_a_push_of_other_weights_does_not_go_on_with_the_old_ones(
+async def test_a_push_of_other_weights_does_not_resume_the_old_one(
     service: Service, client: RolloutClient, small: Tensors
 ) -> None:
     await fail_at_part_6(service, client, small)
@@ -247,7 +245,7 @@ async def test_a_rank_that_does_not_send_quantizes_nothing(
     assert read == list(small) and service.log == []
 
 
-async def test_the_recipe_is_asked_for_only_by_a_trainer_that_quantizes(
+async def test_only_a_quantizing_trainer_asks_for_the_recipe(
     service: Service, client: RolloutClient, small: Tensors
 ) -> None:
     await push(client, 1, small, quantize="service")

@@ -45,7 +45,7 @@ async def test_a_push_of_other_bytes_does_not_go_on_with_the_old_ones(
     assert service.uploads[5].stream == stream_of(tensors)
 
 
-async def test_parts_of_another_client_are_compared_by_digest_and_not_sent_again(
+async def test_another_clients_parts_are_only_compared_by_digest(
     service: Service, client: RolloutClient, tensors: Tensors
 ) -> None:
     await fail_at_part(service, client, tensors, 6)
@@ -96,7 +96,7 @@ async def test_other_bytes_for_a_committed_version_are_a_conflict(
     assert service.parts_sent().count(9) == 1
 
 
-async def test_a_version_that_another_client_committed_is_compared_and_not_sent(
+async def test_another_clients_committed_version_is_only_compared(
     service: Service, client: RolloutClient, tensors: Tensors
 ) -> None:
     first = await client.push_weights(5, tensors)
@@ -142,7 +142,7 @@ async def test_a_part_whose_connection_breaks_is_sent_again(tensors: Tensors) ->
     assert len(broken) == 10
 
 
-async def test_a_commit_that_is_never_answered_ends_in_a_commit_timeout(
+async def test_an_unanswered_commit_ends_in_a_commit_timeout(
     service: Service, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollout_service.client._upload.COMMIT_GRACE_S", 0.1)

@@ -40,7 +40,7 @@ OUR_OWN_FAULT = [httpx.UnsupportedProtocol(""), httpx.LocalProtocolError(""), Va
 
 
 @pytest.mark.parametrize(("retries", "least_s", "most_s"), [(5, 3.8, 7.8), (8, 15.8, 31.8), (12, 31.8, 63.8)])
-def test_a_number_of_retries_is_an_outage_that_is_surely_outlived(
+def test_the_number_of_retries_sets_the_outage_that_is_survived(
     retries: int, least_s: float, most_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def waits(share: float) -> float:
@@ -64,20 +64,20 @@ def test_what_was_never_sent_may_be_sent_again(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("error", BROKEN_LATER, ids=repr)
-def test_a_connection_that_breaks_later_is_tried_again_only_for_idempotent_requests(error: Exception) -> None:
+def test_only_idempotent_requests_retry_a_broken_connection(error: Exception) -> None:
     assert may_retry(error, Repeat.IDEMPOTENT)
     assert not may_retry(error, Repeat.IF_NOT_ACCEPTED)
 
 
 @pytest.mark.parametrize("error", BROKEN_LATER, ids=repr)
-def test_a_rollout_is_asked_for_again_after_a_broken_connection_but_not_while_it_may_be_at_work(
+def test_a_rollout_is_retried_after_a_disconnect_not_a_timeout(
     error: Exception,
 ) -> None:
     assert may_retry(error, Repeat.IF_LOST) == (not isinstance(error, httpx.TimeoutException))
 
 
 @pytest.mark.parametrize("status", [500, 502, 503])
-def test_a_rollout_is_asked_for_again_when_a_proxy_has_lost_the_gateway(status: int) -> None:
+def test_a_rollout_is_retried_when_a_proxy_lost_the_gateway(status: int) -> None:
     assert may_retry(bare(status), Repeat.IF_LOST)
     assert not may_retry(reply(EngineFailed("x")), Repeat.IF_LOST)
     assert not may_retry(bare(404), Repeat.IF_LOST)
@@ -89,13 +89,13 @@ def test_what_cannot_get_better_is_not_tried_again(error: BaseException) -> None
 
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
-def test_a_refusal_of_a_proxy_is_tried_again_only_for_idempotent_requests(status: int) -> None:
+def test_only_idempotent_requests_retry_a_refusal_of_a_proxy(status: int) -> None:
     assert may_retry(bare(status), Repeat.IDEMPOTENT)
     assert not may_retry(bare(status, "1"), Repeat.IF_NOT_ACCEPTED)
 
 
 @pytest.mark.parametrize("error", [Overloaded("full"), NotReady("starting")], ids=repr)
-def test_a_refusal_that_says_when_to_come_back_is_always_tried_again(error: RolloutServiceError) -> None:
+def test_a_refusal_with_retry_after_is_always_retried(error: RolloutServiceError) -> None:
     assert may_retry(reply(error, "1"), Repeat.IF_NOT_ACCEPTED)
     assert may_retry(reply(error), Repeat.IDEMPOTENT)
     assert not may_retry(reply(error), Repeat.IF_NOT_ACCEPTED)
@@ -108,7 +108,7 @@ def test_an_answer_that_is_final_is_not_tried_again(error: RolloutServiceError) 
     assert not any(may_retry(reply(error, "1"), repeat) for repeat in Repeat)
 
 
-def test_an_address_to_be_given_up_is_given_up_only_while_it_takes_no_connection() -> None:
+def test_an_optional_address_is_given_up_only_if_unreachable() -> None:
     assert not may_retry(httpx.ConnectError(""), Repeat.IDEMPOTENT_ONCE_CONNECTED)
     assert may_retry(httpx.ReadError(""), Repeat.IDEMPOTENT_ONCE_CONNECTED)
     assert may_retry(bare(503), Repeat.IDEMPOTENT_ONCE_CONNECTED)
@@ -134,7 +134,7 @@ def test_retry_after_may_be_a_date() -> None:
 
 
 @pytest.mark.parametrize("attempt", [1, 3, 20])
-def test_the_wait_is_what_the_service_asks_for_and_a_bounded_random_time(attempt: int) -> None:
+def test_the_wait_is_retry_after_plus_a_bounded_random_time(attempt: int) -> None:
     policy = retrying(Repeat.IDEMPOTENT, 5)
     state = RetryCallState(policy, None, (), {})
     state.attempt_number = attempt

@@ -151,7 +151,7 @@ def public_methods(kind: type) -> dict[str, Any]:
     return {name: m for name, m in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
 
 
-def test_both_clients_have_the_same_methods_with_the_same_documentation() -> None:
+def test_both_clients_have_the_same_methods_and_documentation() -> None:
     asynchronous, blocking = public_methods(RolloutClient), public_methods(SyncRolloutClient)
     assert asynchronous.keys() - ASYNC_ONLY == blocking.keys() - {"close"}
     for name in asynchronous.keys() - ASYNC_ONLY:

@@ -71,7 +71,7 @@ def test_another_dtype_is_refused_by_name(dtype: torch.dtype) -> None:
         describe("layer.w", torch.zeros(2).to(dtype))
 
 
-def test_a_module_is_sent_with_both_names_of_tied_weights_and_its_buffers() -> None:
+def test_a_module_is_sent_with_both_tied_names_and_its_buffers() -> None:
     module = torch.nn.Module()
     module.embed = torch.nn.Embedding(4, 2)
     module.head = torch.nn.Linear(2, 4, bias=False)
@@ -137,7 +137,7 @@ def test_tensors_that_differ_from_their_table_are_refused(tensors: dict[str, tor
         list(TensorSource(iter(tensors.items()), TABLE))
 
 
-def test_the_memory_of_a_part_that_is_done_with_becomes_a_later_one() -> None:
+def test_the_memory_of_a_finished_part_is_reused_for_a_later_one() -> None:
     free: list[memoryview] = []
     parts = cut_parts(views(4, 4, 4, 1), 4, free)
     first, second = next(parts), next(parts)

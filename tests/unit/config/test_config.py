@@ -103,7 +103,7 @@ def test_fewer_replicas_at_most_than_at_least_names_both() -> None:
     assert "max_replicas=2" in message and "min_replicas=4" in message
 
 
-def test_a_target_that_no_replica_could_reach_names_the_admission_limit() -> None:
+def test_an_unreachable_target_names_the_admission_limit() -> None:
     scaling = {"max_replicas": 2, "target_sequences": 64}
     message = message_of({"scaling": scaling, "engine": {"admission_limit": 64}})
     assert "target_sequences=64" in message and "admission_limit=64" in message
@@ -124,7 +124,7 @@ def test_a_bf16_cache_has_no_scales_to_measure() -> None:
         ServiceConfig.model_validate({"kv_cache": {"dtype": dtype, "scales_policy": "calibrate"}})
 
 
-def test_a_shadow_of_unquantized_engines_would_compare_like_with_like() -> None:
+def test_a_shadow_of_unquantized_engines_is_refused() -> None:
     message = message_of({"quant": {"weights": "none"}, "shadow": {"share": 0.05}})
     assert "shadow.share=0.05" in message and "quant.weights is none" in message
 
@@ -133,13 +133,13 @@ def test_a_fixed_fleet_is_allowed() -> None:
     assert ServiceConfig.model_validate({"scaling": {"min_replicas": 4, "max_replicas": 4}}).scaling.max_replicas == 4
 
 
-def test_declaring_replicas_dead_before_they_can_report_names_both_times() -> None:
+def test_dead_after_s_too_short_for_poll_s_names_both() -> None:
     message = message_of({"weights": {"poll_s": 10, "dead_after_s": 20}})
     assert "dead_after_s=20" in message and "poll_s=10" in message
 
 
 @pytest.mark.parametrize("token", ["secret", "", None])
-def test_a_token_in_the_configuration_itself_is_refused_and_not_repeated(token: str | None) -> None:
+def test_a_token_in_the_configuration_is_refused_and_not_shown(token: str | None) -> None:
     message = message_of({"auth": {"token": token}})
     assert "auth.token is not taken, because Ray logs" in message and "auth.token_file" in message
     assert "secret" not in message
@@ -275,7 +275,7 @@ def test_quantizing_on_a_gpu_needs_one_for_the_ingest() -> None:
     assert "weights.ingest_num_gpus is 0" in message_of({"quant": {"device": "cuda"}})
 
 
-def test_variables_in_the_root_are_those_of_the_node_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_in_the_log_root_expand_on_the_reading_node(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ServiceConfig.model_validate({"weights": {"root": "$NODE_DISK/weights"}}).resolved()
     monkeypatch.setenv("NODE_DISK", "/mnt/first")
     assert config.weights.root_here() == Path("/mnt/first/weights")

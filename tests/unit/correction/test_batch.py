@@ -18,7 +18,7 @@ Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
     [((2, 3), (2, 4), (2, 3)), ((2, 3), (2, 3), (3,)), ((2, 3), (2, 3), (2, 1)), ((3,), (3,), (3,))],
     ids=["logprobs differ", "mask lacks the batch", "mask would broadcast", "no batch"],
 )
-def test_shapes_that_are_not_one_batch_by_tokens_are_refused_with_all_three(
+def test_wrong_batch_shapes_are_refused_and_all_three_are_named(
     function: Function, shapes: tuple[tuple[int, ...], ...]
 ) -> None:
     trainer, engine, mask = (torch.ones(shape) for shape in shapes)
@@ -44,9 +44,7 @@ def test_a_mask_of_anything_but_zero_and_one_is_refused(function: Function, valu
 @every
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["trainer_logprobs", "rollout_logprobs"])
-def test_a_selected_logprob_that_is_not_finite_is_refused_with_its_place(
-    function: Function, value: float, name: str
-) -> None:
+def test_a_selected_non_finite_logprob_is_refused_with_its_place(function: Function, value: float, name: str) -> None:
     logprobs = {"trainer_logprobs": torch.zeros(2, 3), "rollout_logprobs": torch.zeros(2, 3)}
     logprobs[name][1, 2] = value
     with pytest.raises(ValueError, match=rf"{name}\[1, 2\] is {value}"):
@@ -69,7 +67,7 @@ def test_a_mask_picks_tokens_of_ragged_rows(mask: Rows) -> None:
     assert measure_mismatch([[-1.0, -9.0], [-2.0]], [[-1.0, -1.0], [-1.0]], mask).k1 == pytest.approx(0.5)
 
 
-def test_a_mask_that_picks_what_a_ragged_row_does_not_have_is_refused() -> None:
+def test_a_mask_beyond_the_end_of_a_ragged_row_is_refused() -> None:
     with pytest.raises(ValueError, match=r"trainer_logprobs\[1, 1\] is nan"):
         correct([[-1.0, -2.0], [-1.0]], [[-1.0, -2.0], [-1.0]], torch.ones(2, 2))
 

@@ -40,7 +40,7 @@ def test_sequences_are_multiplied_and_tokens_are_not() -> None:
     assert found["ppl_ratio"] == pytest.approx(0.5)
 
 
-def test_perplexities_are_averaged_over_sequences_and_kl_over_tokens() -> None:
+def test_perplexities_average_over_sequences_and_kl_over_tokens() -> None:
     found = measured([[(-1.0, -1.0)] * 3, [(-2.0, -1.0)]])
     assert found["kl"] == pytest.approx(1 / 4)
     assert found["log_ppl_diff"] == pytest.approx(1 / 2)

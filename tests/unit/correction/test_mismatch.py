@@ -42,7 +42,7 @@ def test_the_same_logprobs_have_no_mismatch() -> None:
     assert (measured.k1, measured.k3) == (0.0, 0.0)
 
 
-def test_over_tokens_in_the_engines_proportions_both_are_the_kl_divergence() -> None:
+def test_k1_and_k3_over_engine_samples_are_the_kl_divergence() -> None:
     engine, trainer = [0.5, 0.3, 0.2], [0.4, 0.4, 0.2]
     sampled = [0] * 5 + [1] * 3 + [2] * 2
     measured = measure_mismatch(

@@ -87,7 +87,7 @@ def test_ragged_rows_give_what_padded_rows_give(rows: Rows, recipe: Correction) 
 
 
 @given(rows=ROWS, recipe=RECIPES)
-def test_every_number_is_finite_and_every_share_lies_between_zero_and_one(rows: Rows, recipe: Correction) -> None:
+def test_values_are_finite_and_fractions_lie_between_0_and_1(rows: Rows, recipe: Correction) -> None:
     far = [[(50 * trainer, 50 * rollout) for trainer, rollout in row] for row in rows]  # down to exp(−2000)
     found = correct(*padded(far), recipe)
     assert torch.isfinite(found.weights).all() and (found.weights >= 0).all()
@@ -97,7 +97,7 @@ def test_every_number_is_finite_and_every_share_lies_between_zero_and_one(rows: 
 
 
 @given(rows=ROWS, recipe=RECIPES)
-def test_what_is_rejected_weighs_nothing_and_the_rest_is_of_the_mask(rows: Rows, recipe: Correction) -> None:
+def test_rejected_tokens_weigh_zero_and_the_rest_is_in_the_mask(rows: Rows, recipe: Correction) -> None:
     trainer, rollout, mask = padded(rows)
     found = correct(trainer, rollout, mask, recipe)
     assert not (found.mask & ~mask).any()
@@ -168,7 +168,7 @@ def test_metrics_of_weights_do_not_depend_on_what_is_rejected(rows: Rows) -> Non
     )
 
 
-def test_a_batch_that_is_rejected_whole_has_an_empty_mask_and_no_weight() -> None:
+def test_a_fully_rejected_batch_has_an_empty_mask_and_no_weight() -> None:
     found = correct(*padded([[(-9.0, -1.0)], [(-1.0, -9.0)]]), PRESETS["geo_rs_token_tis"])
     assert not found.mask.any() and not found.weights.any()
     assert found.metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0

@@ -21,7 +21,7 @@ def kept(rows: Rows, recipe: Correction) -> list[list[float]]:
 
 
 @given(rows=ROWS, statistic=STATISTICS, upper=st.floats(1.01, 50), lower=st.none() | st.floats(0.01, 1))
-def test_a_token_is_kept_iff_its_statistic_lies_within_the_bounds(
+def test_a_token_is_kept_iff_its_statistic_is_within_the_bounds(
     rows: Rows, statistic: Statistic, upper: float, lower: float | None
 ) -> None:
     ratio = statistic.endswith("k1")

@@ -63,9 +63,7 @@ def test_it_is_log_softmax_over_the_kept_logits(kept: list[list[list[int]]], see
 
 
 @given(kept=COMPLETIONS, seed=st.integers(0, 100))
-def test_logits_normalized_logprobs_and_those_at_the_kept_ids_alone_give_the_same(
-    kept: list[list[list[int]]], seed: int
-) -> None:
+def test_logits_logprobs_and_logprobs_at_kept_ids_give_the_same(kept: list[list[list[int]]], seed: int) -> None:
     logits, sampled, _ = batch(kept, seed)
     support = SamplingSupport.of([made(pack(row)) for row in kept])
     wanted = support.renormalized(logits, sampled)
@@ -75,9 +73,7 @@ def test_logits_normalized_logprobs_and_those_at_the_kept_ids_alone_give_the_sam
 
 
 @given(kept=COMPLETIONS, seed=st.integers(0, 100))
-def test_the_gradient_is_that_of_the_truncated_policy_and_zero_at_padding(
-    kept: list[list[list[int]]], seed: int
-) -> None:
+def test_gradients_are_the_truncated_policys_and_zero_at_padding(kept: list[list[list[int]]], seed: int) -> None:
     logits, sampled, mask = batch(kept, seed)
     logits.requires_grad_()
     SamplingSupport.of([made(pack(row)) for row in kept]).renormalized(logits, sampled).sum().backward()
@@ -101,7 +97,7 @@ def test_a_perfect_version_is_perfect_again_whatever_was_cut_off(kept: list[list
     assert found.metrics["rollout_corr/token_mult_prob_error"] == 1.0
 
 
-def test_half_precision_logits_are_widened_before_they_are_joined() -> None:
+def test_half_precision_logits_are_widened_before_logsumexp() -> None:
     support = SamplingSupport.of([made(pack([[0, 1]]))])
     logits = torch.tensor([[[8.0, -8.0, 9.0]]], dtype=torch.bfloat16)
     found = support.renormalized(logits, torch.tensor([[1]]))

@@ -31,22 +31,20 @@ def test_every_metric_follows_its_formula(
     assert found == near(wanted)
 
 
-def test_the_effective_sample_size_is_the_share_of_tokens_that_count() -> None:
+def test_effective_sample_size_is_the_share_of_unmasked_tokens() -> None:
     one_of_four = [[(0.0, 0.0)], [(-30.0, 0.0)], [(-30.0, 0.0)], [(-30.0, 0.0)]]
     found = measured(one_of_four, ImportanceWeights("token", upper=2.0, lower=0.5, outside="mask"))
     assert found["rollout_is_eff_sample_size"] == pytest.approx(0.25)
     assert found["rollout_is_oob_ratio"] == pytest.approx(0.75)
 
 
-def test_where_every_weight_is_masked_the_effective_sample_size_is_zero() -> None:
+def test_effective_sample_size_is_zero_if_all_weights_are_masked() -> None:
     found = measured([[(-3.0, 0.0)]], ImportanceWeights("token", upper=2.0, lower=0.5, outside="mask"))
     assert found["rollout_is_eff_sample_size"] == 0.0
 
 
 @given(rows=ROWS, level=LEVELS)
-def test_normalized_weights_have_mean_one_and_the_factor_says_what_they_were_divided_by(
-    rows: Rows, level: Level
-) -> None:
+def test_normalized_weights_have_mean_one_and_report_the_factor(rows: Rows, level: Level) -> None:
     plain = correct(*padded(rows), Correction(ImportanceWeights(level, upper=2.0)))
     found = correct(*padded(rows), Correction(ImportanceWeights(level, upper=2.0, batch_normalize=True)))
     units = unpadded(found.weights, rows)

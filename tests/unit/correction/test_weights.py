@@ -24,7 +24,7 @@ def row(values: list[float]) -> torch.Tensor:
     return torch.tensor([values], dtype=torch.float64)
 
 
-def test_a_token_weighs_the_ratio_of_the_trainers_probability_to_the_engines() -> None:
+def test_a_weight_is_the_trainer_to_engine_probability_ratio() -> None:
     trainer, engine = row([math.log(0.3), math.log(0.5)]), row([math.log(0.2), math.log(0.8)])
     weights = truncated_importance_weights(trainer, engine, torch.ones(1, 2))
     assert weights[0].tolist() == pytest.approx([1.5, 0.625])
@@ -105,7 +105,7 @@ def test_a_cap_that_is_no_positive_number_is_refused(cap: float) -> None:
     bounds=st.sampled_from([(None, 2.0), (0.5, 5.0), (0.3, 0.7), (None, math.inf)]),
     outside=st.sampled_from(["truncate", "mask"]),
 )
-def test_weights_of_every_level_follow_the_formula_and_stay_within_the_bounds(
+def test_weights_of_every_level_follow_the_formula_within_bounds(
     rows: Rows, level: Level, bounds: tuple[float | None, float], outside: Outside
 ) -> None:
     lower, upper = bounds
@@ -133,7 +133,7 @@ def test_a_weight_on_a_bound_is_within() -> None:
     assert correct([[-1.0, -1.0]], [[-1.0, -1.5]], correction=recipe).weights.tolist() == [[1.0, 0.0]]
 
 
-def test_masked_weights_are_zero_and_their_tokens_stay_in_the_mask() -> None:
+def test_masked_weights_are_zero_but_tokens_stay_in_the_mask() -> None:
     rows = [[(math.log(0.1 * ratio), math.log(0.1)) for ratio in (0.4, 0.6, 4.9, 5.1)]]
     found = correct(*padded(rows), Correction(ImportanceWeights(upper=5.0, lower=0.5, outside="mask")))
     assert found.weights[0].tolist() == pytest.approx([0, 0.6, 4.9, 0])

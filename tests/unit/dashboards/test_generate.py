@@ -31,7 +31,7 @@ def test_grafanas_model_gives_each_dashboard_back_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("name", BOARDS)
-def test_every_panel_has_a_unit_a_legend_and_says_what_a_bad_value_means(name: str) -> None:
+def test_every_panel_has_a_unit_a_legend_and_a_description(name: str) -> None:
     for panel in panels(name):
         assert panel["type"] == "timeseries" and panel["fieldConfig"]["defaults"]["unit"], panel["title"]
         assert len(panel["description"].split()) >= 12 and panel["description"].endswith("."), panel["title"]
@@ -40,7 +40,7 @@ def test_every_panel_has_a_unit_a_legend_and_says_what_a_bad_value_means(name: s
 
 
 @pytest.mark.parametrize("name", BOARDS)
-def test_panels_have_titles_and_numbers_of_their_own_and_do_not_overlap(name: str) -> None:
+def test_panels_have_unique_titles_and_ids_and_do_not_overlap(name: str) -> None:
     titles = [panel["title"] for panel in panels(name)]
     ids = [panel["id"] for panel in board(name)["panels"]]
     assert len(set(titles)) == len(titles) and len(set(ids)) == len(ids)
@@ -54,7 +54,7 @@ def test_panels_have_titles_and_numbers_of_their_own_and_do_not_overlap(name: st
 
 
 @pytest.mark.parametrize("name", BOARDS)
-def test_a_dashboard_is_chosen_for_by_prometheus_service_application_and_replica(name: str) -> None:
+def test_a_dashboard_picks_datasource_service_app_and_replica(name: str) -> None:
     variables = {variable["name"]: variable for variable in board(name)["templating"]["list"]}
     assert list(variables) == ["datasource", "service", "application", "replica"]
     assert variables["datasource"]["query"] == "prometheus"

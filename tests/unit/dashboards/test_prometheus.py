@@ -10,7 +10,7 @@ from dashboards.check.prometheus import PrometheusUnavailable, configured, found
 from dashboards.check.queries import FOLDER
 
 
-def test_only_targets_and_intervals_of_the_shipped_configuration_are_replaced(tmp_path: Path) -> None:
+def test_only_targets_and_intervals_of_the_shipped_file_change(tmp_path: Path) -> None:
     shipped = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     path = configured(FOLDER / "prometheus.yml", tmp_path, "127.0.0.1:1", ["10.0.0.1:2", "10.0.0.2:3"], 1)
     made = yaml.safe_load(path.read_text())

@@ -14,7 +14,7 @@ def test_every_committed_query_is_left_without_a_variable(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
-def test_the_variables_are_asked_in_an_order_in_which_each_has_what_it_needs(name: str) -> None:
+def test_each_variable_is_queried_after_those_it_depends_on(name: str) -> None:
     known: dict[str, str] = {}
     for variable in variables(name):
         substituted(variable.selector, known, "1m")

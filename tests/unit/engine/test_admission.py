@@ -6,7 +6,7 @@ from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.errors import Overloaded
 
 
-def test_places_are_taken_while_a_request_runs_and_free_afterwards() -> None:
+def test_a_running_request_takes_places_and_then_frees_them() -> None:
     limit = AdmissionLimit(10)
     with limit.admit(4):
         assert limit.running == 4

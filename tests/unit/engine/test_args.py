@@ -18,7 +18,7 @@ def _config(path: Path, **sections: dict[str, object]) -> ServiceConfig:
     return ServiceConfig.model_validate({"model": {"path": path}, "kv_cache": {"dtype": "bfloat16"}, **sections})
 
 
-def test_a_router_is_never_converted_although_it_stands_in_no_plan(tmp_path: Path) -> None:
+def test_a_router_is_never_converted_although_it_is_in_no_plan(tmp_path: Path) -> None:
     model = ServedModel.load(make_model(tmp_path, "qwen2_moe"))
     plan = model.plan(QuantConfig())
     told = not_converted(model, plan)
@@ -56,7 +56,7 @@ def test_what_only_a_gpu_has_is_refused_on_the_cpu(tmp_path: Path, field: dict[s
         engine_args(_config(tmp_path, engine=field), (), has_tokenizer=False)
 
 
-def test_an_engine_on_the_cpu_stages_in_plain_memory_unless_told_not_to(tmp_path: Path) -> None:
+def test_a_cpu_engine_stages_in_plain_memory_unless_disabled(tmp_path: Path) -> None:
     make_model(tmp_path, "llama")
     for staging, kind in (("auto", {STAGING_KEY: "memory"}), ("none", {})):
         args = engine_args(_config(tmp_path, engine={"staging": staging}), (), has_tokenizer=False)
@@ -81,9 +81,7 @@ def test_the_tokens_of_a_step_are_vllms_choice_unless_given(tmp_path: Path) -> N
         assert args.max_num_batched_tokens == given
 
 
-def test_sampling_masks_are_refused_on_the_cpu_by_name_and_asked_of_vllm_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampling_masks_are_passed_to_vllm_but_refused_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(tmp_path, "llama")
     masks = _config(tmp_path, engine={"return_sampling_mask": True})
     with pytest.raises(ValueError, match=r"engine.return_sampling_mask is true.*Model Runner V2.*not for the CPU"):

@@ -78,7 +78,7 @@ async def test_without_another_replica_what_runs_is_given_back_at_once() -> None
     assert replica.aborted_at == [0]
 
 
-async def test_when_the_last_other_replica_goes_what_runs_is_given_back() -> None:
+async def test_losing_the_last_other_replica_gives_back_what_runs() -> None:
     replica = Replica(others=True)
     replica.take(3)
     replica.at[5.0] = lambda: setattr(replica, "others", False)
@@ -86,7 +86,7 @@ async def test_when_the_last_other_replica_goes_what_runs_is_given_back() -> Non
     assert replica.aborted_at == [5.0]
 
 
-async def test_a_call_that_was_on_its_way_into_the_engine_is_given_back_too() -> None:
+async def test_a_call_just_entering_the_engine_is_given_back_too() -> None:
     replica = Replica(others=False)
     replica.take(1)
     replica.aborts_take_effect = False
@@ -101,7 +101,7 @@ async def test_an_idle_replica_has_nothing_to_wait_for() -> None:
     assert (replica.now, replica.aborted_at) == (0, [])
 
 
-async def test_a_replica_drains_from_the_moment_it_is_told_or_when_nobody_has_asked_it_for_long() -> None:
+async def test_a_replica_drains_when_told_to_or_when_nobody_calls_it() -> None:
     replica = Replica(others=True)
     replica.now = 1000.0
     assert not replica.hand_over.draining  # Serve does not ask a replica that starts
@@ -117,7 +117,7 @@ async def test_a_replica_drains_from_the_moment_it_is_told_or_when_nobody_has_as
 
 
 @pytest.mark.parametrize("asked_again", [False, True])
-async def test_serve_tells_no_replica_that_it_is_removed_and_what_runs_is_still_given_back_in_time(
+async def test_what_runs_is_given_back_in_time_when_serve_stops_asking(
     asked_again: bool,
 ) -> None:
     replica = Replica(others=True)

@@ -35,7 +35,7 @@ def test_a_step_without_numbers_leaves_those_of_the_one_before(log: SchedulerLog
     assert log.load(admitted=8)[RUNNING] == 5
 
 
-def test_nothing_is_held_after_the_last_answer_whatever_the_last_step_said(log: SchedulerLog) -> None:
+def test_nothing_is_held_after_the_last_answer_despite_old_stats(log: SchedulerLog) -> None:
     assert log.load(admitted=0) == {RUNNING: 0, WAITING: 0, KV_USAGE: 0}
 
 

@@ -34,7 +34,7 @@ async def drains(engine: FakeEngine) -> None:
 # --- a pause that waits
 
 
-async def test_a_pause_that_waits_is_obeyed_when_the_last_rollout_has_finished(
+async def test_a_waiting_pause_is_obeyed_when_the_last_rollout_ends(
     weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest
 ) -> None:
     await pause(ingest, "wait", "first")
@@ -44,7 +44,7 @@ async def test_a_pause_that_waits_is_obeyed_when_the_last_rollout_has_finished(
     assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
 
 
-async def test_a_resume_takes_a_waiting_pause_back_and_is_obeyed_only_then(
+async def test_a_resume_cancels_a_waiting_pause_and_is_then_obeyed(
     weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest
 ) -> None:
     await pause(ingest, "wait", "first")
@@ -68,7 +68,7 @@ async def test_another_mode_takes_a_waiting_pause_over(
     assert running.calls == ["pause wait", f"pause {mode}"]
 
 
-async def test_what_runs_is_waited_for_once_when_a_pause_that_keeps_becomes_one_that_waits(
+async def test_a_pause_changed_from_keep_to_wait_waits_for_what_runs(
     weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest
 ) -> None:
     await pause(ingest, "keep", "first")
@@ -80,7 +80,7 @@ async def test_what_runs_is_waited_for_once_when_a_pause_that_keeps_becomes_one_
     assert (await ingest.reported(lambda s: s.obeyed == "second")).paused
 
 
-async def test_the_same_mode_ordered_again_is_obeyed_without_asking_the_engine_again(
+async def test_the_same_mode_again_is_obeyed_without_an_engine_call(
     weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     for order in ("first", "second"):
@@ -89,7 +89,7 @@ async def test_the_same_mode_ordered_again_is_obeyed_without_asking_the_engine_a
     assert engine.calls == ["pause keep"]
 
 
-async def test_an_engine_that_dies_while_it_is_waited_for_ends_following(
+async def test_an_engine_death_during_a_waiting_pause_ends_following(
     weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def dies(mode: str) -> None:
@@ -105,7 +105,7 @@ async def test_an_engine_that_dies_while_it_is_waited_for_ends_following(
 # --- a version, while a pause waits
 
 
-async def test_a_version_that_keeps_what_runs_is_loaded_though_a_pause_waits_which_then_waits_on(
+async def test_a_version_with_mode_keep_loads_while_a_pause_waits_on(
     weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
 ) -> None:
     await pause(ingest, "wait", "first")
@@ -121,7 +121,7 @@ async def test_a_version_that_keeps_what_runs_is_loaded_though_a_pause_waits_whi
     assert "resume" not in running.calls
 
 
-async def test_a_version_that_aborts_what_runs_fulfils_a_pause_that_waits(
+async def test_a_version_with_mode_abort_fulfils_a_waiting_pause(
     weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
 ) -> None:
     await pause(ingest, "wait", "first")
@@ -154,7 +154,7 @@ async def test_a_newer_version_takes_over_from_one_that_waits(
     assert running.calls == ["pause wait", f"pause {mode}", "load 2", "resume"]
 
 
-async def test_a_newer_version_that_waits_too_does_not_let_new_rollouts_begin_before_it(
+async def test_between_two_waiting_versions_no_new_rollout_begins(
     weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
 ) -> None:
     await commit_that_waits(log, running, ingest, 1)
@@ -166,7 +166,7 @@ async def test_a_newer_version_that_waits_too_does_not_let_new_rollouts_begin_be
     assert running.calls[-2:] == ["load 2", "resume"] and running.calls.count("resume") == 1
 
 
-async def test_a_newer_version_that_cannot_be_read_lets_the_engine_go_on(
+async def test_a_corrupt_newer_version_lets_the_paused_engine_resume(
     weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
 ) -> None:
     await commit_that_waits(log, running, ingest, 1)
@@ -178,7 +178,7 @@ async def test_a_newer_version_that_cannot_be_read_lets_the_engine_go_on(
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
-async def test_a_pause_with_another_mode_takes_over_from_a_version_that_waits(
+async def test_a_pause_with_another_mode_overrides_a_waiting_version(
     weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest, mode: str
 ) -> None:
     await commit_that_waits(log, running, ingest, 1)
@@ -193,7 +193,7 @@ async def test_a_pause_with_another_mode_takes_over_from_a_version_that_waits(
     assert running.calls[-1] == "resume"
 
 
-async def test_a_resume_is_obeyed_only_when_the_version_that_waits_has_been_loaded(
+async def test_a_resume_is_obeyed_only_after_a_waiting_version_loads(
     weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
 ) -> None:
     await pause(ingest, "keep", "first")
@@ -207,7 +207,7 @@ async def test_a_resume_is_obeyed_only_when_the_version_that_waits_has_been_load
     assert running.calls == ["pause keep", "pause wait", "load 1", "resume"]
 
 
-async def test_a_version_that_waits_is_given_up_when_the_log_goes_back_to_what_is_served(
+async def test_a_waiting_version_is_given_up_when_the_log_is_set_back(
     weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
 ) -> None:
     before = (log.root / "LATEST").read_bytes()
@@ -258,7 +258,7 @@ async def measuring(
     weight_sync.stop()
 
 
-async def test_a_pause_that_waits_is_not_obeyed_by_a_version_that_was_loaded_over_what_runs_and_is_not_served(
+async def test_a_version_loaded_but_not_served_obeys_no_waiting_pause(
     measuring: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest, scales: LateScales
 ) -> None:
     await pause(ingest, "wait", "first")
@@ -280,7 +280,7 @@ async def test_a_pause_that_waits_is_not_obeyed_by_a_version_that_was_loaded_ove
     assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
 
 
-async def test_an_engine_with_a_version_that_cannot_be_served_stays_closed_until_the_next_and_says_so(
+async def test_an_unservable_version_pauses_the_engine_until_the_next(
     measuring: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, scales: LateScales
 ) -> None:
     engine.loading.close()

@@ -134,7 +134,7 @@ def test_what_vllm_or_its_engine_cannot_do_is_refused_by_field(fields: dict[str,
 
 
 @given(samplings, st.none() | text | st.lists(text, max_size=2))
-def test_a_completion_request_that_is_accepted_has_sampling_parameters(fields: dict[str, Any], stop: object) -> None:
+def test_every_accepted_completion_request_has_sampling_params(fields: dict[str, Any], stop: object) -> None:
     try:
         request = CompletionRequest.model_validate({"prompt": [5], **fields, "stop": stop})
     except ValidationError:
@@ -142,7 +142,7 @@ def test_a_completion_request_that_is_accepted_has_sampling_parameters(fields: d
     assert request.sampling().n == request.n
 
 
-def test_stop_tokens_leave_room_for_the_model_s_own_in_what_the_gpu_runner_holds() -> None:
+def test_stop_tokens_leave_room_for_the_models_own_on_the_gpu() -> None:
     taken = vllm_sampling(Sampling(min_tokens=1, stop_token_ids=tuple(range(64))))
     assert len(taken.all_stop_token_ids) + 16 <= MAX_NUM_STOP_TOKEN_IDS
 

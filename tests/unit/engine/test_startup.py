@@ -96,7 +96,7 @@ def replica_id(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["ingest there", "ingest away"])
-async def test_a_replica_that_cannot_start_reports_why_and_raises_what_was_raised(
+async def test_a_replica_that_cannot_start_reports_why_and_reraises(
     away: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     ingest = LastWord(away)

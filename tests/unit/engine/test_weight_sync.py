@@ -16,7 +16,7 @@ from tests.unit.store.versions import FIRST, commit, flip_a_byte
 # --- start
 
 
-async def test_a_replica_has_loaded_the_newest_version_before_it_starts_to_serve(
+async def test_a_replica_loads_the_newest_version_before_it_serves(
     log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     commit(log, 1)
@@ -71,7 +71,7 @@ async def test_a_replica_does_not_load_the_weights_of_another_model(
 # --- updates
 
 
-async def test_a_new_version_is_staged_then_loaded_while_paused_then_served(
+async def test_a_new_version_is_staged_loaded_while_paused_then_served(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     await push(log, ingest, 1)
@@ -91,7 +91,7 @@ async def test_bytes_are_checked_before_the_engine_is_paused(
     assert engine.calls == []
 
 
-async def test_a_replica_says_what_it_loads_and_that_it_still_serves_the_old(
+async def test_while_loading_a_replica_reports_target_and_old_version(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     engine.loading.close()
@@ -157,7 +157,7 @@ async def test_a_replica_pauses_and_resumes_when_the_fleet_does(
     assert engine.calls == ["pause abort", "resume"]
 
 
-async def test_a_replica_of_a_paused_fleet_stays_paused_after_an_update(
+async def test_an_update_leaves_a_replica_of_a_paused_fleet_paused(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     await ingest.change(paused=True)
@@ -187,7 +187,7 @@ async def test_a_resume_that_comes_while_the_engine_pauses_is_not_lost(
     assert engine.calls == ["pause keep", "resume"]
 
 
-async def test_a_replica_that_starts_in_a_paused_fleet_makes_no_token_before_it_is_resumed(
+async def test_a_replica_started_in_a_paused_fleet_waits_for_resume(
     log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     log.set_control(Control(paused=True, mode="keep"))

@@ -52,7 +52,7 @@ async def test_every_version_is_fetched_checked_and_served(
     assert copies.log.versions() == [2, 3] and copies.log.head() == log.head()
 
 
-async def test_while_the_ingest_is_away_the_replica_serves_on_and_then_fetches_what_it_missed(
+async def test_without_the_ingest_a_replica_serves_then_catches_up(
     remote: WeightSync, log: WeightLog, ingest: FakeIngest, offering: OfferingIngest
 ) -> None:
     offering.fail_after = len(offering.chunks) + 2
@@ -95,7 +95,7 @@ async def test_a_copy_that_was_damaged_on_this_node_is_fetched_anew(
     weight_sync.stop()
 
 
-async def test_a_replica_that_starts_is_not_ready_while_nobody_can_say_what_is_newest(
+async def test_a_start_is_not_ready_until_the_newest_version_is_known(
     remote: WeightSync, log: WeightLog, offering: OfferingIngest, ingest: FakeIngest
 ) -> None:
     await asyncio.wait_for(remote.caught_up(), LONG_S)

@@ -25,7 +25,7 @@ async def why_unhealthy(weight_sync: WeightSync) -> str:
             await asyncio.sleep(0)
 
 
-async def test_a_corrupt_version_leaves_the_replica_on_the_old_one_and_says_why(
+async def test_a_corrupt_version_leaves_the_old_served_and_says_why(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     commit(log, 1)
@@ -40,7 +40,7 @@ async def test_a_corrupt_version_leaves_the_replica_on_the_old_one_and_says_why(
     assert weight_sync.status().error is None and [c for c in engine.calls if "load" in c] == ["load 2"]
 
 
-async def test_an_engine_whose_workers_fail_while_they_stage_is_replaced(
+async def test_an_engine_whose_workers_fail_while_staging_is_replaced(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     engine.fail_stage = "a worker died"
@@ -50,7 +50,7 @@ async def test_an_engine_whose_workers_fail_while_they_stage_is_replaced(
     assert weight_sync.version == 0 and not engine.paused
 
 
-async def test_what_is_not_of_the_tensors_is_checked_before_the_engine_reads(
+async def test_file_headers_are_checked_before_the_engine_reads(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     commit(log, 1)
@@ -61,7 +61,7 @@ async def test_what_is_not_of_the_tensors_is_checked_before_the_engine_reads(
     assert status.error is not None and "its header is not" in status.error and engine.staged == [0]
 
 
-async def test_a_version_whose_files_are_gone_leaves_the_replica_on_the_old_one(
+async def test_a_version_with_missing_files_leaves_the_old_one_served(
     weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
 ) -> None:
     commit(log, 1)
@@ -71,7 +71,7 @@ async def test_a_version_whose_files_are_gone_leaves_the_replica_on_the_old_one(
     assert status.version == 0 and status.error is not None and "cannot be read" in status.error
 
 
-async def test_a_version_of_another_model_leaves_the_replica_on_the_old_one(
+async def test_a_version_of_another_model_leaves_the_old_one_served(
     weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
 ) -> None:
     commit(log, 1, fingerprint="other")
@@ -80,7 +80,7 @@ async def test_a_version_of_another_model_leaves_the_replica_on_the_old_one(
     assert status.error is not None and "another model" in status.error
 
 
-async def test_a_load_that_fails_ends_following_and_the_replica_is_unhealthy(
+async def test_a_failed_load_ends_following_and_health_checks_fail(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     weight_sync.check_health()
@@ -92,7 +92,7 @@ async def test_a_load_that_fails_ends_following_and_the_replica_is_unhealthy(
     assert not await weight_sync.wait_version(1, timeout_s=0.01)
 
 
-async def test_a_corrupt_version_is_not_read_again_at_each_poll_but_again_once_it_may_be_mended(
+async def test_a_corrupt_version_is_read_again_only_after_a_delay(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
@@ -118,7 +118,7 @@ async def test_a_corrupt_version_is_not_read_again_at_each_poll_but_again_once_i
     await serving(weight_sync, ingest, 1)
 
 
-async def test_a_version_that_is_removed_while_a_replica_reads_it_gives_way_to_the_newer_one(
+async def test_a_version_removed_while_read_gives_way_to_the_newer_one(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     def removed_meanwhile(version: int) -> None:
@@ -132,7 +132,7 @@ async def test_a_version_that_is_removed_while_a_replica_reads_it_gives_way_to_t
     assert all(status.error is None for status in ingest.reports)
 
 
-async def test_a_replica_that_starts_says_what_it_reads_and_goes_on_with_the_newer_one_if_that_is_removed(
+async def test_a_start_reports_what_it_reads_and_survives_its_removal(
     log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     def removed_meanwhile(version: int) -> None:
@@ -152,7 +152,7 @@ async def test_a_replica_that_starts_says_what_it_reads_and_goes_on_with_the_new
 
 
 @pytest.mark.parametrize("error", [NotReady("died"), DeploymentFailed("a bug")], ids=lambda error: type(error).__name__)
-async def test_an_ingest_that_is_away_does_not_stop_the_replica_from_following_the_log(
+async def test_without_the_ingest_a_replica_still_follows_the_log(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, error: Exception
 ) -> None:
     await ingest.leave(error)
@@ -165,9 +165,7 @@ async def test_an_ingest_that_is_away_does_not_stop_the_replica_from_following_t
     await ingest.reported(lambda s: s.paused)
 
 
-async def test_an_error_of_another_kind_ends_following_instead_of_being_passed_over(
-    weight_sync: WeightSync, ingest: FakeIngest
-) -> None:
+async def test_an_unexpected_error_of_the_ingest_ends_following(weight_sync: WeightSync, ingest: FakeIngest) -> None:
     weight_sync.check_health()
     await ingest.leave(TypeError("a bug"))
     assert "a bug" in await why_unhealthy(weight_sync)

@@ -18,7 +18,7 @@ def loads(engine: FakeEngine) -> list[str]:
     return [call for call in engine.calls if call.startswith("load")]
 
 
-async def test_other_weights_under_the_number_that_is_served_are_loaded(
+async def test_other_weights_under_the_served_number_are_loaded(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     with restored(log):
@@ -43,7 +43,7 @@ async def test_a_log_that_was_set_back_is_followed_back(
     assert loads(engine) == ["load 5", "load 0"] and weight_sync.holds(0) and not weight_sync.holds(5)
 
 
-async def test_what_it_serves_is_not_what_the_log_has_under_that_number(
+async def test_a_replica_holds_a_version_only_with_the_logs_content(
     weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
 ) -> None:
     with restored(log):
@@ -82,7 +82,7 @@ def elsewhere(tmp_path: Path) -> Origin:
     return other.sign()
 
 
-async def test_a_replica_that_sees_the_old_log_says_so_and_goes_on_when_the_ingest_comes_back(
+async def test_a_replica_of_the_old_log_is_stale_until_it_comes_back(
     weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest, elsewhere: Origin
 ) -> None:
     here = log.sign()
@@ -109,7 +109,7 @@ async def test_nor_is_a_clone_of_the_log_taken_for_the_log(
     assert status.error is not None and "bring the ingest back" in status.error
 
 
-async def test_an_ingest_that_restarts_on_the_same_log_makes_no_replica_stale(
+async def test_no_replica_is_stale_after_an_ingest_restart_on_its_log(
     weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
 ) -> None:
     await ingest.change(origin=log.sign())

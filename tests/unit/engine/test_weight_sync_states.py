@@ -32,7 +32,7 @@ async def weight_sync(
     weight_sync.stop()
 
 
-async def test_a_version_committed_while_a_replica_starts_is_loaded_before_it_is_ready(
+async def test_a_version_committed_in_startup_is_loaded_before_ready(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine
 ) -> None:
     engine.loading.close()
@@ -46,7 +46,7 @@ async def test_a_version_committed_while_a_replica_starts_is_loaded_before_it_is
     assert [call for call in engine.calls if "load" in call] == ["load 0", "load 1"]
 
 
-async def test_a_version_that_is_removed_while_a_replica_starts_on_it_gives_way_to_the_newer_one(
+async def test_a_version_removed_in_startup_gives_way_to_the_newer_one(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine
 ) -> None:
     def overtaken(version: int) -> None:
@@ -59,7 +59,7 @@ async def test_a_version_that_is_removed_while_a_replica_starts_on_it_gives_way_
     assert weight_sync.version == 1 and engine.calls == ["pause keep", "load 1", "resume"]
 
 
-async def test_a_replica_has_caught_up_once_it_serves_what_was_committed_last(
+async def test_a_replica_has_caught_up_when_it_serves_the_last_commit(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     await weight_sync.start()
@@ -94,7 +94,7 @@ async def test_a_replica_that_cannot_catch_up_says_why(
         await asyncio.wait_for(weight_sync.caught_up(), LONG_S)
 
 
-async def test_a_replica_with_a_broken_engine_has_failed_whatever_it_was_doing(
+async def test_a_replica_with_a_broken_engine_has_failed_in_any_state(
     weight_sync: WeightSync, engine: FakeEngine, drained: set[str]
 ) -> None:
     await weight_sync.start()
@@ -104,7 +104,7 @@ async def test_a_replica_with_a_broken_engine_has_failed_whatever_it_was_doing(
     assert (status.state, status.error) == ("failed", "the engine's process is dead")
 
 
-async def test_a_replica_that_gets_no_calls_any_more_is_draining_and_goes_on_following(
+async def test_a_replica_without_calls_drains_but_follows_the_log(
     weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest, drained: set[str]
 ) -> None:
     await weight_sync.start()

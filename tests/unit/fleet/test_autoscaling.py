@@ -86,7 +86,7 @@ def test_more_load_never_means_fewer_replicas(
 
 
 @given(fleets, st.data(), goals(), memories, st.floats(0, 5000))
-def test_nothing_changes_while_a_version_is_rolled_out_or_anything_is_paused_or_unknown(
+def test_an_update_pause_or_unknown_replica_holds_the_target(
     fleet: list[ReplicaLoad | None], data: st.DataObject, goals: Goals, memory: Memory, now_s: float
 ) -> None:
     assume(held_because(fleet) is not None)
@@ -119,7 +119,7 @@ def test_the_reason_for_holding_is_told(fleet: list[ReplicaLoad | None], reason:
     assert told is None if reason is None else told is not None and reason in told
 
 
-def test_a_target_that_was_lowered_meanwhile_is_not_raised_by_what_was_wanted_before() -> None:
+def test_a_lowered_target_is_not_raised_by_earlier_demand() -> None:
     memory = Memory(at_s=0, direction=-1, lasted_s=600, most_wanted=5)
     assert decide(busy(300), 4, GOALS, memory, 1)[0] == 4
 
@@ -134,7 +134,7 @@ def test_a_full_kv_cache_asks_for_more_though_sequences_are_few() -> None:
     assert after(5, [replace(IDLE, sequences=4, kv_usage=0.9)], target=1) == 2
 
 
-def test_shares_that_add_up_to_the_target_do_not_exceed_it_by_rounding() -> None:
+def test_shares_that_sum_to_the_target_are_not_rounded_above_it() -> None:
     assert 0.1 + 0.1 + 0.1 > 0.3
     assert wanted_replicas([replace(IDLE, kv_usage=0.1)] * 3, replace(GOALS, target_kv_usage=0.3)) == 1
 
@@ -154,7 +154,7 @@ def test_as_many_stay_as_were_wanted_at_most_in_the_delay(busy_second: int) -> N
     assert target == 3
 
 
-def test_time_in_which_a_version_is_rolled_out_does_not_count_as_silence_and_ends_no_count() -> None:
+def test_time_in_an_update_suspends_the_downscale_delay() -> None:
     target, memory = 2, Memory(at_s=0)
     for second in range(900):
         rolling = second % 3 == 0
@@ -171,7 +171,7 @@ def test_a_fleet_that_is_paused_full_or_empty_keeps_its_size() -> None:
         assert after(5000, paused, target=3, step_s=10) == 3
 
 
-def test_zero_is_reached_where_it_is_allowed_and_only_when_nothing_is_held() -> None:
+def test_zero_is_reached_only_if_allowed_and_nothing_is_held() -> None:
     to_zero = replace(GOALS, min_replicas=0, downscale_delay_s=10)
     assert after(10, [IDLE], target=1, goals=to_zero) == 0
     assert after(100, busy(1), target=1, goals=to_zero) == 1

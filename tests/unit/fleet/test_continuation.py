@@ -23,7 +23,7 @@ def call(**sampling: object) -> GenerateCall:
     )
 
 
-def test_pieces_join_with_their_logprobs_and_the_end_of_the_second() -> None:
+def test_pieces_join_with_logprobs_and_the_end_of_the_second() -> None:
     rest = piece((8, 9), (5, 2), end="stop").model_copy(update={"stop_reason": 9})
     whole = joined(piece((6, 7), (4, 2), index=2), rest)
     assert (whole.index, whole.token_ids) == (2, (6, 7, 8, 9))
@@ -32,7 +32,7 @@ def test_pieces_join_with_their_logprobs_and_the_end_of_the_second() -> None:
     assert whole.spans == (Span(version=4, start=0, end=2), Span(version=5, start=2, end=4))
 
 
-def test_spans_of_one_version_on_both_sides_of_the_seam_become_one() -> None:
+def test_spans_of_one_version_across_the_join_are_merged() -> None:
     whole = joined(piece((5, 6, 7), (3, 1), (4, 2)), piece((8, 9), (4, 1), (5, 1), end="length"))
     assert [(s.version, s.start, s.end) for s in whole.spans] == [(3, 0, 1), (4, 1, 4), (5, 4, 5)]
 
@@ -44,7 +44,7 @@ def test_a_piece_may_be_empty(first: tuple[int, ...], second: tuple[int, ...]) -
     assert sum(span.end - span.start for span in whole.spans) == len(whole.token_ids)
 
 
-def test_the_remainder_goes_on_after_the_partial_tokens_with_what_is_left_of_the_length() -> None:
+def test_the_remainder_continues_the_tokens_in_the_length_left() -> None:
     rest = remainder(call(n=4, max_tokens=10, min_tokens=5, stop_token_ids=(9,)), piece((6, 7, 8), (3, 3), index=2), 2)
     assert rest.prompt_token_ids == (1, 2, 6, 7, 8)
     assert (rest.sampling.n, rest.sampling.max_tokens, rest.sampling.min_tokens) == (1, 7, 2)
@@ -56,7 +56,7 @@ def test_a_minimum_that_is_reached_stays_reached() -> None:
     assert remainder(call(max_tokens=10, min_tokens=2), piece((6, 7, 8), (3, 3)), 2).sampling.min_tokens == 0
 
 
-def test_a_seeded_remainder_draws_other_numbers_than_its_start_and_the_same_each_time() -> None:
+def test_a_seeded_remainder_has_a_new_and_reproducible_seed() -> None:
     def seed(index: int, done: int) -> int | None:
         return remainder(call(n=4, seed=7), piece((5,) * done, *[(3, 1)] * done, index=index), 2).sampling.seed
 

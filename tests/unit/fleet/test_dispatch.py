@@ -189,7 +189,7 @@ async def test_a_deployment_that_cannot_start_is_no_reason_to_wait() -> None:
         await dispatcher(Script([DeploymentUnavailableError("engine")]), replica_wait_s=60).complete(call())
 
 
-async def test_a_version_that_nobody_has_is_waited_for_then_refused_with_what_is_live() -> None:
+async def test_a_missing_version_is_awaited_and_refused_with_live_ones() -> None:
     steps = [refusal(TooEarly, "a"), refusal(TooEarly, "b"), refusal(TooEarly, "a")]
     with pytest.raises(TooEarly, match=r"min_weight_version=7 .* \(live: {'a': 3, 'b': 4}\)") as refused:
         await dispatcher(Script(list(steps))).complete(call(min_weight_version=7))
@@ -253,20 +253,20 @@ async def test_an_aborted_completion_with_stop_strings_starts_anew() -> None:
     assert engine.calls[1].prompt_token_ids == (1, 2) and engine.calls[1].sampling == sampling
 
 
-async def test_an_aborted_completion_comes_back_as_it_is_when_asked_for() -> None:
+async def test_an_aborted_completion_is_returned_as_is_when_asked_for() -> None:
     engine = Script([made(4, end="abort")])
     rollout = await dispatcher(engine).complete(call(), on_abort="return")
     assert (rollout.completions[0].finish_reason, rollout.attempts) == ("abort", 1)
 
 
-async def test_after_the_last_attempt_the_partial_completion_comes_back() -> None:
+async def test_after_the_last_attempt_a_partial_completion_is_returned() -> None:
     engine = Script([made(2, end="abort")] * 3)
     rollout = await dispatcher(engine).complete(call())
     assert (rollout.completions[0].finish_reason, len(rollout.completions[0].token_ids)) == ("abort", 6)
     assert rollout.attempts == 3
 
 
-async def test_the_tokens_of_before_survive_the_loss_of_the_replica_that_went_on() -> None:
+async def test_partial_tokens_survive_the_loss_of_the_next_replica() -> None:
     engine = Script([made(4, end="abort"), DIED, made(5, version=4)])
     rollout = await dispatcher(engine).complete(call())
     assert (rollout.completions[0].versions, rollout.attempts) == ((3, 4), 3)
@@ -277,7 +277,7 @@ async def test_the_tokens_of_before_survive_the_loss_of_the_replica_that_went_on
 # --- cancellation
 
 
-async def test_cancelling_a_rollout_cancels_every_call_that_is_under_way() -> None:
+async def test_cancelling_a_rollout_cancels_every_call_in_flight() -> None:
     engine = Script([made(4, 4, end="abort"), None, None])
     rollout = asyncio.create_task(dispatcher(engine).complete(call(n=2)))
     while len(engine.calls) < 3:

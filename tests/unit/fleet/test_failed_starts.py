@@ -15,7 +15,7 @@ def failed(table: FleetTable) -> FailedStarts:
     return found
 
 
-def test_the_first_reason_stays_while_more_replicas_fail_and_leave() -> None:
+def test_the_first_reason_stays_as_more_replicas_fail_and_leave() -> None:
     table = FleetTable(60)
     assert table.starts.failed() is None
     for number in range(3):

@@ -25,7 +25,7 @@ def test_a_report_that_was_overtaken_on_its_way_is_ignored(table: FleetTable) ->
     assert table.live()[0].version == 2
 
 
-def test_an_overtaken_report_of_one_replica_says_nothing_about_another(table: FleetTable) -> None:
+def test_report_sequence_numbers_are_compared_per_replica(table: FleetTable) -> None:
     table.report(replica("a", 2, sequence=9))
     table.report(replica("b", 1, sequence=1))
     assert not table.all_serve(2)
@@ -60,7 +60,7 @@ def test_reports_say_how_old_they_are(table: FleetTable, clock: Clock) -> None:
     ("versions", "served"),
     [([], False), ([1], False), ([2], True), ([3], True), ([2, 1], False), ([2, 3], True)],
 )
-def test_a_version_is_live_when_every_replica_serves_it_or_a_newer_one(
+def test_a_version_is_live_when_all_replicas_serve_it_or_a_newer(
     table: FleetTable, versions: list[int], served: bool
 ) -> None:
     for number, version in enumerate(versions):
@@ -72,7 +72,7 @@ def test_a_version_is_live_when_every_replica_serves_it_or_a_newer_one(
     ("obeyed", "all_obey"),
     [([], False), (["new"], True), (["old"], False), (["new", "old"], False), (["new", "new"], True)],
 )
-def test_a_pause_or_resume_is_obeyed_when_every_replica_has_obeyed_that_very_one(
+def test_a_pause_or_resume_is_obeyed_when_all_obeyed_that_one(
     table: FleetTable, obeyed: list[str], all_obey: bool
 ) -> None:
     for number, order in enumerate(obeyed):
@@ -80,7 +80,7 @@ def test_a_pause_or_resume_is_obeyed_when_every_replica_has_obeyed_that_very_one
     assert table.all_obey("new") is all_obey
 
 
-def test_a_replica_that_starts_is_in_the_table_and_is_not_waited_for(table: FleetTable) -> None:
+def test_a_starting_replica_is_in_the_table_but_not_waited_for(table: FleetTable) -> None:
     table.report(replica("newcomer", None, state="starting"))
     assert [status.state for status in table.live()] == ["starting"]
     assert not table.all_serve(0) and not table.all_obey("") and not table.all_obey("new")
@@ -90,7 +90,7 @@ def test_a_replica_that_starts_is_in_the_table_and_is_not_waited_for(table: Flee
     assert not table.all_serve(2) and not table.all_obey("new")
 
 
-def test_a_replica_that_drains_is_in_the_table_and_no_version_waits_for_it(table: FleetTable) -> None:
+def test_a_draining_replica_is_in_the_table_but_not_waited_for(table: FleetTable) -> None:
     table.report(replica("leaves", 1, state="draining"))
     assert [status.state for status in table.live()] == ["draining"] and table.in_use() == {1}
     assert not table.all_serve(1)  # nobody takes requests
@@ -98,7 +98,7 @@ def test_a_replica_that_drains_is_in_the_table_and_no_version_waits_for_it(table
     assert table.all_serve(2)
 
 
-def test_a_replica_that_says_goodbye_leaves_at_once_whatever_of_it_is_still_on_its_way(table: FleetTable) -> None:
+def test_a_replica_that_says_goodbye_leaves_despite_late_reports(table: FleetTable) -> None:
     table.report(replica("gone", 1, sequence=4))
     table.report(replica("stays", 2))
     table.leave("gone")
@@ -107,7 +107,7 @@ def test_a_replica_that_says_goodbye_leaves_at_once_whatever_of_it_is_still_on_i
     assert [status.replica_id for status in table.live()] == ["stays"]
 
 
-def test_a_replica_known_from_before_that_says_goodbye_is_not_awaited() -> None:
+def test_a_replica_known_from_before_that_leaves_is_not_awaited() -> None:
     table = FleetTable(dead_after_s=60, may_be_empty=True)
     table.wait_for(frozenset({"a", "b"}))
     table.leave("a")
@@ -122,7 +122,7 @@ def test_versions_that_are_served_or_being_loaded_are_in_use(table: FleetTable) 
     assert table.in_use() == {1, 2, 3}
 
 
-def test_a_replica_is_loading_the_version_that_it_last_said_and_no_other(table: FleetTable) -> None:
+def test_a_replica_is_loading_only_the_version_it_last_reported(table: FleetTable) -> None:
     table.report(replica("a", 1, target=3))
     table.report(replica("b", 3))
     assert table.is_loading("a", 3)
@@ -133,16 +133,14 @@ def test_a_replica_is_loading_the_version_that_it_last_said_and_no_other(table: 
     assert not table.is_loading("a", 4)
 
 
-def test_a_replica_that_is_silent_for_too_long_is_loading_nothing(table: FleetTable, clock: Clock) -> None:
+def test_a_replica_that_is_silent_too_long_is_loading_nothing(table: FleetTable, clock: Clock) -> None:
     table.report(replica("a", None, target=0))
     assert table.is_loading("a", 0)
     clock.go_on(60)
     assert not table.is_loading("a", 0)
 
 
-def test_nothing_is_said_of_all_until_those_known_from_before_have_reported_or_must_be_dead(
-    table: FleetTable, clock: Clock
-) -> None:
+def test_the_fleet_is_complete_once_known_replicas_report_or_die(table: FleetTable, clock: Clock) -> None:
     table.wait_for(frozenset({"a", "b"}))
     table.report(replica("a", 2))
     assert not table.all_serve(2) and not table.all_obey("") and not table.is_complete()
@@ -155,7 +153,7 @@ def test_nothing_is_said_of_all_until_those_known_from_before_have_reported_or_m
     assert table.is_complete()
 
 
-def test_an_empty_table_is_waited_for_unless_there_may_be_no_replica_at_all(table: FleetTable) -> None:
+def test_an_empty_table_is_waited_for_unless_zero_is_allowed(table: FleetTable) -> None:
     assert not table.all_serve(0) and not table.all_obey("new")
     scaled_to_zero = FleetTable(dead_after_s=60, may_be_empty=True)
     assert scaled_to_zero.all_serve(0) and scaled_to_zero.all_obey("new")

@@ -24,13 +24,13 @@ def test_equally_loaded_replicas_take_turns() -> None:
     assert chosen == ["a", "b", "c"] * 2
 
 
-def test_a_replica_with_the_version_comes_before_one_that_is_behind_whatever_the_load() -> None:
+def test_a_replica_with_the_version_ranks_first_at_any_load() -> None:
     candidates = [Candidate("a", version=3, load=0), Candidate("b", version=4, load=50), Candidate("c", version=5)]
     assert ranked(candidates, min_version=4) == ["c", "b", "a"]
     assert ranked(candidates) == ["a", "c", "b"]
 
 
-def test_a_replica_that_has_published_nothing_yet_started_at_the_newest_version() -> None:
+def test_a_replica_without_a_report_is_taken_for_up_to_date() -> None:
     assert ranked([Candidate("a", version=3), Candidate("b", load=1)], min_version=4) == ["b", "a"]
 
 
@@ -40,19 +40,19 @@ def test_a_session_stays_with_its_replica_whatever_the_load() -> None:
     assert ranked(candidates, session_replica="gone") == ["a", "b"]
 
 
-def test_a_session_leaves_a_replica_that_is_behind_or_has_failed_it() -> None:
+def test_a_session_leaves_a_replica_that_is_behind_or_failed_it() -> None:
     candidates = [Candidate("a", version=4), Candidate("b", version=3)]
     assert ranked(candidates, session_replica="b", min_version=4) == ["a", "b"]
     assert ranked(candidates, session_replica="b", avoid=["b"]) == ["a", "b"]
 
 
 @pytest.mark.parametrize("state", ["stale", "draining", "failed"])
-def test_a_replica_in_a_bad_state_is_the_last_resort_and_still_one(state: str) -> None:
+def test_a_replica_in_a_bad_state_is_ranked_last_but_kept(state: str) -> None:
     candidates = [Candidate("a", state=state), Candidate("b", state="syncing", load=50)]
     assert ranked(candidates, session_replica="a") == ["b", "a"]
 
 
-def test_a_failed_replica_is_worse_than_one_that_the_call_should_avoid() -> None:
+def test_a_failed_replica_ranks_below_one_the_call_should_avoid() -> None:
     assert ranked([Candidate("a", state="failed"), Candidate("b")], avoid=["b"]) == ["b", "a"]
 
 
@@ -84,7 +84,7 @@ def test_a_call_counts_where_it_arrived_and_so_does_its_session() -> None:
     assert (ledger.load("a"), ledger.load("b"), ledger.replica_of("s")) == (0, 4, "b")
 
 
-def test_a_call_that_was_done_before_its_arrival_was_told_counts_no_more() -> None:
+def test_a_call_done_before_its_arrival_is_told_counts_no_more() -> None:
     ledger = Ledger()
     ledger.choose("1", "a", 4, None, now=0)
     ledger.complete("1")
@@ -92,7 +92,7 @@ def test_a_call_that_was_done_before_its_arrival_was_told_counts_no_more() -> No
     assert ledger.load("a") == 0
 
 
-def test_of_a_replicas_report_only_what_other_gateways_have_there_counts() -> None:
+def test_of_a_replicas_report_only_other_gateways_load_counts() -> None:
     ledger = Ledger()
     ledger.origin = "us"
     ledger.choose("1", "a", 4, None, now=0)

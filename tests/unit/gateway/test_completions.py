@@ -21,7 +21,7 @@ def test_sampling_parameters_are_taken_from_beside_the_prompt() -> None:
     assert sampling == Sampling(n=3, temperature=0.5, top_p=0.9, seed=1, max_tokens=7, ignore_eos=True, logprobs=None)
 
 
-def test_max_tokens_is_16_by_default_as_with_openai_and_null_means_the_context() -> None:
+def test_max_tokens_defaults_to_16_and_null_means_the_context() -> None:
     assert request().sampling().max_tokens == 16
     assert request(max_tokens=None).sampling().max_tokens is None
 
@@ -59,7 +59,7 @@ def test_only_the_sampled_tokens_logprob_can_be_asked_for(logprobs: int | None) 
         ("prompt", None),
     ],
 )
-def test_what_is_not_implemented_or_out_of_range_is_refused_by_name(field: str, value: object) -> None:
+def test_unsupported_or_out_of_range_fields_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ValidationError, match=field):
         request(**{field: value})
 
@@ -99,7 +99,7 @@ async def test_an_empty_prompt_anywhere_is_refused(services: Services, prompt: o
         await completions(request(prompt=prompt), services)
 
 
-async def test_one_bad_prompt_among_good_ones_fails_the_request_with_its_own_error(services: Services) -> None:
+async def test_one_bad_prompt_fails_the_request_with_its_own_error(services: Services) -> None:
     with pytest.raises(InvalidRequest, match="token id 4096 at position 0"):
         await completions(request(prompt=[[5], [4096], [6]]), services)
 

@@ -42,7 +42,7 @@ REFUSED_SAMPLING: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in REFUSED_SAMPLING.items() for v in values])
-def test_sampling_parameters_out_of_range_or_not_implemented_are_refused_by_name(name: str, value: object) -> None:
+def test_sampling_out_of_range_or_unsupported_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(ValidationError, match=name):
         Sampling.model_validate({name: value})
 
@@ -58,7 +58,7 @@ def test_sampling_parameters_in_range_are_taken(sampling: dict[str, Any]) -> Non
         assert (list(got) if isinstance(got, tuple) else got) == value
 
 
-def test_by_default_one_completion_is_sampled_from_the_plain_distribution() -> None:
+def test_the_default_is_one_sample_of_the_plain_distribution() -> None:
     sampling = Sampling()
     assert (sampling.n, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1, 1.0, 1.0, 0, 0.0)
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.0, 0.0, 0.0)
@@ -89,7 +89,7 @@ def test_what_is_not_implemented_is_refused_by_name(field: str, value: object) -
         GenerateRequest.model_validate({"token_ids": [1], field: value})
 
 
-def test_a_split_completion_names_both_versions_as_vllm_does_and_their_replicas() -> None:
+def test_a_split_completion_names_both_versions_and_replicas() -> None:
     moved = tuple(s.model_copy(update={"replica_id": i}) for s, i in zip(SPLIT.spans, "ab", strict=True))
     assert spans(SPLIT.model_copy(update={"spans": moved})) == [
         {"version": "3", "start": 0, "end": 1, "replica_id": "a"},

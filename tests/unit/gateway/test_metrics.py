@@ -73,7 +73,7 @@ async def test_it_is_prometheus_text_of_the_ingests_state(services: Services) ->
     assert found["rollout_latest_version"] == 41 and found["rollout_paused"] == 1
 
 
-async def test_without_a_state_the_scrape_fails_rather_than_showing_an_old_one(services: Services) -> None:
+async def test_without_a_state_the_scrape_fails_with_503(services: Services) -> None:
     assert (await get(services, StartingIngest())).status_code == 503
 
 

@@ -35,7 +35,7 @@ class Away:
         raise NotReady("it died with this call")
 
 
-async def test_a_rollout_of_the_service_is_reported_by_its_id_and_shows(services: Services) -> None:
+async def test_a_mismatch_report_by_request_id_is_shown_in_the_table(services: Services) -> None:
     async with http_to(services) as http:
         rollout = (await http.post("/inference/v1/generate", json={"token_ids": [5, 6, 7]})).json()
         trainer = [entry["logprob"] - 0.25 for entry in rollout["choices"][0]["logprobs"]["content"]]
@@ -91,7 +91,7 @@ async def test_both_routes_need_the_token_when_there_is_one(services: Services, 
         assert reply.status_code == 200
 
 
-async def test_a_version_says_that_it_is_suspect_and_others_that_they_are_not(services: Services) -> None:
+async def test_a_suspect_version_is_shown_as_such_and_others_are_not(services: Services) -> None:
     async with http_to(replace(services, ingest=Ingest())) as http:
         await http.post("/v1/mismatch", content=body(full([-1.0] * 4, [-2.0] * 4)))
         shown = WeightStatus.model_validate_json((await http.get("/v1/weights/3")).content)

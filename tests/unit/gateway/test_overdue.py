@@ -44,7 +44,7 @@ class Gateway:
         return StreamingResponse(parts())
 
 
-async def test_a_request_that_is_still_open_is_told_to_come_again_and_its_work_is_cancelled() -> None:
+async def test_open_requests_are_cancelled_with_503_and_retry_after() -> None:
     gateway = Gateway()
     asking = asyncio.create_task(gateway.http.get("/slow"))
     await asyncio.wait_for(gateway.asked.wait(), LONG_S)
@@ -56,7 +56,7 @@ async def test_a_request_that_is_still_open_is_told_to_come_again_and_its_work_i
     assert gateway.cancelled
 
 
-async def test_requests_that_were_answered_or_come_later_are_none_of_those() -> None:
+async def test_answered_and_later_requests_are_not_refused() -> None:
     gateway = Gateway()
     gateway.let.set()
     assert (await gateway.http.get("/slow")).json() == "answered"

@@ -51,7 +51,7 @@ async def test_special_tokens_are_left_out_of_text_unless_asked_for(services: Se
     assert detokenize(ids, services, skip_special_tokens=False) == "ab<eos>"
 
 
-async def test_text_without_a_tokenizer_is_refused_with_what_to_send_instead(no_tokenizer: Services) -> None:
+async def test_text_without_a_tokenizer_is_refused_with_what_to_send(no_tokenizer: Services) -> None:
     with pytest.raises(InvalidRequest, match="tiny has no tokenizer: send token ids"):
         await tokenize(["ab"], no_tokenizer)
     assert detokenize([5], no_tokenizer) is None
@@ -69,7 +69,7 @@ def test_an_empty_prompt_is_refused(services: Services) -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 128, 10**12])
-def test_the_first_id_outside_the_vocabulary_is_named_with_its_position(services: Services, token: int) -> None:
+def test_the_first_invalid_token_id_is_named_with_its_position(services: Services, token: int) -> None:
     with pytest.raises(InvalidRequest, match=rf"token id {token} at position 2 .* \[0, 128\)") as refused:
         check_prompt((0, 127, token, -5), Sampling(), services)
     assert refused.value.detail == {"position": 2, "token_id": token, "vocab_size": 128}
@@ -116,7 +116,7 @@ def test_a_minimum_above_what_the_context_leaves_is_refused(services: Services) 
         check_prompt((5, 6), Sampling(min_tokens=CONTEXT - 1), services)
 
 
-async def test_text_beyond_what_the_context_can_hold_is_refused_before_it_is_tokenized(services: Services) -> None:
+async def test_text_beyond_the_context_is_refused_before_tokenization(services: Services) -> None:
     limit = BYTES_PER_TOKEN * CONTEXT
     tokenizer = GatedTokenizer(services.tokenizer)  # of which nobody opens the gate
     with pytest.raises(InvalidRequest, match=f"{limit + 1} bytes of text, and the context of {CONTEXT} tokens"):

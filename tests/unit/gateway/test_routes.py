@@ -82,7 +82,7 @@ async def test_without_a_token_no_guarded_route_answers_a_stranger(
             assert reply.status_code == 403, (method, path, reply.text)
 
 
-async def test_with_a_token_no_guarded_route_answers_without_it_or_reads_what_was_sent(services: Services) -> None:
+async def test_a_missing_token_is_refused_before_the_body_is_read(services: Services) -> None:
     nothing = replace(services, ingest=Untouched(), monitor=Untouched(), authorizer=Authorizer("secret"))
 
     async def body() -> Any:
@@ -166,7 +166,7 @@ async def test_problems_beyond_those_told_are_counted(services: Services) -> Non
 
 
 @pytest.mark.parametrize("path", [GENERATE, COMPLETIONS])
-async def test_a_body_that_is_too_long_is_refused_before_all_of_it_came(services: Services, path: str) -> None:
+async def test_a_body_too_long_is_refused_before_all_of_it_arrives(services: Services, path: str) -> None:
     sent = 0
 
     async def body() -> Any:
@@ -181,9 +181,7 @@ async def test_a_body_that_is_too_long_is_refused_before_all_of_it_came(services
     assert sent == OpenRoute.body_bytes // (1 << 20) + 1
 
 
-async def test_more_completions_than_one_request_may_have_are_refused_before_any_is_begun(
-    services: Services, engine: EchoEngine
-) -> None:
+async def test_too_many_completions_are_refused_before_any_begins(services: Services, engine: EchoEngine) -> None:
     error = await refused(services, COMPLETIONS, {"prompt": [[5]] * 100_000, "max_tokens": 1})
     assert error["status"] == 422 and "100000 prompts with n=1" in error["message"]
     error = await refused(services, COMPLETIONS, {"prompt": [[5]] * 3, "n": 2048, "max_tokens": 1})

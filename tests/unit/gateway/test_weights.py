@@ -70,9 +70,7 @@ async def test_a_version_out_of_bounds_is_refused_by_every_route(
 
 
 @pytest.mark.parametrize("version", [-1, MAX_VERSION + 1, 10**255])
-async def test_no_upload_begins_and_no_rollout_waits_for_a_version_out_of_bounds(
-    services: Services, version: int
-) -> None:
+async def test_a_request_body_with_a_version_out_of_bounds_is_refused(services: Services, version: int) -> None:
     bodies: dict[str, dict[str, object]] = {
         "/v1/weights": {"version": version, "source": {"path": "/weights"}},
         "/inference/v1/generate": {"token_ids": [1], "sampling_params": {}, "min_weight_version": version},

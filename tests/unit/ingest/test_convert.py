@@ -133,7 +133,7 @@ class Memory:
         return sum(array() is not None for array in self._arrays)
 
 
-def test_no_more_is_read_ahead_than_a_batch_and_nothing_is_kept_of_the_one_before() -> None:
+def test_at_most_one_batch_of_tensors_is_in_memory() -> None:
     memory, alive = Memory(), []
 
     def tensors() -> Iterator[Named]:
@@ -146,7 +146,7 @@ def test_no_more_is_read_ahead_than_a_batch_and_nothing_is_kept_of_the_one_befor
     assert len(alive) == 12 and max(alive) == 3
 
 
-def test_a_tensor_larger_than_a_batch_is_let_go_before_the_next_is_made() -> None:
+def test_a_tensor_larger_than_a_batch_is_freed_before_the_next() -> None:
     memory, alive = Memory(), []
 
     def tensors() -> Iterator[Named]:
@@ -203,7 +203,7 @@ def test_a_scale_with_which_codes_overflow_or_vanish_is_named(value: float, comp
 
 @pytest.mark.parametrize("kind", ["fp32", "power_of_two"])
 @pytest.mark.parametrize("weight", [torch.finfo(torch.bfloat16).max, 1e-38, 0.0])
-def test_the_scales_of_every_weight_that_can_be_quantized_are_taken(
+def test_scales_of_extreme_but_quantizable_weights_are_accepted(
     kind: Literal["fp32", "power_of_two"], weight: float
 ) -> None:
     codes, scales = quantize_blockwise(torch.full((130, 200), weight).bfloat16(), power_of_two=kind == "power_of_two")
@@ -213,7 +213,7 @@ def test_the_scales_of_every_weight_that_can_be_quantized_are_taken(
     assert torch.equal(stored["q_scale_inv"], scales)
 
 
-def test_a_scale_that_is_no_power_of_two_is_named_if_the_recipe_wants_those() -> None:
+def test_a_scale_that_must_be_a_power_of_two_and_is_not_is_named() -> None:
     scales = torch.tensor([[2.0**-20, 1.0], [0.75, 2.0**-120]])
     with pytest.raises(QuantizationError, match=r"q_scale_inv\[1, 0\] is 0\.75, no power of two"):
         list(Converter(RECIPE.model_copy(update={"scales": "power_of_two"})).convert([("q_scale_inv", scales)]))
@@ -237,7 +237,7 @@ def test_what_is_not_finite_is_named(name: str, value: float) -> None:
         list(Converter(RECIPE).convert([(name, broken)]))
 
 
-def test_the_table_leaves_what_cannot_be_quantized_for_the_service_to_refuse() -> None:
+def test_the_table_keeps_unquantizable_tensors_as_they_were_sent() -> None:
     odd = (
         UploadTensor(name="q", dtype="bfloat16", shape=(130,)),
         UploadTensor(name=f"{EXPERTS}.down_proj", dtype="float8_e4m3fn", shape=(3, 128, 128)),

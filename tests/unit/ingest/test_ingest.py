@@ -110,7 +110,7 @@ async def test_a_commit_of_what_was_never_begun_is_not_found(ingest: Ingest) -> 
 
 
 @pytest.mark.parametrize("version", [3, 4])
-async def test_a_version_that_is_not_newer_conflicts_and_both_are_named(
+async def test_a_version_that_is_not_newer_conflicts_with_the_newest(
     ingest: Ingest, trainer: Trainer, weights: Weights, version: int
 ) -> None:
     newest = await trainer.push(5, weights)
@@ -119,7 +119,7 @@ async def test_a_version_that_is_not_newer_conflicts_and_both_are_named(
     assert refused.value.detail == {"version": version, "latest_version": 5, "latest_digest": newest.digest}
 
 
-async def test_a_staged_version_that_a_newer_one_overtook_is_dropped_and_conflicts(
+async def test_a_staged_version_older_than_a_commit_is_dropped(
     ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog
 ) -> None:
     await trainer.upload(3, weights)
@@ -153,7 +153,7 @@ async def test_a_table_that_does_not_fit_leaves_nothing_staged(
 
 
 @pytest.mark.parametrize("name", [UP_PROJ, "model.embed_tokens.weight"], ids=["quantized", "kept in BF16"])
-async def test_a_nan_fails_the_version_by_tensor_and_index_and_the_one_before_stays_newest(
+async def test_a_nan_fails_the_version_and_names_its_tensor_and_index(
     ingest: Ingest, trainer: Trainer, weights: Weights, name: str, fingerprint: str
 ) -> None:
     broken = changed(weights, 0.0)

@@ -52,7 +52,7 @@ async def start(config: ServiceConfig) -> Ingest:
 # --- a version that is committed
 
 
-async def test_beginning_a_committed_version_again_wants_nothing_and_tells_its_digests(
+async def test_beginning_a_committed_version_again_needs_no_parts(
     ingest: Ingest, trainer: Trainer, weights: Weights
 ) -> None:
     committed = await trainer.push(1, weights)
@@ -67,7 +67,7 @@ async def test_beginning_a_committed_version_again_wants_nothing_and_tells_its_d
     assert refused.value.detail["digests"] == [meant, "0" * 32]
 
 
-async def test_a_late_part_of_a_committed_version_is_the_same_or_a_conflict(trainer: Trainer, weights: Weights) -> None:
+async def test_a_late_part_of_a_committed_version_must_be_the_same(trainer: Trainer, weights: Weights) -> None:
     await trainer.push(1, weights)
     first = parts_of(weights)[0]
     assert (await trainer.put(1, 0, first)).status_code == 200
@@ -76,7 +76,7 @@ async def test_a_late_part_of_a_committed_version_is_the_same_or_a_conflict(trai
     assert (await trainer.put(1, 0, first[:-1])).status_code == 422
 
 
-async def test_another_table_under_a_committed_version_conflicts_with_both_digests(
+async def test_another_table_for_a_committed_version_conflicts(
     ingest: Ingest, trainer: Trainer, weights: Weights
 ) -> None:
     await trainer.push(1, weights)
@@ -85,7 +85,7 @@ async def test_another_table_under_a_committed_version_conflicts_with_both_diges
     assert len(set(refused.value.detail["digests"])) == 2 and refused.value.detail["latest_version"] == 1
 
 
-async def test_a_path_begun_again_is_the_same_until_its_files_are_touched(
+async def test_beginning_a_path_again_conflicts_once_its_files_change(
     model: Path, tmp_path: Path, weights: Weights
 ) -> None:
     source = tmp_path / "sources"
@@ -115,7 +115,7 @@ async def race(url: str, pushes: list[Weights]) -> list[WeightStatus | BaseExcep
 
 
 @pytest.mark.parametrize("by", [1.0, 2.0, 3.0])
-async def test_of_two_trainers_one_wins_and_the_other_is_told_both_digests(
+async def test_of_two_trainers_one_wins_and_the_other_gets_a_conflict(
     model: Path, tmp_path: Path, weights: Weights, by: float
 ) -> None:
     async with real_ingest(model, tmp_path / "log") as service:
@@ -132,7 +132,7 @@ async def test_of_two_trainers_one_wins_and_the_other_is_told_both_digests(
         assert record is not None
 
 
-async def test_the_trainer_that_began_has_its_way_over_parts_of_another(
+async def test_parts_of_the_first_trainer_replace_those_of_another(
     ingest: Ingest, trainer: Trainer, weights: Weights
 ) -> None:
     other = changed(weights, 1.0)
@@ -153,7 +153,7 @@ async def test_the_trainer_that_began_has_its_way_over_parts_of_another(
 
 
 @pytest.mark.parametrize("sent", [1, 5, None], ids=["one part", "five parts", "all parts"])
-async def test_what_another_trainer_sent_and_cannot_be_quantized_gives_way_to_what_the_first_one_sends(
+async def test_unquantizable_parts_of_another_trainer_can_be_replaced(
     ingest: Ingest, trainer: Trainer, weights: Weights, sent: int | None
 ) -> None:
     await ingest.begin(begin_of(1, weights).model_copy(update={"uploader": "first"}))
@@ -166,7 +166,7 @@ async def test_what_another_trainer_sent_and_cannot_be_quantized_gives_way_to_wh
     assert (await ingest.status(1)).error is None
 
 
-async def test_what_stays_of_another_trainer_and_cannot_be_quantized_fails_the_version(
+async def test_unquantizable_parts_not_replaced_fail_the_version(
     ingest: Ingest, trainer: Trainer, weights: Weights
 ) -> None:
     await ingest.begin(begin_of(1, weights).model_copy(update={"uploader": "first"}))
@@ -179,7 +179,7 @@ async def test_what_stays_of_another_trainer_and_cannot_be_quantized_fails_the_v
         await ingest.commit(1, CommitUpload())
 
 
-async def test_the_objects_of_a_version_out_of_bounds_are_refused_by_name(ingest: Ingest) -> None:
+async def test_ray_objects_for_a_version_out_of_bounds_are_refused(ingest: Ingest) -> None:
     source = RefSource(())
     with pytest.raises(InvalidRequest, match="versions are 0 to 9007199254740991"):
         source.announced(2**63)
@@ -188,7 +188,7 @@ async def test_the_objects_of_a_version_out_of_bounds_are_refused_by_name(ingest
 # --- restarts
 
 
-async def test_an_upload_goes_on_after_a_restart_and_needs_no_new_begin(
+async def test_an_upload_continues_after_a_restart_without_a_new_begin(
     config: ServiceConfig, weights: Weights, log: WeightLog
 ) -> None:
     before = await start(config)
@@ -252,7 +252,7 @@ async def test_what_was_overtaken_is_not_taken_up_again(
     await last.stop()
 
 
-async def test_a_commit_that_died_before_latest_was_replaced_is_staged_again(
+async def test_a_commit_killed_before_it_wrote_latest_is_staged_again(
     config: ServiceConfig, weights: Weights, log: WeightLog
 ) -> None:
     before = await start(config)
@@ -297,7 +297,7 @@ async def staged_versions(ingest: Ingest) -> list[int]:
     return [status.version for status in await ingest.versions() if status.state == "staged"]
 
 
-async def test_an_upload_that_nobody_touches_expires_and_its_trainer_is_told_why(
+async def test_an_idle_upload_expires_and_its_trainer_is_told_why(
     expiring: ServiceConfig, weights: Weights, clocks: Clocks
 ) -> None:
     ingest = await start(expiring)
@@ -329,7 +329,7 @@ async def test_a_wall_clock_that_is_set_drops_no_upload(
     await ingest.stop()
 
 
-async def test_the_time_before_a_restart_counts_by_the_wall_clock_and_whoever_still_sends_can_come_back(
+async def test_downtime_counts_toward_expiry_but_leaves_time_to_resume(
     expiring: ServiceConfig, weights: Weights, clocks: Clocks
 ) -> None:
     for away_s, comes_back in ((0.9, False), (1.1, False), (100.0, True)):
@@ -346,7 +346,7 @@ async def test_the_time_before_a_restart_counts_by_the_wall_clock_and_whoever_st
         await again.stop()
 
 
-async def test_files_from_the_future_are_not_kept_for_longer_than_others(
+async def test_an_upload_dated_in_the_future_expires_like_any_other(
     expiring: ServiceConfig, weights: Weights, clocks: Clocks
 ) -> None:
     before = await start(expiring)
@@ -370,7 +370,7 @@ async def test_why_a_staged_version_failed_is_in_its_status(ingest: Ingest, trai
 # --- one writer
 
 
-async def test_a_second_ingest_is_refused_and_leaves_the_first_ones_uploads_alone(
+async def test_a_second_ingest_is_refused_and_leaves_uploads_alone(
     config: ServiceConfig, ingest: Ingest, trainer: Trainer, weights: Weights
 ) -> None:
     await trainer.upload(1, weights)
@@ -406,9 +406,7 @@ async def test_a_second_ingest_waits_for_the_first_to_end(
 # --- who is live after a restart
 
 
-async def test_after_a_restart_nothing_is_live_or_removed_before_every_replica_has_reported(
-    config: ServiceConfig, weights: Weights
-) -> None:
+async def test_after_a_restart_nothing_is_live_until_all_have_reported(config: ServiceConfig, weights: Weights) -> None:
     before = await start(config)
     for name in "ab":
         await before.report(replica(name, 0))
@@ -449,7 +447,7 @@ def fill(folder: Path, leave_bytes: int) -> Path:
     return filler
 
 
-async def test_a_version_for_which_there_is_no_room_is_refused_with_the_numbers_and_nothing_stays(
+async def test_a_version_too_large_for_the_disk_is_refused_at_begin(
     model: Path, small_disk: Path, weights: Weights
 ) -> None:
     ingest = await start(config_of(model, small_disk / "log"))
@@ -467,7 +465,7 @@ async def test_a_version_for_which_there_is_no_room_is_refused_with_the_numbers_
     await ingest.stop()
 
 
-async def test_a_disk_that_fills_up_during_an_upload_or_a_commit_costs_neither_parts_nor_the_version(
+async def test_a_full_disk_during_an_upload_or_a_commit_loses_nothing(
     model: Path, small_disk: Path, weights: Weights
 ) -> None:
     ingest = await start(config_of(model, small_disk / "log"))

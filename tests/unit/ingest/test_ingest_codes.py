@@ -88,7 +88,7 @@ def with_a_scale_of_zero(sent: dict[str, torch.Tensor]) -> None:
         (with_a_scale_of_zero, rf"{UP_SCALES}\[2, 1\] is 0, a block scale that is not a positive number"),
     ],
 )
-async def test_broken_codes_and_scales_fail_the_version_and_the_one_before_stays_newest(
+async def test_invalid_codes_or_scales_fail_the_version(
     ingest: Ingest, trainer: Trainer, codes: dict[str, torch.Tensor], mistake: Mistake, complaint: str
 ) -> None:
     mistake(codes)
@@ -123,7 +123,7 @@ def with_scales_of_other_blocks(sent: dict[str, torch.Tensor]) -> None:
         (with_scales_of_other_blocks, rf"{UP_SCALES} is \[12, 2\], the model's is \[6, 2\]"),
     ],
 )
-async def test_tables_of_codes_that_do_not_fit_are_refused_before_any_part(
+async def test_tables_of_codes_that_do_not_fit_are_refused_at_begin(
     ingest: Ingest, trainer: Trainer, codes: dict[str, torch.Tensor], mistake: Mistake, complaint: str
 ) -> None:
     mistake(codes)
@@ -195,7 +195,7 @@ async def test_a_checkpoint_that_is_quantized_otherwise_is_refused(
         await started(released, tmp_path / "log-of-released")
 
 
-async def test_a_checkpoint_with_a_scale_for_each_tensor_is_refused_by_the_names_of_its_scales(
+async def test_a_checkpoint_with_per_tensor_scales_is_refused(
     model: Path, tmp_path: Path, stored: dict[str, torch.Tensor]
 ) -> None:
     per_tensor = {n.replace("_scale_inv", "_scale"): t for n, t in stored.items()}
@@ -203,7 +203,7 @@ async def test_a_checkpoint_with_a_scale_for_each_tensor_is_refused_by_the_names
         await started(publish(model, per_tensor, tmp_path / "fp8"), tmp_path / "log-of-released")
 
 
-async def test_a_checkpoint_with_codes_for_what_the_recipe_keeps_in_bf16_is_refused(
+async def test_a_checkpoint_with_codes_for_a_skipped_module_is_refused(
     model: Path, tmp_path: Path, stored: dict[str, torch.Tensor]
 ) -> None:
     released = publish(model, stored, tmp_path / "fp8")

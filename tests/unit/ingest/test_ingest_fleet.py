@@ -34,7 +34,7 @@ async def versions(ingest: Ingest) -> list[int]:
 # --- waiting
 
 
-async def test_a_commit_that_waits_answers_once_every_replica_serves_the_version(
+async def test_a_waiting_commit_answers_once_every_replica_serves_it(
     ingest: Ingest, trainer: Trainer, weights: Weights
 ) -> None:
     await ingest.report(replica("a", 0))
@@ -51,14 +51,14 @@ async def test_a_commit_that_waits_answers_once_every_replica_serves_the_version
     assert status.state == "live" and {r.replica_id for r in status.replicas} == {"a", "b"}
 
 
-async def test_a_replica_that_skipped_to_a_newer_version_counts_as_serving_the_older(ingest: Ingest) -> None:
+async def test_a_replica_at_a_newer_version_counts_for_the_older_ones(ingest: Ingest) -> None:
     await ingest.report(replica("a", 3))
     await asyncio.wait_for(ingest.wait_live(2, timeout_s=LONG_S), LONG_S)
     older = await ingest.status(0)
     assert older.state == "live" and [r.version for r in older.replicas] == [3]
 
 
-async def test_a_commit_that_waited_in_vain_shows_the_table_and_stays_committed(
+async def test_a_version_stays_committed_when_its_wait_times_out(
     ingest: Ingest, trainer: Trainer, weights: Weights
 ) -> None:
     await ingest.report(replica("a", 0, state="stale", error="disk on fire"))
@@ -87,7 +87,7 @@ async def test_a_poll_that_has_seen_nothing_is_answered_at_once(ingest: Ingest) 
     assert [status.replica_id for status in (await ingest.fleet()).replicas] == ["a"]
 
 
-async def test_a_poll_that_knows_the_wish_is_answered_when_a_version_is_committed(
+async def test_a_waiting_poll_is_answered_when_a_version_is_committed(
     model: Path, tmp_path: Path, weights: Weights
 ) -> None:
     ingest = Ingest(config_of(model, tmp_path / "log", weights={"poll_s": LONG_S, "dead_after_s": 3 * LONG_S}))
@@ -156,7 +156,7 @@ async def test_a_resume_answers_when_every_replica_has_obeyed(ingest: Ingest) ->
     assert not await ingest.is_paused() and not (await ingest.fleet()).paused
 
 
-async def test_a_resume_of_a_pause_that_no_replica_has_obeyed_yet_waits_until_it_is_obeyed_itself(
+async def test_a_resume_during_a_pause_waits_until_it_is_obeyed_itself(
     ingest: Ingest,
 ) -> None:
     running = await told(ingest)
@@ -190,7 +190,7 @@ async def test_several_ranks_may_ask_for_the_same_pause(ingest: Ingest) -> None:
     assert await ingest.is_paused()
 
 
-async def test_a_pause_that_is_not_obeyed_in_time_says_so_and_still_holds(ingest: Ingest) -> None:
+async def test_a_pause_that_times_out_says_so_and_stays_in_effect(ingest: Ingest) -> None:
     await ingest.report(replica("deaf", 0))
     with pytest.raises(NotReady, match=r"not every replica is paused after 0\.01 s") as late:
         await ingest.set_paused(True, "keep", timeout_s=0.01)
@@ -252,9 +252,7 @@ async def test_a_commit_does_not_wait_for_a_replica_that_starts(ingest: Ingest) 
     ]
 
 
-async def test_a_commit_that_waits_for_a_replica_is_answered_when_that_one_says_goodbye(
-    ingest: Ingest, log: WeightLog
-) -> None:
+async def test_a_commit_stops_waiting_for_a_replica_that_says_goodbye(ingest: Ingest, log: WeightLog) -> None:
     await ingest.report(replica("ends", 0))
     await ingest.report(replica("stays", 1))
     assert log.fleet() == {"ends", "stays"}
@@ -276,7 +274,7 @@ async def test_a_node_without_the_log_is_told_what_is_newest(ingest: Ingest, log
 # --- metrics
 
 
-async def test_the_state_for_metrics_has_the_fleet_the_versions_and_the_time_of_each_commit(
+async def test_metrics_state_has_the_fleet_versions_and_commit_times(
     ingest: Ingest, trainer: Trainer, weights: Weights
 ) -> None:
     await ingest.report(replica("a", 0))

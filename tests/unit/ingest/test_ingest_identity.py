@@ -25,7 +25,7 @@ async def log_of(ingest: Ingest) -> str:
     return (await ingest.newest()).origin.log
 
 
-async def test_a_version_is_live_where_its_bytes_are_served_and_not_its_number(
+async def test_a_version_is_live_by_the_digest_and_not_by_the_number(
     ingest: Ingest, trainer: Trainer, weights: Weights
 ) -> None:
     await trainer.push(1, weights)
@@ -38,7 +38,7 @@ async def test_a_version_is_live_where_its_bytes_are_served_and_not_its_number(
     assert {(await ingest.status(version)).state for version in (1, 2)} == {"live"}
 
 
-async def test_a_replica_at_a_number_that_the_log_does_not_have_serves_nothing_of_it(
+async def test_a_replica_at_an_unknown_version_makes_nothing_live(
     ingest: Ingest, trainer: Trainer, weights: Weights
 ) -> None:
     await trainer.push(1, weights)
@@ -49,7 +49,7 @@ async def test_a_replica_at_a_number_that_the_log_does_not_have_serves_nothing_o
 
 
 @pytest.mark.parametrize("scales_policy", ["reuse", "calibrate"])
-async def test_a_version_that_is_measured_is_live_under_the_digest_that_latest_named(
+async def test_an_unmeasured_version_is_live_by_the_digest_in_latest(
     model: Path, tmp_path: Path, scales_policy: str
 ) -> None:
     ingest = Ingest(config_of(model, tmp_path / "log", kv_cache={"scales_policy": scales_policy}))
@@ -64,7 +64,7 @@ async def test_a_version_that_is_measured_is_live_under_the_digest_that_latest_n
 # --- a restored log
 
 
-async def test_a_log_restored_from_a_backup_has_other_weights_under_a_number_and_the_replica_is_told(
+async def test_after_a_log_restore_replicas_are_told_of_the_new_digest(
     config: ServiceConfig, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog, tmp_path: Path
 ) -> None:
     shutil.copytree(log.root, tmp_path / "backup")
@@ -86,7 +86,7 @@ async def test_a_log_restored_from_a_backup_has_other_weights_under_a_number_and
     await again.stop()
 
 
-async def test_a_log_that_is_replaced_under_a_running_ingest_is_not_written(
+async def test_a_log_replaced_under_a_running_ingest_is_not_written(
     ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog, tmp_path: Path
 ) -> None:
     shutil.copytree(log.root, tmp_path / "backup")
@@ -103,7 +103,7 @@ async def test_a_log_that_is_replaced_under_a_running_ingest_is_not_written(
 # --- an ingest that starts anew on another node
 
 
-async def test_an_ingest_with_an_empty_root_commits_nothing_while_replicas_follow_the_old_log(
+async def test_nothing_is_committed_while_replicas_follow_another_log(
     ingest: Ingest, trainer: Trainer, weights: Weights, model: Path, tmp_path: Path
 ) -> None:
     await trainer.push(7, weights)

@@ -18,9 +18,7 @@ async def shown(ingest: Ingest) -> tuple[dict[int, dict[str, float]], float | No
     return kv_scales.by_version, kv_scales.drift
 
 
-async def test_scales_are_told_of_the_versions_on_disk_after_a_restart_too(
-    config: ServiceConfig, weights: Weights
-) -> None:
+async def test_kv_scales_of_kept_versions_are_known_after_a_restart(config: ServiceConfig, weights: Weights) -> None:
     ingest = Ingest(config)
     await ingest.start()
     await ingest.report(replica("a", 0))
@@ -43,7 +41,7 @@ async def test_scales_are_told_of_the_versions_on_disk_after_a_restart_too(
     await again.stop()
 
 
-async def test_a_version_that_awaits_its_scales_is_told_of_once_they_are_measured(
+async def test_kv_scales_of_a_version_appear_once_they_are_measured(
     model: Path, weights: Weights, tmp_path: Path
 ) -> None:
     ingest = Ingest(config_of(model, tmp_path / "log", kv_cache={"scales_policy": "calibrate"}))

@@ -41,9 +41,7 @@ def stacked(moe_model: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3"])
-async def test_folder_names_and_a_state_dict_give_the_digest_of_an_independent_conversion(
-    tmp_path: Path, family: str
-) -> None:
+async def test_stacked_and_separate_experts_give_the_expected_digest(tmp_path: Path, family: str) -> None:
     model = make_model(tmp_path / family, family)
     ingest, on_disk = await started(model, tmp_path / "log"), folder_weights(model)
     digest = expected.digest(on_disk, ServedModel.load(model).fingerprint)
@@ -68,7 +66,7 @@ async def test_a_version_stores_each_experts_matrices_by_themselves(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-async def test_stacked_experts_of_wider_dtypes_are_rounded_to_bf16_first(
+async def test_stacked_experts_in_wider_dtypes_are_rounded_to_bf16(
     moe_ingest: Ingest, stacked: Weights, dtype: torch.dtype
 ) -> None:
     sent = changed({name: tensor.to(dtype) for name, tensor in stacked.items()}, 0.1)

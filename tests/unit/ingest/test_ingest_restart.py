@@ -154,7 +154,7 @@ async def test_a_log_whose_latest_is_gone_is_not_begun_anew(
 # --- an ingest that is told to end
 
 
-async def test_an_ingest_that_ends_finishes_half_a_commit_and_then_lets_its_successor_in(
+async def test_a_stopping_ingest_finishes_its_commit_and_then_unlocks(
     config: ServiceConfig, ingest: Ingest, trainer: Trainer, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await trainer.upload(1, weights)
@@ -186,7 +186,7 @@ async def test_an_ingest_that_ends_finishes_half_a_commit_and_then_lets_its_succ
     await successor.stop()
 
 
-async def test_whoever_asks_or_waits_for_an_ingest_that_ends_is_told_to_ask_again(
+async def test_callers_of_a_stopping_ingest_are_told_to_retry(
     ingest: Ingest, trainer: Trainer, weights: Weights
 ) -> None:
     desired = await ingest.sync(replica("a", 0), None)
@@ -207,7 +207,7 @@ async def test_whoever_asks_or_waits_for_an_ingest_that_ends_is_told_to_ask_agai
 
 
 @pytest.mark.parametrize("turns", [1, 2, 3, 5, 8])
-async def test_a_commit_whose_caller_goes_away_is_finished_all_the_same(
+async def test_a_commit_is_finished_after_its_caller_disconnects(
     ingest: Ingest, trainer: Trainer, weights: Weights, turns: int, log: WeightLog
 ) -> None:
     await trainer.upload(1, weights)
@@ -222,7 +222,7 @@ async def test_a_commit_whose_caller_goes_away_is_finished_all_the_same(
     log.verify(log.manifest(1))
 
 
-async def test_a_begin_whose_caller_goes_away_leaves_one_upload_to_resume(
+async def test_a_begin_whose_caller_disconnects_leaves_one_upload(
     ingest: Ingest, trainer: Trainer, weights: Weights
 ) -> None:
     before = open_files()
@@ -236,7 +236,7 @@ async def test_a_begin_whose_caller_goes_away_leaves_one_upload_to_resume(
     assert open_files() == before
 
 
-async def test_a_long_poll_that_is_given_up_does_not_disturb_the_others(ingest: Ingest) -> None:
+async def test_a_cancelled_long_poll_does_not_disturb_the_others(ingest: Ingest) -> None:
     desired = await ingest.sync(replica("a", 0), None)
     given_up = asyncio.create_task(ingest.sync(replica("a", 0, sequence=1), desired))
     kept = asyncio.create_task(ingest.sync(replica("b", 0), desired))
@@ -254,7 +254,7 @@ async def test_a_long_poll_that_is_given_up_does_not_disturb_the_others(ingest: 
 # --- a disk that fails, and leaks
 
 
-async def test_a_commit_that_the_disk_refuses_keeps_the_head_and_the_version_can_be_pushed_again(
+async def test_a_commit_that_fails_on_disk_stays_staged_for_a_retry(
     ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog
 ) -> None:
     await trainer.upload(1, weights)
@@ -268,7 +268,7 @@ async def test_a_commit_that_the_disk_refuses_keeps_the_head_and_the_version_can
     log.verify(log.manifest(1))
 
 
-async def test_a_commit_that_the_disk_did_not_confirm_is_committed_for_everyone_and_says_what_is_missing(
+async def test_a_commit_whose_last_fsync_fails_stands_with_a_warning(
     ingest: Ingest,
     trainer: Trainer,
     weights: Weights,
@@ -301,7 +301,7 @@ async def test_a_commit_that_the_disk_did_not_confirm_is_committed_for_everyone_
     assert (await Trainer(again).push(2, weights)).error is None
 
 
-async def test_an_old_version_that_cannot_be_removed_does_not_fail_the_commit(
+async def test_failing_to_remove_an_old_version_does_not_fail_a_commit(
     ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def busy(*_: object) -> None:
@@ -343,7 +343,7 @@ async def test_a_staged_part_that_cannot_be_read_is_asked_for_again(
     assert (await Trainer(again).push(1, weights)).state == "committed"
 
 
-async def test_an_upload_with_a_part_that_can_neither_be_read_nor_removed_is_dropped_and_says_why(
+async def test_an_upload_with_an_unremovable_bad_part_is_dropped(
     unreadable: Path,
     restarted: Restart,
     weights: Weights,
@@ -373,7 +373,7 @@ async def test_an_upload_with_a_part_that_can_neither_be_read_nor_removed_is_dro
 
 
 @pytest.mark.parametrize("name", ["upload.json", ""], ids=["its record", "its folder"])
-async def test_an_upload_whose_record_or_folder_cannot_be_read_is_dropped(
+async def test_an_upload_with_unreadable_record_or_folder_is_dropped(
     unreadable: Path, restarted: Restart, weights: Weights, name: str
 ) -> None:
     path = unreadable.parent / name

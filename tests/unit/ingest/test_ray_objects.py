@@ -50,7 +50,7 @@ async def pushed(actor: ray.actor.ActorHandle, version: int, refs: object) -> st
     return (await push_refs(actor, version, refs, wait="none")).digest
 
 
-async def test_every_form_of_references_gives_the_version_that_an_upload_gives(
+async def test_every_form_of_references_gives_the_digest_of_an_upload(
     actor: ray.actor.ActorHandle, ingest: Ingest, trainer: Trainer, weights: Weights
 ) -> None:
     other = changed(weights, 0.5)
@@ -60,7 +60,7 @@ async def test_every_form_of_references_gives_the_version_that_an_upload_gives(
     assert await pushed(actor, 3, {name: ray.put(tensor) for name, tensor in other.items()}) == uploaded
 
 
-async def test_references_bring_scales_of_the_kv_cache_which_are_content_too(
+async def test_kv_scales_pushed_with_references_belong_to_the_version(
     actor: ray.actor.ActorHandle, tmp_path: Path, weights: Weights
 ) -> None:
     layers = {"model.layers.0.self_attn": LayerScales(q=0.5, k=2.5, v=0.125)}
@@ -76,7 +76,7 @@ async def test_references_bring_scales_of_the_kv_cache_which_are_content_too(
         await push_refs(actor, 2, refs, wait="none", kv_scales=scales.model_copy(update={"layers": elsewhere}))
 
 
-async def test_the_same_weights_again_get_the_same_answer_and_others_are_refused_with_both_digests(
+async def test_the_same_weights_again_are_accepted_and_others_conflict(
     actor: ray.actor.ActorHandle, weights: Weights
 ) -> None:
     first = await pushed(actor, 1, ray.put(weights))
@@ -143,7 +143,7 @@ def test_what_holds_no_weights_is_said_to_be_what_it_is(value: object, complaint
         RefSource([Bucket((ray.put(value),))])
 
 
-def test_an_object_that_a_task_failed_to_make_is_refused_with_its_error() -> None:
+def test_an_object_of_a_failed_task_is_refused_with_its_error() -> None:
     def fails() -> None:
         raise RuntimeError("out of luck")
 

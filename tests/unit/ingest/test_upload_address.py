@@ -56,12 +56,12 @@ def test_a_trainer_is_told_an_address_that_it_can_reach_or_none(
     assert told(host, reached) == url
 
 
-def test_of_a_listener_on_all_addresses_the_one_at_which_the_trainer_reached_this_machine_is_told() -> None:
+def test_a_trainer_is_given_the_address_at_which_it_connected() -> None:
     reached = own_address()
     assert told("0.0.0.0", reached) == f"http://{reached}:7000"
 
 
-def test_a_gateway_is_told_an_address_that_it_can_reach_or_what_to_do() -> None:
+def test_a_gateway_gets_a_reachable_address_or_a_helpful_error() -> None:
     everywhere = UploadAddress("0.0.0.0", 7000, node_ip="10.1.2.3", node_id="head")
     assert everywhere.within(1, "head").url == "http://127.0.0.1:7000"
     assert everywhere.within(1, "worker").url == "http://10.1.2.3:7000"
@@ -81,9 +81,7 @@ def test_a_key_is_of_one_version_and_of_one_listener() -> None:
     assert address.proof(1, NONCE) == listener_proof(address.key(1), NONCE) != address.key(1)
 
 
-async def test_a_part_is_taken_with_its_versions_key_or_the_token_and_with_nothing_else(
-    ingest: Ingest, weights: Weights
-) -> None:
+async def test_a_part_needs_its_versions_upload_key_or_the_token(ingest: Ingest, weights: Weights) -> None:
     ingest.upload_address = UploadAddress("127.0.0.1", 7000)
     remote = Trainer(ingest, token="secret", client=("203.0.113.9", 1)).http
     plan = await ingest.begin(begin_of(1, weights), "127.0.0.1")
@@ -99,7 +97,7 @@ async def test_a_part_is_taken_with_its_versions_key_or_the_token_and_with_nothi
     assert await put({"Authorization": "Bearer secret"}) == 200
 
 
-async def test_the_listener_proves_that_it_knows_the_key_to_anyone_and_tells_it_to_no_one(ingest: Ingest) -> None:
+async def test_the_listener_proves_its_key_without_revealing_it(ingest: Ingest) -> None:
     ingest.upload_address = UploadAddress("127.0.0.1", 7000)
     anyone: httpx.AsyncClient = Trainer(ingest, token="secret", client=("203.0.113.9", 1)).http
     reply = await anyone.get("/v1/weights/1/listener", params={"nonce": NONCE})

@@ -112,7 +112,7 @@ async def test_a_part_sent_twice_is_accepted_once(
     assert (await ingest.commit(1, CommitUpload())).state == "committed"
 
 
-async def test_other_bytes_under_the_same_part_conflict_and_the_first_ones_stay(
+async def test_other_bytes_for_a_part_conflict_and_the_first_ones_stay(
     trainer: Trainer, parts: list[bytes], log: WeightLog
 ) -> None:
     await trainer.put(1, 0, parts[0])
@@ -163,9 +163,7 @@ async def test_a_part_that_is_too_long_is_refused(trainer: Trainer, parts: list[
     assert received_files(log) == []
 
 
-async def test_a_body_that_never_ends_is_cut_off_at_the_first_byte_too_many(
-    trainer: Trainer, parts: list[bytes]
-) -> None:
+async def test_an_endless_body_is_cut_off_once_it_is_too_long(trainer: Trainer, parts: list[bytes]) -> None:
     sent = 0
 
     async def endless() -> AsyncIterator[bytes]:
@@ -218,7 +216,7 @@ async def test_a_version_read_from_a_path_takes_no_parts(model: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic secret", "secret", "Bearer", "Bearer "])
-async def test_a_caller_without_the_token_is_unauthorized_and_nothing_is_stored(
+async def test_a_caller_without_the_token_is_unauthorized(
     ingest: Ingest, parts: list[bytes], log: WeightLog, header: str | None
 ) -> None:
     stranger = Trainer(ingest, token="secret")
@@ -262,7 +260,7 @@ def send_slowly(trainer: Trainer, part: int, body: SlowBody, digest: str) -> asy
     return asyncio.create_task(put)
 
 
-async def test_a_part_on_its_way_when_its_version_is_discarded_is_not_found(
+async def test_a_part_whose_version_is_discarded_midway_is_not_found(
     trainer: Trainer, ingest: Ingest, parts: list[bytes], log: WeightLog
 ) -> None:
     body = SlowBody(parts[0])
@@ -276,7 +274,7 @@ async def test_a_part_on_its_way_when_its_version_is_discarded_is_not_found(
     assert list((log.root / "staging").iterdir()) == []
 
 
-async def test_a_part_repeated_while_its_version_is_committed_gets_its_receipt(
+async def test_a_part_repeated_during_the_commit_gets_its_receipt(
     trainer: Trainer, ingest: Ingest, parts: list[bytes], log: WeightLog
 ) -> None:
     for number, part in enumerate(parts):
@@ -291,7 +289,7 @@ async def test_a_part_repeated_while_its_version_is_committed_gets_its_receipt(
     assert list((log.root / "staging").iterdir()) == []
 
 
-async def test_a_sender_that_breaks_off_leaves_neither_a_file_nor_a_descriptor(
+async def test_a_sender_that_disconnects_leaves_no_file_or_descriptor(
     ingest: Ingest, parts: list[bytes], log: WeightLog
 ) -> None:
     before = open_files()
@@ -317,7 +315,7 @@ async def test_a_sender_that_breaks_off_leaves_neither_a_file_nor_a_descriptor(
     assert 0 in (await ingest.status(1)).missing_parts
 
 
-async def test_a_part_that_is_being_written_when_its_sender_is_cut_off_goes_into_no_other_file(
+async def test_a_part_cancelled_during_its_write_spoils_no_other_file(
     ingest: Ingest, weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writing, go_on, write = threading.Event(), threading.Event(), DirectFile.write
@@ -347,7 +345,7 @@ async def test_a_part_of_a_version_out_of_bounds_is_refused(trainer: Trainer, ve
     assert reply.status_code == 422 and "version" in reply.json()["error"]["message"]
 
 
-async def test_the_listener_can_be_stopped_and_says_so_to_the_health_check(ingest: Ingest, parts: list[bytes]) -> None:
+async def test_a_stopped_listener_fails_its_health_check(ingest: Ingest, parts: list[bytes]) -> None:
     server = UploadServer(create_upload_app(ingest, Authorizer(None)), "127.0.0.1")
     server.start()
     digest = {PART_DIGEST_HEADER: xxhash.xxh3_128_hexdigest(parts[0])}
@@ -372,7 +370,7 @@ async def test_the_listener_can_be_stopped_and_says_so_to_the_health_check(inges
     ],
     ids=lambda headers: next(iter(headers)),
 )
-async def test_without_a_token_neither_pages_nor_proxies_may_send_parts(
+async def test_without_a_token_web_pages_and_proxies_are_forbidden(
     trainer: Trainer, parts: list[bytes], headers: dict[str, str], log: WeightLog
 ) -> None:
     assert (await trainer.put(1, 0, parts[0], **headers)).status_code == 403

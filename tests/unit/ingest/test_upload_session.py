@@ -91,7 +91,7 @@ def from_folder(source: Path, folder: Path, model: Path, executor: ThreadPoolExe
 # --- tied embeddings
 
 
-async def test_a_tied_model_without_a_head_stores_a_copy_of_the_embedding(
+async def test_a_tied_model_without_a_head_stores_the_embedding_twice(
     tied_model: Path, tmp_path: Path, executor: ThreadPoolExecutor
 ) -> None:
     weights = folder_weights(tied_model)
@@ -110,7 +110,7 @@ async def test_a_tied_model_may_send_its_head_too(
     assert stored[LM_HEAD].digest == stored[EMBEDDING].digest
 
 
-async def test_a_head_that_differs_from_the_embedding_it_is_tied_to_fails_the_version(
+async def test_a_tied_head_that_differs_from_the_embedding_is_refused(
     tied_model: Path, tmp_path: Path, executor: ThreadPoolExecutor
 ) -> None:
     weights = folder_weights(tied_model)
@@ -134,7 +134,7 @@ async def test_a_failure_is_known_before_the_commit(
     await staged.discard()
 
 
-async def test_files_that_vanish_before_they_are_read_fail_the_version_with_a_reason(
+async def test_files_that_vanish_before_they_are_read_fail_the_version(
     model: Path, source: Path, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
 ) -> None:
     staged = from_folder(source, tmp_path / "1", model, executor)
@@ -146,7 +146,7 @@ async def test_files_that_vanish_before_they_are_read_fail_the_version_with_a_re
     await staged.discard()
 
 
-async def test_files_that_change_before_they_are_read_fail_the_version_by_name(
+async def test_files_that_change_before_they_are_read_fail_the_version(
     model: Path, weights: Weights, source: Path, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
 ) -> None:
     staged = from_folder(source, tmp_path / "1", model, executor)
@@ -158,7 +158,7 @@ async def test_files_that_change_before_they_are_read_fail_the_version_by_name(
     await staged.discard()
 
 
-async def test_a_version_that_the_disk_has_no_room_for_is_an_error_and_leaves_nothing_behind(
+async def test_a_version_too_large_for_the_disk_leaves_nothing_behind(
     model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
 ) -> None:
     before = open_files()
@@ -188,7 +188,7 @@ async def test_discarding_closes_and_removes_every_file(
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_discarding_does_not_wait_for_conversions_that_have_not_begun(
+async def test_discarding_does_not_wait_for_queued_conversions(
     model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
 ) -> None:
     staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
@@ -210,7 +210,7 @@ class HeldSource(FolderSource):
         return super().read(names)
 
 
-async def test_discarding_waits_for_the_conversion_that_runs_or_it_would_write_into_another_file(
+async def test_discarding_waits_for_the_conversion_that_is_running(
     model: Path, tmp_path: Path, executor: ThreadPoolExecutor
 ) -> None:
     source = HeldSource(model)
@@ -304,7 +304,7 @@ class NotingExecutor(ThreadPoolExecutor):
         return super().submit(noted)
 
 
-async def test_what_replaces_a_part_is_stored_last_whatever_the_threads_do(
+async def test_a_parts_replacement_is_stored_last_in_any_thread_order(
     model: Path, tmp_path: Path, executor: ThreadPoolExecutor
 ) -> None:
     weights = {name: tensor.clone() for name, tensor in folder_weights(model).items()}

@@ -99,7 +99,7 @@ def full() -> tuple[ServiceState, Row]:
     return state(one, versions=versions, kv_scales=scales), Row(9, suspect_since=950.0)
 
 
-def test_everything_in_the_table_is_exported_with_its_labels_and_nothing_else_is() -> None:
+def test_exactly_the_declared_metrics_and_labels_are_exported() -> None:
     declared = {metric.name: set(metric.labels) for metric in OURS if metric.source == "service"}
     of, row = full()
     assert {sample.name: set(sample.labels) for sample in samples(of, row, truncated=(not_judged(9, "a"),))} == declared
@@ -112,7 +112,7 @@ def test_every_family_has_its_type_and_its_help() -> None:
         assert (family.type, family.documentation) == (metric.kind, metric.description)
 
 
-def test_staleness_counts_from_the_first_version_that_a_replica_lacks() -> None:
+def test_staleness_counts_from_the_first_version_a_replica_lacks() -> None:
     found = samples(state(replica("new", 9), replica("old", 5), replica("starting", None, state="starting")))
     assert values(found, "rollout_replica_version") == {("new",): 9, ("old",): 5}
     assert values(found, "rollout_replica_staleness_versions") == {("new",): 0, ("old",): 4}
@@ -121,7 +121,7 @@ def test_staleness_counts_from_the_first_version_that_a_replica_lacks() -> None:
     assert states[("ready",)] == 2 and states[("starting",)] == 1 and states[("failed",)] == 0
 
 
-def test_a_replica_that_died_and_a_version_that_was_removed_are_gone_from_the_next_scrape() -> None:
+def test_dead_replicas_and_removed_versions_are_not_exported() -> None:
     before = state(replica("a", 8), replica("b", 9), versions=(WeightStatus(version=8, state="committed"),))
     after = state(replica("b", 9), versions=(WeightStatus(version=9, state="live"),))
     rows = [Row(9, "a"), Row(9, "b")]
@@ -130,7 +130,7 @@ def test_a_replica_that_died_and_a_version_that_was_removed_are_gone_from_the_ne
     assert set(values(samples(after), "rollout_version_bytes")) == {("9",)}
 
 
-def test_truncated_tokens_are_shown_of_live_replicas_and_as_many_versions() -> None:
+def test_truncated_tokens_cover_live_replicas_and_new_versions() -> None:
     truncated = (*(not_judged(version, "a") for version in range(100)), not_judged(99, "gone"))
     found = samples(state(replica("a", 99)), truncated=truncated)
     shown = {
@@ -148,12 +148,12 @@ def test_of_ever_growing_versions_the_newest_measured_are_shown() -> None:
     assert versions == {str(version) for version in range(100 - MEASURED_VERSIONS, 100)}
 
 
-def test_rows_merged_over_replicas_are_not_shown_beside_the_replicas() -> None:
+def test_rows_merged_over_replicas_are_not_exported() -> None:
     found = samples(state(replica("a", 9)), Row(9), Row(9, replica_id=None))
     assert [s.labels["replica"] for s in found if s.name == "rollout_mismatch_k3"] == ["a"]
 
 
-def test_a_version_is_suspect_on_a_replica_if_either_source_says_so() -> None:
+def test_a_version_is_suspect_on_a_replica_if_any_source_says_so() -> None:
     rows = [Row(9, "a"), Row(9, "a", "shadow", suspect_since=960.0), Row(9, "b"), Row(8, "a", suspect_since=910.0)]
     found = samples(state(replica("a", 9), replica("b", 9)), *rows)
     flags = {(s.labels["version"], s.labels["replica"]): s.value for s in found if s.name == "rollout_version_suspect"}
@@ -163,7 +163,7 @@ def test_a_version_is_suspect_on_a_replica_if_either_source_says_so() -> None:
 
 
 @pytest.mark.parametrize(("error", "failed"), [(None, 0), (Failure(type="QuantizationError", message="NaN"), 1)])
-def test_a_staged_version_says_what_it_lacks_and_whether_it_is_lost(error: Failure | None, failed: int) -> None:
+def test_a_staged_version_shows_missing_parts_and_failure(error: Failure | None, failed: int) -> None:
     staged = WeightStatus(version=10, state="staged", missing_parts=(3, 4, 7), error=error)
     found = samples(state(versions=(staged,)))
     assert values(found, "rollout_staged_uploads") == {(): 1}
@@ -179,7 +179,7 @@ def test_names_that_replicas_give_themselves_are_escaped() -> None:
 # --- the KV cache
 
 
-def test_scales_are_shown_of_versions_that_are_there_with_the_name_taken_apart() -> None:
+def test_kv_scales_have_version_layer_and_tensor_labels() -> None:
     named = {f"{LAYER}.{tensor}_scale": scale for tensor, scale in zip("qkv", (0.5, 2.0, 0.125), strict=True)}
     known = KVScalesState(by_version={7: named, 8: named, 9: {**named, f"{LAYER}.k_scale": 4.0}}, drift=1.0)
     versions = tuple(WeightStatus(version=version, state="live") for version in (8, 9, 10))
@@ -197,7 +197,7 @@ def test_scales_are_shown_of_versions_that_are_there_with_the_name_taken_apart()
     assert values(found, "rollout_kv_scale_drift_ratio") == {(): 1.0}
 
 
-def test_of_measurements_the_newest_is_shown_since_older_ones_are_of_other_scales() -> None:
+def test_only_the_newest_versions_kv_measurements_are_exported() -> None:
     found = samples(
         state(
             replica("a", 9, kv_cache=kv_cache(8, 0.5, **{LAYER: "k_saturated"})),
@@ -219,7 +219,7 @@ def test_unfit_layers_are_counted_at_version_0_too() -> None:
     assert values(samples(state(one)), "rollout_kv_unfit_layers") == {("a",): 1}
 
 
-def test_a_bf16_cache_was_not_measured_and_a_replica_that_starts_has_none() -> None:
+def test_bf16_caches_and_starting_replicas_show_no_measurement() -> None:
     bf16 = KVCacheStatus(choice=KVCacheChoice(dtype="bfloat16", why="not for 2 of 2 layers"))
     found = samples(state(replica("a", 9, kv_cache=bf16), replica("b", None, state="starting")))
     shown = {s.name: s.value for s in found if s.name.startswith("rollout_kv_")}

@@ -51,7 +51,7 @@ def completion(index: int, *versions: int, end: str = "length") -> Completion:
     )
 
 
-async def test_an_answered_rollout_counts_its_tokens_its_ends_and_its_time(counts: Counts) -> None:
+async def test_a_rollout_counts_its_tokens_finish_reasons_and_time(counts: Counts) -> None:
     completions = (completion(0, 1), completion(1, 1, 2), completion(2, 1, end="stop"))
     rollout = Rollout(request_id="x", prompt_token_ids=(5, 6, 7), completions=completions, replica_id="a")
 
@@ -92,7 +92,7 @@ async def test_a_rollout_that_was_cancelled_counts_as_that(counts: Counts) -> No
     assert counts.values == {(table.REQUESTS.name, "cancelled"): [1.0]}
 
 
-async def test_commits_count_by_outcome_and_take_time_only_if_they_succeed(counts: Counts) -> None:
+async def test_commits_count_by_outcome_and_only_successes_are_timed(counts: Counts) -> None:
     @counted_commit
     async def commit(version: int) -> int:
         if version == 2:
@@ -106,7 +106,7 @@ async def test_commits_count_by_outcome_and_take_time_only_if_they_succeed(count
     assert len(counts.values[(table.COMMIT_SECONDS.name,)]) == 1
 
 
-def test_a_conversion_counts_the_bytes_that_went_in_once_the_last_came_out(counts: Counts) -> None:
+def test_a_conversion_counts_its_input_bytes_when_it_is_finished(counts: Counts) -> None:
     tensors = [("a", torch.zeros(4, dtype=torch.bfloat16)), ("b", torch.zeros(8, dtype=torch.bfloat16))]
     converted = counted_conversion(lambda given: ((name, tensor.float()) for name, tensor in given), tensors)
     assert next(converted)[0] == "a" and not counts.values
@@ -115,7 +115,7 @@ def test_a_conversion_counts_the_bytes_that_went_in_once_the_last_came_out(count
     assert counts.total(table.QUANTIZE_SECONDS) > 0
 
 
-def test_an_update_counts_its_bytes_and_the_seconds_of_each_stage(counts: Counts, tmp_path: Path) -> None:
+def test_an_update_counts_its_bytes_and_the_time_of_each_stage(counts: Counts, tmp_path: Path) -> None:
     (tmp_path / "model-1.safetensors").write_bytes(bytes(100))
     (tmp_path / "model-2.safetensors").write_bytes(bytes(11))
     (tmp_path / "manifest.json").write_bytes(bytes(1000))
@@ -181,13 +181,13 @@ def test_labels_that_were_not_declared_are_refused(labels: dict[str, str]) -> No
         record(table.REQUESTS, **labels)
 
 
-def test_a_metric_of_the_services_state_cannot_be_counted_by_a_process() -> None:
+def test_a_process_cannot_record_a_metric_of_the_services_state() -> None:
     with pytest.raises(ValueError, match="of a service"):
         record(table.LATEST_VERSION, 3)
 
 
 @pytest.mark.parametrize("metric", [table.REQUESTS, table.SEQUENCES, table.UPDATE_SECONDS], ids=lambda m: m.kind)
-def test_without_a_cluster_counting_does_nothing_and_harms_nothing(metric: Metric) -> None:
+def test_without_a_ray_cluster_recording_does_nothing(metric: Metric) -> None:
     assert not ray.is_initialized()
     RaySink().record(metric, 1.0, dict.fromkeys(metric.labels, "x"))
     assert not ray.is_initialized()

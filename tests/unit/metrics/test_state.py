@@ -56,7 +56,7 @@ async def test_a_replica_that_drained_or_said_goodbye_did_not_fail(tmp_path: Pat
     assert await counts(seen) == (2, 0)
 
 
-async def test_replicas_known_from_before_a_restart_of_the_ingest_are_not_new(tmp_path: Path) -> None:
+async def test_replicas_known_before_an_ingest_restart_are_not_new(tmp_path: Path) -> None:
     seen = history(tmp_path)
     seen.known(frozenset({"a", "b"}))
     seen.saw(live("a", "c"))
@@ -72,7 +72,7 @@ def commit(root: Path, version: int, at: float) -> WeightStatus:
     return WeightStatus(version=version, state="live")
 
 
-async def test_the_time_of_a_commit_is_remembered_when_the_version_is_removed(tmp_path: Path) -> None:
+async def test_the_commit_time_of_a_removed_version_is_remembered(tmp_path: Path) -> None:
     seen = history(tmp_path)
     staged = WeightStatus(version=3, state="staged")
     await seen.state(FLEET, (commit(tmp_path, 1, at=100.0), commit(tmp_path, 2, at=200.0), staged))

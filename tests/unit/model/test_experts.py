@@ -77,7 +77,7 @@ def test_mixtral_s_router_is_renamed_only() -> None:
     )
 
 
-def test_stacked_experts_that_cannot_be_taken_apart_are_refused_by_name() -> None:
+def test_stacked_experts_that_do_not_split_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"experts\.gate_up_proj \[2, 5, 4\] cannot be gate and up.*odd"):
         pieces(f"{LAYER}mlp.experts.gate_up_proj", (2, 5, 4), QWEN)
     for leaf in ("gate_up_proj", "down_proj"):

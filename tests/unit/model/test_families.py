@@ -42,7 +42,7 @@ def test_modules_that_vllm_fuses_become_one_in_its_order() -> None:
     ]
 
 
-def test_all_experts_of_a_layer_are_one_module_and_the_shared_ones_another() -> None:
+def test_routed_experts_are_one_module_and_shared_ones_another() -> None:
     mlp = "model.layers.3.mlp."
     routed = [f"{mlp}experts.{expert}.{leaf}" for expert in (0, 11) for leaf in ("up_proj", "down_proj")]
     shared = [f"{mlp}shared_experts.gate_proj", f"{mlp}shared_experts.up_proj"]
@@ -54,7 +54,7 @@ def test_all_experts_of_a_layer_are_one_module_and_the_shared_ones_another() -> 
     assert [module.holds_experts for module in modules] == [True, False]
 
 
-def test_deepseek_without_a_low_rank_query_fuses_nothing_in_its_attention() -> None:
+def test_deepseek_without_a_low_rank_query_fuses_no_attention() -> None:
     names = [f"{ATTENTION}{leaf}" for leaf in ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")]
     assert engine_modules(names) == [EngineModule(name, (name,)) for name in names]
 

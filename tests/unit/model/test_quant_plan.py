@@ -48,7 +48,7 @@ def moe(intermediate: int = 256, hidden: int = 256, experts: int = 3, layers: in
     }
 
 
-def test_every_linear_module_is_quantized_when_nothing_is_skipped() -> None:
+def test_without_skip_patterns_every_linear_module_is_quantized() -> None:
     assert plan(LINEARS, QuantConfig()) == QuantPlan(frozenset(f"{name}.weight" for name in LINEARS), ())
 
 
@@ -67,7 +67,7 @@ def test_skipped_modules_stay_in_bf16_and_vllm_is_told() -> None:
     }
 
 
-def test_a_pattern_names_a_layer_and_no_other_that_begins_like_it() -> None:
+def test_a_pattern_for_layer_1_does_not_match_layers_10_and_11() -> None:
     linears = {f"model.layers.{layer}.mlp.down_proj": (128, 128) for layer in (1, 10, 11)}
     assert plan(linears, QuantConfig(skip=("*.layers.1.*",))).not_converted == ("model.layers.1.mlp.down_proj",)
 
@@ -77,7 +77,7 @@ def test_patterns_tell_upper_from_lower_case() -> None:
         plan(LINEARS, QuantConfig(skip=("*.Down_Proj",)))
 
 
-def test_a_pattern_that_matches_nothing_is_refused_instead_of_ignored() -> None:
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"\*\.layer\.9\.\* matches no linear module; their names are like model\.layers"
     ):
@@ -96,7 +96,7 @@ def test_a_part_of_a_fused_layer_is_not_skipped_without_the_rest(pattern: str, t
 
 
 @pytest.mark.parametrize("pattern", ["*.experts.1.*", "*.down_proj", "model.layers.1.mlp.experts.[01].*"])
-def test_some_experts_of_a_layer_are_not_skipped_without_the_rest(pattern: str) -> None:
+def test_experts_of_a_layer_are_not_skipped_without_the_rest(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"fuses into one layer.*layers\.\{?(0-)?1\}?\.mlp\.experts\."):
         plan(moe(), QuantConfig(skip=(pattern,)))
 
@@ -115,7 +115,7 @@ def test_the_experts_of_a_layer_are_skipped_as_a_whole(pattern: str) -> None:
     assert decided.quantized == {f"{name}.weight" for name in moe() if ".layers.0." in name}
 
 
-def test_every_module_that_does_not_divide_is_named_with_its_shard() -> None:
+def test_every_indivisible_module_is_named_with_its_shard() -> None:
     linears = LINEARS | {f"{LAYER}mlp.down_proj": (256, 700), f"{LAYER}self_attn.o_proj": (200, 512)}
     with pytest.raises(ValueError, match=r"2 linear modules do not divide into 128×128 blocks") as refused:
         plan(linears, QuantConfig())
@@ -128,7 +128,7 @@ def test_a_module_that_does_not_divide_may_be_skipped() -> None:
     assert plan({"a.o_proj": (130, 128)}, QuantConfig(skip=("a.o_proj",))).not_converted == ("a.o_proj",)
 
 
-def test_thousands_of_experts_that_do_not_divide_are_named_in_a_few_words() -> None:
+def test_thousands_of_indivisible_experts_get_a_short_message() -> None:
     with pytest.raises(ValueError, match="18432 linear modules do not divide") as refused:
         plan(moe(768, 2048, experts=128, layers=48), QuantConfig(), tensor_parallel_size=8)
     message = str(refused.value)
@@ -159,7 +159,7 @@ def test_gpus_that_get_no_whole_heads_are_refused() -> None:
         plan(LINEARS, QuantConfig(), 4, Heads(query=6, kv=2))
 
 
-def test_deepseek_s_last_replicated_projection_may_end_in_a_part_of_a_block() -> None:
+def test_deepseek_s_last_fused_projection_may_end_mid_block() -> None:
     linears = {"a.q_a_proj": (1536, 7168), "a.kv_a_proj_with_mqa": (576, 7168)}
     assert len(plan(linears, QuantConfig(), 8).quantized) == 2
     assert len(plan({"a.kv_a_proj_with_mqa": (576, 2048)}, QuantConfig(), 8).quantized) == 1
@@ -169,7 +169,7 @@ def test_deepseek_s_last_replicated_projection_may_end_in_a_part_of_a_block() ->
         plan({"a.kv_a_proj_with_mqa": (576, 7000)}, QuantConfig())
 
 
-def test_what_does_not_divide_is_kept_in_bf16_with_all_that_it_is_fused_with() -> None:
+def test_an_indivisible_module_keeps_its_fused_layer_in_bf16() -> None:
     decided = plan(LINEARS, KEEP, 4, Heads(query=4, kv=4))
     attention = {f"{LAYER}self_attn.{x}_proj" for x in "qkv"}
     mlp = {f"{LAYER}mlp.{x}_proj" for x in ("gate", "up", "down")}
@@ -179,7 +179,7 @@ def test_what_does_not_divide_is_kept_in_bf16_with_all_that_it_is_fused_with() -
     assert "self_attn.k_proj" in decided.kept[f"{LAYER}self_attn.q_proj"]
 
 
-def test_experts_that_do_not_divide_are_kept_in_bf16_layer_by_layer() -> None:
+def test_indivisible_experts_are_kept_in_bf16_layer_by_layer() -> None:
     linears = moe(256) | {"model.layers.1.mlp.experts.2.down_proj": (256, 200)}
     decided = plan(linears, KEEP)
     assert decided.not_converted == ("model.layers.1.mlp.experts",)
@@ -242,7 +242,7 @@ def test_fused_layers_that_the_plan_accepts_are_accepted_by_vllm(ways: int) -> N
         assert accepts(plan, linears, QuantConfig(), ways) is theirs, size
 
 
-def test_layers_cut_by_input_that_the_plan_accepts_are_accepted_by_vllm(ways: int) -> None:
+def test_vllm_accepts_every_row_parallel_layer_the_plan_accepts(ways: int) -> None:
     for size in SIZES:
         theirs = vllm_accepts((256, size), (256, size // ways), [256], ways)
         ours = accepts(plan, {"mlp.down_proj": (256, size)}, QuantConfig(), ways)
@@ -250,7 +250,7 @@ def test_layers_cut_by_input_that_the_plan_accepts_are_accepted_by_vllm(ways: in
         assert ways == 1 or ours is theirs, size  # alone on a GPU vLLM takes any size; here the rule is one for all
 
 
-def test_deepseek_s_fused_projections_are_accepted_just_as_vllm_does(ways: int) -> None:
+def test_deepseek_s_fused_projections_are_accepted_as_in_vllm(ways: int) -> None:
     for query, latent in product(SIZES, SIZES):
         linears = {"a.q_a_proj": (query, 256), "a.kv_a_proj_with_mqa": (latent, 256)}
         theirs = vllm_accepts((query + latent, 256), (query + latent, 256), [query, latent], 1)

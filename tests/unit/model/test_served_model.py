@@ -49,7 +49,7 @@ def test_names_and_shapes_are_those_of_the_trainers_state_dict(served: ServedMod
     assert served.shapes == {name: tuple(tensor.shape) for name, tensor in trained.state_dict().items()}
 
 
-def test_linear_modules_are_the_projections_and_not_the_output_head(served: ServedModel) -> None:
+def test_linears_are_the_projections_and_not_the_output_head(served: ServedModel) -> None:
     assert len(served.linears) == served.config.num_hidden_layers * 7
     assert served.linears["model.layers.3.mlp.down_proj"] == (256, 768)
     assert not any("lm_head" in name or "embed" in name or "norm" in name for name in served.linears)
@@ -61,7 +61,7 @@ def test_facts_that_the_gateway_needs(served: ServedModel, model: Path) -> None:
     assert not ServedModel.load(model).has_tokenizer
 
 
-def test_a_complete_table_is_accepted_in_any_order_and_dtype_and_one_tensor_less_is_not(served: ServedModel) -> None:
+def test_order_and_dtype_are_free_but_every_tensor_is_required(served: ServedModel) -> None:
     table = [t.model_copy(update={"dtype": "float32"}) for t in reversed(table_of(served).values())]
     served.check_table(table, BF16)
     for left_out in table:
@@ -135,7 +135,7 @@ def test_shapes_of_deepseek_v2_are_what_transformers_saves(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_can_be_quantized_is_every_projection_and_nothing_else(family: str, tmp_path: Path) -> None:
+def test_only_projections_are_quantized_and_all_of_them_are(family: str, tmp_path: Path) -> None:
     FAMILIES[family]().save_pretrained(tmp_path)
     model = ServedModel.load(tmp_path)
     matrices = {name.removesuffix(".weight") for name, shape in model.shapes.items() if len(shape) == 2}
@@ -177,7 +177,7 @@ def test_a_tensor_that_bf16_is_too_coarse_for_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3"])
-def test_the_state_dict_of_a_mixture_of_experts_is_accepted_as_it_is(family: str, tmp_path: Path) -> None:
+def test_a_mixture_of_experts_state_dict_is_accepted_as_it_is(family: str, tmp_path: Path) -> None:
     config = FAMILIES[family]()
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
@@ -198,13 +198,13 @@ def moe(moe_model: Path) -> ServedModel:
     return ServedModel.load(moe_model)
 
 
-def test_an_expert_that_comes_twice_under_different_names_is_a_duplicate(moe: ServedModel) -> None:
+def test_an_expert_sent_both_stacked_and_alone_is_a_duplicate(moe: ServedModel) -> None:
     table = table_of(moe)
     table[STACKED] = UploadTensor(name=STACKED, dtype="bfloat16", shape=moe.in_memory[STACKED])
     assert EXPERT in refusal(moe, table.values(), BF16)["duplicate"]
 
 
-def test_stacked_experts_of_another_shape_are_named_and_not_taken_apart(moe: ServedModel) -> None:
+def test_stacked_experts_of_wrong_shape_are_named_and_not_split(moe: ServedModel) -> None:
     table = {name: tensor for name, tensor in table_of(moe).items() if ".layers.0.mlp.experts." not in name}
     down = STACKED.replace("gate_up", "down")
     table[STACKED] = UploadTensor(name=STACKED, dtype="bfloat16", shape=(4, 256, 256))
@@ -232,7 +232,7 @@ def test_codes_without_scales_lack_them(moe: ServedModel) -> None:
     assert refusal(moe, table.values(), moe.plan(QuantConfig())) == {"missing": [f"{EXPERT}_scale_inv"]}
 
 
-def test_scales_of_another_shape_or_dtype_or_without_codes_are_refused(moe: ServedModel) -> None:
+def test_scales_with_wrong_shape_dtype_or_no_codes_are_refused(moe: ServedModel) -> None:
     table, scales = table_of(moe), f"{EXPERT}_scale_inv"
     table[scales] = UploadTensor(name=scales, dtype="bfloat16", shape=(1, 1))
     assert refusal(moe, table.values(), moe.plan(QuantConfig())) == {
@@ -280,7 +280,7 @@ def test_a_mixture_of_experts_of_another_family_is_refused(tmp_path: Path, confi
         ServedModel.load(tmp_path)
 
 
-def test_a_dense_model_of_another_family_can_be_served_in_bf16_only(tmp_path: Path) -> None:
+def test_a_dense_model_of_another_family_is_served_in_bf16_only(tmp_path: Path) -> None:
     GPT2Config(n_layer=1).save_pretrained(tmp_path)
     model = ServedModel.load(tmp_path)
     assert model.plan(QuantConfig(weights="none")) == BF16
@@ -310,9 +310,7 @@ def test_the_plan_knows_how_many_kv_heads_there_are(tmp_path: Path) -> None:
         ('{"model_type": "qwen2", "hidden_size": -1}', "negative dimension"),
     ],
 )
-def test_a_config_that_is_none_of_a_language_model_is_refused_in_one_line(
-    tmp_path: Path, config: str, reason: str
-) -> None:
+def test_a_config_of_no_language_model_is_refused_in_one_line(tmp_path: Path, config: str, reason: str) -> None:
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ValueError, match=f"config.json describes no causal language model.*{reason}") as refused:
         ServedModel.load(tmp_path)

@@ -83,7 +83,7 @@ async def test_a_monitor_that_is_away_costs_its_rollouts_and_one_line(
     assert "not told of rollouts" in unreachable and "missed 3" in back
 
 
-async def test_a_monitor_that_is_slow_costs_what_the_queue_has_no_room_for(
+async def test_a_slow_monitor_costs_only_what_the_queue_cannot_hold(
     listener: Listener, caplog: pytest.LogCaptureFixture
 ) -> None:
     feed = feed_to(listener)

@@ -58,7 +58,7 @@ def test_a_row_at_the_edge_does_not_flap() -> None:
     assert judged(at(0.99), entry).suspect_since is None
 
 
-def test_the_log_says_once_which_replica_and_since_when_and_once_that_it_is_over(
+def test_a_suspect_replica_and_its_recovery_are_each_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING, LOGGER):

@@ -59,7 +59,7 @@ async def test_only_so_many_names_are_kept(monitor: Monitor) -> None:
     assert not (await monitor.report(body(full([], [], []), report_id="0"))).repeated
 
 
-async def test_tokens_of_versions_that_are_gone_are_said_to_be_in_no_row(monitor: Monitor) -> None:
+async def test_tokens_of_dropped_versions_are_reported_as_too_old(monitor: Monitor) -> None:
     for version in (5, 6):
         await monitor.report(body(full([-1.0], [-1.0], [span(version, 0, 1)])))
     receipt = await monitor.report(body(full([-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0], [span(4, 0, 2), span(5, 2, 3)])))
@@ -67,7 +67,7 @@ async def test_tokens_of_versions_that_are_gone_are_said_to_be_in_no_row(monitor
     assert [(row.version, row.tokens) for row in await monitor.rows()] == [(5, 2), (6, 1)]
 
 
-async def test_a_rollout_is_reported_by_its_id_once_the_monitor_was_told_of_it(monitor: Monitor) -> None:
+async def test_a_rollout_is_reported_by_id_once_the_monitor_knows_it(monitor: Monitor) -> None:
     by_id = body({"trainer_logprobs": [-1.0, -2.0]}, request_id="a")
     with pytest.raises(NotFound, match="not remembered"):
         await monitor.report(by_id)
@@ -110,7 +110,7 @@ async def test_rows_are_those_that_are_asked_for(monitor: Monitor) -> None:
     assert await monitor.rows(source="shadow") == []
 
 
-async def test_a_perfect_version_is_not_suspect_because_sampling_was_truncated(monitor: Monitor) -> None:
+async def test_truncated_sampling_does_not_make_a_version_suspect(monitor: Monitor) -> None:
     """At top_p 0.9 every ratio is 0.9, beyond both thresholds; without the mark the version would be suspect."""
     kept, model = 0.9, [-1.0] * 5
     sampled = [logprob - math.log(kept) for logprob in model]
@@ -138,7 +138,7 @@ async def test_truncated_tokens_stand_beside_the_row_of_the_others(monitor: Moni
     assert (per_replica.rows, per_replica.truncated, per_replica.versions) == (table.rows, table.truncated, ())
 
 
-async def test_truncated_tokens_of_a_version_that_is_gone_are_kept_nowhere(monitor: Monitor) -> None:
+async def test_truncated_tokens_of_a_dropped_version_are_not_kept(monitor: Monitor) -> None:
     for version in (5, 6):
         await monitor.report(body(full([-1.0], [-1.0], [span(version, 0, 1)])))
     receipt = await monitor.report(body(full([-1.0], [-1.0]), truncated_sampling=True))
@@ -146,7 +146,7 @@ async def test_truncated_tokens_of_a_version_that_is_gone_are_kept_nowhere(monit
     assert (await monitor.table()).truncated == ()
 
 
-async def test_a_report_waits_for_rollouts_that_another_gateway_is_about_to_tell(monitor: Monitor) -> None:
+async def test_a_report_waits_for_rollouts_from_another_gateway(monitor: Monitor) -> None:
     held = asyncio.Event()
 
     class Slow:
@@ -171,12 +171,12 @@ async def test_a_report_that_waits_keeps_no_other_from_being_counted(monitor: Mo
     waiting.cancel()
 
 
-async def test_rollouts_that_do_not_come_are_named_once_the_wait_is_over(monitor: Monitor) -> None:
+async def test_rollouts_still_unknown_when_the_wait_ends_are_named(monitor: Monitor) -> None:
     with pytest.raises(NotFound, match="never"):
         await monitor.report(body({"trainer_logprobs": []}, request_id="never"), wait_s=0.01)
 
 
-def test_a_single_gateway_has_told_all_before_it_passes_a_report_on() -> None:
+def test_reports_wait_only_where_there_are_several_gateways() -> None:
     waits = {gateways: RolloutFeed(None, 1, gateways=gateways).others_wait_s for gateways in (1, 2, 3)}
     assert waits == {1: 0.0, 2: OTHERS_S, 3: OTHERS_S}
     assert RolloutFeed(None, 0, gateways=2).others_wait_s == 0

@@ -22,12 +22,12 @@ def scored(body: bytes, recent: RecentRollouts | None = None) -> dict[int, Sums]
     return {key.version: each.sums for key, each in statistics.items()}
 
 
-def test_a_sequence_of_one_version_counts_as_tokens_and_as_a_sequence() -> None:
+def test_a_sequence_of_one_version_counts_by_token_and_sequence() -> None:
     sums = scored(body(full([-1.0, -2.0], [-1.5, -1.0]), full([-0.5], [-0.25])))
     assert sums == {3: statistics_of([[(-1.0, -1.5), (-2.0, -1.0)], [(-0.5, -0.25)]]).sums}
 
 
-def test_a_sequence_of_two_versions_counts_each_token_for_its_own_and_for_neither_as_a_sequence() -> None:
+def test_a_sequence_of_two_versions_counts_by_token_only() -> None:
     sums = scored(body(full([-1.0, -2.0, -3.0], [-1.5, -1.0, -3.0], [span(3, 0, 1), span(4, 1, 3)])))
     assert (sums[3].tokens, sums[3].sequences, sums[3].k1) == (1, 0, -0.5)
     assert (sums[4].tokens, sums[4].sequences, sums[4].k1) == (2, 0, 1.0)
@@ -40,7 +40,7 @@ def by_replica(body: bytes, recent: RecentRollouts | None = None) -> dict[tuple[
     return {(key.version, key.replica_id): (s.sums.tokens, s.sums.sequences) for key, s in both.statistics.items()}
 
 
-def test_each_token_counts_for_the_replica_that_made_it_and_a_sequence_of_two_replicas_for_neither() -> None:
+def test_a_sequence_of_two_replicas_counts_by_token_for_each() -> None:
     moved = [{**span(3, 0, 2), "replica_id": "a"}, {**span(3, 2, 3), "replica_id": "b"}]
     whole = [{**span(3, 0, 2), "replica_id": "a"}]
     rows = [[-1.0, -1.0, -1.0], [-1.0, -1.0]]
@@ -78,7 +78,7 @@ def test_a_remembered_rollout_gives_the_same_as_one_in_full() -> None:
     assert scored(by_id, recent) == scored(in_full)
 
 
-def test_a_completion_of_a_remembered_rollout_may_be_named_by_its_index() -> None:
+def test_a_remembered_completion_can_be_named_by_its_index() -> None:
     recent = RecentRollouts(10_000)
     recent.remember([RecentRollout.of(rollout("a", [-0.5], [-2.0]))])
     assert scored(body({"trainer_logprobs": [-2.5], "index": 1}, request_id="a"), recent)[3].k1 == 0.5
@@ -138,24 +138,24 @@ def apart(body: bytes, recent: RecentRollouts | None = None) -> dict[int, int]:
     return {key.version: tokens for key, tokens in both.truncated.items()}
 
 
-def test_tokens_of_a_truncated_rollout_are_counted_apart_by_version_masked_ones_not() -> None:
+def test_truncated_tokens_count_apart_by_version_if_not_masked() -> None:
     spans = [span(3, 0, 1), span(4, 1, 3)]
     split = full([-1.0] * 3, [-0.5] * 3, spans, mask=[True, False, True])
     assert apart(body(split, full([-1.0], [-0.5]), truncated_sampling=True)) == {3: 2, 4: 1}
 
 
-def test_a_remembered_rollout_is_truncated_whatever_the_report_says() -> None:
+def test_a_rollout_remembered_as_truncated_counts_as_truncated() -> None:
     recent = RecentRollouts(10_000)
     recent.remember([RecentRollout.of(rollout("a", [-0.5]).model_copy(update={"truncated_sampling": True}))])
     by_id = body({"trainer_logprobs": [-0.75]}, request_id="a", replica_id=None)
     assert apart(by_id, recent) == {3: 1}
 
 
-def test_renormalized_logprobs_of_a_truncated_rollout_count_like_any() -> None:
+def test_renormalized_logprobs_of_truncated_rollouts_are_scored() -> None:
     renormalized = body(full([-1.0], [-1.5]), truncated_sampling=True, renormalized=True)
     assert scored(renormalized) == scored(body(full([-1.0], [-1.5])))
 
 
-def test_a_number_that_is_none_is_named_in_a_truncated_rollout_too() -> None:
+def test_an_invalid_logprob_is_named_in_a_truncated_rollout_too() -> None:
     with pytest.raises(InvalidRequest, match=r"trainer_logprobs\[0\] is 1 "):
         scored(body(full([1.0], [-1.0]), truncated_sampling=True))

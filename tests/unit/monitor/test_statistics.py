@@ -33,7 +33,7 @@ def test_every_moment_is_what_plain_python_makes_of_the_batch(batch: Batch) -> N
 
 
 @given(batch=BATCH)
-def test_the_same_batch_gives_the_numbers_of_the_corrections_metrics(batch: Batch) -> None:
+def test_statistics_equal_the_correction_metrics_of_a_batch(batch: Batch) -> None:
     metrics = correct(*padded(batch), preset("token_tis")).metrics
     row = row_of(statistics_of(batch))
     assert moments(row) == near(
@@ -54,7 +54,7 @@ def test_the_same_batch_gives_the_numbers_of_the_corrections_metrics(batch: Batc
 
 
 @given(batches=st.lists(BATCH, min_size=2, max_size=5), data=st.data())
-def test_neither_the_division_into_batches_nor_their_order_matters(batches: list[Batch], data: st.DataObject) -> None:
+def test_neither_the_split_into_batches_nor_their_order_matters(batches: list[Batch], data: st.DataObject) -> None:
     order = data.draw(st.permutations(batches))
     merged = Statistics()
     for batch in order:
@@ -84,7 +84,7 @@ def test_quantiles_of_a_small_batch_are_its_own_values() -> None:
     assert row.quantiles == {q: logs[math.ceil(q * 40) - 1] for q in QUANTILES}
 
 
-def test_quantiles_of_a_large_stream_are_close_in_rank_and_closest_at_the_top() -> None:
+def test_large_stream_quantiles_are_closest_in_rank_at_the_top() -> None:
     draws = random.Random(0)
     values = sorted(draws.expovariate(50) for _ in range(200_000))
     shuffled = draws.sample(values, len(values))

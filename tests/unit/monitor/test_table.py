@@ -12,7 +12,7 @@ def add(table: VersionTable, version: int, replica_id: str = "a", statistics: St
     return table.add(Key(version, replica_id, "trainer"), statistics) is not None
 
 
-def test_a_hundred_thousand_versions_leave_the_newest_and_all_their_replicas() -> None:
+def test_only_the_newest_versions_are_kept_with_all_replicas() -> None:
     table = VersionTable(keep_versions=3)
     for version in range(100_000):
         for replica_id in ("a", "b") if version % 1000 else ("a", f"died-{version}"):
@@ -31,7 +31,7 @@ def test_a_version_that_is_older_than_all_kept_is_not_taken() -> None:
     assert [row.version for row in table.rows()] == [6, 7]
 
 
-def test_reports_of_one_replica_are_joined_and_those_of_others_are_not() -> None:
+def test_reports_are_joined_per_replica_and_source() -> None:
     table = VersionTable(keep_versions=2)
     add(table, 1, "a", ONE)
     add(table, 1, "b", TWO)
@@ -44,7 +44,7 @@ def test_reports_of_one_replica_are_joined_and_those_of_others_are_not() -> None
     ]
 
 
-def test_replicas_are_merged_per_version_and_source_and_stay_as_they_were() -> None:
+def test_rows_are_merged_per_version_and_source_and_not_changed() -> None:
     table = VersionTable(keep_versions=2)
     add(table, 1, "a", ONE)
     add(table, 1, "b", TWO)
@@ -65,7 +65,7 @@ def test_only_what_is_wanted_is_shown() -> None:
     assert [row.version for row in table.merged(lambda key: key.version == 1)] == [1]
 
 
-def test_replicas_that_come_and_go_within_a_version_are_bounded_and_the_busy_one_stays() -> None:
+def test_rows_per_version_are_bounded_and_keep_the_busy_replica() -> None:
     table = VersionTable(keep_versions=1)
     for i in range(2 * ROWS_PER_VERSION):
         add(table, 1, f"crashed-{i}")

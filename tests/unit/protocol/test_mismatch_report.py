@@ -28,7 +28,7 @@ def test_a_rollout_may_come_in_full_or_by_its_request_id() -> None:
     MismatchReport.model_validate_json(json_of({"request_id": "a", "completions": [{"trainer_logprobs": []}]}))
 
 
-def test_spans_may_be_pasted_from_a_reply_whose_versions_are_text() -> None:
+def test_spans_with_versions_as_text_are_accepted() -> None:
     pasted = {**FULL, "spans": [{**SPAN, "version": "3"}]}
     report = MismatchReport.model_validate_json(json_of({"replica_id": "r", "completions": [pasted]}))
     spans = report.rollouts[0].completions[0].spans

@@ -34,7 +34,7 @@ def test_the_layout_by_hand() -> None:
     assert list(planes) == [3, 2, 0, 1, 5, 2, 44] + [0] * 6 + [1] + [0] * 14
 
 
-def test_fifty_random_ids_of_each_of_512_tokens_take_less_than_two_and_a_half_bytes_each() -> None:
+def test_a_mask_of_50_random_ids_takes_under_2_5_bytes_per_id() -> None:
     rng = np.random.default_rng(0)
     kept = [sorted(rng.choice(2**17, 50, replace=False).tolist()) for _ in range(512)]
     assert len(pack(kept)) < 2.5 * 50 * 512  # ids without any pattern; of 6.9 bytes each as JSON

@@ -127,7 +127,7 @@ def test_a_completion_whose_parts_do_not_fit_together_is_refused(changes: dict[s
 
 
 @given(st.lists(st.integers(min_value=1, max_value=5), max_size=6))
-def test_spans_that_follow_one_another_to_the_last_token_are_taken(lengths: list[int]) -> None:
+def test_contiguous_spans_up_to_the_last_token_are_accepted(lengths: list[int]) -> None:
     ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
     spans = tuple(
         Span(version=i, start=end - length, end=end) for i, (end, length) in enumerate(zip(ends, lengths, strict=True))
@@ -147,7 +147,7 @@ def test_a_version_that_json_does_not_hold_exactly_is_refused(version: int) -> N
         GenerateCall(request_id="r", prompt_token_ids=(1,), sampling=Sampling(), min_weight_version=version)
 
 
-def test_the_largest_version_comes_through_json_and_a_double_as_it_is() -> None:
+def test_the_largest_version_is_exact_in_json_and_in_a_double() -> None:
     span = Span(version=MAX_VERSION, start=0, end=1)
     assert Span.model_validate_json(span.model_dump_json()) == span
     assert int(float(MAX_VERSION)) == MAX_VERSION

@@ -33,7 +33,7 @@ def assert_as_specified(weight: torch.Tensor) -> None:
     np.testing.assert_array_equal(codes.view(torch.uint8).numpy(), expected_codes)
 
 
-def test_torch_reads_every_one_of_the_256_codes_as_the_format_says() -> None:
+def test_torch_decodes_all_256_codes_as_the_format_specifies() -> None:
     read = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist()
     for code, value in enumerate(read):
         expected = e4m3.value_of(code)
@@ -42,7 +42,7 @@ def test_torch_reads_every_one_of_the_256_codes_as_the_format_says() -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(st.floats(0, 448, width=32))
-def test_the_fast_encoder_of_these_tests_agrees_with_exact_fractions(x: float) -> None:
+def test_the_fast_test_encoder_agrees_with_exact_fractions(x: float) -> None:
     assert e4m3.encode(np.array([x, -x], dtype=np.float32)).tolist() == [
         (code := e4m3.nearest_code(Fraction(x))),
         code | e4m3.SIGN,
@@ -75,7 +75,7 @@ def test_codes_and_scales_are_bit_for_bit_what_the_formula_gives(weight: torch.T
 
 @settings(deadline=None, max_examples=40)
 @given(weights())
-def test_the_round_trip_is_off_by_no_more_than_half_the_distance_between_codes(weight: torch.Tensor) -> None:
+def test_the_round_trip_error_is_at_most_half_the_code_spacing(weight: torch.Tensor) -> None:
     codes, scales = quantize_blockwise(weight)
     exact = weight.to(torch.bfloat16).double()
     error = (dequantize_blockwise(codes, scales).double() - exact).abs()
@@ -89,14 +89,14 @@ def test_the_round_trip_is_off_by_no_more_than_half_the_distance_between_codes(w
 
 @settings(deadline=None, max_examples=40)
 @given(weights())
-def test_dequantizing_multiplies_each_code_by_the_scale_of_its_block(weight: torch.Tensor) -> None:
+def test_dequantizing_multiplies_each_code_by_its_block_scale(weight: torch.Tensor) -> None:
     codes, scales = quantize_blockwise(weight)
     got = dequantize_blockwise(codes, scales)
     assert got.dtype == torch.float32 and got.shape == weight.shape
     np.testing.assert_array_equal(got.numpy(), e4m3.dequantize(codes.view(torch.uint8).numpy(), scales.numpy()))
 
 
-def test_ragged_edges_take_their_statistics_from_the_weights_that_are_there() -> None:
+def test_ragged_edge_blocks_use_only_the_weights_they_have() -> None:
     weight = torch.zeros(130, 129)
     weight[128:, 128:] = torch.tensor([[7.0], [-14.0]])
     codes, scales = quantize_blockwise(weight)
@@ -104,13 +104,13 @@ def test_ragged_edges_take_their_statistics_from_the_weights_that_are_there() ->
     assert codes[128:, 128:].float().tolist() == [[224.0], [-448.0]]
 
 
-def test_a_block_of_zeros_has_the_smallest_scale_and_codes_of_zero() -> None:
+def test_a_block_of_zeros_has_the_smallest_scale_and_zero_codes() -> None:
     codes, scales = quantize_blockwise(torch.zeros(128, 256))
     assert scales.tolist() == [[np.float32(1e-12) / np.float32(448)] * 2]
     assert not codes.float().any()
 
 
-def test_statistics_are_those_of_the_bf16_value_and_not_of_the_fp32_one() -> None:
+def test_scales_are_computed_from_bf16_values_and_not_from_fp32() -> None:
     weight = torch.full((1, 1), 1 + 2.0**-9)  # BF16 rounds it to 1
     codes, scales = quantize_blockwise(weight)
     assert scales.item() == np.float32(1) / np.float32(448)
@@ -134,7 +134,7 @@ def test_stacked_experts_are_quantized_each_by_itself() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(weights())
-def test_a_power_of_two_scale_is_the_next_one_not_below_the_raw_one(weight: torch.Tensor) -> None:
+def test_a_power_of_two_scale_is_the_raw_one_rounded_up(weight: torch.Tensor) -> None:
     raw = quantize_blockwise(weight)[1]
     codes, scales = quantize_blockwise(weight, power_of_two=True)
     mantissas, _ = torch.frexp(scales)
@@ -164,7 +164,7 @@ def test_what_is_not_finite_is_refused_by_name_and_first_index(bad: float, dtype
 
 @pytest.mark.parametrize("at", [0, (1 << 17) - 1, 1 << 17, 300_000 - 1])
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_is_found_wherever_it_is_in_a_large_bf16_tensor(bad: float, at: int) -> None:
+def test_a_non_finite_value_is_found_anywhere_in_a_large_tensor(bad: float, at: int) -> None:
     largest = torch.finfo(torch.bfloat16).max
     weight = torch.tensor([largest, -largest, 0.0]).to(torch.bfloat16).repeat(100_000)
     require_finite(weight, "embedding")

@@ -28,7 +28,7 @@ def test_power_of_two_scales_are_bit_for_bit_the_references(weight: torch.Tensor
     assert_bytes_of_the_reference(weight, power_of_two=True)
 
 
-def test_every_pair_of_mantissas_is_divided_as_the_reference_does() -> None:
+def test_every_pair_of_mantissas_is_divided_as_in_the_reference() -> None:
     assert_bytes_of_the_reference(every_pair_of_mantissas())
 
 

@@ -49,7 +49,7 @@ def test_asking_for_a_gpu_where_there_is_none_is_an_error() -> None:
         Quantizer(device="cuda")
 
 
-def test_without_numba_plain_torch_writes_the_same_bytes_and_says_so(
+def test_without_numba_torch_writes_the_same_bytes_and_logs_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delitem(sys.modules, "rollout_service.quant.cpu", raising=False)

@@ -83,16 +83,14 @@ async def test_a_batch_is_bounded(shadow: Shadow, counts: Counts, monkeypatch: p
     assert shadow.batches == [[-1.0, -2.0], [-3.0], [-4.0], [-5.0]]
 
 
-async def test_without_a_shadow_or_outside_the_sample_nothing_is_sent_or_counted(
-    shadow: Shadow, counts: Counts
-) -> None:
+async def test_without_a_shadow_or_outside_the_sample_nothing_is_sent(shadow: Shadow, counts: Counts) -> None:
     for feed in (feed_to(shadow, share=0.0), ShadowFeed(None, ShadowConfig())):
         feed.note(rollout("a", [-1.0]), PLAIN)
     await settle()
     assert shadow.batches == [] and counts.values == {}
 
 
-async def test_other_distributions_and_mixed_completions_are_counted_only(shadow: Shadow, counts: Counts) -> None:
+async def test_other_sampling_and_mixed_versions_are_only_counted(shadow: Shadow, counts: Counts) -> None:
     feed = feed_to(shadow)
     feed.note(rollout("a", [-1.0], [-1.0]), Sampling(temperature=0.5))
     feed.note(rollout("c", [-1.0]), Sampling(temperature=0.5, top_p=0.9))

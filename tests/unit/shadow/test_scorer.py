@@ -67,7 +67,7 @@ async def scored(weight_sync: WeightSync, engine: Engine, *calls: ScoreCall) -> 
     return monitor
 
 
-async def test_each_replica_is_held_against_the_reference_token_by_token(counts: Counts) -> None:
+async def test_each_replica_is_compared_with_the_reference_by_token(counts: Counts) -> None:
     monitor = await scored(WeightSync(3), Engine(3), call(3, 1, 2), call(3, 4), call(3, 5, 6, replica="r2", off=0.25))
     rows = {row.replica_id: row for row in await monitor.rows()}
     assert {(row.version, row.source) for row in rows.values()} == {(3, "shadow")}
@@ -104,7 +104,7 @@ async def test_a_version_that_never_comes_is_waited_for_once(counts: Counts, cap
     assert len(caplog.records) == 1 and "version 3" in caplog.text
 
 
-async def test_a_completion_that_fills_the_context_is_scored_but_for_its_end(counts: Counts) -> None:
+async def test_a_full_context_is_scored_without_its_last_token(counts: Counts) -> None:
     engine = Engine(3)
     monitor = await scored(WeightSync(3), engine, call(3, 1, 2, 3, 4, 5))
     assert engine.scored == [(*PROMPT, 1, 2, 3, 4)]

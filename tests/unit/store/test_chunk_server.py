@@ -35,16 +35,14 @@ def offered(log: WeightLog) -> ChunkServer:
     return ChunkServer(log, CHUNK_BYTES)
 
 
-def test_the_newest_version_is_told_with_its_log_and_what_the_operator_asked(
-    log: WeightLog, offered: ChunkServer
-) -> None:
+def test_the_newest_version_is_sent_with_its_log_and_control(log: WeightLog, offered: ChunkServer) -> None:
     log.set_control(Control(paused=True, mode="abort"))
     newest = offered.newest()
     assert (newest.head.version, newest.head.mode, newest.control.mode) == (3, "wait", "abort")
     assert newest.origin == log.origin()
 
 
-def test_a_log_keeps_its_name_and_gets_a_new_writer_with_each_start(log: WeightLog) -> None:
+def test_a_log_keeps_its_name_and_gets_a_new_writer_each_start(log: WeightLog) -> None:
     before = log.origin()
     after = log.sign()
     assert before is not None and after.log == before.log and after.writer != before.writer
@@ -58,7 +56,7 @@ def test_before_version_0_there_is_nothing_to_tell(tmp_path: Path) -> None:
         ChunkServer(log).newest()
 
 
-def test_a_file_that_is_being_written_beside_a_manifest_is_not_offered(log: WeightLog, offered: ChunkServer) -> None:
+def test_a_temporary_file_beside_a_manifest_is_not_offered(log: WeightLog, offered: ChunkServer) -> None:
     before = offered.files(3)
     (log.folder(3) / f".{KV_SCALES_FILE}.tmp").write_text("{")
     assert offered.files(3) == before
@@ -107,7 +105,7 @@ async def test_what_is_not_in_the_log_is_not_handed_out(log: WeightLog, offered:
             await offered.chunk(3, name, 0)
 
 
-async def test_a_file_that_cannot_be_read_is_named_and_read_again_when_it_is_mended(
+async def test_an_unreadable_file_is_named_and_readable_once_repaired(
     offered: ChunkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:

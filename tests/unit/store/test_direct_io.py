@@ -48,7 +48,7 @@ def test_what_is_no_whole_block_is_read_through_the_cache(path: Path) -> None:
     assert target == data[4321:4421]
 
 
-def test_a_pool_gives_out_no_more_than_its_limit_and_the_same_memory_again() -> None:
+def test_a_pool_respects_its_limit_and_reuses_freed_memory() -> None:
     pool = BufferPool(2 * BLOCK_BYTES)
     first, second = pool.take(BLOCK_BYTES), pool.take(10)
     assert first is not None and second is not None and pool.take(1) is None
@@ -59,7 +59,7 @@ def test_a_pool_gives_out_no_more_than_its_limit_and_the_same_memory_again() -> 
     assert again is not None and again[:5] == b"first" and pool.take(1) is None
 
 
-def test_a_pool_that_is_trimmed_has_room_for_buffers_of_another_size() -> None:
+def test_a_trimmed_pool_has_room_for_buffers_of_another_size() -> None:
     pool = BufferPool(2 * BLOCK_BYTES)
     small = pool.take(BLOCK_BYTES)
     del small

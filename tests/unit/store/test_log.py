@@ -86,7 +86,7 @@ def test_the_folder_of_a_crash_gives_way_to_the_same_version(log: WeightLog) -> 
     assert not (log.folder(1) / "left over").exists()
 
 
-def test_the_folder_of_a_crash_does_not_become_a_version_when_a_newer_one_is_committed(log: WeightLog) -> None:
+def test_a_crashed_commit_is_not_a_version_after_a_newer_commit(log: WeightLog) -> None:
     commit(log, 0)
     crash_before_latest_is_replaced(log, 1)
     commit(log, 2)
@@ -226,7 +226,7 @@ def test_verify_finds_a_file_that_has_grown(log: WeightLog) -> None:
         log.verify(log.manifest(0))
 
 
-def test_what_a_crash_left_of_dropping_a_version_is_no_version_and_goes_with_the_next_commit(log: WeightLog) -> None:
+def test_a_half_dropped_version_is_removed_at_the_next_commit(log: WeightLog) -> None:
     commit(log, 0)
     commit(log, 1)
     log.folder(0).rename(log.root / ".dropped-0")
@@ -263,7 +263,7 @@ def test_control_survives_and_is_replaced(log: WeightLog) -> None:
     assert WeightLog(log.root).control() == Control()
 
 
-def test_the_choice_of_the_kv_cache_survives_and_one_that_does_not_parse_is_corrupt(log: WeightLog) -> None:
+def test_the_kv_cache_choice_survives_and_a_bad_one_is_corrupt(log: WeightLog) -> None:
     assert log.kv_cache() is None
     choice = KVCacheChoice(dtype="bfloat16", why="FP8 is not accurate enough for 2 layers", judged_by="r1, version 0")
     log.set_kv_cache(choice)
@@ -297,7 +297,7 @@ def held_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None
     yield lambda folder: (folder / ".nfs0001").touch()
 
 
-def test_an_old_version_that_is_still_open_somewhere_is_dropped_and_removed_later(
+def test_an_old_version_still_open_is_dropped_and_removed_later(
     log: WeightLog, held_open: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(log, 0)
@@ -314,9 +314,7 @@ def test_an_old_version_that_is_still_open_somewhere_is_dropped_and_removed_late
     assert not left.exists() and log.versions() == [1, 2, 3]
 
 
-def test_what_a_crash_left_of_a_version_gives_way_to_it_although_it_is_still_open(
-    log: WeightLog, held_open: Callable[[Path], None]
-) -> None:
+def test_a_version_replaces_its_crashed_commit_even_if_open(log: WeightLog, held_open: Callable[[Path], None]) -> None:
     commit(log, 0)
     for _ in range(2):
         crash_before_latest_is_replaced(log, 1)
@@ -345,7 +343,7 @@ def unconfirmed(log: WeightLog, monkeypatch: pytest.MonkeyPatch) -> Callable[[in
     return fail
 
 
-def test_a_version_that_latest_names_is_committed_although_the_disk_did_not_confirm_it(
+def test_a_version_in_latest_is_committed_even_if_the_sync_fails(
     log: WeightLog, unconfirmed: Callable[[int], None]
 ) -> None:
     commit(log, 0)
@@ -357,7 +355,7 @@ def test_a_version_that_latest_names_is_committed_although_the_disk_did_not_conf
     assert log.unconfirmed == {}
 
 
-def test_a_version_that_the_disk_refused_before_latest_named_it_is_staged_still(
+def test_a_version_whose_sync_fails_before_latest_stays_staged(
     log: WeightLog, unconfirmed: Callable[[int], None]
 ) -> None:
     before = commit(log, 0)

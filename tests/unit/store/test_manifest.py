@@ -54,7 +54,7 @@ def test_the_digest_depends_on_each_part_of_the_content() -> None:
     assert len({MANIFEST.digest, *digests.values()}) == 1 + len(OTHER_CONTENT), digests
 
 
-def test_the_digest_is_xxh3_of_the_content_as_json_with_sorted_keys() -> None:
+def test_the_digest_is_xxh3_of_the_content_as_sorted_json() -> None:
     content = (
         '{"delta_of": null, "fingerprint": "model", "kv_scales": null, '
         '"recipe": {"block": [128, 128], "not_converted": [], "weights": "fp8_block"}, '
@@ -70,7 +70,7 @@ def test_a_version_awaits_its_scales_until_they_are_in_it() -> None:
 
 
 @pytest.mark.parametrize("came_from", ["calibrate", "reuse", "trainer"])
-def test_scales_that_are_known_count_and_not_where_they_came_from(came_from: str) -> None:
+def test_the_digest_does_not_depend_on_where_scales_came_from(came_from: str) -> None:
     scaled = MANIFEST.model_copy(update={"kv_scales": {"layer.0": 1.5}})
     assert scaled.model_copy(update={"kv_scales_from": came_from}).digest == scaled.digest
 
@@ -116,13 +116,13 @@ def large(**fields: object) -> StoredTensor:
     [{"digest": "00" * 16}, {"chunk_digests": large().chunk_digests[:-8]}, {"chunk_digests": "?"}],
     ids=["another digest", "a chunk less", "no base64"],
 )
-def test_digests_of_chunks_that_the_tensors_does_not_cover_are_refused(fields: dict[str, str]) -> None:
+def test_chunk_digests_that_do_not_match_the_digest_are_refused(fields: dict[str, str]) -> None:
     assert len(list(large().chunks())) == 3
     with pytest.raises(ValidationError, match="chunk_digests of a are not"):
         large(**fields)
 
 
-def test_a_manifest_of_before_there_were_chunks_is_read_and_a_large_tensor_in_it_is_one() -> None:
+def test_a_large_tensor_of_an_old_manifest_is_one_chunk() -> None:
     known = large().model_dump(exclude={"chunk_digests"}) | {"digest": xxhash.xxh3_128_hexdigest(LARGE)}
     [chunk] = StoredTensor.model_validate(known).chunks()
     assert (chunk.start, chunk.nbytes, chunk.digest) == (0, len(LARGE), xxhash.xxh3_128_digest(LARGE))

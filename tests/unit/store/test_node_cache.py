@@ -83,9 +83,7 @@ async def test_a_replica_that_does_not_see_it_has_a_folder_of_copies(
     assert copies.newest.head == log.head()
 
 
-async def test_an_ingest_that_restarts_while_a_replica_compares_is_not_taken_for_another(
-    log: WeightLog, ingest: OfferingIngest
-) -> None:
+async def test_an_ingest_restart_while_comparing_is_not_another_ingest(log: WeightLog, ingest: OfferingIngest) -> None:
     told = ingest.served.newest()
     log.sign()
     ingest.answers = [told]
@@ -118,9 +116,7 @@ async def test_an_ingest_that_has_lost_its_log_is_not_followed(
 # --- fetching
 
 
-async def test_a_fetched_version_has_the_same_files_and_is_the_newest_of_the_copies(
-    copies: NodeCache, log: WeightLog
-) -> None:
+async def test_a_fetched_version_has_the_same_files_and_is_the_newest(copies: NodeCache, log: WeightLog) -> None:
     await copies.fetch(head_of(log))
     assert contents(copies.log.folder(0)) == contents(log.folder(0))
     assert copies.log.head() == log.head()
@@ -148,7 +144,7 @@ async def test_a_copy_that_was_interrupted_goes_on_where_it_was(
     assert len(ingest.chunks) == len(set(ingest.chunks))
 
 
-async def test_a_version_that_was_damaged_at_the_ingest_is_never_taken_in(
+async def test_a_version_damaged_at_the_ingest_is_never_accepted(
     copies: NodeCache, ingest: OfferingIngest, log: WeightLog
 ) -> None:
     await copies.fetch(head_of(log))
@@ -163,7 +159,7 @@ async def test_a_version_that_was_damaged_at_the_ingest_is_never_taken_in(
     assert copies.log.versions() == [0, 1]
 
 
-async def test_a_manifest_of_other_content_than_the_ingest_says_is_refused(copies: NodeCache, log: WeightLog) -> None:
+async def test_a_manifest_with_another_digest_than_the_head_is_refused(copies: NodeCache, log: WeightLog) -> None:
     with pytest.raises(LogCorrupt, match="not 00ff"):
         await copies.fetch(head_of(log).model_copy(update={"digest": "00ff"}))
     assert copies.log.versions() == []
@@ -206,7 +202,7 @@ async def test_an_older_version_fetched_late_does_not_turn_latest_back(copies: N
 # --- a log that was restored from a backup
 
 
-async def test_a_copy_of_other_weights_under_the_same_number_is_replaced(
+async def test_a_copy_of_other_weights_of_the_same_number_is_replaced(
     copies: NodeCache, ingest: OfferingIngest, log: WeightLog
 ) -> None:
     with restored(log):
@@ -219,7 +215,7 @@ async def test_a_copy_of_other_weights_under_the_same_number_is_replaced(
     assert copies.log.head() == log.head()
 
 
-async def test_the_same_number_is_fetched_anew_also_while_another_replica_reads_the_old_copy(
+async def test_a_copy_is_replaced_even_while_another_replica_reads_it(
     node: Path, ingest: OfferingIngest, copies: NodeCache, log: WeightLog
 ) -> None:
     other = copies_on(node, ingest)
@@ -244,7 +240,7 @@ async def test_copies_that_the_restored_log_does_not_have_are_removed(copies: No
     assert copies.log.versions() == [0] and copies.log.head() == log.head()
 
 
-async def test_a_copy_that_was_interrupted_is_not_gone_on_from_with_other_bytes(
+async def test_an_interrupted_copy_is_not_resumed_with_other_bytes(
     copies: NodeCache, ingest: OfferingIngest, log: WeightLog
 ) -> None:
     with restored(log):
@@ -261,7 +257,7 @@ async def test_a_copy_that_was_interrupted_is_not_gone_on_from_with_other_bytes(
 # --- a fetch that is cancelled
 
 
-async def test_a_chunk_that_is_being_written_when_its_fetch_is_cancelled_goes_into_no_other_file(
+async def test_a_cancelled_fetch_writes_its_chunk_into_no_other_file(
     copies: NodeCache, log: WeightLog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     writing, go_on, append = threading.Event(), threading.Event(), module._append
@@ -285,7 +281,7 @@ async def test_a_chunk_that_is_being_written_when_its_fetch_is_cancelled_goes_in
     assert contents(copies.log.folder(0)) == contents(log.folder(0))
 
 
-async def test_a_fetch_that_is_cancelled_while_it_waits_for_the_lock_does_not_keep_it(
+async def test_a_fetch_cancelled_while_it_waits_does_not_keep_the_lock(
     node: Path, ingest: OfferingIngest, copies: NodeCache, log: WeightLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting, go_on, acquire = threading.Event(), threading.Event(), WriterLock.acquire
@@ -345,7 +341,7 @@ async def test_a_damaged_copy_is_forgotten_and_fetched_anew(
     assert copies.log.head() == log.head()
 
 
-async def test_copies_that_a_crash_left_without_latest_are_fetched_anew(copies: NodeCache, log: WeightLog) -> None:
+async def test_copies_left_without_latest_by_a_crash_are_fetched_again(copies: NodeCache, log: WeightLog) -> None:
     commit(log, 1)
     await copies.fetch(head_of(log))
     (copies.log.root / "LATEST").unlink()
@@ -354,7 +350,7 @@ async def test_copies_that_a_crash_left_without_latest_are_fetched_anew(copies: 
     assert copies.log.head() == log.head()
 
 
-async def test_copies_of_a_log_that_is_no_more_are_removed_once_nobody_reads_them(
+async def test_copies_of_an_old_log_are_removed_once_nobody_reads_them(
     node: Path, ingest: OfferingIngest, copies: NodeCache, log: WeightLog, tmp_path: Path
 ) -> None:
     await copies.fetch(head_of(log))

@@ -62,7 +62,7 @@ def test_every_flipped_byte_is_found_by_either_way_of_reading(version: tuple[Pat
         assert again.value.message == found.value.message
 
 
-def test_a_large_tensor_with_one_digest_is_read_through_a_small_buffer(
+def test_a_small_buffer_reads_a_large_tensor_with_one_digest(
     version: tuple[Path, Manifest, bytes],
 ) -> None:
     folder, manifest, data = version

@@ -84,7 +84,7 @@ async def test_the_newest_two_are_kept(started: Ingest, kept: WeightLog, weights
     assert kept.versions() == [3, 4]
 
 
-async def test_codes_have_nothing_to_be_compared_with_and_that_is_said_once(
+async def test_fp8_codes_are_not_kept_and_one_warning_says_so(
     started: Ingest, kept: WeightLog, weights: Weights, caplog: pytest.LogCaptureFixture
 ) -> None:
     codes = dict(Converter(await started.recipe()).convert(weights.items()))
@@ -107,7 +107,7 @@ async def test_a_version_that_is_refused_or_discarded_leaves_nothing(
     assert kept.versions() == [0] and list(kept.staging(0).parent.iterdir()) == []
 
 
-async def test_a_disk_without_room_for_it_costs_the_comparison_and_not_the_version(
+async def test_a_full_disk_costs_the_comparison_and_not_the_version(
     started: Ingest,
     kept: WeightLog,
     weights: Weights,
@@ -138,7 +138,7 @@ async def test_an_upload_that_outlives_the_ingest_is_kept_in_full(
     await again.stop()
 
 
-async def test_a_crash_before_its_first_commit_was_whole_does_not_keep_the_ingest_from_starting(
+async def test_the_ingest_starts_after_a_crash_before_the_first_commit(
     config: ServiceConfig, kept: WeightLog, weights: Weights
 ) -> None:
     first = Ingest(config)
@@ -153,7 +153,7 @@ async def test_a_crash_before_its_first_commit_was_whole_does_not_keep_the_inges
     await again.stop()
 
 
-async def test_a_service_without_a_shadow_keeps_none_and_removes_what_is_left(
+async def test_a_service_without_a_shadow_keeps_no_unquantized_weights(
     config: ServiceConfig, kept: WeightLog, weights: Weights
 ) -> None:
     with_shadow = Ingest(config)
@@ -196,7 +196,7 @@ async def test_versions_that_are_others_in_a_restored_log_are_not_kept(
     await again.stop()
 
 
-async def test_a_disk_that_cannot_be_cleared_does_not_keep_the_ingest_from_starting(
+async def test_the_ingest_starts_even_if_the_disk_cannot_be_cleared(
     config: ServiceConfig, kept: WeightLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = Ingest(config)

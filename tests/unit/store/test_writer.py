@@ -59,9 +59,7 @@ def test_the_safetensors_library_reads_the_exact_bytes_back(
 @pytest.mark.parametrize(
     ("nbytes", "chunks"), [(CHUNK_BYTES, 1), (CHUNK_BYTES + 4, 2), (2 * CHUNK_BYTES, 2), (3 * CHUNK_BYTES + 12, 4)]
 )
-def test_each_chunk_of_a_large_tensor_has_a_digest_and_all_of_them_make_the_tensors(
-    tmp_path: Path, nbytes: int, chunks: int
-) -> None:
+def test_a_large_tensor_s_digest_is_that_of_its_chunk_digests(tmp_path: Path, nbytes: int, chunks: int) -> None:
     data = random.Random(nbytes).randbytes(nbytes)
     writer = VersionWriter(tmp_path, slots_of(nbytes // 4))
     writer.write("t0", memoryview(data))
@@ -109,7 +107,7 @@ def test_a_version_with_a_tensor_unwritten_cannot_be_finished(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("nbytes", [0, 7, 9])
-def test_bytes_of_the_wrong_size_are_refused_and_nothing_is_written(tmp_path: Path, nbytes: int) -> None:
+def test_bytes_of_the_wrong_size_are_refused_and_not_written(tmp_path: Path, nbytes: int) -> None:
     writer = VersionWriter(tmp_path, slots_of(2))
     with pytest.raises(ValueError, match=f"t0 has {nbytes} bytes, its slot 8"):
         writer.write("t0", memoryview(b"x" * nbytes))
@@ -145,16 +143,14 @@ def little_room() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_disk_without_room_is_an_error_at_once_and_leaves_no_file_open(tmp_path: Path, little_room: int) -> None:
+def test_a_full_disk_fails_at_once_and_leaves_no_file_open(tmp_path: Path, little_room: int) -> None:
     before = open_files()
     with pytest.raises(OSError, match="File too large"):
         VersionWriter(tmp_path, slots_of(1, little_room), max_file_bytes=4)
     assert open_files() == before
 
 
-def test_a_disk_that_fails_while_more_is_written_fails_the_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_error_while_writing_fails_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: int) -> None:
         raise OSError(errno.EIO, "the disk took not all of it")
 

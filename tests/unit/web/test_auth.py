@@ -74,7 +74,7 @@ def test_without_a_token_callers_from_elsewhere_are_forbidden(host: str) -> None
     assert host in refused.value.message
 
 
-def test_without_a_token_a_caller_of_unknown_address_is_forbidden() -> None:
+def test_without_a_token_an_unknown_client_address_is_forbidden() -> None:
     with pytest.raises(Forbidden, match="you called from elsewhere"):
         Authorizer(None).check(request(host=None))
 
@@ -87,7 +87,7 @@ def test_without_a_token_one_that_is_sent_does_not_help() -> None:
 @pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:8000", "127.1.2.3:8000", "[::1]", "[::1]:8000"]
 )
-def test_without_a_token_the_service_answers_at_its_loopback_names(host: str) -> None:
+def test_without_a_token_loopback_host_names_are_answered(host: str) -> None:
     Authorizer(None).check(request(headers={"host": host}))
 
 
@@ -104,7 +104,7 @@ def test_without_a_token_the_service_answers_at_its_loopback_names(host: str) ->
         "",
     ],
 )
-def test_without_a_token_a_name_that_someone_else_may_have_resolve_here_is_forbidden(host: str) -> None:
+def test_without_a_token_other_host_names_are_forbidden(host: str) -> None:
     with pytest.raises(Forbidden, match=r"answer at localhost, 127\.0\.0\.1 and \[::1\] only.*auth\.token_file"):
         Authorizer(None).check(request(headers={"host": host}))
 
@@ -139,7 +139,7 @@ def test_without_a_token_callers_that_are_no_other_page_may(headers: dict[str, s
     "name", ["x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "forwarded", "via"]
 )
 @pytest.mark.parametrize("value", ["127.0.0.1", "192.0.2.1"])
-def test_without_a_token_what_came_through_a_proxy_is_forbidden_whatever_it_says(name: str, value: str) -> None:
+def test_without_a_token_any_proxied_request_is_forbidden(name: str, value: str) -> None:
     with pytest.raises(Forbidden, match=f"do not answer proxies, and this request has the header {name}"):
         Authorizer(None).check(request(headers={name: value}))
 

@@ -64,9 +64,7 @@ def error_of(reply: httpx.Response, status: int, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", sorted(error_classes()))
-async def test_each_error_of_the_tree_has_its_status_and_comes_back_as_itself(
-    http: httpx.AsyncClient, name: str
-) -> None:
+async def test_each_error_has_its_status_and_comes_back_as_itself(http: httpx.AsyncClient, name: str) -> None:
     reply = await http.get(f"/service/{name}")
     cls = error_classes()[name]
     error_of(reply, cls.http_status, name)
@@ -106,9 +104,7 @@ async def test_a_query_parameter_is_named(http: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("body", [b'{"n": 1,', b"{'n': 1}", b"{"])
-async def test_a_body_that_is_not_json_is_malformed_and_the_place_is_named(
-    http: httpx.AsyncClient, body: bytes
-) -> None:
+async def test_a_body_that_is_not_json_is_malformed_and_says_where(http: httpx.AsyncClient, body: bytes) -> None:
     reply = await http.post("/body", content=body, headers={"Content-Type": "application/json"})
     error = error_of(reply, 400, "MalformedRequest")
     assert "the body is not JSON" in error["message"] and "at character" in error["message"]
@@ -141,7 +137,7 @@ async def test_a_route_that_does_not_exist_is_not_found(http: httpx.AsyncClient)
     assert error["message"] == "GET /nothing: Not Found"
 
 
-async def test_a_method_that_a_route_does_not_have_keeps_its_status_and_headers(http: httpx.AsyncClient) -> None:
+async def test_an_unsupported_method_keeps_its_status_and_headers(http: httpx.AsyncClient) -> None:
     reply = await http.get("/body")
     error_of(reply, 405, "RolloutServiceError")
     assert reply.headers["allow"] == "POST"
@@ -166,7 +162,7 @@ async def test_errors_of_the_framework_keep_status_headers_and_text(
     assert reply.headers["x-why"] == "because"
 
 
-async def test_a_bug_is_answered_in_the_same_form_without_what_is_inside(http: httpx.AsyncClient) -> None:
+async def test_a_bug_is_answered_in_the_same_form_without_internals(http: httpx.AsyncClient) -> None:
     error = error_of(await http.get("/bug"), 500, RolloutServiceError.__name__)
     assert "GET /bug failed with KeyError" in error["message"] and "secret" not in str(error)
 

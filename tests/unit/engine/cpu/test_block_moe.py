@@ -78,7 +78,7 @@ def _tokens(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return inputs, torch.rand(TOKENS, 2, generator=generator), ids
 
 
-def test_the_inputs_of_both_products_are_quantized_and_a_new_load_replaces_the_experts() -> None:
+def test_both_gemm_inputs_are_quantized_and_reloads_take_effect() -> None:
     layer = _layer()
     method = _method(layer)
     inputs, weights, ids = _tokens()
@@ -95,7 +95,7 @@ def test_the_inputs_of_both_products_are_quantized_and_a_new_load_replaces_the_e
             assert (output.float() - other).abs().mean() > 2 * TOLERANCE * size, unrounded
 
 
-def test_an_expert_that_is_swapped_with_another_changes_the_output() -> None:
+def test_swapping_two_experts_changes_the_output() -> None:
     layer = _layer()
     method = _method(layer)
     inputs, weights, ids = _tokens()
@@ -139,7 +139,7 @@ def test_codes_and_scales_stay_as_they_were_loaded() -> None:
         ({"use_ep": True}, "expert parallelism"),
     ],
 )
-def test_experts_that_would_be_computed_wrongly_are_refused_by_name(changes: dict[str, object], complaint: str) -> None:
+def test_unsupported_experts_are_refused_by_name(changes: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=rf"model\.layers\.0\.mlp\.experts: .*{complaint}"):
         _method(_layer(**changes))
 

@@ -85,7 +85,7 @@ def test_recorded_copies_do_what_the_loader_did(recorded: Recorded) -> None:
         _require_same(name, parameter, mine, recorded.placement, recorded.area)
 
 
-def test_of_rows_that_are_cut_only_the_part_that_is_read_is_staged(recorded: Recorded) -> None:
+def test_only_the_part_read_of_each_row_is_staged(recorded: Recorded) -> None:
     assert [(copy.source, copy.row_bytes, copy.rows) for copy in recorded.of("cut")] == [(12, 12, 4)]
     assert recorded.placement.nbytes == sum(4 * p.numel() for p in recorded.model.parameters())
 

@@ -80,7 +80,7 @@ def test_a_rank_reads_the_chunks_of_its_own_spans_and_rank_0_all() -> None:
     assert [(piece.offset, piece.nbytes) for piece in found] == [(8, 32), (104, 16)]
 
 
-def test_of_a_large_tensor_only_the_chunks_that_hold_the_span_are_read() -> None:
+def test_only_the_chunks_of_a_tensor_that_hold_a_span_are_read() -> None:
     from rollout_service.store.manifest import tensor_digests
 
     data = bytes(3 * CHUNK_BYTES + 5)
@@ -96,7 +96,7 @@ def test_equal_spans_lie_once() -> None:
     assert placement.places == {Span("a", 0, 24): 0, Span("b", 0, 8): 32} and placement.nbytes == 48
 
 
-def test_the_layout_is_that_of_names_dtypes_and_shapes_and_not_of_places() -> None:
+def test_a_layout_is_names_dtypes_and_shapes_not_file_offsets() -> None:
     a, b = tensor("a", 32, 8), tensor("b", 64, 40)
     moved_elsewhere = version(tensor("b", 64, 8, file="2"), tensor("a", 32, 8))
     assert layout_of(version(a, b)) == layout_of(moved_elsewhere)

@@ -90,7 +90,7 @@ def test_a_kernel_reads_the_live_parameter_after_it_was_bound() -> None:
         assert layer.quant_method.kernel.first.scale is layer.scale
 
 
-def test_the_scales_of_vllms_own_description_of_an_expert_kernel_are_bound() -> None:
+def test_the_scales_in_vllms_moe_quant_config_are_bound() -> None:
     class Experts(Method):
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
             self.config = fp8_w8a8_moe_quant_config(w1_scale=layer.scale, w2_scale=layer.weight, block_shape=[128, 128])

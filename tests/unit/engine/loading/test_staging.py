@@ -41,7 +41,7 @@ def test_a_sound_version_is_done_and_lies_in_the_area(log: WeightLog) -> None:
     assert stager.staged(log.folder(1)) is None
 
 
-def test_without_an_area_rank_0_checks_the_version_and_says_why_it_is_not_staged(log: WeightLog) -> None:
+def test_without_an_area_rank_0_checks_and_the_reason_is_given(log: WeightLog) -> None:
     for rank in (0, 1):
         stager = Stager(None, rank, refused="there is no memory")
         assert staged(stager, log)["refused"] == "there is no memory"
@@ -53,7 +53,7 @@ def test_without_an_area_rank_0_checks_the_version_and_says_why_it_is_not_staged
     assert FIRST in message and detail["tensor"] == FIRST
 
 
-def test_what_cannot_be_read_is_damage_of_the_version_and_not_of_the_worker(log: WeightLog) -> None:
+def test_an_unreadable_version_is_corrupt_not_a_worker_failure(log: WeightLog) -> None:
     stager = Stager(area(), rank=0)
     (log.folder(1) / "weights-00001.safetensors").unlink()
     assert "cannot be read" in staged(stager, log)["corrupt"][0]
@@ -67,7 +67,7 @@ def test_another_version_under_the_same_number_is_refused(log: WeightLog) -> Non
     assert message.endswith(f"with digest {log.manifest(1).digest}, not {'0' * 32}")
 
 
-def test_what_was_damaged_is_read_again_and_what_is_staged_is_not(log: WeightLog) -> None:
+def test_a_corrupt_version_is_read_again_and_a_staged_one_is_not(log: WeightLog) -> None:
     stager, digest = Stager(area(), rank=0), log.manifest(1).digest
     path = log.folder(1) / "weights-00001.safetensors"
     sound = path.read_bytes()

@@ -70,7 +70,7 @@ def test_the_tensors_are_those_of_the_files(log: WeightLog, kind: StagingKind) -
     assert bytes(tensors[SECOND].view(torch.uint8).tolist()) == bytes(range(12))
 
 
-def test_memory_that_is_taken_for_a_version_is_as_large_as_it_and_given_back(log: WeightLog) -> None:
+def test_memory_taken_for_a_version_has_its_size_and_is_released(log: WeightLog) -> None:
     staging, manifest = area("memory", torch.nn.Linear(1, 1)), log.manifest(1)
     placement = Placement.whole(manifest)
     staging.fill(log.folder(1), manifest, placement, every=True)
@@ -92,7 +92,7 @@ def test_a_part_of_each_row_lies_packed(
     assert torch.equal(staging.memory.view(ROWS, -1), held[:, columns])
 
 
-def test_a_flipped_bit_is_found_in_what_is_copied_and_names_tensor_chunk_and_file(
+def test_a_flipped_bit_is_reported_with_tensor_chunk_and_file(
     large: tuple[Path, Manifest, torch.Tensor],
 ) -> None:
     folder, manifest, _ = large
@@ -141,7 +141,7 @@ def test_after_a_failure_the_next_version_is_staged(log: WeightLog) -> None:
 
 @settings(deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(20, 60))
-def test_moves_are_packed_so_that_neighbours_in_the_area_are_one_copy(draw: random.Random, packed_bytes: int) -> None:
+def test_moves_to_adjacent_places_are_packed_into_one_copy(draw: random.Random, packed_bytes: int) -> None:
     read, packed = torch.randint(0, 256, (400,), dtype=torch.uint8), torch.zeros(packed_bytes, dtype=torch.uint8)
     moves, target = [], 0
     for _ in range(draw.randint(1, 8)):
@@ -170,7 +170,7 @@ def test_moves_are_packed_so_that_neighbours_in_the_area_are_one_copy(draw: rand
     assert torch.equal(area, wanted)
 
 
-def test_a_version_larger_than_the_area_is_refused_with_both_sizes(
+def test_a_version_too_large_for_the_area_is_refused_with_sizes(
     log: WeightLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging_buffer, "_SLACK_BYTES", 16)
@@ -179,7 +179,7 @@ def test_a_version_larger_than_the_area_is_refused_with_both_sizes(
         area(like=torch.nn.Linear(1, 1)).fill(log.folder(1), manifest, Placement.whole(manifest), every=True)
 
 
-def test_a_large_tensor_without_digests_of_chunks_is_refused_where_memory_is_bounded(
+def test_bounded_memory_requires_chunk_digests_of_large_tensors(
     large: tuple[Path, Manifest, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging_buffer, "PIECE_BYTES", CHUNK_BYTES)

@@ -39,7 +39,7 @@ def test_the_tensors_are_those_of_the_files_in_their_order(tmp_path: Path) -> No
     assert bytes(found[0][1].view(torch.uint8).flatten().tolist()) == b"\2" * 80
 
 
-def test_memory_is_used_again_only_when_nobody_has_a_tensor_in_it(many: tuple[Path, Manifest]) -> None:
+def test_memory_is_reused_only_when_no_tensor_in_it_is_held(many: tuple[Path, Manifest]) -> None:
     kept = []
     for number, (name, tensor) in enumerate(stored_tensors(*many)):
         assert name == str(number) and tensor.view(torch.uint8).unique().tolist() == [number]
@@ -48,7 +48,7 @@ def test_memory_is_used_again_only_when_nobody_has_a_tensor_in_it(many: tuple[Pa
     assert all(tensor.view(torch.uint8).unique().tolist() == [number] for number, tensor in kept)
 
 
-def test_each_tensor_is_told_of_before_it_is_given_and_freed_memory_comes_back(many: tuple[Path, Manifest]) -> None:
+def test_a_tensor_is_announced_first_and_freed_memory_is_reused(many: tuple[Path, Manifest]) -> None:
     told: dict[str, int] = {}
     for name, tensor in stored_tensors(*many, lambda name, tensor: told.update({name: tensor.data_ptr()})):
         assert told[name] == tensor.data_ptr()
