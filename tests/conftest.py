@@ -16,7 +16,7 @@ settings.load_profile("untimed")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``-n``: whole files to a worker, so that it starts what they share once; all of tests/service to one.
+    """With ``-n``: whole files to a worker, so that it starts what they share once; of two folders all files to one.
 
     xdist has marks for this (``--dist loadgroup``), which xdist 3.8 does not see under pytest 9.2.
     """
@@ -27,6 +27,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.partition("::")[0]
             if file.startswith("tests/gpu/"):
                 return nodeid  # each has an engine of its own, and a GPU host has the cores for several
-            return "tests/service" if file.startswith("tests/service/") else file
+            return next((each for each in ("tests/service/", "tests/engine/") if file.startswith(each)), file)
 
     return SharedServiceScheduling(config, log)

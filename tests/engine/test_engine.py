@@ -157,63 +157,6 @@ def assert_logprobs(
     assert wrong > 1.5 * mean, wrong
 
 
-async def test_a_loading_engine_is_healthy_and_a_failed_load_is_final(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = await committed(tmp_path, "fp8_block", "fp8_e4m3")
-    folder = WeightLog(config.weights.root).folder(0)
-    async with running_engine(config, monkeypatch) as engine:
-        await engine.pause("keep")
-        loading = asyncio.create_task(engine.load(folder, 1))
-        await asyncio.sleep(0)  # it has begun
-        meanwhile = asyncio.create_task(engine.generate("meanwhile", (5, 6), Sampling(max_tokens=4)))
-        while not loading.done():  # or Serve would replace what takes long to load
-            await engine.check_health()
-            await asyncio.sleep(0.01)
-        await loading
-        await engine.resume()
-        assert [span.version for c in await meanwhile for span in c.spans] == [1]
-        await assert_what_runs_is_given_back(engine, version=1)
-        await engine.pause("keep")
-        monkeypatch.setattr(engine, "_load_limit_s", 0.0)
-        loading = asyncio.create_task(engine.load(folder, 1))
-        await asyncio.sleep(0)
-        with pytest.raises(EngineFailed, match=r"has been loading for 0 s: .* set engine\.load_limit_s above 0"):
-            await engine.check_health()
-        await loading
-        await engine.check_health()
-        await engine.resume()
-        manifest = read_manifest(folder)
-        kept = tuple(tensor for tensor in manifest.tensors if "layers.2.mlp" not in tensor.name)
-        (folder / MANIFEST_FILE).write_text(manifest.model_copy(update={"tensors": kept}).model_dump_json())
-        await engine.pause("keep")
-        going = asyncio.create_task(engine.generate("kept", (5, 6), Sampling(max_tokens=4)))
-        await asyncio.sleep(0)  # it is in the engine
-        with pytest.raises(EngineFailed, match="loading version 2 failed"):
-            await engine.load(folder, 2)
-        with pytest.raises(EngineFailed, match="kept was under way when loading version 2 failed"):
-            await going
-        for call in (engine.check_health(), engine.resume(), engine.generate("r", (5, 6), Sampling(max_tokens=1))):
-            with pytest.raises(EngineFailed, match="being replaced"):
-                await call
-
-
-async def assert_what_runs_is_given_back(engine: EngineAdapter, version: int) -> None:
-    """Aborted completions come back with the tokens they have, while the engine serves and while it is closed."""
-    sampling = Sampling(n=2, max_tokens=400, ignore_eos=True)
-    for closed in (False, True):
-        running = asyncio.create_task(engine.generate("runs", (5, 6), sampling))
-        await engine.generate("meanwhile", (5, 6), Sampling(max_tokens=8, ignore_eos=True))
-        if closed:
-            await engine.pause("keep")
-        await engine.abort()
-        completions = await running
-        assert [c.finish_reason for c in completions] == ["abort", "abort"]
-        assert all(0 < len(c.token_ids) < 400 and c.versions == (version,) for c in completions)
-    await engine.resume()
-    assert [c.finish_reason for c in await engine.generate("after", (5, 6), Sampling(max_tokens=8))] != ["abort"]
-
-
 async def telltale_versions(tmp_path: Path, versions: range) -> ServiceConfig:
     """A log with versions whose tokens tell them, and the configuration of an engine that decodes one at a time."""
     config = await committed(tmp_path, "fp8_block", "fp8_e4m3")
@@ -301,3 +244,61 @@ async def test_a_waiting_pause_can_be_cancelled_or_overridden(
 async def _finish(engine: EngineAdapter, priority: int, finished: list[int]) -> None:
     await engine.generate(f"p{priority}", (5, 6), Sampling(max_tokens=8, ignore_eos=True), priority)
     finished.append(priority)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_loading_engine_is_healthy_and_a_failed_load_is_final(
+    served: tuple[ServiceConfig, EngineAdapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last test of this engine: it is of no use afterwards."""
+    config, engine = served
+    folder = WeightLog(config.weights.root).folder(0)
+    await engine.pause("keep")
+    loading = asyncio.create_task(engine.load(folder, 1))
+    await asyncio.sleep(0)  # it has begun
+    meanwhile = asyncio.create_task(engine.generate("meanwhile", (5, 6), Sampling(max_tokens=4)))
+    while not loading.done():  # or Serve would replace what takes long to load
+        await engine.check_health()
+        await asyncio.sleep(0.01)
+    await loading
+    await engine.resume()
+    assert [span.version for c in await meanwhile for span in c.spans] == [1]
+    await assert_what_runs_is_given_back(engine, version=1)
+    await engine.pause("keep")
+    monkeypatch.setattr(engine, "_load_limit_s", 0.0)
+    loading = asyncio.create_task(engine.load(folder, 1))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineFailed, match=r"has been loading for 0 s: .* set engine\.load_limit_s above 0"):
+        await engine.check_health()
+    await loading
+    await engine.check_health()
+    await engine.resume()
+    manifest = read_manifest(folder)
+    kept = tuple(tensor for tensor in manifest.tensors if "layers.2.mlp" not in tensor.name)
+    (folder / MANIFEST_FILE).write_text(manifest.model_copy(update={"tensors": kept}).model_dump_json())
+    await engine.pause("keep")
+    going = asyncio.create_task(engine.generate("kept", (5, 6), Sampling(max_tokens=4)))
+    await asyncio.sleep(0)  # it is in the engine
+    with pytest.raises(EngineFailed, match="loading version 2 failed"):
+        await engine.load(folder, 2)
+    with pytest.raises(EngineFailed, match="kept was under way when loading version 2 failed"):
+        await going
+    for call in (engine.check_health(), engine.resume(), engine.generate("r", (5, 6), Sampling(max_tokens=1))):
+        with pytest.raises(EngineFailed, match="being replaced"):
+            await call
+
+
+async def assert_what_runs_is_given_back(engine: EngineAdapter, version: int) -> None:
+    """Aborted completions come back with the tokens they have, while the engine serves and while it is closed."""
+    sampling = Sampling(n=2, max_tokens=400, ignore_eos=True)
+    for closed in (False, True):
+        running = asyncio.create_task(engine.generate("runs", (5, 6), sampling))
+        await engine.generate("meanwhile", (5, 6), Sampling(max_tokens=8, ignore_eos=True))
+        if closed:
+            await engine.pause("keep")
+        await engine.abort()
+        completions = await running
+        assert [c.finish_reason for c in completions] == ["abort", "abort"]
+        assert all(0 < len(c.token_ids) < 400 and c.versions == (version,) for c in completions)
+    await engine.resume()
+    assert [c.finish_reason for c in await engine.generate("after", (5, 6), Sampling(max_tokens=8))] != ["abort"]

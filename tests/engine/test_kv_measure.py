@@ -36,38 +36,38 @@ def measured_by_a_trainer(one: OneEngine, folder: Path, measured_with: KVScales 
     return observation
 
 
-async def test_an_engine_measures_as_a_trainer_and_refuses_uneven_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with running("llama", tmp_path, monkeypatch, quant="none", kv_cache_dtype="fp8_e4m3") as one:
-        folder = await one.update(1, loud_weights(one.config.model.path, seed=1))
-        before = await one.engine.score("before", tuple(BATCH[0]))
-        ranks = await one.measured(BATCH)
-        assert await one.engine.score("after", tuple(BATCH[0])) == before
+@pytest.mark.asyncio(loop_scope="session")
+async def test_an_engine_measures_as_a_trainer_and_refuses_uneven_keys(llama_with_fp8_cache: OneEngine) -> None:
+    one = llama_with_fp8_cache
+    folder = await one.update(one.newest + 1, loud_weights(one.config.model.path, seed=1))
+    before = await one.engine.score("before", tuple(BATCH[0]))
+    ranks = await one.measured(BATCH)
+    assert await one.engine.score("after", tuple(BATCH[0])) == before
 
-        exact = ScaledFrom(power_of_two=False)
-        mine = scales_from_amax([rank.amax for rank in ranks], model="loud", tokens=ranks[0].tokens, how=exact).named()
-        trainer = measured_by_a_trainer(one, folder).scales("loud", exact)
-        assert ranks[0].tokens == sum(map(len, BATCH))
-        assert {name: pytest.approx(scale, rel=AGREE) for name, scale in mine.items()} == trainer.named()
+    exact = ScaledFrom(power_of_two=False)
+    mine = scales_from_amax([rank.amax for rank in ranks], model="loud", tokens=ranks[0].tokens, how=exact).named()
+    trainer = measured_by_a_trainer(one, folder).scales("loud", exact)
+    assert ranks[0].tokens == sum(map(len, BATCH))
+    assert {name: pytest.approx(scale, rel=AGREE) for name, scale in mine.items()} == trainer.named()
 
-        # the errors, too: against scales of 1, which the engine has, most keys saturate; against the trainer's, none
-        unit = worst_errors(ranks)
-        assert all(unit[layer].k_saturated > 0.5 and unit[layer].v_saturated == 0 for layer in LAYERS)
-        with_scales = worst_errors(await one.measured(BATCH, trainer.named()))
-        expected = measured_by_a_trainer(one, folder, trainer).errors()
-        assert unfit_layers(with_scales) == {}
-        for layer in LAYERS:
-            for name in ("k_relative", "v_relative", "k_channel_relative", "v_channel_relative", "logit_rms"):
-                found, wanted = getattr(with_scales[layer], name), getattr(expected[layer], name)
-                assert found == pytest.approx(wanted, rel=0.1), (layer, name)
+    # the errors, too: against scales of 1, which the engine has, most keys saturate; against the trainer's, none
+    unit = worst_errors(ranks)
+    assert all(unit[layer].k_saturated > 0.5 and unit[layer].v_saturated == 0 for layer in LAYERS)
+    with_scales = worst_errors(await one.measured(BATCH, trainer.named()))
+    expected = measured_by_a_trainer(one, folder, trainer).errors()
+    assert unfit_layers(with_scales) == {}
+    for layer in LAYERS:
+        for name in ("k_relative", "v_relative", "k_channel_relative", "v_channel_relative", "logit_rms"):
+            found, wanted = getattr(with_scales[layer], name), getattr(expected[layer], name)
+            assert found == pytest.approx(wanted, rel=0.1), (layer, name)
 
-        folder = await one.update(2, uneven_weights(one.config.model.path, seed=1))
-        batch = CalibrationBatch(one.config.kv_cache.calibration, vocab_size=128, max_model_len=256)
-        calibrator = KVCalibrator("r1", one.engine, None, batch, choice=None, retry_s=1)
-        await one.engine.pause("keep")
-        with pytest.raises(KVCacheUnfit, match=r"FP8 is not accurate enough .* 2 of 2 layers.*k_channel_relative"):
-            await calibrator.loaded(WeightLog(one.config.weights.root).manifest(2))
+    folder = await one.update(one.newest + 1, uneven_weights(one.config.model.path, seed=1))
+    batch = CalibrationBatch(one.config.kv_cache.calibration, vocab_size=128, max_model_len=256)
+    calibrator = KVCalibrator("r1", one.engine, None, batch, choice=None, retry_s=1)
+    await one.engine.pause("keep")
+    with pytest.raises(KVCacheUnfit, match=r"FP8 is not accurate enough .* 2 of 2 layers.*k_channel_relative"):
+        await calibrator.loaded(WeightLog(one.config.weights.root).manifest(one.newest))
+    await one.engine.resume()
 
 
 @pytest.mark.slow  # as all engines of two ranks

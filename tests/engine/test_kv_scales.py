@@ -67,31 +67,33 @@ async def rescored(one: OneEngine, completions: list[tuple[tuple[int, ...], Comp
     return torch.cat(differences)
 
 
-async def test_logprobs_follow_the_scales_of_each_spans_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with running("llama", tmp_path, monkeypatch, quant="none", **FP8_CACHE) as one:
-        weights = loud_weights(one.config.model.path, seed=1)
-        folder = await one.update(1, weights)
-        assert_held(await one.kv_scales(), dict.fromkeys(some_scales(1), 1.0))
-        saturated = await mean_difference(one, folder, fp8=False)
+@pytest.mark.asyncio(loop_scope="session")
+async def test_logprobs_follow_the_scales_of_each_spans_version(llama_with_fp8_cache: OneEngine) -> None:
+    one = llama_with_fp8_cache
+    weights = loud_weights(one.config.model.path, seed=1)
+    folder = await one.update(one.newest + 1, weights)
+    assert_held(await one.kv_scales(), dict.fromkeys(some_scales(1), 1.0))
+    saturated = await mean_difference(one, folder, fp8=False)
 
-        scales = calibrated(one, folder)
-        assert all(scale > 2 for name, scale in scales.items() if name.endswith("k_scale"))
-        folder = await one.commit(2, weights, scales)
-        tasks = await long_rollouts(one)
-        await one.load(folder, 2)
-        exact = await mean_difference(one, folder, fp8=False)
-        assert exact < CALIBRATED_MEAN and saturated > UNIT_MEAN, (exact, saturated)
+    scales = calibrated(one, folder)
+    assert all(scale > 2 for name, scale in scales.items() if name.endswith("k_scale"))
+    before, after = one.newest, one.newest + 1
+    folder = await one.commit(after, weights, scales)
+    tasks = await long_rollouts(one)
+    await one.load(folder, after)
+    exact = await mean_difference(one, folder, fp8=False)
+    assert exact < CALIBRATED_MEAN and saturated > UNIT_MEAN, (exact, saturated)
 
-        rollouts = [await task for task in tasks]
-        completions = [(p, c) for p, rollout in zip(PROMPTS, rollouts, strict=True) for c in rollout]
-        assert all([span.version for span in c.spans] == [1, 2] for _, c in completions)
-        # read again, in a cache that the update emptied
-        difference = (await rescored(one, completions, version=2)).abs()
-        assert difference.mean() < FRESH_MEAN and difference.max() < FRESH_MAX, (difference.mean(), difference.max())
-        # and that tells right from wrong: the tokens that the version before made
-        assert (await rescored(one, completions, version=1)).abs().mean() > 5 * FRESH_MEAN
+    rollouts = [await task for task in tasks]
+    completions = [(p, c) for p, rollout in zip(PROMPTS, rollouts, strict=True) for c in rollout]
+    assert all([span.version for span in c.spans] == [before, after] for _, c in completions)
+    # read again, in a cache that the update emptied
+    difference = (await rescored(one, completions, version=after)).abs()
+    assert difference.mean() < FRESH_MEAN and difference.max() < FRESH_MAX, (difference.mean(), difference.max())
+    # and that tells right from wrong: the tokens that the version before made
+    assert (await rescored(one, completions, version=before)).abs().mean() > 5 * FRESH_MEAN
+    # for the next test: scales of 1 again
+    await one.update(one.newest + 1, weights, dict.fromkeys(scales, 1.0))
 
 
 async def test_scales_survive_updates_are_reused_and_never_incomplete(

@@ -35,6 +35,8 @@ class OneEngine:
 
     def __init__(self, config: ServiceConfig, engine: EngineAdapter, ingest: Ingest) -> None:
         self.config, self.engine, self._ingest = config, engine, ingest
+        self.newest = 0
+        """The version that was committed last."""
 
     async def update(
         self, version: int, weights: dict[str, torch.Tensor], kv_scales: dict[str, float] | None = None
@@ -54,6 +56,7 @@ class OneEngine:
         source = PathSource(path=folder)
         await self._ingest.begin(BeginUpload(version=version, source=source, kv_scales=kv_scales))
         await self._ingest.commit(version, CommitUpload())
+        self.newest = version
         return WeightLog(self.config.weights.root).folder(version)
 
     async def load(self, folder: Path, version: int) -> None:
