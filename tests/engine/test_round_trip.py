@@ -47,6 +47,7 @@ async def updated_many_times(one: OneEngine) -> tuple[dict[str, torch.Tensor], P
     return weights, folder
 
 
+@pytest.mark.slow  # every run of the tests does the same with experts, whose attention is dense
 async def test_a_dense_engine_holds_exact_fp8_weights_after_20_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
