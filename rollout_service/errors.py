@@ -4,7 +4,8 @@
     ├── InvalidRequest            422  well-formed, but not something we can do: says what instead
     │   ├── InvalidManifest       422  names, shapes, dtypes or layout differ from the served model's
     │   ├── QuantizationError     422  a tensor that cannot be quantized (NaN, infinity)
-    │   └── DigestMismatch        422  bytes do not hash to the digest sent with them
+    │   ├── DigestMismatch        422  bytes do not hash to the digest sent with them
+    │   └── ContextTooLong        400  a prompt and its completion do not fit the model's context
     ├── MalformedRequest          400  not JSON, or cut off
     ├── Unauthorized              401  bearer token missing or wrong
     ├── Forbidden                 403  not from here: non-loopback without a token, path outside the allowed roots
@@ -70,6 +71,16 @@ class QuantizationError(InvalidRequest):
 
 class DigestMismatch(InvalidRequest):
     """Bytes that do not hash to the digest sent with them."""
+
+
+class ContextTooLong(InvalidRequest):
+    """A prompt and its completion do not fit the model's context.
+
+    Status and the words "maximum context length" are those of OpenAI's API and of vLLM, by which clients tell that a
+    conversation is over.
+    """
+
+    http_status = 400
 
 
 class MalformedRequest(RolloutServiceError):

@@ -7,7 +7,7 @@ directory that the service is started from.
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -33,6 +33,9 @@ class ModelConfig(Config):
 
     served_name: str | None = None
     """The name in ``/v1/models`` and in requests; None means the folder's name, or the repository's id."""
+
+    aliases: tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...] = Field(default=(), max_length=64)
+    """More names that requests may use, such as the name or path by which a trainer knows the model."""
 
     create: Literal["tiny-qwen3"] | None = None
     """Make this model at ``path`` if nothing is there. None: a missing folder is an error."""

@@ -20,7 +20,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -31,7 +31,7 @@ from rollout_service.metrics import table
 from rollout_service.metrics.process import record
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.kv_scales import KVMeasurement
-from rollout_service.protocol.rollout import Completion, FinishReason, Span
+from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span
 from rollout_service.protocol.sampling import Sampling
 from rollout_service.protocol.sampling_mask import pack
 from rollout_service.vllm_internals import pause_scheduler
@@ -93,14 +93,23 @@ class EngineAdapter:
             pass
 
     async def generate(
-        self, request_id: str, prompt: tuple[int, ...], sampling: Sampling, priority: int = 0
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> tuple[Completion, ...]:
         """The ``n`` completions of one prompt. Cancelling the call aborts them in the engine.
 
         Raises EngineFailed when the engine is dead or broken, InvalidRequest for what vLLM refuses, NonFiniteLogprob.
         """
-        output = await self._output(request_id, prompt, vllm_sampling(sampling), priority)
-        return tuple(completion(each) for each in output.outputs)
+        output = await self._output(request_id, prompt, vllm_sampling(sampling), priority, cache_salt)
+        completions = tuple(completion(each, sampling.logprobs or 0) for each in output.outputs)
+        if sampling.prompt_logprobs is None:
+            return completions
+        of_the_prompt = prompt_candidates(output)
+        return tuple(each.model_copy(update={"prompt_logprobs": of_the_prompt}) for each in completions)
 
     async def score(self, request_id: str, token_ids: tuple[int, ...]) -> tuple[tuple[float, ...], int]:
         """Natural-log probability of each token but the first, given those before it, [tokens - 1], and the version.
@@ -109,17 +118,22 @@ class EngineAdapter:
         end. Raises what ``generate`` raises.
         """
         # vLLM tells the logprobs of a prompt with its first token
-        sampled_token = Sampling(max_tokens=1, ignore_eos=True, top_k=self._least_top_k)
-        sampling = vllm_sampling(sampled_token, prompt_logprobs=0)
-        output = await self._output(request_id, token_ids, sampling)
+        sampled_token = Sampling(max_tokens=1, ignore_eos=True, top_k=self._least_top_k, prompt_logprobs=0)
+        output = await self._output(request_id, token_ids, vllm_sampling(sampled_token))
         [sampled] = output.outputs
         return prompt_logprobs(output), completion(sampled).spans[0].version
 
     async def _output(
-        self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, priority: int = 0
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> RequestOutput:
         self._require_sound()
-        task = asyncio.create_task(self._collect(request_id, prompt, sampling, priority), name=request_id)
+        stream = self._stream(request_id, prompt, sampling, priority, cache_salt)
+        task = asyncio.create_task(self._collect(request_id, stream), name=request_id)
         self._generating.add(task)
         task.add_done_callback(self._generating.discard)
         try:
@@ -129,12 +143,11 @@ class EngineAdapter:
                 raise
         raise EngineFailed(f"{request_id} was under way when {self._half_loaded}")
 
-    async def _collect(
-        self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, priority: int
-    ) -> RequestOutput:
+    @staticmethod
+    async def _collect(request_id: str, stream: AsyncGenerator[RequestOutput]) -> RequestOutput:
         final: RequestOutput | None = None
         try:
-            async for output in self._stream(request_id, prompt, sampling, priority):
+            async for output in stream:
                 final = output  # the only one, with FINAL_ONLY
         except EngineDeadError as error:
             raise EngineFailed(f"the engine died while it generated {request_id}: retry") from error
@@ -149,9 +162,15 @@ class EngineAdapter:
         return final
 
     def _stream(
-        self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, priority: int = 0
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        return self._llm.generate(tokens_input(list(prompt)), sampling, request_id, priority=priority)
+        tokens = tokens_input(list(prompt), cache_salt=cache_salt)
+        return self._llm.generate(tokens, sampling, request_id, priority=priority)
 
     async def abort(self) -> None:
         """End every completion with the tokens that it has, whatever the engine does meanwhile: they end "abort"."""
@@ -272,18 +291,19 @@ def _cancelled_by_caller() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def vllm_sampling(sampling: Sampling, prompt_logprobs: int | None = None) -> SamplingParams:
-    """vLLM's parameters: only the sampled token's logprob, and one message when all completions are done.
+_NOT_VLLMS = {"stop", "stop_token_ids", "logprobs", "structured_outputs", "routed_experts_prompt_start"}
+"""Of the sampling parameters: those that vLLM gets in another form, or not at all."""
 
-    ``prompt_logprobs`` 0: those of the prompt's tokens, too; of no others. Raises InvalidRequest for what vLLM refuses.
-    """
+
+def vllm_sampling(sampling: Sampling) -> SamplingParams:
+    """vLLM's parameters, for one message when all completions are done. Raises InvalidRequest for what vLLM refuses."""
     try:
         return SamplingParams(
-            **sampling.model_dump(exclude={"stop", "stop_token_ids", "logprobs"}),
+            **sampling.model_dump(exclude=_NOT_VLLMS | {"detokenize", "output_kind"}),
             stop=list(sampling.stop),
             stop_token_ids=list(sampling.stop_token_ids),
-            logprobs=0,
-            prompt_logprobs=prompt_logprobs,
+            logprobs=sampling.logprobs or 0,
+            structured_outputs=_structured_outputs(sampling),
             flat_logprobs=True,
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -292,11 +312,22 @@ def vllm_sampling(sampling: Sampling, prompt_logprobs: int | None = None) -> Sam
         raise InvalidRequest(str(error)) from error
 
 
+def _structured_outputs(sampling: Sampling) -> StructuredOutputsParams | None:
+    wanted = sampling.structured_outputs
+    if wanted is None:
+        return None
+    fields = wanted.model_dump(by_alias=True, exclude_none=True)
+    return StructuredOutputsParams(**{k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()})
+
+
 _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-def completion(output: CompletionOutput) -> Completion:
-    """Our form of vLLM's final output. Raises NonFiniteLogprob, or EngineFailed for a finish reason we do not know."""
+def completion(output: CompletionOutput, candidates: int = 0) -> Completion:
+    """Our form of vLLM's final output; ``candidates``: how many of the likeliest tokens were asked for.
+
+    Raises NonFiniteLogprob, or EngineFailed for a finish reason we do not know.
+    """
     if output.finish_reason not in _FINISH:
         raise EngineFailed(f"vLLM ended a completion with finish_reason={output.finish_reason!r}")
     logprobs = sampled_logprobs(output)
@@ -307,6 +338,7 @@ def completion(output: CompletionOutput) -> Completion:
         finish_reason=_FINISH[output.finish_reason],
         stop_reason=output.stop_reason,
         spans=tuple(Span(version=int(s.version), start=s.start, end=s.end) for s in output.weight_versions or ()),
+        top_logprobs=top_logprobs(output) if candidates else None,
         packed_sampling_mask=packed_mask(output),
     )
 
@@ -338,15 +370,39 @@ def sampled_logprobs(output: CompletionOutput) -> tuple[float, ...]:
     return values
 
 
+def top_logprobs(output: CompletionOutput) -> tuple[tuple[Candidate, ...], ...]:
+    """The likeliest tokens of each position. vLLM puts the sampled one before them; what could not be drawn has no
+    finite logprob."""
+    return tuple(each[1:] for each in _candidates(output.logprobs))
+
+
+def prompt_candidates(output: RequestOutput) -> tuple[tuple[Candidate, ...] | None, ...]:
+    """Each token of the prompt but the first, for which there is None, and then the likeliest ones in its place."""
+    prompt_logprobs(output)  # raises for what is not finite
+    return (None, *_candidates(output.prompt_logprobs)[1:])
+
+
+def _candidates(flat: object) -> list[tuple[Candidate, ...]]:
+    if not isinstance(flat, FlatLogprobs):
+        raise EngineFailed(f"vLLM returned logprobs as {type(flat).__name__}, not FlatLogprobs")
+    every = [
+        Candidate(token, logprob, rank or 0)
+        for token, logprob, rank in zip(flat.token_ids, flat.logprobs, flat.ranks, strict=True)
+    ]
+    positions = zip(flat.start_indices, flat.end_indices, strict=True)
+    return [tuple(each for each in every[start:end] if math.isfinite(each.logprob)) for start, end in positions]
+
+
 def prompt_logprobs(output: RequestOutput) -> tuple[float, ...]:
     """Natural-log probability of each token of a prompt but the first, [tokens - 1]. Raises NonFiniteLogprob."""
-    flat = output.prompt_logprobs
-    if not isinstance(flat, FlatLogprobs) or len(flat.logprobs) != len(flat.start_indices) - 1:
+    flat, tokens = output.prompt_logprobs, len(output.prompt_token_ids or ())
+    if not isinstance(flat, FlatLogprobs) or len(flat.start_indices) != tokens:
         raise EngineFailed(f"vLLM returned prompt logprobs as {type(flat).__name__}, not one for each token")
-    for position, value in enumerate(flat.logprobs, start=1):
+    values = tuple(flat.logprobs[start] for start in flat.start_indices[1:])
+    for position, value in enumerate(values, start=1):
         if not math.isfinite(value):
             raise NonFiniteLogprob(
                 f"token {position} of the prompt has logprob {value}: the weights are likely broken",
                 {"position": position},
             )
-    return tuple(flat.logprobs)
+    return values

@@ -1,16 +1,20 @@
 """How a completion that was cut short goes on elsewhere, and how its pieces become one."""
 
+from typing import TypeVar
+
 import xxhash
 
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling
+
+_T = TypeVar("_T")
 
 
 def remainder(call: GenerateCall, partial: Completion, attempt: int) -> GenerateCall:
     """The request for the tokens that ``partial``, one of the call's completions, still lacks."""
     done = len(partial.token_ids)
     sampling = call.sampling
-    changes: dict[str, object] = {"n": 1, "min_tokens": max(0, sampling.min_tokens - done)}
+    changes: dict[str, object] = {"n": 1, "min_tokens": max(0, sampling.min_tokens - done), "prompt_logprobs": None}
     if sampling.max_tokens is not None:
         changes["max_tokens"] = sampling.max_tokens - done
     if sampling.seed is not None:
@@ -37,10 +41,12 @@ def kept(partial: Completion, sampling: Sampling) -> Completion:
     """The part of ``partial`` that can be continued: all of it, or nothing.
 
     Sampling that looks back at the completion's own text or tokens would not see what has become part of a prompt: a
-    stop string that lies across the seam, the penalties on tokens that occurred. Such a completion starts anew.
+    stop string that lies across the seam, the penalties on tokens that occurred, how far into a JSON object it is. Such
+    a completion starts anew.
     """
-    looks_back = bool(sampling.stop) or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-    nothing = {"token_ids": (), "logprobs": (), "spans": (), "packed_sampling_mask": None}
+    penalized = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+    looks_back = bool(sampling.stop) or penalized or sampling.structured_outputs is not None
+    nothing = {"token_ids": (), "logprobs": (), "spans": (), "top_logprobs": None, "packed_sampling_mask": None}
     return partial.model_copy(update=nothing) if looks_back else partial
 
 
@@ -54,14 +60,15 @@ def joined(partial: Completion, rest: Completion) -> Completion:
         finish_reason=rest.finish_reason,
         stop_reason=rest.stop_reason,
         spans=_joined_spans(partial.spans, tuple(_moved(span, done) for span in rest.spans)),
-        packed_sampling_mask=_joined_masks(partial, rest),
+        top_logprobs=_joined([piece.top_logprobs for piece in (partial, rest) if piece.token_ids]),
+        prompt_logprobs=partial.prompt_logprobs,
+        packed_sampling_mask=_joined([piece.packed_sampling_mask for piece in (partial, rest) if piece.token_ids]),
     )
 
 
-def _joined_masks(partial: Completion, rest: Completion) -> tuple[str, ...] | None:
+def _joined(pieces: list[tuple[_T, ...] | None]) -> tuple[_T, ...] | None:
     """None where an engine returns none; a completion cut off before its first token has none either."""
-    masks = [piece.packed_sampling_mask for piece in (partial, rest) if piece.token_ids]
-    return None if not masks or None in masks else tuple(chunk for mask in masks for chunk in mask or ())
+    return None if not pieces or None in pieces else tuple(each for piece in pieces for each in piece or ())
 
 
 def _moved(span: Span, by: int) -> Span:

@@ -2,20 +2,28 @@
 
 import time
 import uuid
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from rollout_service.errors import InvalidRequest
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
-from rollout_service.gateway.generate import packed_mask, spans, usage
-from rollout_service.gateway.prompts import DATA_ERRORS, check_model, detokenize, roll_out, tokenize
+from rollout_service.gateway.generate import packed_mask, prompt_logprobs, sampled_first, spans, usage
+from rollout_service.gateway.prompts import DATA_ERRORS, model_name, roll_out, text_of, tokenize
 from rollout_service.gateway.routes import OpenRoute
-from rollout_service.protocol.generate import ModelName, RolloutOptions, TokenIds, Usage, VersionSpan
+from rollout_service.protocol.generate import (
+    ModelName,
+    PromptLogprobs,
+    RolloutOptions,
+    TokenIds,
+    Usage,
+    VersionSpan,
+)
 from rollout_service.protocol.rollout import Completion, FinishReason, Rollout
 from rollout_service.protocol.sampling import (
     MOST_COMPLETIONS,
+    MOST_LOGPROBS,
     CommonSampling,
     Sampling,
     StopString,
@@ -40,12 +48,13 @@ class CompletionRequest(RolloutOptions, CommonSampling):
     prompt: Prompt
     model: ModelName | None = None
     max_tokens: int | None = Field(default=16, ge=1)
-    logprobs: Literal[0] | None = None
-    """0 returns the sampled tokens' logprobs."""
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """OpenAI's newer name of ``max_tokens``, for chats; clients send it here, too."""
+    logprobs: bool | Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    """0 or true returns the sampled tokens' logprobs, a number also those of so many of the likeliest."""
     stop: StopStrings | StopString | None = ()
     stop_token_ids: StopTokens | None = ()
     add_special_tokens: bool = True
-    skip_special_tokens: bool = True
     return_token_ids: bool | None = False
     """Add ``token_ids`` and ``prompt_token_ids`` to each choice."""
     return_tokens_as_token_ids: bool | None = False
@@ -54,12 +63,29 @@ class CompletionRequest(RolloutOptions, CommonSampling):
     stream: Literal[False] | None = False
     echo: Literal[False] | None = False
     best_of: Literal[1] | None = None
+    use_beam_search: Literal[False] | None = False
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        longest, newer = self.max_tokens, self.max_completion_tokens
+        if newer is not None and "max_tokens" in self.model_fields_set and longest != newer:
+            raise ValueError(f"max_tokens={longest} and max_completion_tokens={newer} differ: send one")
+        return self
+
+    @property
+    def candidates(self) -> int | None:
+        """How many of the likeliest tokens the reply has beside each; None: no logprobs at all."""
+        if isinstance(self.logprobs, bool):
+            return 0 if self.logprobs else None
+        return self.logprobs
 
     def sampling(self) -> Sampling:
         """The sampling parameters alone."""
-        fields = self.model_dump(include=set(CommonSampling.model_fields))
+        fields = {name: getattr(self, name) for name in CommonSampling.model_fields}
+        if self.max_completion_tokens is not None:
+            fields["max_tokens"] = self.max_completion_tokens
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        return Sampling(**fields, stop=stop, stop_token_ids=self.stop_token_ids or ())
+        return Sampling(**{**fields, "logprobs": self.candidates}, stop=stop, stop_token_ids=self.stop_token_ids or ())
 
 
 class CompletionLogprobs(BaseModel):
@@ -68,7 +94,8 @@ class CompletionLogprobs(BaseModel):
     tokens: list[str]
     token_logprobs: list[float]
     text_offset: list[int]
-    top_logprobs: None
+    top_logprobs: list[dict[str, float]]
+    """For each token itself and the likeliest others; two ids whose text is the same are one entry."""
 
 
 class CompletionChoice(BaseModel):
@@ -83,6 +110,7 @@ class CompletionChoice(BaseModel):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     packed_sampling_mask: list[str] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionReply(BaseModel):
@@ -101,7 +129,7 @@ class CompletionReply(BaseModel):
 @router.post("/v1/completions", responses={200: {"model": CompletionReply}, **DATA_ERRORS})
 async def completions(body: CompletionRequest, services: Here, x_session_id: SessionHeader = None) -> dict[str, Any]:
     """The completions of all prompts; choice ``i * n + j`` is completion ``j`` of prompt ``i``."""
-    check_model(body.model, services)
+    model = model_name(body.model, services)
     identity = body.request_id or f"cmpl-{uuid.uuid4().hex}"
     sampling, options = body.sampling(), body.options(x_session_id)
     prompts = await _prompts(body, services)
@@ -117,9 +145,9 @@ async def completions(body: CompletionRequest, services: Here, x_session_id: Ses
         "id": identity,
         "object": "text_completion",
         "created": int(time.time()),
-        "model": services.name,
+        "model": model,
         "choices": [
-            _choice(i * sampling.n + c.index, rollout, c, body, services)
+            _choice(i * sampling.n + c.index, rollout, c, body, sampling, services)
             for i, rollout in enumerate(rollouts)
             for c in rollout.completions
         ],
@@ -148,12 +176,17 @@ async def _prompts(body: CompletionRequest, services: Services) -> list[tuple[in
 
 
 def _choice(
-    index: int, rollout: Rollout, completion: Completion, body: CompletionRequest, services: Services
+    index: int,
+    rollout: Rollout,
+    completion: Completion,
+    body: CompletionRequest,
+    sampling: Sampling,
+    services: Services,
 ) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": index,
-        "text": detokenize(completion.token_ids, services, body.skip_special_tokens) or "",
-        "logprobs": None if body.logprobs is None else _logprobs(completion, body, services),
+        "text": text_of(completion, sampling, services) or "",
+        "logprobs": None if body.candidates is None else _logprobs(completion, body, services),
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
         "weight_versions": spans(completion),
@@ -161,16 +194,28 @@ def _choice(
     if body.return_token_ids:
         choice["token_ids"] = completion.token_ids
         choice["prompt_token_ids"] = rollout.prompt_token_ids
+    if sampling.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = prompt_logprobs(rollout)
     return choice | packed_mask(completion)
 
 
 def _logprobs(completion: Completion, body: CompletionRequest, services: Services) -> dict[str, Any]:
-    if body.return_tokens_as_token_ids or services.tokenizer is None:
-        tokens = [f"token_id:{token}" for token in completion.token_ids]
-    else:
-        tokens = [services.tokenizer.decode([token]) for token in completion.token_ids]
+    def named(token: int) -> str:
+        if body.return_tokens_as_token_ids or services.tokenizer is None:
+            return f"token_id:{token}"
+        return str(services.tokenizer.decode([token]))
+
+    tokens = [named(token) for token in completion.token_ids]
     offsets, position = [], 0
     for token in tokens:
         offsets.append(position)
         position += len(token)
-    return {"tokens": tokens, "token_logprobs": completion.logprobs, "text_offset": offsets, "top_logprobs": None}
+    likeliest = completion.top_logprobs or ((),) * len(tokens)
+    sampled = zip(completion.token_ids, completion.logprobs, likeliest, strict=True)
+    top = []
+    for each in sampled:
+        by_text: dict[str, float] = {}
+        for candidate in sampled_first(*each):
+            by_text.setdefault(named(candidate.token_id), candidate.logprob)
+        top.append(by_text)
+    return {"tokens": tokens, "token_logprobs": completion.logprobs, "text_offset": offsets, "top_logprobs": top}

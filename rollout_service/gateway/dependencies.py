@@ -46,6 +46,8 @@ class Services:
     """Tells the monitor of rollouts."""
     shadow: ShadowFeed
     """Has some of them scored."""
+    aliases: tuple[str, ...] = ()
+    """More names for it."""
     returns_masks: bool = False
     """``engine.return_sampling_mask``."""
     not_running: Callable[[], dict[str, str]] = dict
@@ -79,6 +81,7 @@ class Services:
             monitor=calls_monitor,
             feed=RolloutFeed(calls_monitor, config.monitor.remember_tokens, config.scaling.gateways),
             shadow=ShadowFeed(None if shadow is None else shadow_client(shadow), config.shadow),
+            aliases=config.model.aliases,
             returns_masks=config.engine.return_sampling_mask,
             not_running=partial(not_running, serve.get_replica_context().app_name),
             node_id=ray.get_runtime_context().get_node_id(),

@@ -6,10 +6,10 @@ from typing import Any
 from fastapi import APIRouter
 
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
-from rollout_service.gateway.prompts import DATA_ERRORS, check_model, detokenize, roll_out, tokenize
+from rollout_service.gateway.prompts import DATA_ERRORS, model_name, roll_out, text_of, tokenize
 from rollout_service.gateway.routes import OpenRoute
 from rollout_service.protocol.generate import GenerateReply, GenerateRequest
-from rollout_service.protocol.rollout import Completion, Rollout
+from rollout_service.protocol.rollout import Candidate, Completion, Rollout
 
 router = APIRouter(tags=["generate"], route_class=OpenRoute)
 
@@ -17,14 +17,14 @@ router = APIRouter(tags=["generate"], route_class=OpenRoute)
 @router.post("/inference/v1/generate", responses={200: {"model": GenerateReply}, **DATA_ERRORS})
 async def generate(body: GenerateRequest, services: Here, x_session_id: SessionHeader = None) -> dict[str, Any]:
     """The completions of one prompt, with the logprob and the weight version of every token."""
-    check_model(body.model, services)
+    model = model_name(body.model, services)
     prompt = body.token_ids or ()
     if body.prompt is not None:
         [prompt] = await tokenize([body.prompt], services)
     rollout = await roll_out(prompt, body.sampling_params, services, body.options(x_session_id))
     reply: dict[str, Any] = {
         "request_id": rollout.request_id,
-        "model": services.name,
+        "model": model,
         "created": int(time.time()),
         "output_mode": body.output_mode,
         "choices": [_choice(c, services, body) for c in rollout.completions],
@@ -35,6 +35,8 @@ async def generate(body: GenerateRequest, services: Here, x_session_id: SessionH
     }
     if body.return_token_ids or body.prompt is not None:
         reply["prompt_token_ids"] = rollout.prompt_token_ids
+    if body.sampling_params.prompt_logprobs is not None:
+        reply["prompt_logprobs"] = prompt_logprobs(rollout)
     return reply
 
 
@@ -48,14 +50,42 @@ def _choice(completion: Completion, services: Services, body: GenerateRequest) -
         "weight_versions": spans(completion),
     }
     if body.output_mode == "text":
-        choice["text"] = detokenize(completion.token_ids, services)
+        choice["text"] = text_of(completion, body.sampling_params, services)
+    if body.flat_logprobs and completion.top_logprobs is not None:
+        choice["top_logprobs"] = completion.top_logprobs
     return choice | packed_mask(completion)
 
 
-def _by_token(completion: Completion) -> list[dict[str, int | float]]:
-    """vLLM's form of the logprobs."""
+def _by_token(completion: Completion) -> list[dict[str, Any]]:
+    """vLLM's form of the logprobs, and the one that it had before 0.32, in one: clients of both are in use.
+
+    Read with renderers 0.1.12 (``token``) and vLLM 0.32 (``token_id``).
+    """
     pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-    return [{"token_id": token, "logprob": logprob} for token, logprob in pairs]
+    content: list[dict[str, Any]] = [
+        {"token_id": token, "token": f"token_id:{token}", "logprob": logprob, "top_logprobs": []}
+        for token, logprob in pairs
+    ]
+    for entry, likeliest in zip(content, completion.top_logprobs or (), strict=False):
+        entry["top_logprobs"] = [
+            {"token_id": c.token_id, "token": f"token_id:{c.token_id}", "logprob": c.logprob, "rank": c.rank}
+            for c in sampled_first(entry["token_id"], entry["logprob"], likeliest)
+        ]
+    return content
+
+
+def sampled_first(token: int, logprob: float, likeliest: tuple[Candidate, ...]) -> list[Candidate]:
+    """vLLM's order: the sampled token, then the likeliest others. It has the rank 0 if it is not among them."""
+    rank = next((each.rank for each in likeliest if each.token_id == token), 0)
+    return [Candidate(token, logprob, rank), *(each for each in likeliest if each.token_id != token)]
+
+
+def prompt_logprobs(rollout: Rollout) -> list[dict[str, dict[str, float]] | None]:
+    """vLLM's form of what is known of the prompt's tokens."""
+    return [
+        None if candidates is None else {str(c.token_id): {"logprob": c.logprob, "rank": c.rank} for c in candidates}
+        for candidates in rollout.completions[0].prompt_logprobs or ()
+    ]
 
 
 def spans(completion: Completion) -> list[dict[str, Any]]:

@@ -15,16 +15,19 @@ _STARTED = int(time.time())
 
 @router.get("/v1/models")
 async def models(services: Here) -> dict[str, Any]:
-    """OpenAI's list: the one served model."""
-    model = {
-        "id": services.name,
-        "object": "model",
-        "created": _STARTED,
-        "owned_by": "rollout-service",
-        "root": services.name,
-        "max_model_len": services.max_model_len,
-    }
-    return {"object": "list", "data": [model]}
+    """OpenAI's list: the one served model, under each of its names."""
+    data = [
+        {
+            "id": name,
+            "object": "model",
+            "created": _STARTED,
+            "owned_by": "rollout-service",
+            "root": services.name,
+            "max_model_len": services.max_model_len,
+        }
+        for name in (services.name, *services.aliases)
+    ]
+    return {"object": "list", "data": data}
 
 
 @router.get("/health")

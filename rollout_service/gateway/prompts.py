@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from rollout_service.errors import (
+    ContextTooLong,
     EngineFailed,
     InvalidRequest,
     NonFiniteLogprob,
@@ -17,11 +18,13 @@ from rollout_service.errors import (
 from rollout_service.gateway.dependencies import Services
 from rollout_service.metrics.process import counted_rollout
 from rollout_service.protocol.generate import RolloutOptions
-from rollout_service.protocol.rollout import Rollout
+from rollout_service.protocol.rollout import Completion, Rollout
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from rollout_service.web.errors import documented
 
-DATA_ERRORS = documented(EngineFailed, InvalidRequest, NonFiniteLogprob, NotFound, NotReady, Overloaded, TooEarly)
+DATA_ERRORS = documented(
+    ContextTooLong, EngineFailed, InvalidRequest, NonFiniteLogprob, NotFound, NotReady, Overloaded, TooEarly
+)
 """Of a data route."""
 BYTES_PER_TOKEN = 64
 """Text with more than this for each token of the context is refused before it is tokenized, which takes seconds for
@@ -29,10 +32,17 @@ megabytes. Only a prompt of almost nothing but runs of one character could be lo
 _tokenizing = ThreadPoolExecutor(4, thread_name_prefix="tokenize")
 
 
-def check_model(name: str | None, services: Services) -> None:
-    """Raise NotFound if a request names another model than the served one."""
-    if name is not None and name != services.name:
-        raise NotFound(f"model {name!r} is not served here; {services.name!r} is", {"served": services.name})
+def model_name(asked: str | None, services: Services) -> str:
+    """The name under which a request asked for the model. Raises NotFound if that is another model's."""
+    served = (services.name, *services.aliases)
+    if asked is not None and asked not in served:
+        names = " and ".join(map(repr, served))
+        instead = "use one of those" if services.aliases else "use that"
+        raise NotFound(
+            f"model {asked!r} is not served here; {names} is: {instead}, or add it to model.aliases",
+            {"served": list(served)},
+        )
+    return asked or services.name
 
 
 async def tokenize(texts: Sequence[str], services: Services, add_special_tokens: bool = True) -> list[tuple[int, ...]]:
@@ -47,9 +57,9 @@ async def tokenize(texts: Sequence[str], services: Services, add_special_tokens:
     for text in texts:
         nbytes = len(text.encode(errors="surrogatepass"))
         if nbytes > limit:
-            raise InvalidRequest(
-                f"the prompt has {nbytes} bytes of text, and the context of {services.max_model_len} tokens holds at "
-                f"most {limit}: shorten it, or send its token ids",
+            raise ContextTooLong(
+                f"the prompt has {nbytes} bytes of text, and this model's maximum context length of "
+                f"{services.max_model_len} tokens holds at most {limit}: shorten it, or send its token ids",
                 {"prompt_bytes": nbytes, "limit_bytes": limit, "max_model_len": services.max_model_len},
             )
 
@@ -67,6 +77,22 @@ def detokenize(token_ids: Sequence[int], services: Services, skip_special_tokens
     return text
 
 
+def text_of(completion: Completion, sampling: Sampling, services: Services) -> str | None:
+    """Its text, as vLLM makes it: up to the stop string that ended it, or with it. None without a tokenizer.
+
+    vLLM looks for stop strings from the last place at which one can begin that ends in the newest token.
+    """
+    text = detokenize(completion.token_ids, services, sampling.skip_special_tokens)
+    stop = completion.stop_reason
+    if text is None or not isinstance(stop, str):
+        return text
+    before = detokenize(completion.token_ids[:-1], services, sampling.skip_special_tokens) or ""
+    found = text.find(stop, max(0, len(before) - len(stop) + 1))
+    if found < 0:
+        return text
+    return text[: found + len(stop)] if sampling.include_stop_str_in_output else text[:found]
+
+
 def check_prompt(prompt: Sequence[int], sampling: Sampling, services: Services) -> None:
     """Raise InvalidRequest for a prompt or a length that the model cannot take."""
     if not prompt:
@@ -82,8 +108,13 @@ def check_prompt(prompt: Sequence[int], sampling: Sampling, services: Services) 
     outside_stop = [t for t in sampling.stop_token_ids if not 0 <= t < services.vocab_size]
     if outside_stop:
         raise InvalidRequest(f"stop_token_ids {outside_stop} are outside the vocabulary [0, {services.vocab_size})")
+    outside_bias = [t for t in sampling.logit_bias or () if not 0 <= t < services.vocab_size]
+    if outside_bias:
+        raise InvalidRequest(f"logit_bias {outside_bias} are outside the vocabulary [0, {services.vocab_size})")
     if sampling.stop and services.tokenizer is None:
         raise InvalidRequest(f"{services.name} has no tokenizer: use stop_token_ids instead of stop")
+    if sampling.structured_outputs is not None and services.tokenizer is None:
+        raise InvalidRequest(f"{services.name} has no tokenizer, which structured_outputs need: leave them out")
     if services.returns_masks:
         _check_mask(sampling)
 
@@ -92,17 +123,17 @@ def _check_length(prompt_tokens: int, sampling: Sampling, max_model_len: int) ->
     wanted = prompt_tokens + (sampling.max_tokens or 1)
     if wanted > max_model_len:
         asked = "at least 1" if sampling.max_tokens is None else f"max_tokens={sampling.max_tokens}"
-        raise InvalidRequest(
-            f"the prompt has {prompt_tokens} tokens, and with {asked} that is more than the context of "
-            f"{max_model_len}: shorten one of them",
+        raise ContextTooLong(
+            f"the prompt has {prompt_tokens} tokens, and with {asked} that is more than this model's maximum context "
+            f"length of {max_model_len} tokens: shorten one of them",
             {"prompt_tokens": prompt_tokens, "max_tokens": sampling.max_tokens, "max_model_len": max_model_len},
         )
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequest(f"min_tokens={sampling.min_tokens} is above max_tokens={sampling.max_tokens}")
     if prompt_tokens + sampling.min_tokens > max_model_len:
-        raise InvalidRequest(
-            f"the prompt has {prompt_tokens} tokens, and with min_tokens={sampling.min_tokens} that is more than the "
-            f"context of {max_model_len}: shorten one of them",
+        raise ContextTooLong(
+            f"the prompt has {prompt_tokens} tokens, and with min_tokens={sampling.min_tokens} that is more than this "
+            f"model's maximum context length of {max_model_len} tokens: shorten one of them",
             {"prompt_tokens": prompt_tokens, "min_tokens": sampling.min_tokens, "max_model_len": max_model_len},
         )
 
@@ -138,6 +169,7 @@ async def roll_out(
         min_weight_version=options.min_weight_version,
         session_id=options.session_id,
         priority=options.priority,
+        cache_salt=options.cache_salt,
     )
     rollout = await services.dispatcher.complete(request, options.on_abort)
     if sampling.is_truncated:

@@ -6,8 +6,8 @@ from pydantic import BaseModel, Field, FiniteFloat, StrictInt, model_validator
 
 from rollout_service.errors import InvalidRequest
 from rollout_service.protocol.base import Frozen, WeightVersion
-from rollout_service.protocol.rollout import Completion, FinishReason, OnAbort, Span
-from rollout_service.protocol.sampling import Sampling, refuse_many_unknown
+from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, OnAbort, Span
+from rollout_service.protocol.sampling import Sampling, refuse_many_unknown, without_idle_nulls
 
 TokenIds = Annotated[tuple[StrictInt, ...], Field(fail_fast=True)]
 """Fails at the first that is none: a body has room for millions, and pydantic would make an error of each."""
@@ -29,10 +29,13 @@ class RolloutOptions(Frozen):
     """``return``: a completion that an update, a pause or a lost replica cuts short comes back as it is, with
     ``finish_reason="abort"``, instead of going on elsewhere."""
 
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
+    """Only requests of the same salt share what the prefix cache holds. A new weight version empties it anyway."""
+
     @model_validator(mode="before")
     @classmethod
     def _few_names_are_unknown(cls, data: Any) -> Any:
-        return refuse_many_unknown(cls.model_fields, data)
+        return refuse_many_unknown(cls.model_fields, without_idle_nulls(cls, data))
 
     def options(self, session_header: str | None) -> "RolloutOptions":
         """These fields alone, the session from wherever it was named. Raises InvalidRequest for two sessions."""
@@ -85,17 +88,41 @@ class Usage(BaseModel):
     total_tokens: int
 
 
-class TokenLogprob(BaseModel):
-    """A sampled token."""
+class CandidateLogprob(BaseModel):
+    """A token that might have been sampled."""
 
     token_id: int
+    token: str
     logprob: FiniteFloat
+    rank: int
+
+
+class TokenLogprob(BaseModel):
+    """A sampled token: what vLLM 0.32 sends, and what it sent before, which released clients still read."""
+
+    token_id: int
+    token: str
+    """``token_id:N``, the form of before 0.32."""
+    logprob: FiniteFloat
+    top_logprobs: list[CandidateLogprob] = []
+    """The sampled token first, then the likeliest others."""
 
 
 class TokenLogprobs(BaseModel):
     """vLLM's form."""
 
     content: list[TokenLogprob]
+
+
+class PromptLogprob(BaseModel):
+    """A token of the prompt, or one that might stand there."""
+
+    logprob: FiniteFloat
+    rank: int
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""vLLM's form: for each token of the prompt but the first, by token id, its own and the likeliest ones."""
 
 
 class GenerateChoice(BaseModel):
@@ -109,6 +136,8 @@ class GenerateChoice(BaseModel):
     stop_reason: int | str | None = None
     weight_versions: tuple[VersionSpan, ...]
     text: str | None = None
+    top_logprobs: tuple[tuple[Candidate, ...], ...] | None = None
+    """With ``flat_logprobs`` and ``sampling_params.logprobs`` above 0: see ``Completion``."""
     packed_sampling_mask: tuple[str, ...] | None = None
     """See ``Completion``. vLLM's own form is several times as long."""
 
@@ -125,6 +154,7 @@ class GenerateChoice(BaseModel):
             stop_reason=self.stop_reason,
             spans=tuple(Span.model_validate(span.model_dump()) for span in self.weight_versions),
             text=self.text,
+            top_logprobs=self.top_logprobs,
             packed_sampling_mask=self.packed_sampling_mask,
         )
 
@@ -142,3 +172,4 @@ class GenerateReply(BaseModel):
     attempts: int = Field(default=1, ge=1)
     truncated_sampling: bool = False
     prompt_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None

@@ -1,7 +1,7 @@
 """Rollouts: completions, and which weights made which of their tokens."""
 
 import itertools
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -27,6 +27,16 @@ class Span(Frozen):
         return self
 
 
+class Candidate(NamedTuple):
+    """A token that might stand at a position."""
+
+    token_id: int
+    logprob: float
+    """Natural log of its probability."""
+    rank: int
+    """1: no token is likelier."""
+
+
 class Completion(Frozen):
     """One sampled continuation of a prompt.
 
@@ -41,6 +51,12 @@ class Completion(Frozen):
     stop_reason: int | str | None = None
     spans: tuple[Span, ...]
     text: str | None = None
+    top_logprobs: tuple[tuple[Candidate, ...], ...] | None = None
+    """For each token the ``sampling.logprobs`` likeliest ones, likeliest first; fewer where fewer could be drawn. None
+    if none were asked for."""
+    prompt_logprobs: tuple[tuple[Candidate, ...] | None, ...] | None = None
+    """For each token of the prompt itself, then the ``sampling.prompt_logprobs`` likeliest ones, likeliest first, by
+    the model at temperature 1. None for the first token, and if they were not asked for."""
     packed_sampling_mask: tuple[str, ...] | None = None
     """Which tokens each token was drawn from, in the chunks of ``rollout_service.protocol.sampling_mask``; None unless
     ``engine.return_sampling_mask`` is set."""
@@ -49,6 +65,8 @@ class Completion(Frozen):
     def _aligned(self) -> "Completion":
         if len(self.logprobs) != len(self.token_ids):
             raise ValueError(f"{len(self.token_ids)} tokens but {len(self.logprobs)} logprobs")
+        if self.top_logprobs is not None and len(self.top_logprobs) != len(self.token_ids):
+            raise ValueError(f"{len(self.token_ids)} tokens but {len(self.top_logprobs)} lists of the likeliest")
         position = 0
         for span in self.spans:
             if span.start != position:

@@ -5,10 +5,11 @@ together). Where vLLM would put another value in place of the one asked for, or 
 own checks let through, the value is refused here.
 """
 
+import functools
 from collections.abc import Collection
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rollout_service.protocol.base import Frozen, WeightVersion
 
@@ -16,6 +17,12 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 FEW = 8
 MOST_COMPLETIONS = 4096
 """Completions of one request, over all its prompts."""
+MOST_LOGPROBS = 20
+"""Candidates for each token; vLLM's own bound (``max_logprobs``)."""
+MOST_BIASED = 300
+"""Tokens with a ``logit_bias``, as OpenAI bounds them."""
+LONGEST_GRAMMAR = 1 << 16
+"""Characters of what describes structured output."""
 LARGEST_SEED = 2**63 - 1 - MOST_COMPLETIONS
 LEAST_TEMPERATURE = 0.01
 """vLLM replaces what lies between 0 and this by this."""
@@ -24,6 +31,55 @@ StopStrings = Annotated[tuple[StopString, ...], Field(max_length=64, fail_fast=T
 StopTokens = Annotated[tuple[int, ...], Field(max_length=64, fail_fast=True)]
 """With ``min_tokens``, vLLM's GPU runner has room for 128, the model's own ends of sequence among them, and dies of
 more."""
+
+
+class StructuredOutputs(Frozen):
+    """What a completion must look like, under vLLM's names; exactly one of them.
+
+    Tokens that would break it are ruled out as each token is drawn. A completion that is cut short then starts anew:
+    vLLM would not know how far into the structure it was.
+    """
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    json_schema: Annotated[dict[str, Any] | str, Field(alias="json")] | None = None
+    """A JSON schema, as an object or as text."""
+    json_object: Literal[True] | None = None
+    """Any JSON object."""
+    regex: str | None = Field(default=None, min_length=1, max_length=LONGEST_GRAMMAR)
+    """A regular expression that the whole completion matches."""
+    choice: Annotated[tuple[str, ...], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
+    """One of these."""
+    grammar: str | None = Field(default=None, min_length=1, max_length=LONGEST_GRAMMAR)
+    """A context-free grammar in EBNF."""
+    structural_tag: str | None = Field(default=None, min_length=1, max_length=LONGEST_GRAMMAR)
+    """xgrammar's structural tags, as JSON text."""
+
+    @model_validator(mode="after")
+    def _one_and_not_too_long(self) -> Self:
+        given = list(self.model_dump(exclude_none=True))
+        if len(given) != 1:
+            raise ValueError(f"give one of json, json_object, regex, choice, grammar, structural_tag, not {given}")
+        nchars = len(self.model_dump_json())
+        if nchars > LONGEST_GRAMMAR:
+            raise ValueError(f"{given[0]} has {nchars} characters, and at most {LONGEST_GRAMMAR} are taken: shorten it")
+        return self
+
+
+def without_idle_nulls(model: type[BaseModel], data: Any) -> Any:
+    """``data`` without the nulls that ask for nothing: clients send them for whatever they leave at its default.
+
+    Those of fields that the model does not have, and of fields for which null is no value.
+    """
+    if not isinstance(data, dict):
+        return data
+    nullable = _nullable(model)
+    return {name: value for name, value in data.items() if value is not None or name in nullable}
+
+
+@functools.cache
+def _nullable(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset(name for name, field in model.model_fields.items() if type(None) in get_args(field.annotation))
 
 
 def refuse_many_unknown(known: Collection[str], data: Any) -> Any:
@@ -66,23 +122,46 @@ class CommonSampling(Frozen):
     ``seed + i``, which must fit 64 bits."""
     ignore_eos: bool = False
     """Go on after the end of sequence."""
-    logprobs: Literal[0] | None = 0
-    """The sampled token's logprob always comes back; other tokens' are not implemented."""
+    logprobs: int | None = Field(default=0, ge=0, le=MOST_LOGPROBS)
+    """How many of the likeliest tokens come back with each token, with their logprobs. The sampled token's always
+    comes back."""
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    """The same for the tokens of the prompt, at temperature 1 and with nothing cut off; None: not even their own."""
+    logit_bias: Annotated[dict[int, Finite], Field(max_length=MOST_BIASED)] | None = None
+    """Token id → what is added to its logit, between -100 and 100."""
+    structured_outputs: StructuredOutputs | None = None
+    """What a completion must look like."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text. ``token_ids`` have them in any case."""
+    spaces_between_special_tokens: bool = True
+    """Put spaces between special tokens in the text, where the tokenizer knows of such."""
+    include_stop_str_in_output: bool = False
+    """Leave the stop string that ended a completion in its text. ``token_ids`` have it in any case."""
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary, over which their logprobs are renormalized.
+        """Whether tokens are drawn from another distribution than the model's own at this temperature: from a part of
+        the vocabulary, over which their logprobs are renormalized, or from biased logits.
 
         vLLM ignores ``top_p``, ``top_k`` and ``min_p`` at temperature 0. ``min_tokens`` rules out what would end a
         completion too soon.
         """
         cut_off = self.top_p < 1 or self.top_k >= 1 or self.min_p > 0
-        return self.min_tokens > 0 or (self.temperature > 0 and cut_off)
+        steered = self.structured_outputs is not None or bool(self.logit_bias)
+        return self.min_tokens > 0 or steered or (self.temperature > 0 and cut_off)
 
     @model_validator(mode="before")
     @classmethod
     def _few_are_unknown(cls, data: Any) -> Any:
-        return refuse_many_unknown(cls.model_fields, data)
+        return refuse_many_unknown(cls.model_fields, without_idle_nulls(cls, data))
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _as_openai_bounds_it(cls, bias: dict[int, float] | None) -> dict[int, float] | None:
+        wrong = {token: value for token, value in (bias or {}).items() if not -100 <= value <= 100}
+        if wrong:
+            raise ValueError(f"{wrong}: a bias lies between -100 and 100")
+        return bias
 
     @model_validator(mode="after")
     def _not_almost_greedy(self) -> Self:
@@ -107,6 +186,12 @@ class Sampling(CommonSampling):
     """Strings that end a completion; the model needs a tokenizer."""
     stop_token_ids: StopTokens = ()
     """Tokens that end a completion, beside the model's own end of sequence."""
+    detokenize: bool = True
+    """vLLM's; a request's ``output_mode`` says whether text comes back."""
+    output_kind: Literal[2] = 2
+    """vLLM's FINAL_ONLY: one reply, when all is done."""
+    routed_experts_prompt_start: int | None = Field(default=None, ge=0)
+    """From which token of the prompt on routed experts are wanted, where a server returns them. This one does not."""
 
 
 class GenerateCall(Frozen):
@@ -121,6 +206,8 @@ class GenerateCall(Frozen):
     """Calls of one session go to one replica while it lives, whose prefix cache has what they share."""
     priority: int = 0
     """vLLM's: lower is earlier."""
+    cache_salt: str | None = None
+    """Only prompts of the same salt share what the prefix cache holds."""
     origin: str = ""
     """The gateway that sends it, which knows itself what it has in flight where."""
     avoid: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from rollout_service.protocol.scoring import ScoreCall
 _UNCHANGED = Sampling().model_dump(
     include={
         "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
+        "logit_bias", "structured_outputs",
     }
 )  # fmt: skip
 """What leaves the model's own distribution as it is; so does a ``top_k`` below 1."""

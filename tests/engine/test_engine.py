@@ -1,6 +1,7 @@
 """The engine adapter around real vLLM engines: are its logprobs right, and does half a version ever serve?"""
 
 import asyncio
+import math
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,17 +11,18 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import save_file
+from transformers import AutoTokenizer
 
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter, completion, vllm_sampling
 from rollout_service.engine.args import engine_args, engine_environment
 from rollout_service.engine.plugin import register
-from rollout_service.errors import EngineFailed
+from rollout_service.errors import EngineFailed, InvalidRequest
 from rollout_service.fleet.autoscaling import RUNNING
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.tiny import make_tiny_qwen3
 from rollout_service.protocol.rollout import Completion
-from rollout_service.protocol.sampling import Sampling
+from rollout_service.protocol.sampling import Sampling, StructuredOutputs
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE, read_manifest
@@ -129,6 +131,44 @@ async def test_an_fp8_engine_returns_the_logprobs_of_a_forward_pass(
     config, engine = served
     await load(engine, WeightLog(config.weights.root).folder(0), 0)
     assert_logprobs(await sample(engine), config, FP8_MEAN, FP8_MAX)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_candidates_and_prompt_logprobs_are_the_models(served: tuple[ServiceConfig, EngineAdapter]) -> None:
+    config, engine = served
+    await load(engine, WeightLog(config.weights.root).folder(0), 0)
+    prompt, asked = PROMPTS[3], Sampling(max_tokens=8, ignore_eos=True, logprobs=20, prompt_logprobs=2)
+    [sampled] = await engine.generate("sampled", prompt, asked)
+    assert sampled.top_logprobs is not None and sampled.prompt_logprobs is not None
+    for token, logprob, candidates in zip(sampled.token_ids, sampled.logprobs, sampled.top_logprobs, strict=True):
+        assert [candidate.rank for candidate in candidates] == list(range(1, 21))
+        assert [c.logprob for c in candidates] == sorted((c.logprob for c in candidates), reverse=True)
+        assert logprob in [c.logprob for c in candidates if c.token_id == token] or logprob <= candidates[-1].logprob
+        assert 0.15 < sum(math.exp(candidate.logprob) for candidate in candidates) < 1
+    scores, _ = await engine.score("scored", prompt)
+    first, *rest = sampled.prompt_logprobs
+    assert first is None and [each[0].token_id for each in rest] == list(prompt[1:])
+    assert [each[0].logprob for each in rest] == pytest.approx(scores, abs=FP8_MAX)  # the batches differ
+    assert all([c.rank for c in each[1:]] == [1, 2] for each in rest)
+    # of what could not be drawn there is nothing
+    [cut] = await engine.generate("cut", prompt, asked.model_copy(update={"top_k": 3}))
+    assert cut.top_logprobs is not None and {len(candidates) for candidates in cut.top_logprobs} == {3}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_bias_and_structured_outputs_steer_what_is_drawn(served: tuple[ServiceConfig, EngineAdapter]) -> None:
+    config, engine = served
+    await load(engine, WeightLog(config.weights.root).folder(0), 0)
+    biased = Sampling(n=4, max_tokens=4, ignore_eos=True, logit_bias={7: 100.0})
+    assert {c.token_ids for c in await engine.generate("biased", PROMPTS[0], biased)} == {(7, 7, 7, 7)}
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    words = StructuredOutputs.model_validate({"choice": ["yes", "no"]})
+    chosen = await engine.generate("chosen", PROMPTS[0], Sampling(n=8, structured_outputs=words))
+    assert {tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in chosen} <= {"yes", "no"}
+    assert {c.finish_reason for c in chosen} == {"stop"}
+    with pytest.raises(InvalidRequest, match="regex"):
+        wrong = StructuredOutputs(regex="(")
+        await engine.generate("wrong", PROMPTS[0], Sampling(structured_outputs=wrong))
 
 
 @pytest.mark.slow  # every run of the tests compares a BF16 engine with an FP8 one: the shadow in test_serve_run.py

@@ -79,6 +79,18 @@ async def test_curl_is_enough(service: LocalService) -> None:
     assert json.loads(reply.stdout)["object"] == "text_completion"
 
 
+async def test_candidates_and_structure_reach_the_engine(http: httpx.AsyncClient) -> None:
+    body = {"prompt": "1+1=", "logprobs": 3, "prompt_logprobs": 1, "structured_outputs": {"choice": ["2", "33"]}}
+    reply = await http.post("/v1/completions", json=body)
+    assert int(reply.headers["content-length"]) == len(reply.content)  # SkyRL parses no body without it
+    [choice] = reply.json()["choices"]
+    assert choice["text"] in ("2", "33") and choice["finish_reason"] == "stop"
+    for logprob, top in zip(choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"], strict=True):
+        assert logprob in top.values() and 1 <= len(top) <= 4
+    first, *rest = choice["prompt_logprobs"]
+    assert first is None and len(rest) == 3 and all(1 <= len(candidates) <= 2 for candidates in rest)
+
+
 async def test_a_request_the_client_cancels_is_aborted_in_the_engine(client: RolloutClient) -> None:
     await client.pause()  # so that it cannot come to an end by itself
     rollout = asyncio.create_task(client.generate([5, 6], n=8, max_tokens=480, ignore_eos=True))

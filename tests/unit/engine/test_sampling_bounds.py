@@ -44,6 +44,14 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "frequency_penalty": floats,
     "seed": st.none() | integers | st.integers(-(2**63), LARGEST_SEED),
     "ignore_eos": st.booleans(),
+    "logprobs": st.none() | integers,
+    "prompt_logprobs": st.none() | integers,
+    "logit_bias": st.none() | st.dictionaries(st.integers(0, VOCABULARY - 1), st.floats(-100, 100), max_size=3),
+    "structured_outputs": st.sampled_from(
+        [None, {"json": {"type": "object"}}, {"json_object": True}, {"regex": "[ab]+"}, {"choice": ["a", "bc"]}]
+    ),
+    "skip_special_tokens": st.booleans(),
+    "include_stop_str_in_output": st.booleans(),
     "stop": st.lists(text, max_size=3) | st.just([""]) | st.just(["x" * 2000]),
     "stop_token_ids": st.lists(st.integers(-1, VOCABULARY), max_size=130, unique=True) | st.lists(integers, max_size=3),
 }
@@ -99,6 +107,7 @@ def test_vllm_takes_what_we_accept_and_takes_it_as_it_is(
     assert request.sampling_params is not None
     asked, taken = sampling.model_dump(), request.sampling_params
     as_asked = ("n", "max_tokens", "min_tokens", "temperature", "repetition_penalty", "presence_penalty")
+    as_asked += ("prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output")
     assert all(getattr(taken, name) == asked[name] for name in as_asked)
     assert taken.seed == (None if asked["seed"] == -1 else asked["seed"])
     if sampling.temperature > 0:

@@ -3,7 +3,7 @@
 import pytest
 
 from rollout_service.fleet.continuation import joined, kept, remainder
-from rollout_service.protocol.rollout import Completion, FinishReason, Span
+from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span
 from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling
 
 
@@ -73,7 +73,14 @@ def test_the_largest_seed_has_successors() -> None:
 
 
 @pytest.mark.parametrize(
-    "looks_back", [{"stop": ("x",)}, {"presence_penalty": 0.5}, {"frequency_penalty": -0.5}], ids=str
+    "looks_back",
+    [
+        {"stop": ("x",)},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"structured_outputs": {"json_object": True}},
+    ],
+    ids=str,
 )
 def test_sampling_that_looks_back_at_the_completion_starts_anew(looks_back: dict[str, object]) -> None:
     partial = piece((6, 7), (3, 2), index=1)
@@ -84,6 +91,23 @@ def test_sampling_that_looks_back_at_the_completion_starts_anew(looks_back: dict
 
 def masked(completion: Completion, *chunks: str) -> Completion:
     return completion.model_copy(update={"packed_sampling_mask": chunks})
+
+
+def test_likeliest_tokens_of_both_pieces_come_one_after_the_other() -> None:
+    def likely(tokens: tuple[int, ...]) -> Completion:
+        return piece(tokens, (4, len(tokens))).model_copy(
+            update={"top_logprobs": tuple((Candidate(token, -0.5, 1),) for token in tokens)}
+        )
+
+    of_the_prompt = (None, (Candidate(2, -1.0, 1),))
+    first = likely((6, 7)).model_copy(update={"prompt_logprobs": of_the_prompt})
+    whole = joined(first, likely((8,)))
+    assert [candidate.token_id for (candidate,) in whole.top_logprobs or ()] == [6, 7, 8]
+    assert whole.prompt_logprobs == of_the_prompt
+    # the rest is asked for nothing of the prompt, which by then has the first tokens in it
+    assert remainder(call(prompt_logprobs=1, logprobs=1), first, 2).sampling == Sampling(n=1, logprobs=1)
+    anew = kept(first, Sampling(stop=("x",)))
+    assert anew.top_logprobs is None and joined(anew, likely((9,))).top_logprobs == ((Candidate(9, -0.5, 1),),)
 
 
 def test_sampling_masks_of_both_pieces_come_one_after_the_other() -> None:

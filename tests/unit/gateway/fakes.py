@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.rollout import Candidate, Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall
 
 
@@ -11,6 +11,8 @@ class EchoEngine:
     """Completes a prompt with its own reverse, ``n`` times."""
 
     calls: list[GenerateCall] = field(default_factory=list)
+    top_logprobs: tuple[tuple[Candidate, ...], ...] | None = None
+    prompt_logprobs: tuple[tuple[Candidate, ...] | None, ...] | None = None
 
     async def generate(self, call: GenerateCall) -> Rollout:
         self.calls.append(call)
@@ -22,6 +24,8 @@ class EchoEngine:
                 logprobs=tuple(-0.5 * (i + 1) for i in range(len(tokens))),
                 finish_reason="length",
                 spans=(Span(version=7, start=0, end=len(tokens)),),
+                top_logprobs=self.top_logprobs,
+                prompt_logprobs=self.prompt_logprobs,
             )
             for index in range(call.sampling.n)
         )

@@ -36,11 +36,17 @@ def test_stop_ids_may_be_null(given: object, ids: tuple[int, ...]) -> None:
     assert request(stop_token_ids=given).sampling().stop_token_ids == ids
 
 
-@pytest.mark.parametrize("logprobs", [None, 0])
-def test_only_the_sampled_tokens_logprob_can_be_asked_for(logprobs: int | None) -> None:
-    assert request(logprobs=logprobs).logprobs == logprobs
-    with pytest.raises(ValidationError, match="logprobs"):
-        request(logprobs=1)
+@pytest.mark.parametrize(("logprobs", "candidates"), [(None, None), (False, None), (True, 0), (0, 0), (1, 1), (20, 20)])
+def test_logprobs_are_a_number_or_true(logprobs: bool | int | None, candidates: int | None) -> None:
+    assert request(logprobs=logprobs).candidates == candidates
+    assert request(logprobs=logprobs).sampling().logprobs == candidates
+
+
+def test_either_name_of_the_longest_completion_is_taken() -> None:
+    assert request(max_completion_tokens=7).sampling().max_tokens == 7
+    assert request(max_completion_tokens=7, max_tokens=7).sampling().max_tokens == 7
+    with pytest.raises(ValidationError, match="max_tokens=8 and max_completion_tokens=7 differ"):
+        request(max_completion_tokens=7, max_tokens=8)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +56,9 @@ def test_only_the_sampled_tokens_logprob_can_be_asked_for(logprobs: int | None) 
         ("echo", True),
         ("best_of", 2),
         ("suffix", "x"),
-        ("logit_bias", {"5": 1}),
+        ("logit_bias", {"5": 101}),
+        ("logprobs", 21),
+        ("use_beam_search", True),
         ("n", 0),
         ("temperature", float("nan")),
         ("max_tokens", 0),
@@ -124,7 +132,7 @@ async def test_logprobs_are_aligned_with_tokens_and_text(services: Services) -> 
         "tokens": ["b", "a"],
         "token_logprobs": (-0.5, -1.0),
         "text_offset": [0, 1],
-        "top_logprobs": None,
+        "top_logprobs": [{"b": -0.5}, {"a": -1.0}],
     }
     assert (await completions(request(), services))["choices"][0]["logprobs"] is None
 

@@ -21,10 +21,10 @@ SPLIT = Completion(
 )
 
 REFUSED_SAMPLING: dict[str, Any] = {
-    "n": [0, -1, 4097, 1.5, None],
+    "n": [0, -1, 4097, 1.5],
     "max_tokens": [0, -1],
     "min_tokens": [-1],
-    "temperature": [-0.1, 100.1, math.nan, math.inf, None],
+    "temperature": [-0.1, 100.1, math.nan, math.inf],
     "top_p": [0, 1.1, math.nan],
     "top_k": [-2],
     "min_p": [-0.1, 1.1],
@@ -32,7 +32,11 @@ REFUSED_SAMPLING: dict[str, Any] = {
     "presence_penalty": [-2.1, 2.1],
     "frequency_penalty": [-2.1, 2.1],
     "seed": [2**63, -(2**63) - 1],
-    "logprobs": [1, -1, 5],
+    "logprobs": [-1, 21],
+    "prompt_logprobs": [-1, 21],
+    "logit_bias": [{"5": 101}, {"x": 1}, {5: math.inf}, dict.fromkeys(range(301), 1.0)],
+    "structured_outputs": [{}, {"json": {}, "regex": "x"}, {"regex": "x" * 70_000}, {"json": {"x": "x" * 70_000}}],
+    "output_kind": [0, 1],
     "stop": [[1]],
     "stop_token_ids": [["x"]],
     "beams": [1],
@@ -78,7 +82,9 @@ def test_a_prompt_is_given_either_as_ids_or_as_text(body: dict[str, Any]) -> Non
         ("request_id", ""),
         ("request_id", "x" * 257),
         ("min_weight_version", -1),
-        ("cache_salt", "x"),
+        ("cache_salt", ""),
+        ("features", {"mm_hashes": {}}),
+        ("kv_transfer_params", {"x": 1}),
         ("token_ids", ["x"]),
         ("token_ids", [[1]]),
         ("token_ids", 5),
@@ -109,7 +115,12 @@ async def test_a_reply_carries_ids_logprobs_spans_and_the_replica(services: Serv
         {
             "index": 0,
             "token_ids": (6, 5),
-            "logprobs": {"content": [{"token_id": 6, "logprob": -0.5}, {"token_id": 5, "logprob": -1.0}]},
+            "logprobs": {
+                "content": [
+                    {"token_id": 6, "token": "token_id:6", "logprob": -0.5, "top_logprobs": []},
+                    {"token_id": 5, "token": "token_id:5", "logprob": -1.0, "top_logprobs": []},
+                ]
+            },
             "finish_reason": "length",
             "stop_reason": None,
             "weight_versions": [{"version": "7", "start": 0, "end": 2, "replica_id": "r1"}],

@@ -7,18 +7,21 @@ from typing import Any
 
 import pytest
 
-from rollout_service.errors import InvalidRequest, NotFound
+from rollout_service.errors import ContextTooLong, InvalidRequest, NotFound
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.generate import generate
+from rollout_service.gateway.models import models
 from rollout_service.gateway.prompts import (
     BYTES_PER_TOKEN,
-    check_model,
     check_prompt,
     detokenize,
+    model_name,
     roll_out,
+    text_of,
     tokenize,
 )
 from rollout_service.protocol.generate import GenerateRequest, RolloutOptions
+from rollout_service.protocol.rollout import Completion, Span
 from rollout_service.protocol.sampling import Sampling
 from tests.unit.gateway.fakes import EchoEngine
 
@@ -33,8 +36,17 @@ async def test_the_served_model_may_be_named_or_not(services: Services, name: st
 
 def test_another_model_is_not_found_and_the_served_one_is_named(services: Services) -> None:
     with pytest.raises(NotFound, match="'gpt' is not served here; 'tiny' is") as refused:
-        check_model("gpt", services)
-    assert refused.value.detail == {"served": "tiny"}
+        model_name("gpt", services)
+    assert refused.value.detail == {"served": ["tiny"]}
+
+
+async def test_an_alias_is_the_served_model_and_is_listed(services: Services) -> None:
+    services = replace(services, aliases=("org/tiny", "policy"))
+    reply = await generate(GenerateRequest(token_ids=(5, 6), model="policy"), services)
+    assert reply["model"] == "policy"
+    assert [card["id"] for card in (await models(services))["data"]] == ["tiny", "org/tiny", "policy"]
+    with pytest.raises(NotFound, match="'tiny' and 'org/tiny' and 'policy' is"):
+        model_name("gpt", services)
 
 
 async def test_text_becomes_ids_and_text_again(services: Services) -> None:
@@ -49,6 +61,31 @@ async def test_special_tokens_are_left_out_of_text_unless_asked_for(services: Se
     ids = [*ab, services.tokenizer.eos_token_id]
     assert detokenize(ids, services) == "ab"
     assert detokenize(ids, services, skip_special_tokens=False) == "ab<eos>"
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "trimmed", "whole"),
+    [
+        ("abc", None, "abc", "abc"),
+        ("abc", "c", "ab", "abc"),
+        ("abc", "bc", "a", "abc"),
+        ("cabc", "c", "cab", "cabc"),  # the first one came before min_tokens
+        ("abc", "x", "abc", "abc"),
+    ],
+)
+async def test_text_ends_where_vllm_ends_it(
+    services: Services, text: str, stop: str | None, trimmed: str, whole: str
+) -> None:
+    [ids] = await tokenize([text], services)
+    completion = ended(ids, stop)
+    assert text_of(completion, Sampling(), services) == trimmed
+    assert text_of(completion, Sampling(include_stop_str_in_output=True), services) == whole
+
+
+def ended(ids: tuple[int, ...], stop: str | None) -> Completion:
+    spans = (Span(version=0, start=0, end=len(ids)),)
+    logprobs = (0.0,) * len(ids)
+    return Completion(index=0, token_ids=ids, logprobs=logprobs, finish_reason="stop", stop_reason=stop, spans=spans)
 
 
 async def test_text_without_a_tokenizer_is_refused_with_what_to_send(no_tokenizer: Services) -> None:
@@ -98,7 +135,8 @@ def test_prompt_and_completion_must_fit_the_context(
     if fits:
         check_prompt(prompt, sampling, services)
         return
-    with pytest.raises(InvalidRequest, match=f"the prompt has {prompt_tokens} tokens.*context of {CONTEXT}") as refused:
+    message = f"the prompt has {prompt_tokens} tokens.*maximum context length of {CONTEXT}"
+    with pytest.raises(ContextTooLong, match=message) as refused:
         check_prompt(prompt, sampling, services)
     detail = {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens, "max_model_len": CONTEXT}
     assert refused.value.detail == detail
@@ -112,14 +150,14 @@ def test_a_minimum_above_the_maximum_is_refused(services: Services) -> None:
 
 def test_a_minimum_above_what_the_context_leaves_is_refused(services: Services) -> None:
     check_prompt((5, 6), Sampling(min_tokens=CONTEXT - 2), services)
-    with pytest.raises(InvalidRequest, match=f"min_tokens={CONTEXT - 1} that is more than the context of {CONTEXT}"):
+    with pytest.raises(InvalidRequest, match=f"min_tokens={CONTEXT - 1} that is .* context length of {CONTEXT}"):
         check_prompt((5, 6), Sampling(min_tokens=CONTEXT - 1), services)
 
 
 async def test_text_beyond_the_context_is_refused_before_tokenization(services: Services) -> None:
     limit = BYTES_PER_TOKEN * CONTEXT
     tokenizer = GatedTokenizer(services.tokenizer)  # of which nobody opens the gate
-    with pytest.raises(InvalidRequest, match=f"{limit + 1} bytes of text, and the context of {CONTEXT} tokens"):
+    with pytest.raises(InvalidRequest, match=f"{limit + 1} bytes of text, and .* length of {CONTEXT} tokens"):
         await tokenize(["ab", "é" * (limit // 2) + "x"], replace(services, tokenizer=tokenizer))
 
 

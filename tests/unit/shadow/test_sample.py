@@ -30,6 +30,8 @@ def test_a_larger_share_holds_the_smaller_one() -> None:
 @pytest.mark.parametrize(
     "changed",
     [
+        {"logit_bias": {5: 1.0}},
+        {"structured_outputs": {"regex": "[ab]+"}},
         {"temperature": 0.9},
         {"temperature": 0.0},
         {"top_p": 0.95},

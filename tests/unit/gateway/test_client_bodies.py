@@ -1,0 +1,201 @@
+"""The bodies that released clients of trainers send to the data routes, and what they read of the replies.
+
+Bodies and readings are of the clients' sources, in the versions named.
+"""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.deployment import create_app
+from rollout_service.protocol.rollout import Candidate
+from rollout_service.protocol.sampling import Sampling
+from tests.unit.gateway.fakes import EchoEngine
+
+GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+PLAIN = {"temperature": 1.0, "top_p": 1.0}
+
+
+@pytest.fixture
+async def http(services: Services) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=create_app(services))
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+
+
+async def answered(http: httpx.AsyncClient, path: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
+    reply = await http.post(path, json=body, headers=headers)
+    assert reply.status_code == 200, reply.text
+    assert int(reply.headers["content-length"]) == len(reply.content)  # SkyRL parses no body without it
+    return dict(reply.json())
+
+
+def sampled(engine: EchoEngine) -> Sampling:
+    [call] = engine.calls
+    return call.sampling
+
+
+class TestVerifiers:
+    """verifiers 0.4.0 and renderers 0.1.12, which prime-rl trains with."""
+
+    BODY = {  # noqa: RUF012
+        "model": "tiny",
+        "token_ids": [36, 37],
+        "sampling_params": {
+            **PLAIN,
+            "max_tokens": 8,
+            "logprobs": 1,
+            "stop_token_ids": [3],
+            "skip_special_tokens": False,
+            "routed_experts_prompt_start": 0,
+        },
+        "cache_salt": "7",
+    }
+
+    async def test_its_request_is_answered(self, http: httpx.AsyncClient, engine: EchoEngine) -> None:
+        reply = await answered(
+            http, GENERATE, self.BODY, **{"X-Session-ID": "trace-1", "Authorization": "Bearer EMPTY"}
+        )
+        assert engine.calls[0].session_id == "trace-1" and engine.calls[0].cache_salt == "7"
+        choice = reply["choices"][0]
+        assert [each["token"] for each in choice["logprobs"]["content"]] == ["token_id:37", "token_id:36"]
+        assert choice["token_ids"] == [37, 36] and reply["request_id"] and reply["usage"]["completion_tokens"] == 2
+
+
+class TestSkyRL:
+    """skyrl 0.4.0: its own client, and the one of its Tinker server."""
+
+    async def test_a_request_with_nulls_is_answered(self, http: httpx.AsyncClient, engine: EchoEngine) -> None:
+        sampling = {
+            **PLAIN,
+            "min_tokens": 1,
+            "skip_special_tokens": True,
+            "include_stop_str_in_output": True,
+            "max_tokens": 8,
+            "top_k": -1,
+            "min_p": 0.0,
+            "logprobs": 1,
+            "stop": None,
+            "output_kind": 2,
+        }
+        body = {
+            "sampling_params": sampling,
+            "model": "tiny",
+            "token_ids": [36, 37],
+            "features": None,
+            "cache_salt": None,
+        }
+        reply = await answered(http, GENERATE, body)
+        assert [each["logprob"] for each in reply["choices"][0]["logprobs"]["content"]] == [-0.5, -1.0]
+        assert sampled(engine).include_stop_str_in_output and sampled(engine).stop == ()
+
+    async def test_its_tinker_servers_request_is_answered(self, http: httpx.AsyncClient) -> None:
+        body = {**PLAIN, "model": "tiny", "prompt": [36, 37], "n": 2, "max_tokens": 8, "seed": None, "logprobs": True}
+        reply = await answered(http, COMPLETIONS, {**body, "return_token_ids": True})
+        for choice in reply["choices"]:
+            assert choice["token_ids"] == [37, 36] and choice["logprobs"]["token_logprobs"] == [-0.5, -1.0]
+
+
+class TestTRL:
+    """trl 1.16.0."""
+
+    async def test_the_sync_trainers_request_is_answered(self, http: httpx.AsyncClient) -> None:
+        body = {
+            **PLAIN,
+            "model": "tiny",
+            "prompt": [[36, 37], [38]],
+            "n": 2,
+            "repetition_penalty": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "max_tokens": 8,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        reply = await answered(http, COMPLETIONS, body)
+        assert len(reply["choices"]) == 4
+        for choice in reply["choices"]:
+            logprobs = choice["logprobs"]
+            tokens = zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+            for token, logprob, top in tokens:
+                assert top[token] == logprob
+            assert choice["prompt_token_ids"]
+
+    async def test_the_async_trainers_request_is_answered(self, http: httpx.AsyncClient, engine: EchoEngine) -> None:
+        body = {**PLAIN, "model": "tiny", "prompt": [36, 37], "max_tokens": 8, "top_k": 0, "repetition_penalty": 1.0}
+        seed = 2**63 - 2**13
+        reply = await answered(
+            http, COMPLETIONS, {**body, "n": 1, "return_token_ids": True, "logprobs": 0, "seed": seed, "min_p": None}
+        )
+        assert reply["choices"][0]["token_ids"] == [37, 36] and sampled(engine).seed == seed
+
+    async def test_distillation_asks_for_the_prompts_logprobs(
+        self, http: httpx.AsyncClient, engine: EchoEngine
+    ) -> None:
+        engine.prompt_logprobs = (None, (Candidate(37, -2.0, 3), Candidate(5, -0.25, 1)))
+        body = {"model": "tiny", "prompt": [[36, 37]], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 1}
+        reply = await answered(http, COMPLETIONS, body)
+        assert reply["choices"][0]["prompt_logprobs"] == [
+            None,
+            {"37": {"logprob": -2.0, "rank": 3}, "5": {"logprob": -0.25, "rank": 1}},
+        ]
+        assert sampled(engine).prompt_logprobs == 1
+
+
+class TestAReaL:
+    """areal 1.0.4, its vLLM backend."""
+
+    async def test_its_request_names_no_model(self, http: httpx.AsyncClient, engine: EchoEngine) -> None:
+        body = {
+            **PLAIN,
+            "prompt": [36, 37],
+            "top_k": 100_000_000,
+            "max_tokens": 8,
+            "stop_token_ids": [3],
+            "ignore_eos": False,
+            "skip_special_tokens": False,
+            "frequency_penalty": 0.0,
+            "return_tokens_as_token_ids": True,
+            "logprobs": 0,
+            "use_beam_search": False,
+            "stream": False,
+        }
+        reply = await answered(http, COMPLETIONS, body)
+        assert reply["choices"][0]["logprobs"]["tokens"] == ["token_id:37", "token_id:36"]
+        assert not sampled(engine).skip_special_tokens
+
+
+class TestRLLM:
+    """rllm-model-gateway 0.1.0, for completions."""
+
+    async def test_its_request_is_answered(self, http: httpx.AsyncClient, engine: EchoEngine) -> None:
+        body = {"model": "tiny", "prompt": "ab", "logprobs": True, "return_token_ids": True, "max_completion_tokens": 9}
+        reply = await answered(http, COMPLETIONS, body)
+        assert sampled(engine).max_tokens == 9
+        assert reply["choices"][0]["token_ids"] and reply["choices"][0]["logprobs"]["token_logprobs"]
+
+
+class TestCandidates:
+    async def test_both_routes_name_the_likeliest_tokens(self, http: httpx.AsyncClient, engine: EchoEngine) -> None:
+        engine.top_logprobs = ((Candidate(5, -0.25, 1), Candidate(37, -0.5, 2)), (Candidate(36, -1.0, 1),))
+        body = {"token_ids": [36, 37], "sampling_params": {"logprobs": 2}}
+        reply = await answered(http, GENERATE, body)
+        first, second = reply["choices"][0]["logprobs"]["content"]
+        assert [(c["token_id"], c["token"], c["rank"]) for c in first["top_logprobs"]] == [
+            (37, "token_id:37", 2),
+            (5, "token_id:5", 1),
+        ]
+        assert [c["token_id"] for c in second["top_logprobs"]] == [36]
+        flat = (await answered(http, GENERATE, {**body, "flat_logprobs": True}))["choices"][0]
+        assert flat["top_logprobs"] == [[[5, -0.25, 1], [37, -0.5, 2]], [[36, -1.0, 1]]]
+        body = {"prompt": [36, 37], "logprobs": 2, "return_tokens_as_token_ids": True}
+        choice = (await answered(http, COMPLETIONS, body))["choices"][0]
+        assert choice["logprobs"]["top_logprobs"] == [{"token_id:37": -0.5, "token_id:5": -0.25}, {"token_id:36": -1.0}]
+
+
+async def test_a_prompt_that_does_not_fit_is_a_400_in_openais_words(http: httpx.AsyncClient) -> None:
+    for path, prompt in ((GENERATE, "token_ids"), (COMPLETIONS, "prompt")):
+        reply = await http.post(path, json={prompt: [36] * 64})
+        assert reply.status_code == 400 and "maximum context length" in reply.json()["error"]["message"]
