@@ -16,6 +16,7 @@ from rollout_service.ingest.deployment import IngestReplica
 from rollout_service.model.hub import pinned
 from rollout_service.model.tiny import make_tiny_qwen3
 from rollout_service.monitor.deployment import MonitorReplica
+from rollout_service.sessions.deployment import SessionsReplica
 from rollout_service.shadow.deployment import ShadowReplica
 
 # Serve's own limit (5) would queue control calls behind paused rollouts; the replica's admission limit decides instead
@@ -55,8 +56,10 @@ def build(config: ServiceConfig) -> Application:
     ).bind(config, ingest)
     monitor = _deployment(config, MonitorReplica, "monitor").bind(config)
     shadow = _shadow(config).bind(config, ingest, monitor) if config.shadow.share else None
+    several = config.scaling.gateways > 1  # a single one keeps sessions itself
+    sessions = _deployment(config, SessionsReplica, "sessions").bind(config) if several else None
     gateway = _deployment(config, GatewayReplica, "gateway", num_replicas=config.scaling.gateways)
-    return gateway.bind(config, engine, ingest, monitor, shadow)
+    return gateway.bind(config, engine, ingest, monitor, shadow, sessions)
 
 
 def _deployment(config: ServiceConfig, cls: type, name: str, **options: Any) -> Any:

@@ -5,7 +5,8 @@
     │   ├── InvalidManifest       422  names, shapes, dtypes or layout differ from the served model's
     │   ├── QuantizationError     422  a tensor that cannot be quantized (NaN, infinity)
     │   ├── DigestMismatch        422  bytes do not hash to the digest sent with them
-    │   └── ContextTooLong        400  a prompt and its completion do not fit the model's context
+    │   └── BadRequest            400  the same, on routes that OpenAI or Anthropic define, where it is a 400
+    │       └── ContextTooLong    400  a prompt and its completion do not fit the model's context
     ├── MalformedRequest          400  not JSON, or cut off
     ├── Unauthorized              401  bearer token missing or wrong
     ├── Forbidden                 403  not from here: non-loopback without a token, path outside the allowed roots
@@ -73,14 +74,18 @@ class DigestMismatch(InvalidRequest):
     """Bytes that do not hash to the digest sent with them."""
 
 
-class ContextTooLong(InvalidRequest):
+class BadRequest(InvalidRequest):
+    """Not something the service can do, asked on a route that OpenAI or Anthropic define."""
+
+    http_status = 400
+
+
+class ContextTooLong(BadRequest):
     """A prompt and its completion do not fit the model's context.
 
     Status and the words "maximum context length" are those of OpenAI's API and of vLLM, by which clients tell that a
     conversation is over.
     """
-
-    http_status = 400
 
 
 class MalformedRequest(RolloutServiceError):

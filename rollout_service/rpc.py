@@ -28,6 +28,7 @@ from rollout_service.protocol.recent_rollout import RecentRollout
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.protocol.scoring import ScoreCall
+from rollout_service.protocol.sessions import Message, OpenSession, Prefix, Session, Turn
 from rollout_service.protocol.state import ServiceState
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, Listener, TrainerRecipe, UploadPlan
 from rollout_service.protocol.weight_log import DesiredState, LogFile, Newest
@@ -112,6 +113,16 @@ class MonitorCalls(Protocol):
     async def suspicions(self) -> dict[int, tuple[Suspicion, ...]]: ...
 
 
+class SessionCalls(Protocol):
+    """The open sessions, for gateways; see ``sessions/store.py``."""
+
+    async def open(self, wanted: OpenSession) -> str: ...
+    async def prefix(self, session_id: str, messages: Sequence[Message], tools: Any) -> Prefix | None: ...
+    async def add(self, session_id: str, messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -> None: ...
+    async def get(self, session_id: str) -> Session: ...
+    async def close(self, session_id: str) -> None: ...
+
+
 class ShadowCalls(Protocol):
     """The shadow, for gateways; see ``shadow/deployment.py``."""
 
@@ -131,6 +142,11 @@ def monitor_client(handle: DeploymentHandle) -> MonitorCalls:
 def shadow_client(handle: DeploymentHandle) -> ShadowCalls:
     """Calls through the handle of the shadow's deployment."""
     return cast(ShadowCalls, _Client(handle, "shadow"))
+
+
+def session_client(handle: DeploymentHandle) -> SessionCalls:
+    """Calls through the handle of the sessions' deployment."""
+    return cast(SessionCalls, _Client(handle, "sessions"))
 
 
 class EngineClient:

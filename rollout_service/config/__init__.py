@@ -3,6 +3,7 @@
 from rollout_service.config.engine import EngineConfig, KVCacheConfig, KVCalibrationConfig, QuantConfig
 from rollout_service.config.service import (
     AuthConfig,
+    ChatConfig,
     ModelConfig,
     MonitorConfig,
     ScalingConfig,
@@ -13,6 +14,7 @@ from rollout_service.config.service import (
 
 __all__ = [
     "AuthConfig",
+    "ChatConfig",
     "EngineConfig",
     "KVCacheConfig",
     "KVCalibrationConfig",

@@ -271,6 +271,23 @@ class AuthConfig(Config):
         return token
 
 
+class ChatConfig(Config):
+    """How messages become prompts and completions become messages, under vLLM's names."""
+
+    chat_template: Path | None = None
+    """File with a Jinja template. None: that of the model's tokenizer."""
+
+    trust_request_chat_template: bool = False
+    """Take templates that requests bring. They run in a sandbox, which bounds neither time nor memory."""
+
+    tool_parser: str | None = None
+    """vLLM's ``--tool-call-parser``, e.g. ``hermes``: with it a model may choose to call tools. None: requests with
+    tools must say ``tool_choice: "none"``."""
+
+    reasoning_parser: str | None = None
+    """vLLM's ``--reasoning-parser``, e.g. ``qwen3``: what a model thinks first becomes ``message.reasoning``."""
+
+
 class ServiceConfig(Config):
     """The whole service."""
 
@@ -282,6 +299,8 @@ class ServiceConfig(Config):
     """One engine."""
     kv_cache: KVCacheConfig = KVCacheConfig()
     """Scales of its KV cache."""
+    chat: ChatConfig = ChatConfig()
+    """Chats."""
     scaling: ScalingConfig = ScalingConfig()
     """How many."""
     weights: WeightsConfig = WeightsConfig()
@@ -336,9 +355,11 @@ class ServiceConfig(Config):
         root, calibration = self.weights.root, self.kv_cache.calibration
         prompts = calibration.prompts and calibration.prompts.absolute()
         model = self.model.path if self.model.repo_id is not None else self.model.path.absolute()
+        template = self.chat.chat_template and self.chat.chat_template.absolute()
         return self.model_copy(
             update={
                 "model": self.model.model_copy(update={"path": model}),
+                "chat": self.chat.model_copy(update={"chat_template": template}),
                 "weights": self.weights.model_copy(
                     update={
                         "root": root if str(root).startswith("$") else root.absolute(),

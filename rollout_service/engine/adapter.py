@@ -32,7 +32,7 @@ from rollout_service.metrics.process import record
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.kv_scales import KVMeasurement
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span
-from rollout_service.protocol.sampling import Sampling
+from rollout_service.protocol.sampling import Reasoning, Sampling
 from rollout_service.protocol.sampling_mask import pack
 from rollout_service.vllm_internals import pause_scheduler
 
@@ -99,12 +99,13 @@ class EngineAdapter:
         sampling: Sampling,
         priority: int = 0,
         cache_salt: str | None = None,
+        reasoning: Reasoning | None = None,
     ) -> tuple[Completion, ...]:
         """The ``n`` completions of one prompt. Cancelling the call aborts them in the engine.
 
         Raises EngineFailed when the engine is dead or broken, InvalidRequest for what vLLM refuses, NonFiniteLogprob.
         """
-        output = await self._output(request_id, prompt, vllm_sampling(sampling), priority, cache_salt)
+        output = await self._output(request_id, prompt, vllm_sampling(sampling), priority, cache_salt, reasoning)
         completions = tuple(completion(each, sampling.logprobs or 0) for each in output.outputs)
         if sampling.prompt_logprobs is None:
             return completions
@@ -130,9 +131,10 @@ class EngineAdapter:
         sampling: SamplingParams,
         priority: int = 0,
         cache_salt: str | None = None,
+        reasoning: Reasoning | None = None,
     ) -> RequestOutput:
         self._require_sound()
-        stream = self._stream(request_id, prompt, sampling, priority, cache_salt)
+        stream = self._stream(request_id, prompt, sampling, priority, cache_salt, reasoning)
         task = asyncio.create_task(self._collect(request_id, stream), name=request_id)
         self._generating.add(task)
         task.add_done_callback(self._generating.discard)
@@ -168,9 +170,19 @@ class EngineAdapter:
         sampling: SamplingParams,
         priority: int = 0,
         cache_salt: str | None = None,
+        reasoning: Reasoning | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         tokens = tokens_input(list(prompt), cache_salt=cache_salt)
-        return self._llm.generate(tokens, sampling, request_id, priority=priority)
+        if reasoning is None:
+            return self._llm.generate(tokens, sampling, request_id, priority=priority)
+        return self._llm.generate(
+            tokens,
+            sampling,
+            request_id,
+            priority=priority,
+            reasoning_ended=reasoning.ended,
+            reasoning_parser_kwargs=reasoning.parser_kwargs or None,
+        )
 
     async def abort(self) -> None:
         """End every completion with the tokens that it has, whatever the engine does meanwhile: they end "abort"."""

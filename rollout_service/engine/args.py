@@ -56,6 +56,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         worker_extension_cls=f"{VersionStaging.__module__}.{VersionStaging.__qualname__}",
         additional_config=_staging(config, on_cpu),
         logging_config=LoggingConfig(configure_logging=False),  # as the environment says, see logs.py
+        reasoning_parser=config.chat.reasoning_parser or "",  # structured outputs begin after the reasoning
         enable_prefix_caching=True,
         scheduling_policy="priority",  # with equal priorities: in order of arrival, as with the other policy
         disable_log_stats=True,

@@ -125,7 +125,12 @@ class EngineReplica:
                 await self._wait_version(call.min_weight_version)
             with self._admission.admit(call.sampling.n, call.origin):
                 completions = await self._engine.generate(
-                    call.request_id, call.prompt_token_ids, call.sampling, call.priority, call.cache_salt
+                    call.request_id,
+                    call.prompt_token_ids,
+                    call.sampling,
+                    call.priority,
+                    call.cache_salt,
+                    call.reasoning,
                 )
         except (EngineFailed, NotReady, Overloaded, TooEarly) as error:
             raise type(error)(error.message, {**error.detail, "replica_id": self._replica_id}) from error

@@ -1,9 +1,9 @@
 """What the gateway's routes stand on: the served model's facts and the clients of the other deployments."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any, Protocol
 
 import httpx
 import ray
@@ -18,12 +18,29 @@ from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.fleet.serve_status import not_running
 from rollout_service.model.served_model import ServedModel
 from rollout_service.monitor.feed import RolloutFeed
-from rollout_service.rpc import EngineClient, IngestCalls, MonitorCalls, ingest_client, monitor_client, shadow_client
+from rollout_service.rpc import (
+    EngineClient,
+    IngestCalls,
+    MonitorCalls,
+    SessionCalls,
+    ingest_client,
+    monitor_client,
+    session_client,
+    shadow_client,
+)
+from rollout_service.sessions.store import Sessions
 from rollout_service.shadow.feed import ShadowFeed
 from rollout_service.web.auth import Authorizer
 
 MAX_FORWARDED_PARTS = 64
 """At once, to the ingest; more wait."""
+
+
+class Chats(Protocol):
+    """What answers chats: ``gateway/openai/serving.py``, which imports this file."""
+
+    async def get(self, services: "Services") -> Any:
+        """Its ``Serving``."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +65,10 @@ class Services:
     """Has some of them scored."""
     aliases: tuple[str, ...] = ()
     """More names for it."""
+    chats: "Chats | None" = None
+    """Answers them. None: there are none."""
+    sessions: SessionCalls = field(default_factory=Sessions)
+    """What agents said."""
     returns_masks: bool = False
     """``engine.return_sampling_mask``."""
     not_running: Callable[[], dict[str, str]] = dict
@@ -63,8 +84,14 @@ class Services:
         ingest: DeploymentHandle,
         monitor: DeploymentHandle,
         shadow: DeploymentHandle | None,
+        sessions: DeploymentHandle | None,
     ) -> "Services":
-        """Read the model's facts and the token. ``shadow``: None if there is none."""
+        """Read the model's facts and the token.
+
+        Args:
+            shadow: None if there is none.
+            sessions: None if this process is to keep them.
+        """
         model = ServedModel.of(config.model)
         calls_ingest, calls_monitor = ingest_client(ingest), monitor_client(monitor)
         return cls(
@@ -82,6 +109,7 @@ class Services:
             feed=RolloutFeed(calls_monitor, config.monitor.remember_tokens, config.scaling.gateways),
             shadow=ShadowFeed(None if shadow is None else shadow_client(shadow), config.shadow),
             aliases=config.model.aliases,
+            sessions=Sessions() if sessions is None else session_client(sessions),
             returns_masks=config.engine.return_sampling_mask,
             not_running=partial(not_running, serve.get_replica_context().app_name),
             node_id=ray.get_runtime_context().get_node_id(),

@@ -1,6 +1,7 @@
 """The gateway as a Serve deployment: the application's HTTP ingress."""
 
 import asyncio
+from dataclasses import replace
 
 from fastapi import FastAPI
 from ray import serve
@@ -12,6 +13,9 @@ from rollout_service.drain import Drain
 from rollout_service.fleet.controller_watch import watch_controller
 from rollout_service.gateway import completions, control, generate, metrics, mismatch, models, weights
 from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.openai import routes as openai
+from rollout_service.gateway.openai import sessions
+from rollout_service.gateway.openai.serving import LazyServing
 from rollout_service.gateway.overdue import OpenRequests
 from rollout_service.logs import log_with_serve
 from rollout_service.model.hub import with_model_here
@@ -23,7 +27,7 @@ def create_app(services: Services) -> FastAPI:
     app = FastAPI(title="rollout service", version=__version__)
     app.state.services = services
     install_error_handlers(app)
-    for surface in (generate, completions, models, weights, mismatch, control, metrics):
+    for surface in (generate, completions, openai, sessions, models, weights, mismatch, control, metrics):
         app.include_router(surface.router)
     return app
 
@@ -39,12 +43,16 @@ class GatewayReplica:
         ingest: DeploymentHandle,
         monitor: DeploymentHandle,
         shadow: DeploymentHandle | None,
+        sessions: DeploymentHandle | None,
     ) -> None:
         log_with_serve()
         self._drain = Drain(config.scaling.drain_timeout_s)
         self._drain.begin_on_sigterm()
         config = with_model_here(config)
-        self._services = Services.create(config, engine, ingest, monitor, shadow)
+        chats = LazyServing(config)
+        made = Services.create(config, engine, ingest, monitor, shadow, sessions)
+        self._services = replace(made, chats=chats)
+        chats.make_if_configured(self._services)
         self._open = OpenRequests()
         self._watching = asyncio.create_task(watch_controller())
         self._drain.serves(self._end)

@@ -19,7 +19,7 @@ from rollout_service.gateway.dependencies import Services
 from rollout_service.metrics.process import counted_rollout
 from rollout_service.protocol.generate import RolloutOptions
 from rollout_service.protocol.rollout import Completion, Rollout
-from rollout_service.protocol.sampling import GenerateCall, Sampling
+from rollout_service.protocol.sampling import GenerateCall, Reasoning, Sampling
 from rollout_service.web.errors import documented
 
 DATA_ERRORS = documented(
@@ -78,15 +78,18 @@ def detokenize(token_ids: Sequence[int], services: Services, skip_special_tokens
 
 
 def text_of(completion: Completion, sampling: Sampling, services: Services) -> str | None:
-    """Its text, as vLLM makes it: up to the stop string that ended it, or with it. None without a tokenizer.
+    """Its text, as vLLM makes it: up to the stop string or stop token that ended it, or with it.
 
-    vLLM looks for stop strings from the last place at which one can begin that ends in the newest token.
+    vLLM looks for stop strings from the last place at which one can begin that ends in the newest token. None without a
+    tokenizer.
     """
     text = detokenize(completion.token_ids, services, sampling.skip_special_tokens)
-    stop = completion.stop_reason
-    if text is None or not isinstance(stop, str):
+    if text is None or completion.finish_reason != "stop":
         return text
     before = detokenize(completion.token_ids[:-1], services, sampling.skip_special_tokens) or ""
+    stop = completion.stop_reason
+    if not isinstance(stop, str):
+        return text if sampling.include_stop_str_in_output else before
     found = text.find(stop, max(0, len(before) - len(stop) + 1))
     if found < 0:
         return text
@@ -157,6 +160,7 @@ async def roll_out(
     sampling: Sampling,
     services: Services,
     options: RolloutOptions = RolloutOptions(),  # noqa: B008  # frozen
+    reasoning: Reasoning | None = None,
 ) -> Rollout:
     """Check one prompt and have an engine complete it."""
     check_prompt(prompt, sampling, services)
@@ -170,6 +174,7 @@ async def roll_out(
         session_id=options.session_id,
         priority=options.priority,
         cache_salt=options.cache_salt,
+        reasoning=reasoning if sampling.structured_outputs is not None else None,
     )
     rollout = await services.dispatcher.complete(request, options.on_abort)
     if sampling.is_truncated:

@@ -18,6 +18,15 @@ LETTERS_BEYOND_ASCII = "äöüßàâçèéêëîïñôùûáíóúåæøœ€°"
 VOCABULARY = [PAD, BOS, EOS, UNK, *ASCII, *LETTERS_BEYOND_ASCII]
 """Token ``i`` is ``VOCABULARY[i]``; 128 in all, so that the embedding needs no padding and every id can be decoded."""
 
+CHAT_TEMPLATE = (
+    r"{% if tools %}{{ 'tools: ' + (tools | tojson) + '\n' }}{% endif %}"
+    r"{% for message in messages %}{{ message.role + ': ' + (message.content or '') }}"
+    r"{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}"
+    r"{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    r"{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+"""One line a message; the model's own end as its replies do."""
+
 
 def tiny_qwen3_config() -> Qwen3Config:
     """About 3 million parameters.
@@ -57,6 +66,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
         eos_token=EOS,
         unk_token=UNK,
         clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
         model_max_length=tiny_qwen3_config().max_position_embeddings,
     )
 

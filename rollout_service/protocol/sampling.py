@@ -42,7 +42,7 @@ class StructuredOutputs(Frozen):
 
     model_config = ConfigDict(serialize_by_alias=True)
 
-    json_schema: Annotated[dict[str, Any] | str, Field(alias="json")] | None = None
+    json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
     """A JSON schema, as an object or as text."""
     json_object: Literal[True] | None = None
     """Any JSON object."""
@@ -194,6 +194,15 @@ class Sampling(CommonSampling):
     """From which token of the prompt on routed experts are wanted, where a server returns them. This one does not."""
 
 
+class Reasoning(Frozen):
+    """What an engine needs to know of a prompt whose model reasons first: structured outputs begin after that."""
+
+    ended: bool | None = None
+    """Whether the prompt ends after it; None: the engine's reasoning parser looks."""
+    parser_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Of the engine's reasoning parser, as of the gateway's."""
+
+
 class GenerateCall(Frozen):
     """What the gateway hands to an engine replica: one prompt, validated."""
 
@@ -206,6 +215,8 @@ class GenerateCall(Frozen):
     """Calls of one session go to one replica while it lives, whose prefix cache has what they share."""
     priority: int = 0
     """vLLM's: lower is earlier."""
+    reasoning: Reasoning | None = None
+    """With ``sampling.structured_outputs`` only."""
     cache_salt: str | None = None
     """Only prompts of the same salt share what the prefix cache holds."""
     origin: str = ""

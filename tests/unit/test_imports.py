@@ -30,9 +30,9 @@ WITH_TORCH = [".correction"]
 LIGHT = [f"rollout_service{name}" for name in WITHOUT_TORCH + WITH_TORCH]
 LAYERS = (
     *("errors", "connections", "private_names", "threads", "drain", "logs", "tasks"),
-    *("ray_internals", "transformers_internals", "protocol", "rpc", "vllm_internals"),
+    *("ray_internals", "transformers_internals", "protocol", "rpc", "vllm_internals", "vllm_serving"),
     *("config", "quant", "model", "store", "metrics", "fleet", "kv_scales", "engine"),
-    *("correction", "background_sender", "web", "ingest", "monitor", "shadow", "client", "gateway"),
+    *("correction", "background_sender", "web", "ingest", "monitor", "shadow", "sessions", "client", "gateway"),
     *("app", "local", "cli"),
 )
 """The package's parts, lowest first: each imports only those before it."""

@@ -66,7 +66,7 @@ async def test_special_tokens_are_left_out_of_text_unless_asked_for(services: Se
 @pytest.mark.parametrize(
     ("text", "stop", "trimmed", "whole"),
     [
-        ("abc", None, "abc", "abc"),
+        ("abc", None, "ab", "abc"),  # an end of sequence, or a stop token
         ("abc", "c", "ab", "abc"),
         ("abc", "bc", "a", "abc"),
         ("cabc", "c", "cab", "cabc"),  # the first one came before min_tokens

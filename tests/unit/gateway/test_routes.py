@@ -22,6 +22,17 @@ OPEN = {
     ("GET", "/v1/models"),
     ("GET", "/health"),
     ("GET", "/metrics"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/responses"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("POST", "/v1/sessions"),
+    ("GET", "/v1/sessions/{session_id}"),
+    ("DELETE", "/v1/sessions/{session_id}"),
+    ("POST", "/v1/sessions/{session_id}/v1/chat/completions"),
+    ("POST", "/v1/sessions/{session_id}/v1/messages"),
 }
 ABOUT_THE_API = {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
 """Static; FastAPI's own."""

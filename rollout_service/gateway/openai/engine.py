@@ -1,0 +1,190 @@
+"""The engine that vLLM's server classes see: every replica of the service, behind the dispatcher.
+
+Imports vLLM's server: see ``vllm_serving.py``.
+"""
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+from vllm import CompletionOutput, RequestOutput, SamplingParams
+from vllm.config import VllmConfig
+from vllm.logprobs import Logprob
+from vllm.outputs import WeightVersionSpan
+
+from rollout_service.errors import BadRequest, RolloutServiceError
+from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.generate import sampled_first
+from rollout_service.gateway.openai.exchange import Exchange, current
+from rollout_service.gateway.prompts import roll_out, text_of
+from rollout_service.protocol.rollout import Candidate, Completion, Rollout
+from rollout_service.protocol.sampling import Reasoning, Sampling, StructuredOutputs
+from rollout_service.vllm_serving import EngineClient
+from rollout_service.web.errors import validation_error
+
+_AS_THEY_ARE = frozenset(Sampling.model_fields) & frozenset(SamplingParams.__struct_fields__) - {
+    "structured_outputs",
+    "output_kind",
+}
+"""Sampling parameters that both sides have, in the same form."""
+_OF_THE_REPLY = frozenset(
+    {"output_kind", "stream_interval", "flat_logprobs", "skip_clone", "output_text_buffer_length"}
+)
+"""What says in which pieces vLLM's engine answers. Here the answer is one piece."""
+_AS_REQUESTED = {"extra_args": "vllm_xargs, kv_transfer_params or ec_transfer_params"}
+_DEFAULTS = SamplingParams()
+
+
+def _not_here(name: str) -> Callable[..., NoReturn]:
+    def refuse(*arguments: object, **options: object) -> NoReturn:
+        raise NotImplementedError(f"EngineClient.{name}: a route of this service does that, or none")
+
+    return refuse
+
+
+class DispatchedEngine(EngineClient):
+    """vLLM's client of an engine, as far as its server classes for chats use one: ``generate``."""
+
+    def __init__(self, services: Services, vllm_config: VllmConfig, renderer: Any) -> None:
+        """``renderer``: vLLM's, which has the tokenizer and the chat template."""
+        self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
+        self.renderer = renderer
+        self.input_processor = None  # for prompts with images, which are refused
+        self._services = services
+
+    is_running = property(lambda self: True)
+    is_stopped = property(lambda self: False)
+    errored = property(lambda self: False)
+    dead_error = property(lambda self: NotImplementedError("the dispatcher does not die"))
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        session_id: str | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+        trace_headers: object = None,
+        **others: object,
+    ) -> AsyncGenerator[RequestOutput]:
+        """One output, when all completions of the prompt are done. Tracing headers are not passed on."""
+        exchange = current.get()
+        try:
+            unknown = sorted(name for name, value in others.items() if value is not None)
+            if unknown:
+                raise BadRequest(f"{', '.join(unknown)}: not implemented; leave it out", {"not_implemented": unknown})
+            sampling = sampling_of(sampling_params)
+            options = exchange.options.model_copy(
+                update={
+                    "request_id": request_id,
+                    "priority": priority,
+                    "session_id": session_id or exchange.options.session_id,
+                    "cache_salt": prompt.get("cache_salt"),
+                }
+            )
+            reasoning = Reasoning(ended=reasoning_ended, parser_kwargs=reasoning_parser_kwargs or {})
+            rollout = await roll_out(_token_ids(prompt), sampling, self._services, options, reasoning)
+        except RolloutServiceError as error:
+            exchange.error = error
+            raise
+        exchange.rollouts.append(rollout)
+        yield _output(rollout, sampling, sampling_params, self._services)
+
+    abort: Any = _not_here("abort")
+    add_lora: Any = _not_here("add_lora")
+    check_health: Any = _not_here("check_health")
+    do_log_stats: Any = _not_here("do_log_stats")
+    encode: Any = _not_here("encode")
+    is_paused: Any = _not_here("is_paused")
+    is_sleeping: Any = _not_here("is_sleeping")
+    is_tracing_enabled: Any = _not_here("is_tracing_enabled")
+    notify_kv_transfer_request_rejected: Any = _not_here("notify_kv_transfer_request_rejected")
+    pause_generation: Any = _not_here("pause_generation")
+    release_kv_cache_memory: Any = _not_here("release_kv_cache_memory")
+    reset_encoder_cache: Any = _not_here("reset_encoder_cache")
+    reset_mm_cache: Any = _not_here("reset_mm_cache")
+    reset_prefix_cache: Any = _not_here("reset_prefix_cache")
+    resume_generation: Any = _not_here("resume_generation")
+    shutdown: Any = _not_here("shutdown")
+    sleep: Any = _not_here("sleep")
+    start_profile: Any = _not_here("start_profile")
+    stop_profile: Any = _not_here("stop_profile")
+    wake_up: Any = _not_here("wake_up")
+
+
+def sampling_of(params: SamplingParams) -> Sampling:
+    """Ours of vLLM's. Raises BadRequest for what is set and not implemented here, by name.
+
+    vLLM's request models take and drop what they do not know; what they do know ends here, or is refused.
+    """
+    unknown = [
+        _AS_REQUESTED.get(name, name)
+        for name in SamplingParams.__struct_fields__
+        if not name.startswith("_") and name not in _AS_THEY_ARE | _OF_THE_REPLY | {"structured_outputs"}
+        if getattr(params, name) != getattr(_DEFAULTS, name) and getattr(params, name) != {}
+    ]
+    if unknown:
+        raise BadRequest(f"{', '.join(unknown)}: not implemented; leave it out", {"not_implemented": unknown})
+    fields = {name: getattr(params, name) for name in _AS_THEY_ARE}
+    try:
+        return Sampling.model_validate(fields | {"structured_outputs": _structured(params.structured_outputs)})
+    except ValidationError as error:
+        said = validation_error("sampling parameters", error.errors())
+        raise BadRequest(said.message, said.detail) from error
+
+
+def _structured(params: Any) -> StructuredOutputs | None:
+    if params is None:
+        return None
+    names = [field.alias or name for name, field in StructuredOutputs.model_fields.items()]
+    return StructuredOutputs.model_validate({name: getattr(params, name) for name in names})
+
+
+def _token_ids(prompt: Any) -> tuple[int, ...]:
+    if prompt.get("type") != "token":
+        raise BadRequest("the messages hold more than text, which is not implemented: send text")
+    return tuple(prompt["prompt_token_ids"])
+
+
+def _output(rollout: Rollout, sampling: Sampling, params: SamplingParams, services: Services) -> RequestOutput:
+    prompt_logprobs = rollout.completions[0].prompt_logprobs
+    return RequestOutput(
+        request_id=rollout.request_id,
+        prompt=None,
+        prompt_token_ids=list(rollout.prompt_token_ids),
+        prompt_logprobs=None
+        if prompt_logprobs is None
+        else [None if each is None else _by_id(each, services) for each in prompt_logprobs],
+        outputs=[_completion_output(each, sampling, params, services) for each in rollout.completions],
+        finished=True,
+    )
+
+
+def _completion_output(
+    completion: Completion, sampling: Sampling, params: SamplingParams, services: Services
+) -> CompletionOutput:
+    likeliest = completion.top_logprobs or ((),) * len(completion.token_ids)
+    sampled = zip(completion.token_ids, completion.logprobs, likeliest, strict=True)
+    return CompletionOutput(
+        index=completion.index,
+        text=text_of(completion, sampling, services) or "",
+        token_ids=list(completion.token_ids),
+        cumulative_logprob=None,
+        logprobs=None if params.logprobs is None else [_by_id(sampled_first(*each), services) for each in sampled],
+        finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason,
+        weight_versions=[WeightVersionSpan(str(s.version), s.start, s.end) for s in completion.spans],
+    )
+
+
+def _by_id(candidates: "tuple[Candidate, ...] | list[Candidate]", services: Services) -> dict[int, Logprob]:
+    assert services.tokenizer is not None  # a model without one has no chats
+    return {c.token_id: Logprob(c.logprob, c.rank or None, services.tokenizer.decode([c.token_id])) for c in candidates}
+
+
+def answered(exchange: Exchange) -> list[Completion]:
+    """The completions of the reply, in the order of its choices."""
+    return [completion for rollout in exchange.rollouts for completion in rollout.completions]

@@ -1,0 +1,270 @@
+"""The routes of OpenAI's and Anthropic's chats, and ``/tokenize`` and ``/detokenize``: vLLM's server answers them.
+
+What this service adds to a reply: ``weight_versions`` of each choice (in vLLM's form), ``weight_version`` if all tokens
+are of one, ``attempts`` and ``truncated_sampling``. What vLLM's request models would take and drop is refused by name.
+A stream has its text in one piece, when all is done.
+"""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any, cast
+
+from fastapi import APIRouter, Body, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from rollout_service.errors import BadRequest, NotFound, RolloutServiceError
+from rollout_service.gateway.dependencies import Here, Services, SessionHeader
+from rollout_service.gateway.generate import spans
+from rollout_service.gateway.openai.exchange import Exchange, SessionTurn, current
+from rollout_service.gateway.openai.serving import Serving
+from rollout_service.gateway.prompts import DATA_ERRORS
+from rollout_service.gateway.routes import OpenRoute
+from rollout_service.protocol.generate import RolloutOptions
+from rollout_service.web.errors import documented, validation_error
+
+router = APIRouter(tags=["chat"], route_class=OpenRoute)
+_ERRORS = DATA_ERRORS | documented(BadRequest)
+
+OURS = ("min_weight_version", "on_abort")
+"""Options of this service that a body may have beside what the API defines."""
+IDLE = frozenset(
+    {"metadata", "nvext", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store"}
+)
+"""What clients send to other servers and what changes no token: accounting, hints for caches and for NVIDIA Dynamo."""
+JsonObject = dict[str, Any]
+
+
+@router.post("/v1/chat/completions", responses=_ERRORS)
+async def chat_completions(
+    request: Request, services: Here, body: JsonObject = Body(), x_session_id: SessionHeader = None
+) -> Response:
+    """OpenAI's chat: messages, tools, structured outputs, ``n``, logprobs, and vLLM's ``return_token_ids``."""
+    return await chat(request, services, body, await _named_in_header(x_session_id, services))
+
+
+async def chat(request: Request, services: Services, body: JsonObject, exchange: Exchange) -> Response:
+    """The reply to a chat of OpenAI's."""
+    serving, vllm = await _serving(services)
+    parsed = _parse(vllm.ChatCompletionRequest, body, request)
+    _begin(exchange, parsed)
+    reply = await _answer(serving.chat.create_chat_completion(parsed, request), exchange)
+    if isinstance(reply, BaseModel):
+        return JSONResponse(_with_choices(reply.model_dump(mode="json"), exchange, parsed.model))
+    return await _stream(_chunks(reply, exchange), exchange)
+
+
+@router.post("/v1/responses", responses=_ERRORS)
+async def responses(
+    request: Request, services: Here, body: JsonObject = Body(), x_session_id: SessionHeader = None
+) -> Response:
+    """OpenAI's Responses API. Nothing is stored: send the whole conversation."""
+    if body.get("store") is True or body.get("background") or body.get("previous_response_id") is not None:
+        raise BadRequest(
+            "store, background and previous_response_id: responses are not kept here; send the whole conversation, or "
+            "use POST /v1/sessions"
+        )
+    serving, vllm = await _serving(services)
+    parsed = _parse(vllm.ResponsesRequest, {**body, "store": False}, request)
+    exchange = Exchange(RolloutOptions(session_id=x_session_id))  # not kept: see gateway/openai/sessions.py
+    _begin(exchange, parsed)
+    reply = await _answer(serving.responses.create_responses(parsed, request), exchange)
+    if isinstance(reply, BaseModel):
+        return JSONResponse(_with_versions(reply.model_dump(mode="json", by_alias=True), exchange))
+    return await _stream(_events(reply), exchange)
+
+
+@router.post("/v1/messages", responses=_ERRORS)
+async def messages(
+    request: Request, services: Here, body: JsonObject = Body(), x_session_id: SessionHeader = None
+) -> Response:
+    """Anthropic's Messages API."""
+    return await anthropic(request, services, body, await _named_in_header(x_session_id, services))
+
+
+async def anthropic(request: Request, services: Services, body: JsonObject, exchange: Exchange) -> Response:
+    """The reply to messages of Anthropic's."""
+    serving, vllm = await _serving(services)
+    parsed = _parse(vllm.AnthropicMessagesRequest, body, request)
+    _begin(exchange, parsed)
+    reply = await _answer(serving.messages.create_messages(parsed, request), exchange)
+    if isinstance(reply, BaseModel):
+        return JSONResponse(_with_versions(reply.model_dump(mode="json", exclude_none=True), exchange))
+    return await _stream(reply, exchange)
+
+
+@router.post("/v1/messages/count_tokens", responses=_ERRORS)
+async def count_tokens(request: Request, services: Here, body: JsonObject = Body()) -> Response:
+    """How many tokens Anthropic's messages are."""
+    serving, vllm = await _serving(services)
+    parsed = _parse(vllm.AnthropicCountTokensRequest, body, request)
+    current.set(exchange := Exchange())
+    reply = await _answer(serving.messages.count_tokens(parsed, request), exchange)
+    return JSONResponse(reply.model_dump(mode="json", exclude_none=True))
+
+
+@router.post("/tokenize", responses=_ERRORS)
+async def tokenize(request: Request, services: Here, body: JsonObject = Body()) -> Response:
+    """The token ids of a prompt, or of messages as the chat template writes them."""
+    serving, vllm = await _serving(services)
+    model = vllm.TokenizeChatRequest if "messages" in body else vllm.TokenizeCompletionRequest
+    current.set(exchange := Exchange())
+    reply = await _answer(serving.tokenization.create_tokenize(_parse(model, body, request), request), exchange)
+    return JSONResponse(reply.model_dump(mode="json"))
+
+
+@router.post("/detokenize", responses=_ERRORS)
+async def detokenize(request: Request, services: Here, body: JsonObject = Body()) -> Response:
+    """The text of token ids."""
+    serving, vllm = await _serving(services)
+    parsed = _parse(vllm.DetokenizeRequest, body, request)
+    reply = await _answer(serving.tokenization.create_detokenize(parsed, request), Exchange())
+    return JSONResponse(reply.model_dump(mode="json"))
+
+
+async def _serving(services: Services) -> tuple[Serving, Any]:
+    """vLLM's objects, and the module with its request models."""
+    assert services.chats is not None
+    serving: Serving = await services.chats.get(services)
+    from rollout_service import vllm_serving
+
+    return serving, vllm_serving
+
+
+def _parse(model: type[Any], body: JsonObject, request: Request) -> Any:
+    """Raises BadRequest for a body that the API does not define, or that has more than is implemented, by name."""
+    route = f"{request.method} {request.url.path}"
+    try:
+        parsed = model.model_validate(body)
+    except ValidationError as error:
+        said = validation_error(route, error.errors())
+        raise BadRequest(said.message, said.detail) from error
+    if getattr(parsed, "use_beam_search", False):  # vLLM would drive it through what an engine in the process has
+        raise BadRequest(f"{route}: use_beam_search is not implemented: leave it out")
+    extra = {name: value for name, value in (parsed.model_extra or {}).items() if value is not None}
+    unknown = sorted(set(extra) - IDLE - set(OURS))
+    if unknown:
+        raise BadRequest(
+            f"{route}: {', '.join(name[:64] for name in unknown[:8])}: not a field here, or not implemented: leave it "
+            "out",
+            {"not_implemented": [name[:64] for name in unknown[:64]]},
+        )
+    return parsed
+
+
+_options: TypeAdapter[RolloutOptions] = TypeAdapter(RolloutOptions)
+
+
+async def _named_in_header(name: str | None, services: Services) -> Exchange:
+    """Calls that name an open session are its turns; any name brings calls to one replica, whose cache they share."""
+    exchange = Exchange(RolloutOptions(session_id=name))
+    if name is not None:
+        with suppress(NotFound):
+            await services.sessions.prefix(name, [], None)
+            exchange.session = SessionTurn(name, services.sessions)
+    return exchange
+
+
+def _begin(exchange: Exchange, parsed: Any) -> None:
+    """Options of this service in the body. Raises BadRequest."""
+    given = {name: value for name, value in (parsed.model_extra or {}).items() if name in OURS}
+    try:
+        options = _options.validate_python(given)
+    except ValidationError as error:
+        said = validation_error("the request", error.errors())
+        raise BadRequest(said.message, said.detail) from error
+    exchange.options = options.model_copy(update={"session_id": exchange.options.session_id})
+    current.set(exchange)
+
+
+async def _answer(reply: Any, exchange: Exchange) -> Any:
+    """vLLM's reply. Its refusals become errors of the service; those of the service itself come through as they are."""
+    try:
+        found = await reply
+    except RolloutServiceError:
+        raise
+    except Exception as error:
+        if exchange.error is not None:
+            raise exchange.error from error
+        raise _as_ours(error) from error
+    if exchange.error is not None:
+        raise exchange.error
+    if hasattr(found, "error") and hasattr(found.error, "code"):
+        raise _refusal(found.error.code, found.error.message)
+    return found
+
+
+def _as_ours(error: Exception) -> Exception:
+    """vLLM's own mapping of what its classes raise; what is no caller's fault stays what it is."""
+    from vllm.exceptions import VLLMClientError, VLLMNotFoundError
+
+    if isinstance(error, VLLMNotFoundError):
+        return NotFound(str(error))
+    client_errors = (VLLMClientError, ValueError, TypeError, OverflowError, NotImplementedError)
+    of_a_template = any(cls.__name__ == "TemplateError" for cls in type(error).__mro__)
+    return BadRequest(str(error)) if isinstance(error, client_errors) or of_a_template else error
+
+
+def _refusal(status: int, message: str) -> RolloutServiceError:
+    if status == 404:
+        return NotFound(message)
+    return BadRequest(message) if status < 500 else RolloutServiceError(message)
+
+
+def _with_choices(reply: JsonObject, exchange: Exchange, model: str | None) -> JsonObject:
+    for choice, versions in zip(reply["choices"], _versions(exchange), strict=True):
+        choice["weight_versions"] = versions
+    return _with_versions(reply, exchange) | ({} if model is None else {"model": model})
+
+
+def _with_versions(reply: JsonObject, exchange: Exchange) -> JsonObject:
+    """What a reply says as a whole."""
+    found = {span["version"] for versions in _versions(exchange) for span in versions}
+    if len(found) == 1:
+        reply["weight_version"] = int(found.pop())
+    reply["attempts"] = max((rollout.attempts for rollout in exchange.rollouts), default=1)
+    reply["truncated_sampling"] = any(rollout.truncated_sampling for rollout in exchange.rollouts)
+    return reply
+
+
+def _versions(exchange: Exchange) -> list[list[JsonObject]]:
+    return [spans(completion) for rollout in exchange.rollouts for completion in rollout.completions]
+
+
+async def _stream(lines: AsyncIterator[str], exchange: Exchange) -> Response:
+    """Server-sent events. They wait for the tokens, so that an error before those can still be an HTTP error."""
+    before: list[str] = []
+    async for line in lines:
+        before.append(line)
+        if exchange.error is not None:
+            raise exchange.error
+        if exchange.rollouts:
+            break
+
+    async def all_of_them() -> AsyncIterator[str]:
+        for line in before:
+            yield line
+        async for line in lines:
+            yield line
+
+    return StreamingResponse(all_of_them(), media_type="text/event-stream")
+
+
+async def _chunks(lines: AsyncIterator[str], exchange: Exchange) -> AsyncIterator[str]:
+    """A chat's, with the versions in the chunk that ends a choice."""
+    async for line in lines:
+        event = line.removeprefix("data: ").strip()
+        chunk = None if event == "[DONE]" else json.loads(event)
+        ended = [choice for choice in (chunk or {}).get("choices", ()) if choice.get("finish_reason")]
+        if not ended:
+            yield line
+            continue
+        for choice in ended:
+            choice["weight_versions"] = _versions(exchange)[choice["index"]]
+        yield f"data: {json.dumps(_with_versions(cast(JsonObject, chunk), exchange))}\n\n"
+
+
+async def _events(events: AsyncIterator[Any]) -> AsyncIterator[str]:
+    async for event in events:
+        yield f"event: {event.type}\ndata: {event.model_dump_json(by_alias=True)}\n\n"

@@ -1,0 +1,107 @@
+"""vLLM's server classes, made when the first chat comes: importing them takes seconds, and not everybody chats."""
+
+import asyncio
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollout_service.config import ChatConfig, ServiceConfig
+from rollout_service.errors import InvalidRequest
+from rollout_service.logs import TELL_VLLM
+
+if TYPE_CHECKING:
+    from rollout_service.gateway.dependencies import Services
+    from rollout_service.vllm_serving import (
+        AnthropicServingMessages,
+        OpenAIServingChat,
+        OpenAIServingResponses,
+        ServingTokenization,
+    )
+
+
+@dataclass(frozen=True)
+class Serving:
+    """One object for each API."""
+
+    chat: "OpenAIServingChat"
+    responses: "OpenAIServingResponses"
+    messages: "AnthropicServingMessages"
+    tokenization: "ServingTokenization"
+
+
+class LazyServing:
+    """Makes them once."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self._config = config
+        self._made: Serving | None = None
+        self._making = asyncio.Lock()
+
+    def make_if_configured(self, services: "Services") -> None:
+        """Who configures chats will have them: a template or a parser that is not there ends the gateway's start."""
+        if self._config.chat != ChatConfig():
+            _import()
+            self._made = make(self._config, services)
+
+    async def get(self, services: "Services") -> Serving:
+        """Raises InvalidRequest if the model has no tokenizer."""
+        if services.tokenizer is None:
+            raise InvalidRequest(f"{services.name} has no tokenizer: send token ids to /inference/v1/generate")
+        async with self._making:
+            if self._made is None:
+                await asyncio.to_thread(_import)
+                self._made = make(self._config, services)
+            return self._made
+
+
+def _import() -> None:
+    """In a thread: the gateway answers meanwhile, if slowly."""
+    os.environ.update(TELL_VLLM)  # noqa: TID251 - vLLM looks when it is imported
+    import rollout_service.gateway.openai.engine  # noqa: F401
+
+
+def make(config: ServiceConfig, services: "Services") -> Serving:
+    """Raises ValueError or KeyError for a template or a parser that vLLM does not know."""
+    from vllm import AsyncEngineArgs
+    from vllm.config import VllmConfig
+
+    from rollout_service import vllm_serving as vllm
+    from rollout_service.gateway.openai.engine import DispatchedEngine
+    from rollout_service.gateway.openai.recording import ContinuingRenderer, RecordedChat, RecordedMessages
+
+    chat = config.chat
+    args = AsyncEngineArgs(
+        model=str(config.model.path),
+        served_model_name=[services.name, *services.aliases],
+        max_model_len=config.engine.max_model_len,
+        enforce_eager=True,
+        generation_config="vllm",  # as in the engines: the model's own must not change what a trainer asked for
+        reasoning_parser=chat.reasoning_parser or "",
+    )
+    model_config = args.create_model_config()
+    model_config.quantization = None  # nothing is computed here
+    vllm_config = VllmConfig(
+        model_config=model_config, structured_outputs_config=args.create_structured_outputs_config()
+    )
+    renderer = vllm.renderer_from_config(vllm_config)
+    engine = DispatchedEngine(services, vllm_config, renderer)
+    names = (services.name, *services.aliases)
+    models = vllm.OpenAIServingModels(engine, [vllm.BaseModelPath(name, str(config.model.path)) for name in names])
+    template: dict[str, Any] = {
+        "chat_template": vllm.load_chat_template(chat.chat_template),
+        "chat_template_content_format": "auto",
+    }
+    trusted: dict[str, Any] = {"trust_request_chat_template": chat.trust_request_chat_template}
+    parsers: dict[str, Any] = {
+        "enable_auto_tools": chat.tool_parser is not None,
+        "tool_parser": chat.tool_parser,
+        "reasoning_parser": chat.reasoning_parser or "",
+    }
+    online = ContinuingRenderer(model_config, renderer, request_logger=None, **template, **trusted, **parsers)
+    common = {"online_renderer": online, "request_logger": None, **template, **parsers}
+    return Serving(
+        chat=RecordedChat(engine, models, "assistant", **common, **trusted),
+        responses=vllm.OpenAIServingResponses(engine, models, **common),
+        messages=RecordedMessages(engine, models, "assistant", **common),
+        tokenization=vllm.ServingTokenization(models, online, request_logger=None, **template, **trusted),
+    )

@@ -1,0 +1,67 @@
+"""Sessions: an agent chats at an address of its own, and a trainer reads what the model read and said, in tokens."""
+
+from typing import Any
+
+from fastapi import APIRouter, Body, Request, Response
+
+from rollout_service.errors import BadRequest, InvalidRequest, NotFound, Overloaded, VersionConflict
+from rollout_service.gateway.dependencies import Here, Services
+from rollout_service.gateway.openai import routes
+from rollout_service.gateway.openai.exchange import Exchange, SessionTurn
+from rollout_service.gateway.prompts import DATA_ERRORS
+from rollout_service.gateway.routes import OpenRoute
+from rollout_service.protocol.generate import RolloutOptions
+from rollout_service.protocol.sessions import OpenSession, Session, SessionOpened
+from rollout_service.web.errors import documented
+
+router = APIRouter(prefix="/v1/sessions", tags=["sessions"], route_class=OpenRoute)
+_ERRORS = documented(InvalidRequest, NotFound)
+_CHAT_ERRORS = DATA_ERRORS | documented(BadRequest, NotFound)
+
+
+class SessionReply(Session):
+    """A session with its branches."""
+
+    paths: tuple[tuple[int, ...], ...]
+    """The turns from a first one to each that none continues."""
+
+
+@router.post("", responses=documented(InvalidRequest, VersionConflict, Overloaded))
+async def open_session(services: Here, body: OpenSession | None = None) -> SessionOpened:
+    """Open a session."""
+    name = await services.sessions.open(body or OpenSession())
+    return SessionOpened(
+        session_id=name, openai_path=f"{router.prefix}/{name}/v1", anthropic_path=f"{router.prefix}/{name}"
+    )
+
+
+@router.get("/{session_id}", responses=_ERRORS)
+async def read_session(session_id: str, services: Here) -> SessionReply:
+    """Its turns so far: exact prompt and completion ids, logprobs, versions."""
+    session = await services.sessions.get(session_id)
+    paths = tuple(tuple(turn.index for turn in branch) for branch in session.branches())
+    return SessionReply(session_id=session_id, turns=session.turns, paths=paths)
+
+
+@router.delete("/{session_id}", status_code=204, responses=_ERRORS)
+async def close_session(session_id: str, services: Here) -> None:
+    """Forget it."""
+    await services.sessions.close(session_id)
+
+
+@router.post("/{session_id}/v1/chat/completions", responses=_CHAT_ERRORS)
+async def chat_completions(
+    session_id: str, request: Request, services: Here, body: dict[str, Any] = Body()
+) -> Response:
+    """``/v1/chat/completions`` whose replies are turns of the session."""
+    return await routes.chat(request, services, body, _turn(session_id, services))
+
+
+@router.post("/{session_id}/v1/messages", responses=_CHAT_ERRORS)
+async def messages(session_id: str, request: Request, services: Here, body: dict[str, Any] = Body()) -> Response:
+    """``/v1/messages`` whose replies are turns of the session."""
+    return await routes.anthropic(request, services, body, _turn(session_id, services))
+
+
+def _turn(session_id: str, services: Services) -> Exchange:
+    return Exchange(RolloutOptions(session_id=session_id), session=SessionTurn(session_id, services.sessions))

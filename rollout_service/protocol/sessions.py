@@ -1,0 +1,88 @@
+"""Sessions: what an agent and the model said, in the tokens that the model read and sampled."""
+
+from typing import Any
+
+from pydantic import Field
+
+from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.rollout import FinishReason, Span
+
+Message = dict[str, Any]
+"""As OpenAI's chat has it: ``role``, ``content``, ``tool_calls`` …"""
+
+
+class OpenSession(Frozen):
+    """What a trainer asks for before it lets an agent talk."""
+
+    session_id: str | None = Field(default=None, min_length=1, max_length=256, pattern=r"^[A-Za-z0-9._:-]+$")
+    """Its name in the address; None: the service makes one."""
+    ttl_s: float = Field(default=3600.0, gt=0, le=7 * 24 * 3600)
+    """It is forgotten so long after its last turn."""
+
+
+class SessionOpened(Frozen):
+    """Where the agent finds it, below the service's address."""
+
+    session_id: str
+    openai_path: str
+    """``base_url`` of an OpenAI client is the service's address and this."""
+    anthropic_path: str
+    """The same for an Anthropic client, which adds ``/v1`` itself."""
+
+
+class Turn(Frozen):
+    """One reply of the model, and everything that it read.
+
+    Training data as it stands: ``prompt_token_ids`` and then ``token_ids``, of which the loss counts the latter. Where
+    a turn continues another, its prompt begins with the other's prompt and reply, token by token.
+    """
+
+    index: int
+    """In the order in which the session's turns ended."""
+    parent: int | None
+    """The turn that this one continues. None: it began from text, as a first turn does, and one whose history the agent
+    has changed."""
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Natural logs, of each of ``token_ids``."""
+    spans: tuple[Span, ...]
+    """Which weights on which replica made them."""
+    finish_reason: FinishReason
+    truncated_sampling: bool
+    message: Message
+    """What the agent was told."""
+
+    @property
+    def nbytes(self) -> int:
+        """About what it takes in memory."""
+        return 8 * (len(self.prompt_token_ids) + 2 * len(self.token_ids)) + 512
+
+
+class Session(Frozen):
+    """A session as a trainer reads it: a tree of turns, each a leaf or continued by others."""
+
+    session_id: str
+    turns: tuple[Turn, ...]
+
+    def branches(self) -> list[tuple[Turn, ...]]:
+        """From the first turn to each that none continues, in the order of their ends."""
+        continued = {turn.parent for turn in self.turns}
+        return [self._path(turn) for turn in self.turns if turn.index not in continued]
+
+    def _path(self, turn: Turn | None) -> tuple[Turn, ...]:
+        path: list[Turn] = []
+        while turn is not None:
+            path.append(turn)
+            turn = None if turn.parent is None else self.turns[turn.parent]
+        return tuple(reversed(path))
+
+
+class Prefix(Frozen):
+    """The tokens that a conversation begins with, as the model read and sampled them."""
+
+    turn: int
+    messages: int
+    """How many of the conversation's messages they are: the last of these is the model's own."""
+    token_ids: tuple[int, ...]

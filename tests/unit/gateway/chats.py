@@ -1,0 +1,67 @@
+"""What tests of chats share: an engine in this process that says what it is told to, and a gateway in front of it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollout_service.config import ServiceConfig
+from rollout_service.model.tiny import EOS, VOCABULARY
+from rollout_service.protocol.rollout import Candidate, Completion, Rollout, Span
+from rollout_service.protocol.sampling import GenerateCall
+
+URL = "http://127.0.0.1"
+HELLO: list[Any] = [{"role": "user", "content": "hi"}]
+PROMPT = "user: hi\nassistant: "
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(VOCABULARY.index(character) for character in text)
+
+
+@dataclass
+class ScriptedEngine:
+    """Says ``text``, then the end of sequence, under versions 3 and 4."""
+
+    text: str = "hello"
+    tokens: tuple[int, ...] = ()
+    """Said instead of ``text``."""
+    calls: list[GenerateCall] = field(default_factory=list)
+    error: Exception | None = None
+
+    async def generate(self, call: GenerateCall) -> Rollout:
+        self.calls.append(call)
+        if self.error is not None:
+            raise self.error
+        tokens = self.tokens or (*ids(self.text), VOCABULARY.index(EOS))
+        k = call.sampling.logprobs or 0
+        completions = tuple(
+            Completion(
+                index=index,
+                token_ids=tokens,
+                logprobs=(-0.5,) * len(tokens),
+                finish_reason="stop",
+                spans=(Span(version=3, start=0, end=1), Span(version=4, start=1, end=len(tokens))),
+                top_logprobs=tuple((Candidate(t, -0.5, 1), Candidate(5, -2.0, 2))[:k] for t in tokens) if k else None,
+            )
+            for index in range(call.sampling.n)
+        )
+        return Rollout(
+            request_id=call.request_id,
+            prompt_token_ids=call.prompt_token_ids,
+            completions=completions,
+            replica_id="r1",
+        )
+
+
+def config_of(model: Path, **chat: object) -> ServiceConfig:
+    return ServiceConfig.model_validate(
+        {
+            "model": {"path": model, "aliases": ["org/tiny"]},
+            "engine": {"max_model_len": 512},
+            "chat": {"tool_parser": "hermes", **chat},
+        }
+    )

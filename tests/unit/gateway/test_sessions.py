@@ -1,0 +1,132 @@
+"""Sessions over HTTP: agents with unchanged SDKs, and the tokens that a trainer reads afterwards."""
+
+from typing import Any
+
+import anthropic
+import httpx
+import httpx2
+import openai
+import pytest
+
+from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.deployment import create_app
+from rollout_service.model.tiny import BOS, EOS, VOCABULARY
+from tests.unit.gateway.chats import HELLO, PROMPT, TOOL, URL, ScriptedEngine, ids
+
+END, UNSPOKEN = VOCABULARY.index(EOS), VOCABULARY.index(BOS)
+NEXT = "\nuser: more\nassistant: "
+
+
+@pytest.fixture
+async def session(chat_http: httpx.AsyncClient) -> dict[str, Any]:
+    return dict((await chat_http.post("/v1/sessions")).json())
+
+
+@pytest.fixture
+def agent(chat_http: httpx.AsyncClient, session: dict[str, Any]) -> openai.AsyncOpenAI:
+    base_url = URL + session["openai_path"]
+    return openai.AsyncOpenAI(base_url=base_url, api_key="EMPTY", http_client=chat_http, max_retries=0)
+
+
+async def turns(chat_http: httpx.AsyncClient, session: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
+    found = (await chat_http.get(f"/v1/sessions/{session['session_id']}")).json()
+    return found["turns"], found["paths"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_next_turn_goes_on_from_the_models_own_tokens(
+    agent: openai.AsyncOpenAI, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine, stream: bool
+) -> None:
+    scripted.tokens = (*ids("he"), UNSPOKEN, *ids("llo"), END)  # a token that its text does not show
+    reply = await said(agent, HELLO, stream)
+    assert reply == {"role": "assistant", "content": "hello"}
+    await said(agent, [*HELLO, reply, {"role": "user", "content": "more"}], stream)
+    first, second = scripted.calls
+    assert second.prompt_token_ids == (*ids(PROMPT), *scripted.tokens, *ids(NEXT))
+    assert first.session_id == second.session_id == session["session_id"]
+    kept, paths = await turns(chat_http, session)
+    assert paths == [[0, 1]] and [turn["parent"] for turn in kept] == [None, 0]
+    assert [tuple(turn["prompt_token_ids"]) for turn in kept] == [c.prompt_token_ids for c in scripted.calls]
+    for turn in kept:
+        assert tuple(turn["token_ids"]) == scripted.tokens and len(turn["logprobs"]) == len(scripted.tokens)
+        assert [(s["version"], s["start"], s["end"], s["replica_id"]) for s in turn["spans"]] == [
+            (3, 0, 1, "r1"),
+            (4, 1, 7, "r1"),
+        ]
+
+
+async def said(agent: openai.AsyncOpenAI, messages: list[Any], stream: bool) -> dict[str, Any]:
+    """The reply, as agents send it back."""
+    if not stream:
+        reply = await agent.chat.completions.create(model="tiny", messages=messages)
+        return {"role": "assistant", "content": reply.choices[0].message.content}
+    chunks = await agent.chat.completions.create(model="tiny", messages=messages, stream=True)
+    text = [choice.delta.content or "" async for chunk in chunks for choice in chunk.choices]
+    return {"role": "assistant", "content": "".join(text)}
+
+
+async def test_changed_history_begins_a_branch(
+    agent: openai.AsyncOpenAI, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
+) -> None:
+    reply = await said(agent, HELLO, stream=False)
+    more = {"role": "user", "content": "more"}
+    await said(agent, [*HELLO, reply, more], stream=False)
+    await said(agent, [*HELLO, {**reply, "content": "bye"}, more], stream=False)
+    assert scripted.calls[2].prompt_token_ids == (*ids(PROMPT), *ids("bye"), END, *ids(NEXT))
+    kept, paths = await turns(chat_http, session)
+    assert paths == [[0, 1], [2]] and kept[2]["parent"] is None
+
+
+async def test_a_tool_call_and_its_result_are_turns(
+    agent: openai.AsyncOpenAI, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
+) -> None:
+    scripted.text = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'  # other spaces than a template's
+    asked: Any = {"model": "tiny", "tools": [TOOL]}
+    reply = (await agent.chat.completions.create(messages=HELLO, **asked)).choices[0].message
+    assert reply.tool_calls is not None
+    result = {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": "2"}
+    history = [*HELLO, reply.model_dump(exclude_none=True), result]
+    await agent.chat.completions.create(messages=history, **asked)
+    first, second = scripted.calls
+    before = (*first.prompt_token_ids, *ids(scripted.text), END)
+    assert second.prompt_token_ids == (*before, *ids("\ntool: 2\nassistant: "))
+    assert (await turns(chat_http, session))[1] == [[0, 1]]
+
+
+async def test_anthropics_sdk_talks_in_a_session(
+    chatting: Services, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
+) -> None:
+    scripted.tokens = (*ids("he"), UNSPOKEN, *ids("llo"), END)
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=create_app(chatting)))
+    agent = anthropic.AsyncAnthropic(
+        base_url=URL + session["anthropic_path"], api_key="EMPTY", http_client=http, max_retries=0
+    )
+    reply = await agent.messages.create(model="tiny", max_tokens=9, messages=HELLO)
+    history = [*HELLO, {"role": "assistant", "content": reply.content}, {"role": "user", "content": "more"}]
+    await agent.messages.create(model="tiny", max_tokens=9, messages=history)
+    assert scripted.calls[1].prompt_token_ids == (*ids(PROMPT), *scripted.tokens, *ids(NEXT))
+    assert (await turns(chat_http, session))[1] == [[0, 1]]
+
+
+async def test_the_header_names_an_open_session_or_only_a_replica(
+    chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
+) -> None:
+    for name in (session["session_id"], "another"):
+        body = {"model": "tiny", "messages": HELLO}
+        reply = await chat_http.post("/v1/chat/completions", json=body, headers={"X-Session-ID": name})
+        assert reply.status_code == 200
+    assert [call.session_id for call in scripted.calls] == [session["session_id"], "another"]
+    assert len((await turns(chat_http, session))[0]) == 1
+    assert (await chat_http.get("/v1/sessions/another")).status_code == 404
+
+
+async def test_a_session_ends_when_it_is_deleted(chat_http: httpx.AsyncClient, session: Any) -> None:
+    path = f"/v1/sessions/{session['session_id']}"
+    assert (await chat_http.post("/v1/sessions", json={"session_id": session["session_id"]})).status_code == 409
+    assert (await chat_http.delete(path)).status_code == 204
+    for reply in (
+        await chat_http.get(path),
+        await chat_http.delete(path),
+        await chat_http.post(f"{path}/v1/chat/completions", json={"model": "tiny", "messages": HELLO}),
+    ):
+        assert reply.status_code == 404 and reply.json()["error"]["type"] == "NotFound"

@@ -1,0 +1,75 @@
+"""When conversations are the same, and how their tokens go on."""
+
+import pytest
+
+from rollout_service.protocol.sessions import Message
+from rollout_service.sessions.conversation import continued, key_of
+
+END = 2
+ASKED: Message = {"role": "user", "content": "add"}
+CALLED: Message = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}],
+    "reasoning": "only told",
+}
+
+
+class TestKeys:
+    @pytest.mark.parametrize(
+        "sent_back",
+        [
+            {**CALLED, "content": ""},
+            {name: value for name, value in CALLED.items() if name != "reasoning"},
+            {**CALLED, "content": []},
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "c1", "function": {"name": "add", "arguments": {"b": 2, "a": 1}}}],
+            },
+        ],
+    )
+    def test_a_reply_sent_back_in_another_form_is_the_same(self, sent_back: Message) -> None:
+        assert key_of([ASKED, sent_back], None) == key_of([ASKED, CALLED], None)
+
+    def test_parts_of_text_are_their_text(self) -> None:
+        parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "dd"}]}
+        assert key_of([parts], None) == key_of([ASKED], None)
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            [{"role": "user", "content": "Add"}],
+            [{"role": "system", "content": "add"}],
+            [ASKED, ASKED],
+            [{"role": "tool", "content": "add", "tool_call_id": "c1"}],
+        ],
+    )
+    def test_other_words_are_another_conversation(self, other: list[Message]) -> None:
+        assert key_of(other, None) != key_of([ASKED], None)
+
+    def test_other_tools_are_another_conversation(self) -> None:
+        assert key_of([ASKED], [{"name": "add"}]) != key_of([ASKED], None)
+
+
+class TestContinued:
+    """Prompt 10, reply 20 21 END; the template writes the reply as 22 and puts 9 after its end."""
+
+    HISTORY = (10, 22, END, 9)
+    WHOLE = (*HISTORY, 11, 12)
+
+    def test_the_replys_own_tokens_stay(self) -> None:
+        assert continued((10, 20, 21, END), self.HISTORY, self.WHOLE, {END}) == (10, 20, 21, END, 9, 11, 12)
+
+    def test_a_reply_cut_at_its_length_gets_an_end(self) -> None:
+        assert continued((10, 20, 21), self.HISTORY, self.WHOLE, {END}) == (10, 20, 21, END, 9, 11, 12)
+
+    def test_the_last_end_is_the_replys(self) -> None:
+        history = (10, END, 9, 11, 22, END, 9)
+        whole = (*history, 12)
+        assert continued((10, END, 9, 11, 20, END), history, whole, {END}) == (10, END, 9, 11, 20, END, 9, 12)
+
+    def test_a_template_that_rewrites_history_continues_nothing(self) -> None:
+        assert continued((10, 20, END), self.HISTORY, (10, 23, END, 9, 11), {END}) is None
+
+    def test_a_template_without_ends_continues_nothing(self) -> None:
+        assert continued((10, 20, END), (10, 22, 9), (10, 22, 9, 11), {END}) is None
