@@ -14,10 +14,12 @@ from rollout_service.client._generate import GenerateOptions, Prompt, body_of, r
 from rollout_service.client._http import Http
 from rollout_service.client._mismatch import MismatchCalls
 from rollout_service.client._retry import Repeat
+from rollout_service.client._sessions import AgentSession
 from rollout_service.client._tensors import TensorSource, TensorThread, drain
 from rollout_service.client._upload import Progress, Quantize, Uploader, named_scales
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.rollout import OnAbort, Rollout
+from rollout_service.protocol.sessions import OpenSession
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.tasks import raise_first_failure
@@ -85,6 +87,15 @@ class RolloutClient(ControlCalls, MismatchCalls):
         await self._data.aclose()
         await self._control.aclose()
         await self._parts.aclose()
+
+    def session(self, session_id: str | None = None, *, ttl_s: float = 3600.0) -> AgentSession:
+        """A conversation of an agent that chats by itself: ``async with client.session() as session:``.
+
+        Args:
+            session_id: Letters, digits and ``._:-``; None: the service makes one.
+            ttl_s: The service forgets it so long after its last turn.
+        """
+        return AgentSession(self._control, OpenSession(session_id=session_id, ttl_s=ttl_s))
 
     async def generate(
         self,

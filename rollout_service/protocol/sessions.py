@@ -1,5 +1,6 @@
 """Sessions: what an agent and the model said, in the tokens that the model read and sampled."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field
@@ -65,18 +66,26 @@ class Session(Frozen):
 
     session_id: str
     turns: tuple[Turn, ...]
+    paths: tuple[tuple[int, ...], ...]
+    """The branches as indices of turns: from a first turn to each that none continues."""
+
+    @classmethod
+    def of(cls, session_id: str, turns: Sequence[Turn]) -> "Session":
+        """With its branches."""
+        continued = {turn.parent for turn in turns}
+        leaves = (turn for turn in turns if turn.index not in continued)
+        return cls(session_id=session_id, turns=tuple(turns), paths=tuple(_path(turns, leaf) for leaf in leaves))
 
     def branches(self) -> list[tuple[Turn, ...]]:
-        """From the first turn to each that none continues, in the order of their ends."""
-        continued = {turn.parent for turn in self.turns}
-        return [self._path(turn) for turn in self.turns if turn.index not in continued]
+        """The turns of each path."""
+        return [tuple(self.turns[index] for index in path) for path in self.paths]
 
-    def _path(self, turn: Turn | None) -> tuple[Turn, ...]:
-        path: list[Turn] = []
-        while turn is not None:
-            path.append(turn)
-            turn = None if turn.parent is None else self.turns[turn.parent]
-        return tuple(reversed(path))
+
+def _path(turns: Sequence[Turn], leaf: Turn) -> tuple[int, ...]:
+    path = [leaf.index]
+    while (parent := turns[path[-1]].parent) is not None:
+        path.append(parent)
+    return tuple(reversed(path))
 
 
 class Prefix(Frozen):

@@ -81,7 +81,7 @@ class SessionStore:
 
     def get(self, session_id: str) -> Session:
         """What was said so far. Raises NotFound."""
-        return Session(session_id=session_id, turns=tuple(self._session(session_id).turns))
+        return Session.of(session_id, self._session(session_id).turns)
 
     def close(self, session_id: str) -> None:
         """Forget it. Raises NotFound."""

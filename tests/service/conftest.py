@@ -39,6 +39,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Iterator
         },
         "monitor": {"min_tokens": 50},
         "auth": {"token_file": token},
+        "chat": {"tool_parser": "hermes"},
     }
     with running_service(PROJECT / "deployments/cpu_rollout.yaml", overrides) as running:
         yield running

@@ -19,13 +19,6 @@ _ERRORS = documented(InvalidRequest, NotFound)
 _CHAT_ERRORS = DATA_ERRORS | documented(BadRequest, NotFound)
 
 
-class SessionReply(Session):
-    """A session with its branches."""
-
-    paths: tuple[tuple[int, ...], ...]
-    """The turns from a first one to each that none continues."""
-
-
 @router.post("", responses=documented(InvalidRequest, VersionConflict, Overloaded))
 async def open_session(services: Here, body: OpenSession | None = None) -> SessionOpened:
     """Open a session."""
@@ -36,11 +29,9 @@ async def open_session(services: Here, body: OpenSession | None = None) -> Sessi
 
 
 @router.get("/{session_id}", responses=_ERRORS)
-async def read_session(session_id: str, services: Here) -> SessionReply:
+async def read_session(session_id: str, services: Here) -> Session:
     """Its turns so far: exact prompt and completion ids, logprobs, versions."""
-    session = await services.sessions.get(session_id)
-    paths = tuple(tuple(turn.index for turn in branch) for branch in session.branches())
-    return SessionReply(session_id=session_id, turns=session.turns, paths=paths)
+    return await services.sessions.get(session_id)
 
 
 @router.delete("/{session_id}", status_code=204, responses=_ERRORS)

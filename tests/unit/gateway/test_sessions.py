@@ -8,6 +8,7 @@ import httpx2
 import openai
 import pytest
 
+from rollout_service.client import RolloutClient
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
 from rollout_service.model.tiny import BOS, EOS, VOCABULARY
@@ -63,6 +64,19 @@ async def said(agent: openai.AsyncOpenAI, messages: list[Any], stream: bool) -> 
     chunks = await agent.chat.completions.create(model="tiny", messages=messages, stream=True)
     text = [choice.delta.content or "" async for chunk in chunks for choice in chunk.choices]
     return {"role": "assistant", "content": "".join(text)}
+
+
+async def test_the_client_gives_an_agent_its_address(chat_http: httpx.AsyncClient, chatting: Services) -> None:
+    transport = httpx.ASGITransport(app=create_app(chatting))
+    async with RolloutClient(URL, transport=transport) as client:
+        async with client.session("mine") as session:
+            agent = openai.AsyncOpenAI(base_url=session.openai_base_url, api_key="EMPTY", http_client=chat_http)
+            await said(agent, HELLO, stream=False)
+            assert session.anthropic_base_url == f"{URL}/v1/sessions/mine"
+            [[turn]] = (await session.trajectory()).branches()
+            assert turn.prompt_token_ids == ids(PROMPT) and turn.message == {"role": "assistant", "content": "hello"}
+        await session.close()  # once more
+    assert (await chat_http.get("/v1/sessions/mine")).status_code == 404
 
 
 async def test_changed_history_begins_a_branch(

@@ -1,0 +1,76 @@
+"""Chats and sessions of the running service, by OpenAI's own client."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from rollout_service.client import RolloutClient
+from rollout_service.local import LocalService
+
+HELLO: list[Any] = [{"role": "user", "content": "1+1"}]
+
+
+@pytest.fixture
+async def sdk(service: LocalService) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="EMPTY", max_retries=0) as sdk:
+        yield sdk
+
+
+async def test_a_chat_has_the_tokens_and_logprobs_of_generate(sdk: openai.AsyncOpenAI, client: RolloutClient) -> None:
+    reply = await sdk.chat.completions.create(
+        model="tiny-qwen3",
+        messages=HELLO,
+        temperature=0,
+        max_tokens=8,
+        logprobs=True,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )
+    chat = reply.model_dump()
+    [choice] = chat["choices"]
+    [same] = (
+        await client.generate(chat["prompt_token_ids"], temperature=0, max_tokens=8, ignore_eos=True)
+    ).completions
+    assert tuple(choice["token_ids"]) == same.token_ids
+    assert [c["logprob"] for c in choice["logprobs"]["content"]] == pytest.approx(same.logprobs, abs=0.05)
+    assert [int(span["version"]) for span in choice["weight_versions"]] == list(same.versions)
+    assert chat["weight_version"] == same.versions[-1]
+
+
+async def test_a_tool_that_must_be_called_is_called(sdk: openai.AsyncOpenAI) -> None:
+    parameters = {"type": "object", "properties": {"unit": {"enum": ["c", "f"]}}, "required": ["unit"]}
+    parameters["additionalProperties"] = False
+    tool: Any = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    reply = await sdk.chat.completions.create(
+        model="tiny-qwen3", messages=HELLO, tools=[tool], tool_choice="required", max_tokens=200
+    )
+    [choice] = reply.choices
+    assert choice.message.tool_calls is not None
+    call: Any = choice.message.tool_calls[0]
+    assert call.function.name == "weather" and json.loads(call.function.arguments)["unit"] in ("c", "f")
+
+
+async def test_a_stream_comes_through_the_proxy(sdk: openai.AsyncOpenAI) -> None:
+    stream = await sdk.chat.completions.create(
+        model="tiny-qwen3", messages=HELLO, max_tokens=8, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[-1].usage is not None and 1 <= chunks[-1].usage.completion_tokens <= 8
+
+
+async def test_an_agents_turns_share_their_tokens(service: LocalService, client: RolloutClient) -> None:
+    async with client.session() as session:
+        async with openai.AsyncOpenAI(base_url=session.openai_base_url, api_key="EMPTY", max_retries=0) as agent:
+            messages = list(HELLO)
+            for _ in range(3):
+                reply = await agent.chat.completions.create(model="tiny-qwen3", messages=messages, max_tokens=12)
+                content = reply.choices[0].message.content
+                messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "more"}]
+        [branch] = (await session.trajectory()).branches()
+    assert [turn.index for turn in branch] == [0, 1, 2]
+    for before, after in zip(branch, branch[1:], strict=False):
+        seen = (*before.prompt_token_ids, *before.token_ids)
+        assert after.prompt_token_ids[: len(seen)] == seen
+    assert all(len(turn.logprobs) == len(turn.token_ids) and turn.spans for turn in branch)
