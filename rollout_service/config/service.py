@@ -6,10 +6,11 @@ directory that the service is started from.
 
 import os
 import re
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rollout_service.config.engine import Config, EngineConfig, KVCacheConfig, QuantConfig
 from rollout_service.protocol.upload import LARGEST_PART_BYTES
@@ -143,7 +144,8 @@ class WeightsConfig(Config):
     """Folders below which a ``source: {path}`` may lie; empty: only uploads are taken."""
 
     upload_host: str = "127.0.0.1"
-    """Address on which the ingest listens for parts. Anything but loopback needs ``auth.token_file``.
+    """Address on which the ingest listens for parts. Anything but loopback needs ``auth.token_file`` or
+    ``auth.trusted_networks``.
 
     On loopback, trainers on its machine send parts there, and all others through the gateway, which must then run on
     the ingest's node. With ``0.0.0.0`` a trainer is told the address at which it reached the service if that is the
@@ -234,6 +236,21 @@ class ShadowConfig(Config):
     """How long what a newer version sampled waits until the shadow has loaded it, before it is given up."""
 
 
+def _network(value: Any) -> Any:
+    if isinstance(value, IPv4Network | IPv6Network):
+        return value
+    try:
+        if isinstance(value, str):  # of a number, ipaddress would make an address
+            return ip_network(value)
+        problem = f"{value!r} is not text"
+    except ValueError as error:
+        problem = str(error)
+    raise ValueError(f"{problem}: write a network as 10.1.0.0/16 or fd00:1::/32, or one address")
+
+
+Network = Annotated[IPv4Network | IPv6Network, BeforeValidator(_network)]
+
+
 class AuthConfig(Config):
     """Who may move weights and pause engines."""
 
@@ -242,6 +259,12 @@ class AuthConfig(Config):
     ingest; space around it does not count. None: these routes answer programs on this machine only, neither web pages
     nor what comes through a proxy. A proxy on this machine that adds no header looks like a program: it needs a
     token."""
+
+    trusted_networks: tuple[Network, ...] = ()
+    """IPv4 and IPv6 networks whose machines need no token on these routes, for trainers that cannot send one: TRL,
+    SkyRL, slime, AReaL. Web pages and what comes through a proxy are refused from there, too. Whoever can open a
+    connection from such a network can replace the model's weights: name the trainer's nodes, no network that others
+    share. What comes through a NAT or a load balancer has its address."""
 
     @model_validator(mode="before")
     @classmethod
@@ -341,12 +364,12 @@ class ServiceConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _remote_uploads_need_a_token(self) -> "ServiceConfig":
+    def _remote_uploads_need_a_token_or_trust(self) -> "ServiceConfig":
         loopback = self.weights.upload_host in ("127.0.0.1", "localhost", "::1")
-        if not loopback and self.auth.token_file is None:
+        if not loopback and self.auth.token_file is None and not self.auth.trusted_networks:
             raise ValueError(
                 f"weights.upload_host={self.weights.upload_host} is reachable from other machines, but no token is "
-                "configured: set auth.token_file, or listen on 127.0.0.1"
+                "configured: set auth.token_file or auth.trusted_networks, or listen on 127.0.0.1"
             )
         return self
 

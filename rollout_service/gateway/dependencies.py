@@ -101,7 +101,7 @@ class Services:
             tokenizer=AutoTokenizer.from_pretrained(config.model.path) if model.has_tokenizer else None,
             dispatcher=Dispatcher(EngineClient(engine), calls_ingest, config.engine),
             ingest=calls_ingest,
-            authorizer=Authorizer(config.auth.secret()),
+            authorizer=Authorizer(config.auth.secret(), config.auth.trusted_networks),
             http=httpx.AsyncClient(  # callers go away in the middle of a part, and none may take a connection along
                 timeout=httpx.Timeout(300.0, connect=10.0), transport=ManyConnections(MAX_FORWARDED_PARTS)
             ),

@@ -1,6 +1,7 @@
 """The gateway as a Serve deployment: the application's HTTP ingress."""
 
 import asyncio
+import logging
 from dataclasses import replace
 
 from fastapi import FastAPI
@@ -20,6 +21,8 @@ from rollout_service.gateway.overdue import OpenRequests
 from rollout_service.logs import log_with_serve
 from rollout_service.model.hub import with_model_here
 from rollout_service.web.errors import install_error_handlers
+
+logger = logging.getLogger(__name__)
 
 
 def create_app(services: Services) -> FastAPI:
@@ -48,6 +51,12 @@ class GatewayReplica:
         log_with_serve()
         self._drain = Drain(config.scaling.drain_timeout_s)
         self._drain.begin_on_sigterm()
+        if config.auth.trusted_networks:
+            logger.warning(
+                "auth.trusted_networks: whoever can open a connection from %s needs no token, and can replace the "
+                "model's weights, read their versions and pause the engines",
+                ", ".join(map(str, config.auth.trusted_networks)),
+            )
         config = with_model_here(config)
         chats = LazyServing(config)
         made = Services.create(config, engine, ingest, monitor, shadow, sessions)

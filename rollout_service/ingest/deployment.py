@@ -30,7 +30,7 @@ class IngestReplica(Ingest):
         empty = WeightLog(config.weights.root_here()).head() is None
         config = await asyncio.to_thread(with_model_here, config, weights=empty)
         super().__init__(config)
-        app = create_upload_app(self, Authorizer(config.auth.secret()))
+        app = create_upload_app(self, Authorizer(config.auth.secret(), config.auth.trusted_networks))
         self._listener = UploadServer(app, config.weights.upload_host, config.weights.upload_port)
         self._listener.start()
         node = ray.get_runtime_context().get_node_id()

@@ -1,7 +1,8 @@
 """Who may call the weight and control routes."""
 
-import ipaddress
 import secrets
+from collections.abc import Sequence
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 
 from starlette.requests import HTTPConnection
 
@@ -13,35 +14,47 @@ _INSTEAD = "configure auth.token_file and send its token"
 
 
 class Authorizer:
-    """With a token: callers that send it. Without: programs on this machine that call the service by a loopback name.
+    """Callers that send the token, where there is one; where there is none, programs on this machine that call the
+    service by a loopback name; and, either way, programs in the trusted networks.
 
-    A browser on this machine calls from loopback too, on behalf of any page that is open in it, and so does a proxy, on
-    behalf of anyone. Neither may without a token. A proxy that adds no header of its own cannot be told from a local
-    program: who runs one on this machine needs a token.
+    A browser calls from its machine's address on behalf of any page that is open in it, and so does a proxy, on behalf
+    of anyone. Neither may without a token. A proxy that adds no header of its own cannot be told from a program: who
+    runs one on this machine, or in a trusted network, needs a token.
     """
 
-    def __init__(self, token: str | None) -> None:
-        self._token = token
+    def __init__(self, token: str | None, trusted_networks: Sequence[IPv4Network | IPv6Network] = ()) -> None:
+        self._token, self._trusted = token, tuple(trusted_networks)
 
     def check(self, request: HTTPConnection) -> None:
         """Raise Unauthorized or Forbidden for a caller that may not."""
-        if self._token is None:
-            _require_local_program(request)
-            return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not secrets.compare_digest(given.strip().encode(), self._token.encode()):
-            problem = "is missing" if not given else "is wrong"
+        bearer = given.strip() if scheme.lower() == "bearer" else ""
+        if self._token is not None and secrets.compare_digest(bearer.encode(), self._token.encode()):
+            return
+        address = _address(request.client.host) if request.client else None
+        if address is not None and any(address in network for network in self._trusted):
+            _require_program(request, address.is_loopback)
+        elif self._token is not None:
+            problem = "is wrong" if bearer else "is missing"
             raise Unauthorized(f"the bearer token {problem}: send Authorization: Bearer <token of auth.token_file>")
+        elif address is not None and address.is_loopback:
+            _require_program(request, from_here=True)
+        else:
+            raise Forbidden(self._only_from(request.client.host if request.client else ""))
 
-
-def _require_local_program(request: HTTPConnection) -> None:
-    address = request.client.host if request.client else ""
-    if not _is_loopback(address):
-        raise Forbidden(
-            f"weight and control routes answer callers on the service's own machine only, and {address or 'you'} "
-            f"called from elsewhere: {_INSTEAD}"
+    def _only_from(self, address: str) -> str:
+        where = "on the service's own machine"
+        if self._trusted:
+            where += f" and in auth.trusted_networks ({', '.join(map(str, self._trusted))})"
+        return (
+            f"weight and control routes answer callers {where} only, and {address or 'you'} called from elsewhere: "
+            f"{_INSTEAD}"
         )
-    # the address above may be what such a header says: uvicorn believes proxies on its own machine
+
+
+def _require_program(request: HTTPConnection, from_here: bool) -> None:
+    """Raise Forbidden for a proxy or a web page. ``from_here``: the caller's address is a loopback one."""
+    # the caller's address may be what such a header says: uvicorn believes proxies on its own machine
     proxied = sorted(name for name in request.headers if name in _PROXY_HEADERS or name.startswith("x-forwarded-"))
     if proxied:
         raise Forbidden(
@@ -49,18 +62,24 @@ def _require_local_program(request: HTTPConnection) -> None:
             f"{proxied[0]}: {_INSTEAD}",
             {"headers": proxied},
         )
-    # a page of any site can have its own name resolve to 127.0.0.1 (DNS rebinding); it cannot choose this header
+    # a page of any site can have its own name resolve to this machine (DNS rebinding); it cannot choose this header
     host = request.headers.get("host", "")
-    if not _names_loopback(host):
+    if from_here and not _names_loopback(host):
         raise Forbidden(
             f"without a token weight and control routes answer at localhost, 127.0.0.1 and [::1] only, and this "
             f"request is for the host {host!r}: use one of those, or {_INSTEAD}",
             {"host": host},
         )
-    _require_no_other_page(request, host)
+    _require_no_page(request, host)
 
 
-def _require_no_other_page(request: HTTPConnection, host: str) -> None:
+def _require_no_page(request: HTTPConnection, host: str) -> None:
+    """Raise Forbidden for what a browser sends for a page, but for the service's own pages.
+
+    Which page is the service's own is told by its host. A name may have been made to resolve here, an address may not:
+    a page is never answered at a name. Programs send neither of these headers, and call by whatever name they like.
+    Browsers send ``Origin`` with everything but a GET of the page's own host.
+    """
     origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
     of_another = origin is not None and origin.partition("://")[2].lower() != host.lower()
     if of_another or site not in ("same-origin", "none"):
@@ -69,21 +88,33 @@ def _require_no_other_page(request: HTTPConnection, host: str) -> None:
             f"for {origin or 'a page elsewhere'}: {_INSTEAD}",
             {"origin": origin, "sec_fetch_site": site},
         )
+    if (origin is not None or site != "none") and not _names_loopback(host) and _address(_name(host)) is None:
+        raise Forbidden(
+            f"without a token weight and control routes do not answer a page at the name {host!r}, which anyone may "
+            f"have made to resolve here: open it by the service's address, or {_INSTEAD}",
+            {"host": host, "origin": origin, "sec_fetch_site": site},
+        )
 
 
 def _names_loopback(host_header: str) -> bool:
-    """Whether a Host header, with or without a port, names this machine's loopback whatever a name server says."""
+    """Whether a Host header names this machine's loopback whatever a name server says."""
+    name = _name(host_header)
+    address = _address(name)
+    return name.lower() == "localhost" or (address is not None and address.is_loopback)
+
+
+def _name(host_header: str) -> str:
+    """A Host header without its port, and an IPv6 address without its brackets."""
     name, bracket, _ = host_header.removeprefix("[").partition("]")
-    if not bracket:
-        name = host_header.partition(":")[0]
-    return name.lower() == "localhost" or _is_loopback(name)
+    return name if bracket else host_header.partition(":")[0]
 
 
-def _is_loopback(host: str) -> bool:
+def _address(host: str) -> IPv4Address | IPv6Address | None:
+    """The address that ``host`` is; None if it is a name."""
     try:
-        address = ipaddress.ip_address(host)
+        address = ip_address(host)
     except ValueError:
-        return False
+        return None
     # a listener on both families sees 127.0.0.1 as ::ffff:127.0.0.1
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return mapped or address

@@ -155,6 +155,24 @@ def test_uploads_from_other_machines_are_fine_with_a_token() -> None:
     assert ServiceConfig.model_validate(args).weights.upload_host == "0.0.0.0"
 
 
+def test_uploads_from_trusted_networks_need_no_token() -> None:
+    args = {"weights": {"upload_host": "0.0.0.0"}, "auth": {"trusted_networks": ["10.1.0.0/16"]}}
+    assert ServiceConfig.model_validate(args).auth.secret() is None
+
+
+def test_trusted_networks_are_ipv4_and_ipv6_networks() -> None:
+    config = AuthConfig(trusted_networks=["10.1.0.0/16", "fd00:1::/32", "10.2.0.7"])
+    assert [str(network) for network in config.trusted_networks] == ["10.1.0.0/16", "fd00:1::/32", "10.2.0.7/32"]
+    assert AuthConfig.model_validate(config.model_dump(mode="json")) == config
+    assert AuthConfig().trusted_networks == ()
+
+
+@pytest.mark.parametrize("network", ["10.1.0.1/16", "trainer-0", "10.1", 167837696, None])
+def test_what_is_no_network_is_refused_by_its_value(network: object) -> None:
+    message = message_of({"auth": {"trusted_networks": [network]}})
+    assert "auth.trusted_networks.0" in message and str(network) in message and "10.1.0.0/16 or fd00:1::/32" in message
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_uploads_from_this_machine_need_none(host: str) -> None:
     assert ServiceConfig.model_validate({"weights": {"upload_host": host}}).auth.secret() is None

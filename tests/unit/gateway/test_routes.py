@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from ipaddress import ip_network
 from typing import Any
 
 import httpx
@@ -78,6 +79,18 @@ def test_every_route_is_guarded_but_those_that_anyone_may_call(services: Service
     found = {(method, route.path) for method, route in routes(services) if not isinstance(route, GuardedRoute)}
     assert found == OPEN
     assert len(guarded(services)) >= 12
+
+
+@pytest.mark.parametrize("token", [None, "secret"])
+async def test_programs_in_a_trusted_network_pass_without_a_token(services: Services, token: str | None) -> None:
+    class Ingest:
+        async def is_paused(self) -> bool:
+            return True
+
+    trusting = replace(services, ingest=Ingest(), authorizer=Authorizer(token, [ip_network("192.0.2.0/24")]))
+    async with client(trusting, "192.0.2.1", {"Host": "rollouts:8000"}) as http:
+        assert (await http.get("/is_paused")).json() == {"is_paused": True}
+        assert (await http.get("/is_paused", headers={"X-Forwarded-For": "192.0.2.2"})).status_code == 403
 
 
 @pytest.mark.parametrize("stranger", STRANGERS)

@@ -1,5 +1,7 @@
 """Who may call the weight and control routes."""
 
+from ipaddress import ip_network
+
 import pytest
 from starlette.requests import HTTPConnection
 
@@ -147,3 +149,75 @@ def test_without_a_token_any_proxied_request_is_forbidden(name: str, value: str)
 def test_with_the_token_any_name_any_page_and_any_proxy_may() -> None:
     headers = {"host": "rollouts.example", "origin": "https://dashboards.example", "x-forwarded-for": "192.0.2.1"}
     Authorizer("s3cret").check(request("Bearer s3cret", "192.0.2.7", headers))
+
+
+TRUSTED = [ip_network("10.1.0.0/16"), ip_network("fd00:1::/32")]
+
+
+@pytest.mark.parametrize("token", [None, "s3cret"])
+@pytest.mark.parametrize("host", ["10.1.0.1", "10.1.255.255", "::ffff:10.1.0.1", "fd00:1::7"])
+@pytest.mark.parametrize("header", [None, "Bearer EMPTY", "Basic x"])
+def test_a_trusted_network_needs_no_token(token: str | None, host: str, header: str | None) -> None:
+    Authorizer(token, TRUSTED).check(request(header, host, {"host": "rollouts.svc.cluster.local:8000"}))
+
+
+@pytest.mark.parametrize("host", ["10.2.0.1", "::ffff:10.2.0.1", "fd00:2::7", "192.0.2.1", None])
+def test_other_networks_need_the_token_still(host: str | None) -> None:
+    with pytest.raises(Unauthorized, match="is missing"):
+        Authorizer("s3cret", TRUSTED).check(request(None, host))
+    Authorizer("s3cret", TRUSTED).check(request("Bearer s3cret", host))
+    with pytest.raises(Forbidden, match=r"in auth\.trusted_networks \(10\.1\.0\.0/16, fd00:1::/32\) only"):
+        Authorizer(None, TRUSTED).check(request(None, host))
+
+
+def test_trusted_networks_change_nothing_for_loopback() -> None:
+    Authorizer(None, TRUSTED).check(request())
+    with pytest.raises(Unauthorized):
+        Authorizer("s3cret", TRUSTED).check(request())
+    with pytest.raises(Forbidden, match="answer at localhost"):
+        Authorizer(None, TRUSTED).check(request(headers={"host": "evil.example"}))
+
+
+def test_trusted_loopback_is_called_by_a_loopback_name() -> None:
+    authorizer = Authorizer("s3cret", [ip_network("127.0.0.0/8")])
+    authorizer.check(request())
+    with pytest.raises(Forbidden, match="answer at localhost"):
+        authorizer.check(request(headers={"host": "evil.example"}))
+
+
+@pytest.mark.parametrize("token", [None, "s3cret"])
+@pytest.mark.parametrize("name", ["x-forwarded-for", "x-real-ip", "forwarded", "via"])
+def test_a_proxy_in_a_trusted_network_is_forbidden(token: str | None, name: str) -> None:
+    with pytest.raises(Forbidden, match=f"do not answer proxies, and this request has the header {name}"):
+        Authorizer(token, TRUSTED).check(request(None, "10.1.0.1", {name: "10.1.0.2"}))
+
+
+@pytest.mark.parametrize("token", [None, "s3cret"])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "10.1.0.9:8000", "origin": "http://evil.example"},
+        {"host": "10.1.0.9:8000", "origin": "null"},
+        {"host": "10.1.0.9:8000", "sec-fetch-site": "cross-site"},
+        {"host": "rollouts:8000", "origin": "http://evil.example"},
+    ],
+)
+def test_other_sites_pages_in_trusted_networks_are_forbidden(token: str | None, headers: dict[str, str]) -> None:
+    with pytest.raises(Forbidden, match="do not answer pages of other origins"):
+        Authorizer(token, TRUSTED).check(request(None, "10.1.0.1", headers))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [{"origin": "http://evil.example:8000"}, {"sec-fetch-site": "same-origin"}],
+    ids=["what is no GET", "a GET over https"],
+)
+def test_a_page_whose_name_resolves_here_is_forbidden(sent: dict[str, str]) -> None:
+    with pytest.raises(Forbidden, match=r"do not answer a page at the name 'evil\.example:8000'"):
+        Authorizer(None, TRUSTED).check(request(None, "10.1.0.1", {"host": "evil.example:8000", **sent}))
+
+
+@pytest.mark.parametrize("host", ["10.1.0.9:8000", "[fd00:1::9]:8000", "10.1.0.9"])
+def test_the_service_s_own_page_at_its_address_may(host: str) -> None:
+    own = {"host": host, "origin": f"http://{host}", "sec-fetch-site": "same-origin"}
+    Authorizer(None, TRUSTED).check(request(None, "10.1.0.1", own))
