@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from ray import ObjectRef
 
@@ -166,6 +167,20 @@ class Ingest:
         begin, meant = source.announced(version, kv_scales)
         await self._shielded.run(self._begin(begin, source))
         return await self.commit(version, request.model_copy(update={"upload_digest": meant}))
+
+    async def push_folder(self, path: Path, request: CommitUpload, number: int | None = None) -> WeightStatus:
+        """Make what lies in a folder the next version; see ``Uploads.begin_folder``. When it returns, all is read.
+
+        The same folder again joins what is under way, or is answered at once. Raises what ``begin_folder`` and
+        ``commit`` raise.
+        """
+        version = await self._shielded.run(self._begin_folder(path, number))
+        return await self.commit(version, request)
+
+    async def _begin_folder(self, path: Path, number: int | None) -> int:
+        async with self._writing:
+            self._fleet.require_followed()
+            return await self._uploads.begin_folder(path, number)
 
     def staged(self, version: int) -> UploadSession:
         """The upload of ``version``. Raises NotFound."""

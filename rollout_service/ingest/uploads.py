@@ -24,6 +24,7 @@ from rollout_service.ingest.upload_session import UploadSession, parts_folder
 from rollout_service.model.convert import Converter
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.base import MAX_VERSION
 from rollout_service.protocol.upload import BeginUpload, ObjectSource, PathSource, UploadPlan, with_kv_scales
 from rollout_service.store.direct_io import BufferPool
 from rollout_service.store.durable_io import remove_tree
@@ -108,6 +109,42 @@ class Uploads:
         if objects is not None:
             return await self._begin(begin, lambda: self._stage_anew(begin, objects))
         return await self._begin(begin, lambda: self.stage(begin, self._source_of(begin)))
+
+    async def begin_folder(self, path: Path, number: int | None = None) -> int:
+        """Stage what lies in a folder as the next version, unless that is staged or is the newest version already.
+
+        Whether it is, its path says, with links followed, and names, sizes and times of its files, of which the log
+        keeps a hash: a repeat is known after a restart, too. What an upload from the same path had begun to read from
+        files that have changed since is dropped.
+
+        ``number``: what the trainer calls it. It is taken if it is newer than the newest version and free; a number
+        that is not, as after a trainer has gone back to an earlier checkpoint, says nothing of what is in the folder,
+        and the version then has the next number after all that are committed or staged.
+
+        Returns the version. Raises Forbidden, NotFound, InvalidRequest, InvalidManifest, InsufficientStorage or
+        VersionConflict.
+        """
+        folder = allowed_path(path, self._config.source_roots)
+        source = await asyncio.to_thread(FolderSource, folder, self._config.source_roots)
+        same = PathSource(path=folder)
+        for version, staged in list(self._staged.items()):
+            if staged.begin.source == same:
+                if staged.failure is None and staged.record.source_stamp == source.stamp:
+                    staged.touched_at = time.monotonic()
+                    return version
+                await self.discard(version)
+        head = self._log.head()
+        newest = -1 if head is None else head.version
+        known = await self.committed(newest)
+        if known is not None and known.begin.source == same and known.source_stamp == source.stamp:
+            return newest
+        taken = [version for version, staged in self._staged.items() if staged.failure is None]
+        if number is None or number <= newest or number in taken:
+            number = max(newest, *taken) + 1 if taken else newest + 1
+        if number > MAX_VERSION:
+            raise VersionConflict(f"version {newest} is the last that there can be, and {folder} would be the next one")
+        await self._stage_anew(BeginUpload(version=number, source=same), source)
+        return number
 
     async def _begin(self, begin: BeginUpload, stage: Callable[[], Awaitable[UploadSession]]) -> UploadPlan:
         staged = self._staged.get(begin.version)

@@ -32,7 +32,10 @@ def allowed_path(path: Path, roots: tuple[Path, ...]) -> Path:
         raise InvalidRequest(f"source.path {str(path)!r} cannot be followed: {error}") from error
     if not any(resolved.is_relative_to(root) for root in roots):
         allowed = ", ".join(map(str, roots)) or "none is configured"
-        raise Forbidden(f"{path} is not below weights.source_roots ({allowed}): put the weights there, or upload them")
+        raise Forbidden(
+            f"{path} is not below weights.source_roots ({allowed}): put the weights there, set it to a folder that the "
+            "trainer writes into, or upload them"
+        )
     return resolved
 
 

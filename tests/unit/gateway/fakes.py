@@ -1,9 +1,13 @@
-"""An engine in this process."""
+"""An engine, and what stands for the ingest where folders are told, in this process."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from rollout_service.errors import RolloutServiceError
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall
+from rollout_service.protocol.upload import CommitUpload
+from rollout_service.protocol.weights import WeightStatus
 
 
 @dataclass
@@ -35,3 +39,17 @@ class EchoEngine:
             completions=completions,
             replica_id="r1",
         )
+
+
+@dataclass
+class FolderIngest:
+    """Makes a version of every folder, or raises."""
+
+    error: RolloutServiceError | None = None
+    told: list[tuple[Path, CommitUpload, int | None]] = field(default_factory=list)
+
+    async def push_folder(self, path: Path, request: CommitUpload, number: int | None = None) -> WeightStatus:
+        self.told.append((path, request, number))
+        if self.error is not None:
+            raise self.error
+        return WeightStatus(version=number or 1, state="live")

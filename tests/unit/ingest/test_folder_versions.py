@@ -1,0 +1,176 @@
+"""Versions from folders that a trainer tells the path of: the number of each, and when one is told again."""
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from rollout_service.config import ServiceConfig
+from rollout_service.errors import CommitTimeout, Forbidden, InvalidManifest, NotFound, QuantizationError
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.upload import CommitUpload
+from tests.unit.ingest import expected
+from tests.unit.ingest.trainer import Weights, begin_of, changed, config_of, replica, settle
+
+NOW = CommitUpload()
+UP_PROJ = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Where the trainer writes."""
+    (tmp_path / "broadcasts").mkdir()
+    return tmp_path / "broadcasts"
+
+
+@pytest.fixture
+def config(model: Path, tmp_path: Path, root: Path) -> ServiceConfig:
+    return config_of(model, tmp_path / "log", weights={"source_roots": [root]}).resolved()
+
+
+@pytest.fixture
+async def ingest(config: ServiceConfig) -> AsyncIterator[Ingest]:
+    ingest = Ingest(config)
+    await ingest.start()
+    yield ingest
+    await ingest.stop()
+
+
+def saved(root: Path, name: str, weights: Weights) -> Path:
+    """A folder of these weights."""
+    (root / name).mkdir(exist_ok=True)
+    save_file(dict(weights), root / name / "model.safetensors")
+    return root / name
+
+
+async def pushed(ingest: Ingest, folder: Path, number: int | None = None) -> int:
+    return (await ingest.push_folder(folder, NOW, number)).version
+
+
+async def test_a_folder_becomes_the_version_of_its_number(
+    ingest: Ingest, root: Path, weights: Weights, model: Path
+) -> None:
+    sent = changed(weights, 0.5)
+    status = await ingest.push_folder(saved(root, "step_7", sent), NOW, 7)
+    assert (status.version, status.state) == (7, "committed")
+    assert status.digest == expected.digest(sent, ServedModel.load(model).fingerprint)
+
+
+async def test_the_folder_may_go_once_the_call_has_returned(
+    ingest: Ingest, root: Path, weights: Weights, model: Path
+) -> None:
+    sent = changed(weights, 0.5)
+    folder = saved(root, "step_7", sent)
+    await pushed(ingest, folder, 7)
+    shutil.rmtree(folder)
+    assert (await ingest.status(7)).digest == expected.digest(sent, ServedModel.load(model).fingerprint)
+    with pytest.raises(NotFound, match="is not a folder"):
+        await pushed(ingest, folder, 7)
+
+
+@pytest.mark.parametrize("number", [None, 0, 3, 7])
+async def test_without_a_newer_number_a_version_has_the_next(
+    ingest: Ingest, root: Path, weights: Weights, number: int | None
+) -> None:
+    assert await pushed(ingest, saved(root, "a", weights), 7) == 7
+    assert await pushed(ingest, saved(root, "b", changed(weights, 1.0)), number) == 8
+
+
+async def test_the_same_folder_again_is_the_same_version(
+    ingest: Ingest, root: Path, weights: Weights, config: ServiceConfig
+) -> None:
+    folder = saved(root, "step_7", weights)
+    assert await pushed(ingest, folder, 7) == 7
+    (folder / "STABLE").touch()  # markers of the trainer's are no weights
+    assert await pushed(ingest, folder, 7) == 7
+    assert await pushed(ingest, folder) == 7
+    assert await pushed(ingest, root / "." / "step_7" / ".." / "step_7", 9) == 7
+    assert [status.version for status in await ingest.versions()] == [0, 7]
+    await ingest.stop()
+    again = Ingest(config)
+    await again.start()
+    assert await pushed(again, folder, 7) == 7
+    await again.stop()
+
+
+async def test_a_repeat_joins_what_is_under_way(ingest: Ingest, root: Path, weights: Weights) -> None:
+    folder = saved(root, "step_7", weights)
+    assert await asyncio.gather(*(pushed(ingest, folder, 7) for _ in range(3))) == [7, 7, 7]
+    assert [status.version for status in await ingest.versions()] == [0, 7]
+
+
+async def test_a_repeat_waits_for_the_replicas_too(ingest: Ingest, root: Path, weights: Weights) -> None:
+    folder = saved(root, "step_7", weights)
+    await ingest.report(replica("a", 0))
+    with pytest.raises(CommitTimeout):
+        await ingest.push_folder(folder, CommitUpload(wait="all", timeout_s=0.01), 7)
+    repeat = asyncio.create_task(ingest.push_folder(folder, CommitUpload(wait="all", timeout_s=60.0), 7))
+    await settle()
+    assert not repeat.done()
+    digest = (await ingest.status(7)).digest
+    await ingest.report(replica("a", 7, 1, digest=digest))
+    assert (await repeat).state == "live"
+
+
+async def test_other_files_in_the_same_folder_are_another_version(
+    ingest: Ingest, root: Path, weights: Weights, model: Path
+) -> None:
+    assert await pushed(ingest, saved(root, "weights", weights)) == 1
+    sent = changed(weights, 1.0)
+    status = await ingest.push_folder(saved(root, "weights", sent), NOW)
+    assert status.version == 2 and status.digest == expected.digest(sent, ServedModel.load(model).fingerprint)
+
+
+async def test_a_link_to_another_folder_is_another_version(ingest: Ingest, root: Path, weights: Weights) -> None:
+    first, second = saved(root, "a", weights), saved(root, "b", changed(weights, 1.0))
+    os.symlink(first, root / "latest")
+    assert await pushed(ingest, root / "latest") == 1
+    (root / "latest").unlink()
+    os.symlink(second, root / "latest")
+    assert await pushed(ingest, root / "latest") == 2
+    assert await pushed(ingest, second) == 2
+
+
+async def test_going_back_to_an_earlier_folder_serves_it_anew(
+    ingest: Ingest, root: Path, weights: Weights, model: Path
+) -> None:
+    first = saved(root, "step_1", weights)
+    assert await pushed(ingest, first, 1) == 1
+    assert await pushed(ingest, saved(root, "step_2", changed(weights, 1.0)), 2) == 2
+    status = await ingest.push_folder(first, NOW, 1)
+    assert status.version == 3 and status.digest == expected.digest(weights, ServedModel.load(model).fingerprint)
+
+
+async def test_a_number_that_another_upload_has_is_passed_over(ingest: Ingest, root: Path, weights: Weights) -> None:
+    await ingest.begin(begin_of(7, changed(weights, 1.0)))
+    assert await pushed(ingest, saved(root, "step_7", weights), 7) == 8
+    assert [status.version for status in await ingest.versions()] == [0, 8]
+
+
+async def test_a_folder_that_failed_is_read_anew_once_mended(
+    ingest: Ingest, root: Path, weights: Weights, model: Path
+) -> None:
+    broken = changed(weights, 0.0)
+    broken[UP_PROJ][3, 5] = float("nan")
+    folder = saved(root, "step_7", broken)
+    for _ in range(2):
+        with pytest.raises(QuantizationError, match="is nan"):
+            await pushed(ingest, folder, 7)
+    status = await ingest.push_folder(saved(root, "step_7", weights), NOW, 7)
+    assert status.version == 7 and status.digest == expected.digest(weights, ServedModel.load(model).fingerprint)
+
+
+async def test_a_folder_of_another_model_leaves_nothing_staged(ingest: Ingest, root: Path, weights: Weights) -> None:
+    with pytest.raises(InvalidManifest):
+        await pushed(ingest, saved(root, "step_7", {"other": weights[UP_PROJ]}), 7)
+    assert [status.version for status in await ingest.versions()] == [0]
+
+
+async def test_a_folder_elsewhere_says_what_to_set(ingest: Ingest, model: Path) -> None:
+    with pytest.raises(Forbidden, match=r"is not below weights\.source_roots \(.*broadcasts\): .*set it to a folder"):
+        await pushed(ingest, model, 7)
