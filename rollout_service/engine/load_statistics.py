@@ -7,7 +7,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from rollout_service.fleet.autoscaling import KV_USAGE, RUNNING, SERVING, VERSION, WAITING
 from rollout_service.metrics.process import set_load
-from rollout_service.protocol.fleet import ReplicaStatus
+from rollout_service.protocol.fleet import EngineLoad, ReplicaStatus
 from rollout_service.vllm_internals import (
     RayPrometheusStatLogger,
     SchedulerStats,
@@ -51,6 +51,19 @@ class SchedulerLog(StatLoggerBase):
             return {RUNNING: 0.0, WAITING: float(admitted), KV_USAGE: stats.kv_cache_usage}
         waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         return {RUNNING: float(stats.num_running_reqs), WAITING: float(waiting), KV_USAGE: stats.kv_cache_usage}
+
+    def engine_load(self, admitted: int, kv_cache_tokens: int) -> EngineLoad:
+        """The same for reports. Where the last step is old the engine is paused, and what was admitted is deferred."""
+        load = self.load(admitted)
+        fresh = time.monotonic() - self._at <= FRESH_S
+        waiting = self._stats.num_waiting_reqs if fresh and admitted else 0
+        return EngineLoad(
+            running=int(load[RUNNING]),
+            waiting=waiting,
+            deferred=int(load[WAITING]) - waiting,
+            kv_cache_usage=load[KV_USAGE],
+            kv_cache_tokens=kv_cache_tokens,
+        )
 
 
 class RayStats(RayPrometheusStatLogger):

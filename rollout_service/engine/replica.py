@@ -30,7 +30,7 @@ from rollout_service.kv_scales.calibrator import (
 from rollout_service.logs import log_with_serve
 from rollout_service.model.hub import with_model_here
 from rollout_service.model.served_model import ServedModel
-from rollout_service.protocol.fleet import KVCacheChoice, ReplicaStatus
+from rollout_service.protocol.fleet import EngineLoad, KVCacheChoice, ReplicaStatus
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.rpc import EngineCalls, ingest_client
@@ -97,6 +97,7 @@ class EngineReplica:
                 lambda: self._hand_over.draining,
                 copies,
                 self._kv_scales(choice),
+                self._load,
             )
             announcement.status = self._weight_sync.status
             await self._weight_sync.start()
@@ -105,6 +106,9 @@ class EngineReplica:
                 announcement.start_over()
             self._engine.shutdown()
             raise
+
+    def _load(self) -> EngineLoad:
+        return self._engine.scheduler.engine_load(self._admission.running, self._engine.kv_cache_tokens)
 
     def _kv_scales(self, choice: KVCacheChoice | None) -> KVScaleSource:
         if choice is not None and choice.dtype == "bfloat16":

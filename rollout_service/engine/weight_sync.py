@@ -32,7 +32,7 @@ from rollout_service.errors import (
 from rollout_service.kv_scales.calibrator import KVScaleSource, NoKVScales
 from rollout_service.metrics import table
 from rollout_service.metrics.process import count_update, record
-from rollout_service.protocol.fleet import PauseMode, ReplicaStatus, UpdateTimings
+from rollout_service.protocol.fleet import EngineLoad, PauseMode, ReplicaStatus, UpdateTimings
 from rollout_service.protocol.weight_log import DesiredState, Head
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.node_cache import NodeCache
@@ -79,6 +79,7 @@ class WeightSync:
         draining: Callable[[], bool] = lambda: False,
         copies: NodeCache | None = None,
         kv_scales: KVScaleSource | None = None,
+        load: Callable[[], EngineLoad] | None = None,
     ) -> None:
         """
         Args:
@@ -87,9 +88,10 @@ class WeightSync:
             draining: whether this replica gets no new ones any more, for the reports.
             copies: of this node, if it does not see the log.
             kv_scales: None: the cache has none.
+            load: of the engine, for the reports.
         """
         self._replica_id, self._engine, self._ingest, self._config = replica_id, engine, ingest, config
-        self._running, self._draining = running, draining
+        self._running, self._draining, self._load = running, draining, load
         self._kv_scales = kv_scales or NoKVScales()
         self._log = FollowedLog(config.root_here(), copies, fingerprint)
         self._life = ReplicaLife()
@@ -141,6 +143,7 @@ class WeightSync:
             error=broken or self._kv_scales.error or life.error,
             update=life.update,
             kv_cache=self._kv_scales.status,
+            load=None if self._load is None else self._load(),
         )
 
     async def wait_version(self, version: int, timeout_s: float) -> bool:

@@ -15,10 +15,14 @@ TimeoutS = Annotated[float, Query(gt=0, allow_inf_nan=False)]
 
 
 @router.post("/pause", responses=documented(InvalidRequest, Overtaken))
-async def pause(services: Here, mode: PauseMode = "keep", timeout_s: TimeoutS = 600.0) -> dict[str, str]:
+async def pause(
+    services: Here, mode: PauseMode = "keep", timeout_s: TimeoutS = 600.0, clear_cache: bool = True
+) -> dict[str, str]:
     """Pause every replica, and those that start later, until ``/resume``. Requests queue meanwhile.
 
     Takes over from a pause with another mode. 409 if something else is asked for before every replica has obeyed.
+    ``clear_cache``: vLLM's; the KV cache is dropped in any case, and false, by which prime-rl and SkyRL allow it to be
+    kept, changes nothing but that what ran computes it anew.
     """
     await services.ingest.set_paused(True, mode, timeout_s)
     return {"status": "paused"}

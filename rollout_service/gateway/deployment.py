@@ -12,7 +12,16 @@ from rollout_service import __version__
 from rollout_service.config import ServiceConfig
 from rollout_service.drain import Drain
 from rollout_service.fleet.controller_watch import watch_controller
-from rollout_service.gateway import completions, control, generate, metrics, mismatch, models, weights
+from rollout_service.gateway import (
+    completions,
+    control,
+    generate,
+    metrics,
+    mismatch,
+    models,
+    update_weights,
+    weights,
+)
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.openai import routes as openai
 from rollout_service.gateway.openai import sessions
@@ -23,6 +32,11 @@ from rollout_service.model.hub import with_model_here
 from rollout_service.web.errors import install_error_handlers
 
 logger = logging.getLogger(__name__)
+SURFACES = (
+    *(generate, completions, openai, sessions, models),
+    *(weights, update_weights, mismatch, control, metrics),
+)
+"""What callers find: data routes, then those that need authorization, and the metrics."""
 
 
 def create_app(services: Services) -> FastAPI:
@@ -30,7 +44,7 @@ def create_app(services: Services) -> FastAPI:
     app = FastAPI(title="rollout service", version=__version__)
     app.state.services = services
     install_error_handlers(app)
-    for surface in (generate, completions, openai, sessions, models, weights, mismatch, control, metrics):
+    for surface in SURFACES:
         app.include_router(surface.router)
     return app
 

@@ -58,9 +58,7 @@ async def update_from_folder(
     VersionConflict, or CommitTimeout, after which the same call goes on waiting.
     """
     if not Path(folder).is_absolute():
-        raise InvalidRequest(
-            f"{folder!r} is a relative path, and the ingest runs elsewhere: send an absolute one"
-        )
+        raise InvalidRequest(f"{folder!r} is a relative path, and the ingest runs elsewhere: send an absolute one")
     number = number_of(folder) if number is None else number
     request = CommitUpload(mode=mode, wait="all", timeout_s=timeout_s)
     try:

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from rollout_service.metrics import table
 from rollout_service.metrics.process import stages
 from rollout_service.metrics.table import OURS, Metric
+from rollout_service.metrics.vllm_gauges import VllmGauges
 from rollout_service.protocol.fleet import KVCacheStatus, ReplicaState, ReplicaStatus
 from rollout_service.protocol.state import ServiceState
 from rollout_service.protocol.weights import VersionState, WeightStatus
@@ -81,6 +82,7 @@ def exposition(
         samples.add(table.MISMATCH_TRUNCATED, row.tokens, row.version, row.replica_id, row.source)
     registry = CollectorRegistry()
     registry.register(samples)
+    registry.register(VllmGauges(state.fleet.replicas))
     return generate_latest(registry)
 
 

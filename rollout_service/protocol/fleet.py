@@ -45,6 +45,20 @@ class KVCacheStatus(Frozen):
     """Layer → why FP8 is not accurate enough for its k and v, as last measured."""
 
 
+class EngineLoad(Frozen):
+    """How busy one engine is, in sequences, as vLLM's scheduler counts them."""
+
+    running: int
+    waiting: int
+    """For a place in the batch or for KV blocks."""
+    deferred: int
+    """Waiting for anything else, such as the end of a pause."""
+    kv_cache_usage: float
+    """Share of the KV cache's blocks in use, 0 to 1."""
+    kv_cache_tokens: int
+    """What the KV cache holds."""
+
+
 class ReplicaStatus(Frozen):
     """What one live engine replica last said of itself."""
 
@@ -71,6 +85,8 @@ class ReplicaStatus(Frozen):
     update: UpdateTimings | None = None
     """Timings of its last update."""
     kv_cache: KVCacheStatus | None = None
+    """None until its engine runs."""
+    load: EngineLoad | None = None
     """None until its engine runs."""
     age_s: float = 0.0
     """Seconds since it last reported."""

@@ -3,7 +3,7 @@
 import pytest
 
 from rollout_service.fleet.autoscaling import KV_USAGE, RUNNING, SERVING, VERSION, WAITING
-from rollout_service.protocol.fleet import ReplicaStatus
+from rollout_service.protocol.fleet import EngineLoad, ReplicaStatus
 
 pytest.importorskip("vllm")
 
@@ -60,3 +60,16 @@ def test_a_replica_that_is_not_ready_is_not_serving(log: SchedulerLog, change: d
 def test_serve_takes_every_value_for_a_number(log: SchedulerLog) -> None:
     values = autoscaling_stats(status(version=None, state="starting"), log).values()
     assert all(isinstance(value, (int, float)) for value in values)
+
+
+def test_reports_tell_capacity_from_other_reasons_to_wait(log: SchedulerLog) -> None:
+    load = EngineLoad(running=5, waiting=2, deferred=1, kv_cache_usage=0.25, kv_cache_tokens=512)
+    assert log.engine_load(admitted=8, kv_cache_tokens=512) == load
+    idle = EngineLoad(running=0, waiting=0, deferred=0, kv_cache_usage=0.0, kv_cache_tokens=512)
+    assert log.engine_load(admitted=0, kv_cache_tokens=512) == idle
+
+
+def test_what_a_paused_engine_holds_is_reported_as_deferred(log: SchedulerLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_statistics, "FRESH_S", -1.0)
+    held = EngineLoad(running=0, waiting=0, deferred=8, kv_cache_usage=0.25, kv_cache_tokens=512)
+    assert log.engine_load(admitted=8, kv_cache_tokens=512) == held

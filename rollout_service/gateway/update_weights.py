@@ -1,0 +1,84 @@
+"""``POST /update_weights``, which two kinds of clients call with different bodies under one path.
+
+    {"weight_dir": "…/broadcasts/step_N"}   prime-rl's admin plane (559b447, ``utils/client.py``)
+    {"update_info": …}                      vLLM's weight transfer in four phases
+
+prime-rl calls ``/pause?mode=keep&clear_cache=false``, this, and ``/resume``. It sends a call that failed with a 5xx
+again, up to ten times, and takes any other failure for final.
+"""
+
+from typing import Any, Self
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, model_validator
+
+from rollout_service.errors import (
+    CommitTimeout,
+    InvalidManifest,
+    InvalidRequest,
+    NotFound,
+    QuantizationError,
+    RolloutServiceError,
+    VersionConflict,
+)
+from rollout_service.gateway.dependencies import Here, Services
+from rollout_service.gateway.folder_updates import FolderPath, is_worth_repeating, update_from_folder
+from rollout_service.gateway.routes import GuardedRoute
+from rollout_service.protocol.base import Frozen
+from rollout_service.web.errors import ErrorResponse, documented
+
+router = APIRouter(tags=["trainers"], route_class=GuardedRoute)
+
+
+class UpdateWeights(Frozen):
+    """Either body."""
+
+    weight_dir: FolderPath | None = None
+    """A Hugging Face folder of safetensors below ``weights.source_roots``."""
+    update_info: Any = None
+    """Not implemented."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if len(self.model_fields_set) != 1:
+            raise ValueError("give either weight_dir, as prime-rl does, or update_info, as vLLM's clients do")
+        return self
+
+
+class Updated(BaseModel):
+    """Every live replica serves the version."""
+
+    status: str
+    version: int
+
+
+@router.post(
+    "/update_weights",
+    responses={
+        200: {"model": Updated},
+        **documented(InvalidRequest, InvalidManifest, QuantizationError, NotFound, VersionConflict, CommitTimeout),
+    },
+)
+async def update_weights(body: UpdateWeights, services: Here) -> Response:
+    """Serve other weights; answers when every live replica does. The same call again is answered the same way."""
+    if "update_info" in body.model_fields_set:
+        raise InvalidRequest(
+            "update_info: vLLM's weight transfer is not implemented: send weight_dir, or push to /v1/weights"
+        )
+    return await _from_folder(body.weight_dir, services)
+
+
+async def _from_folder(weight_dir: str | None, services: Services) -> Response:
+    if weight_dir is None:
+        raise InvalidRequest(
+            "weight_dir is null, by which prime-rl says that weights come over NCCL or NIXL, and neither is "
+            'implemented: set weight_broadcast.type = "filesystem" there'
+        )
+    try:
+        status = await update_from_folder(services, weight_dir)
+    except RolloutServiceError as error:
+        if error.http_status < 500 or is_worth_repeating(error):
+            raise
+        return ErrorResponse(error.to_wire(), status_code=VersionConflict.http_status)
+    return JSONResponse({"status": "ok", "version": status.version})

@@ -1,0 +1,106 @@
+"""prime-rl's admin plane, from the bodies that it sends (559b447): pause, update_weights, resume."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rollout_service.errors import (
+    CommitTimeout,
+    DeploymentFailed,
+    Forbidden,
+    InsufficientStorage,
+    InvalidManifest,
+    LogCorrupt,
+    NotFound,
+    NotReady,
+    QuantizationError,
+    RolloutServiceError,
+    VersionConflict,
+)
+from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.deployment import create_app
+from rollout_service.protocol.fleet import PauseMode
+from tests.unit.gateway.fakes import FolderIngest
+
+
+@dataclass
+class Ingest(FolderIngest):
+    """Pauses, too."""
+
+    paused: list[tuple[bool, PauseMode]] = field(default_factory=list)
+
+    async def set_paused(self, paused: bool, mode: PauseMode, timeout_s: float) -> None:
+        self.paused.append((paused, mode))
+
+
+def http_to(services: Services) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(create_app(services), client=("127.0.0.1", 1))
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+
+
+async def post(services: Services, body: Any, ingest: FolderIngest | None = None) -> httpx.Response:
+    async with http_to(replace(services, ingest=ingest or FolderIngest())) as http:
+        return await http.post("/update_weights", json=body)
+
+
+async def test_prime_rl_updates_between_pause_and_resume(services: Services) -> None:
+    ingest = Ingest()
+    async with http_to(replace(services, ingest=ingest)) as http:
+        assert (await http.post("/pause", params={"mode": "keep", "clear_cache": "false"})).status_code == 200
+        reply = await http.post("/update_weights", json={"weight_dir": "/out/broadcasts/step_7"})
+        assert (await http.post("/resume")).status_code == 200
+    assert reply.status_code == 200 and reply.json() == {"status": "ok", "version": 7}
+    assert ingest.paused == [(True, "keep"), (False, "keep")]
+    [(folder, request, number)] = ingest.told
+    assert (folder, number, request.mode, request.wait) == (Path("/out/broadcasts/step_7"), 7, "keep", "all")
+
+
+async def test_no_folder_is_prime_rl_s_nccl_and_refused(services: Services) -> None:
+    reply = await post(services, {"weight_dir": None})
+    assert reply.status_code == 422 and 'set weight_broadcast.type = "filesystem"' in reply.text.replace("\\", "")
+
+
+async def test_vllm_s_body_under_the_same_path_is_refused(services: Services) -> None:
+    body = {"update_info": {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 2]]}}
+    reply = await post(services, body)
+    assert reply.status_code == 422 and "update_info: vLLM's weight transfer" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [{}, {"weight_dir": "/a", "update_info": {}}, {"weight_dir": "/a", "other": 1}])
+async def test_a_body_of_neither_client_is_refused(services: Services, body: dict[str, Any]) -> None:
+    ingest = FolderIngest()
+    assert (await post(services, body, ingest)).status_code == 422
+    assert ingest.told == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        (Forbidden, 403),
+        (NotFound, 404),
+        (InvalidManifest, 422),
+        (QuantizationError, 422),
+        (VersionConflict, 409),
+        # prime-rl sends after any 5xx again: only what that may cure is one
+        (InsufficientStorage, 409),
+        (LogCorrupt, 409),
+        (DeploymentFailed, 409),
+        (NotReady, 503),
+        (CommitTimeout, 504),
+    ],
+)
+async def test_only_what_a_repeat_may_cure_is_a_5xx(
+    services: Services, kind: type[RolloutServiceError], status: int
+) -> None:
+    reply = await post(services, {"weight_dir": "/out/step_7"}, FolderIngest(kind("why")))
+    assert reply.status_code == status
+    assert reply.json()["error"]["type"] == kind.__name__ and reply.json()["error"]["message"] == "why"
+
+
+async def test_no_broadcaster_is_there(services: Services) -> None:
+    body = {"host": "10.1.0.1", "port": 29501, "rank_offset": 0, "inference_world_size": 1, "timeout": 1200}
+    async with http_to(services) as http:
+        assert (await http.post("/init_broadcaster", json=body)).status_code == 404
