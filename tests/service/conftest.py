@@ -6,6 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.faults.update_marker import marked_updates
 from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService, running_service
 from tests.support.telltale import canary_weights
@@ -41,7 +42,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Iterator
         "auth": {"token_file": token},
         "chat": {"tool_parser": "hermes"},
     }
-    with running_service(PROJECT / "deployments/cpu_rollout.yaml", overrides) as running:
+    with marked_updates(), running_service(PROJECT / "deployments/cpu_rollout.yaml", overrides) as running:
         yield running
 
 

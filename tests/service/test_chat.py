@@ -1,5 +1,6 @@
 """Chats and sessions of the running service, by OpenAI's own client."""
 
+import itertools
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -30,9 +31,7 @@ async def test_a_chat_has_the_tokens_and_logprobs_of_generate(sdk: openai.AsyncO
     )
     chat = reply.model_dump()
     [choice] = chat["choices"]
-    [same] = (
-        await client.generate(chat["prompt_token_ids"], temperature=0, max_tokens=8, ignore_eos=True)
-    ).completions
+    [same] = (await client.generate(chat["prompt_token_ids"], temperature=0, max_tokens=8, ignore_eos=True)).completions
     assert tuple(choice["token_ids"]) == same.token_ids
     assert [c["logprob"] for c in choice["logprobs"]["content"]] == pytest.approx(same.logprobs, abs=0.05)
     assert [int(span["version"]) for span in choice["weight_versions"]] == list(same.versions)
@@ -42,7 +41,7 @@ async def test_a_chat_has_the_tokens_and_logprobs_of_generate(sdk: openai.AsyncO
 async def test_a_tool_that_must_be_called_is_called(sdk: openai.AsyncOpenAI) -> None:
     parameters = {"type": "object", "properties": {"unit": {"enum": ["c", "f"]}}, "required": ["unit"]}
     parameters["additionalProperties"] = False
-    tool: Any = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    tool: Any = {"type": "function", "function": {"name": "weather", "parameters": parameters, "strict": True}}
     reply = await sdk.chat.completions.create(
         model="tiny-qwen3", messages=HELLO, tools=[tool], tool_choice="required", max_tokens=200
     )
@@ -70,7 +69,7 @@ async def test_an_agents_turns_share_their_tokens(service: LocalService, client:
                 messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "more"}]
         [branch] = (await session.trajectory()).branches()
     assert [turn.index for turn in branch] == [0, 1, 2]
-    for before, after in zip(branch, branch[1:], strict=False):
+    for before, after in itertools.pairwise(branch):
         seen = (*before.prompt_token_ids, *before.token_ids)
         assert after.prompt_token_ids[: len(seen)] == seen
     assert all(len(turn.logprobs) == len(turn.token_ids) and turn.spans for turn in branch)

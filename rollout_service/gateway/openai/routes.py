@@ -67,7 +67,7 @@ async def responses(
         )
     serving, vllm = await _serving(services)
     parsed = _parse(vllm.ResponsesRequest, {**body, "store": False}, request)
-    exchange = Exchange(RolloutOptions(session_id=x_session_id))  # not kept: see gateway/openai/sessions.py
+    exchange = Exchange(RolloutOptions(session_id=x_session_id or None))  # not kept: see gateway/openai/sessions.py
     _begin(exchange, parsed)
     reply = await _answer(serving.responses.create_responses(parsed, request), exchange)
     if isinstance(reply, BaseModel):
@@ -140,6 +140,8 @@ def _parse(model: type[Any], body: JsonObject, request: Request) -> Any:
     except ValidationError as error:
         said = validation_error(route, error.errors())
         raise BadRequest(said.message, said.detail) from error
+    except Exception as error:  # vLLM's validators raise its own
+        raise _as_ours(error) from error
     if getattr(parsed, "use_beam_search", False):  # vLLM would drive it through what an engine in the process has
         raise BadRequest(f"{route}: use_beam_search is not implemented: leave it out")
     extra = {name: value for name, value in (parsed.model_extra or {}).items() if value is not None}
@@ -158,8 +160,8 @@ _options: TypeAdapter[RolloutOptions] = TypeAdapter(RolloutOptions)
 
 async def _named_in_header(name: str | None, services: Services) -> Exchange:
     """Calls that name an open session are its turns; any name brings calls to one replica, whose cache they share."""
-    exchange = Exchange(RolloutOptions(session_id=name))
-    if name is not None:
+    exchange = Exchange(RolloutOptions(session_id=name or None))
+    if name:
         with suppress(NotFound):
             await services.sessions.prefix(name, [], None)
             exchange.session = SessionTurn(name, services.sessions)

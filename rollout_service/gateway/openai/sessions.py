@@ -45,14 +45,15 @@ async def chat_completions(
     session_id: str, request: Request, services: Here, body: dict[str, Any] = Body()
 ) -> Response:
     """``/v1/chat/completions`` whose replies are turns of the session."""
-    return await routes.chat(request, services, body, _turn(session_id, services))
+    return await routes.chat(request, services, body, await _turn(session_id, services))
 
 
 @router.post("/{session_id}/v1/messages", responses=_CHAT_ERRORS)
 async def messages(session_id: str, request: Request, services: Here, body: dict[str, Any] = Body()) -> Response:
     """``/v1/messages`` whose replies are turns of the session."""
-    return await routes.anthropic(request, services, body, _turn(session_id, services))
+    return await routes.anthropic(request, services, body, await _turn(session_id, services))
 
 
-def _turn(session_id: str, services: Services) -> Exchange:
+async def _turn(session_id: str, services: Services) -> Exchange:
+    await services.sessions.prefix(session_id, [], None)  # or there is no such session
     return Exchange(RolloutOptions(session_id=session_id), session=SessionTurn(session_id, services.sessions))

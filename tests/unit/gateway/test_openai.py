@@ -103,6 +103,8 @@ class TestRefusals:
             ("top_logprobs", 21, "logprobs"),
             ("messages", "hi", "messages"),
             ("chat_template", "{{ 1 }}", "Chat template"),
+            ("logprob_token_ids", [1], "logprob_token_ids"),
+            ("messages", [], "conversation"),
         ],
     )
     async def test_what_is_not_implemented_is_a_400_by_name(
@@ -112,6 +114,12 @@ class TestRefusals:
         reply = await chat_http.post("/v1/chat/completions", json=body)
         assert reply.status_code == 400 and named in reply.json()["error"]["message"], reply.text
         assert not scripted.calls
+
+    async def test_a_body_of_nothing_is_a_400(self, chat_http: httpx.AsyncClient) -> None:
+        for path in ("chat/completions", "responses", "messages", "messages/count_tokens"):
+            for body in ({}, {"messages": 5, "input": 5}, {"prompt": 5, "input": "x"}):
+                reply = await chat_http.post(f"/v1/{path}", json=body, headers={"X-Session-ID": ""})
+                assert reply.status_code in (400, 422), reply.text
 
     async def test_another_model_is_a_404(self, sdk: openai.AsyncOpenAI) -> None:
         with pytest.raises(openai.NotFoundError, match="gpt-9"):
