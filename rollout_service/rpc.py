@@ -26,7 +26,7 @@ from rollout_service.protocol.fleet import Fleet, KVCacheChoice, PauseMode, Repl
 from rollout_service.protocol.kv_scales import CalibrationLease, KVMeasurement, KVScaleResult
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchSource, MismatchTable, Suspicion
 from rollout_service.protocol.recent_rollout import RecentRollout
-from rollout_service.protocol.rollout import Rollout
+from rollout_service.protocol.rollout import OnAbort, Rollout
 from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.protocol.scoring import ScoreCall
 from rollout_service.protocol.sessions import Message, OpenSession, Prefix, Session, Turn
@@ -67,7 +67,9 @@ class IngestCalls(Protocol):
     async def versions(self) -> list[WeightStatus]: ...
 
     # operators, through a gateway
-    async def set_paused(self, paused: bool, mode: PauseMode, timeout_s: float) -> None: ...
+    async def set_paused(
+        self, paused: bool, mode: PauseMode, timeout_s: float, on_abort: OnAbort = "continue"
+    ) -> None: ...
     async def is_paused(self) -> bool: ...
     async def fleet(self) -> Fleet: ...
     async def state(self) -> ServiceState: ...

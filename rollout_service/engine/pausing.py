@@ -33,6 +33,8 @@ class Pausing:
         self._for_version = False
         self.obeyed = ""
         """The last order that the engine is as."""
+        self.returns = 0
+        """Pauses so far that return what they abort. A call during which this grows is not to be continued."""
 
     @property
     def paused(self) -> bool:
@@ -59,6 +61,7 @@ class Pausing:
             before, self._taken = self._mode, desired.order
             self._mode = desired.pause_mode if desired.paused else None
             if self._mode != before:
+                self.returns += self._mode == "abort" and desired.on_abort == "return"
                 await self._apply()
         # what a version closed is opened, and what it kept is waited for, once it has been loaded
         later = self._for_version and (self._mode is None or (self._mode == "wait" and self._drain is None))

@@ -127,6 +127,7 @@ class EngineReplica:
             self._require_sound()
             if call.min_weight_version is not None:  # waiting, it holds no place: the version may never come
                 await self._wait_version(call.min_weight_version)
+            returns = self._weight_sync.returns
             with self._admission.admit(call.sampling.n, call.origin):
                 completions = await self._engine.generate(
                     call.request_id,
@@ -143,6 +144,7 @@ class EngineReplica:
             prompt_token_ids=call.prompt_token_ids,
             completions=completions,
             replica_id=self._replica_id,
+            returned=self._weight_sync.returns > returns,
         )
         self._batch.add(rollout)
         return rollout

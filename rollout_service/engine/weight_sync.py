@@ -109,6 +109,11 @@ class WeightSync:
         """The version being served."""
         return None if self._life.served is None else self._life.served.version
 
+    @property
+    def returns(self) -> int:
+        """See ``Pausing.returns``."""
+        return self._pausing.returns
+
     async def start(self) -> None:
         """Load the newest version, then follow. Returns when the engine may serve; raises what loading raises."""
         self._pausing.begin(await self._log.open())

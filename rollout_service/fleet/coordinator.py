@@ -9,6 +9,7 @@ from rollout_service.errors import CommitTimeout, LogCorrupt, NotReady, Overtake
 from rollout_service.fleet.registry import FleetTable
 from rollout_service.metrics.state import FleetHistory
 from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus
+from rollout_service.protocol.rollout import OnAbort
 from rollout_service.protocol.weight_log import Control, DesiredState, Origin
 from rollout_service.store.log import WeightLog
 from rollout_service.tasks import Changes, ShieldedTasks, Turns
@@ -51,6 +52,7 @@ class FleetCoordinator:
             version=head.version,
             paused=control.paused,
             pause_mode=control.mode,
+            on_abort=control.on_abort,
             order=control.order,
             digest=head.digest,
             origin=self._origin,
@@ -110,12 +112,13 @@ class FleetCoordinator:
         if self.table.is_complete():
             self._history.saw(self.table.live())
 
-    async def set_paused(self, paused: bool, mode: PauseMode, timeout_s: float) -> None:
+    async def set_paused(self, paused: bool, mode: PauseMode, timeout_s: float, on_abort: OnAbort = "continue") -> None:
         """Pause or resume every replica, later ones too; returns when all live ones have.
 
+        ``on_abort``: see ``Control``.
         Raises NotReady after ``timeout_s``, or Overtaken once another pause or resume was asked for.
         """
-        order = await self._shielded.run(self._set_control(paused, mode))
+        order = await self._shielded.run(self._set_control(paused, mode, on_abort))
         reached = await self._changes.wait(lambda: self._overtaken(order) or self.table.all_obey(order), timeout_s)
         asked = "paused" if paused else "resumed"
         if self._overtaken(order):
@@ -167,10 +170,10 @@ class FleetCoordinator:
             except OSError as error:  # only an ingest that starts while this lasts would know less
                 logger.warning("could not note which replicas are live: %s", error)
 
-    async def _set_control(self, paused: bool, mode: PauseMode) -> str:
+    async def _set_control(self, paused: bool, mode: PauseMode, on_abort: OnAbort) -> str:
         """Note what is asked of the fleet, and wake it. Returns the order, which is the same for the same again."""
         async with self._controlling:
-            control = Control(paused=paused, mode=mode, order=uuid.uuid4().hex)
+            control = Control(paused=paused, mode=mode, on_abort=on_abort, order=uuid.uuid4().hex)
             known = self._log.control()
             if known.model_copy(update={"order": control.order}) == control:
                 control = known

@@ -43,8 +43,8 @@ class Dispatcher:
     async def complete(self, call: GenerateCall, on_abort: OnAbort = "continue") -> Rollout:
         """The ``n`` completions of one prompt. Cancelling cancels them wherever they are made.
 
-        With ``on_abort="return"``, or when attempts are used up, an aborted completion comes back with the tokens it
-        has and ``finish_reason="abort"``.
+        With ``on_abort="return"``, when attempts are used up, or when a pause that returns what it aborts was the
+        cause, an aborted completion comes back with the tokens it has and ``finish_reason="abort"``.
 
         Raises Overloaded, TooEarly, NotReady, InvalidRequest, NonFiniteLogprob, or EngineFailed when every attempt
         lost its replica.
@@ -52,7 +52,7 @@ class Dispatcher:
         progress = _Progress()
         call = call.model_copy(update={"origin": self._origin})
         rollout = await self._generated(call, progress)
-        if on_abort == "return" or all(c.finish_reason != "abort" for c in rollout.completions):
+        if on_abort == "return" or rollout.returned or all(c.finish_reason != "abort" for c in rollout.completions):
             return rollout.model_copy(update={"attempts": progress.attempts})
         async with raise_first_failure() as group:
             rests = [
@@ -79,6 +79,8 @@ class Dispatcher:
             except (EngineFailed, NotReady):
                 break  # what there is goes back to the caller rather than nothing
             completion, replica_id = joined(base, rollout.completions[0]), rollout.replica_id
+            if rollout.returned:
+                break
         return completion, replica_id, progress.attempts
 
     async def _generated(self, call: GenerateCall, progress: _Progress) -> Rollout:

@@ -30,6 +30,7 @@ from rollout_service.metrics.state import FleetHistory
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus
+from rollout_service.protocol.rollout import OnAbort
 from rollout_service.protocol.state import KVScalesState, ServiceState
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, Listener, PathSource, TrainerRecipe, UploadPlan
 from rollout_service.protocol.weight_log import DesiredState, LogFile, Newest
@@ -242,9 +243,9 @@ class Ingest:
 
     # --- operators
 
-    async def set_paused(self, paused: bool, mode: PauseMode, timeout_s: float) -> None:
+    async def set_paused(self, paused: bool, mode: PauseMode, timeout_s: float, on_abort: OnAbort = "continue") -> None:
         """See ``FleetCoordinator.set_paused``."""
-        await self._fleet.set_paused(paused, mode, timeout_s)
+        await self._fleet.set_paused(paused, mode, timeout_s, on_abort)
 
     async def is_paused(self) -> bool:
         """See ``FleetCoordinator.is_paused``."""

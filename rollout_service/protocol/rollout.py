@@ -92,6 +92,8 @@ class Rollout(Frozen):
     """The replica that ended the most interrupted completion: of a rollout that was not interrupted, the only one."""
     attempts: int = Field(default=1, ge=1)
     """How many replicas' generations the most interrupted completion took; 1: nothing was in its way."""
+    returned: bool = False
+    """A pause that returns what it aborts came while this was made: nobody goes on with what is aborted of it."""
     truncated_sampling: bool = False
     """Sampled from a part of the vocabulary (``top_p``, ``top_k``, ``min_p``, ``min_tokens``), over which the logprobs
     are renormalized: they do not compare with those of the whole vocabulary, and the monitor does not judge them."""

@@ -2,6 +2,7 @@
 
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.fleet import PauseMode
+from rollout_service.protocol.rollout import OnAbort
 
 
 class Head(Frozen):
@@ -18,6 +19,9 @@ class Control(Frozen):
 
     paused: bool = False
     mode: PauseMode = "keep"
+    on_abort: OnAbort = "continue"
+    """With ``mode="abort"``: what becomes of the completions that this pause aborts. ``return``: they go back to their
+    callers, whatever those asked for."""
     order: str = ""
     """Tells one pause or resume from another; replicas say which they have obeyed. Empty: none was ever asked for."""
 
@@ -52,6 +56,8 @@ class DesiredState(Frozen):
     version: int
     paused: bool
     pause_mode: PauseMode
+    on_abort: OnAbort = "continue"
+    """See ``Control.on_abort``."""
     order: str = ""
     """See ``Control.order``."""
     digest: str | None = None

@@ -102,6 +102,26 @@ async def test_an_engine_death_during_a_waiting_pause_ends_following(
         weight_sync.check_health()
 
 
+# --- what a pause aborts
+
+
+async def test_a_pause_that_returns_what_it_aborts_is_counted(
+    weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    counts = []
+    for order, change in {
+        "aborts": {"paused": True, "pause_mode": "abort"},
+        "resumes": {"paused": False},
+        "returns": {"paused": True, "pause_mode": "abort", "on_abort": "return"},
+        "again": {"paused": True, "pause_mode": "abort", "on_abort": "return"},
+        "holds": {"paused": True, "pause_mode": "keep", "on_abort": "return"},
+    }.items():
+        await ingest.change(order=order, **change)
+        await ingest.reported(lambda s, order=order: s.obeyed == order)
+        counts.append(weight_sync.returns)
+    assert counts == [0, 0, 1, 1, 1]
+
+
 # --- a version, while a pause waits
 
 

@@ -287,3 +287,27 @@ async def test_cancelling_a_rollout_cancels_every_call_in_flight() -> None:
     with pytest.raises(asyncio.CancelledError):
         await rollout
     assert [response.cancelled for response in engine.responses] == [False, True, True]
+
+
+# --- a pause that returns what it aborts
+
+
+def returned(step: Step) -> Step:
+    """The same answer, made while such a pause came."""
+    assert callable(step)
+    return lambda call: step(call).model_copy(update={"returned": True})
+
+
+async def test_what_a_returning_pause_aborts_is_not_continued() -> None:
+    engine = Script([returned(made(3, 9, end="abort"))])
+    rollout = await dispatcher(engine).complete(call(n=2))
+    assert len(engine.calls) == 1 and rollout.attempts == 1
+    assert [(c.finish_reason, len(c.token_ids)) for c in rollout.completions] == [("abort", 3), ("abort", 9)]
+
+
+async def test_a_returning_pause_ends_a_continuation_too() -> None:
+    engine = Script([made(3, end="abort"), returned(made(2, end="abort", version=4, replica_id="b"))])
+    rollout = await dispatcher(engine).complete(call())
+    [completion] = rollout.completions
+    assert (completion.finish_reason, completion.versions, len(completion.token_ids)) == ("abort", (3, 4), 5)
+    assert len(engine.calls) == 2

@@ -288,3 +288,18 @@ async def test_metrics_state_has_the_fleet_versions_and_commit_times(
     assert state.committed_at[0] <= state.committed_at[1] <= state.at
     assert state.log_bytes > sum(status.total_bytes for status in state.versions)
     assert (state.replica_starts, state.replica_failures) == (2, 1)
+
+
+async def test_replicas_are_told_what_becomes_of_aborted_completions(ingest: Ingest) -> None:
+    before = await ingest.sync(replica("a", 0), None)
+    assert before.on_abort == "continue"
+    pause = asyncio.create_task(ingest.set_paused(True, "abort", LONG_S, "return"))
+    desired = await ingest.sync(replica("a", 0), before)
+    assert (desired.paused, desired.pause_mode, desired.on_abort) == (True, "abort", "return")
+    await ingest.report(replica("a", 0, paused=True, obeyed=desired.order))
+    await pause
+    again = asyncio.create_task(ingest.set_paused(True, "abort", LONG_S, "continue"))
+    other = await ingest.sync(replica("a", 0), desired)
+    assert other.on_abort == "continue" and other.order != desired.order
+    await ingest.report(replica("a", 0, paused=True, obeyed=other.order))
+    await again
