@@ -73,6 +73,8 @@ class Services:
     """``engine.return_sampling_mask``."""
     not_running: Callable[[], dict[str, str]] = dict
     """What Serve says of deployments that do not run; see ``fleet/serve_status.py``."""
+    tensor_parallel_size: int = 1
+    """GPUs of an engine."""
     node_id: str | None = None
     """Of this process in the Ray cluster; None: it is in none."""
 
@@ -112,6 +114,7 @@ class Services:
             sessions=Sessions() if sessions is None else session_client(sessions),
             returns_masks=config.engine.return_sampling_mask,
             not_running=partial(not_running, serve.get_replica_context().app_name),
+            tensor_parallel_size=config.engine.tensor_parallel_size,
             node_id=ray.get_runtime_context().get_node_id(),
         )
 

@@ -13,6 +13,7 @@ from rollout_service.config import ServiceConfig
 from rollout_service.drain import Drain
 from rollout_service.fleet.controller_watch import watch_controller
 from rollout_service.gateway import (
+    areal,
     completions,
     control,
     generate,
@@ -27,6 +28,7 @@ from rollout_service.gateway.openai import routes as openai
 from rollout_service.gateway.openai import sessions
 from rollout_service.gateway.openai.serving import LazyServing
 from rollout_service.gateway.overdue import OpenRequests
+from rollout_service.gateway.sglang import routers as sglang
 from rollout_service.logs import log_with_serve
 from rollout_service.model.hub import with_model_here
 from rollout_service.web.errors import install_error_handlers
@@ -35,8 +37,9 @@ logger = logging.getLogger(__name__)
 SURFACES = (
     *(generate, completions, openai, sessions, models),
     *(weights, update_weights, mismatch, control, metrics),
+    *(sglang, areal),
 )
-"""What callers find: data routes, then those that need authorization, and the metrics."""
+"""What callers find: data routes, then those that need authorization, the metrics, and other servers' routes."""
 
 
 def create_app(services: Services) -> FastAPI:

@@ -1,5 +1,6 @@
 """Trainers that put a version into a folder and name its path, with the calls and bodies of their own clients."""
 
+import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,3 +73,100 @@ async def test_prime_rl_s_controller_finds_each_engine_s_load(http: httpx.AsyncC
         assert {s.labels["engine"] for s in samples if s.name == f"vllm:{name}"} == {"0", "1"}
     sizes = [s.labels["kv_cache_size_tokens"] for s in samples if s.name == "vllm:cache_config_info"]
     assert len(sizes) == 2 and all(int(size) > 1000 for size in sizes)
+
+
+LONG = {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}
+SHORT = {"max_tokens": 8, "ignore_eos": True}
+
+
+async def running(client: RolloutClient, sequences: int) -> None:
+    """Return once replicas report so many sequences in flight."""
+    while sum(replica.running for replica in (await client.fleet()).replicas) < sequences:
+        await asyncio.sleep(0.05)
+
+
+async def test_generate_is_what_the_native_route_makes(http: httpx.AsyncClient, telltale: int) -> None:
+    greedy = {"temperature": 0.0, "ignore_eos": True}
+    reply = await http.post(
+        "/generate",
+        json={"input_ids": [5, 6], "sampling_params": greedy | {"max_new_tokens": 4}, "return_logprob": True},
+    )
+    native = await http.post(
+        "/inference/v1/generate",
+        json={"token_ids": [5, 6], "sampling_params": greedy | {"max_tokens": 4}, "flat_logprobs": True},
+    )
+    made, [choice] = reply.json(), native.json()["choices"]
+    pairs = made["meta_info"]["output_token_logprobs"]
+    assert made["output_ids"] == choice["token_ids"] == [token for _, token, _ in pairs]
+    assert [logprob for logprob, _, _ in pairs] == choice["logprobs"]
+    assert made["meta_info"]["weight_version"] == str(telltale)
+    assert made["meta_info"]["finish_reason"] == {"type": "length", "length": 4}
+
+
+async def test_slime_updates_by_disk_and_gets_back_what_it_aborted(
+    service: LocalService, client: RolloutClient, http: httpx.AsyncClient, sources: Path, telltale: int
+) -> None:
+    version = telltale + 1
+    folder = save_checkpoint(sources / f"weight_v{version:06d}", canary_weights(service.config.model.path, version))
+    under_way = [
+        asyncio.create_task(http.post("/generate", json={"input_ids": [5, 6], "sampling_params": LONG}))
+        for _ in range(8)
+    ]
+    await running(client, 8)
+    assert (await http.post("/pause_generation", json={})).json()["status"] == "ok"
+    for task in under_way:
+        meta = (await task).json()["meta_info"]
+        assert meta["finish_reason"]["type"] == "abort" and meta["completion_tokens"] < 400
+        assert {span["version"] for span in meta["weight_versions"]} <= {str(telltale)}
+    assert (await http.get("/flush_cache")).status_code == 200
+    body = {"model_path": str(folder), "weight_version": str(version)}
+    reply = (await http.post("/update_weights_from_disk", json=body)).json()
+    assert (reply["success"], reply["version"], reply["num_paused_requests"]) == (True, version, 0)
+    assert (await http.post("/continue_generation", json={})).status_code == 200
+    await assert_served(client, version)
+    assert (await http.get("/model_info")).json()["weight_version"] == str(version)
+
+
+async def test_aborting_everything_returns_it_and_goes_on(client: RolloutClient, http: httpx.AsyncClient) -> None:
+    under_way = asyncio.create_task(
+        http.post("/generate", json={"input_ids": [5, 6], "sampling_params": {**LONG, "n": 8}})
+    )
+    await running(client, 8)
+    assert (await http.post("/abort_request", json={"abort_all": True})).status_code == 200
+    assert {each["meta_info"]["finish_reason"]["type"] for each in (await under_way).json()} == {"abort"}
+    assert not await client.is_paused()
+    assert len((await client.generate([5, 6], max_tokens=2, ignore_eos=True)).completions[0].token_ids) == 2
+
+
+async def test_areal_s_pause_returns_completions_that_never_asked(
+    service: LocalService, client: RolloutClient, http: httpx.AsyncClient, sources: Path, telltale: int
+) -> None:
+    version = telltale + 1
+    folder = save_checkpoint(sources / f"weight_update_v{version}", canary_weights(service.config.model.path, version))
+    await client.pause("keep")  # what comes stays under way
+    body = {"prompt": [5, 6], "max_tokens": 8, "ignore_eos": True, "return_tokens_as_token_ids": True, "logprobs": 0}
+    under_way = asyncio.create_task(http.post("/v1/completions", json=body))
+    native = asyncio.create_task(client.generate([5, 6], **SHORT))
+    await running(client, 2)
+    assert (await http.post("/areal_pause_generation", json={})).status_code == 200
+    [choice] = (await under_way).json()["choices"]
+    assert choice["finish_reason"] == "abort"
+    assert (await native).completions[0].finish_reason == "abort"  # whoever asked
+    later = asyncio.create_task(client.generate([5, 6], max_tokens=4, temperature=0.0))
+    await running(client, 1)
+    reply = await http.post("/areal_update_weights", json={"model_path": str(folder)})
+    assert (reply.status_code, reply.json()["success"]) == (200, True)
+    assert not later.done()
+    assert (await http.post("/areal_continue_generation", json={})).status_code == 200
+    assert (await later).completions[0].versions == (version,)
+
+
+async def test_a_pause_of_ours_still_continues_what_it_aborts(client: RolloutClient) -> None:
+    await client.pause("keep")
+    under_way = asyncio.create_task(client.generate([5, 6], **SHORT))
+    await running(client, 1)
+    await client.pause("abort")
+    await client.resume()
+    rollout = await under_way
+    assert (rollout.completions[0].finish_reason, len(rollout.completions[0].token_ids)) == ("length", 8)
+    assert rollout.attempts == 2

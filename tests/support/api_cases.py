@@ -20,6 +20,7 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 MOST_TOKENS, MOST_COMPLETIONS = 4, 2
 """Of a generated rollout: a schema knows no cost."""
 PATIENT_S = 60
+PAUSES = ("/pause", "/pause_generation", "/areal_pause_generation", "/abort_request")
 VOCABULARY = 100
 """Ids below this are tokens of every model that is served here."""
 
@@ -65,7 +66,7 @@ class ApiCases:
         route = f"{case.method} {case.path}"
         statuses = self.sent.setdefault(route, {})
         statuses[reply.status_code] = statuses.get(reply.status_code, 0) + 1
-        if case.path == "/pause" and reply.status_code in (200, 503):  # or no rollout would end any more
+        if case.path in PAUSES and reply.status_code in (200, 503):  # or no rollout would end any more
             case.operation.schema["/resume"]["POST"].Case().call(headers=headers, timeout=60)
         case.validate_response(reply, checks=CHECKS, headers=headers)
 
@@ -78,6 +79,8 @@ def _make_cheap(case: Case) -> None:
         _make_sampling_cheap(body)
     elif case.path == "/inference/v1/generate" and isinstance(body.setdefault("sampling_params", {}), dict):
         _make_sampling_cheap(body["sampling_params"])
+    elif case.path == "/generate" and isinstance(body.setdefault("sampling_params", {}), dict):
+        _make_sampling_cheap(body["sampling_params"], "max_new_tokens", "min_new_tokens")
     version = body.get("min_weight_version")
     if isinstance(version, int) and version > 0:  # each would be waited for
         body["min_weight_version"] = 0
@@ -86,6 +89,12 @@ def _make_cheap(case: Case) -> None:
 def _make_possible(case: Case) -> None:
     """What only the served model knows: its name and its vocabulary."""
     body = case.body
+    if isinstance(body, dict) and case.path == "/generate":
+        if ("input_ids" in body) == ("text" in body):
+            body["input_ids"] = [5]
+            body.pop("text", None)
+        if isinstance(body.get("input_ids"), list):
+            body["input_ids"] = _in_vocabulary(body["input_ids"]) or [5]
     if isinstance(body, dict) and case.path in ("/v1/completions", "/inference/v1/generate"):
         body.pop("model", None)
         if case.path == "/inference/v1/generate" and ("token_ids" in body) == ("prompt" in body):
@@ -109,10 +118,10 @@ def _in_vocabulary(prompt: list[Any]) -> list[Any]:
     return [_in_vocabulary(item) or [5] if isinstance(item, list) else item or "5" for item in of_one]
 
 
-def _make_sampling_cheap(sampling: dict[str, Any]) -> None:
-    for name, most in (("max_tokens", MOST_TOKENS), ("n", MOST_COMPLETIONS)):
+def _make_sampling_cheap(sampling: dict[str, Any], longest: str = "max_tokens", shortest: str = "min_tokens") -> None:
+    for name, most in ((longest, MOST_TOKENS), ("n", MOST_COMPLETIONS)):
         value = sampling.get(name)
         if value is None or (isinstance(value, int | float) and value > most):
             sampling[name] = most
-    if isinstance(sampling.get("min_tokens"), int):
-        sampling["min_tokens"] = min(sampling["min_tokens"], MOST_TOKENS)
+    if isinstance(sampling.get(shortest), int):
+        sampling[shortest] = min(sampling[shortest], MOST_TOKENS)

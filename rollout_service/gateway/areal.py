@@ -1,0 +1,65 @@
+"""The control routes of AReaL's vLLM backend (cbff54d ``engine/vllm_remote.py``, ``vllm_ext/areal_vllm_server.py``).
+
+Its rollouts come by ``/v1/completions``, and it labels each piece of a completion with its own count of versions as
+that was when it sent the request. A completion that went on over an update would have the wrong label, so this pause
+returns what it aborts to whoever asked for it, on every data route. AReaL then sends prompt and tokens again.
+"""
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from rollout_service.errors import CommitTimeout, InvalidRequest, MalformedRequest, Overtaken
+from rollout_service.gateway.dependencies import Here
+from rollout_service.gateway.folder_updates import FolderPath, update_from_folder
+from rollout_service.gateway.sglang.replies import ControlRoute, Success
+from rollout_service.protocol.base import Frozen
+from rollout_service.web.errors import documented
+
+router = APIRouter(tags=["areal"], route_class=ControlRoute)
+_ANSWERS = {200: {"model": Success}, **documented(MalformedRequest, Overtaken)}
+
+
+class Nothing(Frozen):
+    """``{}``."""
+
+
+class UpdateWeights(Frozen):
+    """A Hugging Face folder of safetensors below ``weights.source_roots``."""
+
+    model_path: FolderPath
+
+
+@router.post("/areal_pause_generation", responses=_ANSWERS)
+async def pause_generation(services: Here, body: Nothing | None = None) -> Success:
+    """Return every running completion as it is. Requests that come later wait for ``/areal_continue_generation``."""
+    await services.ingest.set_paused(True, "abort", ControlRoute.waits_s, "return")
+    return Success(message="generation is paused")
+
+
+@router.post("/areal_continue_generation", responses=_ANSWERS)
+async def continue_generation(services: Here, body: Nothing | None = None) -> Success:
+    """End the pause."""
+    await services.ingest.set_paused(False, "keep", ControlRoute.waits_s)
+    return Success(message="generation goes on")
+
+
+@router.post(
+    "/areal_update_weights", responses={200: {"model": Success}, **documented(MalformedRequest, CommitTimeout)}
+)
+async def update_weights(body: UpdateWeights, services: Here) -> Success:
+    """Serve the weights in a folder; answers when every live replica does, or 400 if they cannot be served."""
+    status = await update_from_folder(services, body.model_path)
+    return Success(message=f"every replica serves version {status.version}")
+
+
+async def refuse(body: dict[str, Any] | None = None) -> Success:
+    """Not implemented: 400."""
+    raise InvalidRequest(
+        "weights over NCCL are not implemented under AReaL's routes: set weight_update_mode: disk there, which sends "
+        "/areal_update_weights"
+    )
+
+
+for _route in ("/areal_init_weights_update_group", "/areal_set_update_weight_meta", "/areal_update_weights_xccl"):
+    router.post(_route, responses=documented(MalformedRequest))(refuse)

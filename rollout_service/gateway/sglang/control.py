@@ -1,0 +1,91 @@
+"""SGLang's pauses and aborts, and what it calls flushing its cache."""
+
+from typing import Any, Literal, Self
+
+from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
+from pydantic import model_validator
+
+from rollout_service.errors import InvalidRequest, MalformedRequest, Overtaken
+from rollout_service.gateway.dependencies import Here
+from rollout_service.gateway.sglang.replies import ControlRoute, Done
+from rollout_service.protocol.base import Frozen
+from rollout_service.web.errors import documented
+
+router = APIRouter(tags=["sglang"], route_class=ControlRoute)
+_FLUSHED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/plain": {}}, "description": "Nothing of the KV cache is used again."},
+    **documented(MalformedRequest),
+}
+_DONE = {200: {"model": Done}, **documented(MalformedRequest, Overtaken)}
+
+
+class PauseGeneration(Frozen):
+    """``abort`` returns what runs as it is. ``retract`` and ``in_place`` hold it, and it goes on when the pause ends;
+    both compute its KV cache anew."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class ContinueGeneration(Frozen):
+    """There is no memory to give back between pauses, so ``torch_empty_cache`` may only be false."""
+
+    torch_empty_cache: Literal[False] | None = None
+
+
+class AbortRequest(Frozen):
+    """All, or one by its id, which is not implemented."""
+
+    rid: str | None = None
+    abort_all: bool = False
+
+    @model_validator(mode="after")
+    def _all(self) -> Self:
+        if self.rid or not self.abort_all:
+            raise ValueError(
+                "aborting one request by rid is not implemented: close its connection, which ends it, or send abort_all"
+            )
+        return self
+
+
+@router.post("/pause_generation", responses=_DONE)
+async def pause_generation(services: Here, body: PauseGeneration | None = None) -> Done:
+    """Pause every replica until ``/continue_generation``. Requests that come meanwhile wait."""
+    mode = (body or PauseGeneration()).mode
+    if mode == "abort":
+        await services.ingest.set_paused(True, "abort", ControlRoute.waits_s, "return")
+    else:
+        await services.ingest.set_paused(True, "keep", ControlRoute.waits_s)
+    return Done(message=f"generation is paused ({mode})")
+
+
+@router.post("/continue_generation", responses=_DONE)
+async def continue_generation(services: Here, body: ContinueGeneration | None = None) -> Done:
+    """End the pause."""
+    await services.ingest.set_paused(False, "keep", ControlRoute.waits_s)
+    return Done(message="generation goes on")
+
+
+@router.post("/abort_request", response_class=Response, responses=documented(MalformedRequest, Overtaken))
+async def abort_request(services: Here, body: AbortRequest) -> Response:
+    """Return every running completion as it is, on all replicas. A pause stays one; otherwise generation goes on.
+
+    Whoever pauses between the two halves of this is resumed with it: one controller at a time.
+    """
+    was_paused = await services.ingest.is_paused()
+    await services.ingest.set_paused(True, "abort", ControlRoute.waits_s, "return")
+    if not was_paused:
+        await services.ingest.set_paused(False, "keep", ControlRoute.waits_s)
+    return Response()
+
+
+@router.get("/flush_cache", response_class=PlainTextResponse, responses=_FLUSHED)
+@router.post("/flush_cache", response_class=PlainTextResponse, responses=_FLUSHED)
+async def flush_cache(services: Here) -> Response:
+    """Whether the KV cache is flushed: a pause and a new version drop it, and nothing else does."""
+    if not await services.ingest.is_paused():
+        raise InvalidRequest(
+            "the cache is dropped by a pause and by each new version, and generation is not paused: call "
+            "/pause_generation first"
+        )
+    return PlainTextResponse("The KV cache was dropped when generation was paused.\n")

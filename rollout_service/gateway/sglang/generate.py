@@ -1,0 +1,219 @@
+"""``POST /generate``: tokens or text in, tokens, logprobs and their weight version out, as SGLang's clients read it."""
+
+import time
+from typing import Annotated, Any, Literal, Self
+
+from fastapi import APIRouter, Header
+from pydantic import Field, ValidationError, model_validator
+
+from rollout_service.errors import InvalidRequest
+from rollout_service.gateway.dependencies import Here, Services
+from rollout_service.gateway.generate import spans
+from rollout_service.gateway.prompts import DATA_ERRORS, roll_out, text_of, tokenize
+from rollout_service.gateway.sglang.replies import DataRoute
+from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.generate import RolloutOptions, TokenIds
+from rollout_service.protocol.rollout import Completion, Rollout
+from rollout_service.protocol.sampling import (
+    FEW,
+    MOST_COMPLETIONS,
+    Finite,
+    Sampling,
+    StopString,
+    StopStrings,
+    StopTokens,
+    refuse_many_unknown,
+    without_idle_nulls,
+)
+from rollout_service.tasks import raise_first_failure
+
+router = APIRouter(tags=["sglang"], route_class=DataRoute)
+
+RequestId = Annotated[str, Field(min_length=1, max_length=256)]
+_THEIRS = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+RoutingKey = Annotated[str | None, Header(alias="X-SMG-Routing-Key", max_length=256)]
+"""slime's name of the session."""
+
+
+class SamplingParams(Frozen):
+    """SGLang's, with its defaults. Those that are not here are refused by name."""
+
+    n: int = Field(default=1, ge=1, le=MOST_COMPLETIONS)
+    max_new_tokens: int | None = Field(default=128, ge=1)
+    """None: what the context leaves."""
+    min_new_tokens: int = Field(default=0, ge=0)
+    temperature: Finite = 1.0
+    top_p: Finite = 1.0
+    top_k: int = -1
+    """-1: all tokens."""
+    min_p: Finite = 0.0
+    repetition_penalty: Finite = 1.0
+    presence_penalty: Finite = 0.0
+    frequency_penalty: Finite = 0.0
+    stop: StopStrings | StopString | None = None
+    stop_token_ids: StopTokens | None = None
+    ignore_eos: bool = False
+    sampling_seed: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    """Leave what ended a completion at the end of its text: a stop string, a stop token, the end of sequence."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_are_unknown(cls, data: Any) -> Any:
+        return refuse_many_unknown(cls.model_fields, without_idle_nulls(cls, data))
+
+    def sampling(self) -> Sampling:
+        """The same in our names. Raises ValueError for a value that ``Sampling`` refuses."""
+        return Sampling(
+            n=self.n,
+            max_tokens=self.max_new_tokens,
+            min_tokens=self.min_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            stop=(self.stop,) if isinstance(self.stop, str) else self.stop or (),
+            stop_token_ids=self.stop_token_ids or (),
+            ignore_eos=self.ignore_eos,
+            seed=self.sampling_seed,
+            skip_special_tokens=self.skip_special_tokens,
+            spaces_between_special_tokens=self.spaces_between_special_tokens,
+            include_stop_str_in_output=self.no_stop_trim,
+        )
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        try:
+            self.sampling()
+        except ValidationError as error:
+            problems = [(".".join(map(str, item["loc"])), item["msg"]) for item in error.errors()[:FEW]]
+            raise ValueError("; ".join(f"{_THEIRS.get(name, name)} {problem}" for name, problem in problems)) from error
+        return self
+
+
+class SglangGenerate(Frozen):
+    """One prompt or several. What is not here is refused by name."""
+
+    input_ids: TokenIds | Annotated[tuple[TokenIds, ...], Field(fail_fast=True)] | None = None
+    text: str | Annotated[tuple[str, ...], Field(fail_fast=True)] | None = None
+    sampling_params: SamplingParams = SamplingParams()
+    """Of all prompts; a list with one for each is refused."""
+    return_logprob: bool = False
+    logprob_start_len: Literal[-1] | None = None
+    """Logprobs of prompts are not implemented."""
+    top_logprobs_num: Literal[0] | None = None
+    return_text_in_logprobs: Literal[False] | None = None
+    return_routed_experts: Literal[False] | None = None
+    return_hidden_states: Literal[False] | None = None
+    stream: Literal[False] | None = None
+    rid: RequestId | None = None
+    """The rollout's name in logs; of several prompts, each has its number appended."""
+    lora_path: None = None
+    priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_names_are_unknown(cls, data: Any) -> Any:
+        return refuse_many_unknown(cls.model_fields, without_idle_nulls(cls, data))
+
+    @model_validator(mode="after")
+    def _ids_or_text(self) -> Self:
+        if (self.input_ids is None) == (self.text is None):
+            raise ValueError("give either input_ids or text")
+        return self
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether the reply is a list whatever ``n`` is."""
+        given = self.input_ids if self.text is None else self.text
+        return isinstance(given, tuple) and not (given and isinstance(given[0], int))
+
+
+class SglangChoice(Frozen):
+    """Documents a completion in the reply, which is made without it."""
+
+    text: str
+    output_ids: tuple[int, ...]
+    meta_info: dict[str, Any]
+
+
+@router.post("/generate", responses={200: {"model": SglangChoice | list[SglangChoice]}, **DATA_ERRORS})
+async def generate(body: SglangGenerate, services: Here, routing_key: RoutingKey = None) -> Any:
+    """A completion, or a list of them for several prompts or ``n > 1``: all of the first prompt, all of the second…
+
+    What an update, a pause or a lost replica cuts short comes back as it is, with the finish reason "abort".
+    """
+    began = time.monotonic()
+    prompts = await _prompts(body, services)
+    sampling = body.sampling_params.sampling()
+    options = RolloutOptions(session_id=routing_key or None, priority=body.priority, on_abort="return")
+    async with raise_first_failure() as group:
+        tasks = [
+            group.create_task(roll_out(prompt, sampling, services, _named(options, body.rid, i, len(prompts))))
+            for i, prompt in enumerate(prompts)
+        ]
+    elapsed_s = time.monotonic() - began
+    made = [
+        _completion(rollout, completion, body, services, elapsed_s)
+        for rollout in (task.result() for task in tasks)
+        for completion in rollout.completions
+    ]
+    return made if body.is_batch or sampling.n > 1 else made[0]
+
+
+def _named(options: RolloutOptions, rid: str | None, index: int, prompts: int) -> RolloutOptions:
+    name = rid if rid is None or prompts == 1 else f"{rid}-{index}"
+    return options.model_copy(update={"request_id": name})
+
+
+async def _prompts(body: SglangGenerate, services: Services) -> list[tuple[int, ...]]:
+    """Token ids of each prompt. Raises InvalidRequest for none, or more completions than one request may ask for."""
+    given = body.input_ids if body.text is None else body.text
+    number = len(given) if body.is_batch and given is not None else 1
+    if not 1 <= number * body.sampling_params.n <= MOST_COMPLETIONS:
+        raise InvalidRequest(
+            f"{number} prompts with n={body.sampling_params.n}: a request asks for 1 to {MOST_COMPLETIONS} completions",
+            {"prompts": number, "n": body.sampling_params.n, "limit": MOST_COMPLETIONS},
+        )
+    if body.text is not None:
+        return await tokenize([body.text] if isinstance(body.text, str) else body.text, services)
+    ids = body.input_ids or ()
+    several = [prompt for prompt in ids if isinstance(prompt, tuple)]
+    return several or [tuple(token for token in ids if isinstance(token, int))]
+
+
+def _completion(
+    rollout: Rollout, completion: Completion, body: SglangGenerate, services: Services, elapsed_s: float
+) -> dict[str, Any]:
+    meta: dict[str, Any] = {
+        "id": rollout.request_id,
+        "finish_reason": _finish_reason(completion),
+        "prompt_tokens": len(rollout.prompt_token_ids),
+        "completion_tokens": len(completion.token_ids),
+        "weight_versions": spans(completion),
+        "e2e_latency": elapsed_s,
+    }
+    if completion.spans:
+        meta["weight_version"] = str(completion.spans[-1].version)
+    if body.return_logprob:
+        pairs = zip(completion.logprobs, completion.token_ids, strict=True)
+        meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+    text = text_of(completion, body.sampling_params.sampling(), services) or ""  # empty without a tokenizer
+    return {"text": text, "output_ids": completion.token_ids, "meta_info": meta}
+
+
+def _finish_reason(completion: Completion) -> dict[str, Any]:
+    if completion.finish_reason == "length":
+        return {"type": "length", "length": len(completion.token_ids)}
+    if completion.finish_reason == "abort":
+        message = "cut short by a pause, an update of the weights or a lost replica"
+        return {"type": "abort", "message": message, "status_code": None, "err_type": None}
+    matched = completion.stop_reason
+    if matched is None and completion.token_ids:  # vLLM names no token where it is the model's own end of sequence
+        matched = completion.token_ids[-1]
+    return {"type": "stop", "matched": matched}

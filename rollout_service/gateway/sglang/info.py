@@ -1,0 +1,97 @@
+"""What SGLang's routes tell of the server: its configuration, model, load and health."""
+
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from fastapi import APIRouter, Response
+
+from rollout_service import __version__
+from rollout_service.errors import NotReady
+from rollout_service.gateway.dependencies import Here, Services
+from rollout_service.gateway.readiness import failed_starts
+from rollout_service.gateway.sglang.replies import ControlRoute, DataRoute
+from rollout_service.protocol.fleet import Fleet, ReplicaStatus
+
+router = APIRouter(tags=["sglang"], route_class=ControlRoute)
+open_router = APIRouter(tags=["sglang"], route_class=DataRoute)
+
+
+@router.get("/server_info")
+@router.get("/get_server_info")
+async def server_info(services: Here) -> dict[str, Any]:
+    """The service as one SGLang server: what of its arguments means something here, and each engine's load."""
+    fleet = await services.ingest.fleet()
+    return {
+        **_model(services, fleet),
+        "tp_size": services.tensor_parallel_size,
+        "pp_size": 1,
+        "dp_size": len(_serving(fleet)),
+        "context_length": services.max_model_len,
+        "disaggregation_mode": "null",
+        "enable_memory_saver": False,
+        "internal_states": [_load(rank, replica) for rank, replica in enumerate(_serving(fleet))],
+        "version": __version__,
+    }
+
+
+@router.get("/model_info")
+@router.get("/get_model_info")
+async def model_info(services: Here) -> dict[str, Any]:
+    """The served model, and the newest version of its weights."""
+    return _model(services, await services.ingest.fleet())
+
+
+@router.get("/v1/loads")
+async def loads(services: Here, include: Literal["core"] = "core") -> dict[str, Any]:
+    """What each engine does, as replicas last reported it, at least every ``weights.poll_s``."""
+    ranks = [_load(rank, replica) for rank, replica in enumerate(_serving(await services.ingest.fleet()))]
+    return {
+        "timestamp": datetime.now(UTC).isoformat(),
+        "version": __version__,
+        "dp_rank_count": len(ranks),
+        "loads": ranks,
+        "aggregate": {
+            f"total_{name}_reqs": sum(rank[f"num_{name}_reqs"] for rank in ranks) for name in ("running", "waiting")
+        }
+        | {"total_reqs": sum(rank["num_total_reqs"] for rank in ranks)},
+    }
+
+
+@open_router.get("/health_generate", response_class=Response)
+async def health_generate(services: Here) -> Response:
+    """200 while a replica can serve, else 503, both empty. Each replica's own health checks look after its engine."""
+    try:
+        await failed_starts(services.ingest, services.not_running)
+    except NotReady as error:
+        return Response(status_code=error.http_status)
+    return Response()
+
+
+def _model(services: Services, fleet: Fleet) -> dict[str, Any]:
+    return {
+        "model_path": services.name,
+        "served_model_name": services.name,
+        "tokenizer_path": services.name,
+        "is_generation": True,
+        "weight_version": str(fleet.latest_version),
+    }
+
+
+def _serving(fleet: Fleet) -> list[ReplicaStatus]:
+    return sorted((r for r in fleet.replicas if r.version is not None), key=lambda r: r.replica_id)
+
+
+def _load(rank: int, replica: ReplicaStatus) -> dict[str, Any]:
+    """In sequences. What a replica has accepted and not answered either runs or waits."""
+    load = replica.load
+    running = 0 if load is None else min(load.running, replica.running)
+    told: dict[str, Any] = {
+        "dp_rank": rank,
+        "num_running_reqs": running,
+        "num_waiting_reqs": replica.running - running,
+        "num_total_reqs": replica.running,
+        "num_reqs": replica.running,
+    }
+    if load is not None:
+        told |= {"max_total_num_tokens": load.kv_cache_tokens, "token_usage": load.kv_cache_usage}
+    return told

@@ -1,0 +1,76 @@
+"""Refusals on SGLang's routes: 400 where ours say 422, and on control routes ``success`` and ``message``."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any, ClassVar
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+
+from rollout_service.errors import Forbidden, InvalidRequest, MalformedRequest, RolloutServiceError, Unauthorized
+from rollout_service.gateway.folder_updates import is_worth_repeating
+from rollout_service.gateway.routes import GuardedRoute, OpenRoute
+from rollout_service.web.errors import ErrorResponse, validation_error
+
+
+class DataRoute(OpenRoute):
+    """Anyone may call it. What a request asks for that cannot be done is a 400, as from SGLang."""
+
+    errors = (*OpenRoute.errors, MalformedRequest)
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's hook: what answers a request."""
+        return _answering(super().get_route_handler(), _data_refusal)
+
+
+class ControlRoute(GuardedRoute):
+    """Weights and pauses: a refusal says ``success: false`` and ``message``, beside our own form."""
+
+    errors = (*GuardedRoute.errors, MalformedRequest)
+    waits_s: ClassVar[float] = 600.0
+    """Longest wait for the fleet to obey."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's hook: what answers a request."""
+        return _answering(super().get_route_handler(), _control_refusal)
+
+
+class Done(BaseModel):
+    """The reply of SGLang's control routes."""
+
+    status: str = "ok"
+    message: str
+
+
+class Success(BaseModel):
+    """The reply of its routes that update weights."""
+
+    success: bool = True
+    message: str
+
+
+_Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+def _answering(handle: _Handler, refusal: Callable[[RolloutServiceError], Response]) -> _Handler:
+    async def answered(request: Request) -> Response:
+        try:
+            return await handle(request)
+        except RequestValidationError as error:
+            return refusal(validation_error(f"{request.method} {request.url.path}", error.errors()))
+        except RolloutServiceError as error:
+            return refusal(error)
+
+    return answered
+
+
+def _data_refusal(error: RolloutServiceError) -> Response:
+    status = 400 if isinstance(error, InvalidRequest) else error.http_status
+    headers = {} if error.retry_after_s is None else {"Retry-After": f"{error.retry_after_s:g}"}
+    return ErrorResponse(error.to_wire(), status_code=status, headers=headers)
+
+
+def _control_refusal(error: RolloutServiceError) -> Response:
+    kept = isinstance(error, Unauthorized | Forbidden) or is_worth_repeating(error)
+    body = {"success": False, "message": error.message, **error.to_wire()}
+    return ErrorResponse(body, status_code=error.http_status if kept else 400)

@@ -1,0 +1,84 @@
+"""New weights by SGLang's routes: from a folder; its NCCL and in-memory routes are refused by name."""
+
+from typing import Any, Literal
+
+from fastapi import APIRouter
+
+from rollout_service.errors import CommitTimeout, InvalidRequest, MalformedRequest
+from rollout_service.gateway.dependencies import Here
+from rollout_service.gateway.folder_updates import FolderPath, update_from_folder
+from rollout_service.gateway.sglang.replies import ControlRoute, Success
+from rollout_service.protocol.base import MAX_VERSION, Frozen
+from rollout_service.web.errors import documented
+
+router = APIRouter(tags=["sglang"], route_class=ControlRoute)
+
+
+class UpdateWeightsFromDisk(Frozen):
+    """SGLang's ``UpdateWeightFromDiskReqInput``, as far as it is implemented."""
+
+    model_path: FolderPath
+    """A Hugging Face folder of safetensors below ``weights.source_roots``."""
+    weight_version: str | None = None
+    """A decimal number. It becomes the version's if it is newer than the newest; None: the folder's name may tell."""
+    load_format: Literal["auto", "safetensors"] | None = None
+    abort_all_requests: bool = False
+    """Return what runs as it is. Otherwise it goes on with the new weights."""
+    flush_cache: bool = True
+    """The KV cache is dropped in any case."""
+    keep_pause: Literal[True] | None = None
+    """A pause lasts until ``/continue_generation``."""
+
+
+class UpdatedFromDisk(Success):
+    """Every live replica serves the version."""
+
+    num_paused_requests: int
+    """Sequences that a pause holds."""
+    version: int
+
+
+@router.post(
+    "/update_weights_from_disk",
+    responses={200: {"model": UpdatedFromDisk}, **documented(MalformedRequest, CommitTimeout)},
+)
+async def update_weights_from_disk(body: UpdateWeightsFromDisk, services: Here) -> UpdatedFromDisk:
+    """Serve the weights in a folder; answers when every live replica does. The folder may then be deleted.
+
+    400 if they cannot be served: the version before stays. The same call again is answered the same way.
+    """
+    status = await update_from_folder(
+        services,
+        body.model_path,
+        number=None if body.weight_version is None else _number(body.weight_version),
+        mode="abort" if body.abort_all_requests else "keep",
+    )
+    return UpdatedFromDisk(
+        message=f"every replica serves version {status.version}",
+        num_paused_requests=sum(replica.running for replica in status.replicas if replica.paused),
+        version=status.version,
+    )
+
+
+def _number(weight_version: str) -> int:
+    if not (weight_version.isdecimal() and weight_version.isascii() and len(weight_version) <= len(str(MAX_VERSION))):
+        raise InvalidRequest(f"weight_version {weight_version[:64]!r} is no decimal number, which versions are here")
+    return int(weight_version)
+
+
+async def refuse(body: dict[str, Any] | None = None) -> Success:
+    """Not implemented: 400."""
+    raise InvalidRequest(
+        "weights over NCCL, from tensors or by IPC are not implemented under SGLang's routes: write a folder and send "
+        "/update_weights_from_disk (slime: --update-weight-transport disk), or push to /v1/weights"
+    )
+
+
+for _route in (
+    "/init_weights_update_group",
+    "/destroy_weights_update_group",
+    "/update_weights_from_distributed",
+    "/update_weights_from_tensor",
+    "/update_weights_from_ipc",
+):
+    router.post(_route, responses=documented(MalformedRequest))(refuse)

@@ -1,0 +1,205 @@
+"""SGLang's and AReaL's control routes, from the bodies of slime 624b824 and AReaL cbff54d."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rollout_service.errors import CommitTimeout, InvalidManifest, NotFound, NotReady, Overtaken, RolloutServiceError
+from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.deployment import create_app
+from rollout_service.protocol.fleet import EngineLoad, Fleet, PauseMode, ReplicaStatus
+from rollout_service.protocol.rollout import OnAbort
+from rollout_service.protocol.upload import CommitUpload
+from rollout_service.web.auth import Authorizer
+from tests.unit.gateway.fakes import FolderIngest
+
+LOAD = EngineLoad(running=3, waiting=1, deferred=0, kv_cache_usage=0.25, kv_cache_tokens=4096)
+FLEET = Fleet(
+    latest_version=7,
+    paused=False,
+    replicas=(
+        ReplicaStatus(replica_id="b", version=7, state="ready", running=4, load=LOAD),
+        ReplicaStatus(replica_id="a", version=7, state="ready"),
+        ReplicaStatus(replica_id="c", version=None, state="starting"),
+    ),
+)
+
+
+@dataclass
+class Ingest(FolderIngest):
+    """Notes pauses."""
+
+    paused: bool = False
+    orders: list[tuple[bool, PauseMode, OnAbort]] = field(default_factory=list)
+    overtaken: bool = False
+
+    async def set_paused(self, paused: bool, mode: PauseMode, timeout_s: float, on_abort: OnAbort = "continue") -> None:
+        if self.overtaken:
+            raise Overtaken("another pause")
+        self.paused = paused
+        self.orders.append((paused, mode, on_abort))
+
+    async def is_paused(self) -> bool:
+        return self.paused
+
+    async def fleet(self) -> Fleet:
+        return FLEET
+
+
+def http_to(services: Services, ingest: Any) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(create_app(replace(services, ingest=ingest)), client=("127.0.0.1", 1))
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+
+
+async def test_slime_s_update_by_disk(services: Services) -> None:
+    ingest = Ingest()
+    async with http_to(services, ingest) as http:
+        assert (await http.post("/pause_generation", json={})).json()["status"] == "ok"
+        assert (await http.get("/flush_cache")).status_code == 200
+        body = {"model_path": "/out/weight_v000009", "weight_version": "9"}
+        reply = await http.post("/update_weights_from_disk", json=body)
+        assert (await http.post("/continue_generation", json={})).json()["status"] == "ok"
+    assert reply.status_code == 200
+    assert reply.json() == {
+        "success": True,
+        "message": "every replica serves version 9",
+        "num_paused_requests": 0,
+        "version": 9,
+    }
+    assert ingest.orders == [(True, "abort", "return"), (False, "keep", "continue")]
+    assert ingest.told == [(Path("/out/weight_v000009"), CommitUpload(mode="keep", wait="all", timeout_s=600.0), 9)]
+
+
+async def test_areal_s_sglang_backend_updates_and_aborts(services: Services) -> None:
+    ingest = Ingest()
+    async with http_to(services, ingest) as http:
+        await http.post("/pause_generation", json={})
+        await http.post("/pause_generation", json={"mode": "in_place"})
+        body = {"model_path": "/out/weight_update_v9", "abort_all_requests": True}
+        assert (await http.post("/update_weights_from_disk", json=body)).json()["success"] is True
+        await http.post("/continue_generation", json={})
+    assert [order[1:] for order in ingest.orders] == [("abort", "return"), ("keep", "continue"), ("keep", "continue")]
+    [(_, request, number)] = ingest.told
+    assert (request.mode, number) == ("abort", 9)
+
+
+async def test_areal_s_vllm_backend_pauses_updates_and_goes_on(services: Services) -> None:
+    ingest = Ingest()
+    async with http_to(services, ingest) as http:
+        replies = [
+            await http.post("/areal_pause_generation", json={}),
+            await http.post("/areal_update_weights", json={"model_path": "/out/weight_update_v9"}),
+            await http.post("/areal_continue_generation", json={}),
+        ]
+    assert [(reply.status_code, reply.json()["success"]) for reply in replies] == [(200, True)] * 3
+    assert ingest.orders == [(True, "abort", "return"), (False, "keep", "continue")]
+    assert [number for _, _, number in ingest.told] == [9]
+
+
+@pytest.mark.parametrize("paused", [True, False])
+async def test_aborting_everything_leaves_a_pause_as_it_was(services: Services, paused: bool) -> None:
+    ingest = Ingest(paused=paused)
+    async with http_to(services, ingest) as http:
+        reply = await http.post("/abort_request", json={"abort_all": True})
+    assert (reply.status_code, reply.content) == (200, b"")
+    assert ingest.orders[0] == (True, "abort", "return") and ingest.paused == paused
+
+
+@pytest.mark.parametrize("path", ["/update_weights_from_disk", "/areal_update_weights"])
+@pytest.mark.parametrize(
+    ("kind", "status"), [(NotFound, 400), (InvalidManifest, 400), (NotReady, 503), (CommitTimeout, 504)]
+)
+async def test_an_update_that_fails_says_so_in_sglang_s_form(
+    services: Services, path: str, kind: type[RolloutServiceError], status: int
+) -> None:
+    async with http_to(services, Ingest(error=kind("why"))) as http:
+        reply = await http.post(path, json={"model_path": "/out/step_9"})
+    assert reply.status_code == status
+    assert (reply.json()["success"], reply.json()["message"], reply.json()["error"]["type"]) == (
+        False,
+        "why",
+        kind.__name__,
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/update_weights_from_disk", {}, "model_path"),
+        ("/update_weights_from_disk", {"model_path": "/a", "weight_version": "default"}, "'default' is no decimal"),
+        ("/update_weights_from_disk", {"model_path": "/a", "load_format": "flash_rl"}, "load_format"),
+        ("/update_weights_from_disk", {"model_path": "/a", "keep_pause": False}, "keep_pause"),
+        ("/update_weights_from_disk", {"model_path": "a"}, "send an absolute one"),
+        ("/pause_generation", {"mode": "keep"}, "mode"),
+        ("/continue_generation", {"torch_empty_cache": True}, "torch_empty_cache"),
+        ("/abort_request", {"rid": "r"}, "aborting one request by rid is not implemented"),
+        ("/abort_request", {}, "send abort_all"),
+        ("/init_weights_update_group", {"master_address": "a", "world_size": 2}, "over NCCL"),
+        ("/update_weights_from_distributed", {"names": ["a"]}, "over NCCL"),
+        ("/areal_init_weights_update_group", {}, "weight_update_mode: disk"),
+        ("/areal_set_update_weight_meta", {}, "weight_update_mode: disk"),
+        ("/areal_update_weights_xccl", {}, "weight_update_mode: disk"),
+    ],
+)
+async def test_what_is_not_implemented_is_a_400_by_name(
+    services: Services, path: str, body: dict[str, Any], says: str
+) -> None:
+    ingest = Ingest()
+    async with http_to(services, ingest) as http:
+        reply = await http.post(path, json=body)
+    assert reply.status_code == 400 and says in reply.json()["message"] and reply.json()["success"] is False
+    assert ingest.told == [] and ingest.orders == []
+
+
+async def test_the_cache_is_flushed_by_a_pause_alone(services: Services) -> None:
+    async with http_to(services, Ingest()) as http:
+        for method in ("GET", "POST"):
+            reply = await http.request(method, "/flush_cache")
+            assert reply.status_code == 400 and "/pause_generation first" in reply.json()["message"]
+
+
+async def test_a_pause_that_was_overtaken_is_a_400(services: Services) -> None:
+    async with http_to(services, Ingest(overtaken=True)) as http:
+        reply = await http.post("/pause_generation", json={})
+    assert reply.status_code == 400 and reply.json()["message"] == "another pause"
+
+
+async def test_who_may_not_control_is_told_as_everywhere(services: Services) -> None:
+    guarded = replace(services, authorizer=Authorizer("secret"))
+    async with http_to(guarded, Ingest()) as http:
+        reply = await http.post("/pause_generation", json={})
+    assert reply.status_code == 401 and reply.json()["error"]["type"] == "Unauthorized"
+
+
+async def test_slime_reads_what_kind_of_server_this_is(services: Services) -> None:
+    async with http_to(replace(services, tensor_parallel_size=2), Ingest()) as http:
+        info = (await http.get("/server_info")).json()
+        assert info == (await http.get("/get_server_info")).json()
+        model = (await http.get("/model_info")).json()
+        assert model == (await http.get("/get_model_info")).json()
+    told = ("tp_size", "pp_size", "dp_size", "disaggregation_mode", "enable_memory_saver", "weight_version")
+    assert [info[name] for name in told] == [2, 1, 2, "null", False, "7"]
+    assert (model["served_model_name"], model["is_generation"], model["weight_version"]) == ("tiny", True, "7")
+
+
+async def test_the_load_is_of_what_is_not_answered_yet(services: Services) -> None:
+    async with http_to(services, Ingest()) as http:
+        told = (await http.get("/v1/loads?include=core")).json()
+        assert (await http.get("/v1/loads?include=memory")).status_code == 400
+    names = ("dp_rank", "num_running_reqs", "num_waiting_reqs", "num_total_reqs", "num_reqs")
+    assert [[rank[name] for name in names] for rank in told["loads"]] == [[0, 0, 0, 0, 0], [1, 3, 1, 4, 4]]
+    assert told["aggregate"] == {"total_running_reqs": 3, "total_waiting_reqs": 1, "total_reqs": 4}
+
+
+async def test_health_is_empty_whether_good_or_bad(services: Services) -> None:
+    class NoReplica(Ingest):
+        async def fleet(self) -> Fleet:
+            return FLEET.model_copy(update={"replicas": ()})
+
+    for ingest, status in ((Ingest(), 200), (NoReplica(), 503)):
+        async with http_to(services, ingest) as http:
+            reply = await http.get("/health_generate")
+        assert (reply.status_code, reply.content) == (status, b"")

@@ -1,0 +1,207 @@
+"""SGLang's ``/generate``, from the bodies of slime 624b824 and AReaL cbff54d."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+import pytest
+
+from rollout_service.fleet.dispatch import Dispatcher
+from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.deployment import create_app
+from rollout_service.protocol.rollout import Completion, FinishReason, Rollout, Span
+from rollout_service.protocol.sampling import GenerateCall
+from tests.unit.gateway.fakes import EchoEngine
+
+SLIME = {
+    "input_ids": [5, 6, 7],
+    "sampling_params": {
+        "temperature": 0.8,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_new_tokens": 3,
+        "stop": None,
+        "stop_token_ids": None,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+        "sampling_seed": 2**62,
+    },
+    "return_logprob": True,
+}
+
+
+@dataclass
+class Ending:
+    """An engine whose completions end as they are told to."""
+
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    tokens: tuple[int, ...]
+    calls: list[GenerateCall] = field(default_factory=list)
+
+    async def generate(self, call: GenerateCall) -> Rollout:
+        self.calls.append(call)
+        split = len(self.tokens) // 2
+        spans = [Span(version=v, start=a, end=b) for v, a, b in ((7, 0, split), (8, split, len(self.tokens))) if b > a]
+        completion = Completion(
+            index=0,
+            token_ids=self.tokens,
+            logprobs=(-0.5,) * len(self.tokens),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            spans=tuple(spans),
+        )
+        return Rollout(
+            request_id=call.request_id,
+            prompt_token_ids=call.prompt_token_ids,
+            completions=(completion,),
+            replica_id="r1",
+        )
+
+
+async def post(services: Services, body: Any, engine: Any = None, headers: dict[str, str] | None = None) -> Any:
+    if engine is not None:
+        dispatcher = Dispatcher(engine, ingest=None, limits=services.dispatcher._limits)
+        services = replace(services, dispatcher=dispatcher)
+    transport = httpx.ASGITransport(create_app(services), client=("192.0.2.1", 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        return await http.post("/generate", json=body, headers=headers)
+
+
+async def test_slime_s_request_has_sglang_s_reply(services: Services, engine: EchoEngine) -> None:
+    reply = (await post(services, SLIME, headers={"X-SMG-Routing-Key": "session-1"})).json()
+    meta = reply.pop("meta_info")
+    assert meta.pop("e2e_latency") >= 0 and meta.pop("id")
+    assert reply == {"text": services.tokenizer.decode([7, 6, 5]), "output_ids": [7, 6, 5]}
+    assert meta == {
+        "finish_reason": {"type": "length", "length": 3},
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+        "weight_version": "7",
+        "weight_versions": [{"version": "7", "start": 0, "end": 3, "replica_id": "r1"}],
+        "output_token_logprobs": [[-0.5, 7, None], [-1.0, 6, None], [-1.5, 5, None]],
+    }
+    [call] = engine.calls
+    sampling = call.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.max_tokens, sampling.seed) == (0.8, -1, 3, 2**62)
+    assert call.session_id == "session-1"
+
+
+async def test_what_is_left_out_is_sglang_s_default(services: Services, engine: EchoEngine) -> None:
+    services = replace(services, max_model_len=4096)
+    reply = (await post(services, {"input_ids": [5]})).json()
+    assert "output_token_logprobs" not in reply["meta_info"]
+    [call] = engine.calls
+    assert (call.sampling.max_tokens, call.sampling.temperature, call.sampling.top_k) == (128, 1.0, -1)
+
+
+async def test_every_sampling_parameter_reaches_the_engine(services: Services, engine: EchoEngine) -> None:
+    given = {
+        "n": 2, "max_new_tokens": 9, "min_new_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.1,
+        "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "stop": "ab",
+        "stop_token_ids": [3], "ignore_eos": True, "sampling_seed": 11, "skip_special_tokens": False,
+        "spaces_between_special_tokens": False, "no_stop_trim": True,
+    }  # fmt: skip
+    assert (await post(services, {"input_ids": [5], "sampling_params": given})).status_code == 200
+    [call] = engine.calls
+    assert call.sampling.model_dump(exclude_defaults=True) == {
+        "n": 2, "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.1,
+        "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "stop": ("ab",),
+        "stop_token_ids": (3,), "ignore_eos": True, "seed": 11, "skip_special_tokens": False,
+        "spaces_between_special_tokens": False, "include_stop_str_in_output": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "outputs"),
+    [
+        ({"input_ids": [[5, 6]]}, [[6, 5]]),
+        ({"input_ids": [[5, 6], [7]]}, [[6, 5], [7]]),
+        ({"input_ids": [[5, 6], [7]], "sampling_params": {"n": 2, "max_new_tokens": 2}}, [[6, 5], [6, 5], [7], [7]]),
+        ({"input_ids": [5, 6], "sampling_params": {"n": 2, "max_new_tokens": 2}}, [[6, 5], [6, 5]]),
+    ],
+)
+async def test_several_completions_are_a_list_in_prompt_order(
+    services: Services, body: dict[str, Any], outputs: list[list[int]]
+) -> None:
+    body = {"sampling_params": {"max_new_tokens": 2}, **body, "rid": "r"}
+    made = (await post(services, body)).json()
+    assert [each["output_ids"] for each in made] == outputs
+
+
+async def test_text_is_tokenized(services: Services, engine: EchoEngine) -> None:
+    one = (await post(services, {"text": "12", "sampling_params": {"max_new_tokens": 2}})).json()
+    assert one["text"] == "21" and one["meta_info"]["prompt_tokens"] == 2
+    two = (await post(services, {"text": ["12", "3"], "sampling_params": {"max_new_tokens": 2}})).json()
+    assert [each["text"] for each in two] == ["21", "3"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop_reason", "tokens", "sampling", "told", "text"),
+    [
+        ("stop", "3", "123", {}, {"type": "stop", "matched": "3"}, "12"),
+        ("stop", "3", "123", {"no_stop_trim": True}, {"type": "stop", "matched": "3"}, "123"),
+        ("stop", "id of 3", "123", {}, {"type": "stop", "matched": "id of 3"}, "12"),
+        ("stop", "id of 3", "123", {"no_stop_trim": True}, {"type": "stop", "matched": "id of 3"}, "123"),
+        ("stop", None, "123", {}, {"type": "stop", "matched": "id of 3"}, "12"),
+        ("length", None, "123", {}, {"type": "length", "length": 3}, "123"),
+    ],
+)
+async def test_how_a_completion_ended_is_told_and_trimmed(
+    services: Services,
+    reason: FinishReason,
+    stop_reason: str | None,
+    tokens: str,
+    sampling: dict[str, Any],
+    told: dict[str, Any],
+    text: str,
+) -> None:
+    ids = tuple(services.tokenizer.encode(tokens))
+    three = services.tokenizer.encode("3")[0]
+    engine = Ending(reason, three if stop_reason == "id of 3" else stop_reason, ids)
+    told = {key: three if value == "id of 3" else value for key, value in told.items()}
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 8, **sampling}}
+    reply = (await post(services, body, engine)).json()
+    assert reply["meta_info"]["finish_reason"] == told
+    assert reply["text"] == text and reply["output_ids"] == list(ids)
+
+
+@pytest.mark.parametrize("tokens", ["1234", ""])
+async def test_an_aborted_completion_comes_back_as_it_is(services: Services, tokens: str) -> None:
+    ids = tuple(services.tokenizer.encode(tokens)) if tokens else ()
+    engine = Ending("abort", None, ids)
+    reply = (await post(services, {"input_ids": [5], "sampling_params": {"max_new_tokens": 8}}, engine)).json()
+    assert reply["meta_info"]["finish_reason"]["type"] == "abort" and reply["output_ids"] == list(ids)
+    assert reply["meta_info"].get("weight_version") == ("8" if tokens else None)  # of the last token
+    assert len(engine.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"input_ids": None}, "give either input_ids or text"),
+        ({"text": "1"}, "give either input_ids or text"),
+        ({"input_ids": []}, "0 prompts with n=1"),
+        ({"input_ids": [[5]] * 4097}, "4097 prompts with n=1"),
+        ({"stream": True}, "stream"),
+        ({"logprob_start_len": 0}, "logprob_start_len"),
+        ({"top_logprobs_num": 2}, "top_logprobs_num"),
+        ({"return_routed_experts": True}, "return_routed_experts"),
+        ({"lora_path": "a"}, "lora_path"),
+        ({"image_data": "a"}, "image_data is not a field here, or not implemented"),
+        ({"sampling_params": {"regex": "a"}}, "sampling_params.regex is not a field here, or not implemented"),
+        ({"sampling_params": {"temperature": 3.0}}, "temperature Input should be less than or equal to 2"),
+        ({"sampling_params": {"sampling_seed": 2**64}}, "sampling_seed Input should be less than"),
+        ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+        ({"sampling_params": [{"n": 1}]}, "sampling_params"),
+        ({"input_ids": [10**6]}, "token id 1000000 at position 0 is outside the vocabulary"),
+        ({"sampling_params": {"max_new_tokens": 10**6}}, "is more than this model's maximum context length"),
+    ],
+)
+async def test_what_cannot_be_done_is_a_400_by_name(
+    services: Services, engine: EchoEngine, change: dict[str, Any], says: str
+) -> None:
+    reply = await post(services, {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}, **change})
+    assert reply.status_code == 400 and says in reply.json()["error"]["message"]
+    assert engine.calls == []
