@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rollout_service.config.engine import EngineConfig
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
@@ -62,8 +63,7 @@ class Ending:
 
 async def post(services: Services, body: Any, engine: Any = None, headers: dict[str, str] | None = None) -> Any:
     if engine is not None:
-        dispatcher = Dispatcher(engine, ingest=None, limits=services.dispatcher._limits)
-        services = replace(services, dispatcher=dispatcher)
+        services = replace(services, dispatcher=Dispatcher(engine, ingest=None, limits=EngineConfig()))
     transport = httpx.ASGITransport(create_app(services), client=("192.0.2.1", 1))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
         return await http.post("/generate", json=body, headers=headers)
