@@ -8,6 +8,7 @@ from pydantic import Field
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.rollout import FinishReason, Span
 
+SESSION_NAME = r"^[A-Za-z0-9._:-]+$"
 Message = dict[str, Any]
 """As OpenAI's chat has it: ``role``, ``content``, ``tool_calls`` …"""
 
@@ -15,7 +16,7 @@ Message = dict[str, Any]
 class OpenSession(Frozen):
     """What a trainer asks for before it lets an agent talk."""
 
-    session_id: str | None = Field(default=None, min_length=1, max_length=256, pattern=r"^[A-Za-z0-9._:-]+$")
+    session_id: str | None = Field(default=None, max_length=256, pattern=SESSION_NAME)
     """Its name in the address; None: the service makes one."""
     ttl_s: float = Field(default=3600.0, gt=0, le=7 * 24 * 3600)
     """It is forgotten so long after its last turn."""

@@ -1,8 +1,8 @@
 """Sessions: an agent chats at an address of its own, and a trainer reads what the model read and said, in tokens."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Request, Response
+from fastapi import APIRouter, Body, Path, Request, Response
 
 from rollout_service.errors import BadRequest, InvalidRequest, NotFound, Overloaded, VersionConflict
 from rollout_service.gateway.dependencies import Here, Services
@@ -11,11 +11,12 @@ from rollout_service.gateway.openai.exchange import Exchange, SessionTurn
 from rollout_service.gateway.prompts import DATA_ERRORS
 from rollout_service.gateway.routes import OpenRoute
 from rollout_service.protocol.generate import RolloutOptions
-from rollout_service.protocol.sessions import OpenSession, Session, SessionOpened
+from rollout_service.protocol.sessions import SESSION_NAME, OpenSession, Session, SessionOpened
 from rollout_service.web.errors import documented
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"], route_class=OpenRoute)
 _ERRORS = documented(InvalidRequest, NotFound)
+SessionName = Annotated[str, Path(pattern=SESSION_NAME, max_length=256)]
 _CHAT_ERRORS = DATA_ERRORS | documented(BadRequest, NotFound)
 
 
@@ -29,27 +30,29 @@ async def open_session(services: Here, body: OpenSession | None = None) -> Sessi
 
 
 @router.get("/{session_id}", responses=_ERRORS)
-async def read_session(session_id: str, services: Here) -> Session:
+async def read_session(session_id: SessionName, services: Here) -> Session:
     """Its turns so far: exact prompt and completion ids, logprobs, versions."""
     return await services.sessions.get(session_id)
 
 
 @router.delete("/{session_id}", status_code=204, responses=_ERRORS)
-async def close_session(session_id: str, services: Here) -> None:
+async def close_session(session_id: SessionName, services: Here) -> None:
     """Forget it."""
     await services.sessions.close(session_id)
 
 
 @router.post("/{session_id}/v1/chat/completions", responses=_CHAT_ERRORS)
 async def chat_completions(
-    session_id: str, request: Request, services: Here, body: dict[str, Any] = Body()
+    session_id: SessionName, request: Request, services: Here, body: dict[str, Any] = Body()
 ) -> Response:
     """``/v1/chat/completions`` whose replies are turns of the session."""
     return await routes.chat(request, services, body, await _turn(session_id, services))
 
 
 @router.post("/{session_id}/v1/messages", responses=_CHAT_ERRORS)
-async def messages(session_id: str, request: Request, services: Here, body: dict[str, Any] = Body()) -> Response:
+async def messages(
+    session_id: SessionName, request: Request, services: Here, body: dict[str, Any] = Body()
+) -> Response:
     """``/v1/messages`` whose replies are turns of the session."""
     return await routes.anthropic(request, services, body, await _turn(session_id, services))
 
