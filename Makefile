@@ -5,7 +5,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo serve bench dashboards dashboards-check test test-unit test-live test-gpu test-slow check format clean distclean
+.PHONY: help setup demo serve bench dashboards dashboards-check test test-unit test-live test-gpu test-slow clients test-clients check format clean distclean
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,12 @@ test-gpu: setup ## tests that only a GPU can decide
 test-slow: setup ## an engine of every family, autoscaling, two nodes, the ablation (half an hour more)
 	@$(PYTHON_VENV) -m pytest tests/engine tests/service tests/own_service -m slow
 
+clients: setup ## install trainers' released packages into .clients/, for the tests that drive the service with them
+	@scripts/clients.sh
+
+test-clients: setup ## trainers' own clients against a running service; those that make clients installed
+	@$(PYTHON_VENV) -m pytest tests/clients
+
 check: setup ## lint, format, types, and the table of benchmarks/README.md
 	@$(PYTHON_VENV) -m ruff check .
 	@$(PYTHON_VENV) -m ruff format --check .
@@ -58,5 +64,5 @@ clean: ## remove out/, the models made here (models/tiny-*) and caches; stop a r
 	@rm -rf out models/tiny-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 	@find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
-distclean: clean ## clean, and remove .venv too
-	@rm -rf .venv .venv.old
+distclean: clean ## clean, and remove .venv and .clients too
+	@rm -rf .venv .venv.old .clients

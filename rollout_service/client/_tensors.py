@@ -74,6 +74,16 @@ def describe(name: str, tensor: torch.Tensor) -> UploadTensor:
     return UploadTensor(name=name, dtype=dtype, shape=tuple(tensor.shape))
 
 
+def described(
+    pairs: Iterable[tuple[str, torch.Tensor]], table: list[UploadTensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The pairs; ``table`` is filled with what they are, for those that come after them under the same names."""
+    for name, tensor in pairs:
+        table.append(describe(name, tensor))
+        yield name, tensor
+        del tensor  # before a generator makes the next
+
+
 def gather(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a ``DTensor``: a collective over its mesh. Any other tensor as it is."""
     import torch
