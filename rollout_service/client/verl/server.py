@@ -1,0 +1,164 @@
+"""The Ray actor that verl's clients call as the server of a replica: each call becomes one of our HTTP client's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from verl.workers.rollout.replica import TokenOutput
+
+from rollout_service.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from rollout_service.client._client import RolloutClient
+    from rollout_service.client.verl.settings import ServiceSettings
+    from rollout_service.protocol.rollout import Completion
+
+_TAKEN = {"temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"}
+_NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1}
+"""What verl may send and our client does not take; these values change nothing."""
+_NO_SLEEP = (
+    "the rollout service does not free its engines' memory yet, and shares no GPU with the trainer: use "
+    "separate_async, one_step_off_policy or fully_async, not the hybrid engine"
+)
+
+
+def server_name(replica_rank: int) -> str:
+    """Of the actor."""
+    return f"rollout_service_server_{replica_rank}"
+
+
+class RolloutServer:
+    """The methods of verl 0.9.1's vLLMHttpServer that its clients and checkpoint manager call.
+
+    verl aborts what runs before it sends weights: ``abort_all_requests`` pauses the service with ``mode=abort``, and
+    each running request comes back with the tokens it has and ``stop_reason="aborted"``. FullyAsyncLLMServerClient asks
+    for the rest after ``resume_generation``, which is sampled from the new version, so each segment has one version.
+    """
+
+    def __init__(
+        self, settings: ServiceSettings, prompt_length: int, response_length: int, max_model_len: int | None
+    ) -> None:
+        self._settings = settings
+        self._prompt_length, self._response_length = prompt_length, response_length
+        self._max_model_len = max_model_len
+        self._client: RolloutClient | None = None
+        self._steps: dict[int, int | None] = {}
+        self._rejecting = False
+
+    async def generate(
+        self,
+        prompt_ids: Any,
+        sampling_params: Mapping[str, Any],
+        request_id: str,
+        image_data: Any = None,
+        video_data: Any = None,
+        audio_data: Any = None,
+        mm_processor_kwargs: Any = None,
+        priority: int = 0,
+    ) -> TokenOutput:
+        """One completion. ``extra_fields``: ``global_steps`` of its last token, the least and most of all its tokens.
+
+        Raises InvalidRequest for what the service does not take, and as ``RolloutClient.generate``.
+        """
+        media = {"image_data": image_data, "video_data": video_data, "audio_data": audio_data}
+        if given := [name for name, value in media.items() if value is not None]:
+            raise InvalidRequest(f"{', '.join(given)}: the rollout service takes text only")
+        if self._rejecting:
+            return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields={"global_steps": self._newest_steps()})
+        tokens = [int(token) for token in prompt_ids]
+        parameters = dict(sampling_params)
+        wants_logprobs = bool(parameters.pop("logprobs", False))
+        rollout = await self._opened().generate(
+            tokens,
+            max_tokens=self._max_tokens(parameters, len(tokens)),
+            request_id=request_id,
+            priority=priority,
+            on_abort="return",
+            **taken(parameters),
+        )
+        (completion,) = rollout.completions
+        return TokenOutput(
+            token_ids=list(completion.token_ids),
+            log_probs=list(completion.logprobs) if wants_logprobs else None,
+            stop_reason="aborted" if completion.finish_reason == "abort" else "completed",
+            extra_fields=self._labels(completion),
+        )
+
+    async def set_global_steps(self, global_steps: int | None, version: int) -> None:
+        """``version`` of the service is what verl calls ``global_steps``."""
+        self._steps[version] = global_steps
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        """End what runs, with the tokens it has; hold back what comes, or with ``reject_request`` send it away."""
+        self._rejecting = reject_request
+        await self._opened().pause("abort")
+
+    async def resume_generation(self) -> None:
+        """Go on."""
+        await self._opened().resume()
+        self._rejecting = False
+
+    async def clear_kv_cache(self) -> None:
+        """Nothing: engines drop their KV cache with each version."""
+
+    async def release_kv_cache(self) -> None:
+        """Nothing: verl asks for room on GPUs that it shares, and the service has its own."""
+
+    async def resume_kv_cache(self) -> None:
+        """Nothing: it was not released."""
+
+    async def sleep(self) -> NoReturn:
+        """Not yet."""
+        raise NotImplementedError(f"sleep: {_NO_SLEEP}")
+
+    async def wake_up(self, tags: list[str] | None = None) -> NoReturn:
+        """Not yet."""
+        raise NotImplementedError(f"wake_up: {_NO_SLEEP}")
+
+    async def start_profile(self, **kwargs: Any) -> NoReturn:
+        """Not here."""
+        raise NotImplementedError("start_profile: the engines of the rollout service are not profiled from verl")
+
+    async def stop_profile(self) -> NoReturn:
+        """Not here."""
+        raise NotImplementedError("stop_profile: the engines of the rollout service are not profiled from verl")
+
+    def _max_tokens(self, parameters: dict[str, Any], prompt_tokens: int) -> int:
+        """As verl's vLLM server: what the request says, else what both lengths leave; within the context."""
+        named = [parameters.pop(name) for name in ("max_tokens", "max_new_tokens") if name in parameters]
+        left = min(self._response_length, self._prompt_length + self._response_length - prompt_tokens)
+        wanted = named[0] if named else left
+        if self._max_model_len is not None:
+            wanted = min(wanted, self._max_model_len - prompt_tokens)
+        return max(1, wanted)
+
+    def _labels(self, completion: Completion) -> dict[str, Any]:
+        steps = [self._steps.get(version) for version in completion.versions]
+        known = [step for step in steps if step is not None]
+        return {
+            "global_steps": steps[-1] if steps else self._newest_steps(),
+            "min_global_steps": min(known, default=None),
+            "max_global_steps": max(known, default=None),
+            "weight_versions": list(completion.versions),
+        }
+
+    def _newest_steps(self) -> int | None:
+        return self._steps[max(self._steps)] if self._steps else None
+
+    def _opened(self) -> RolloutClient:
+        if self._client is None:
+            self._client = self._settings.client()
+        return self._client
+
+
+def taken(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """verl's sampling parameters as ``RolloutClient.generate`` takes them. Raises InvalidRequest for others."""
+    refused = {
+        name: value
+        for name, value in parameters.items()
+        if value is not None and name not in _TAKEN and value != _NEUTRAL.get(name)
+    }
+    if refused:
+        raise InvalidRequest(f"sampling parameters that the rollout service does not take from verl: {refused}")
+    return {name: value for name, value in parameters.items() if name in _TAKEN and value is not None}

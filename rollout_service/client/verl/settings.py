@@ -1,0 +1,54 @@
+"""What a user of verl says about the service, once: ``rollout.checkpoint_engine.engine_kwargs.rollout_service``.
+
+verl hands these to the checkpoint engine on every rank of the trainer; the replica reads them from its configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollout_service.client._client import RolloutClient
+from rollout_service.client._sync import SyncRolloutClient
+from rollout_service.client._upload import Quantize
+from rollout_service.protocol.base import Frozen
+
+NAME = "rollout_service"
+"""Of the rollout and of the checkpoint engine's backend."""
+
+
+class ServiceSettings(Frozen):
+    """Where the service is, and how weights are sent to it. Unknown fields are an error."""
+
+    url: str
+    """Address of the gateway, e.g. ``http://10.0.0.5:8000``."""
+    token_file: Path | None = None
+    """File with the bearer token, on every node; None: the service asks for none. No token stands in the configuration,
+    because verl prints it."""
+    quantize: Quantize = "service"
+    """As for ``RolloutClient.push_weights``."""
+    timeout_s: float = 1800.0
+    """How long a version may take from its commit until every live replica serves it."""
+
+    def client(self) -> RolloutClient:
+        """For the running event loop; close it."""
+        return RolloutClient(self.url, token=self._token())
+
+    def blocking_client(self) -> SyncRolloutClient:
+        """For code that an event loop runs without ``await``; close it."""
+        return SyncRolloutClient(self.url, token=self._token())
+
+    def _token(self) -> str | None:
+        return None if self.token_file is None else self.token_file.read_text().strip()
+
+
+def settings_of(engine_kwargs: Mapping[str, Any]) -> ServiceSettings:
+    """Those of ``rollout.checkpoint_engine.engine_kwargs``. Raises ValueError if they are missing or wrong."""
+    given = engine_kwargs.get(NAME)
+    if given is None:
+        raise ValueError(
+            "the address of the rollout service is missing: set actor_rollout_ref.rollout.checkpoint_engine."
+            f"engine_kwargs.{NAME}.url=http://HOST:PORT"
+        )
+    return ServiceSettings.model_validate(dict(given))
