@@ -22,6 +22,7 @@ install() {
   rm -rf "$target" "$unfinished"
   $VENV/bin/python -m pip --no-input --disable-pip-version-check --quiet \
     install --no-deps --target "$unfinished" -r "$pins" || die "pip could not install $pins"
+  rm -rf "$unfinished/tests" "$unfinished/scripts"  # a wheel's own, by mistake: they would hide this project's
   cp "$pins" "$unfinished/pins.txt"  # last: a folder with it is whole
   mv "$unfinished" "$target"
 }

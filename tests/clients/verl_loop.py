@@ -86,7 +86,7 @@ def configuration(url: str, model: str) -> DictConfig:
 def trainer_group(config: DictConfig) -> RayWorkerGroup:
     """The ranks of the trainer."""
     return RayWorkerGroup(
-        resource_pool=RayResourcePool([NUM_RANKS], use_gpu=False),
+        resource_pool=RayResourcePool([NUM_RANKS], use_gpu=False, max_colocate_count=1),
         ray_cls_with_init=RayClassWithInitArgs(
             cls=ray.remote(Trainer), rollout=config.actor_rollout_ref.rollout, model=config.actor_rollout_ref.model.path
         ),

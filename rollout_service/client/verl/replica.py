@@ -54,7 +54,9 @@ class RolloutServiceReplica(RolloutReplica):
     async def init_standalone(self) -> None:
         """One worker and the server, without a GPU."""
         self.rollout_mode = RolloutMode.STANDALONE
-        self.resource_pool = RayResourcePool([1], use_gpu=False, name_prefix=f"{NAME}_{self.replica_rank}")
+        self.resource_pool = RayResourcePool(
+            [1], use_gpu=False, max_colocate_count=1, name_prefix=f"{NAME}_{self.replica_rank}"
+        )
         group = RayWorkerGroup(
             resource_pool=self.resource_pool,
             ray_cls_with_init=self.get_ray_class_with_init_args(),
