@@ -79,8 +79,8 @@ async def abort_request(services: Here, body: AbortRequest) -> Response:
     return Response()
 
 
-@router.get("/flush_cache", response_class=PlainTextResponse, responses=_FLUSHED)
-@router.post("/flush_cache", response_class=PlainTextResponse, responses=_FLUSHED)
+@router.get("/flush_cache", response_model=None, responses=_FLUSHED)
+@router.post("/flush_cache", response_model=None, responses=_FLUSHED)
 async def flush_cache(services: Here) -> Response:
     """Whether the KV cache is flushed: a pause and a new version drop it, and nothing else does."""
     if not await services.ingest.is_paused():
