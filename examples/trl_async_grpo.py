@@ -178,7 +178,7 @@ def service_for(model: Path, url: str | None, out: Path) -> Iterator[str]:
         yield url
         return
     overrides = {
-        "model": {"path": model, "create": None, "served_name": str(model)},
+        "model": {"path": model, "create": None, "aliases": [str(model)]},
         "weights": {"root": out / "weights"},
     }
     with running_service(Path("deployments/cpu_rollout.yaml"), overrides) as service:

@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def service_url(model: Path) -> AsyncIterator[str]:
     """The shipped CPU deployment with two replicas."""
     overrides = {
-        "model": {"path": str(model), "served_name": str(model)},
+        "model": {"path": str(model), "aliases": [str(model)]},
         "scaling": {"min_replicas": 2, "max_replicas": 2},
         "weights": {"root": str(model.with_name("weights")), "poll_s": 1.0},
     }
