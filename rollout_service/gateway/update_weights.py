@@ -21,10 +21,12 @@ from rollout_service.errors import (
     QuantizationError,
     RolloutServiceError,
     VersionConflict,
+    WeightTransferFailed,
 )
 from rollout_service.gateway.dependencies import Here, Services
 from rollout_service.gateway.folder_updates import FolderPath, is_worth_repeating, update_from_folder
 from rollout_service.gateway.routes import GuardedRoute
+from rollout_service.gateway.vllm_weights import update_from_broadcast
 from rollout_service.protocol.base import Frozen
 from rollout_service.web.errors import ErrorResponse, documented
 
@@ -37,7 +39,7 @@ class UpdateWeights(Frozen):
     weight_dir: FolderPath | None = None
     """A Hugging Face folder of safetensors below ``weights.source_roots``."""
     update_info: Any = None
-    """Not implemented."""
+    """``TensorsToCome``: what a trainer is about to broadcast; see ``vllm_weights.py``."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -47,25 +49,41 @@ class UpdateWeights(Frozen):
 
 
 class Updated(BaseModel):
-    """Every live replica serves the version."""
+    """Every live replica serves the version of a folder."""
 
     status: str
     version: int
 
 
+class Received(BaseModel):
+    """All that was announced has been broadcast and received."""
+
+    message: str
+
+
 @router.post(
     "/update_weights",
     responses={
-        200: {"model": Updated},
-        **documented(InvalidRequest, InvalidManifest, QuantizationError, NotFound, VersionConflict, CommitTimeout),
+        200: {"model": Updated | Received},
+        **documented(
+            InvalidRequest,
+            InvalidManifest,
+            QuantizationError,
+            NotFound,
+            VersionConflict,
+            WeightTransferFailed,
+            CommitTimeout,
+        ),
     },
 )
 async def update_weights(body: UpdateWeights, services: Here) -> Response:
-    """Serve other weights; answers when every live replica does. The same call again is answered the same way."""
+    """Serve the weights in a folder, or receive what a trainer broadcasts.
+
+    Answers when every live replica serves the folder's, or when all tensors have come. The same call again is answered
+    the same way.
+    """
     if "update_info" in body.model_fields_set:
-        raise InvalidRequest(
-            "update_info: vLLM's weight transfer is not implemented: send weight_dir, or push to /v1/weights"
-        )
+        return JSONResponse(await update_from_broadcast(body.update_info, services))
     return await _from_folder(body.weight_dir, services)
 
 

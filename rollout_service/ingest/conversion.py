@@ -7,6 +7,8 @@ from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
 from typing import TypeAlias
 
+import torch
+
 from rollout_service.errors import InvalidManifest, RolloutServiceError
 from rollout_service.metrics.process import counted_conversion
 from rollout_service.model.convert import Converter, Named, tensor_bytes
@@ -51,9 +53,12 @@ class Conversion:
         """
         return self._failure or next(iter(list(self._failed.values())), None)
 
-    def begin(self, names: Sequence[str], read: Read) -> None:
-        """Convert tensors that come once: the first failure is the version's, and ends it."""
-        self._submit(self._convert, names, read)
+    def begin(self, names: Sequence[str], read: Read) -> Future[None]:
+        """Convert tensors that come once: the first failure is the version's, and ends it.
+
+        The future is done, or cancelled, when nobody reads them any more; it raises nothing.
+        """
+        return self._submit(self._convert, names, read)
 
     def begin_replaceable(
         self,
@@ -76,18 +81,24 @@ class Conversion:
         if names:
             self._submit(_after, before, self._convert_replaceable, names, read, converted)
 
-    async def finish(self, embedding: Read | None = None) -> tuple[StoredTensor, ...]:
+    def renumber(self, version: int) -> None:
+        """Become another version."""
+        self._version = version
+        if self._copy is not None:
+            self._copy.renumber(version)
+
+    async def finish(self, *, tied: bool = False) -> tuple[StoredTensor, ...]:
         """Wait until all is converted, and sync the files; once is enough, and again does no harm.
 
         Args:
-            embedding: reads the embedding, of a model whose output head is tied to it.
+            tied: the output head is the embedding, and need not have come.
 
         Raises what the first failed conversion raised.
         """
         await asyncio.gather(*map(asyncio.wrap_future, self._tasks))
         if self._stored is None and self.failure is None:
             loop = asyncio.get_running_loop()
-            self._stored = await loop.run_in_executor(self._executor, self._finish, embedding)
+            self._stored = await loop.run_in_executor(self._executor, self._finish, tied)
         if (failure := self.failure) is not None:
             raise failure
         assert self._stored is not None
@@ -120,8 +131,9 @@ class Conversion:
         if self._copy is not None:
             self._copy.close()
 
-    def _submit(self, work: Callable[..., None], *args: object) -> None:
+    def _submit(self, work: Callable[..., None], *args: object) -> Future[None]:
         self._tasks.append(self._executor.submit(work, *args))
+        return self._tasks[-1]
 
     def _convert(self, names: Sequence[str], read: Read) -> None:
         if self._failure is None:
@@ -153,16 +165,21 @@ class Conversion:
         for name, tensor in counted_conversion(self._converter.convert, tensors):
             self._writer.write(name, tensor_bytes(tensor))
 
-    def _finish(self, embedding: Read | None) -> tuple[StoredTensor, ...]:
+    def _finish(self, tied: bool) -> tuple[StoredTensor, ...]:
         tensors: tuple[StoredTensor, ...] = ()
         with self._failures_kept():
-            if embedding is not None and LM_HEAD in self._writer.unwritten:
+            if tied and LM_HEAD in self._writer.unwritten:
                 # a CPU engine packs its own copy of a tied head and never refreshes it from the embedding
-                self._write((LM_HEAD, tensor) for _, tensor in embedding([EMBEDDING]))
+                self._write([(LM_HEAD, self._stored_embedding())])
             tensors = self._writer.finish()
-            if embedding is not None:
+            if tied:
                 _require_equal_heads(tensors)
         return tensors
+
+    def _stored_embedding(self) -> torch.Tensor:
+        slot = self._writer.slot(EMBEDDING)
+        stored = torch.frombuffer(self._writer.read(EMBEDDING), dtype=getattr(torch, slot.dtype))
+        return stored.view(slot.shape)
 
     @contextmanager
     def _failures_kept(self) -> Iterator[None]:

@@ -15,6 +15,8 @@ from rollout_service.logs import log_with_serve
 from rollout_service.model.hub import with_model_here
 from rollout_service.protocol.fleet import KVCacheChoice
 from rollout_service.protocol.kv_scales import CalibrationLease, KVMeasurement, KVScaleResult
+from rollout_service.protocol.weight_transfer import TransferInit, TransferStatus
+from rollout_service.protocol.weights import WeightStatus
 from rollout_service.rpc import IngestCalls
 from rollout_service.store.log import WeightLog
 from rollout_service.web.auth import Authorizer
@@ -39,6 +41,30 @@ class IngestReplica(Ingest):
         )
         await self.start()
         self._drain.serves(self._end)
+
+    async def weight_transfer(self) -> TransferStatus:
+        """See ``WeightTransfer.status``."""
+        return self.transfer.status()
+
+    async def init_weight_transfer(self, init: TransferInit) -> None:
+        """See ``WeightTransfer.init``."""
+        await self.transfer.init(init)
+
+    async def start_weight_update(self) -> None:
+        """See ``WeightTransfer.start``."""
+        await self.transfer.start()
+
+    async def update_weights(self, announced: object) -> None:
+        """See ``WeightTransfer.update``."""
+        await self.transfer.update(announced)
+
+    async def finish_weight_update(self, label: str | None) -> WeightStatus:
+        """See ``WeightTransfer.finish``."""
+        return await self.transfer.finish(label)
+
+    async def shutdown_weight_transfer(self) -> None:
+        """See ``WeightTransfer.shutdown``."""
+        await self.transfer.shutdown()
 
     async def kv_calibration_lease(
         self, version: int, replica_id: str, digest: str | None = None

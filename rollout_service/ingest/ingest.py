@@ -5,8 +5,11 @@ Its state is the log plus what replicas report; when it restarts it has both aga
 
 import asyncio
 import logging
+import math
+import re
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 
 from ray import ObjectRef
@@ -24,17 +27,28 @@ from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.ingest.uploads import Uploads
+from rollout_service.ingest.weight_transfer import WeightTransfer
 from rollout_service.kv_scales.coordinator import KVScaleCoordinator, VersionScales
 from rollout_service.metrics.process import counted_commit
 from rollout_service.metrics.state import FleetHistory
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.base import MAX_VERSION
 from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus
 from rollout_service.protocol.rollout import OnAbort
 from rollout_service.protocol.state import KVScalesState, ServiceState
-from rollout_service.protocol.upload import BeginUpload, CommitUpload, Listener, PathSource, TrainerRecipe, UploadPlan
+from rollout_service.protocol.upload import (
+    BeginUpload,
+    CommitUpload,
+    Listener,
+    PathSource,
+    TrainerRecipe,
+    UploadPlan,
+    UploadTensor,
+)
 from rollout_service.protocol.weight_log import DesiredState, LogFile, Newest
-from rollout_service.protocol.weights import WeightStatus
+from rollout_service.protocol.weight_transfer import WIRE_DTYPE_BYTES
+from rollout_service.protocol.weights import TensorDigests, WeightStatus
 from rollout_service.rpc import Bucket
 from rollout_service.store.chunk_server import ChunkServer
 from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room
@@ -46,6 +60,7 @@ from rollout_service.store.version_summary import VersionSummary, unconfirmed
 from rollout_service.tasks import Changes, ShieldedTasks, Turns
 
 logger = logging.getLogger(__name__)
+_INTEGER = re.compile("[0-9]{1,16}")
 
 
 class Ingest:
@@ -79,6 +94,8 @@ class Ingest:
         self._summaries: dict[int, VersionSummary] = {}
         self.upload_address: UploadAddress | None = None
         """Where parts are taken; set by whoever opens the listener."""
+        self.transfer = WeightTransfer(self)
+        """What a trainer broadcasts."""
         self.kv = KVScaleCoordinator(config, self._log, self._kv_scales, self._changes)
         """Which replica measures the KV scales of a version, and what it has published."""
 
@@ -102,6 +119,7 @@ class Ingest:
         """
         for task in self._background:
             task.cancel()
+        await self.transfer.stop()
         for writing in (self._writing, self._fleet, self.kv):
             await writing.close()
         await self._changes.end()
@@ -183,6 +201,34 @@ class Ingest:
             self._fleet.require_followed()
             return await self._uploads.begin_folder(path, number)
 
+    async def begin_broadcast(self) -> UploadSession:
+        """Lay out the next version for what a trainer broadcasts. Raises InsufficientStorage, LogCorrupt."""
+        return await self._shielded.run(self._begin_broadcast())
+
+    def check_broadcast(self, tensors: Sequence[UploadTensor], *, whole: bool) -> None:
+        """Compare tensors of a broadcast, or all of them, with the served model. Raises InvalidManifest."""
+        self._model.check_table(tensors, self._plan, whole=whole)
+
+    @cached_property
+    def largest_tensor_bytes(self) -> int:
+        """Above this no tensor is one of the served model, whatever its dtype."""
+        shapes = (*self._model.shapes.values(), *self._model.in_memory.values())
+        return max(map(math.prod, shapes)) * max(WIRE_DTYPE_BYTES.values())
+
+    async def commit_broadcast(self, staged: UploadSession, label: str | None) -> WeightStatus:
+        """Commit a broadcast that has come as a whole, and wait until every live replica serves it.
+
+        ``label``: names the version, if it is an integer above the newest one; it is the next one otherwise. Raises as
+        ``commit`` does.
+        """
+        version = await self._shielded.run(self._number_broadcast(staged, label))
+        staged.all_came()
+        return await self.commit(version, CommitUpload(wait="all"))
+
+    async def drop_broadcast(self, staged: UploadSession) -> None:
+        """Drop a broadcast, if it is staged still."""
+        await self._shielded.run(self._drop_broadcast(staged))
+
     def staged(self, version: int) -> UploadSession:
         """The upload of ``version``. Raises NotFound."""
         return self._uploads.staged(version)
@@ -240,6 +286,12 @@ class Ingest:
             with suppress(NotFound):  # one may be dropped while another is read
                 found.append(await self.status(version))
         return found
+
+    async def tensor_digests(self) -> TensorDigests:
+        """Of the newest version, as it is stored. Raises NotReady before version 0 is made."""
+        version = (await self.fleet()).latest_version
+        manifest = await asyncio.to_thread(self._log.manifest, version)
+        return TensorDigests(version=version, digests={tensor.name: tensor.digest for tensor in manifest.tensors})
 
     # --- operators
 
@@ -354,6 +406,29 @@ class Ingest:
                     await asyncio.to_thread(self._log.drop, version)
                 except OSError as error:  # what has just been committed is committed; the next commit tries again
                     logger.warning("version %d is not needed any more and cannot be removed yet: %s", version, error)
+
+    async def _begin_broadcast(self) -> UploadSession:
+        async with self._writing:
+            self._fleet.require_followed()
+            return await self._uploads.begin_broadcast()
+
+    async def _number_broadcast(self, staged: UploadSession, label: str | None) -> int:
+        async with self._writing:
+            head = self._log.head()
+            if not staged.in_log and label is not None and head is not None:
+                wanted = int(label) if _INTEGER.fullmatch(label) else -1
+                if head.version < wanted <= MAX_VERSION:
+                    await self._uploads.renumber(staged, wanted)
+                else:
+                    logger.info(
+                        "the weight version %r is no integer above %d: it is version %d here",
+                        label, head.version, staged.begin.version,
+                    )  # fmt: skip
+            return staged.begin.version
+
+    async def _drop_broadcast(self, staged: UploadSession) -> None:
+        async with self._writing:
+            await self._uploads.drop(staged)
 
     async def _discard(self, version: int) -> None:
         async with self._writing:

@@ -1,7 +1,7 @@
 """A version between ``begin`` and ``commit``.
 
-its tensors come from   parts that a trainer sends (sources/parts.py), or a source that has all of them
-                        (sources/source.py): a folder, objects of Ray
+its tensors come from   parts that a trainer sends (sources/parts.py), a source that has all of them
+                        (sources/source.py): a folder, objects of Ray; or a broadcast, a few at a time (convert)
 each is converted       in the background as soon as it is whole (conversion.py)
 the session's life      receiving → closing → committed, or failed, or left: discarded, or taken up by the next
                         process, which finds the parts and the record on disk
@@ -13,20 +13,20 @@ import logging
 import shutil
 import time
 import uuid
-from collections.abc import Iterable
-from concurrent.futures import Executor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor, Future
 from enum import Enum
 from pathlib import Path
 
 from rollout_service.errors import LogCorrupt, NotFound, RolloutServiceError, UploadIncomplete, VersionConflict
-from rollout_service.ingest.conversion import Conversion
+from rollout_service.ingest.conversion import Conversion, Read
 from rollout_service.ingest.sources.parts import ReceivedParts
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.model.convert import BATCH_BYTES, Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.base import Failure
 from rollout_service.protocol.tensors import TensorSlot
-from rollout_service.protocol.upload import BeginUpload, part_size
+from rollout_service.protocol.upload import BeginUpload, BroadcastSource, part_size
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.direct_io import BufferPool
 from rollout_service.store.durable_io import DISK_FULL, no_room, remove_tree
@@ -69,7 +69,7 @@ class UploadSession:
     ) -> None:
         """
         Args:
-            source: has all tensors; None: they come in parts.
+            source: has all tensors; None: they come in parts, or through ``convert``.
             part_memory: where parts may lie until their tensors are converted, beside their files.
             copy: takes the tensors as they came, for a shadow.
 
@@ -80,13 +80,16 @@ class UploadSession:
         record = UploadRecord(begin=begin, part_bytes=part_bytes, source_stamp="" if source is None else source.stamp)
         self.record = self._left_behind(record) or record
         self.begin, self.part_bytes = self.record.begin, self.record.part_bytes
-        self._tied, self._source = model.tied, source
+        self._tied = model.tied
+        self._may_miss_tensors = isinstance(begin.source, BroadcastSource)
         writer = self._layout(converter.slots(model.shapes))
         self._conversion = Conversion(begin.version, writer, converter, executor, copy)
         self._parts = ReceivedParts(self._folders[1], self.begin.tensors, self.part_bytes)
         self.part_memory = part_memory or BufferPool(0)
         self.touched_at = time.monotonic()
         """When something last came, on this process's own clock: the wall clock may be set."""
+        self.in_log = False
+        """It is committed."""
         self._phase = Phase.RECEIVING
         if source is None:
             self._expect_parts()
@@ -213,6 +216,33 @@ class UploadSession:
         began = bool(uploader) and uploader == self.begin.uploader
         return began and self._parts.came_from(part) != uploader and self._phase is Phase.RECEIVING
 
+    def convert(self, names: Sequence[str], read: Read) -> Future[None]:
+        """Take in tensors of a broadcast, each once. See ``Conversion.begin``.
+
+        Raises NotFound if the version was discarded meanwhile.
+        """
+        if self._phase is not Phase.RECEIVING:
+            raise NotFound(f"version {self.begin.version} was dropped while its tensors came: begin anew")
+        self.touched_at = time.monotonic()
+        return self._conversion.begin(names, read)
+
+    def all_came(self) -> None:
+        """A broadcast has brought every tensor: from now on the version can be committed."""
+        self._may_miss_tensors = False
+
+    def renumber(self, version: int, folder: Path) -> None:
+        """Become another version, before it is finished. Raises OSError; it is the version that it was, then."""
+        begin = self.begin.model_copy(update={"version": version})
+        record = self.record.model_copy(update={"begin": begin})
+        folders = folder, parts_folder(folder)
+        write_record(self._folders[1], record)
+        for path in folders:  # nobody's: Uploads knows no such version
+            remove_tree(path)
+        self._folders[0].rename(folders[0])
+        self._folders[1].rename(folders[1])
+        self.begin, self.record, self._folders = begin, record, folders
+        self._conversion.renumber(version)
+
     def _convert(self, names: list[str], replaced: Path | None = None) -> None:
         self._conversion.begin_replaceable(
             names, self._parts.files.read, self._parts.converted, None if replaced is None else replaced.unlink
@@ -229,11 +259,14 @@ class UploadSession:
                 f"version {self.begin.version} lacks {len(self.missing)} of {self.num_parts} parts",
                 {"missing_parts": sorted(self.missing)[:1000]},
             )
+        if self._may_miss_tensors:
+            raise self.failure or UploadIncomplete(
+                f"version {self.begin.version} is being broadcast: POST /finish_weight_update commits it"
+            )
         self._require_meant(meant)
         if self._phase is Phase.RECEIVING:
             self._phase = Phase.CLOSING
-        read = self._parts.files.read if self._source is None else self._source.read
-        return await self._conversion.finish(read if self._tied else None)
+        return await self._conversion.finish(tied=self._tied)
 
     def _require_meant(self, meant: str | None) -> None:
         """Raises VersionConflict if a committer means other parts than these."""
@@ -247,6 +280,7 @@ class UploadSession:
 
     def committed(self, digest: str) -> None:
         """The version is in the log under that digest: keep its unquantized copy, remove the trainer's bytes."""
+        self.in_log = True
         self._conversion.committed(digest)
         self._remove_files()
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +26,14 @@ from rollout_service.model.convert import Converter
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.base import MAX_VERSION
-from rollout_service.protocol.upload import BeginUpload, ObjectSource, PathSource, UploadPlan, with_kv_scales
+from rollout_service.protocol.upload import (
+    BeginUpload,
+    BroadcastSource,
+    ObjectSource,
+    PathSource,
+    UploadPlan,
+    with_kv_scales,
+)
 from rollout_service.store.direct_io import BufferPool
 from rollout_service.store.durable_io import remove_tree
 from rollout_service.store.log import WeightLog
@@ -159,6 +167,36 @@ class Uploads:
             resumed.touched_at = time.monotonic()
         return self._plan_of(known, resumed)
 
+    async def begin_broadcast(self) -> UploadSession:
+        """Lay out the next version, for tensors that come through ``UploadSession.convert``.
+
+        Its table is not known yet: whoever converts tensors checks it. Raises InsufficientStorage.
+        """
+        head = self._log.head()
+        version = max([-1 if head is None else head.version, *self._staged]) + 1
+        begin = BeginUpload(version=version, source=BroadcastSource(transfer=uuid.uuid4().hex))
+        return await self._stage_anew(begin, None)
+
+    async def renumber(self, staged: UploadSession, version: int) -> None:
+        """Make a staged version another one. Raises VersionConflict if that is staged or committed, NotFound."""
+        before = staged.begin.version
+        if self._staged.get(before) is not staged:
+            self.staged(before)  # it says why
+            raise NotFound(f"version {before} is staged by somebody else now", {"version": before})
+        if version == before:
+            return
+        self.require_newer(version)
+        if version in self._staged:
+            raise VersionConflict(
+                f"version {version} is being uploaded by somebody else: DELETE it, or name another",
+                {"version": version, "staged": sorted(self._staged)},
+            )
+        try:
+            await asyncio.to_thread(staged.renumber, version, self._log.staging(version))
+        except OSError as error:
+            raise RolloutServiceError(f"version {before} cannot be made version {version}: {error}") from error
+        self._staged[version] = self._staged.pop(before)
+
     async def stage(
         self, begin: BeginUpload, folder: Path | None, roots: tuple[Path, ...] | None = None
     ) -> UploadSession:
@@ -185,6 +223,11 @@ class Uploads:
         staged = self.staged(version)
         del self._staged[version]
         await staged.discard()
+
+    async def drop(self, staged: UploadSession) -> None:
+        """Discard this very upload, if it is staged still."""
+        if self._staged.get(staged.begin.version) is staged:
+            await self.discard(staged.begin.version)
 
     async def committed_now(self, version: int, digest: str) -> None:
         """A staged version has been committed under that digest: remove what is left of its upload, and what it has
@@ -248,11 +291,17 @@ class Uploads:
                 "objects in Ray's store are named by references, which only the ingest's Python handle takes: push "
                 "them with rollout_service.client.ray_refs, or give a path or tensors"
             )
+        if isinstance(begin.source, BroadcastSource):
+            raise InvalidRequest(
+                "what a trainer broadcasts cannot be read again, and is begun by POST /start_weight_update: give a "
+                "path or tensors"
+            )
         return None if begin.source is None else allowed_path(begin.source.path, self._config.source_roots)
 
     def _stage(self, begin: BeginUpload, source: WeightSource | None) -> UploadSession:
         table = begin.tensors if source is None else source.table
-        self._model.check_table(table, self._plan)
+        if not isinstance(begin.source, BroadcastSource):
+            self._model.check_table(table, self._plan)
         return UploadSession(
             begin,
             self._log.staging(begin.version),

@@ -94,12 +94,19 @@ class ObjectSource(Frozen):
     """xxh3-128 over what they hold."""
 
 
+class BroadcastSource(Frozen):
+    """What a trainer broadcasts, see ``ingest/weight_transfer.py``. Only begun by ``POST /start_weight_update``."""
+
+    transfer: str
+    """A name that no other update has: what was broadcast cannot be read again."""
+
+
 class BeginUpload(Frozen):
     """Body of ``POST /v1/weights``: either a tensor table to be followed by parts, or a source."""
 
     version: WeightVersion
     tensors: tuple[UploadTensor, ...] = ()
-    source: PathSource | ObjectSource | None = None
+    source: PathSource | ObjectSource | BroadcastSource | None = None
     kv_scales: dict[str, float] | None = None
     """Scales of the FP8 KV cache that go with these weights, as ``KVScales.named()`` gives them: all of q, k and v of
     every attention layer. None: the service's ``kv_cache.scales_policy`` says which."""

@@ -10,6 +10,14 @@ VersionState = Literal["staged", "committed", "live"]
 KVScalesFrom = Literal["trainer", "calibrate", "reuse", "unit"]
 
 
+class TensorDigests(Frozen):
+    """What one version holds."""
+
+    version: int
+    digests: dict[str, str]
+    """Tensor → xxh3-128 in hex of its bytes, as engines load them."""
+
+
 class WeightStatus(Frozen):
     """State of one weight version, from upload to live."""
 

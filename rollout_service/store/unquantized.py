@@ -15,6 +15,7 @@ from rollout_service.errors import LogCorrupt
 from rollout_service.model.convert import Converter, Named, tensor_bytes
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import TrainerRecipe, UploadTensor
+from rollout_service.quant.blockwise import CODES
 from rollout_service.store.durable_io import read_sealed, write_sealed
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest, Recipe
@@ -61,6 +62,17 @@ class UnquantizedCopy:
                 self._take(name, tensor)
             yield name, tensor
 
+    def renumber(self, version: int) -> None:
+        """Become the copy of another version."""
+        folder = self._log.staging(version)
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._folder.rename(folder)
+        except OSError as error:
+            self._lost(error)
+        else:
+            self._version, self._folder = version, folder
+
     def commit(self, digest: str) -> None:
         """Its quantized twin has been committed under that digest: make this one the newest, and drop old ones."""
         try:
@@ -86,15 +98,18 @@ class UnquantizedCopy:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _take(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.dtype == CODES:  # of a broadcast, which nobody announces as a whole
+            self._lost(f"{name} came as FP8 codes")
+            return
         try:
             for stored, converted in self._converter.convert([(name, tensor)]):
                 self._writer.write(stored, tensor_bytes(converted))
         except OSError as error:
             self._lost(error)
 
-    def _lost(self, error: Exception) -> None:
+    def _lost(self, why: object) -> None:
         self._sound = False
-        logger.warning("version %d is not kept unquantized, and has no shadow: %s", self._version, error)
+        logger.warning("version %d is not kept unquantized, and has no shadow: %s", self._version, why)
 
 
 class UnquantizedLog:

@@ -89,6 +89,21 @@ class VersionWriter:
         """Slots that nothing was written to yet."""
         return [name for name in self._slots if name not in self._written]
 
+    def slot(self, name: str) -> TensorSlot:
+        """Its dtype and shape. Raises KeyError."""
+        return self._slots[name]
+
+    def read(self, name: str) -> bytearray:
+        """The bytes of a tensor that was written. Raises KeyError for one that was not, or OSError."""
+        tensor, done = self._written[name], 0
+        data = bytearray(tensor.nbytes)
+        while done < tensor.nbytes:
+            count = os.preadv(self._fds[tensor.file], [memoryview(data)[done:]], tensor.offset + done)
+            if not count:
+                raise OSError(f"{self._folder / tensor.file} is shorter than what was written into it")
+            done += count
+        return data
+
     def finish(self) -> tuple[StoredTensor, ...]:
         """Sync the files to disk and return what they hold.
 

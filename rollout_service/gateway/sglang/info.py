@@ -16,10 +16,12 @@ router = APIRouter(tags=["sglang"], route_class=ControlRoute)
 open_router = APIRouter(tags=["sglang"], route_class=DataRoute)
 
 
-@router.get("/server_info")
 @router.get("/get_server_info")
 async def server_info(services: Here) -> dict[str, Any]:
-    """The service as one SGLang server: what of its arguments means something here, and each engine's load."""
+    """The service as one SGLang server: what of its arguments means something here, and each engine's load.
+
+    ``GET /server_info``, the newer name, is in ``gateway/server_info.py``.
+    """
     fleet = await services.ingest.fleet()
     return {
         **_model(services, fleet),

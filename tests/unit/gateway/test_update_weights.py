@@ -63,12 +63,6 @@ async def test_no_folder_is_prime_rl_s_nccl_and_refused(services: Services) -> N
     assert reply.status_code == 422 and 'set weight_broadcast.type = "filesystem"' in reply.text.replace("\\", "")
 
 
-async def test_vllm_s_body_under_the_same_path_is_refused(services: Services) -> None:
-    body = {"update_info": {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 2]]}}
-    reply = await post(services, body)
-    assert reply.status_code == 422 and "update_info: vLLM's weight transfer" in reply.json()["error"]["message"]
-
-
 @pytest.mark.parametrize("body", [{}, {"weight_dir": "/a", "update_info": {}}, {"weight_dir": "/a", "other": 1}])
 async def test_a_body_of_neither_client_is_refused(services: Services, body: dict[str, Any]) -> None:
     ingest = FolderIngest()

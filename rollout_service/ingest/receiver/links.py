@@ -1,0 +1,142 @@
+"""How one rank joins a trainer's group and takes its broadcasts.
+
+NCCL is what every released trainer speaks; it needs a GPU of its own, other than the trainer's. gloo is for an ingest
+without a GPU, and for trainers that say that they speak it: the rank that serves the store sets BACKEND_KEY before
+anything else. A trainer that speaks NCCL sets no such key, and waits in its store until all ranks have come, for 300 s:
+it is refused without being joined, because once all have come it would wait in NCCL, which has no timeout.
+"""
+
+import base64
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+from torch.distributed import (  # type: ignore[attr-defined]  # torch documents its stores here
+    BroadcastOptions,
+    DistStoreError,
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+)
+
+from rollout_service.protocol.weight_transfer import TransferBackend, TransferInit
+
+BACKEND_KEY = "rollout_service/weight_transfer_backend"
+GLOO_PREFIX = "rollout_service/weight_transfer"
+"""Of the keys that gloo sets in the trainer's store."""
+JOIN_TIMEOUT = timedelta(seconds=300)
+"""That of vLLM's own rendezvous. A trainer may load its model between the request and its store."""
+BROADCAST_TIMEOUT = timedelta(seconds=300)
+"""Of one broadcast over gloo. Between two a trainer may gather the next tensors from its other ranks."""
+_SPEAKS_TIMEOUT = timedelta(seconds=10)
+_ASK_TIMEOUT = timedelta(seconds=2)
+
+
+class Link(Protocol):
+    """One rank of a group of which the trainer is rank 0. Its methods block, and raise RuntimeError."""
+
+    device: torch.device
+    """Where ``broadcast`` wants its tensor."""
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Fill a contiguous tensor with the trainer's; it is filled when this returns."""
+
+    def trainer_is_there(self) -> bool | None:
+        """Whether the trainer still serves the group's store; None: there is none to ask."""
+
+    def leave(self) -> None:
+        """Let go of the group."""
+
+
+def join(init: TransferInit, backend: TransferBackend) -> Link:
+    """Become a rank of the trainer's group. Raises RuntimeError or OSError."""
+    return NcclLink(init) if backend == "nccl" else GlooLink(init)
+
+
+class GlooLink:
+    """Over TCP between host memories, in a group that is not torch's default one."""
+
+    def __init__(self, init: TransferInit) -> None:
+        if init.master_address is None or init.master_port is None:
+            raise RuntimeError(
+                "nccl_unique_id_b64 is NCCL's, and this ingest has no GPU: set weights.ingest_num_gpus, so that it is "
+                "given one that the trainer does not use"
+            )
+        self.device = torch.device("cpu")
+        # it is not counted among the ranks that the store waits for
+        self._store = TCPStore(
+            init.master_address, init.master_port, is_master=False, wait_for_workers=False, timeout=JOIN_TIMEOUT
+        )
+        self._require_gloo(init)
+        store = PrefixStore(GLOO_PREFIX, self._store)
+        self._group = ProcessGroupGloo(store, init.rank_offset, init.world_size, BROADCAST_TIMEOUT)
+        self._from_trainer = BroadcastOptions()
+        self._from_trainer.rootRank, self._from_trainer.rootTensor = 0, 0
+
+    def _require_gloo(self, init: TransferInit) -> None:
+        try:
+            self._store.wait([BACKEND_KEY], _SPEAKS_TIMEOUT)
+        except DistStoreError as error:
+            raise RuntimeError(
+                f"the trainer at {init.master_address}, port {init.master_port}, does not say in its store that it "
+                "speaks gloo, so it speaks NCCL, and this ingest has no GPU: set weights.ingest_num_gpus, so that it "
+                "is given one that the trainer does not use; nothing was joined"
+            ) from error
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """See ``Link``. Raises RuntimeError after BROADCAST_TIMEOUT, too."""
+        data = tensor.view(-1).view(torch.uint8)
+        self._group.broadcast([data], self._from_trainer).wait()  # type: ignore[attr-defined]  # its base class has it
+
+    def trainer_is_there(self) -> bool | None:
+        """See ``Link``."""
+        return _serves(self._store)
+
+    def leave(self) -> None:
+        """See ``Link``."""
+        del self._group, self._store
+
+
+class NcclLink:
+    """vLLM's communicator on this process's first GPU."""
+
+    def __init__(self, init: TransferInit) -> None:
+        from rollout_service.vllm_internals import join_nccl_by_address, join_nccl_by_id
+
+        self.device = torch.device("cuda", 0)
+        torch.cuda.set_device(self.device)
+        if init.nccl_unique_id_b64 is not None:
+            unique_id = base64.b64decode(init.nccl_unique_id_b64)
+            self._group = join_nccl_by_id(unique_id, init.rank_offset, init.world_size, device=0)
+        else:
+            assert init.master_address is not None and init.master_port is not None  # TransferInit has checked it
+            self._group = join_nccl_by_address(
+                init.master_address, init.master_port, init.rank_offset, init.world_size, device=0
+            )
+        if self._group.disabled:
+            raise RuntimeError("vLLM has found no NCCL library here, or VLLM_DISABLE_PYNCCL is set")
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """See ``Link``. NCCL has no timeout: whoever waits too long kills this process."""
+        stream = torch.cuda.current_stream()
+        self._group.broadcast(tensor, src=0, stream=stream)
+        stream.synchronize()
+
+    def trainer_is_there(self) -> bool | None:
+        """See ``Link``."""
+        return None if self._group.group is None else _serves(self._group.group.store)
+
+    def leave(self) -> None:
+        """See ``Link``."""
+        self._group.destroy()
+
+
+def _serves(store: TCPStore) -> bool:
+    """Whether somebody answers at the other end."""
+    store.set_timeout(_ASK_TIMEOUT)
+    try:
+        store.check([BACKEND_KEY])
+    except RuntimeError:
+        return False
+    store.set_timeout(JOIN_TIMEOUT)
+    return True

@@ -1,0 +1,386 @@
+"""vLLM's weight updates in the ingest: a trainer joins, announces tensors, broadcasts them, and has them committed.
+
+    no group   → joining    POST /init_weight_transfer_engine: a receiver process joins the trainer's group
+    joining    → joined     it has; or back to no group, with the reason
+    joined     → started    POST /start_weight_update: the next version is laid out
+    started    → receiving  POST /update_weights: as often as the trainer likes, some tensors each time
+    receiving  → started    all that were announced have come; they are converted as they come
+    started    → finishing  POST /finish_weight_update: committed, and served by every live replica
+    finishing  → joined
+    any        → joining    another init: the receiver is killed, and what it had not finished is dropped
+    any        → no group   POST /shutdown_weight_transfer_engine, or the receiver has ended
+
+Trainers send a request again when its reply was lost or was 500, 502 or 503. Each step is therefore a task: the same
+request again awaits the same task, and is answered as the first was. What cannot succeed is 4xx.
+
+A trainer that has begun to broadcast waits for us, without a limit where it speaks NCCL. So whatever is wrong with an
+announcement, a name that the model does not have or no start before it, its tensors are received before it is refused.
+Only what does not say how many bytes will come is refused at once, and the receiver ends with it.
+
+A version is whole: vLLM itself would leave what was not sent as it was, and an update that is finished with tensors
+missing fails here and names them.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol, TypeVar, get_args
+
+from pydantic import ValidationError
+
+from rollout_service.errors import (
+    CommitTimeout,
+    InsufficientStorage,
+    InvalidManifest,
+    InvalidRequest,
+    NotFound,
+    RolloutServiceError,
+    WeightTransferFailed,
+)
+from rollout_service.ingest.receiver.receiver import Read, Receiver, backend_here
+from rollout_service.ingest.upload_session import UploadSession
+from rollout_service.protocol.upload import SourceDtype, UploadTensor
+from rollout_service.protocol.weight_transfer import (
+    TensorsToCome,
+    TransferBackend,
+    TransferInit,
+    TransferState,
+    TransferStatus,
+)
+from rollout_service.protocol.weights import WeightStatus
+from rollout_service.web.errors import validation_error
+
+logger = logging.getLogger(__name__)
+_JOIN_FIRST = "no trainer's group is joined: POST /init_weight_transfer_engine first"
+_Result = TypeVar("_Result")
+
+
+class Versions(Protocol):
+    """What a transfer needs of the ingest; see ``ingest/ingest.py``."""
+
+    @property
+    def largest_tensor_bytes(self) -> int: ...
+
+    async def begin_broadcast(self) -> UploadSession: ...
+    def check_broadcast(self, tensors: Sequence[UploadTensor], *, whole: bool) -> None: ...
+    async def commit_broadcast(self, staged: UploadSession, label: str | None) -> WeightStatus: ...
+    async def drop_broadcast(self, staged: UploadSession) -> None: ...
+
+
+class Update:
+    """One version between start and finish."""
+
+    def __init__(self, staged: UploadSession) -> None:
+        self.staged = staged
+        self.announced: dict[str, UploadTensor] = {}
+        self.failure: RolloutServiceError | None = None
+        """Why it cannot be finished."""
+        self.finishing: asyncio.Task[WeightStatus] | None = None
+
+    @property
+    def open(self) -> bool:
+        """It can be added to, or finished."""
+        return self.finishing is None
+
+    @property
+    def committing(self) -> bool:
+        """It is being finished."""
+        return self.finishing is not None and not self.finishing.done()
+
+    def convert(self, names: Sequence[str], read: Read) -> Future[None] | None:
+        """Hand tensors to the conversion; None if the version is lost already."""
+        self.failure = self.failure or self.staged.failure
+        if self.failure is not None:
+            return None
+        try:
+            return self.staged.convert(names, read)
+        except NotFound as error:
+            self.failure = error
+            return None
+
+
+class Reception(NamedTuple):
+    """One ``/update_weights``."""
+
+    update: Update | None
+    """None: nobody has started one, and what comes is dropped."""
+    tensors: TensorsToCome
+    task: asyncio.Task[None]
+
+
+class Group:
+    """One receiver in one trainer's group."""
+
+    def __init__(self, init: TransferInit, backend: TransferBackend) -> None:
+        """Start to join it. Raises OSError if there can be no process."""
+        self.init, self.used = init, False
+        self.receiver = Receiver()
+        self.joining = _task(self.receiver.join(init, backend))
+        self.last: Reception | None = None
+
+    @property
+    def joined(self) -> bool:
+        """Whether broadcasts can be received."""
+        return self.joining.done() and not self.joining.cancelled() and self.joining.exception() is None
+
+    @property
+    def receiving(self) -> bool:
+        """Broadcasts are being received."""
+        return self.last is not None and not self.last.task.done()
+
+
+class WeightTransfer:
+    """One trainer at a time. Lives in the ingest's event loop."""
+
+    def __init__(self, versions: Versions) -> None:
+        self._versions = versions
+        self._group: Group | None = None
+        self._update: Update | None = None
+        self._error: str | None = None
+        self._turn = asyncio.Lock()
+        """Held while it is decided what a request means, not while a trainer is waited for."""
+
+    def status(self) -> TransferStatus:
+        """Where it stands."""
+        return TransferStatus(backend=backend_here(), state=self._state(), error=self._error)
+
+    def _state(self) -> TransferState:
+        group, update = self._group, self._update
+        if update is not None and update.committing:
+            return "finishing"
+        if group is None:
+            return "no group"
+        if not group.joined:
+            return "joining"
+        if group.receiving:
+            return "receiving"
+        return "started" if update is not None and update.open else "joined"
+
+    async def init(self, init: TransferInit) -> None:
+        """Join a trainer's group, and return when it is there.
+
+        The same again awaits the same; once something was broadcast, or the trainer's store is gone, it is a trainer
+        that was started anew. Raises WeightTransferFailed.
+        """
+        async with self._turn:
+            if not await self._is_repeat(init):
+                await self._leave_group("another trainer has taken its place")
+                try:
+                    self._group = Group(init, backend_here())
+                except OSError as error:
+                    raise self._failed(f"no receiver process can be started: {error}") from error
+                self._error = None
+            group = self._group
+            assert group is not None
+        try:
+            await asyncio.shield(group.joining)
+        except WeightTransferFailed as error:
+            self._group_failed(group, error)
+            raise
+
+    async def _is_repeat(self, init: TransferInit) -> bool:
+        group = self._group
+        if group is None or group.init != init or group.used:
+            return False
+        return not group.joining.done() or (group.joined and await group.receiver.trainer_is_there())
+
+    async def start(self) -> None:
+        """Lay out the next version. The same again changes nothing; what was not finished is dropped.
+
+        Raises WeightTransferFailed, InsufficientStorage, or LogCorrupt if nobody would follow.
+        """
+        async with self._turn:
+            group, update = self._joined_group(), self._update
+            group.used = True
+            if update is not None and update.committing:
+                raise WeightTransferFailed(
+                    f"version {update.staged.begin.version} is being committed: wait for its POST /finish_weight_update"
+                )
+            if group.receiving:
+                raise WeightTransferFailed("tensors of the update before are being received: wait until they are")
+            if update is not None and update.open:
+                if not update.announced and update.failure is None:
+                    return
+                await self._drop(update)
+            self._update = Update(await self._versions.begin_broadcast())
+            self._error = None
+
+    async def update(self, announced: object) -> None:
+        """Receive tensors; returns when all have come. The same again awaits the same.
+
+        ``announced``: the JSON value of ``update_info``: ``TensorsToCome``, or a list with one for our only rank.
+
+        Raises InvalidRequest if it cannot be told what will come, InvalidManifest or WeightTransferFailed, and what
+        converting the tensors before raised.
+        """
+        tensors = await self._tensors(announced)
+        async with self._turn:
+            group = self._joined_group()
+            update = self._update if self._update is not None and self._update.open else None
+            last = group.last
+            if last is None or not self._is_same(last, update, tensors):
+                if group.receiving:
+                    raise WeightTransferFailed("tensors of another POST /update_weights are being received")
+                last = Reception(update, tensors, _task(self._receive(group, update, tensors)))
+                group.last, group.used = last, True
+        await asyncio.shield(last.task)
+
+    @staticmethod
+    def _is_same(last: Reception, update: Update | None, tensors: TensorsToCome) -> bool:
+        """Whether it is what was asked for before: no tensor comes twice in one update."""
+        return (last.update, last.tensors) == (update, tensors) and (update is not None or not last.task.done())
+
+    async def _tensors(self, announced: object) -> TensorsToCome:
+        if isinstance(announced, list) and len(announced) == 1:
+            (announced,) = announced
+        try:
+            tensors = TensorsToCome.model_validate(announced)
+            if (largest := max(tensors.sizes, default=0)) <= self._versions.largest_tensor_bytes:
+                return tensors
+            refused: RolloutServiceError = InvalidRequest(
+                f"POST /update_weights announces a tensor of {largest} bytes, and none of the served model's has more "
+                f"than {self._versions.largest_tensor_bytes} in any dtype",
+                {"nbytes": largest, "limit_bytes": self._versions.largest_tensor_bytes},
+            )
+        except ValidationError as error:
+            refused = validation_error("POST /update_weights: update_info", error.errors())
+        async with self._turn:  # a trainer that broadcasts all the same must not wait for ever
+            await self._leave_group(refused.message)
+        raise refused
+
+    async def _receive(self, group: Group, update: Update | None, tensors: TensorsToCome) -> None:
+        try:
+            if update is None:
+                await group.receiver.receive(tensors, lambda *_: None)
+                raise WeightTransferFailed(
+                    "no weight update was started, and what was broadcast is dropped: POST /start_weight_update first"
+                )
+            self._announce(update, tensors)
+            await group.receiver.receive(tensors, update.convert)
+        except WeightTransferFailed as error:
+            self._error = error.message
+            if update is not None:
+                update.failure = update.failure or error
+            if not group.receiver.alive:
+                self._group_failed(group, error)
+            raise
+        update.failure = update.failure or update.staged.failure
+        if update.failure is not None:
+            self._error = update.failure.message
+            raise update.failure
+
+    def _announce(self, update: Update, tensors: TensorsToCome) -> None:
+        """Note what will come; a version that it does not fit into is lost, but its tensors are received."""
+        try:
+            new = tuple(_upload_tensors(tensors))
+            again = sorted({tensor.name for tensor in new} & update.announced.keys())
+            if again or len({tensor.name for tensor in new}) < len(new):
+                raise InvalidManifest(f"tensors came twice in one update: {', '.join(again[:4]) or 'in one request'}")
+            self._versions.check_broadcast(new, whole=False)
+            update.announced |= {tensor.name: tensor for tensor in new}
+        except InvalidManifest as error:
+            update.failure = update.failure or error
+
+    async def finish(self, label: str | None) -> WeightStatus:
+        """Commit what was broadcast; returns when every live replica serves it. The same again awaits the same.
+
+        ``label``: the version's number, if it is one that can be given.
+
+        Raises WeightTransferFailed, InvalidManifest for tensors that are missing, VersionConflict, CommitTimeout,
+        InsufficientStorage, and what converting the tensors raised.
+        """
+        async with self._turn:
+            update = self._update
+            if update is None:
+                raise WeightTransferFailed("no weight update was started: POST /start_weight_update first")
+            if self._group is not None and self._group.receiving:
+                raise WeightTransferFailed("the update's tensors are still being received: finish it when they are")
+            if update.finishing is None or _timed_out(update.finishing):
+                update.finishing = _task(self._finish(update, label))
+            finishing = update.finishing
+        return await asyncio.shield(finishing)
+
+    async def _finish(self, update: Update, label: str | None) -> WeightStatus:
+        try:
+            if update.failure is not None:
+                raise update.failure
+            self._versions.check_broadcast(tuple(update.announced.values()), whole=True)
+            return await self._versions.commit_broadcast(update.staged, label)
+        except CommitTimeout:
+            raise  # it is committed, and replicas go on trying
+        except RolloutServiceError as error:
+            await self._drop(update)
+            self._error = error.message
+            if error.http_status < 500 or isinstance(error, InsufficientStorage):
+                raise
+            raise WeightTransferFailed(error.message, error.detail) from error
+
+    async def shutdown(self) -> None:
+        """Leave the group, and drop what was not finished."""
+        async with self._turn:
+            group, self._group = self._group, None
+            if group is not None and group.joined and not group.receiving:
+                await group.receiver.leave()
+            elif group is not None:
+                await group.receiver.kill("the transfer was shut down")
+            await self._drop_open("the transfer was shut down")
+
+    async def stop(self) -> None:
+        """The ingest ends: so does the receiver."""
+        group, self._group = self._group, None
+        if group is not None:
+            await group.receiver.kill("the ingest ends")
+
+    def _joined_group(self) -> Group:
+        if self._group is None:
+            why = "" if self._error is None else f" (the last one failed: {self._error})"
+            raise WeightTransferFailed(_JOIN_FIRST + why)
+        if not self._group.joined:
+            raise WeightTransferFailed("the trainer's group is being joined still: wait for its answer")
+        return self._group
+
+    async def _leave_group(self, why: str) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            await group.receiver.kill(why)
+        await self._drop_open(why)
+
+    async def _drop_open(self, why: str) -> None:
+        update = self._update
+        if update is not None and update.open:
+            update.failure = update.failure or self._failed(f"the weight update was given up: {why}")
+            await self._drop(update)
+
+    async def _drop(self, update: Update) -> None:
+        await self._versions.drop_broadcast(update.staged)
+
+    def _group_failed(self, group: Group, error: WeightTransferFailed) -> None:
+        if self._group is group:
+            self._group = None
+            self._error = error.message
+
+    def _failed(self, why: str) -> WeightTransferFailed:
+        self._error = why
+        return WeightTransferFailed(why)
+
+
+def _upload_tensors(tensors: TensorsToCome) -> Iterator[UploadTensor]:
+    for name, dtype, shape in zip(tensors.names, tensors.dtype_names, tensors.shapes, strict=True):
+        if not name or dtype not in get_args(SourceDtype):
+            raise InvalidManifest(
+                f"{name!r} is {dtype}; the ingest takes {', '.join(get_args(SourceDtype))} and quantizes itself",
+                {"tensor": name, "dtype": dtype},
+            )
+        yield UploadTensor.model_validate({"name": name, "dtype": dtype, "shape": shape})
+
+
+def _task(work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
+    """Go on with ``work`` whoever waits for it; its failure is told to those who do."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+    return task
+
+
+def _timed_out(task: asyncio.Task[WeightStatus]) -> bool:
+    return task.done() and not task.cancelled() and isinstance(task.exception(), CommitTimeout)

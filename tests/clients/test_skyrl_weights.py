@@ -1,0 +1,82 @@
+"""SkyRL 0.4's own weight-sync client pushes weights: under vLLM's trainer engine, with gloo in place of NCCL."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.weight_transfer import nccl_engine
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+from rollout_service.client import RolloutClient
+from rollout_service.local import LocalService
+from tests.clients.skyrl_weight_sync import INSTALL, PYTHON, SkyrlClient
+from tests.support.gloo_trainer import PACKED_BUFFER_BYTES, free_port, open_trainer_endpoint, packed_broadcast
+from tests.support.telltale import assert_pure, canary_weights
+
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"SkyRL is not installed: {INSTALL}")
+
+
+class Tensors(WeightSource):
+    """The weights that a trainer sends next."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.weights.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.weights.items())
+
+
+@pytest.fixture
+def skyrl(service: LocalService) -> Iterator[SkyrlClient]:
+    skyrl = SkyrlClient(service.url)
+    yield skyrl
+    skyrl.close()
+
+
+@pytest.fixture
+def source() -> Tensors:
+    return Tensors()
+
+
+@pytest.fixture
+def trainer(skyrl: SkyrlClient, source: Tensors, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's engine, which SkyRL's subclasses without a change to what it sends."""
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", open_trainer_endpoint)
+    monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", packed_broadcast)
+    info = nccl_engine.NCCLTrainerInitInfo(
+        master_address="127.0.0.1",
+        master_port=free_port(),
+        world_size=2,
+        packed_buffer_size_bytes=PACKED_BUFFER_BYTES,
+        rank=0,
+    )
+    return nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init(info, client=skyrl, source=source)
+
+
+async def test_skyrls_client_pushes_versions_that_are_served(
+    service: LocalService, client: RolloutClient, skyrl: SkyrlClient, trainer: Any, source: Tensors, next_version: int
+) -> None:
+    for version in (next_version, next_version + 1):
+        source.weights = canary_weights(service.config.model.path, version)
+        await asyncio.to_thread(skyrl.call, "pause_generation")
+        await asyncio.to_thread(trainer.send_weights)
+        await asyncio.to_thread(skyrl.call, "reset_prefix_cache")
+        await asyncio.to_thread(skyrl.call, "resume_generation")
+        completion = (await client.generate([5, 6], max_tokens=4, temperature=0.0)).completions[0]
+        assert completion.versions == (version,)
+        assert_pure(completion)
+
+
+async def test_skyrls_client_tells_what_was_refused(
+    service: LocalService, client: RolloutClient, skyrl: SkyrlClient, trainer: Any, source: Tensors, next_version: int
+) -> None:
+    source.weights = {"model.extra.weight": torch.zeros(2), **canary_weights(service.config.model.path, next_version)}
+    with pytest.raises(RuntimeError, match=r"failed \[422\]: .*unknown: model\.extra\.weight"):
+        await asyncio.to_thread(trainer.send_weights)
+    with pytest.raises(RuntimeError, match="engines here have no draft model"):
+        await asyncio.to_thread(skyrl.call, "start_draft_weight_update")

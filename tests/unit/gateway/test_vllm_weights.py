@@ -1,0 +1,183 @@
+"""vLLM's weight-transfer routes: bodies and replies as its clients know them, and what is refused."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+import pytest
+
+from rollout_service.errors import NotReady, RolloutServiceError
+from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.deployment import create_app
+from rollout_service.protocol.fleet import Fleet, ReplicaStatus
+from rollout_service.protocol.weight_transfer import TransferInit, TransferStatus
+from rollout_service.protocol.weights import TensorDigests, WeightStatus
+from rollout_service.web.auth import Authorizer
+
+INIT = {"master_address": "10.0.0.1", "master_port": 51216, "rank_offset": 1, "world_size": 2, "packed": True}
+TENSORS = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
+
+
+@dataclass
+class Ingest:
+    """Notes what it is asked, and says that its replicas serve ``serving``."""
+
+    serving: list[int] = field(default_factory=lambda: [4, 4])
+    asked: list[Any] = field(default_factory=list)
+    failing: RolloutServiceError | None = None
+
+    async def init_weight_transfer(self, init: TransferInit) -> None:
+        self._note(init)
+
+    async def start_weight_update(self) -> None:
+        self._note("start")
+
+    async def update_weights(self, announced: object) -> None:
+        self._note(announced)
+
+    async def finish_weight_update(self, label: str | None) -> WeightStatus:
+        self._note(label)
+        return WeightStatus(version=5, state="live")
+
+    async def shutdown_weight_transfer(self) -> None:
+        self._note("shutdown")
+
+    async def weight_transfer(self) -> TransferStatus:
+        return TransferStatus(backend="nccl", state="no group", error="the trainer has gone")
+
+    async def tensor_digests(self) -> TensorDigests:
+        return TensorDigests(version=4, digests={"a": "1", "b": "2"})
+
+    async def fleet(self) -> Fleet:
+        replicas = tuple(
+            ReplicaStatus(replica_id=str(i), version=version, state="ready") for i, version in enumerate(self.serving)
+        )
+        return Fleet(latest_version=4, paused=False, replicas=replicas)
+
+    def _note(self, what: Any) -> None:
+        self.asked.append(what)
+        if self.failing is not None:
+            raise self.failing
+
+
+@pytest.fixture
+def ingest() -> Ingest:
+    return Ingest()
+
+
+@pytest.fixture
+async def http(services: Services, ingest: Ingest) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(create_app(replace(services, ingest=ingest)), client=("127.0.0.1", 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        yield http
+
+
+async def test_the_four_phases_of_an_update(http: httpx.AsyncClient, ingest: Ingest) -> None:
+    replies = [
+        await http.post("/init_weight_transfer_engine", json={"init_info": INIT}),
+        await http.post("/start_weight_update"),
+        await http.post("/update_weights", json={"update_info": TENSORS}),
+        await http.post("/finish_weight_update", json={"weight_version": "5"}),
+        await http.post("/shutdown_weight_transfer_engine"),
+    ]
+    assert [reply.status_code for reply in replies] == [200] * 5
+    assert all(isinstance(reply.json()["message"], str) for reply in replies)
+    assert replies[3].json()["weight_version"] == "5"
+    assert ingest.asked == [TransferInit.model_validate(INIT), "start", TENSORS, "5", "shutdown"]
+
+
+@pytest.mark.parametrize("body", [{}, {"is_checkpoint_format": True}, None], ids=["TRL", "TRL async", "vLLM"])
+async def test_trainers_send_various_bodies_with_a_start(http: httpx.AsyncClient, ingest: Ingest, body: Any) -> None:
+    assert (await http.post("/start_weight_update", json=body) if body is not None else
+            await http.post("/start_weight_update")).status_code == 200  # fmt: skip
+    assert ingest.asked == ["start"]
+
+
+@pytest.mark.parametrize("body", [{}, None], ids=["TRL", "TRL async, SkyRL"])
+async def test_a_finish_may_name_no_version(http: httpx.AsyncClient, ingest: Ingest, body: Any) -> None:
+    reply = await (
+        http.post("/finish_weight_update") if body is None else http.post("/finish_weight_update", json=body)
+    )
+    assert reply.status_code == 200 and ingest.asked == [None]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "problem"),
+    [
+        ("init_weight_transfer_engine", {"init_info": {**INIT, "rank_offset": 2}}, "rank_offset=2 is no rank"),
+        ("init_weight_transfer_engine", {"init_info": {}}, "init_info.rank_offset"),
+        ("start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format"),
+        ("start_draft_weight_update", None, "no draft model"),
+        ("update_weights", {}, "give either weight_dir, as prime-rl does, or update_info"),
+        ("update_weights", {"update_info": TENSORS, "flush": 1}, "flush is not a field here"),
+        ("reset_prefix_cache", {"reset_external": True}, "reset_external is not implemented"),
+        ("reset_prefix_cache?reset_external=true", None, "reset_external is not implemented"),
+        ("weight_checker", {"action": "reset"}, "reset is not implemented"),
+        ("weight_checker", {"action": "compare"}, "compare needs a baseline"),
+    ],
+)
+async def test_what_is_not_implemented_is_refused_by_name(
+    http: httpx.AsyncClient, ingest: Ingest, path: str, body: Any, problem: str
+) -> None:
+    reply = await (http.post(path) if body is None else http.post(path, json=body))
+    assert reply.status_code == 422 and problem in reply.json()["error"]["message"]
+    assert ingest.asked == []
+
+
+@pytest.mark.parametrize("path", ["update_weights", "finish_weight_update"])
+async def test_what_a_trainer_would_send_again_is_409(http: httpx.AsyncClient, ingest: Ingest, path: str) -> None:
+    ingest.failing = NotReady("the ingest died with this call")
+    reply = await http.post(path, json={"update_info": TENSORS} if path == "update_weights" else {})
+    assert reply.status_code == 409 and reply.json()["error"]["type"] == "WeightTransferFailed"
+    assert "the ingest died with this call. A broadcast cannot be" in reply.json()["error"]["message"]
+
+
+async def test_the_service_is_one_rank_for_a_trainer(http: httpx.AsyncClient) -> None:
+    asked_as_skyrl_does = await http.request("GET", "/get_world_size", json={})
+    assert asked_as_skyrl_does.json() == {"world_size": 1}
+    assert asked_as_skyrl_does.headers["content-length"] == str(len(asked_as_skyrl_does.content))
+    assert (await http.get("/get_world_size?include_dp=false")).json() == {"world_size": 1}
+
+
+async def test_server_info_has_what_trainers_read(http: httpx.AsyncClient) -> None:
+    info = (await http.get("/server_info?config_format=json")).json()
+    config = info["vllm_config"]
+    assert config["weight_transfer_config"] == {"backend": "nccl"}
+    assert config["model_config"]["dtype"] == "torch.bfloat16"
+    assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
+    assert config["lora_config"] is None and config["parallel_config"]["data_parallel_size"] == 1
+    assert info["weight_transfer"] == {"backend": "nccl", "state": "no group", "error": "the trainer has gone"}
+    assert (await http.get("/server_info?config_format=text")).status_code == 422
+
+
+@pytest.mark.parametrize(("serving", "newest"), [([4, 4], True), ([3, 4], False), ([], True)])
+async def test_what_replicas_serve_is_told(
+    http: httpx.AsyncClient, ingest: Ingest, serving: list[int], newest: bool
+) -> None:
+    ingest.serving = serving
+    assert (await http.get("/weight_info")).json() == {"weight_version": str(min(serving, default=4))}
+    assert (await http.post("/reset_prefix_cache")).json() == {"success": newest}
+    body = {"reset_running_requests": True}
+    assert (await http.post("/reset_prefix_cache", json=body)).json() == {"success": newest}
+    checked = await http.post("/weight_checker", json={"action": "checksum"})
+    assert checked.status_code == (200 if newest else 409)
+
+
+async def test_checksums_are_compared_with_a_baseline(http: httpx.AsyncClient) -> None:
+    checksums = (await http.post("/weight_checker", json={"action": "checksum"})).json()["checksums"]
+    assert checksums == {"a": "1", "b": "2"}
+    same = await http.post("/weight_checker", json={"action": "compare", "baseline": checksums})
+    assert same.json() == {"match": True, "mismatches": []}
+    other = await http.post("/weight_checker", json={"action": "compare", "baseline": {"a": "0", "c": "2"}})
+    assert other.json() == {"match": False, "mismatches": ["a", "b", "c"]}
+
+
+async def test_all_of_them_need_the_token(services: Services, ingest: Ingest) -> None:
+    guarded = create_app(replace(services, ingest=ingest, authorizer=Authorizer("secret")))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(guarded), base_url="http://here") as http:
+        for path in ("get_world_size", "server_info?config_format=json", "weight_info"):
+            assert (await http.get(f"/{path}")).status_code == 401
+        for path in ("init_weight_transfer_engine", "update_weights", "finish_weight_update", "weight_checker"):
+            assert (await http.post(f"/{path}", json={})).status_code == 401
+    assert ingest.asked == []
