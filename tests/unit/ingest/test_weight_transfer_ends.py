@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -14,12 +16,14 @@ from rollout_service.config import ServiceConfig
 from rollout_service.errors import InvalidRequest, NotFound, WeightTransferFailed
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.served_model import EMBEDDING, LM_HEAD
+from rollout_service.protocol.upload import BeginUpload, BroadcastSource
 from rollout_service.protocol.weight_transfer import TransferInit
 from tests.support.gloo_trainer import GlooTrainer, update_info
 from tests.unit.ingest.broadcasting import another_trainer_pushes, join, push, receive_nothing, receiver_pid, send
 from tests.unit.ingest.trainer import Weights, config_of, folder_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:Tensor .* exceeds buffer_size_bytes")
+PROJECT = Path(__file__).parents[3]
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 
 
@@ -192,6 +196,33 @@ async def test_the_receiver_ends_with_the_ingest(ingest: Ingest, joined: GlooTra
     assert not psutil.pid_exists(pid)
     with pytest.raises(WeightTransferFailed, match="the ingest ends"):
         await receiving
+
+
+def test_the_receiver_ends_with_an_ingest_that_is_killed() -> None:
+    code = """
+import asyncio
+from rollout_service.ingest.receiver.receiver import Receiver
+
+async def start():
+    print(Receiver().pid, flush=True)
+    await asyncio.Event().wait()
+
+if __name__ == "__main__":
+    asyncio.run(start())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    receiver = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    gone, _ = psutil.wait_procs([receiver], timeout=120)
+    assert gone == [receiver]
+
+
+async def test_a_broadcast_is_no_source_of_an_upload(ingest: Ingest) -> None:
+    with pytest.raises(InvalidRequest, match="begun by POST /start_weight_update: give a path or tensors"):
+        await ingest.begin(BeginUpload(version=1, source=BroadcastSource(transfer="a")))
 
 
 async def test_a_broadcast_is_not_taken_up_after_a_restart(
