@@ -1,4 +1,4 @@
-"""``GET /server_info``, by which trainers ask SGLang and vLLM alike for a configuration: ``config_format`` is vLLM's."""
+"""``GET /server_info``, by which trainers ask SGLang and vLLM alike: ``config_format`` is vLLM's."""
 
 from typing import Any, Literal
 

@@ -3,7 +3,7 @@
 For the trainers that drive vLLM by these: TRL 1.16 (``trl/generation/vllm_client.py``, ``experimental/async_grpo``),
 SkyRL 0.4.0 (``weight_sync/control_plane.py``) and vLLM 0.32's own ``HTTPVLLMWeightSyncClient``. Paths, bodies and
 replies are vLLM's: ``entrypoints/rl/online/api_router.py`` and ``entrypoints/serve/dev``. What happens behind them:
-``ingest/weight_transfer.py``. ``POST /update_weights`` and ``GET /server_info`` are in files of their own, because other
+``ingest/weight_transfer.py``. ``POST /update_weights`` and ``GET /server_info`` are in files of their own: other
 servers have routes of these names.
 
 None answers 503 or 500 once a trainer broadcasts, because TRL sends those again: what the ingest cannot answer any more

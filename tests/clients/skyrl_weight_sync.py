@@ -1,6 +1,6 @@
 """SkyRL's weight-sync client in a process of its own: SkyRL needs Python 3.12.
 
-Run as a program with the URL of a service, by the interpreter of SkyRL's environment: takes ``[method, arguments]`` as
+Run as a program with the URL of a service: takes ``[method, arguments]`` as
 a line of JSON, calls that method of ``SkyrlWeightSyncClient``, and answers with its error or null.
 """
 
@@ -10,12 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PYTHON = Path(__file__).parents[2] / ".venv-skyrl/bin/python"
-INSTALL = (
-    "python3.12 -m venv .venv-skyrl; .venv-skyrl/bin/pip install --no-deps skyrl==0.4.0 cloudpathlib requests urllib3 "
-    "idna certifi charset-normalizer pydantic pydantic-core annotated-types typing-extensions typing-inspection"
-)
-
 
 class SkyrlClient:
     """The client there, with the methods that vLLM's trainer engines call, and SkyRL's own beside them.
@@ -23,9 +17,14 @@ class SkyrlClient:
     Each raises RuntimeError with what SkyRL's raised.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, python: str, folder: Path, url: str) -> None:
+        """``python``: an interpreter of 3.12. ``folder``: where SkyRL is installed."""
         self._process = subprocess.Popen(
-            [PYTHON, __file__, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={}
+            [python, __file__, url],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={"PYTHONPATH": str(folder)},
         )
 
     def call(self, method: str, *arguments: Any) -> None:

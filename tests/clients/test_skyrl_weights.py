@@ -1,7 +1,10 @@
 """SkyRL 0.4's own weight-sync client pushes weights: under vLLM's trainer engine, with gloo in place of NCCL."""
 
 import asyncio
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +13,16 @@ from vllm.distributed.weight_transfer import nccl_engine
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from rollout_service.client import RolloutClient
-from rollout_service.local import LocalService
-from tests.clients.skyrl_weight_sync import INSTALL, PYTHON, SkyrlClient
+from tests.clients.conftest import folder_of
+from tests.clients.skyrl_weight_sync import SkyrlClient
 from tests.support.gloo_trainer import PACKED_BUFFER_BYTES, free_port, open_trainer_endpoint, packed_broadcast
 from tests.support.telltale import assert_pure, canary_weights
 
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"SkyRL is not installed: {INSTALL}")
+
+@pytest.fixture
+async def next_version(client: RolloutClient) -> int:
+    """A version that is newer than the newest."""
+    return (await client.fleet()).latest_version + 1
 
 
 class Tensors(WeightSource):
@@ -32,8 +39,11 @@ class Tensors(WeightSource):
 
 
 @pytest.fixture
-def skyrl(service: LocalService) -> Iterator[SkyrlClient]:
-    skyrl = SkyrlClient(service.url)
+def skyrl(service_url: str) -> Iterator[SkyrlClient]:
+    folder, python = folder_of("skyrl"), shutil.which("python3.12")
+    if python is None or subprocess.run([python, "-V"], capture_output=True).returncode:
+        pytest.skip("SkyRL needs Python 3.12, and there is no python3.12")
+    skyrl = SkyrlClient(python, folder, service_url)
     yield skyrl
     skyrl.close()
 
@@ -59,10 +69,10 @@ def trainer(skyrl: SkyrlClient, source: Tensors, monkeypatch: pytest.MonkeyPatch
 
 
 async def test_skyrls_client_pushes_versions_that_are_served(
-    service: LocalService, client: RolloutClient, skyrl: SkyrlClient, trainer: Any, source: Tensors, next_version: int
+    model: Path, client: RolloutClient, skyrl: SkyrlClient, trainer: Any, source: Tensors, next_version: int
 ) -> None:
     for version in (next_version, next_version + 1):
-        source.weights = canary_weights(service.config.model.path, version)
+        source.weights = canary_weights(model, version)
         await asyncio.to_thread(skyrl.call, "pause_generation")
         await asyncio.to_thread(trainer.send_weights)
         await asyncio.to_thread(skyrl.call, "reset_prefix_cache")
@@ -73,9 +83,9 @@ async def test_skyrls_client_pushes_versions_that_are_served(
 
 
 async def test_skyrls_client_tells_what_was_refused(
-    service: LocalService, client: RolloutClient, skyrl: SkyrlClient, trainer: Any, source: Tensors, next_version: int
+    model: Path, client: RolloutClient, skyrl: SkyrlClient, trainer: Any, source: Tensors, next_version: int
 ) -> None:
-    source.weights = {"model.extra.weight": torch.zeros(2), **canary_weights(service.config.model.path, next_version)}
+    source.weights = {"model.extra.weight": torch.zeros(2), **canary_weights(model, next_version)}
     with pytest.raises(RuntimeError, match=r"failed \[422\]: .*unknown: model\.extra\.weight"):
         await asyncio.to_thread(trainer.send_weights)
     with pytest.raises(RuntimeError, match="engines here have no draft model"):
