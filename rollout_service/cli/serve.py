@@ -51,7 +51,7 @@ def deployment(
     """
     document = read_document(GPU if on_gpus else CPU)
     args = args_of(document)
-    args["model"] = model.model_dump(mode="json", exclude_none=True)
+    args["model"] = {"path": str(model.path), **model.model_dump(mode="json", exclude_defaults=True)}
     args["weights"]["root"] = f"out/weights-{str(model.repo_id or model.path.absolute().name).replace('/', '--')}"
     if not on_gpus:
         del args["monitor"]  # thresholds for the small model that the file is for

@@ -106,6 +106,8 @@ class EngineAdapter:
         Raises EngineFailed when the engine is dead or broken, InvalidRequest for what vLLM refuses, NonFiniteLogprob.
         """
         output = await self._output(request_id, prompt, vllm_sampling(sampling), priority, cache_salt, reasoning)
+        if sampling.structured_outputs is not None and any(each.finish_reason == "error" for each in output.outputs):
+            raise InvalidRequest(f"vLLM cannot make what {sampling.structured_outputs.model_dump_json()} describes")
         completions = tuple(completion(each, sampling.logprobs or 0) for each in output.outputs)
         if sampling.prompt_logprobs is None:
             return completions

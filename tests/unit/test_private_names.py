@@ -22,7 +22,13 @@ from rollout_service import ray_internals, transformers_internals, vllm_internal
 from rollout_service.private_names import PrivateName, PrivateNameMissing, require_names
 
 PACKAGE = Path(__file__).parents[2] / "rollout_service"
-INTERNALS = {"vllm_internals.py", "vllm_serving.py", "ray_internals.py", "transformers_internals.py"}
+INTERNALS = {
+    "vllm_internals.py",
+    "vllm_serving.py",
+    "ray_internals.py",
+    "transformers_internals.py",
+    "client/verl/plugin.py",
+}
 
 DOCUMENTED = {
     # "API Reference", Summary: https://docs.vllm.ai/en/stable/api/

@@ -149,7 +149,7 @@ def test_config_names_everything_that_is_wrong_at_once(serve_config: Callable[[A
     )
     assert result.exit_code == 1 and result.stdout == ""
     assert (
-        "modle: unknown field; there are model, quant, engine, kv_cache, scaling, weights, monitor, shadow, auth"
+        "modle: unknown field; there are model, quant, engine, kv_cache, chat, scaling, weights, monitor, shadow, auth"
         in result.stderr
     )
     assert "weights.rot: unknown field; there are root, " in result.stderr

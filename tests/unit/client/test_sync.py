@@ -14,7 +14,7 @@ from rollout_service.client import RolloutClient, SyncRolloutClient
 from rollout_service.errors import NotFound
 from tests.unit.client.service import Service, serving_in_a_thread, until_disconnected, until_gone
 
-ASYNC_ONLY = {"aclose"}
+ASYNC_ONLY = {"aclose", "session"}
 
 
 def test_it_generates_and_pushes(threaded_service: Service) -> None:

@@ -17,7 +17,7 @@ from rollout_service.protocol.sampling import GenerateCall, Sampling
 class WaitingWeightSync:
     """Serves version 1; who asks for a newer one waits until the test lets go."""
 
-    version = 1
+    version, returns = 1, 0
 
     def __init__(self) -> None:
         self.waiting, self.let_go = asyncio.Event(), asyncio.Event()
@@ -35,7 +35,7 @@ class Engine:
     broken = None
 
     async def generate(
-        self, request_id: str, prompt: tuple[int, ...], sampling: Sampling, priority: int
+        self, request_id: str, prompt: tuple[int, ...], sampling: Sampling, *others: object
     ) -> tuple[Completion, ...]:
         made = {"token_ids": (1,), "logprobs": (-1.0,), "finish_reason": "length"}
         spans = (Span(version=1, start=0, end=1),)
