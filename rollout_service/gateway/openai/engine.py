@@ -15,7 +15,7 @@ from vllm.outputs import WeightVersionSpan
 from rollout_service.errors import BadRequest, RolloutServiceError
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.generate import sampled_first
-from rollout_service.gateway.openai.exchange import Exchange, current
+from rollout_service.gateway.openai.exchange import current
 from rollout_service.gateway.prompts import roll_out, text_of
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout
 from rollout_service.protocol.sampling import Reasoning, Sampling, StructuredOutputs
@@ -183,8 +183,3 @@ def _completion_output(
 def _by_id(candidates: "tuple[Candidate, ...] | list[Candidate]", services: Services) -> dict[int, Logprob]:
     assert services.tokenizer is not None  # a model without one has no chats
     return {c.token_id: Logprob(c.logprob, c.rank or None, services.tokenizer.decode([c.token_id])) for c in candidates}
-
-
-def answered(exchange: Exchange) -> list[Completion]:
-    """The completions of the reply, in the order of its choices."""
-    return [completion for rollout in exchange.rollouts for completion in rollout.completions]
