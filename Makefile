@@ -29,14 +29,15 @@ dashboards: setup ## make dashboards/*.json and alerts.yml anew from dashboards/
 dashboards-check: setup ## every panel and alert against a real Prometheus and a running service (about 5 minutes)
 	@$(PYTHON_VENV) -m dashboards.check
 
-test: check test-unit test-live ## lint, types, unit tests and tests with real engines (15 minutes on 2 cores)
+test: check test-unit test-live ## lint, types, unit tests and tests with real engines (20 minutes on 2 cores)
 
-test-unit: setup ## tests without an engine (4 minutes)
+test-unit: setup ## tests without an engine (5 minutes)
 	@$(PYTHON_VENV) -m pytest tests/unit -n 2
 	@TRITON_INTERPRET=1 $(PYTHON_VENV) -m pytest tests/interpreted
 
 test-live: setup ## tests with real engines: alone, in one service that most share, and in services of their own
-	@$(PYTHON_VENV) -m pytest tests/service tests/engine tests/own_service -m "not slow" -n 2
+	@$(PYTHON_VENV) -m pytest tests/service tests/engine -m "not slow" -n 2
+	@$(PYTHON_VENV) -m pytest tests/own_service -m "not slow"
 
 test-gpu: setup ## tests that only a GPU can decide
 	@$(PYTHON_VENV) -m pytest tests/gpu
