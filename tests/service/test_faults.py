@@ -14,8 +14,9 @@ from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService
 
 CASES = {case.name: case for case in all_cases()}
-THOSE_THAT_MATTER_MOST = ("two trainers at once", "kill ingest, before the rename")
-THOSE_THAT_TAKE_LONG = (
+THOSE_THAT_MATTER_MOST = ("two trainers at once",)
+THOSE_THAT_TAKE_LONG = (  # of the ingest's: tests/unit/ingest/test_ingest_killed.py kills a real one at the same moments
+    "kill ingest, before the rename",
     "kill ingest, after the rename",
     "kill replica, between start and finish of an update",
     "SIGTERM replica, generating",
