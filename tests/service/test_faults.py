@@ -15,7 +15,8 @@ from rollout_service.local import LocalService
 
 CASES = {case.name: case for case in all_cases()}
 THOSE_THAT_MATTER_MOST = ("two trainers at once",)
-THOSE_THAT_TAKE_LONG = (  # of the ingest's: tests/unit/ingest/test_ingest_killed.py kills a real one at the same moments
+THOSE_THAT_TAKE_LONG = (
+    # a real ingest is killed at these two moments in tests/unit/ingest/test_ingest_killed.py, too
     "kill ingest, before the rename",
     "kill ingest, after the rename",
     "kill replica, between start and finish of an update",
