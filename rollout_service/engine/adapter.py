@@ -105,7 +105,8 @@ class EngineAdapter:
 
         Raises EngineFailed when the engine is dead or broken, InvalidRequest for what vLLM refuses, NonFiniteLogprob.
         """
-        output = await self._output(request_id, prompt, vllm_sampling(sampling), priority, cache_salt, reasoning)
+        stream = self._stream(request_id, prompt, vllm_sampling(sampling), priority, cache_salt, reasoning)
+        output = await self._output(request_id, stream)
         if sampling.structured_outputs is not None and any(each.finish_reason == "error" for each in output.outputs):
             raise InvalidRequest(f"vLLM cannot make what {sampling.structured_outputs.model_dump_json()} describes")
         completions = tuple(completion(each, sampling.logprobs or 0) for each in output.outputs)
@@ -122,21 +123,13 @@ class EngineAdapter:
         """
         # vLLM tells the logprobs of a prompt with its first token
         sampled_token = Sampling(max_tokens=1, ignore_eos=True, top_k=self._least_top_k, prompt_logprobs=0)
-        output = await self._output(request_id, token_ids, vllm_sampling(sampled_token))
+        output = await self._output(request_id, self._stream(request_id, token_ids, vllm_sampling(sampled_token)))
         [sampled] = output.outputs
         return prompt_logprobs(output), completion(sampled).spans[0].version
 
-    async def _output(
-        self,
-        request_id: str,
-        prompt: tuple[int, ...],
-        sampling: SamplingParams,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        reasoning: Reasoning | None = None,
-    ) -> RequestOutput:
+    async def _output(self, request_id: str, stream: AsyncGenerator[RequestOutput]) -> RequestOutput:
+        """The last output of a stream, which vLLM's engine hears of when it is first awaited."""
         self._require_sound()
-        stream = self._stream(request_id, prompt, sampling, priority, cache_salt, reasoning)
         task = asyncio.create_task(self._collect(request_id, stream), name=request_id)
         self._generating.add(task)
         task.add_done_callback(self._generating.discard)

@@ -83,13 +83,13 @@ def text_of(completion: Completion, sampling: Sampling, services: Services) -> s
     vLLM looks for stop strings from the last place at which one can begin that ends in the newest token. None without a
     tokenizer.
     """
-    text = detokenize(completion.token_ids, services, sampling.skip_special_tokens)
-    if text is None or completion.finish_reason != "stop":
+    tokens, stop = completion.token_ids, completion.stop_reason
+    if completion.finish_reason == "stop" and not isinstance(stop, str) and not sampling.include_stop_str_in_output:
+        tokens = tokens[:-1]
+    text = detokenize(tokens, services, sampling.skip_special_tokens)
+    if text is None or completion.finish_reason != "stop" or not isinstance(stop, str):
         return text
-    before = detokenize(completion.token_ids[:-1], services, sampling.skip_special_tokens) or ""
-    stop = completion.stop_reason
-    if not isinstance(stop, str):
-        return text if sampling.include_stop_str_in_output else before
+    before = detokenize(tokens[:-1], services, sampling.skip_special_tokens) or ""
     found = text.find(stop, max(0, len(before) - len(stop) + 1))
     if found < 0:
         return text

@@ -20,7 +20,7 @@ from rollout_service.gateway.prompts import roll_out, text_of
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout
 from rollout_service.protocol.sampling import Reasoning, Sampling, StructuredOutputs
 from rollout_service.vllm_serving import EngineClient
-from rollout_service.web.errors import validation_error
+from rollout_service.web.errors import bad_request
 
 _AS_THEY_ARE = frozenset(Sampling.model_fields) & frozenset(SamplingParams.__struct_fields__) - {
     "structured_outputs",
@@ -132,8 +132,7 @@ def sampling_of(params: SamplingParams) -> Sampling:
     try:
         return Sampling.model_validate(fields | {"structured_outputs": _structured(params.structured_outputs)})
     except ValidationError as error:
-        said = validation_error("sampling parameters", error.errors())
-        raise BadRequest(said.message, said.detail) from error
+        raise bad_request("sampling parameters", error) from error
 
 
 def _structured(params: Any) -> StructuredOutputs | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.inputs import tokens_input
 
-from rollout_service.gateway.openai.exchange import SessionTurn, current
+from rollout_service.gateway.openai.exchange import current
 from rollout_service.protocol.sessions import Message
 from rollout_service.sessions.conversation import continued
 from rollout_service.vllm_serving import (
@@ -75,12 +75,8 @@ class _KeepsTurns(OpenAIServingChat):
             if event != "[DONE]":
                 _add(told, json.loads(event))
             elif exchange.session is not None and exchange.error is None:
-                await _end(exchange.session, exchange.rollouts, told)
+                await exchange.session.end(exchange.rollouts, [told[index] for index in sorted(told)])
             yield line
-
-
-async def _end(session: SessionTurn, rollouts: Any, told: dict[int, Message]) -> None:
-    await session.end(rollouts, [told[index] for index in sorted(told)])
 
 
 def _add(told: dict[int, Message], chunk: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from rollout_service.errors import BadRequest, NotFound, RolloutServiceError
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
@@ -22,7 +22,7 @@ from rollout_service.gateway.openai.serving import Serving
 from rollout_service.gateway.prompts import DATA_ERRORS
 from rollout_service.gateway.routes import OpenRoute
 from rollout_service.protocol.generate import RolloutOptions
-from rollout_service.web.errors import documented, validation_error
+from rollout_service.web.errors import bad_request, documented
 
 router = APIRouter(tags=["chat"], route_class=OpenRoute)
 _ERRORS = DATA_ERRORS | documented(BadRequest)
@@ -138,8 +138,7 @@ def _parse(model: type[Any], body: JsonObject, request: Request) -> Any:
     try:
         parsed = model.model_validate(body)
     except ValidationError as error:
-        said = validation_error(route, error.errors())
-        raise BadRequest(said.message, said.detail) from error
+        raise bad_request(route, error) from error
     except Exception as error:  # vLLM's validators raise its own
         raise _as_ours(error) from error
     if getattr(parsed, "use_beam_search", False):  # vLLM would drive it through what an engine in the process has
@@ -153,9 +152,6 @@ def _parse(model: type[Any], body: JsonObject, request: Request) -> Any:
             {"not_implemented": [name[:64] for name in unknown[:64]]},
         )
     return parsed
-
-
-_options: TypeAdapter[RolloutOptions] = TypeAdapter(RolloutOptions)
 
 
 async def _named_in_header(name: str | None, services: Services) -> Exchange:
@@ -172,10 +168,9 @@ def _begin(exchange: Exchange, parsed: Any) -> None:
     """Options of this service in the body. Raises BadRequest."""
     given = {name: value for name, value in (parsed.model_extra or {}).items() if name in OURS}
     try:
-        options = _options.validate_python(given)
+        options = RolloutOptions.model_validate(given)
     except ValidationError as error:
-        said = validation_error("the request", error.errors())
-        raise BadRequest(said.message, said.detail) from error
+        raise bad_request("the request", error) from error
     exchange.options = options.model_copy(update={"session_id": exchange.options.session_id})
     current.set(exchange)
 
