@@ -51,6 +51,16 @@ def live_update(result: Json) -> str:
     )
 
 
+def sleeping(result: Json) -> str:
+    """Of ``update.sleep``: the slowest round of the first case."""
+    case = result["cases"][0]
+    share = 1 - max(case["asleep_gib"]) / case["awake_gib"]
+    return (
+        f"{case['model']} asleep in {max(case['sleep_s']):.1f} s with {share:.1%} of its GPU memory given back, awake "
+        f"with a new version in {max(case['wake_to_new_s']):.1f} s"
+    )
+
+
 def upload(result: Json) -> str:
     """Of ``update.upload``."""
     seconds = {door["name"]: statistics.median(door["seconds"]) for door in result["doors"]}

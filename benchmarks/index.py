@@ -62,6 +62,7 @@ BENCHMARKS = (
     Benchmark("rollout.length_bias", headlines.length_bias),
     Benchmark("update.engine", headlines.engine_update),
     Benchmark("update.live", headlines.live_update),
+    Benchmark("update.sleep", headlines.sleeping),
     Benchmark("update.upload", headlines.upload),
     Benchmark("quantizer", headlines.quantizer),
     Benchmark("kernels.attention", headlines.attention),

@@ -74,7 +74,7 @@ ALERTS = (
     ),
     Alert(
         "RolloutNoReadyReplica", "page",
-        'sum by (instance) (rollout_replicas{state="ready"})',
+        'sum by (instance) (rollout_replicas{state=~"ready|asleep"})',
         "< 1 and on (instance) max by (instance) (rollout_replicas_min) > 0", "2m",
         "no replica takes rollouts",
         "GET /v1/fleet: starting for longer than an engine takes, see its log; failed, see the reason; none at all, "

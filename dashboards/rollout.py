@@ -167,7 +167,8 @@ FLEET = Row(
             "Replicas by state",
             "short",
             "ready ones take rollouts. starting or syncing for longer than an engine's start: see its log. failed: it "
-            "is being replaced. stale: it cannot reach the newest version and takes no request that needs it.",
+            "is being replaced. stale: it cannot reach the newest version and takes no request that needs it. asleep: "
+            "it gave its memory to a trainer, as asked.",
             [Query(f"sum by (state) (rollout_replicas{{{SERVICE}}})", "{{state}}")],
             stacked=True,
             steps=True,

@@ -13,7 +13,8 @@
     ├── NotFound                  404  no such version, part or route
     ├── VersionConflict           409  other bytes under the same version, or a version that is not newer
     ├── UploadIncomplete          409  commit before every part arrived
-    ├── Overtaken                 409  a pause or resume after which another one was asked for
+    ├── Overtaken                 409  a pause, resume, sleep or wake-up after which another one was asked for
+    ├── Asleep                    409  the engines gave their memory back: wake them first
     ├── WeightTransferFailed      409  a broadcast that cannot be received or committed: join a group, or start, again
     ├── PayloadTooLarge           413  a part larger than its declared size
     ├── TooEarly                  425  no replica serves ``min_weight_version`` yet
@@ -23,6 +24,7 @@
     ├── LogLocked                 503  another process writes this weight log
     ├── CommitTimeout             504  committed, but not every replica was live in time
     ├── InsufficientStorage       507  the disk has no room: says how many bytes are needed and how many are free
+    ├── MemoryTaken               503  an engine is to wake, and its memory is not free
     ├── LogCorrupt                500  the weight log on disk is not what its manifest says
     ├── NonFiniteLogprob          500  the engine sampled a token whose logprob is not finite
     ├── KVCacheUnfit              500  FP8 is not accurate enough for keys or values: names the layers
@@ -126,7 +128,19 @@ class UploadIncomplete(RolloutServiceError):
 
 
 class Overtaken(RolloutServiceError):
-    """Another pause or resume was asked for before every replica had obeyed this one."""
+    """Another pause, resume, sleep or wake-up was asked for before every replica had obeyed this one."""
+
+    http_status = 409
+
+
+class MemoryTaken(RolloutServiceError):
+    """An engine is to wake, and the memory that it gave back is not free: says who has to free how much."""
+
+    http_status = 503
+
+
+class Asleep(RolloutServiceError):
+    """The engines gave their memory back, and must be woken before they can do this."""
 
     http_status = 409
 

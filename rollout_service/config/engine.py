@@ -142,6 +142,10 @@ class EngineConfig(Config):
     closed for as long as PCIe takes. ``none``: it is checked, and read from the files again while closed. ``auto``:
     ``device`` on a GPU; on the CPU, memory that is taken for each version and given back once it is loaded."""
 
+    enable_sleep_mode: bool = False
+    """``POST /sleep`` has the engines give their memory to a trainer on the same GPUs, and ``POST /wake_up`` take it
+    again and load the newest version (docs/colocated.md). vLLM's own allocator has weights and KV cache then."""
+
     return_sampling_mask: bool = False
     """Each completion comes with the token ids that ``top_k``, ``top_p`` and ``min_p`` left for each of its tokens, so
     that a trainer can renormalize over them (docs/correction.md). It holds for every request: all need ``top_k`` of at

@@ -25,7 +25,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from rollout_service.engine.load_statistics import RayStats, SchedulerLog
-from rollout_service.errors import EngineFailed, InvalidRequest, LogCorrupt, NonFiniteLogprob
+from rollout_service.errors import EngineFailed, InvalidRequest, LogCorrupt, MemoryTaken, NonFiniteLogprob
 from rollout_service.logs import TELL_VLLMS_OWN_PROCESSES
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
@@ -236,13 +236,11 @@ class EngineAdapter:
             await self._llm.finish_weight_update(weight_version=str(version))
             self._has_loaded = True
         except BaseException as error:
-            self._half_loaded = f"loading version {version} failed: {str(error) or type(error).__name__}"
             record(table.UPDATES, outcome="failed")
-            for task in self._generating:  # kept over the update, they would wait for ever
-                task.cancel()
+            failed = self._is_lost(f"loading version {version} failed", error)
             if not isinstance(error, Exception):  # cancelled
                 raise
-            raise EngineFailed(self._half_loaded) from error
+            raise failed from error
         finally:
             self._loading_since = math.inf
         return time.perf_counter() - started
@@ -267,8 +265,47 @@ class EngineAdapter:
         try:
             await self.ask_workers("set_kv_scales", scales)
         except Exception as error:
-            self._half_loaded = f"loading KV scales failed: {error}"
-            raise EngineFailed(self._half_loaded) from error
+            raise self._is_lost("loading KV scales failed", error) from error
+
+    async def sleep(self) -> tuple[int, ...]:
+        """Give back the memory of weights, staging area and KV cache, while paused with nothing under way.
+
+        Requests wait in the engine, as over any pause. Returns how many bytes each rank gave back. A failure leaves the
+        engine broken: raises EngineFailed.
+        """
+        self._require_sound()
+        started = time.perf_counter()
+        try:
+            dropped = tuple(await self.ask_workers("drop_memory"))
+        except Exception as error:
+            raise self._is_lost("giving memory back failed", error) from error
+        gib = ", ".join(f"{nbytes / 2**30:.1f}" for nbytes in dropped)
+        logger.info("asleep in %.2f s: %s GiB given back, by rank", time.perf_counter() - started, gib)
+        return dropped
+
+    async def wake_up(self) -> None:
+        """Take the memory again, which holds no weights then: ``stage`` and ``load`` are next.
+
+        Raises MemoryTaken, and sleeps on, if another process has it. Any other failure leaves the engine broken: raises
+        EngineFailed.
+        """
+        self._require_sound()
+        started = time.perf_counter()
+        try:
+            missing = await self.ask_workers("missing_memory")
+            for rank, (needed, free) in enumerate(missing):
+                if needed:
+                    raise MemoryTaken(
+                        f"rank {rank} needs {needed} bytes of GPU memory to wake up, and {free} are free: free what "
+                        "the trainer holds there, or lower engine.gpu_memory_utilization",
+                        {"rank": rank, "needed_bytes": needed, "free_bytes": free},
+                    )
+            await self.ask_workers("take_memory")
+        except MemoryTaken:
+            raise
+        except Exception as error:
+            raise self._is_lost("taking memory failed", error) from error
+        logger.info("awake in %.2f s, without weights yet", time.perf_counter() - started)
 
     async def check_health(self) -> None:
         """Raise EngineFailed if the engine is dead or broken, or has been loading a version for too long."""
@@ -287,6 +324,13 @@ class EngineAdapter:
     def shutdown(self) -> None:
         """Stop the engine's processes."""
         self._llm.shutdown()
+
+    def _is_lost(self, what: str, error: BaseException) -> EngineFailed:
+        """The engine is broken from now on, and rollouts that it kept for later will have no answer from it."""
+        self._half_loaded = f"{what}: {str(error) or type(error).__name__}"
+        for task in self._generating:
+            task.cancel()
+        return EngineFailed(self._half_loaded)
 
     def _require_sound(self) -> None:
         if self.broken is not None:

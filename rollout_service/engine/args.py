@@ -46,6 +46,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         enforce_eager=engine.enforce_eager or on_cpu,
         cudagraph_capture_sizes=_graph_sizes(config, on_cpu),
         gpu_memory_utilization=engine.gpu_memory_utilization,
+        enable_sleep_mode=engine.enable_sleep_mode and not on_cpu,  # engine/sleeping.py needs no allocator there
         hf_overrides=_quantization(config, not_converted, on_cpu),
         # importance ratios need the distribution that was sampled from, temperature included
         logprobs_mode="processed_logprobs",

@@ -1,4 +1,4 @@
-"""What keeps one engine from sampling: a pause that was ordered, and a version that is loaded.
+"""What keeps one engine from sampling: a pause or a sleep that was ordered, and a version that is loaded.
 
 The mode ``wait`` lets running rollouts finish first, which takes as long as the longest of them. It therefore runs in
 a task of its own, and can be taken back by a resume, or taken over by another mode. vLLM 0.32 allows both: its
@@ -19,6 +19,8 @@ class PausableEngine(Protocol):
 
     async def pause(self, mode: PauseMode) -> None: ...
     async def resume(self) -> None: ...
+    async def sleep(self) -> object: ...
+    async def wake_up(self) -> None: ...
 
 
 class Pausing:
@@ -31,6 +33,8 @@ class Pausing:
         self._taken = ""
         self._drain: asyncio.Task[None] | None = None
         self._for_version = False
+        self.asleep = False
+        """Whether the engine gave its memory back."""
         self.obeyed = ""
         """The last order that the engine is as."""
         self.returns = 0
@@ -52,17 +56,27 @@ class Pausing:
 
     def begin(self, control: Control) -> None:
         """The order in force when an engine that runs nothing starts, closed until its first version is loaded."""
-        self._taken = self.obeyed = control.order
+        # one that is to sleep has still to do so
+        self._taken = self.obeyed = "" if control.asleep else control.order
         self._mode, self._for_version = control.mode if control.paused else None, True
 
     async def obey(self, desired: DesiredState) -> bool:
-        """Do what is ordered; whether that has become so just now. Does not wait for running rollouts."""
+        """Do what is ordered; whether that has become so just now. Does not wait for running rollouts.
+
+        Raises MemoryTaken from an engine that cannot wake; the next call tries again.
+        """
         if desired.order != self._taken:
             before, self._taken = self._mode, desired.order
             self._mode = desired.pause_mode if desired.paused else None
             if self._mode != before:
                 self.returns += self._mode == "abort" and desired.on_abort == "return"
                 await self._apply()
+        if desired.asleep and not self.asleep and not self.drains():
+            await self._engine.sleep()
+            self.asleep, self._for_version = True, False
+        elif self.asleep and not desired.asleep:
+            await self._engine.wake_up()
+            self.asleep, self._for_version = False, True  # it has no weights yet
         # what a version closed is opened, and what it kept is waited for, once it has been loaded
         later = self._for_version and (self._mode is None or (self._mode == "wait" and self._drain is None))
         if self.obeyed == self._taken or later or self.drains():
@@ -98,7 +112,7 @@ class Pausing:
         elif self._mode is not None:
             self._drop_drain()
             await self._engine.pause(self._mode)
-        elif not self._for_version:
+        elif not self._for_version and not self.asleep:
             self._drop_drain()
             await self._engine.resume()
 

@@ -1,6 +1,7 @@
 """The engine as a Serve deployment: one vLLM engine that follows the weight log."""
 
 import asyncio
+import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.rpc import EngineCalls, ingest_client
 from rollout_service.store.node_cache import NodeCache, node_cache_for
 
+logger = logging.getLogger(__name__)
+
 VERSION_WAIT_S = 0.5
 """Longest wait for a version here; then the gateway asks again, and another replica may have it by then."""
 _INGEST_S = 2.0
@@ -62,6 +65,8 @@ class EngineReplica:
         self._batch = CalibrationBatch(config.kv_cache.calibration, model.vocab_size, config.engine.max_model_len)
         copies = await node_cache_for(config.weights.root_here(), self._ingest, config.weights.poll_s)
         with StartupHeartbeat(self._replica_id, ingest, config.weights.poll_s) as announcement:
+            while config.engine.enable_sleep_mode and not await self._ingest.until_awake():
+                logger.info("the engines are asleep, and this one is started when they wake")
             choice = starting_choice(config.kv_cache.dtype, model, await self._ingest.kv_cache_choice())
             try:
                 await self._start(model, choice, copies, announcement)
@@ -202,8 +207,11 @@ class EngineReplica:
     async def _wait_version(self, version: int) -> None:
         wait_s = min(VERSION_WAIT_S, self._config.engine.version_wait_s)
         if not await self._weight_sync.wait_version(version, wait_s):
+            here = self._weight_sync.version
             raise TooEarly(
-                f"replica {self._replica_id} serves version {self._weight_sync.version}, which is behind "
+                f"replica {self._replica_id} is asleep: POST /wake_up"
+                if here is None
+                else f"replica {self._replica_id} serves version {here}, which is behind "
                 f"min_weight_version={version}: push it, or ask for what is live",
                 {"min_weight_version": version, "live_version": self._weight_sync.version},
             )

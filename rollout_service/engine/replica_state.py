@@ -5,10 +5,11 @@
     syncing   it stages or loads ``target``                        yes, once it serves a version
     ready     it serves the newest version                         yes
     stale     it serves a version, and could not load a newer one  yes
+    asleep    it gave the memory of weights and cache back         they wait
     draining  it is to end                                         no
     failed    its engine is lost                                   no
 
-The first four follow one another here; the last two override them wherever they come from.
+The first five follow one another here; the last two override them wherever they come from.
 """
 
 import logging
@@ -21,9 +22,10 @@ logger = logging.getLogger(__name__)
 
 NEXT: Final[dict[ReplicaState, frozenset[ReplicaState]]] = {
     "starting": frozenset({"syncing"}),
-    "syncing": frozenset({"syncing", "ready", "stale"}),
-    "ready": frozenset({"syncing", "stale"}),
-    "stale": frozenset({"stale", "syncing", "ready"}),
+    "syncing": frozenset({"syncing", "ready", "stale", "asleep"}),
+    "ready": frozenset({"syncing", "stale", "asleep"}),
+    "stale": frozenset({"stale", "syncing", "ready", "asleep"}),
+    "asleep": frozenset({"syncing"}),
 }
 """What may follow a state. ``syncing`` on ``syncing``: another version, or one that waits for its KV scales."""
 
@@ -37,8 +39,9 @@ class ReplicaLife:
         """The version that is staged or loaded right now."""
         self.served: Head | None = None
         """The version that is served, as the log named it."""
-        self.closed_for: int | None = None
-        """A version that was begun to be loaded and is not served: the engine stays closed until one is."""
+        self.closed = False
+        """There is no whole version in the engine, since one was begun to be loaded, or it slept: it stays closed until
+        one is loaded."""
         self.error: str | None = None
         """Why it does not serve the newest version."""
         self.update: UpdateTimings | None = None
@@ -46,7 +49,7 @@ class ReplicaLife:
 
     def serves(self, head: Head) -> bool:
         """By number and content: a log restored from a backup may have given the number to other weights."""
-        if self.served is None or self.closed_for is not None:
+        if self.served is None or self.closed:
             return False
         return (self.served.version, self.served.digest) == (head.version, head.digest)
 
@@ -55,13 +58,13 @@ class ReplicaLife:
         self._become("syncing")
         self.target = version
 
-    def loads(self, version: int) -> None:
+    def loads(self) -> None:
         """The engine is closed and begins to load: whatever it served before is gone."""
-        self.closed_for = version
+        self.closed = True
 
     def loaded(self) -> None:
         """The version is in the engine, which may be opened."""
-        self.closed_for = None
+        self.closed = False
 
     def updated(self, head: Head, update: UpdateTimings) -> None:
         """It serves a version."""
@@ -76,14 +79,24 @@ class ReplicaLife:
     def waits(self, error: str) -> None:
         """It is on its way to a version and waits for something that it needs, such as KV scales."""
         self.error = error
-        if self.closed_for is None:
+        if not self.closed:
             self._become("syncing")
 
     def stays(self, error: str) -> None:
         """It could not load a version, and goes on with what it has, if that may be served."""
         self.error, self.target = error, None
-        if self.closed_for is None:
+        if not self.closed:
             self._become("stale")
+
+    def sleeps(self) -> None:
+        """The engine gave its memory back, with what it served."""
+        self._become("asleep")
+        self.served = self.target = self.error = None
+        self.closed = True
+
+    def cannot_wake(self, error: str) -> None:
+        """It is to wake, and has not the memory."""
+        self.error = error
 
     def _become(self, state: ReplicaState) -> None:
         if state not in NEXT[self.state]:

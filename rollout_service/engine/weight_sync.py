@@ -25,6 +25,7 @@ from rollout_service.errors import (
     EngineFailed,
     InsufficientStorage,
     LogCorrupt,
+    MemoryTaken,
     NotFound,
     NotReady,
     RolloutServiceError,
@@ -55,6 +56,8 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
     async def stage(self, folder: Path, digest: str | None = None) -> None: ...
     async def load(self, folder: Path, version: int, kv_scales: dict[str, float] | None = None) -> float: ...
+    async def sleep(self) -> object: ...
+    async def wake_up(self) -> None: ...
 
 
 class Coordinator(Protocol):
@@ -215,6 +218,8 @@ class WeightSync:
             head: Head | None = None
             try:
                 await self._obey()
+                if self._pausing.asleep:
+                    continue
                 head = await self._looked()
                 if self._life.serves(head):
                     await self._pausing.open()
@@ -238,7 +243,7 @@ class WeightSync:
 
     async def _stay(self, error: Exception) -> None:
         """Say why a version was not loaded. The engine goes on with what it has, if that may be served."""
-        if self._life.closed_for is None:
+        if not self._life.closed:
             await self._pausing.open()
         if self._staged is not None and isinstance(error, NotReady):  # for the KV scales of what is staged
             self._life.waits(str(error))
@@ -254,7 +259,18 @@ class WeightSync:
             await self._report()
 
     async def _obey(self) -> None:
-        if self._desired is not None and await self._pausing.obey(self._desired):
+        if self._desired is None:
+            return
+        try:
+            has_become = await self._pausing.obey(self._desired)
+        except MemoryTaken as error:
+            logger.warning("staying asleep: %s", error)
+            self._life.cannot_wake(str(error))
+            has_become = True
+        if self._pausing.asleep and self._life.state != "asleep":
+            self._life.sleeps()
+            self._staged = None
+        if has_become:
             await self._report()
 
     async def _to_version(self, head: Head) -> None:
@@ -273,7 +289,7 @@ class WeightSync:
         if not await self._closed_for(head):
             return
         folder = self._log.folder(head.version)
-        self._life.loads(head.version)
+        self._life.loads()
         load_s = await self._engine.load(folder, head.version, kv_scales)
         await self._kv_scales.loaded(manifest)
         self._life.loaded()
@@ -287,12 +303,15 @@ class WeightSync:
         logger.info("version %d: staged %.3f s, closed %.3f s", head.version, stage_s, update.closed_s)
 
     async def _closed_for(self, head: Head) -> bool:
-        """Close the engine for a version; False if the log has another one before the last rollout has finished."""
+        """Close the engine for a version; False if before the last rollout has finished the log has another one, or the
+        engine sleeps."""
         await self._pausing.close(head.mode)
         while self._pausing.drains():
             await self._woken.wait()
             self._woken.clear()
             await self._obey()
+            if self._pausing.asleep:
+                return False
             with suppress(NotReady):  # nobody knows of another one
                 if await self._looked() != head:
                     self._woken.set()

@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from rollout_service.engine.sleeping import SleepingWorker
 from rollout_service.kv_scales.worker import KVScalesWorker
 
 
-class VersionStaging(KVScalesWorker):
-    """Mixed into vLLM's worker class: reads and checks the next version while the engine serves; measures KV scales."""
+class VersionStaging(KVScalesWorker, SleepingWorker):
+    """Mixed into vLLM's worker class: reads and checks the next version while the engine serves; measures KV scales;
+    gives memory back and takes it again."""
 
     weight_transfer_engine: Any
 

@@ -3,12 +3,14 @@
 import asyncio
 import logging
 import uuid
+from collections.abc import Callable, Collection
+from typing import get_args
 
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import CommitTimeout, LogCorrupt, NotReady, Overtaken
+from rollout_service.errors import Asleep, CommitTimeout, LogCorrupt, NotReady, Overtaken
 from rollout_service.fleet.registry import FleetTable
 from rollout_service.metrics.state import FleetHistory
-from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus
+from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus, SleepTag
 from rollout_service.protocol.rollout import OnAbort
 from rollout_service.protocol.weight_log import Control, DesiredState, Origin
 from rollout_service.store.log import WeightLog
@@ -16,9 +18,12 @@ from rollout_service.tasks import Changes, ShieldedTasks, Turns
 
 logger = logging.getLogger(__name__)
 
+SLEEP_TAGS: tuple[SleepTag, ...] = get_args(SleepTag)
+
 
 class FleetCoordinator:
-    """Follows every replica and tells each the desired state: the newest version of one log, paused or not."""
+    """Follows every replica and tells each the desired state: the newest version of one log, paused or not, asleep or
+    not."""
 
     def __init__(self, config: ServiceConfig, log: WeightLog, history: FleetHistory, changes: Changes) -> None:
         """``changes``: woken whenever a replica reported, or what is wanted has changed."""
@@ -53,6 +58,7 @@ class FleetCoordinator:
             paused=control.paused,
             pause_mode=control.mode,
             on_abort=control.on_abort,
+            asleep=bool(control.asleep),
             order=control.order,
             digest=head.digest,
             origin=self._origin,
@@ -103,6 +109,7 @@ class FleetCoordinator:
         return Fleet(
             latest_version=desired.version,
             paused=desired.paused,
+            asleep=desired.asleep,
             replicas=self.table.live(),
             failed_starts=self.table.starts.failed(),
         )
@@ -115,21 +122,52 @@ class FleetCoordinator:
     async def set_paused(self, paused: bool, mode: PauseMode, timeout_s: float, on_abort: OnAbort = "continue") -> None:
         """Pause or resume every replica, later ones too; returns when all live ones have.
 
-        ``on_abort``: see ``Control``.
-        Raises NotReady after ``timeout_s``, or Overtaken once another pause or resume was asked for.
+        ``on_abort``: see ``Control``. Engines that are asleep are paused.
+        Raises NotReady after ``timeout_s``, Overtaken once something else was asked for, or Asleep for a resume of
+        engines that are asleep.
         """
-        order = await self._shielded.run(self._set_control(paused, mode, on_abort))
-        reached = await self._changes.wait(lambda: self._overtaken(order) or self.table.all_obey(order), timeout_s)
-        asked = "paused" if paused else "resumed"
-        if self._overtaken(order):
-            raise Overtaken(
-                f"before every replica was {asked}, something else was asked for, which holds: GET /v1/fleet says what"
-            )
-        if not reached:
-            raise NotReady(
-                f"not every replica is {asked} after {timeout_s} s; they go on trying",
-                {"replicas": [status.model_dump(mode="json") for status in self.table.live()]},
-            )
+
+        def changed(control: Control) -> Control:
+            if not control.asleep:
+                return Control(paused=paused, mode=mode, on_abort=on_abort)
+            if not paused:
+                raise Asleep("the engines are asleep, and have no weights to go on with: POST /wake_up instead")
+            return control
+
+        await self._all_obey(changed, "paused" if paused else "resumed", timeout_s)
+
+    async def sleep(self, mode: PauseMode, timeout_s: float) -> None:
+        """Have every replica give back the memory of its engine, once what runs was dealt with as ``mode`` says.
+
+        Returns when all live ones have. Raises as ``set_paused``.
+        """
+        await self._all_obey(lambda _: Control(paused=True, mode=mode, asleep=SLEEP_TAGS), "asleep", timeout_s)
+
+    async def wake_up(self, tags: Collection[SleepTag], timeout_s: float) -> bool:
+        """Ask memory back. Once nothing is left of it the engines wake, load the newest version and go on.
+
+        Returns whether they are awake, when all live ones are. Of engines that do not sleep nothing is changed.
+        Raises as ``set_paused``.
+        """
+        left = SLEEP_TAGS
+
+        def changed(control: Control) -> Control:
+            nonlocal left
+            left = tuple(tag for tag in control.asleep if tag not in tags)
+            if not control.asleep:
+                return control
+            return control.model_copy(update={"asleep": left}) if left else Control()
+
+        await self._all_obey(changed, "awake", timeout_s)
+        return not left
+
+    async def is_sleeping(self) -> bool:
+        """Whether the engines were put to sleep, and every live one is."""
+        return self._desired is not None and self._desired.asleep and self.table.all_obey(self._desired.order)
+
+    async def until_awake(self) -> bool:
+        """Whether engines may take memory; waits for that for ``poll_s`` at most."""
+        return await self._changes.wait(lambda: self._desired is None or not self._desired.asleep, self._poll_s)
 
     async def is_paused(self) -> bool:
         """Whether a pause was asked for and every live replica has obeyed."""
@@ -138,11 +176,16 @@ class FleetCoordinator:
     async def wait_served(self, version: int, digest: str | None, timeout_s: float) -> None:
         """Return once every live replica serves ``version`` or newer. Raises CommitTimeout with their table.
 
-        Replicas that start are not waited for: they take no request before they are at the newest version.
+        Replicas that start are not waited for: they take no request before they are at the newest version. Nor are
+        those that sleep: they load the newest version when they wake.
 
         ``digest``: what the log says of the version; None: its number is enough.
         """
-        if not await self._changes.wait(lambda: self.table.all_serve(version, digest), timeout_s):
+
+        def served() -> bool:
+            return self._require_desired().asleep or self.table.all_serve(version, digest)
+
+        if not await self._changes.wait(served, timeout_s):
             raise CommitTimeout(
                 f"version {version} is committed, but after {timeout_s} s not all replicas serve it; they go on trying",
                 {"version": version, "replicas": [s.model_dump(mode="json") for s in self.table.live()]},
@@ -170,13 +213,30 @@ class FleetCoordinator:
             except OSError as error:  # only an ingest that starts while this lasts would know less
                 logger.warning("could not note which replicas are live: %s", error)
 
-    async def _set_control(self, paused: bool, mode: PauseMode, on_abort: OnAbort) -> str:
-        """Note what is asked of the fleet, and wake it. Returns the order, which is the same for the same again."""
+    async def _all_obey(self, changed: Callable[[Control], Control], asked: str, timeout_s: float) -> None:
+        """Ask something else of the fleet; returns when all live replicas are ``asked``, which is for messages."""
+        order = await self._shielded.run(self._set_control(changed))
+        reached = await self._changes.wait(lambda: self._overtaken(order) or self.table.all_obey(order), timeout_s)
+        if self._overtaken(order):
+            raise Overtaken(
+                f"before every replica was {asked}, something else was asked for, which holds: GET /v1/fleet says what"
+            )
+        if not reached:
+            raise NotReady(
+                f"not every replica is {asked} after {timeout_s} s; they go on trying",
+                {"replicas": [status.model_dump(mode="json") for status in self.table.live()]},
+            )
+
+    async def _set_control(self, changed: Callable[[Control], Control]) -> str:
+        """Note what is asked of the fleet, and wake it. Returns the order, which is the same for the same again.
+
+        ``changed``: of what was asked before, what is asked now.
+        """
         async with self._controlling:
-            control = Control(paused=paused, mode=mode, on_abort=on_abort, order=uuid.uuid4().hex)
             known = self._log.control()
-            if known.model_copy(update={"order": control.order}) == control:
-                control = known
+            control = changed(known).model_copy(update={"order": known.order})
+            if control != known:
+                control = control.model_copy(update={"order": uuid.uuid4().hex})
             await asyncio.to_thread(self._log.set_control, control)
             self.follow_log()
             await self._changes.notify()

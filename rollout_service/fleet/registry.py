@@ -89,8 +89,8 @@ class FleetTable:
         return status.version < self._newest.version
 
     def all_obey(self, order: str) -> bool:
-        """Whether every replica that has served is as a pause or resume said, and there is one if there must be."""
-        orders = [status.obeyed for status in self.live() if status.version is not None]
+        """Whether every replica that has served is as was last asked, and there is one if there must be."""
+        orders = [status.obeyed for status in self.live() if status.version is not None or status.state == "asleep"]
         return self.is_complete() and bool(orders or self._may_be_empty) and all(obeyed == order for obeyed in orders)
 
     def is_loading(self, replica_id: str, version: int) -> bool:

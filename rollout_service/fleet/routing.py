@@ -23,7 +23,7 @@ MOST_SESSIONS = 100_000
 NEVER_SENT_S = 60.0
 """A call that was cancelled between choice and sending is never reported as done; after this it counts no more."""
 
-_LAST_RESORT = {"stale": 1, "draining": 2, "starting": 2, "failed": 3}
+_LAST_RESORT = {"stale": 1, "asleep": 2, "draining": 2, "starting": 2, "failed": 3}
 """States that are worse than ``ready`` and ``syncing``, by how much."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from rollout_service.errors import CommitTimeout, InvalidRequest, MalformedRequest, Overtaken
+from rollout_service.errors import Asleep, CommitTimeout, InvalidRequest, MalformedRequest, Overtaken
 from rollout_service.gateway.dependencies import Here
 from rollout_service.gateway.folder_updates import FolderPath, update_from_folder
 from rollout_service.gateway.sglang.replies import ControlRoute, Success
@@ -17,7 +17,7 @@ from rollout_service.protocol.base import Frozen
 from rollout_service.web.errors import documented
 
 router = APIRouter(tags=["areal"], route_class=ControlRoute)
-_ANSWERS = {200: {"model": Success}, **documented(MalformedRequest, Overtaken)}
+_ANSWERS = {200: {"model": Success}, **documented(MalformedRequest, Overtaken, Asleep)}
 
 
 class Nothing(Frozen):

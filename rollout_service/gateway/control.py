@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from rollout_service.errors import InvalidRequest, Overtaken
+from rollout_service.errors import Asleep, InvalidRequest, Overtaken
 from rollout_service.gateway.dependencies import Here
 from rollout_service.gateway.routes import GuardedRoute
 from rollout_service.protocol.fleet import Fleet, PauseMode
@@ -28,7 +28,7 @@ async def pause(
     return {"status": "paused"}
 
 
-@router.post("/resume", responses=documented(InvalidRequest, Overtaken))
+@router.post("/resume", responses=documented(InvalidRequest, Overtaken, Asleep))
 async def resume(services: Here, timeout_s: TimeoutS = 600.0) -> dict[str, str]:
     """Resume every replica, also while it waits for running rollouts. 409 as for ``/pause``."""
     await services.ingest.set_paused(False, "keep", timeout_s)

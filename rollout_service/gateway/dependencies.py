@@ -71,6 +71,8 @@ class Services:
     """What agents said."""
     returns_masks: bool = False
     """``engine.return_sampling_mask``."""
+    may_sleep: bool = False
+    """``engine.enable_sleep_mode``."""
     not_running: Callable[[], dict[str, str]] = dict
     """What Serve says of deployments that do not run; see ``fleet/serve_status.py``."""
     tensor_parallel_size: int = 1
@@ -113,6 +115,7 @@ class Services:
             aliases=config.model.aliases,
             sessions=Sessions() if sessions is None else session_client(sessions),
             returns_masks=config.engine.return_sampling_mask,
+            may_sleep=config.engine.enable_sleep_mode,
             not_running=partial(not_running, serve.get_replica_context().app_name),
             tensor_parallel_size=config.engine.tensor_parallel_size,
             node_id=ray.get_runtime_context().get_node_id(),

@@ -21,6 +21,7 @@ from rollout_service.gateway import (
     mismatch,
     models,
     server_info,
+    sleep,
     update_weights,
     vllm_weights,
     weights,
@@ -38,7 +39,7 @@ from rollout_service.web.errors import install_error_handlers
 logger = logging.getLogger(__name__)
 SURFACES = (
     *(generate, completions, openai, sessions, models),
-    *(weights, update_weights, vllm_weights, server_info, mismatch, control, metrics),
+    *(weights, update_weights, vllm_weights, server_info, mismatch, control, sleep, metrics),
     *(sglang, areal),
 )
 """What callers find: data routes, then those that need authorization, the metrics, and other servers' routes."""

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +34,7 @@ from rollout_service.metrics.state import FleetHistory
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.base import MAX_VERSION
-from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus
+from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus, SleepTag
 from rollout_service.protocol.rollout import OnAbort
 from rollout_service.protocol.state import KVScalesState, ServiceState
 from rollout_service.protocol.upload import (
@@ -302,6 +302,22 @@ class Ingest:
     async def is_paused(self) -> bool:
         """See ``FleetCoordinator.is_paused``."""
         return await self._fleet.is_paused()
+
+    async def sleep(self, mode: PauseMode, timeout_s: float) -> None:
+        """See ``FleetCoordinator.sleep``."""
+        await self._fleet.sleep(mode, timeout_s)
+
+    async def wake_up(self, tags: Collection[SleepTag], timeout_s: float) -> bool:
+        """See ``FleetCoordinator.wake_up``."""
+        return await self._fleet.wake_up(tags, timeout_s)
+
+    async def is_sleeping(self) -> bool:
+        """See ``FleetCoordinator.is_sleeping``."""
+        return await self._fleet.is_sleeping()
+
+    async def until_awake(self) -> bool:
+        """See ``FleetCoordinator.until_awake``."""
+        return await self._fleet.until_awake()
 
     async def fleet(self) -> Fleet:
         """See ``FleetCoordinator.fleet``."""

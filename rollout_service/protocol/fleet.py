@@ -7,7 +7,9 @@ from pydantic import Field
 from rollout_service.protocol.base import Frozen
 
 PauseMode = Literal["keep", "wait", "abort"]
-ReplicaState = Literal["starting", "syncing", "ready", "stale", "draining", "failed"]
+ReplicaState = Literal["starting", "syncing", "ready", "stale", "asleep", "draining", "failed"]
+SleepTag = Literal["weights", "kv_cache"]
+"""vLLM's names of what an engine's memory is for."""
 
 
 class UpdateTimings(Frozen):
@@ -66,7 +68,7 @@ class ReplicaStatus(Frozen):
     sequence: int = 0
     """Grows with each report of a replica, so that one overtaken on its way is not taken for news."""
     version: int | None
-    """The version it serves; None until it has loaded its first."""
+    """The version it serves; None until it has loaded its first, and while it is asleep."""
     digest: str | None = None
     """What the log said of that version when it was loaded: a log that is restored from a backup may give its number to
     other weights."""
@@ -78,7 +80,8 @@ class ReplicaStatus(Frozen):
     paused: bool = False
     """A pause was asked for, and nothing runs any more."""
     obeyed: str = ""
-    """The pause or resume that it has obeyed last; while running rollouts are waited for, still the one before."""
+    """The pause, resume, sleep or wake-up that it has obeyed last; while running rollouts are waited for, still the one
+    before."""
     running: int = 0
     """Sequences accepted and not yet answered."""
     error: str | None = None
@@ -117,6 +120,8 @@ class Fleet(Frozen):
 
     latest_version: int
     paused: bool
+    asleep: bool = False
+    """The engines were asked to give their memory back: ``POST /sleep``."""
     replicas: tuple[ReplicaStatus, ...]
     failed_starts: FailedStarts | None = None
     """None: no start failed since the ingest started."""

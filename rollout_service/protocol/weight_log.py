@@ -1,7 +1,7 @@
 """What processes tell each other of the weight log: its newest version, its files, and what is asked of the fleet."""
 
 from rollout_service.protocol.base import Frozen
-from rollout_service.protocol.fleet import PauseMode
+from rollout_service.protocol.fleet import PauseMode, SleepTag
 from rollout_service.protocol.rollout import OnAbort
 
 
@@ -22,8 +22,11 @@ class Control(Frozen):
     on_abort: OnAbort = "continue"
     """With ``mode="abort"``: what becomes of the completions that this pause aborts. ``return``: they go back to their
     callers, whatever those asked for."""
+    asleep: tuple[SleepTag, ...] = ()
+    """What was not asked back since the engines were put to sleep; they wake when nothing is left of it. An engine that
+    sleeps is paused."""
     order: str = ""
-    """Tells one pause or resume from another; replicas say which they have obeyed. Empty: none was ever asked for."""
+    """Tells one of these requests from another; replicas say which they have obeyed. Empty: none was ever made."""
 
 
 class Origin(Frozen):
@@ -58,6 +61,8 @@ class DesiredState(Frozen):
     pause_mode: PauseMode
     on_abort: OnAbort = "continue"
     """See ``Control.on_abort``."""
+    asleep: bool = False
+    """Whether engines give their memory back."""
     order: str = ""
     """See ``Control.order``."""
     digest: str | None = None

@@ -11,7 +11,7 @@ from rollout_service.model.served_model import LM_HEAD
 from rollout_service.store.manifest import MANIFEST_FILE, read_manifest
 from tests.support.engine_layout import engine_digests, quantize
 from tests.support.models import random_weights
-from tests.support.one_engine import OneEngine, mean_difference, running
+from tests.support.one_engine import KV_CACHE_BYTES, OneEngine, mean_difference, running
 
 UPDATES = 20
 # Bounds on the mean of |Δ|, the difference of a token's logprob from the fp32 reference, over 256 tokens. Its sources
@@ -61,6 +61,12 @@ async def test_an_moe_engine_holds_exact_weights_and_no_partial_load(
 ) -> None:
     async with running("qwen3_moe", tmp_path, monkeypatch) as one:
         weights, folder = await updated_many_times(one)
+        assert await mean_difference(one, folder, fp8=True) < FP8_MEAN
+
+        # an engine that gave its memory back holds the same when it has loaded the version again
+        held = await one.digests()
+        assert await one.sleep_and_wake(folder, UPDATES + 1) >= KV_CACHE_BYTES
+        assert await one.digests() == held
         assert await mean_difference(one, folder, fp8=True) < FP8_MEAN
 
         # the checks above can fail: two experts in each other's place are seen by both
@@ -113,4 +119,8 @@ async def test_every_family_is_served_from_its_own_names(
         # compared by their logprobs alone: experts that vLLM packs, and what it derives from DeepSeek's kv_b_proj
         unlike = differing(await one.digests(), expected)
         assert all(re.search(r"\.1\.block_sparse_moe\.experts\.|\.mla_attn\.W_U", name) for name in unlike), unlike
+        assert await mean_difference(one, folder, fp8=True) < FP8_MEAN
+        held = await one.digests()
+        assert await one.sleep_and_wake(folder, 2) >= KV_CACHE_BYTES
+        assert await one.digests() == held
         assert await mean_difference(one, folder, fp8=True) < FP8_MEAN

@@ -29,7 +29,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Iterator
     token.write_text(TOKEN)
     overrides = {
         "model": {"path": folder / "tiny-qwen3"},
-        "engine": {"admission_limit": 64, "version_wait_s": 4.0},
+        "engine": {"admission_limit": 64, "version_wait_s": 4.0, "enable_sleep_mode": True},
         "scaling": {"min_replicas": 2, "max_replicas": 2},
         "weights": {
             "root": folder / "weights",

@@ -2,7 +2,10 @@
 
 import asyncio
 
+import pytest
+
 from rollout_service.client import RolloutClient
+from rollout_service.errors import Asleep
 from rollout_service.local import LocalService
 from tests.support.telltale import assert_pure, canary_weights
 
@@ -41,3 +44,25 @@ async def test_the_fleet_table_lists_replicas_and_their_update_times(client: Rol
     for replica in fleet.replicas:
         assert (replica.version, replica.state, replica.error) == (telltale, "ready", None)
         assert replica.update is not None and replica.update.closed_s >= replica.update.load_s > 0
+
+
+async def test_a_sleeping_fleet_takes_pushes_and_wakes_to_the_newest(
+    service: LocalService, client: RolloutClient, telltale: int
+) -> None:
+    await client.sleep()
+    assert await client.is_sleeping() and await client.health()
+    fleet = await client.fleet()
+    assert fleet.asleep and {(r.state, r.version) for r in fleet.replicas} == {("asleep", None)}
+    rollout = asyncio.create_task(client.generate([5, 6], max_tokens=4, temperature=0.0))
+    for version in (telltale + 1, telltale + 2):
+        status = await client.push_weights(version, canary_weights(service.config.model.path, version))
+        assert status.state == "committed"
+    with pytest.raises(Asleep, match="POST /wake_up"):
+        await client.resume()
+    assert not rollout.done()
+    await client.wake_up()
+    assert not await client.is_sleeping() and not await client.is_paused()
+    assert {(r.state, r.version) for r in (await client.fleet()).replicas} == {("ready", telltale + 2)}
+    for completion in ((await rollout).completions[0], (await client.generate([5, 6], max_tokens=4)).completions[0]):
+        assert completion.versions == (telltale + 2,)
+        assert_pure(completion)

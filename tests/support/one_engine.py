@@ -65,6 +65,14 @@ class OneEngine:
         await self.engine.load(folder, version)
         await self.engine.resume()
 
+    async def sleep_and_wake(self, folder: Path, version: int) -> int:
+        """Give memory back, take it again, and load a version; returns how many bytes were given back."""
+        await self.engine.pause("abort")
+        [dropped] = await self.engine.sleep()
+        await self.engine.wake_up()
+        await self.load(folder, version)
+        return dropped
+
     async def measured(
         self, batch: list[list[int]], scales: dict[str, float] | None = None
     ) -> tuple[KVMeasurement, ...]:

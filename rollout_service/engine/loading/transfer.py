@@ -33,6 +33,7 @@ from rollout_service.engine.loading.staging import Staged, Stager
 from rollout_service.engine.loading.staging_buffer import CannotStage, StagingBuffer
 from rollout_service.engine.loading.stored_tensors import stored_tensors
 from rollout_service.engine.plugin import STAGING_KEY
+from rollout_service.engine.sleeping import staging_memory
 from rollout_service.errors import LogCorrupt
 from rollout_service.kv_scales.worker import load_kv_scales
 from rollout_service.store.manifest import read_manifest
@@ -82,7 +83,8 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         if kind is not None:
             try:
                 # now, before vLLM measures how much memory is left for the KV cache
-                self._area = StagingBuffer(kind, model, device, parallel.world_size)
+                with staging_memory(vllm_config, device):
+                    self._area = StagingBuffer(kind, model, device, parallel.world_size)
             except CannotStage as error:
                 refused = str(error)
                 logger.warning("versions are loaded layer by layer from their files: %s", error)
@@ -111,6 +113,10 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
     def staging_state(self) -> dict[str, Any]:
         """See ``Stager.state``."""
         return self._stager.state()
+
+    def forget_staged(self) -> None:
+        """Nothing of what was staged will be loaded."""
+        self._stager.forget()
 
     def plan_loads(self, allowed: bool) -> None:
         """Whether versions may be loaded by a plan; the next one is layerwise in either case."""

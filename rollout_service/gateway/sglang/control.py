@@ -6,7 +6,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import model_validator
 
-from rollout_service.errors import InvalidRequest, MalformedRequest, Overtaken
+from rollout_service.errors import Asleep, InvalidRequest, MalformedRequest, Overtaken
 from rollout_service.gateway.dependencies import Here
 from rollout_service.gateway.sglang.replies import ControlRoute, Done
 from rollout_service.protocol.base import Frozen
@@ -17,7 +17,7 @@ _FLUSHED: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {}}, "description": "Nothing of the KV cache is used again."},
     **documented(MalformedRequest),
 }
-_DONE = {200: {"model": Done}, **documented(MalformedRequest, Overtaken)}
+_DONE = {200: {"model": Done}, **documented(MalformedRequest, Overtaken, Asleep)}
 
 
 class PauseGeneration(Frozen):
@@ -66,7 +66,7 @@ async def continue_generation(services: Here, body: ContinueGeneration | None = 
     return Done(message="generation goes on")
 
 
-@router.post("/abort_request", response_class=Response, responses=documented(MalformedRequest, Overtaken))
+@router.post("/abort_request", response_class=Response, responses=documented(MalformedRequest, Overtaken, Asleep))
 async def abort_request(services: Here, body: AbortRequest) -> Response:
     """Return every running completion as it is, on all replicas. A pause stays one; otherwise generation goes on.
 

@@ -86,6 +86,20 @@ async def test_pause_and_resume_reach_the_service() -> None:
     assert seen == ["POST /pause?mode=keep", "POST /pause?mode=wait", "GET /is_paused", "POST /resume"]
 
 
+async def test_sleep_and_wake_up_reach_the_service() -> None:
+    seen: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(f"{request.method} {request.url.raw_path.decode()}")
+        return httpx.Response(200, json={"is_sleeping": True})
+
+    async with RolloutClient("http://service", transport=httpx.MockTransport(answer)) as client:
+        await client.sleep()
+        assert await client.is_sleeping()
+        await client.wake_up()
+    assert seen == ["POST /sleep?level=2&mode=abort", "GET /is_sleeping", "POST /wake_up"]
+
+
 async def test_a_pause_that_may_have_happened_is_not_repeated() -> None:
     attempts = 0
 

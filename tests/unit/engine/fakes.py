@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rollout_service.engine.weight_sync import WeightSync
-from rollout_service.errors import EngineFailed
+from rollout_service.errors import EngineFailed, MemoryTaken
 from rollout_service.protocol.fleet import PauseMode, ReplicaStatus
 from rollout_service.protocol.weight_log import DesiredState
 from rollout_service.store.log import WeightLog, verify_tensors
@@ -44,6 +44,7 @@ class FakeEngine:
         self.paused = False
         self.fail_load: str | None = None
         self.fail_stage: str | None = None
+        self.memory_taken: str | None = None
         self.pausing, self.draining, self.loading = Gate(), Gate(), Gate()
         """``draining``: a pause with ``wait`` passes it when the last running rollout has finished."""
         self.staged: list[int] = []
@@ -60,6 +61,15 @@ class FakeEngine:
     async def resume(self) -> None:
         self.calls.append("resume")
         self.paused = False
+
+    async def sleep(self) -> None:
+        assert self.paused
+        self.calls.append("sleep")
+
+    async def wake_up(self) -> None:
+        if self.memory_taken is not None:
+            raise MemoryTaken(self.memory_taken)
+        self.calls.append("wake up")
 
     async def stage(self, folder: Path, digest: str | None = None) -> None:
         """Reads and checks a version's tensors, as the workers of an engine do."""

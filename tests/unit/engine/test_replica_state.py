@@ -27,8 +27,8 @@ def test_it_serves_a_version_by_number_and_content(life: ReplicaLife) -> None:
 
 def test_it_serves_nothing_while_a_version_is_loaded(life: ReplicaLife) -> None:
     life.syncs(2)
-    life.loads(2)
-    assert not life.serves(FIRST) and life.closed_for == 2
+    life.loads()
+    assert not life.serves(FIRST) and life.closed
     life.loaded()
     assert life.serves(FIRST)
 
@@ -50,9 +50,9 @@ def test_one_that_waits_for_scales_is_still_on_its_way(life: ReplicaLife) -> Non
 
 def test_a_closed_engine_is_not_called_stale(life: ReplicaLife) -> None:
     life.syncs(2)
-    life.loads(2)
+    life.loads()
     life.stays("torn")
-    assert life.state == "syncing" and life.closed_for == 2
+    assert life.state == "syncing" and life.closed
 
 
 def test_what_may_not_follow_is_a_mistake_of_ours() -> None:
@@ -65,3 +65,15 @@ def test_every_state_can_reach_ready() -> None:
     while more := {state for state, after in NEXT.items() if after & reached} - reached:
         reached |= more
     assert reached == set(NEXT)
+
+
+def test_one_that_slept_serves_nothing_until_it_has_loaded(life: ReplicaLife) -> None:
+    life.sleeps()
+    assert (life.state, life.served, life.closed) == ("asleep", None, True)
+    life.syncs(1)
+    life.stays("torn")
+    assert life.state == "syncing" and life.closed
+    life.loads()
+    life.loaded()
+    life.updated(FIRST, TIMINGS)
+    assert life.state == "ready" and life.serves(FIRST)

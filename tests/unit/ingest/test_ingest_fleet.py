@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import CommitTimeout, NotReady, Overtaken
+from rollout_service.errors import Asleep, CommitTimeout, NotReady, Overtaken
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.upload import CommitUpload
 from rollout_service.protocol.weight_log import DesiredState
@@ -303,3 +303,66 @@ async def test_replicas_are_told_what_becomes_of_aborted_completions(ingest: Ing
     assert other.on_abort == "continue" and other.order != desired.order
     await ingest.report(replica("a", 0, paused=True, obeyed=other.order))
     await again
+
+
+# --- sleeping
+
+
+async def asleep(ingest: Ingest) -> DesiredState:
+    """Replica "a" is asleep."""
+    awake = await told(ingest)
+    asking = asyncio.create_task(ingest.sleep("abort", LONG_S))
+    desired = await ingest.sync(replica("a", 0, sequence=1), awake)
+    await ingest.report(replica("a", None, sequence=2, state="asleep", paused=True, obeyed=desired.order))
+    await asyncio.wait_for(asking, LONG_S)
+    return desired
+
+
+async def test_a_sleep_answers_once_every_replica_sleeps(ingest: Ingest) -> None:
+    assert not await ingest.is_sleeping() and await ingest.until_awake()
+    desired = await asleep(ingest)
+    assert (desired.paused, desired.pause_mode, desired.asleep) == (True, "abort", True)
+    assert await ingest.is_sleeping() and await ingest.is_paused() and (await ingest.fleet()).asleep
+
+
+async def test_engines_wake_once_all_their_memory_was_asked_back(ingest: Ingest) -> None:
+    await asleep(ingest)
+    sleeping = await ingest.sync(replica("a", None, sequence=3, state="asleep"), None)
+    part = asyncio.create_task(ingest.wake_up(["weights"], LONG_S))
+    desired = await ingest.sync(replica("a", None, sequence=4, state="asleep"), sleeping)
+    assert desired.asleep
+    await ingest.report(replica("a", None, sequence=50, state="asleep", paused=True, obeyed=desired.order))
+    assert await asyncio.wait_for(part, LONG_S) is False
+    rest = asyncio.create_task(ingest.wake_up(["kv_cache"], LONG_S))
+    awake = await ingest.sync(replica("a", None, sequence=51, state="asleep"), desired)
+    assert (awake.paused, awake.asleep) == (False, False) and not rest.done()
+    await ingest.report(replica("a", 0, sequence=52, obeyed=awake.order))
+    assert await asyncio.wait_for(rest, LONG_S) is True
+    assert not await ingest.is_sleeping() and not await ingest.is_paused()
+
+
+async def test_waking_engines_that_do_not_sleep_leaves_a_pause_as_it_is(ingest: Ingest) -> None:
+    ordered = await order(ingest, True, "keep")
+    assert await ingest.wake_up(["weights", "kv_cache"], LONG_S) is True
+    assert await ingest.is_paused() and (await told(ingest)).order == ordered
+
+
+async def test_engines_asleep_are_paused_and_cannot_be_resumed(ingest: Ingest) -> None:
+    desired = await asleep(ingest)
+    await ingest.set_paused(True, "keep", LONG_S)
+    assert (await told(ingest)) == desired
+    with pytest.raises(Asleep, match="POST /wake_up"):
+        await ingest.set_paused(False, "keep", LONG_S)
+    assert await ingest.is_sleeping()
+
+
+async def test_a_commit_waits_for_no_engine_that_sleeps(ingest: Ingest, trainer: Trainer, weights: Weights) -> None:
+    await asleep(ingest)
+    await trainer.upload(1, weights)
+    status = await ingest.commit(1, CommitUpload(wait="all", timeout_s=LONG_S))
+    assert (status.state, (await told(ingest)).version) == ("committed", 1)
+
+
+async def test_sleep_outlives_a_restart_of_the_ingest(ingest: Ingest, log: WeightLog) -> None:
+    await asleep(ingest)
+    assert log.control().asleep == ("weights", "kv_cache") and log.control().paused

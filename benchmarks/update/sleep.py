@@ -1,0 +1,131 @@
+"""Seconds until engines sleep and serve again, and the GPU memory that they give back; through the whole service.
+
+    python -m benchmarks.update.sleep [--model qwen3-8b]
+
+Random weights of a published shape, FP8 with an FP8 KV cache, one replica, no rollouts under way. Each round puts the
+engines to sleep, commits a version by ``path`` while they sleep in every second one, and wakes them: ``wake_s`` is from
+the call until it is answered, which is when every replica serves the newest version.
+
+Memory is what the GPU has in use beyond what it had before the service started: the ingest's is in it.
+"""
+
+import asyncio
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import results
+from benchmarks.common.command import Options, run
+from benchmarks.common.gpu_service import Mode, ModelOptions, fitting, serving, settings_of, write_weights
+from benchmarks.common.shapes import write_config
+from benchmarks.common.work import WorkOptions
+from benchmarks.update.live import LiveEngine
+from rollout_service.client import RolloutClient
+
+RESULT = "update_sleep"
+SAME = ("model", "layers", "staging")
+"""Fields in which two cases agree that measured the same."""
+
+
+class SleepOptions(Options):
+    """How often."""
+
+    repeats: int = 6
+    """Rounds; every second one commits a version while the engines sleep."""
+
+
+@dataclass
+class Case:
+    """One model."""
+
+    model: str
+    layers: int | None
+    staging: str
+    awake_gib: float = 0.0
+    asleep_gib: list[float] = field(default_factory=list)
+    sleep_s: list[float] = field(default_factory=list)
+    wake_s: list[float] = field(default_factory=list)
+    """To the version that was served before."""
+    wake_to_new_s: list[float] = field(default_factory=list)
+    """To one that was committed meanwhile."""
+    stage_s: list[float] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
+    """Of each wake-up, as the replica reports them: ``UpdateTimings``."""
+
+    @property
+    def given_back(self) -> float:
+        """Share of the memory, in the worst round."""
+        return 1 - max(self.asleep_gib) / self.awake_gib
+
+
+def gib_in_use() -> float:
+    """Of the GPU, by all processes."""
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+async def measure(url: str, folder: Path, case: Case, repeats: int, before_gib: float) -> None:
+    """All rounds of a running service. Version 1 teaches it the load plan that later ones are loaded by."""
+    async with RolloutClient(url) as client:
+        newest = 1
+        await client.push_path(newest, folder)
+        await client.generate([1, 2, 3], max_tokens=16, ignore_eos=True)
+        case.awake_gib = gib_in_use() - before_gib
+        for number in range(repeats):
+            started = time.perf_counter()
+            await client.sleep()
+            case.sleep_s.append(time.perf_counter() - started)
+            case.asleep_gib.append(gib_in_use() - before_gib)
+            if number % 2:
+                newest += 1
+                status = await client.push_path(newest, folder, wait="none")
+                if status.state != "committed":
+                    raise RuntimeError(f"version {newest} is {status.state} while the engines sleep")
+            started = time.perf_counter()
+            await client.wake_up()
+            (case.wake_to_new_s if number % 2 else case.wake_s).append(time.perf_counter() - started)
+            rollout = await client.generate([1, 2, 3], max_tokens=16, ignore_eos=True)
+            if {span.version for c in rollout.completions for span in c.spans} != {newest}:
+                raise RuntimeError(f"woken engines serve {rollout.completions[0].spans}, not version {newest}")
+            for replica in (await client.fleet()).replicas:
+                if replica.update is not None:
+                    case.stage_s.append(replica.update.stage_s)
+                    case.load_s.append(replica.update.load_s)
+
+
+def table_of(case: Case) -> Table:
+    """For people: the slowest of each."""
+    table = Table(title=f"asleep and awake again, on {results.machine()}: the slowest of {len(case.sleep_s)}")
+    for column in ("model", "GiB awake", "GiB asleep", "given back", "sleep s", "wake s", "to a new version s"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    seconds = [f"{max(values):.2f}" for values in (case.sleep_s, case.wake_s, case.wake_to_new_s)]
+    gib = [f"{case.awake_gib:.1f}", f"{max(case.asleep_gib):.1f}", f"{case.given_back:.1%}"]
+    table.add_row(case.model, *gib, *seconds)
+    return table
+
+
+def main(model: ModelOptions, rounds: SleepOptions, engine: LiveEngine) -> None:
+    """Measure, print the table, and add the case to benchmarks/results/<machine>/update/sleep.json."""
+    case = Case(model.model, model.layers, engine.staging)
+    work = WorkOptions()  # not done: it makes the engine that benchmarks.rollout.throughput has
+    with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
+        path = write_config(model.model, Path(temporary) / model.model, model.layers)
+        write_weights(path)
+        settings = settings_of(Mode.FP8KV, path, path.parent, fitting(work) | engine.settings(work.sequences))
+        settings["engine"]["enable_sleep_mode"] = True
+        before_gib = gib_in_use()
+        with serving(settings, path.parent, model.verbose) as service:
+            asyncio.run(measure(service.url, path, case, rounds.repeats, before_gib))
+    results.write(RESULT, {"cases": results.joined(results.cases(RESULT), [asdict(case)], SAME)})
+    console = Console()
+    console.print(table_of(case))
+    console.print(f"added to {results.path(RESULT)}")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,94 @@
+"""What a vLLM worker does to give its memory to a trainer on the same GPU, and to take it again.
+
+Parameters, staging area and KV cache are dropped: the log of versions has the weights, and nothing that was computed
+with them is of use afterwards. Everything else that the model holds waits in host memory. On a GPU vLLM's allocator
+takes the physical memory away from under the addresses, which stay, so that CUDA graphs and load plans stay right. On
+the CPU the storages are emptied. What was dropped comes back as zeros: padding is never loaded, and a KV cache of
+arbitrary bytes may hold NaN.
+"""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from rollout_service.engine.loading.rebind import held_tensors
+from rollout_service.vllm_internals import kv_caches, memory_allocator
+
+_STAGING = "staging"
+"""Tag of the staging area in vLLM's allocator, which drops what has a tag of its own, and maps it again."""
+_MAPPING_BYTES = 64 << 20
+"""Beside what is mapped, for the pages that the driver maps it in."""
+
+
+def staging_memory(vllm_config: Any, device: torch.device) -> AbstractContextManager[object]:
+    """Where a staging area is allocated, so that it sleeps with the engine, if that can sleep."""
+    if not vllm_config.model_config.enable_sleep_mode or device.type != "cuda":
+        return nullcontext()
+    return memory_allocator().use_memory_pool(_STAGING)
+
+
+class SleepingWorker:
+    """Mixed into vLLM's worker class (``engine/worker.py``): what a replica asks of every rank, while it is paused."""
+
+    weight_transfer_engine: Any
+
+    def drop_memory(self) -> int:
+        """Give memory back. Returns how many bytes."""
+        engine = self.weight_transfer_engine
+        engine.forget_staged()
+        storages = _storages([*engine.model.parameters(), *kv_caches(engine.vllm_config)])
+        if engine.device.type == "cpu":
+            # memory that numpy has seen cannot be taken from under it
+            self._emptied = [(storage, storage.nbytes()) for storage in storages if storage.resizable()]
+            for storage, _ in self._emptied:
+                storage.resize_(0)
+            return sum(nbytes for _, nbytes in self._emptied)
+        before, _ = torch.cuda.mem_get_info(engine.device)
+        self._kept = [(held, held.cpu()) for held in _others(engine.model, storages)]
+        self.sleep(level=2)  # type: ignore[attr-defined]  # vLLM's, which keeps the model's buffers
+        return torch.cuda.mem_get_info(engine.device)[0] - before
+
+    def missing_memory(self) -> tuple[int, int]:
+        """Bytes that it takes to wake, and bytes that are free, if these are fewer; else zeros."""
+        device = self.weight_transfer_engine.device
+        if device.type == "cpu":
+            return 0, 0
+        free, _ = torch.cuda.mem_get_info(device)
+        needed = memory_allocator().get_current_usage() + _MAPPING_BYTES
+        return (needed, free) if free < needed else (0, 0)
+
+    def take_memory(self) -> None:
+        """Take it again. Every parameter is zero then, until a version is loaded."""
+        engine = self.weight_transfer_engine
+        if engine.device.type == "cpu":
+            for storage, nbytes in self._emptied:
+                storage.resize_(nbytes)
+        else:
+            self.wake_up()  # type: ignore[attr-defined]  # vLLM's
+        for storage in _storages([*engine.model.parameters(), *kv_caches(engine.vllm_config)]):
+            _bytes(storage).zero_()
+        if engine.device.type != "cpu":
+            for held, kept in self._kept:
+                held.copy_(kept)
+            del self._kept
+
+
+def _others(model: torch.nn.Module, storages: Iterable[torch.UntypedStorage]) -> list[torch.Tensor]:
+    """What the model's modules hold on its device beside ``storages`` and buffers, as bytes."""
+    known = {storage.data_ptr() for storage in (*storages, *_storages(model.buffers()))}
+    attributes = [value for module in model.modules() for value in vars(module).values()]
+    held = [value for value in attributes if isinstance(value, torch.Tensor)]
+    found = _storages([tensor for tensor in (*held, *(h.tensor for h in held_tensors(model))) if tensor.is_cuda])
+    return [_bytes(storage) for storage in found if storage.data_ptr() not in known]
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Each once, and none that is empty; tied parameters share theirs."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

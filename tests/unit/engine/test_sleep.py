@@ -1,0 +1,163 @@
+"""An engine that gives its memory back, and takes it again with the newest version."""
+
+import asyncio
+
+import pytest
+
+from rollout_service.config import WeightsConfig
+from rollout_service.engine.weight_sync import WeightSync
+from rollout_service.errors import EngineFailed
+from rollout_service.protocol.fleet import ReplicaStatus
+from rollout_service.protocol.weight_log import Control
+from rollout_service.store.log import WeightLog
+from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push, serving
+from tests.unit.store.versions import FIRST, commit, flip_a_byte
+
+
+async def sleep(ingest: FakeIngest, order: str = "sleep", mode: str = "abort") -> ReplicaStatus:
+    await ingest.change(paused=True, pause_mode=mode, asleep=True, order=order)
+    return await ingest.reported(lambda s: s.obeyed == order)
+
+
+async def wake(ingest: FakeIngest, order: str = "wake") -> None:
+    await ingest.change(paused=False, pause_mode="keep", asleep=False, order=order)
+
+
+async def test_an_engine_that_sleeps_serves_nothing(
+    weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    status = await sleep(ingest)
+    assert (status.state, status.version, status.digest, status.paused) == ("asleep", None, None, True)
+    assert engine.calls == ["pause abort", "sleep"]
+
+
+async def test_waking_loads_the_version_that_was_served_before(
+    weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    await sleep(ingest)
+    await wake(ingest)
+    status = await ingest.reported(lambda s: s.obeyed == "wake")
+    assert (status.state, status.version, status.paused) == ("ready", 0, False)
+    assert engine.calls == ["pause abort", "sleep", "wake up", "pause keep", "load 0", "resume"]
+
+
+async def test_waking_loads_what_was_committed_meanwhile(
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    await sleep(ingest)
+    engine.staged.clear()
+    await push(log, ingest, 1)
+    await push(log, ingest, 2)
+    await sleep(ingest, "sleep on")
+    assert engine.staged == []  # there is no memory to read it into
+    await wake(ingest)
+    await serving(weight_sync, ingest, 2)
+    assert engine.staged == [2]
+
+
+async def test_a_resume_waits_until_the_woken_engine_has_weights(
+    weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    await sleep(ingest)
+    engine.loading.close()
+    engine.loading.reached.clear()
+    await wake(ingest)
+    await asyncio.wait_for(engine.loading.reached.wait(), LONG_S)
+    assert "resume" not in engine.calls and weight_sync.status().obeyed == "sleep"
+    engine.loading.open()
+    await ingest.reported(lambda s: s.obeyed == "wake")
+
+
+async def test_an_engine_woken_to_a_corrupt_version_stays_closed(
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    await sleep(ingest)
+    commit(log, 1)
+    flip_a_byte(log, 1, FIRST)
+    await ingest.change(version=1)
+    await wake(ingest)
+    status = await ingest.reported(lambda s: s.error is not None)
+    assert status.version is None and status.obeyed == "sleep" and "resume" not in engine.calls
+    await push(log, ingest, 2)
+    await serving(weight_sync, ingest, 2)
+    assert engine.calls[-2:] == ["load 2", "resume"]
+
+
+async def test_an_engine_whose_memory_is_taken_sleeps_until_it_is_free(
+    weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    await sleep(ingest)
+    engine.memory_taken = "the trainer has it"
+    await wake(ingest)
+    status = await ingest.reported(lambda s: s.error is not None)
+    assert (status.state, status.error, status.obeyed) == ("asleep", "the trainer has it", "sleep")
+    assert engine.calls == ["pause abort", "sleep"]
+    engine.memory_taken = None
+    status = await ingest.reported(lambda s: s.obeyed == "wake")
+    assert (status.state, status.error) == ("ready", None)
+
+
+async def test_sleeping_waits_for_running_rollouts_if_asked_to(
+    weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    engine.draining.close()
+    await ingest.change(paused=True, pause_mode="wait", asleep=True, order="sleep")
+    await asyncio.wait_for(engine.draining.reached.wait(), LONG_S)
+    assert engine.calls == ["pause wait"]
+    engine.draining.open()
+    await ingest.reported(lambda s: s.obeyed == "sleep")
+    assert engine.calls == ["pause wait", "sleep"]
+
+
+async def test_sleep_takes_over_from_a_version_that_waits(
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    engine.draining.close()
+    commit(log, 1, mode="wait")
+    await ingest.change(version=1)
+    await asyncio.wait_for(engine.draining.reached.wait(), LONG_S)
+    await sleep(ingest)
+    assert engine.calls == ["pause wait", "pause abort", "sleep"]
+    await wake(ingest)
+    engine.draining.open()
+    await serving(weight_sync, ingest, 1)
+
+
+async def test_a_paused_engine_sleeps_and_a_wake_up_resumes_it(
+    weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    await ingest.change(paused=True, pause_mode="keep", order="pause")
+    await ingest.reported(lambda s: s.obeyed == "pause")
+    await sleep(ingest, mode="keep")
+    await wake(ingest)
+    await ingest.reported(lambda s: s.obeyed == "wake")
+    assert engine.calls == ["pause keep", "sleep", "wake up", "pause keep", "load 0", "resume"]
+
+
+async def test_an_engine_that_starts_while_the_others_sleep_joins_them(
+    log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    control = Control(paused=True, mode="abort", asleep=("weights", "kv_cache"), order="sleep")
+    log.set_control(control)
+    await ingest.change(paused=True, pause_mode="abort", asleep=True, order="sleep")
+    weight_sync = WeightSync("r1", engine, ingest, WeightsConfig(root=log.root, poll_s=0.01), fingerprint="model")
+    await weight_sync.start()
+    try:
+        assert weight_sync.status().obeyed == ""
+        assert (await ingest.reported(lambda s: s.obeyed == "sleep")).state == "asleep"
+        assert engine.calls[-1] == "sleep" and "resume" not in engine.calls
+    finally:
+        weight_sync.stop()
+
+
+async def test_a_failure_to_give_memory_back_ends_following(
+    weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails() -> None:
+        raise EngineFailed("giving memory back failed")
+
+    monkeypatch.setattr(engine, "sleep", fails)
+    await ingest.change(paused=True, pause_mode="abort", asleep=True, order="sleep")
+    await asyncio.wait([weight_sync._tasks[1]], timeout=LONG_S)
+    with pytest.raises(EngineFailed, match="stopped following the log: giving memory back failed"):
+        weight_sync.check_health()
