@@ -83,6 +83,12 @@ BENCHMARKS = (
         "--name tests_gpu_tp2 tests/gpu/test_tensor_parallel.py",
         result="tests_gpu_tp2",
     ),
+    Benchmark(
+        "gpu_tests",
+        headlines.gpu_tests,
+        "--name tests_gpu_nccl tests/gpu/test_weight_transfer.py",
+        result="tests_gpu_nccl",
+    ),
 )
 """In the order of the table."""
 

@@ -5,7 +5,7 @@
     syncing   it stages or loads ``target``                        yes, once it serves a version
     ready     it serves the newest version                         yes
     stale     it serves a version, and could not load a newer one  yes
-    asleep    it gave the memory of weights and cache back         they wait
+    asleep    it gave its memory back, and serves nothing since    they wait
     draining  it is to end                                         no
     failed    its engine is lost                                   no
 
@@ -25,7 +25,7 @@ NEXT: Final[dict[ReplicaState, frozenset[ReplicaState]]] = {
     "syncing": frozenset({"syncing", "ready", "stale", "asleep"}),
     "ready": frozenset({"syncing", "stale", "asleep"}),
     "stale": frozenset({"stale", "syncing", "ready", "asleep"}),
-    "asleep": frozenset({"syncing"}),
+    "asleep": frozenset({"asleep", "ready"}),
 }
 """What may follow a state. ``syncing`` on ``syncing``: another version, or one that waits for its KV scales."""
 
@@ -54,8 +54,9 @@ class ReplicaLife:
         return (self.served.version, self.served.digest) == (head.version, head.digest)
 
     def syncs(self, version: int) -> None:
-        """It begins to stage a version."""
-        self._become("syncing")
+        """It begins to stage a version. One that woke is asleep to others until it serves it."""
+        if self.state != "asleep":
+            self._become("syncing")
         self.target = version
 
     def loads(self) -> None:

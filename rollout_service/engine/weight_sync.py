@@ -261,13 +261,14 @@ class WeightSync:
     async def _obey(self) -> None:
         if self._desired is None:
             return
+        slept = self._pausing.asleep
         try:
             has_become = await self._pausing.obey(self._desired)
         except MemoryTaken as error:
             logger.warning("staying asleep: %s", error)
             self._life.cannot_wake(str(error))
             has_become = True
-        if self._pausing.asleep and self._life.state != "asleep":
+        if self._pausing.asleep and not slept:
             self._life.sleeps()
             self._staged = None
         if has_become:

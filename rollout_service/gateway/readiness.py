@@ -28,7 +28,7 @@ async def failed_starts(ingest: IngestCalls, not_running: Callable[[], dict[str,
         raise await _not_ready(why, None, not_running) from error
     if any(r.version is not None and r.error is None and r.state != "draining" for r in fleet.replicas):
         return fleet.failed_starts
-    if any(replica.state == "asleep" for replica in fleet.replicas):  # as was asked
+    if any(replica.state == "asleep" and replica.error is None for replica in fleet.replicas):  # as was asked
         return fleet.failed_starts
     raise await _not_ready("no engine replica is live", fleet.failed_starts, not_running)
 

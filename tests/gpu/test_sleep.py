@@ -17,7 +17,7 @@ SETTINGS = {"linear_backend": "cutlass", "gpu_memory_utilization": 0.1, "enable_
 @pytest.mark.parametrize("staging", ["device", "host", "none"])
 @pytest.mark.parametrize(
     ("family", "kv_cache", "eager"),
-    [("qwen3", "fp8_e4m3", False), ("qwen3_moe", "fp8_e4m3", False), ("deepseek_v3", "bfloat16", True)],
+    [("qwen3", "fp8_e4m3", False), ("qwen3_moe", "fp8_e4m3", False), ("qwen2", "bfloat16", True)],
 )
 async def test_an_engine_that_slept_computes_as_before(
     family: str, kv_cache: str, eager: bool, staging: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -26,13 +26,12 @@ async def test_an_engine_that_slept_computes_as_before(
     async with running(family, tmp_path, monkeypatch, **settings) as one:
         folders = [await one.update(version, random_weights(one.config.model.path, seed=version)) for version in (1, 2)]
         held, scored = await one.digests(), await one.logprobs(PROMPTS)
-        dropped = await one.sleep_and_wake(folders[1], 2)
-        assert dropped >= KV_CACHE_BYTES
+        assert await one.sleep_and_wake(folders[1], 2) >= KV_CACHE_BYTES
         assert await one.digests() == held
         assert torch.equal(await one.logprobs(PROMPTS), scored)
         # again, for another version
         weights = random_weights(one.config.model.path, seed=3)
-        assert await one.sleep_and_wake(await one.commit(3, weights), 3) >= 0.99 * dropped
+        assert await one.sleep_and_wake(await one.commit(3, weights), 3) >= KV_CACHE_BYTES
         held, expected = await one.digests(), engine_digests(quantize(weights))
         assert {n for n in expected if not n.endswith(DECODED) and held.get(n) != expected[n]} == set()
         assert not torch.equal(await one.logprobs(PROMPTS), scored)

@@ -72,7 +72,9 @@ def test_one_that_slept_serves_nothing_until_it_has_loaded(life: ReplicaLife) ->
     assert (life.state, life.served, life.closed) == ("asleep", None, True)
     life.syncs(1)
     life.stays("torn")
-    assert life.state == "syncing" and life.closed
+    assert (life.state, life.error) == ("asleep", "torn") and life.closed
+    life.sleeps()
+    life.syncs(1)
     life.loads()
     life.loaded()
     life.updated(FIRST, TIMINGS)

@@ -63,9 +63,25 @@ async def test_a_resume_waits_until_the_woken_engine_has_weights(
     engine.loading.reached.clear()
     await wake(ingest)
     await asyncio.wait_for(engine.loading.reached.wait(), LONG_S)
-    assert "resume" not in engine.calls and weight_sync.status().obeyed == "sleep"
+    status = weight_sync.status()
+    # others wait for it by this state: it has served before, and has no version now
+    assert (status.state, status.target, status.obeyed) == ("asleep", 0, "sleep") and "resume" not in engine.calls
     engine.loading.open()
     await ingest.reported(lambda s: s.obeyed == "wake")
+
+
+async def test_an_engine_told_to_sleep_again_before_it_woke_does(
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    await sleep(ingest)
+    commit(log, 1)
+    flip_a_byte(log, 1, FIRST)
+    await ingest.change(version=1)
+    await wake(ingest)
+    await ingest.reported(lambda s: s.error is not None)
+    status = await sleep(ingest, "again")
+    assert (status.state, status.error, status.target) == ("asleep", None, None)
+    assert engine.calls == ["pause abort", "sleep", "wake up", "pause abort", "sleep"]
 
 
 async def test_an_engine_woken_to_a_corrupt_version_stays_closed(

@@ -90,6 +90,14 @@ def test_a_starting_replica_is_in_the_table_but_not_waited_for(table: FleetTable
     assert not table.all_serve(2) and not table.all_obey("new")
 
 
+def test_a_replica_that_sleeps_or_wakes_is_waited_for_by_orders_alone(table: FleetTable) -> None:
+    table.report(replica("sleeps", None, state="asleep", obeyed="old"))
+    table.report(replica("serves", 2, obeyed="new"))
+    assert table.all_serve(2) and not table.all_obey("new")
+    table.report(replica("sleeps", None, state="asleep", sequence=1, obeyed="new"))
+    assert table.all_obey("new")
+
+
 def test_a_draining_replica_is_in_the_table_but_not_waited_for(table: FleetTable) -> None:
     table.report(replica("leaves", 1, state="draining"))
     assert [status.state for status in table.live()] == ["draining"] and table.in_use() == {1}

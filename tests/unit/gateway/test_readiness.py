@@ -53,6 +53,13 @@ async def test_a_live_replica_is_enough(services: Services) -> None:
     assert await health(services, Ingest(fleet(LIVE))) == (200, {"status": "ok"})
 
 
+async def test_engines_that_sleep_are_as_they_were_asked_to_be(services: Services) -> None:
+    asleep = ReplicaStatus(replica_id="r9", version=None, state="asleep", paused=True)
+    assert await health(services, Ingest(fleet(asleep))) == (200, {"status": "ok"})
+    cannot_wake = asleep.model_copy(update={"error": "another process has the memory"})
+    assert (await health(services, Ingest(fleet(cannot_wake))))[0] == 503
+
+
 async def test_the_first_reason_is_told_while_replicas_are_tried(services: Services) -> None:
     status, body = await health(services, Ingest(fleet(STARTING, tries=2)))
     assert status == 503
