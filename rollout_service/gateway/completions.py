@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field, model_validator
@@ -127,7 +127,7 @@ class CompletionReply(BaseModel):
 
 
 @router.post("/v1/completions", responses={200: {"model": CompletionReply}, **DATA_ERRORS})
-async def completions(body: CompletionRequest, services: Here, x_session_id: SessionHeader = None) -> dict[str, Any]:
+async def completions(body: CompletionRequest, services: Here, x_session_id: SessionHeader = None) -> dict[str, object]:
     """The completions of all prompts; choice ``i * n + j`` is completion ``j`` of prompt ``i``."""
     model = model_name(body.model, services)
     identity = body.request_id or f"cmpl-{uuid.uuid4().hex}"
@@ -182,8 +182,8 @@ def _choice(
     body: CompletionRequest,
     sampling: Sampling,
     services: Services,
-) -> dict[str, Any]:
-    choice: dict[str, Any] = {
+) -> dict[str, object]:
+    choice: dict[str, object] = {
         "index": index,
         "text": text_of(completion, sampling, services) or "",
         "logprobs": None if body.candidates is None else _logprobs(completion, body, services),
@@ -199,7 +199,7 @@ def _choice(
     return choice | packed_mask(completion)
 
 
-def _logprobs(completion: Completion, body: CompletionRequest, services: Services) -> dict[str, Any]:
+def _logprobs(completion: Completion, body: CompletionRequest, services: Services) -> dict[str, object]:
     def named(token: int) -> str:
         if body.return_tokens_as_token_ids or services.tokenizer is None:
             return f"token_id:{token}"

@@ -1,6 +1,6 @@
 """``POST /inference/v1/generate``: vLLM's request and reply, as far as they are implemented, and what we add."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, FiniteFloat, StrictInt, model_validator
 
@@ -34,7 +34,7 @@ class RolloutOptions(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_names_are_unknown(cls, data: Any) -> Any:
+    def _few_names_are_unknown(cls, data: object) -> object:
         return refuse_many_unknown(cls.model_fields, without_idle_nulls(cls, data))
 
     def options(self, session_header: str | None) -> "RolloutOptions":

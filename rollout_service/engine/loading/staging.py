@@ -9,7 +9,7 @@ import logging
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from pydantic import ValidationError
 
@@ -21,6 +21,16 @@ from rollout_service.store.log import verify_tensors
 from rollout_service.store.manifest import Manifest, read_manifest
 
 logger = logging.getLogger(__name__)
+
+
+class StagingState(TypedDict):
+    """How far a worker is with reading a version. Plain values, since it leaves the process."""
+
+    done: bool
+    refused: str | None
+    """Why the version is not in the staging area."""
+    corrupt: tuple[str, dict[str, object]] | None
+    """Message and detail of a LogCorrupt."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +70,17 @@ class Stager:
         self._asked = folder, digest
         self._reading = self._thread.submit(self._read, folder, digest, plan)
 
-    def state(self) -> dict[str, Any]:
-        """``done``; ``refused``: why it is not in the area; ``corrupt``: message and detail of a LogCorrupt.
-
-        Plain values, since it leaves the process. Raises what else ended the reading.
-        """
-        state: dict[str, Any] = {"done": True, "refused": None, "corrupt": None}
+    def state(self) -> StagingState:
+        """How far the reading is. Raises what ended it, but for a LogCorrupt."""
+        state: StagingState = {"done": True, "refused": None, "corrupt": None}
         if self._reading is None:
             return state
         if not self._reading.done():
-            return state | {"done": False}
+            return {**state, "done": False}
         try:
-            return state | {"refused": self._reading.result().refused}
+            return {**state, "refused": self._reading.result().refused}
         except LogCorrupt as error:
-            return state | {"corrupt": [error.message, error.detail]}
+            return {**state, "corrupt": (error.message, error.detail)}
 
     def staged(self, folder: Path) -> Staged | None:
         """The version in ``folder``, if it was read and checked."""
