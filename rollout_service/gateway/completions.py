@@ -18,9 +18,8 @@ from rollout_service.protocol.generate import (
     RolloutOptions,
     TokenIds,
     Usage,
-    VersionSpan,
 )
-from rollout_service.protocol.rollout import Completion, FinishReason, Rollout
+from rollout_service.protocol.rollout import Completion, FinishReason, Rollout, Span
 from rollout_service.protocol.sampling import (
     MOST_COMPLETIONS,
     MOST_LOGPROBS,
@@ -106,7 +105,7 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     stop_reason: int | str | None
-    weight_versions: list[VersionSpan]
+    weight_versions: list[Span]
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     packed_sampling_mask: list[str] | None = None

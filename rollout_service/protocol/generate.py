@@ -71,15 +71,6 @@ class GenerateRequest(RolloutOptions):
         return self
 
 
-class VersionSpan(BaseModel):
-    """Tokens ``[start, end)``, the version that made them, as vLLM writes it, and the replica."""
-
-    version: str
-    start: int
-    end: int
-    replica_id: str | None = None
-
-
 class Usage(BaseModel):
     """Tokens of prompts and of completions."""
 
@@ -134,7 +125,7 @@ class GenerateChoice(BaseModel):
     """One list with ``flat_logprobs``."""
     finish_reason: FinishReason
     stop_reason: int | str | None = None
-    weight_versions: tuple[VersionSpan, ...]
+    weight_versions: tuple[Span, ...]
     text: str | None = None
     top_logprobs: tuple[tuple[Candidate, ...], ...] | None = None
     """With ``flat_logprobs`` and ``sampling_params.logprobs`` above 0: see ``Completion``."""
@@ -152,7 +143,7 @@ class GenerateChoice(BaseModel):
             logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            spans=tuple(Span.model_validate(span.model_dump()) for span in self.weight_versions),
+            spans=self.weight_versions,
             text=self.text,
             top_logprobs=self.top_logprobs,
             packed_sampling_mask=self.packed_sampling_mask,

@@ -99,6 +99,16 @@ def test_a_span_holds_at_least_one_token(start: int, end: int) -> None:
         Span(version=1, start=start, end=end)
 
 
+def test_a_span_reads_its_version_as_vllm_writes_it() -> None:
+    assert Span.model_validate({"version": "7", "start": 0, "end": 1}) == Span(version=7, start=0, end=1)
+
+
+def test_a_span_documents_both_forms_in_replies_only() -> None:
+    of_requests, of_replies = (Span.model_json_schema(mode=mode) for mode in ("validation", "serialization"))
+    assert of_requests["properties"]["version"]["type"] == "integer"
+    assert [form["type"] for form in of_replies["properties"]["version"]["anyOf"]] == ["integer", "string"]
+
+
 def test_a_completion_names_its_versions_in_order() -> None:
     assert completion().versions == (1, 2)
 
