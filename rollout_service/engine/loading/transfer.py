@@ -30,8 +30,7 @@ from rollout_service.engine.loading.rebind import (
     held_tensors,
     require_same_buffers,
 )
-from rollout_service.engine.loading.staging import Staged, Stager, StagingState
-from rollout_service.engine.loading.staging_buffer import CannotStage, StagingBuffer
+from rollout_service.engine.loading.staging import CannotStage, Staged, Stager, StagingBuffer, StagingState
 from rollout_service.engine.loading.stored_tensors import stored_tensors
 from rollout_service.engine.plugin import STAGING_KEY
 from rollout_service.engine.sleeping import staging_memory
