@@ -36,7 +36,7 @@ def length_bias(result: Json) -> str:
 
 def engine_update(result: Json) -> str:
     """Of ``update.engine``."""
-    ours, native = (one(result["cases"], door=door) for door in ("device", "native"))
+    ours, native = (one(result["cases"], way=way) for way in ("device", "native"))
     return f"{ours['model']} loaded in {milliseconds(ours['load_s'])} ms, by vLLM in {milliseconds(native['load_s'])}"
 
 
@@ -63,7 +63,7 @@ def sleeping(result: Json) -> str:
 
 def upload(result: Json) -> str:
     """Of ``update.upload``."""
-    seconds = {door["name"]: statistics.median(door["seconds"]) for door in result["doors"]}
+    seconds = {way["name"]: statistics.median(way["seconds"]) for way in result["ways"]}
     bare, parts = seconds["bare PUT"], seconds["parts"]
     trainer = seconds["parts, quantized by the trainer"]
     return f"{bare / parts:.2f} of a bare PUT, {bare / trainer:.2f} if the trainer quantizes"

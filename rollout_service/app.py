@@ -1,10 +1,8 @@
 """The builder that ``serve run deployments/….yaml`` calls: ServiceConfig → Serve application."""
 
-from typing import Any
-
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
-from ray.serve.deployment import Application
+from ray.serve.deployment import Application, Deployment
 
 from rollout_service.config import ScalingConfig, ServiceConfig
 from rollout_service.engine.args import engine_environment
@@ -62,7 +60,7 @@ def build(config: ServiceConfig) -> Application:
     return gateway.bind(config, engine, ingest, monitor, shadow, sessions)
 
 
-def _deployment(config: ServiceConfig, cls: type, name: str, **options: Any) -> Any:
+def _deployment(config: ServiceConfig, cls: type, name: str, **options: object) -> Deployment:
     options.setdefault("ray_actor_options", {"num_cpus": 0})
     return serve.deployment(
         cls,
@@ -76,7 +74,7 @@ def _deployment(config: ServiceConfig, cls: type, name: str, **options: Any) -> 
     )
 
 
-def _shadow(config: ServiceConfig) -> Any:
+def _shadow(config: ServiceConfig) -> Deployment:
     resources = {
         "num_cpus": config.shadow.num_cpus,
         "num_gpus": config.shadow.num_gpus,
@@ -86,7 +84,7 @@ def _shadow(config: ServiceConfig) -> Any:
     return _deployment(config, ShadowReplica, "shadow", ray_actor_options=resources)
 
 
-def scaling_options(scaling: ScalingConfig) -> dict[str, Any]:
+def scaling_options(scaling: ScalingConfig) -> dict[str, object]:
     """Options of the engine deployment: a fixed number of replicas, or our policy within its bounds."""
     if not scaling.autoscaled:
         return {"num_replicas": scaling.min_replicas}
@@ -110,7 +108,7 @@ def scaling_options(scaling: ScalingConfig) -> dict[str, Any]:
     return {"autoscaling_config": autoscaling}
 
 
-def _resources(config: ServiceConfig) -> dict[str, Any]:
+def _resources(config: ServiceConfig) -> dict[str, object]:
     return {
         "num_cpus": config.scaling.num_cpus,
         "num_gpus": config.scaling.num_gpus,

@@ -15,7 +15,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
 
 from rollout_service.errors import NotReady
 
@@ -46,7 +45,7 @@ class Drain:
         """How long answers and engine processes have after that."""
         self._clock = clock
         self._deadline = math.inf
-        self._work: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self._work: Callable[[], Coroutine[object, None, None]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._told = False
@@ -55,7 +54,7 @@ class Drain:
         """Call this first: until ``serves`` is called, nobody is served, and SIGTERM ends the process at once."""
         _on_sigterm(self._signalled)
 
-    def serves(self, work: Callable[[], Coroutine[Any, Any, None]] = _nothing) -> None:
+    def serves(self, work: Callable[[], Coroutine[object, None, None]] = _nothing) -> None:
         """From now on SIGTERM begins a drain: ``work`` is run in this event loop, and ends what there is to end."""
         self._work, self._loop = work, asyncio.get_running_loop()
 

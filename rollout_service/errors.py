@@ -34,7 +34,8 @@ Each crosses process borders by pickle and HTTP as ``{"error": {"type", "message
 the same class again on the client.
 """
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 LONGEST_REASON = 2000
 """Characters of a reason; a list of a thousand tensors is cut."""
@@ -46,15 +47,15 @@ class RolloutServiceError(Exception):
     http_status: ClassVar[int] = 500
     retry_after_s: ClassVar[float | None] = None
 
-    def __init__(self, message: str, detail: dict[str, Any] | None = None) -> None:
+    def __init__(self, message: str, detail: Mapping[str, object] | None = None) -> None:
         super().__init__(message, detail)
         self.message = message
-        self.detail = detail or {}
+        self.detail = dict(detail or {})
 
     def __str__(self) -> str:
         return self.message
 
-    def to_wire(self) -> dict[str, Any]:
+    def to_wire(self) -> dict[str, object]:
         """The JSON body of the HTTP reply."""
         return {"error": {"type": type(self).__name__, "message": self.message, "detail": self.detail}}
 

@@ -3,11 +3,10 @@
 import logging
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray import serve
@@ -39,7 +38,7 @@ class LocalService:
     """URLs that Prometheus scrapes: the service's, and that of each node's Ray agent; see docs/metrics.md."""
 
 
-def load_config(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> ServiceConfig:
+def load_config(path: Path, overrides: Mapping[str, Mapping[str, object]] | None = None) -> ServiceConfig:
     """The ``args`` of a deployment YAML's application, with ``overrides`` (section → field → value) laid over them.
 
     Raises ValueError (of which pydantic.ValidationError is one).
@@ -52,7 +51,11 @@ def load_config(path: Path, overrides: dict[str, dict[str, Any]] | None = None) 
 
 @contextmanager
 def running_service(
-    path: Path, overrides: dict[str, dict[str, Any]] | None = None, *, port: int | None = None, verbose: bool = False
+    path: Path,
+    overrides: Mapping[str, Mapping[str, object]] | None = None,
+    *,
+    port: int | None = None,
+    verbose: bool = False,
 ) -> Iterator[LocalService]:
     """Start Ray and Serve on loopback, wait until the service answers, and stop both at the end, however it comes.
 
@@ -81,7 +84,7 @@ def running_service(
 
 @contextmanager
 def deployed(
-    config: ServiceConfig, http_options: dict[str, Any], controller_options: dict[str, Any] | None
+    config: ServiceConfig, http_options: dict[str, object], controller_options: dict[str, object] | None
 ) -> Iterator[None]:
     """Serve, with the service as its application, in the Ray cluster that this process is in, until the block ends.
 

@@ -14,6 +14,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 
@@ -38,7 +39,7 @@ class PrivateName:
     """Look for ``assigns`` in the module's file, and do not import it: it is large, and not every process needs it."""
 
 
-Import = Callable[[str], Any]
+Import = Callable[[str], object]
 
 
 def require_names(distributions: tuple[str, ...], names: Iterable[PrivateName], load: Import | None = None) -> None:
@@ -83,7 +84,7 @@ def _nodes_in_file(name: PrivateName) -> list[ast.AST]:
     return nodes
 
 
-def _assigned(found: Any) -> Iterator[str]:
+def _assigned(found: type | FunctionType) -> Iterator[str]:
     """What the code of a function, or of a class and its bases, calls the attributes of objects."""
     for part in found.__mro__ if isinstance(found, type) else (found,):
         try:
@@ -93,7 +94,7 @@ def _assigned(found: Any) -> Iterator[str]:
         yield from _assigned_by(nodes)
 
 
-def _assigned_by(nodes: list[Any]) -> Iterator[str]:
+def _assigned_by(nodes: Iterable[ast.AST]) -> Iterator[str]:
     for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.attr
@@ -101,13 +102,15 @@ def _assigned_by(nodes: list[Any]) -> Iterator[str]:
             yield node.target.id
         elif isinstance(node, ast.FunctionDef) and _is_property(node):
             yield node.name
-        elif _registers_buffer(node):
-            yield node.args[0].value
+        elif isinstance(node, ast.Call) and (buffer := _registered_buffer(node)) is not None:
+            yield buffer
 
 
-def _registers_buffer(node: Any) -> bool:
-    calls = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register_buffer"
-    return calls and isinstance(node.args[0], ast.Constant)
+def _registered_buffer(call: ast.Call) -> str | None:
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "register_buffer":
+        return None
+    name = call.args[0]
+    return str(name.value) if isinstance(name, ast.Constant) else None
 
 
 def _is_property(node: ast.FunctionDef) -> bool:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rollout_service.errors import NotReady
 
@@ -26,9 +26,9 @@ class ShieldedTasks:
     """Work that goes on when whoever waits for it goes away."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
 
-    async def run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+    async def run(self, work: Coroutine[object, None, _Result]) -> _Result:
         """Await ``work``."""
         task = asyncio.create_task(work)
         self._tasks.add(task)

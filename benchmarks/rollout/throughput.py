@@ -9,8 +9,8 @@ sequence. ``--envelope-gb`` is all the GPU memory that an engine may use. Modes:
 (weights and KV cache). The service's engine and the bare one live side by side and take turns: what drifts on a host
 drifts for both. The bare one gets the version that the service serves; alone it runs on vLLM's dummy weights. Before
 each run comes one with an eighth of the tokens: two lengths tell what a step takes and what does not depend on them.
-``--door``: then updates through the same service, as ``benchmarks.update.live``. Each call adds its cases to the same
-file, which says what they are to each other.
+``--transport``: then updates through the same service, as ``benchmarks.update.live``. Each call adds its cases to the
+same file, which says what they are to each other.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ from benchmarks.common.work import Work, WorkOptions
 from benchmarks.rollout.ratios import SAME, ratios
 from benchmarks.rollout.turns import Case, Generate, take_turns
 from benchmarks.update.live import Case as UpdateCase
-from benchmarks.update.live import Door, Updates
+from benchmarks.update.live import Transport, Updates
 from benchmarks.update.live import table_of as table_of_updates
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
@@ -103,10 +103,10 @@ class SideOptions(Options):
 class UpdateOptions(Options):
     """Updates afterwards."""
 
-    door: tuple[Door, ...] = ()
-    """Through it, as in benchmarks.update.live; may be repeated."""
+    transport: tuple[Transport, ...] = ()
+    """By which, as in benchmarks.update.live; may be repeated."""
     updates: int = 2
-    """Through each door."""
+    """By each transport."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def main(
 ) -> None:
     """Measure, print the table, and add the cases to benchmarks/results/<machine>/rollout/throughput.json."""
     console, cases = Console(), list[Case]()
-    doors = [UpdateCase(model.model, door, model.layers) for door in afterwards.door]
+    pushes = [UpdateCase(model.model, transport, model.layers) for transport in afterwards.transport]
     engine_settings = engine.settings(work.sequences)
     common = {
         "run": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -253,13 +253,13 @@ def main(
                 asyncio.run(each.alone())
                 each.keep()
             else:
-                updates = Updates(doors, path, afterwards.updates, concurrent=64) if doors else None
+                updates = Updates(pushes, path, afterwards.updates, concurrent=64) if pushes else None
                 measure_served(each, model, path, updates)
             cases += found.values()
     console.print(table_of(cases))
     console.print(f"added to {results.path(RESULT)}")
-    if doors:
-        console.print(table_of_updates(doors))
+    if pushes:
+        console.print(table_of_updates(pushes))
 
 
 if __name__ == "__main__":

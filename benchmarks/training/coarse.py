@@ -1,8 +1,8 @@
 """A quantizer that is coarse on purpose, for ``tis_ablation``: a few levels in 128×128 blocks, as E4M3 codes.
 
-It stands for a mismatch that is much larger than FP8's own. The service's quantizer is never this: what it makes goes
-through the front door, where a trainer may push codes and scales that it made itself, and the service checks that they
-are valid, not how good they are.
+It stands for a mismatch that is much larger than FP8's own. The service's quantizer is never this: what it makes is
+pushed, as a trainer may push codes and scales that it made itself, and the service checks that they are valid, not how
+good they are.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,8 +1,8 @@
-"""How long an engine is closed for a full update of published shapes, by our doors and by vLLM's own reload.
+"""How long an engine is closed for a full update of published shapes, in our ways and by vLLM's own reload.
 
     python -m benchmarks.update.engine [--model qwen3-8b] [--model qwen3-30b-a3b]
 
-Random weights in FP8 and a GPU. Each door loads the same version, from ``--folder`` (memory, if that is a tmpfs), into
+Random weights in FP8 and a GPU. Each way loads the same version, from ``--folder`` (memory, if that is a tmpfs), into
 an engine that generates ``--concurrent`` rollouts all the while: *closed* is from the pause until it runs again.
 
 - ``native``: vLLM's layerwise reload, all tensors on the GPU before it closes;
@@ -46,13 +46,13 @@ from rollout_service.store.manifest import MANIFEST_FILE, Manifest, Recipe
 from rollout_service.store.writer import VersionWriter
 
 RESULT = "update_engine"
-SAME = ("model", "door", "layers", "eager", "concurrent")
+SAME = ("model", "way", "layers", "eager", "concurrent")
 """Fields in which two cases agree that measured the same."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 400
 COPY_BYTES = 4 << 30
 
 
-class Door(StrEnum):
+class Way(StrEnum):
     """How a version gets into the engine."""
 
     NATIVE = "native"
@@ -61,8 +61,8 @@ class Door(StrEnum):
     FILES = "files"
 
 
-OFFERED = {"device": (Door.NATIVE, Door.DEVICE), "host": (Door.HOST,), "none": (Door.FILES,)}
-"""``engine.staging`` → the doors that an engine with it has."""
+OFFERED = {"device": (Way.NATIVE, Way.DEVICE), "host": (Way.HOST,), "none": (Way.FILES,)}
+"""``engine.staging`` → the ways that an engine with it has."""
 
 
 class UpdateOptions(Options):
@@ -72,10 +72,10 @@ class UpdateOptions(Options):
     """Whose shapes; may be repeated."""
     layers: int | None = None
     """Fewer layers than the published model."""
-    door: tuple[Door, ...] = tuple(Door)
+    way: tuple[Way, ...] = tuple(Way)
     """May be repeated."""
     repeats: int = 5
-    """Versions through each door."""
+    """Versions in each way."""
     concurrent: int = 64
     """Rollouts that run meanwhile."""
     eager: bool = False
@@ -86,10 +86,10 @@ class UpdateOptions(Options):
 
 @dataclass
 class Case:
-    """One door of one model."""
+    """One way with one model."""
 
     model: str
-    door: str
+    way: str
     gbytes: float
     layers: int | None
     eager: bool
@@ -179,11 +179,11 @@ async def report(adapter: EngineAdapter) -> dict[str, Any]:
 
 
 async def measure(config: ServiceConfig, folder: Path, cases: list[Case], repeats: int) -> None:
-    """The doors of one kind of staging."""
+    """The ways of one kind of staging."""
     versions = itertools.count(1)
     async with bare_engine(config) as adapter:
         for case in cases:
-            await adapter.ask_workers("plan_loads", case.door != Door.NATIVE)
+            await adapter.ask_workers("plan_loads", case.way != Way.NATIVE)
             await update(adapter, folder, next(versions))  # the first warms up, and teaches
             async with load(adapter, case.concurrent):
                 await asyncio.sleep(1.0)
@@ -214,15 +214,15 @@ def config_of(model: Path, staging: str, eager: bool) -> ServiceConfig:
 
 
 def measure_model(shape: Shape, folder: Path, options: UpdateOptions) -> Iterator[Case]:
-    """All doors of one model, each kind of staging with an engine of its own."""
+    """All ways with one model, each kind of staging with an engine of its own."""
     path, version = write_config(shape, folder / shape, options.layers), folder / f"{shape}-version"
     manifest = write_version(ServedModel.load(path), config_of(path, "none", options.eager), version)
     gbytes, limit_s = manifest.total_bytes / 1e9, copy_limit_s(manifest.total_bytes)
-    for staging, doors in OFFERED.items():
+    for staging, ways in OFFERED.items():
         cases = [
-            Case(shape, door, gbytes, options.layers, options.eager, options.concurrent, limit_s=limit_s)
-            for door in doors
-            if door in options.door
+            Case(shape, way, gbytes, options.layers, options.eager, options.concurrent, limit_s=limit_s)
+            for way in ways
+            if way in options.way
         ]
         if cases:
             asyncio.run(measure(config_of(path, staging, options.eager), version, cases, options.repeats))
@@ -232,23 +232,21 @@ def measure_model(shape: Shape, folder: Path, options: UpdateOptions) -> Iterato
 def table_of(cases: list[Case]) -> Table:
     """For people."""
     table = Table(title=f"seconds closed for a full update on {results.machine()}")
-    for column in ("model", "door", "GB", "staged", "closed", "of it loading", "limit", "copies"):
-        table.add_column(column, justify="left" if column in ("model", "door") else "right")
+    for column in ("model", "way", "GB", "staged", "closed", "of it loading", "limit", "copies"):
+        table.add_column(column, justify="left" if column in ("model", "way") else "right")
     for c in cases:
         seconds = [f"{statistics.median(values):.4f}" for values in (c.stage_s, c.closed_s, c.load_s)]
-        table.add_row(
-            c.model, c.door, f"{c.gbytes:.2f}", *seconds, f"{c.limit_s:.4f}", str(c.copies or c.no_plan or "")
-        )
+        table.add_row(c.model, c.way, f"{c.gbytes:.2f}", *seconds, f"{c.limit_s:.4f}", str(c.copies or c.no_plan or ""))
     return table
 
 
 def main(options: UpdateOptions) -> None:
-    """Measure, print the table, and add the cases to benchmarks/results/<machine>/update/engine.json."""
+    """Measure, print the table, and add the cases to benchmarks/results/<machine>/update_engine.json."""
     console, cases = Console(), list[Case]()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for shape in options.model:
             for case in measure_model(shape, Path(folder), options):
-                console.log(f"{shape} {case.door}: closed {case.closed_s} load {case.load_s} {case.no_plan or ''}")
+                console.log(f"{shape} {case.way}: closed {case.closed_s} load {case.load_s} {case.no_plan or ''}")
                 cases.append(case)
                 results.write(RESULT, {"cases": results.joined(results.cases(RESULT), [asdict(case)], SAME)})
     console.print(table_of(cases))

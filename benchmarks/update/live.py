@@ -1,11 +1,11 @@
 """Seconds from a trainer's last byte until every replica serves the new version, through the whole service; on a GPU.
 
-    python -m benchmarks.update.live [--model qwen3-8b] [--door path --door parts --door trainer]
-    python -m benchmarks.rollout.throughput … --door path …    the same after its own measurements
+    python -m benchmarks.update.live [--model qwen3-8b] [--transport path --transport parts --transport trainer]
+    python -m benchmarks.rollout.throughput … --transport path …    the same after its own measurements
 
 Random weights of a published shape; the service holds them in FP8 with an FP8 KV cache, in an engine with the arguments
 of ``benchmarks.rollout.throughput``'s documented run, and ``--concurrent`` rollouts run through its HTTP all the while.
-Doors:
+Transports:
 
 - ``path``: the service reads a folder of BF16 files and quantizes; the last byte was there before it was told;
 - ``parts``: BF16 over HTTP, quantized by the service, parts as they come;
@@ -16,7 +16,7 @@ For the last two this process makes its weights on the GPU as it goes.
 ``all_live_s`` is from the last part's acknowledgement, or for ``path`` from the call, until the commit is answered:
 what is left is converted and synced to disk, and each replica has checked, staged and loaded it. ``push_s`` is the
 whole push. Both hold what the ingest's disk takes: ``--folder`` is memory if it is a tmpfs. Adds its cases to
-benchmarks/results/<machine>/update/live.json, in place of earlier ones of the same model and door.
+benchmarks/results/<machine>/update_live.json, in place of earlier ones of the same model and transport.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ SAME = ("model", "door", "layers", "scales_policy")
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 256
 
 
-class Door(StrEnum):
+class Transport(StrEnum):
     """How a trainer sends a version."""
 
     PATH = "path"
@@ -72,10 +72,10 @@ class Door(StrEnum):
 class PushOptions(Options):
     """What is pushed."""
 
-    door: tuple[Door, ...] = tuple(Door)
+    transport: tuple[Transport, ...] = tuple(Transport)
     """May be repeated."""
     repeats: int = 3
-    """Versions through each door."""
+    """Versions by each transport."""
     concurrent: int = 64
     """Rollouts that run meanwhile."""
     scales_policy: str = "reuse"
@@ -95,10 +95,11 @@ class LiveEngine(EngineOptions):
 
 @dataclass
 class Case:
-    """One door of one model."""
+    """One transport of one model."""
 
     model: str
     door: str
+    """The transport. Results have had it under this key since the first."""
     layers: int | None
     scales_policy: str = "reuse"
     """``kv_cache.scales_policy``: with ``calibrate`` the scales are measured while the engine is closed."""
@@ -135,17 +136,17 @@ class LastByte:
 
 
 async def push(client: RolloutClient, version: int, folder: Path, case: Case) -> None:
-    """One version through the case's door, until all replicas serve it."""
+    """One version by the case's transport, until all replicas serve it."""
     last = LastByte()
     started = time.perf_counter()
-    if case.door == Door.PATH:
+    if case.door == Transport.PATH:
         last.at, last.nbytes = started, sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         status = await client.push_path(version, folder)
     else:
         shapes = ServedModel.load(folder).shapes
         table = [UploadTensor(name=name, dtype="bfloat16", shape=shape) for name, shape in shapes.items()]
         made = ((name, gaussian(shape)) for name, shape in shapes.items())
-        quantize: Quantize = "trainer" if case.door == Door.TRAINER else "service"
+        quantize: Quantize = "trainer" if case.door == Transport.TRAINER else "service"
         status = await client.push_weights(version, made, tensor_table=table, quantize=quantize, progress=last.progress)
     ended = time.perf_counter()
     if last.at is None or status.state != "live":
@@ -171,7 +172,7 @@ def rollouts(client: RolloutClient, concurrent: int) -> AbstractAsyncContextMana
 
 @dataclass(frozen=True)
 class Updates:
-    """What is pushed, through which doors, and what else goes on."""
+    """What is pushed, by which transports, and what else goes on."""
 
     cases: list[Case]
     folder: Path
@@ -180,7 +181,7 @@ class Updates:
     concurrent: int
 
     async def measure(self, url: str) -> None:
-        """All doors of a running service, whose version 0 has taught it its load plan. Each is kept once it is done."""
+        """All cases, with a running service whose version 0 has taught it its load plan. Each is kept once done."""
         version = 0
         async with RolloutClient(url) as client, rollouts(client, self.concurrent):
             for case in self.cases:
@@ -191,7 +192,7 @@ class Updates:
 
 
 def keep(case: Case, concurrent: int) -> Path:
-    """Add it to the result, in place of an earlier one of the same model and door."""
+    """Add it to the result, in place of an earlier one of the same model and transport."""
     new = asdict(case) | {"concurrent": concurrent}
     return results.write(RESULT, {"cases": results.joined(results.cases(RESULT), [new], SAME)})
 
@@ -199,8 +200,8 @@ def keep(case: Case, concurrent: int) -> Path:
 def table_of(cases: list[Case]) -> Table:
     """For people: medians."""
     table = Table(title=f"seconds from the last byte to all live, on {results.machine()}")
-    for column in ("model", "door", "GB sent", "GB", "push", "all live", "of it staging", "closed"):
-        table.add_column(column, justify="left" if column in ("model", "door") else "right")
+    for column in ("model", "transport", "GB sent", "GB", "push", "all live", "of it staging", "closed"):
+        table.add_column(column, justify="left" if column in ("model", "transport") else "right")
     for c in cases:
         seconds = [f"{statistics.median(values):.3f}" for values in (c.push_s, c.all_live_s, c.stage_s, c.closed_s)]
         table.add_row(c.model, c.door, f"{c.sent_gbytes:.2f}", f"{c.gbytes:.2f}", *seconds)
@@ -208,8 +209,8 @@ def table_of(cases: list[Case]) -> Table:
 
 
 def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
-    """Measure, print the table, and add the cases to benchmarks/results/<machine>/update/live.json."""
-    cases = [Case(model.model, door, model.layers, pushes.scales_policy) for door in pushes.door]
+    """Measure, print the table, and add the cases to benchmarks/results/<machine>/update_live.json."""
+    cases = [Case(model.model, transport, model.layers, pushes.scales_policy) for transport in pushes.transport]
     work = WorkOptions()  # not done: it makes the engine that benchmarks.rollout.throughput has
     with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
         path = write_config(model.model, Path(temporary) / model.model, model.layers)

@@ -72,7 +72,7 @@ def weights_of(folder: Path) -> Path:
 
 
 @dataclass
-class Door:
+class Way:
     """One way in."""
 
     name: str
@@ -88,8 +88,8 @@ class Memory:
         self._processes = {name: psutil.Process(pid) for name, pid in processes.items()}
 
     @contextmanager
-    def watched(self, door: Door) -> Iterator[None]:
-        """Keep the largest growth of each process in ``door``."""
+    def watched(self, way: Way) -> Iterator[None]:
+        """Keep the largest growth of each process in ``way``."""
         before = {name: anonymous_bytes(p) for name, p in self._processes.items()}
         stop = threading.Event()
 
@@ -97,7 +97,7 @@ class Memory:
             while not stop.wait(0.02):
                 for name, p in self._processes.items():
                     grown = anonymous_bytes(p) - before[name]
-                    door.grown_bytes[name] = max(grown, door.grown_bytes.get(name, 0))
+                    way.grown_bytes[name] = max(grown, way.grown_bytes.get(name, 0))
 
         thread = threading.Thread(target=watch)
         thread.start()
@@ -161,38 +161,38 @@ class Passage:
     weights: Weights
     folder: Path
 
-    async def through(self, door: str, version: int) -> None:
+    async def through(self, way: str, version: int) -> None:
         """One."""
         model = self.folder / "model"
-        if door == "file copy":
+        if way == "file copy":
             await asyncio.to_thread(copy_and_sync, weights_of(model), self.folder / "copy")
-        elif door == "bare PUT":
+        elif way == "bare PUT":
             await bare_put(f"{self.bare_url}/{version}", self.weights.stream)
-        elif door == "path":
+        elif way == "path":
             await self.client.push_path(version, model, wait="none")
         else:
-            quantize: Quantize = "service" if door == "parts" else "trainer"
+            quantize: Quantize = "service" if way == "parts" else "trainer"
             await self.client.push_weights(
                 version, self.weights.tensors, quantize=quantize, wait="none", parallel_parts=PARALLEL
             )
 
 
-async def measure(folder: Path, repeats: int, say: Callable[[str], None]) -> list[Door]:
-    """All doors, one after the other, ``repeats`` times."""
+async def measure(folder: Path, repeats: int, say: Callable[[str], None]) -> list[Way]:
+    """All ways, one after the other, ``repeats`` times."""
     weights = Weights.load(weights_of(folder / "model"))
-    doors = [Door(name) for name in ("file copy", "bare PUT", "parts", "parts, quantized by the trainer", "path")]
+    ways = [Way(name) for name in ("file copy", "bare PUT", "parts", "parts, quantized by the trainer", "path")]
     with process(serve_ingest, folder) as (url, ingest_pid), process(serve_bare, folder) as (bare_url, bare_pid):
         memory = Memory({"client": os.getpid(), "ingest": ingest_pid, "bare server": bare_pid})
         async with RolloutClient(url) as client:
             passage, versions = Passage(client, bare_url, weights, folder), itertools.count(1)
-            for door in doors * repeats:
+            for way in ways * repeats:
                 remove_old(folder)
-                with memory.watched(door):
+                with memory.watched(way):
                     started = time.perf_counter()
-                    await passage.through(door.name, next(versions))
-                    door.seconds.append(time.perf_counter() - started)
-                say(f"{door.name}: {door.seconds[-1]:.1f} s")
-    return doors
+                    await passage.through(way.name, next(versions))
+                    way.seconds.append(time.perf_counter() - started)
+                say(f"{way.name}: {way.seconds[-1]:.1f} s")
+    return ways
 
 
 def remove_old(folder: Path) -> None:
@@ -212,30 +212,30 @@ def copy_and_sync(source: Path, target: Path) -> None:
         os.fsync(stream.fileno())
 
 
-def table_of(doors: list[Door], nbytes: int) -> Table:
+def table_of(ways: list[Way], nbytes: int) -> Table:
     """For people."""
-    bare = next(statistics.median(door.seconds) for door in doors if door.name == "bare PUT")
+    bare = next(statistics.median(way.seconds) for way in ways if way.name == "bare PUT")
     table = Table(title=f"{nbytes / 1e9:.2f} GB of BF16 weights on {results.machine()}")
-    for column in ("door", "s", "GB/s of BF16", "of the bare PUT", "client grew", "server grew"):
-        table.add_column(column, justify="left" if column == "door" else "right")
-    for door in doors:
-        seconds = statistics.median(door.seconds)
-        server = "bare server" if door.name == "bare PUT" else "ingest"
-        grown = [f"{door.grown_bytes.get(name, 0) / 1e6:.0f} MB" for name in ("client", server)]
-        table.add_row(door.name, f"{seconds:.2f}", f"{nbytes / seconds / 1e9:.2f}", f"{bare / seconds:.2f}", *grown)
+    for column in ("way", "s", "GB/s of BF16", "of the bare PUT", "client grew", "server grew"):
+        table.add_column(column, justify="left" if column == "way" else "right")
+    for way in ways:
+        seconds = statistics.median(way.seconds)
+        server = "bare server" if way.name == "bare PUT" else "ingest"
+        grown = [f"{way.grown_bytes.get(name, 0) / 1e6:.0f} MB" for name in ("client", server)]
+        table.add_row(way.name, f"{seconds:.2f}", f"{nbytes / seconds / 1e9:.2f}", f"{bare / seconds:.2f}", *grown)
     return table
 
 
 def main(repeats: int = 3) -> None:
-    """Measure, print the table, and write benchmarks/results/<machine>/update/upload.json."""
+    """Measure, print the table, and write benchmarks/results/<machine>/update_upload.json."""
     console = Console()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         nbytes = make_model(folder / "model")
         console.log(f"made a model of {nbytes / 1e9:.2f} GB")
-        doors = asyncio.run(measure(folder, repeats, console.log))
-    console.print(table_of(doors, nbytes))
-    content = {"nbytes": nbytes, "part_bytes": PART_BYTES, "doors": [asdict(door) for door in doors]}
+        ways = asyncio.run(measure(folder, repeats, console.log))
+    console.print(table_of(ways, nbytes))
+    content = {"nbytes": nbytes, "part_bytes": PART_BYTES, "ways": [asdict(way) for way in ways]}
     console.print(f"wrote {results.write('update_upload', content)}")
 
 

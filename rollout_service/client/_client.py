@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, get_args, overload
+from typing import TYPE_CHECKING, Literal, Self, Unpack, get_args, overload
 
 import httpx
 
@@ -213,7 +213,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         parallel_parts: int = 4,
         progress: Progress | None = None,
         send: Literal[True] = True,
-    ) -> Coroutine[Any, Any, WeightStatus]: ...
+    ) -> Coroutine[object, None, WeightStatus]: ...
 
     @overload
     def push_weights(
@@ -230,7 +230,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         parallel_parts: int = 4,
         progress: Progress | None = None,
         send: bool,
-    ) -> Coroutine[Any, Any, WeightStatus | None]: ...
+    ) -> Coroutine[object, None, WeightStatus | None]: ...
 
     def push_weights(
         self,
@@ -246,7 +246,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         parallel_parts: int = 4,
         progress: Progress | None = None,
         send: bool = True,
-    ) -> Coroutine[Any, Any, WeightStatus | None]:
+    ) -> Coroutine[object, None, WeightStatus | None]:
         """Upload one weight version tensor by tensor, commit it, and wait until every live replica serves it.
 
         Tensors are bfloat16, float16 or float32 under Hugging Face's names, on any device; routed experts one by one

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import httpx
 from pydantic import ValidationError
@@ -37,33 +37,33 @@ class GenerateOptions(TypedDict, total=False):
     on_abort: OnAbort
 
 
-def sampling_of(**parameters: Any) -> Sampling:
+def sampling_of(**parameters: object) -> Sampling:
     """Check sampling parameters before they travel. Raises InvalidRequest, as the service would."""
     try:
-        return Sampling(**parameters)
+        return Sampling.model_validate(parameters)
     except ValidationError as error:
         raise _refused("sampling parameters", error, parameters) from error
 
 
-def _refused(what: str, error: ValidationError, given: dict[str, Any]) -> InvalidRequest:
+def _refused(what: str, error: ValidationError, given: dict[str, object]) -> InvalidRequest:
     """Names each wrong parameter with its value, and why."""
     wrong = {".".join(map(str, e["loc"])): e["msg"] for e in error.errors(include_url=False)}
     problems = ", ".join(f"{name}={given.get(name.partition('.')[0])!r}: {why}" for name, why in wrong.items())
     return InvalidRequest(f"{what} refused: {problems}", {"parameters": wrong})
 
 
-def request_of(prompt: Prompt, sampling: Sampling, **options: Any) -> GenerateRequest:
+def request_of(prompt: Prompt, sampling: Sampling, **options: object) -> GenerateRequest:
     """What is asked for. Raises InvalidRequest, as the service would."""
     asked = (
         {"prompt": prompt, "output_mode": "text"} if isinstance(prompt, str) else {"token_ids": token_ids_of(prompt)}
     )
     try:
-        return GenerateRequest(**asked, sampling_params=sampling, flat_logprobs=True, **options)
+        return GenerateRequest.model_validate({**asked, "sampling_params": sampling, "flat_logprobs": True, **options})
     except ValidationError as error:
         raise _refused("options of the request", error, options) from error
 
 
-def body_of(request: GenerateRequest) -> dict[str, Any]:
+def body_of(request: GenerateRequest) -> dict[str, object]:
     """Its JSON; what is at its default stays out."""
     body = request.model_dump(mode="json", exclude_defaults=True)
     body.setdefault("sampling_params", {})["logprobs"] = 0  # said outright: vLLM's own default is none

@@ -3,7 +3,7 @@
 import asyncio
 import functools
 from collections.abc import AsyncIterable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
@@ -53,7 +53,7 @@ class Http:
         repeat: Repeat,
         timeout: httpx.Timeout | None = None,
         params: Mapping[str, str] | None = None,
-        json: Any = None,
+        json: object = None,
         content: AsyncIterable[bytes] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> httpx.Response:

@@ -21,7 +21,7 @@ TOKENS_PER_REPORT = 100_000
 class Values(Protocol):
     """A tensor or an array, of any device and dtype."""
 
-    def __getitem__(self, index: Any) -> Any: ...
+    def __getitem__(self, index: slice, /) -> "Values": ...
     def __len__(self) -> int: ...
     def tolist(self) -> list[Any]: ...
 
@@ -45,7 +45,7 @@ class MismatchCalls:
         *,
         by_request_id: bool = False,
         renormalized: bool = False,
-    ) -> Coroutine[Any, Any, MismatchReceipt]:
+    ) -> Coroutine[object, None, MismatchReceipt]:
         """Tell the service which logprobs the trainer computes for what it sampled; it keeps statistics of them.
 
         Args:
@@ -107,7 +107,7 @@ def _rows(rollouts: Sequence[Rollout], trainer: PerCompletion, mask: PerCompleti
     return rows
 
 
-def _lists(name: str, values: PerCompletion, completions: list[Completion]) -> list[list[Any]]:
+def _lists(name: str, values: PerCompletion, completions: list[Completion]) -> list[list[float]]:
     """One list of plain numbers for each completion, without padding."""
     if len(values) != len(completions):
         raise ValueError(f"{name} has {len(values)} rows, but the rollouts have {len(completions)} completions")
@@ -137,7 +137,7 @@ def _chunks(rows: list[_Row]) -> Iterator[list[_Row]]:
         yield chunk
 
 
-def _report(report_id: str, chunk: list[_Row], by_request_id: bool, renormalized: bool) -> dict[str, Any]:
+def _report(report_id: str, chunk: list[_Row], by_request_id: bool, renormalized: bool) -> dict[str, object]:
     """JSON of one report."""
     grouped = [list(rows) for _, rows in itertools.groupby(chunk, key=lambda row: id(row[0]))]
     rollouts = tuple(

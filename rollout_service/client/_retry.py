@@ -4,7 +4,6 @@ import enum
 import logging
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
 
 import httpx
 from tenacity import (
@@ -118,9 +117,10 @@ def _outcome(state: RetryCallState) -> Outcome:
     return error if error is not None else state.outcome.result()
 
 
-def _last(state: RetryCallState) -> Any:
+def _last(state: RetryCallState) -> httpx.Response:
     assert state.outcome is not None, "given up before the first attempt ended"
-    return state.outcome.result()
+    response: httpx.Response = state.outcome.result()
+    return response
 
 
 def _seconds_until(http_date: str) -> float:

@@ -10,7 +10,7 @@ Python objects.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rollout_service.client._upload import named_scales
 from rollout_service.protocol.fleet import PauseMode
@@ -20,13 +20,16 @@ from rollout_service.protocol.weights import WeightStatus
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from ray import ObjectRef
+    from ray.serve.handle import DeploymentHandle
+
     from rollout_service.kv_scales import KVScales
 
 
 async def push_refs(
-    ingest: Any,
+    ingest: DeploymentHandle,
     version: int,
-    refs: Mapping[str, Any] | Iterable[Any] | Any,
+    refs: Mapping[str, ObjectRef] | Iterable[ObjectRef] | ObjectRef,
     *,
     kv_scales: KVScales | None = None,
     mode: PauseMode = "keep",

@@ -13,6 +13,8 @@ CPU, GPU = SHIPPED / "cpu_rollout.yaml", SHIPPED / "fp8_rollout.yaml"
 
 Document = dict[str, Any]
 """A whole Serve config."""
+Sections = dict[str, dict[str, Any]]
+"""Section of ``ServiceConfig`` → field → value."""
 
 
 def read_document(path: Path) -> Document:
@@ -37,22 +39,22 @@ def read_document(path: Path) -> Document:
     return read
 
 
-def args_of(document: Document) -> dict[str, Any]:
+def args_of(document: Document) -> Sections:
     """The ``args`` of the one application that is ours: what ``ServiceConfig`` is made of."""
     [ours] = [item for item in document["applications"] if item.get("import_path") == BUILDER]
-    args: dict[str, Any] = ours.setdefault("args", {})
+    args: Sections = ours.setdefault("args", {})
     return args
 
 
-def application_args(path: Path) -> dict[str, Any]:
+def application_args(path: Path) -> Sections:
     """``args_of`` a file. Raises ValueError as ``read_document``."""
     return args_of(read_document(path))
 
 
-def controller_options(path: Path) -> dict[str, Any] | None:
+def controller_options(path: Path) -> dict[str, object] | None:
     """What the file sets for Serve's controller, to be given to ``serve.start``; None: nothing.
 
     Raises ValueError as ``read_document``.
     """
-    options: dict[str, Any] | None = read_document(path).get("controller_options")
+    options: dict[str, object] | None = read_document(path).get("controller_options")
     return options

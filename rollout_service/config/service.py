@@ -8,7 +8,7 @@ import os
 import re
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -236,7 +236,7 @@ class ShadowConfig(Config):
     """How long what a newer version sampled waits until the shadow has loaded it, before it is given up."""
 
 
-def _network(value: Any) -> Any:
+def _network(value: object) -> object:
     if isinstance(value, IPv4Network | IPv6Network):
         return value
     try:
@@ -268,7 +268,7 @@ class AuthConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _not_in_the_configuration(cls, data: Any) -> Any:
+    def _not_in_the_configuration(cls, data: object) -> object:
         if isinstance(data, dict) and "token" in data:
             raise ValueError(
                 "auth.token is not taken, because Ray logs a configuration and shows it on its dashboard: write a "

@@ -1,7 +1,6 @@
 """Our configuration in vLLM's terms."""
 
 import json
-from typing import Any
 
 from vllm import AsyncEngineArgs
 from vllm.config import LoggingConfig, WeightTransferConfig
@@ -105,7 +104,7 @@ def _graph_sizes(config: ServiceConfig, on_cpu: bool) -> list[int] | None:
     return None if sizes is None else list(sizes)
 
 
-def _quantization(config: ServiceConfig, not_converted: tuple[str, ...], on_cpu: bool) -> dict[str, Any]:
+def _quantization(config: ServiceConfig, not_converted: tuple[str, ...], on_cpu: bool) -> dict[str, object]:
     if config.quant.weights == "none":
         return {"quantization_config": {"quant_method": CPU_BF16}} if on_cpu else {}
     method = CPU_BLOCK_FP8 if on_cpu else "fp8"
@@ -130,7 +129,7 @@ def _has_latent_attention(config: ServiceConfig) -> bool:
     return "kv_lora_rank" in json.loads((config.model.path / "config.json").read_text())
 
 
-def _attention(config: ServiceConfig, on_cpu: bool) -> dict[str, Any]:
+def _attention(config: ServiceConfig, on_cpu: bool) -> dict[str, object]:
     latent = _has_latent_attention(config)
     if latent and on_cpu:
         # the one for AMX frees kv_b_proj, so that no update can be loaded
@@ -142,7 +141,7 @@ def _attention(config: ServiceConfig, on_cpu: bool) -> dict[str, Any]:
     return {} if latent or on_cpu else {"attention_backend": "FLASH_ATTN" if backend == "auto" else backend}
 
 
-def _kernels(config: ServiceConfig) -> dict[str, Any]:
+def _kernels(config: ServiceConfig) -> dict[str, object]:
     # other expert kernels keep strides or scales of before an update in captured CUDA graphs (vLLM issue 41670)
     return {"kernel_config": {"linear_backend": config.engine.linear_backend, "moe_backend": "triton"}}
 

@@ -1,7 +1,7 @@
 """How busy an engine is: for the autoscaler and for Prometheus."""
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -9,10 +9,15 @@ from rollout_service.fleet.autoscaling import KV_USAGE, RUNNING, SERVING, VERSIO
 from rollout_service.metrics.process import set_load
 from rollout_service.protocol.fleet import EngineLoad, ReplicaStatus
 from rollout_service.vllm_internals import (
+    IterationStats,
     RayPrometheusStatLogger,
     SchedulerStats,
     without_inter_token_latencies,
 )
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.loggers import MultiModalCacheStats
 
 FRESH_S = 5.0
 """vLLM sends its scheduler's numbers with a step's outputs. After an abort, or while paused, the last ones stay."""
@@ -21,14 +26,14 @@ FRESH_S = 5.0
 class SchedulerLog(StatLoggerBase):
     """vLLM's interface for loggers: keeps the numbers of the last step."""
 
-    def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
+    def __init__(self, vllm_config: "VllmConfig | None" = None, engine_index: int = 0) -> None:
         self._stats, self._at = SchedulerStats(), -float("inf")
 
     def record(
         self,
         scheduler_stats: SchedulerStats | None,
-        iteration_stats: Any,
-        mm_cache_stats: Any = None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: "MultiModalCacheStats | None" = None,
         engine_idx: int = 0,
     ) -> None:
         """vLLM's hook, after each step."""
@@ -76,8 +81,8 @@ class RayStats(RayPrometheusStatLogger):
     def record(
         self,
         scheduler_stats: SchedulerStats | None,
-        iteration_stats: Any,
-        mm_cache_stats: Any = None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: "MultiModalCacheStats | None" = None,
         engine_idx: int = 0,
     ) -> None:
         """vLLM's hook, after each step."""

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -158,7 +158,7 @@ class EngineReplica:
         """What this replica says of itself."""
         return self._weight_sync.status()
 
-    async def record_routing_stats(self) -> dict[str, Any]:
+    async def record_routing_stats(self) -> dict[str, object]:
         """Serve's hook: what the router knows of this replica."""
         self._routed = True
         self._hand_over.asked()

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 
 from rollout_service.engine.loading.rebind import held_tensors
 from rollout_service.vllm_internals import kv_caches, memory_allocator
@@ -22,7 +23,7 @@ _MAPPING_BYTES = 64 << 20
 """Beside what is mapped, for the pages that the driver maps it in."""
 
 
-def staging_memory(vllm_config: Any, device: torch.device) -> AbstractContextManager[object]:
+def staging_memory(vllm_config: VllmConfig, device: torch.device) -> AbstractContextManager[object]:
     """Where a staging area is allocated, so that it sleeps with the engine, if that can sleep."""
     if not vllm_config.model_config.enable_sleep_mode or device.type != "cuda":
         return nullcontext()

@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Any, Self
+from typing import Self, TypeVar
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -25,10 +25,11 @@ REPORTS = itertools.count()
 _LAST_WORD_S = 5.0
 """A replica that could not start waits no longer for the ingest: Serve waits for it, to start another."""
 
-Constructor = Callable[..., Awaitable[None]]
+_Replica = TypeVar("_Replica")
+Constructor = Callable[[_Replica, ServiceConfig, DeploymentHandle], Awaitable[None]]
 
 
-def says_why_it_fails(init: Constructor) -> Constructor:
+def says_why_it_fails(init: Constructor[_Replica]) -> Constructor[_Replica]:
     """For the constructor of an engine replica, which is given the configuration and the ingest's handle.
 
     A failure is logged where ``serve run`` shows it, with what vLLM's own processes said of it, and reported to the
@@ -36,7 +37,7 @@ def says_why_it_fails(init: Constructor) -> Constructor:
     """
 
     @functools.wraps(init)
-    async def constructor(self: Any, config: ServiceConfig, ingest: DeploymentHandle) -> None:
+    async def constructor(self: _Replica, config: ServiceConfig, ingest: DeploymentHandle) -> None:
         with collected_errors() as errors:
             try:
                 await init(self, config, ingest)

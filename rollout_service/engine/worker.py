@@ -1,29 +1,33 @@
 """What replicas may call in vLLM's workers beside vLLM's own methods (``worker_extension_cls``)."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rollout_service.engine.sleeping import SleepingWorker
 from rollout_service.kv_scales.worker import KVScalesWorker
+
+if TYPE_CHECKING:
+    from rollout_service.engine.loading.staging import StagingState
+    from rollout_service.engine.loading.transfer import LoadReport, LogWeightTransferEngine
 
 
 class VersionStaging(KVScalesWorker, SleepingWorker):
     """Mixed into vLLM's worker class: reads and checks the next version while the engine serves; measures KV scales;
     gives memory back and takes it again."""
 
-    weight_transfer_engine: Any
+    weight_transfer_engine: "LogWeightTransferEngine"
 
     def stage_version(self, folder: str, digest: str | None = None) -> None:
         """Begin; see ``LogWeightTransferEngine.stage``."""
         self.weight_transfer_engine.stage(Path(folder), digest)
 
-    def staging_state(self) -> dict[str, Any]:
+    def staging_state(self) -> "StagingState":
         """How far it is; see ``Stager.state``."""
-        return dict(self.weight_transfer_engine.staging_state())
+        return self.weight_transfer_engine.staging_state()
 
-    def load_report(self) -> dict[str, Any]:
+    def load_report(self) -> "LoadReport":
         """How the last version was loaded; see ``LogWeightTransferEngine.report``."""
-        return dict(self.weight_transfer_engine.report)
+        return self.weight_transfer_engine.report
 
     def plan_loads(self, allowed: bool) -> None:
         """Whether versions may be loaded by a plan, or all by vLLM's layerwise reload."""

@@ -10,9 +10,10 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from ray.serve.config import AutoscalingContext
+from ray.serve.request_router import ReplicaID
 
 logger = logging.getLogger("ray.serve")
 
@@ -126,7 +127,7 @@ class Point(Protocol):
 
 
 def fleet_at_one_moment(
-    metrics: Mapping[str, Mapping[Any, Sequence[Point]]], replicas: Sequence[Any], now_s: float
+    metrics: Mapping[str, Mapping[ReplicaID, Sequence[Point]]], replicas: Sequence[ReplicaID], now_s: float
 ) -> list[ReplicaLoad | None]:
     """Every replica at the last moment of which all have reported: at different ones, versions would always differ."""
     serving = metrics.get(SERVING, {})
@@ -134,7 +135,7 @@ def fleet_at_one_moment(
     recent = {replica: end for replica, end in ends.items() if now_s - end <= SILENT_AFTER_S}
     moment = min(recent.values(), default=now_s)
 
-    def then(key: str, replica: Any) -> float:
+    def then(key: str, replica: ReplicaID) -> float:
         points = metrics[key][replica]
         return next((p.value for p in reversed(points) if p.timestamp <= moment), points[0].value)
 
@@ -163,7 +164,7 @@ class RolloutAutoscaling:
         self._goals = Goals(0, 0, target_sequences, target_kv_usage, upscale_delay_s, downscale_delay_s)
         self._held: str | None = None
 
-    def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, object]]:
         """Serve's hook, ten times a second: the target, and the state that it hands back at the next call."""
         goals = replace(
             self._goals,

@@ -98,7 +98,7 @@ class Dispatcher:
                 progress.attempts += 1
                 record(table.CONTINUATIONS, cause="lost")
                 replica_id = lost.detail.get("replica_id")
-                progress.lost_on += (replica_id,) if replica_id else ()
+                progress.lost_on += (replica_id,) if isinstance(replica_id, str) else ()
 
     async def _taken(self, call: GenerateCall, progress: _Progress) -> Rollout:
         """The answer of the first replica that does not refuse."""
@@ -113,7 +113,7 @@ class Dispatcher:
             except _REFUSALS as refusal:
                 record(table.REFUSALS, reason=outcome_of(refusal))
                 replica_id = refusal.detail.get("replica_id")
-                if replica_id is not None and replica_id not in refused:
+                if isinstance(replica_id, str) and replica_id not in refused:
                     refused.add(replica_id)
                     continue
                 if time.monotonic() - started >= self._patience_s(refusal, progress):

@@ -12,9 +12,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+if TYPE_CHECKING:
+    from rollout_service.protocol.sampling import GenerateCall
 
 STATS_PERIOD_S = 1.0
 """How often Serve asks replicas for their routing stats."""
@@ -163,7 +166,7 @@ class RolloutRouter(RequestRouter):
     # of Serve: how long a replica may take to answer a probe; by default 0.1 s, and a busy machine lost sessions by it
     queue_len_response_deadline_s = 1.0
 
-    def initialize_state(self, **kwargs: Any) -> None:
+    def initialize_state(self, **kwargs: object) -> None:
         """Serve's hook after construction."""
         self._ledger = Ledger()
 
@@ -186,7 +189,7 @@ class RolloutRouter(RequestRouter):
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         return [[by_id[replica_id]] for replica_id in order]
 
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
         """Serve's hook: a replica took the call."""
         session = getattr(_call(pending_request), "session_id", None)
         self._ledger.arrive(pending_request.metadata.internal_request_id, replica_id.unique_id, session)
@@ -211,7 +214,7 @@ class RolloutRouter(RequestRouter):
         return Candidate(replica_id, version=version, state=state, load=load, turn=turn)
 
 
-def _call(pending_request: PendingRequest | None) -> Any:
+def _call(pending_request: PendingRequest | None) -> "GenerateCall | None":
     """The ``GenerateCall`` of a pending request; None for calls of other methods."""
     argument = pending_request.args[0] if pending_request is not None and pending_request.args else None
     return argument if hasattr(argument, "sampling") else None

@@ -5,8 +5,6 @@ that was when it sent the request. A completion that went on over an update woul
 returns what it aborts to whoever asked for it, on every data route. AReaL then sends prompt and tokens again.
 """
 
-from typing import Any
-
 from fastapi import APIRouter
 
 from rollout_service.errors import Asleep, CommitTimeout, InvalidRequest, MalformedRequest, Overtaken
@@ -53,7 +51,7 @@ async def update_weights(body: UpdateWeights, services: Here) -> Success:
     return Success(message=f"every replica serves version {status.version}")
 
 
-async def refuse(body: dict[str, Any] | None = None) -> Success:
+async def refuse(body: dict[str, object] | None = None) -> Success:
     """Not implemented: 400."""
     raise InvalidRequest(
         "weights over NCCL are not implemented under AReaL's routes: set weight_update_mode: disk there, which sends "

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field, model_validator
@@ -18,9 +18,8 @@ from rollout_service.protocol.generate import (
     RolloutOptions,
     TokenIds,
     Usage,
-    VersionSpan,
 )
-from rollout_service.protocol.rollout import Completion, FinishReason, Rollout
+from rollout_service.protocol.rollout import Completion, FinishReason, Rollout, Span
 from rollout_service.protocol.sampling import (
     MOST_COMPLETIONS,
     MOST_LOGPROBS,
@@ -106,7 +105,7 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     stop_reason: int | str | None
-    weight_versions: list[VersionSpan]
+    weight_versions: list[Span]
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     packed_sampling_mask: list[str] | None = None
@@ -127,7 +126,7 @@ class CompletionReply(BaseModel):
 
 
 @router.post("/v1/completions", responses={200: {"model": CompletionReply}, **DATA_ERRORS})
-async def completions(body: CompletionRequest, services: Here, x_session_id: SessionHeader = None) -> dict[str, Any]:
+async def completions(body: CompletionRequest, services: Here, x_session_id: SessionHeader = None) -> dict[str, object]:
     """The completions of all prompts; choice ``i * n + j`` is completion ``j`` of prompt ``i``."""
     model = model_name(body.model, services)
     identity = body.request_id or f"cmpl-{uuid.uuid4().hex}"
@@ -182,8 +181,8 @@ def _choice(
     body: CompletionRequest,
     sampling: Sampling,
     services: Services,
-) -> dict[str, Any]:
-    choice: dict[str, Any] = {
+) -> dict[str, object]:
+    choice: dict[str, object] = {
         "index": index,
         "text": text_of(completion, sampling, services) or "",
         "logprobs": None if body.candidates is None else _logprobs(completion, body, services),
@@ -199,7 +198,7 @@ def _choice(
     return choice | packed_mask(completion)
 
 
-def _logprobs(completion: Completion, body: CompletionRequest, services: Services) -> dict[str, Any]:
+def _logprobs(completion: Completion, body: CompletionRequest, services: Services) -> dict[str, object]:
     def named(token: int) -> str:
         if body.return_tokens_as_token_ids or services.tokenizer is None:
             return f"token_id:{token}"

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Query
 
 from rollout_service.errors import Asleep, InvalidRequest, Overtaken
 from rollout_service.gateway.dependencies import Here
+from rollout_service.gateway.readiness import known_fleet
 from rollout_service.gateway.routes import GuardedRoute
 from rollout_service.protocol.fleet import Fleet, PauseMode
 from rollout_service.web.errors import documented
@@ -43,5 +44,5 @@ async def is_paused(services: Here) -> dict[str, bool]:
 
 @router.get("/v1/fleet")
 async def fleet(services: Here) -> Fleet:
-    """The live replicas beside the newest committed version."""
-    return await services.ingest.fleet()
+    """The live replicas beside the newest committed version. 503 with the reason if the ingest does not answer."""
+    return await known_fleet(services.ingest, services.not_running)

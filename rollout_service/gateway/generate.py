@@ -1,7 +1,6 @@
 """``POST /inference/v1/generate``: tokens in, tokens out, as vLLM's clients expect it."""
 
 import time
-from typing import Any
 
 from fastapi import APIRouter
 
@@ -15,14 +14,14 @@ router = APIRouter(tags=["generate"], route_class=OpenRoute)
 
 
 @router.post("/inference/v1/generate", responses={200: {"model": GenerateReply}, **DATA_ERRORS})
-async def generate(body: GenerateRequest, services: Here, x_session_id: SessionHeader = None) -> dict[str, Any]:
+async def generate(body: GenerateRequest, services: Here, x_session_id: SessionHeader = None) -> dict[str, object]:
     """The completions of one prompt, with the logprob and the weight version of every token."""
     model = model_name(body.model, services)
     prompt = body.token_ids or ()
     if body.prompt is not None:
         [prompt] = await tokenize([body.prompt], services)
     rollout = await roll_out(prompt, body.sampling_params, services, body.options(x_session_id))
-    reply: dict[str, Any] = {
+    reply: dict[str, object] = {
         "request_id": rollout.request_id,
         "model": model,
         "created": int(time.time()),
@@ -40,8 +39,8 @@ async def generate(body: GenerateRequest, services: Here, x_session_id: SessionH
     return reply
 
 
-def _choice(completion: Completion, services: Services, body: GenerateRequest) -> dict[str, Any]:
-    choice: dict[str, Any] = {
+def _choice(completion: Completion, services: Services, body: GenerateRequest) -> dict[str, object]:
+    choice: dict[str, object] = {
         "index": completion.index,
         "token_ids": completion.token_ids,
         "logprobs": completion.logprobs if body.flat_logprobs else {"content": _by_token(completion)},
@@ -56,22 +55,25 @@ def _choice(completion: Completion, services: Services, body: GenerateRequest) -
     return choice | packed_mask(completion)
 
 
-def _by_token(completion: Completion) -> list[dict[str, Any]]:
+def _by_token(completion: Completion) -> list[dict[str, object]]:
     """vLLM's form of the logprobs, and the one that it had before 0.32, in one: clients of both are in use.
 
     Read with renderers 0.1.12 (``token``) and vLLM 0.32 (``token_id``).
     """
     pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-    content: list[dict[str, Any]] = [
-        {"token_id": token, "token": f"token_id:{token}", "logprob": logprob, "top_logprobs": []}
-        for token, logprob in pairs
+    likeliest = completion.top_logprobs or ()
+    return [
+        {
+            "token_id": token,
+            "token": f"token_id:{token}",
+            "logprob": logprob,
+            "top_logprobs": [
+                {"token_id": c.token_id, "token": f"token_id:{c.token_id}", "logprob": c.logprob, "rank": c.rank}
+                for c in (sampled_first(token, logprob, likeliest[at]) if at < len(likeliest) else ())
+            ],
+        }
+        for at, (token, logprob) in enumerate(pairs)
     ]
-    for entry, likeliest in zip(content, completion.top_logprobs or (), strict=False):
-        entry["top_logprobs"] = [
-            {"token_id": c.token_id, "token": f"token_id:{c.token_id}", "logprob": c.logprob, "rank": c.rank}
-            for c in sampled_first(entry["token_id"], entry["logprob"], likeliest)
-        ]
-    return content
 
 
 def sampled_first(token: int, logprob: float, likeliest: tuple[Candidate, ...]) -> list[Candidate]:
@@ -88,7 +90,7 @@ def prompt_logprobs(rollout: Rollout) -> list[dict[str, dict[str, float]] | None
     ]
 
 
-def spans(completion: Completion) -> list[dict[str, Any]]:
+def spans(completion: Completion) -> list[dict[str, object]]:
     """vLLM's form of the spans, whose versions are strings, and the replica of each."""
     return [
         {"version": str(s.version), "start": s.start, "end": s.end, "replica_id": s.replica_id}
@@ -96,7 +98,7 @@ def spans(completion: Completion) -> list[dict[str, Any]]:
     ]
 
 
-def packed_mask(completion: Completion) -> dict[str, Any]:
+def packed_mask(completion: Completion) -> dict[str, object]:
     """The sampling mask's chunks, where the deployment returns them. vLLM's own form is several times as long."""
     mask = completion.packed_sampling_mask
     return {} if mask is None else {"packed_sampling_mask": mask}

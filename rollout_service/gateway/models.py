@@ -1,7 +1,6 @@
 """``GET /v1/models`` and ``GET /health``: open to everyone."""
 
 import time
-from typing import Any
 
 from fastapi import APIRouter
 
@@ -14,7 +13,7 @@ _STARTED = int(time.time())
 
 
 @router.get("/v1/models")
-async def models(services: Here) -> dict[str, Any]:
+async def models(services: Here) -> dict[str, object]:
     """OpenAI's list: the one served model, under each of its names."""
     data = [
         {
@@ -31,7 +30,7 @@ async def models(services: Here) -> dict[str, Any]:
 
 
 @router.get("/health")
-async def health(services: Here) -> dict[str, Any]:
+async def health(services: Here) -> dict[str, object]:
     """200 while a replica can serve; 503 otherwise, with the reason of the first start that failed, if one did.
 
     ``failed_starts`` stays in the reply when a later start went well: how many failed, and why.

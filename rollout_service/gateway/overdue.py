@@ -1,10 +1,8 @@
 """Requests that are still open when a gateway must end: they are told to come again, and no connection breaks."""
 
 import asyncio
-from collections.abc import MutableMapping
-from typing import Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_service.errors import NotReady
 from rollout_service.web.errors import error_response
@@ -14,8 +12,8 @@ class OpenRequests:
     """Those of one gateway."""
 
     def __init__(self) -> None:
-        self._open: set[asyncio.Task[Any]] = set()
-        self._refused: set[asyncio.Task[Any]] = set()
+        self._open: set[asyncio.Task[object]] = set()
+        self._refused: set[asyncio.Task[object]] = set()
 
     def refuse(self) -> None:
         """End them all: each is answered 503 with ``Retry-After``, and what it waited for is cancelled."""
@@ -38,7 +36,7 @@ class OpenRequests:
         request, answered = asyncio.current_task(), False
         assert request is not None
 
-        async def noting_send(message: MutableMapping[str, Any]) -> None:
+        async def noting_send(message: Message) -> None:
             nonlocal answered
             answered = True
             await send(message)

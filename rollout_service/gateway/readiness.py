@@ -1,10 +1,10 @@
-"""Whether a replica can serve, and if none can, why: for ``GET /health``."""
+"""The fleet as the ingest knows it, and whether a replica can serve; if it cannot be known or none can, why."""
 
 import asyncio
 from collections.abc import Callable
 
 from rollout_service.errors import NotReady
-from rollout_service.protocol.fleet import FailedStarts
+from rollout_service.protocol.fleet import FailedStarts, Fleet
 from rollout_service.rpc import IngestCalls
 
 INGEST_ANSWERS_S = 5.0
@@ -20,17 +20,22 @@ async def failed_starts(ingest: IngestCalls, not_running: Callable[[], dict[str,
 
     Raises NotReady, with the reason, if no replica can serve.
     """
-    try:
-        async with asyncio.timeout(INGEST_ANSWERS_S):
-            fleet = await ingest.fleet()
-    except (NotReady, TimeoutError) as error:
-        why = str(error) or f"the ingest has not answered for {INGEST_ANSWERS_S:g} s"
-        raise await _not_ready(why, None, not_running) from error
+    fleet = await known_fleet(ingest, not_running)
     if any(r.version is not None and r.error is None and r.state != "draining" for r in fleet.replicas):
         return fleet.failed_starts
     if any(replica.state == "asleep" and replica.error is None for replica in fleet.replicas):  # as was asked
         return fleet.failed_starts
     raise await _not_ready("no engine replica is live", fleet.failed_starts, not_running)
+
+
+async def known_fleet(ingest: IngestCalls, not_running: Callable[[], dict[str, str]]) -> Fleet:
+    """What the ingest says. Arguments as above. Raises NotReady if it does not answer, with what Serve says of it."""
+    try:
+        async with asyncio.timeout(INGEST_ANSWERS_S):
+            return await ingest.fleet()
+    except (NotReady, TimeoutError) as error:
+        why = str(error) or f"the ingest has not answered for {INGEST_ANSWERS_S:g} s"
+        raise await _not_ready(why, None, not_running) from error
 
 
 async def _not_ready(why: str, failed: FailedStarts | None, not_running: Callable[[], dict[str, str]]) -> NotReady:

@@ -23,7 +23,7 @@ from rollout_service.errors import (
     RolloutServiceError,
     Unauthorized,
 )
-from rollout_service.web.errors import documented, validation_error
+from rollout_service.web.errors import FieldProblem, documented, validation_error
 
 _JSON = re.compile(r"application/(?:[\w.-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # json.loads has made characters of pairs
@@ -37,7 +37,7 @@ class OpenRoute(APIRoute):
     errors: ClassVar[tuple[type[RolloutServiceError], ...]] = (RolloutServiceError, NotReady)
     """What every such route may answer with. The rest stands with each route."""
 
-    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+    def __init__(self, path: str, endpoint: Callable[..., object], **options: Any) -> None:
         """FastAPI's; adds ``errors`` to what is documented."""
         errors = self.errors
         if {"POST", "PUT"}.intersection(options.get("methods") or ()):
@@ -45,7 +45,7 @@ class OpenRoute(APIRoute):
         options["responses"] = {**documented(*errors), **(options.get("responses") or {})}
         super().__init__(path, endpoint, **options)
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[object, None, Response]]:
         """FastAPI's hook: what answers a request."""
         handle = super().get_route_handler()
 
@@ -80,14 +80,14 @@ class GuardedRoute(OpenRoute):
 class _ReadRequest(Request):
     """A request whose body has been read."""
 
-    def __init__(self, request: Request, body: bytes, value: Any) -> None:
+    def __init__(self, request: Request, body: bytes, value: object) -> None:
         super().__init__(request.scope, request.receive)
         self._read, self._value = body, value
 
     async def body(self) -> bytes:
         return self._read
 
-    async def json(self) -> Any:
+    async def json(self) -> object:
         return self._value
 
 
@@ -107,17 +107,17 @@ async def read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-def body_of(model: type[BaseModel]) -> dict[str, Any]:
+def body_of(model: type[BaseModel]) -> dict[str, object]:
     """The ``openapi_extra`` of a route that hands its JSON body on unread."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(model)}}}}
 
 
-def _inlined(model: type[BaseModel]) -> Any:
+def _inlined(model: type[BaseModel]) -> object:
     """The model's JSON schema without references, which in OpenAPI would be into the whole document."""
     schema = model.model_json_schema()
     definitions = schema.pop("$defs", {})
 
-    def inlined(part: Any) -> Any:
+    def inlined(part: object) -> object:
         if isinstance(part, list):
             return [inlined(item) for item in part]
         if not isinstance(part, dict):
@@ -129,7 +129,7 @@ def _inlined(model: type[BaseModel]) -> Any:
     return inlined(schema)
 
 
-def _parse(request: Request, body: bytes) -> Any:
+def _parse(request: Request, body: bytes) -> object:
     _require_json(request)
     try:
         text = body.decode()
@@ -137,7 +137,7 @@ def _parse(request: Request, body: bytes) -> Any:
         if "\\ud" in text or "\\uD" in text:
             _require_unicode(request, value)
     except json.JSONDecodeError as error:
-        problem = {"type": "json_invalid", "loc": ("body", error.pos), "msg": error.msg}
+        problem: FieldProblem = {"type": "json_invalid", "loc": ("body", error.pos), "msg": error.msg}
         raise validation_error(_name(request), [problem]) from error
     except UnicodeDecodeError as error:
         _refuse_body(request, f"is not UTF-8, at byte {error.start}", error)
@@ -161,14 +161,14 @@ def _require_json(request: Request) -> None:
         )
 
 
-def _require_unicode(request: Request, value: Any) -> None:
+def _require_unicode(request: Request, value: object) -> None:
     field = next(_lone_surrogates(value, ()), None)
     if field is not None:
         message = "has half a surrogate pair, which is no character: send Unicode text"
         raise validation_error(_name(request), [{"type": "string_unicode", "loc": field, "msg": message}])
 
 
-def _lone_surrogates(value: Any, field: tuple[int | str, ...]) -> Iterator[tuple[int | str, ...]]:
+def _lone_surrogates(value: object, field: tuple[int | str, ...]) -> Iterator[tuple[int | str, ...]]:
     if isinstance(value, str):
         if _LONE_SURROGATE.search(value):
             yield field

@@ -1,6 +1,6 @@
 """``GET /server_info``, by which trainers ask SGLang and vLLM alike: ``config_format`` is vLLM's."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter
 
@@ -15,7 +15,7 @@ router = APIRouter(tags=["trainers"], route_class=GuardedRoute)
 
 
 @router.get("/server_info", responses=documented(InvalidRequest))
-async def server_info(services: Here, config_format: Literal["text", "json"] | None = None) -> dict[str, Any]:
+async def server_info(services: Here, config_format: Literal["text", "json"] | None = None) -> dict[str, object]:
     """vLLM's ``vllm_config`` with ``config_format=json``; SGLang's arguments without."""
     if config_format is None:
         return await sglang_server_info(services)

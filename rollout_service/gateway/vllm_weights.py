@@ -10,7 +10,7 @@ None answers 503 or 500 once a trainer broadcasts, because TRL sends those again
 is 409 there.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter
 
@@ -78,7 +78,7 @@ async def start_draft_weight_update(services: Here) -> dict[str, str]:
     )
 
 
-async def update_from_broadcast(update_info: Any, services: Services) -> dict[str, str]:
+async def update_from_broadcast(update_info: object, services: Services) -> dict[str, str]:
     """What ``POST /update_weights`` does with ``update_info``."""
     try:
         await services.ingest.update_weights(update_info)
@@ -122,7 +122,7 @@ async def get_world_size(services: Here, include_dp: bool = True) -> dict[str, i
     return {"world_size": 1}
 
 
-async def vllm_server_info(services: Services) -> dict[str, Any]:
+async def vllm_server_info(services: Services) -> dict[str, object]:
     """What trainers read of vLLM's configuration, and where the weight transfer stands: ``server_info.py``."""
     transfer = await services.ingest.weight_transfer()
     model = {
@@ -172,7 +172,7 @@ async def reset_prefix_cache(
 
 
 @router.post("/weight_checker", responses=documented(InvalidRequest, WeightTransferFailed))
-async def weight_checker(body: CheckWeights, services: Here) -> dict[str, Any]:
+async def weight_checker(body: CheckWeights, services: Here) -> dict[str, object]:
     """xxh3-128 of each tensor that every live replica has loaded, or how they differ from a ``baseline`` of these.
 
     They are those of the version's manifest, against which a replica checks the bytes that it loads.

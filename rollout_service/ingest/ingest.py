@@ -22,6 +22,7 @@ from rollout_service.errors import (
 )
 from rollout_service.fleet.coordinator import FleetCoordinator
 from rollout_service.ingest.own_log import own_newest, recipe_of
+from rollout_service.ingest.sources.folder import FolderSource
 from rollout_service.ingest.sources.ray_objects import RefSource
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_address import UploadAddress
@@ -134,7 +135,8 @@ class Ingest:
         if newest is None:
             logger.info("the log at %s is empty: version 0 is made from %s", self._log.root, self._config.model.path)
             path = self._config.model.path
-            await self._uploads.stage(BeginUpload(version=0, source=PathSource(path=path)), path, roots=())
+            source = await asyncio.to_thread(FolderSource, path)
+            await self._uploads.stage(BeginUpload(version=0, source=PathSource(path=path)), source)
             await self._commit(0, CommitUpload())
             return
         _, manifest = newest

@@ -115,8 +115,8 @@ class Uploads:
         Raises VersionConflict, InvalidManifest, InsufficientStorage, Forbidden or NotFound.
         """
         if objects is not None:
-            return await self._begin(begin, lambda: self._stage_anew(begin, objects))
-        return await self._begin(begin, lambda: self.stage(begin, self._source_of(begin)))
+            return await self._begin(begin, lambda: self.stage(begin, objects))
+        return await self._begin(begin, lambda: self._stage_announced(begin))
 
     async def begin_folder(self, path: Path, number: int | None = None) -> int:
         """Stage what lies in a folder as the next version, unless that is staged or is the newest version already.
@@ -151,7 +151,7 @@ class Uploads:
             number = max(newest, *taken) + 1 if taken else newest + 1
         if number > MAX_VERSION:
             raise VersionConflict(f"version {newest} is the last that there can be, and {folder} would be the next one")
-        await self._stage_anew(BeginUpload(version=number, source=same), source)
+        await self.stage(BeginUpload(version=number, source=same), source)
         return number
 
     async def _begin(self, begin: BeginUpload, stage: Callable[[], Awaitable[UploadSession]]) -> UploadPlan:
@@ -175,7 +175,7 @@ class Uploads:
         head = self._log.head()
         version = max([-1 if head is None else head.version, *self._staged]) + 1
         begin = BeginUpload(version=version, source=BroadcastSource(transfer=uuid.uuid4().hex))
-        return await self._stage_anew(begin, None)
+        return await self.stage(begin, None)
 
     async def renumber(self, staged: UploadSession, version: int) -> None:
         """Make a staged version another one. Raises VersionConflict if that is staged or committed, NotFound."""
@@ -197,15 +197,11 @@ class Uploads:
             raise RolloutServiceError(f"version {before} cannot be made version {version}: {error}") from error
         self._staged[version] = self._staged.pop(before)
 
-    async def stage(
-        self, begin: BeginUpload, folder: Path | None, roots: tuple[Path, ...] | None = None
-    ) -> UploadSession:
-        """Lay a version out and expect its parts, or convert the tensors of ``folder``."""
-        roots = self._config.source_roots if roots is None else roots
-        source = None if folder is None else await asyncio.to_thread(FolderSource, folder, roots or None)
-        return await self._stage_anew(begin, source)
+    async def stage(self, begin: BeginUpload, source: WeightSource | None) -> UploadSession:
+        """Lay a version out and expect its parts, or convert the tensors of ``source``, in place of what failed.
 
-    async def _stage_anew(self, begin: BeginUpload, source: WeightSource | None) -> UploadSession:
+        Raises InvalidManifest, InsufficientStorage, RolloutServiceError.
+        """
         failed = self._staged.pop(begin.version, None)
         if failed is not None:
             await failed.discard()
@@ -285,7 +281,11 @@ class Uploads:
                 {"version": version, "latest_version": head.version, "latest_digest": head.digest},
             )
 
-    def _source_of(self, begin: BeginUpload) -> Path | None:
+    async def _stage_announced(self, begin: BeginUpload) -> UploadSession:
+        return await self.stage(begin, await asyncio.to_thread(self._source_of, begin))
+
+    def _source_of(self, begin: BeginUpload) -> WeightSource | None:
+        """What reads the source that is announced; None: the tensors come in parts."""
         if isinstance(begin.source, ObjectSource):
             raise InvalidRequest(
                 "objects in Ray's store are named by references, which only the ingest's Python handle takes: push "
@@ -296,7 +296,12 @@ class Uploads:
                 "what a trainer broadcasts cannot be read again, and is begun by POST /start_weight_update: give a "
                 "path or tensors"
             )
-        return None if begin.source is None else allowed_path(begin.source.path, self._config.source_roots)
+        if begin.source is None:
+            return None
+        return FolderSource(self._folder_of(begin.source), self._config.source_roots)
+
+    def _folder_of(self, source: PathSource) -> Path:
+        return allowed_path(source.path, self._config.source_roots)
 
     def _stage(self, begin: BeginUpload, source: WeightSource | None) -> UploadSession:
         table = begin.tensors if source is None else source.table
@@ -322,7 +327,7 @@ class Uploads:
                 raise LogCorrupt(f"{parts} holds no record")
             version = record.begin.version
             self.require_newer(version)
-            staged = await self.stage(record.begin, self._source_of(record.begin))
+            staged = await self._stage_announced(record.begin)
         except (RolloutServiceError, OSError) as error:  # one that cannot be read is no reason not to start
             if isinstance(error, InsufficientStorage):
                 logger.error("%s stays on disk until its upload is begun again: %s", parts, error)
@@ -339,9 +344,7 @@ class Uploads:
         """Raises VersionConflict if ``begin`` announces something else than is staged or committed."""
         mine, theirs = _announced_digest(known.begin), _announced_digest(begin)
         if known.begin.describes_what(begin) and isinstance(begin.source, PathSource):
-            folder = self._source_of(begin)
-            assert folder is not None
-            mine, theirs = known.source_stamp, source_stamp(folder)
+            mine, theirs = known.source_stamp, source_stamp(self._folder_of(begin.source))
         if mine == theirs:
             return
         instead = "push a newer version" if state == "committed" else "DELETE it to begin anew"

@@ -25,7 +25,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol, TypeVar, get_args
+from typing import NamedTuple, Protocol, TypeVar, get_args
 
 from pydantic import ValidationError
 
@@ -375,7 +375,7 @@ def _upload_tensors(tensors: TensorsToCome) -> Iterator[UploadTensor]:
         yield UploadTensor.model_validate({"name": name, "dtype": dtype, "shape": shape})
 
 
-def _task(work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
+def _task(work: Coroutine[object, None, _Result]) -> asyncio.Task[_Result]:
     """Go on with ``work`` whoever waits for it; its failure is told to those who do."""
     task = asyncio.create_task(work)
     task.add_done_callback(lambda done: None if done.cancelled() else done.exception())

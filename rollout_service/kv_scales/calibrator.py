@@ -220,7 +220,7 @@ def starting_choice(dtype: str, model: ServedModel, known: KVCacheChoice | None)
 async def choose_bf16(ingest: IngestCalls, unfit: KVCacheUnfit) -> KVCacheChoice:
     """BF16, noted for all replicas of this log, or what another one has noted before. Raises NotReady."""
     logger.warning("the KV cache is kept in BF16: %s", unfit.message)
-    choice = KVCacheChoice(dtype="bfloat16", why=unfit.message, judged_by=unfit.detail["judged_by"])
+    choice = KVCacheChoice(dtype="bfloat16", why=unfit.message, judged_by=str(unfit.detail["judged_by"]))
     return await ingest.choose_kv_cache(choice)
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,14 @@ from rollout_service.kv_scales.scales import (
     scales_from_amax,
 )
 from rollout_service.protocol.kv_scales import LayerError
-from rollout_service.transformers_internals import attention_kernel, eager_attention, registered_attention
+from rollout_service.transformers_internals import (
+    AttentionFunction,
+    attention_kernel,
+    eager_attention,
+    registered_attention,
+)
+
+_Mine = TypeVar("_Mine")
 
 _observing = Lock()
 _WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
@@ -91,11 +98,13 @@ class Observation:
             mine: dict[str, Amax] | InvalidRequest = self.amax()
         except InvalidRequest as error:
             mine = error  # raised after the collective call, or the other ranks would wait for this one
+        every: list[dict[str, Amax]] = []
         ranks = _gathered((mine, self.tokens), group)
         for amax, _ in ranks:
             if isinstance(amax, InvalidRequest):
                 raise amax
-        return scales_from_amax([amax for amax, _ in ranks], model=model, tokens=sum(n for _, n in ranks), how=how)
+            every.append(amax)
+        return scales_from_amax(every, model=model, tokens=sum(n for _, n in ranks), how=how)
 
     def errors(self) -> dict[str, LayerError]:
         """Layer → what FP8 with the given scales costs, on this rank. Raises InvalidRequest if none were given."""
@@ -103,7 +112,7 @@ class Observation:
             raise InvalidRequest("errors are measured against scales: observe_qkv(model, measured_with=scales)")
         return {name: sums.result() for name, sums in self._errors.items()}
 
-    def begin(self, backbone: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, backbone: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Forward pre-hook of the backbone."""
         mask = inspect.signature(backbone.forward).bind(*args, **kwargs).arguments.get("attention_mask")
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
@@ -202,7 +211,7 @@ def attention_layers(model: PreTrainedModel) -> dict[torch.nn.Module, str]:
     return layers
 
 
-def _observing_attention(original: Callable[..., Any] | None, see: Callable[..., None]) -> Callable[..., Any]:
+def _observing_attention(original: AttentionFunction | None, see: Callable[..., None]) -> AttentionFunction:
     """An attention function that shows ``see`` what ``original`` is given; None: the eager one of the model's file."""
 
     def observed(
@@ -210,10 +219,10 @@ def _observing_attention(original: Callable[..., Any] | None, see: Callable[...,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *args: Any,
+        *args: object,
         scaling: float | None = None,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         see(module, query, key, value, scaling)
         attend = original or _eager_function(module)
         return attend(module, query, key, value, *args, scaling=scaling, **kwargs)
@@ -221,7 +230,7 @@ def _observing_attention(original: Callable[..., Any] | None, see: Callable[...,
     return observed
 
 
-def _eager_function(module: torch.nn.Module) -> Callable[..., Any]:
+def _eager_function(module: torch.nn.Module) -> AttentionFunction:
     function = eager_attention(module)
     if function is None:
         raise InvalidRequest(
@@ -243,9 +252,9 @@ def _counting(mask: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     return mask[:, -tokens:].to(x.device)
 
 
-def _gathered(mine: Any, group: "torch.distributed.ProcessGroup | None") -> list[Any]:
+def _gathered(mine: _Mine, group: "torch.distributed.ProcessGroup | None") -> list[_Mine]:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return [mine]
-    ranks: list[Any] = [None] * torch.distributed.get_world_size(group)
+    ranks = [mine] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(ranks, mine, group)
     return ranks

@@ -12,9 +12,10 @@ back afterwards. They therefore follow a version however its weights were loaded
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Protocol
 
 import torch
+from vllm.config import ModelConfig, VllmConfig
 
 from rollout_service.kv_scales.fp8_error import ErrorSums, masked_amax
 from rollout_service.kv_scales.scales import TENSORS, LayerScales
@@ -35,12 +36,21 @@ _ATTENTION = ".attn"
 """vLLM's module inside the one that a checkpoint's names end at: ``model.layers.0.self_attn`` has ``.attn``."""
 
 
+class TransferEngine(Protocol):
+    """What is used of a worker's weight-transfer engine, which knows the model that it loads."""
+
+    model: torch.nn.Module
+    model_config: ModelConfig
+    vllm_config: VllmConfig
+    device: torch.device
+
+
 class KVScalesWorker:
     """Mixed into vLLM's worker class (``engine/worker.py``): what a replica asks of every rank."""
 
-    weight_transfer_engine: Any
+    weight_transfer_engine: TransferEngine
 
-    def measure_kv(self, sequences: list[list[int]], scales: dict[str, float] | None) -> dict[str, Any]:
+    def measure_kv(self, sequences: list[list[int]], scales: dict[str, float] | None) -> dict[str, object]:
         """See ``measure_kv``; a KVMeasurement as JSON."""
         engine = self.weight_transfer_engine
         measured = measure_kv(engine.model, engine.vllm_config, engine.device, sequences, scales)
@@ -53,7 +63,7 @@ class KVScalesWorker:
 
 def measure_kv(
     model: torch.nn.Module,
-    vllm_config: Any,
+    vllm_config: VllmConfig,
     device: torch.device,
     sequences: Sequence[Sequence[int]],
     scales: Mapping[str, float] | None = None,
@@ -125,7 +135,7 @@ class _Watch:
 
 def _forward(
     model: torch.nn.Module,
-    vllm_config: Any,
+    vllm_config: VllmConfig,
     device: torch.device,
     rows: Sequence[Sequence[int]],
     watches: Mapping[str, _Watch],
@@ -155,7 +165,7 @@ def _against(name: str, layer: Attention, scales: Mapping[str, float] | None) ->
     return LayerScales(**{x: scales[f"{name}.{x}_scale"] for x in TENSORS})
 
 
-def _require_computable(name: str, layer: Attention, vllm_config: Any) -> None:
+def _require_computable(name: str, layer: Attention, vllm_config: VllmConfig) -> None:
     impl = layer.impl
     reasons = {
         "attention sinks": bool(layer.has_sink),
@@ -170,7 +180,7 @@ def _require_computable(name: str, layer: Attention, vllm_config: Any) -> None:
         raise RuntimeError(f"q, k and v of {name} cannot be measured: its attention has {', '.join(found)}")
 
 
-def load_kv_scales(model: torch.nn.Module, model_config: Any, scales: Mapping[str, float] | None) -> int:
+def load_kv_scales(model: torch.nn.Module, model_config: ModelConfig, scales: Mapping[str, float] | None) -> int:
     """Give every layer with an FP8 cache its q, k and v scales; returns how many scales were loaded.
 
     Layers that have them already are left alone. Call it with nothing cached: codes of other scales mean other values.
@@ -208,7 +218,7 @@ def held_scales(layer: torch.nn.Module) -> dict[str, list[float]]:
     return {x: kv_scale_copies(layer, x) for x in TENSORS}
 
 
-def _load(name: str, layer: torch.nn.Module, model_config: Any, wanted: Mapping[str, torch.Tensor]) -> None:
+def _load(name: str, layer: torch.nn.Module, model_config: ModelConfig, wanted: Mapping[str, torch.Tensor]) -> None:
     """As a reload of the whole model does it with a checkpoint's scales, looking for nothing else to reload."""
     initialize_layerwise_reload(layer)
     for x in TENSORS:

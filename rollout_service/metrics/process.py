@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 from ray.serve import metrics as ray_metrics
@@ -97,8 +97,8 @@ def _outcome(metric: Metric) -> Iterator[None]:
 
 
 def counted_rollout(
-    roll_out: Callable[_P, Coroutine[Any, Any, Rollout]],
-) -> Callable[_P, Coroutine[Any, Any, Rollout]]:
+    roll_out: Callable[_P, Coroutine[object, None, Rollout]],
+) -> Callable[_P, Coroutine[object, None, Rollout]]:
     """Count each call of the gateway's ``roll_out``, and what it answered."""
 
     @functools.wraps(roll_out)
@@ -161,8 +161,8 @@ def counted_conversion(
 
 
 def counted_commit(
-    commit: Callable[_P, Coroutine[Any, Any, _Answer]],
-) -> Callable[_P, Coroutine[Any, Any, _Answer]]:
+    commit: Callable[_P, Coroutine[object, None, _Answer]],
+) -> Callable[_P, Coroutine[object, None, _Answer]]:
     """Count each call of the ingest's ``_commit``."""
 
     @functools.wraps(commit)

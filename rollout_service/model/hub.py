@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import huggingface_hub as hf
@@ -236,7 +235,7 @@ def _logged_bar(what: str, nbytes: int) -> type[tqdm]:
     next_at, most, told = time.monotonic() + LOG_EVERY_S, 0, 0
 
     class LoggedBar(tqdm):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args: object, **kwargs: object) -> None:
             kwargs |= {"disable": False, "leave": False, "mininterval": LOG_EVERY_S / 10}
             super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
 

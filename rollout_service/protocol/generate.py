@@ -1,6 +1,6 @@
 """``POST /inference/v1/generate``: vLLM's request and reply, as far as they are implemented, and what we add."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, FiniteFloat, StrictInt, model_validator
 
@@ -34,7 +34,7 @@ class RolloutOptions(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_names_are_unknown(cls, data: Any) -> Any:
+    def _few_names_are_unknown(cls, data: object) -> object:
         return refuse_many_unknown(cls.model_fields, without_idle_nulls(cls, data))
 
     def options(self, session_header: str | None) -> "RolloutOptions":
@@ -69,15 +69,6 @@ class GenerateRequest(RolloutOptions):
         if (self.token_ids is None) == (self.prompt is None):
             raise ValueError("give either token_ids or prompt")
         return self
-
-
-class VersionSpan(BaseModel):
-    """Tokens ``[start, end)``, the version that made them, as vLLM writes it, and the replica."""
-
-    version: str
-    start: int
-    end: int
-    replica_id: str | None = None
 
 
 class Usage(BaseModel):
@@ -134,7 +125,7 @@ class GenerateChoice(BaseModel):
     """One list with ``flat_logprobs``."""
     finish_reason: FinishReason
     stop_reason: int | str | None = None
-    weight_versions: tuple[VersionSpan, ...]
+    weight_versions: tuple[Span, ...]
     text: str | None = None
     top_logprobs: tuple[tuple[Candidate, ...], ...] | None = None
     """With ``flat_logprobs`` and ``sampling_params.logprobs`` above 0: see ``Completion``."""
@@ -152,7 +143,7 @@ class GenerateChoice(BaseModel):
             logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            spans=tuple(Span.model_validate(span.model_dump()) for span in self.weight_versions),
+            spans=self.weight_versions,
             text=self.text,
             top_logprobs=self.top_logprobs,
             packed_sampling_mask=self.packed_sampling_mask,

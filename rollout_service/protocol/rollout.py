@@ -1,20 +1,24 @@
 """Rollouts: completions, and which weights made which of their tokens."""
 
 import itertools
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field, WithJsonSchema, model_validator
 
-from rollout_service.protocol.base import Frozen, WeightVersion
+from rollout_service.protocol.base import MAX_VERSION, Frozen, WeightVersion
 
 FinishReason = Literal["stop", "length", "abort"]
 OnAbort = Literal["continue", "return"]
 
 
+_NUMBER_OR_TEXT = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": MAX_VERSION}, {"type": "string"}]}
+
+
 class Span(Frozen):
     """Output tokens ``[start, end)`` of one completion were sampled by the weights of ``version`` on one replica."""
 
-    version: WeightVersion
+    version: Annotated[WeightVersion, WithJsonSchema(_NUMBER_OR_TEXT, mode="serialization")]
+    """Replies to generations write it as text, as vLLM does; everything else as a number. Both are read."""
     start: int = Field(ge=0)
     end: int
     replica_id: str | None = None

@@ -66,7 +66,7 @@ class StructuredOutputs(Frozen):
         return self
 
 
-def without_idle_nulls(model: type[BaseModel], data: Any) -> Any:
+def without_idle_nulls(model: type[BaseModel], data: object) -> object:
     """``data`` without the nulls that ask for nothing: clients send them for whatever they leave at its default.
 
     Those of fields that the model does not have, and of fields for which null is no value.
@@ -82,7 +82,7 @@ def _nullable(model: type[BaseModel]) -> frozenset[str]:
     return frozenset(name for name, field in model.model_fields.items() if type(None) in get_args(field.annotation))
 
 
-def refuse_many_unknown(known: Collection[str], data: Any) -> Any:
+def refuse_many_unknown(known: Collection[str], data: object) -> object:
     """``data`` as it is. Raises ValueError for more than a few names that are not ``known``: pydantic would make an
     error of each, and a body has room for a million."""
     unknown = [name for name in data if name not in known] if isinstance(data, dict) and len(data) > len(known) else []
@@ -152,7 +152,7 @@ class CommonSampling(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_are_unknown(cls, data: Any) -> Any:
+    def _few_are_unknown(cls, data: object) -> object:
         return refuse_many_unknown(cls.model_fields, without_idle_nulls(cls, data))
 
     @field_validator("logit_bias")

@@ -9,9 +9,8 @@ and the engine computes with w ≈ q·s. The scale is stored under ``<name>_scal
 format's (DeepSeek-V3), although it is the factor a code is multiplied by.
 """
 
-from typing import Any
-
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rollout_service.errors import QuantizationError
@@ -88,7 +87,7 @@ def _is_finite_bf16(weight: torch.Tensor) -> bool:
     return not any_has_all_bits(weight.detach().reshape(-1).view(torch.int16).numpy(), _EXPONENT_BF16)
 
 
-def any_has_all_bits(numbers: np.ndarray[Any, Any], bits: int) -> bool:
+def any_has_all_bits(numbers: npt.NDArray[np.integer], bits: int) -> bool:
     """Whether any of these integers, in one dimension, has all of ``bits`` set."""
     # in pieces that fit into a core's cache, and not by torch, whose threads wait for each other: 20 times as fast
     step = _PIECE_BYTES // numbers.itemsize

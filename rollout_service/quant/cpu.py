@@ -11,10 +11,15 @@ from typing import Any
 
 import numba
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rollout_service.quant.blockwise import BLOCK, CODES, scale_shape
 from rollout_service.threads import io_threads
+
+_Array = npt.NDArray[np.generic]
+_Matrix = tuple[_Array, _Array, _Array]
+"""BF16 bits uint16 [N, K], codes uint8 [N, K], scales fp32 of the blocks."""
 
 _U16, _U32, _F32 = np.uint16, np.uint32, np.float32
 _MAGNITUDE_BF16, _MAGNITUDE, _SIGN = _U16(0x7FFF), _U32(0x7FFFFFFF), _U32(0x80)
@@ -41,7 +46,7 @@ def quantize_cpu(weight: torch.Tensor, *, power_of_two: bool = False) -> tuple[t
     return codes, scales
 
 
-def _parts(matrices: list[Any]) -> Iterator[tuple[Any, ...]]:
+def _parts(matrices: list[_Matrix]) -> Iterator[tuple[_Array, _Array, _Array, int, int]]:
     """The matrices' rows of blocks, cut into about as many parts as there are threads, or one a matrix."""
     rows = sum(scales.shape[0] for *_, scales in matrices)
     per_part = max(1, rows // _threads())

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -66,7 +66,7 @@ def documented(*kinds: type[RolloutServiceError]) -> dict[int | str, dict[str, A
 class ErrorResponse(JSONResponse):
     """JSON in ASCII: what is wrong with a request may be that it holds what UTF-8 cannot."""
 
-    def render(self, content: Any) -> bytes:
+    def render(self, content: object) -> bytes:
         """Starlette's hook."""
         return json.dumps(content).encode("ascii")
 
@@ -87,7 +87,15 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     return error_response(validation_error(f"{request.method} {request.url.path}", error.errors()))
 
 
-def validation_error(route: str, problems_found: Sequence[Any]) -> RolloutServiceError:
+class FieldProblem(TypedDict):
+    """What pydantic says of one field; FastAPI and this service add some in the same form."""
+
+    type: str
+    loc: tuple[int | str, ...]
+    msg: str
+
+
+def validation_error(route: str, problems_found: Sequence[FieldProblem]) -> RolloutServiceError:
     """What pydantic says of a body, in the service's words."""
     problems = [_problem(item["loc"], item["type"], item["msg"]) for item in problems_found[:PROBLEMS_LISTED]]
     parts = [f"{field} {problem}" for field, problem in problems[:PROBLEMS_TOLD]]

@@ -26,7 +26,7 @@ from tests.unit.store.versions import flip_a_byte
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs of one host")
 
-DOORS = ("path", "parts", "trainer")
+TRANSPORTS = ("path", "parts", "trainer")
 FP8_MEAN = 0.06
 """As for the CPU engine, tests/engine/test_round_trip.py."""
 BETWEEN_RANKS_MEAN = 0.03
@@ -36,13 +36,15 @@ TOKENS = [tuple((5 * i + 7 * j) % 120 + 3 for j in range(40)) for i in range(8)]
 Record = Callable[[str, object], None]
 
 
-async def push(client: RolloutClient, door: str, version: int, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    if door == "path":
+async def push(
+    client: RolloutClient, transport: str, version: int, weights: dict[str, torch.Tensor], folder: Path
+) -> None:
+    if transport == "path":
         folder.mkdir()
         save_file(weights, folder / "model.safetensors")
         await client.push_path(version, folder, wait="none")
     else:
-        quantize: Any = "trainer" if door == "trainer" else "service"
+        quantize: Any = "trainer" if transport == "trainer" else "service"
         await client.push_weights(version, weights, quantize=quantize, wait="none")
 
 
@@ -83,8 +85,10 @@ async def test_two_ranks_follow_every_upload_path_and_match_one_rank(
             # a rank's area is as large as its shard: the whole version is not staged before it is known what ranks read
             assert all(rank["way"] == "layerwise" and "unstaged" in rank for rank in first), first
             of_two = {}
-            for version, door in enumerate(DOORS, start=1):
-                await push(client, door, version, random_weights(model, seed=version), tmp_path / f"trainer-{version}")
+            for version, transport in enumerate(TRANSPORTS, start=1):
+                await push(
+                    client, transport, version, random_weights(model, seed=version), tmp_path / f"trainer-{version}"
+                )
                 closed_ms.append(await loaded(two, ingest, version))
                 reports = await two.load_reports()
                 assert [rank["way"] for rank in reports] == ["plan", "plan"], reports

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_confi
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from rollout_service.engine.loading import staging_buffer
+from rollout_service.engine.loading import staging
 from rollout_service.engine.loading.transfer import LogUpdateInfo, LogWeightTransferEngine
 from rollout_service.engine.plugin import STAGING_KEY
 from rollout_service.errors import LogCorrupt
@@ -216,8 +216,8 @@ def commit_matrices(log: WeightLog, version: int, *, extra: bool = False) -> dic
 def test_a_rank_stages_its_shard_alone_and_loads_it_by_a_plan(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging_buffer, "_SLACK_BYTES", 64)
-    monkeypatch.setattr(staging_buffer, "PIECE_BYTES", 2 << 20)
+    monkeypatch.setattr(staging, "_SLACK_BYTES", 64)
+    monkeypatch.setattr(staging, "PIECE_BYTES", 2 << 20)
     log, model = WeightLog(tmp_path / "log"), Shard(rank)
     engine = serving(model, rank, world_size=2)
     shard_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
@@ -236,7 +236,7 @@ def test_a_rank_stages_its_shard_alone_and_loads_it_by_a_plan(
 def test_rank_0_checks_bytes_that_only_the_other_rank_loads(
     rank: int, finds_it: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging_buffer, "_SLACK_BYTES", 64)
+    monkeypatch.setattr(staging, "_SLACK_BYTES", 64)
     log = WeightLog(tmp_path / "log")
     engine = serving(Shard(rank), rank, world_size=2)
     commit_matrices(log, 0)
@@ -258,7 +258,7 @@ def test_rank_0_checks_bytes_that_only_the_other_rank_loads(
 def test_a_version_too_big_to_stage_loads_from_files_with_reason(
     log: WeightLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging_buffer, "_SLACK_BYTES", -60)
+    monkeypatch.setattr(staging, "_SLACK_BYTES", -60)
     model = Model()
     engine = serving(model)
     for version in (1, 2):
@@ -280,7 +280,7 @@ def test_another_layout_loads_layerwise_and_gets_its_own_plan(tmp_path: Path) ->
 
 
 def test_a_file_changed_after_its_check_is_detected_on_load(log: WeightLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_buffer, "_SLACK_BYTES", -60)
+    monkeypatch.setattr(staging, "_SLACK_BYTES", -60)
     engine = serving(Model())
     assert stage(engine, log.folder(1))["corrupt"] is None
     flip_a_byte(log, 1, FIRST)

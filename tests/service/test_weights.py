@@ -1,4 +1,4 @@
-"""Weights through the real front door: uploads, paths, conflicts, and versions that must fail."""
+"""Weights through the real gateway: uploads, paths, conflicts, and versions that must fail."""
 
 from pathlib import Path
 

@@ -35,93 +35,94 @@ def application(path: Path) -> dict[str, Any]:
     return dict(only)
 
 
-def test_the_shipped_deployments_are_there() -> None:
-    assert {"cpu_rollout.yaml", "fp8_rollout.yaml"} <= {path.name for path in YAMLS}
+class TestShipped:
+    def test_the_shipped_deployments_are_there(self) -> None:
+        assert {"cpu_rollout.yaml", "fp8_rollout.yaml"} <= {path.name for path in YAMLS}
 
+    @every_yaml
+    def test_a_deployment_is_a_serve_config(self, path: Path) -> None:
+        (read,) = ServeDeploySchema.model_validate(document(path)).applications
+        assert read.model_dump(exclude_unset=True) == application(path)
 
-@every_yaml
-def test_a_deployment_is_a_serve_config(path: Path) -> None:
-    (read,) = ServeDeploySchema.model_validate(document(path)).applications
-    assert read.model_dump(exclude_unset=True) == application(path)
+    @every_yaml
+    def test_a_deployment_listens_on_loopback(self, path: Path) -> None:
+        assert document(path)["http_options"]["host"] == "127.0.0.1"
 
+    @every_yaml
+    def test_a_deployment_builds_without_starting_ray(
+        self, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)  # where a model that the YAML asks for is made
+        (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)  # a folder comes before the hub
+        module, _, name = application(path)["import_path"].partition(":")
+        assert (module, name) == ("rollout_service.app", "build")
+        build = getattr(import_module(module), name)
+        # Serve makes the arguments of a builder from the class that its only parameter is annotated with
+        (parameter,) = signature(build).parameters.values()
+        assert parameter.annotation is ServiceConfig
+        built = build(ServiceConfig.model_validate(application(path)["args"]))
+        assert isinstance(built, Application)
+        assert not ray.is_initialized()
 
-@every_yaml
-def test_a_deployment_listens_on_loopback(path: Path) -> None:
-    assert document(path)["http_options"]["host"] == "127.0.0.1"
+    def test_a_wheel_brings_the_deployments(self, tmp_path: Path) -> None:
+        source = tmp_path / "source"
+        for folder in ("rollout_service", "deployments"):
+            without_caches = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(PROJECT / folder, source / folder, symlinks=True, ignore=without_caches)
+        for file in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(PROJECT / file, source)
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps", "--no-build-isolation"]
+        subprocess.run([*pip, "--wheel-dir", tmp_path, source], check=True, capture_output=True)
+        [wheel] = tmp_path.glob("*.whl")
+        with ZipFile(wheel) as files:
+            for path in YAMLS:
+                assert files.read(f"rollout_service/deployments/{path.name}") == path.read_bytes()
+        assert {CPU.resolve(), GPU.resolve()} <= set(YAMLS)
 
-
-@every_yaml
-def test_a_deployment_builds_without_starting_ray(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # where a model that the YAML asks for is made
-    (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)  # a folder comes before the hub
-    module, _, name = application(path)["import_path"].partition(":")
-    assert (module, name) == ("rollout_service.app", "build")
-    build = getattr(import_module(module), name)
-    # Serve makes the arguments of a builder from the class that its only parameter is annotated with
-    (parameter,) = signature(build).parameters.values()
-    assert parameter.annotation is ServiceConfig
-    built = build(ServiceConfig.model_validate(application(path)["args"]))
-    assert isinstance(built, Application)
-    assert not ray.is_initialized()
-
-
-def test_a_wheel_brings_the_deployments(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    for folder in ("rollout_service", "deployments"):
-        without_caches = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(PROJECT / folder, source / folder, symlinks=True, ignore=without_caches)
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(PROJECT / file, source)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--wheel-dir", tmp_path, source], check=True, capture_output=True)
-    [wheel] = tmp_path.glob("*.whl")
-    with ZipFile(wheel) as files:
-        for path in YAMLS:
-            assert files.read(f"rollout_service/deployments/{path.name}") == path.read_bytes()
-    assert {CPU.resolve(), GPU.resolve()} <= set(YAMLS)
-
-
-def test_gateways_are_as_many_as_configured_and_one_by_default() -> None:
-    for scaling, expected in (({}, 1), ({"gateways": 3}, 3)):
-        gateway = build(ServiceConfig.model_validate({"scaling": scaling, "model": {"path": "anywhere"}}))
-        assert gateway._bound_deployment.num_replicas == expected
-
-
-def test_ingest_gpu_share_is_as_configured_and_none_by_default() -> None:
-    for share in (0, 0.1):
-        config = ServiceConfig.model_validate({"weights": {"ingest_num_gpus": share}, "model": {"path": "anywhere"}})
-        gateway = build(config)
-        ingest = gateway._bound_deployment.init_args[2]._bound_deployment
-        assert ingest.ray_actor_options["num_gpus"] == share
-
-
-def test_deployments_get_1s_health_checks_and_the_drain_timeout() -> None:
-    sections = {"scaling": {"drain_timeout_s": 12}, "shadow": {"share": 0.1}, "model": {"path": "anywhere"}}
-    gateway = build(ServiceConfig.model_validate(sections))
-    bound = [gateway, *(argument for argument in gateway._bound_deployment.init_args if _is_bound(argument))]
-    deployments = {each._bound_deployment.name: each._bound_deployment._deployment_config for each in bound}
-    assert deployments.keys() == {"gateway", "engine", "ingest", "monitor", "shadow"}
-    for config in deployments.values():
-        assert config.health_check_period_s <= 1
-        assert config.graceful_shutdown_timeout_s == 12
+    @every_yaml
+    def test_a_dead_proxy_is_noticed_soon_and_a_slow_start_awaited(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        options = ServeDeploySchema.model_validate(document(path)).controller_options
+        assert controller_options(path) == options.model_dump(exclude_unset=True)
+        assert options.runtime_env is not None
+        variables = options.runtime_env["env_vars"]
+        monkeypatch.delitem(sys.modules, "ray.serve._private.constants")
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        constants = import_module("ray.serve._private.constants")  # Serve knows the variables by these names
+        assert {name: getattr(constants, name.removeprefix("RAY_SERVE_")) for name in variables} == {
+            "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": 1,
+            "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": 4,
+            "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": 60,
+        }
 
 
 def _is_bound(argument: object) -> bool:
     return hasattr(argument, "_bound_deployment")
 
 
-@every_yaml
-def test_a_dead_proxy_is_noticed_soon_and_a_slow_start_awaited(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ServeDeploySchema.model_validate(document(path)).controller_options
-    assert controller_options(path) == options.model_dump(exclude_unset=True)
-    assert options.runtime_env is not None
-    variables = options.runtime_env["env_vars"]
-    monkeypatch.delitem(sys.modules, "ray.serve._private.constants")
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    constants = import_module("ray.serve._private.constants")  # Serve knows the variables by these names
-    assert {name: getattr(constants, name.removeprefix("RAY_SERVE_")) for name in variables} == {
-        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": 1,
-        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": 4,
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": 60,
-    }
+class TestApplication:
+    def test_gateways_are_as_many_as_configured_and_one_by_default(self) -> None:
+        for scaling, expected in (({}, 1), ({"gateways": 3}, 3)):
+            gateway = build(ServiceConfig.model_validate({"scaling": scaling, "model": {"path": "anywhere"}}))
+            assert gateway._bound_deployment.num_replicas == expected
+
+    def test_ingest_gpu_share_is_as_configured_and_none_by_default(self) -> None:
+        for share in (0, 0.1):
+            config = ServiceConfig.model_validate(
+                {"weights": {"ingest_num_gpus": share}, "model": {"path": "anywhere"}}
+            )
+            gateway = build(config)
+            ingest = gateway._bound_deployment.init_args[2]._bound_deployment
+            assert ingest.ray_actor_options["num_gpus"] == share
+
+    def test_deployments_get_1s_health_checks_and_the_drain_timeout(self) -> None:
+        sections = {"scaling": {"drain_timeout_s": 12}, "shadow": {"share": 0.1}, "model": {"path": "anywhere"}}
+        gateway = build(ServiceConfig.model_validate(sections))
+        bound = [gateway, *(argument for argument in gateway._bound_deployment.init_args if _is_bound(argument))]
+        deployments = {each._bound_deployment.name: each._bound_deployment._deployment_config for each in bound}
+        assert deployments.keys() == {"gateway", "engine", "ingest", "monitor", "shadow"}
+        for config in deployments.values():
+            assert config.health_check_period_s <= 1
+            assert config.graceful_shutdown_timeout_s == 12

@@ -139,8 +139,13 @@ def name_of(file: Path) -> str:
 
 
 def third_party_imports(file: Path) -> Iterator[str]:
-    """Top-level names imported anywhere in a file that are neither the standard library's nor ours."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    """Top-level names imported anywhere in a file that are neither the standard library's nor ours; types apart."""
+    tree = ast.parse(file.read_text())
+    blocks = (node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    for_types = {id(node) for block in blocks for statement in block.body for node in ast.walk(statement)}
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

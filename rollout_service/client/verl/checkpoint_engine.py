@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.checkpoint_engine.base import CheckpointEngine
 
@@ -43,14 +43,14 @@ class RolloutServiceCheckpointEngine(CheckpointEngine):
     when verl builds the topology, so that rollout workers can tell which of verl's ``global_steps`` it stands for.
     """
 
-    def __init__(self, bucket_size: int, is_master: bool = False, **settings: Any) -> None:
+    def __init__(self, bucket_size: int, is_master: bool = False, **settings: object) -> None:
         """``bucket_size`` is not used: parts have the size that the service asks for. ``settings``: ServiceSettings."""
         self._settings = ServiceSettings.model_validate(settings)
         self._is_master = is_master
         self._version: int | None = None
         self._table: list[UploadTensor] | None = None
 
-    def prepare(self) -> dict[str, Any]:
+    def prepare(self) -> dict[str, int]:
         """The number of the next version, on rank 0 of the trainer; nothing elsewhere."""
         if not self._is_master:
             return {}
@@ -59,8 +59,8 @@ class RolloutServiceCheckpointEngine(CheckpointEngine):
 
     @classmethod
     def build_topology(
-        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
-    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, int]]
+    ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
         """Tell everyone the number. There is no group to build: bytes travel over HTTP."""
         (version,) = {each["version"] for each in metadata if "version" in each}
         return {"version": [version] * actor_wg_world_size}, {"version": [version] * rollout_world_size}

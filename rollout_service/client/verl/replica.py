@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import httpx
 import ray
@@ -11,6 +11,10 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from rollout_service.client.verl.server import RolloutServer, server_name
 from rollout_service.client.verl.settings import NAME, settings_of
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+    from verl.workers.config import RolloutConfig
 
 _STANDALONE_ONLY = (
     f"rollout.name={NAME} is a service on GPUs of its own and does not share the trainer's: use it with a trainer that "
@@ -26,7 +30,9 @@ class RolloutServiceReplica(RolloutReplica):
     server. verl makes ``n_gpus_per_node × nnodes / tensor_model_parallel_size`` replicas; that must be one.
     """
 
-    def __init__(self, replica_rank: int, config: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, replica_rank: int, config: RolloutConfig, model_config: DictConfig, *args: object, **kwargs: object
+    ) -> None:
         super().__init__(replica_rank, config, model_config, *args, **kwargs)
         if self.is_reward_model or self.is_teacher_model:
             raise NotImplementedError(f"rollout.name={NAME} serves the policy, not a reward model or a teacher")
@@ -39,15 +45,15 @@ class RolloutServiceReplica(RolloutReplica):
             )
         self._settings = settings_of(self.config.checkpoint_engine.engine_kwargs)
 
-    async def init_hybrid(self, worker_group: Any) -> NoReturn:
+    async def init_hybrid(self, worker_group: RayWorkerGroup) -> NoReturn:
         """Not with this service."""
         raise NotImplementedError(_STANDALONE_ONLY)
 
-    async def init_hybrid_colocated(self, worker_group: Any, resource_pool: Any) -> NoReturn:
+    async def init_hybrid_colocated(self, worker_group: RayWorkerGroup, resource_pool: RayResourcePool) -> NoReturn:
         """Not with this service."""
         raise NotImplementedError(_STANDALONE_ONLY)
 
-    async def init_colocated(self, resource_pool: Any) -> NoReturn:
+    async def init_colocated(self, resource_pool: RayResourcePool) -> NoReturn:
         """Not with this service."""
         raise NotImplementedError(_STANDALONE_ONLY)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsInt
 
 from verl.workers.rollout.replica import TokenOutput
 
@@ -48,13 +48,13 @@ class RolloutServer:
 
     async def generate(
         self,
-        prompt_ids: Any,
-        sampling_params: Mapping[str, Any],
+        prompt_ids: Iterable[SupportsInt],
+        sampling_params: Mapping[str, object],
         request_id: str,
-        image_data: Any = None,
-        video_data: Any = None,
-        audio_data: Any = None,
-        mm_processor_kwargs: Any = None,
+        image_data: object = None,
+        video_data: object = None,
+        audio_data: object = None,
+        mm_processor_kwargs: object = None,
         priority: int = 0,
     ) -> TokenOutput:
         """One completion. ``extra_fields``: ``global_steps`` of its last token, the least and most of all its tokens.
@@ -116,7 +116,7 @@ class RolloutServer:
         """Not yet."""
         raise NotImplementedError(f"wake_up: {_NO_SLEEP}")
 
-    async def start_profile(self, **kwargs: Any) -> NoReturn:
+    async def start_profile(self, **kwargs: object) -> NoReturn:
         """Not here."""
         raise NotImplementedError("start_profile: the engines of the rollout service are not profiled from verl")
 
@@ -133,7 +133,7 @@ class RolloutServer:
             wanted = min(wanted, self._max_model_len - prompt_tokens)
         return max(1, wanted)
 
-    def _labels(self, completion: Completion) -> dict[str, Any]:
+    def _labels(self, completion: Completion) -> dict[str, object]:
         steps = [self._steps.get(version) for version in completion.versions]
         known = [step for step in steps if step is not None]
         return {
@@ -152,7 +152,7 @@ class RolloutServer:
         return self._client
 
 
-def taken(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def taken(parameters: Mapping[str, object]) -> dict[str, Any]:
     """verl's sampling parameters as ``RolloutClient.generate`` takes them. Raises InvalidRequest for others."""
     refused = {
         name: value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import ray
 from verl.workers.rollout.base import BaseRollout
@@ -11,16 +11,22 @@ from rollout_service.client.verl.checkpoint_engine import SentVersion
 from rollout_service.client.verl.server import server_name
 from rollout_service.client.verl.settings import NAME
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from verl.workers.config import HFModelConfig, RolloutConfig
+
 
 class ServerAdapter(BaseRollout):
     """``rollout.name=rollout_service`` of verl 0.9.1, verl/workers/rollout/base.py."""
 
-    def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = 0) -> None:
+    def __init__(
+        self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh, replica_rank: int = 0
+    ) -> None:
         super().__init__(config, model_config, device_mesh)
         self.replica_rank = replica_rank
         self.is_leader_rank = True
 
-    async def update_weights(self, weights: Any, wire_format: str = "named_tensors", **kwargs: Any) -> None:
+    async def update_weights(self, weights: object, wire_format: str = "named_tensors", **kwargs: object) -> None:
         """Name the version after verl's ``global_steps``. The service has its weights from the trainer itself."""
         if not isinstance(weights, SentVersion):
             raise TypeError(

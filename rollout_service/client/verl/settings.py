@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rollout_service.client._client import RolloutClient
 from rollout_service.client._sync import SyncRolloutClient
@@ -43,7 +42,7 @@ class ServiceSettings(Frozen):
         return None if self.token_file is None else self.token_file.read_text().strip()
 
 
-def settings_of(engine_kwargs: Mapping[str, Any]) -> ServiceSettings:
+def settings_of(engine_kwargs: Mapping[str, Mapping[str, object]]) -> ServiceSettings:
     """Those of ``rollout.checkpoint_engine.engine_kwargs``. Raises ValueError if they are missing or wrong."""
     given = engine_kwargs.get(NAME)
     if given is None:

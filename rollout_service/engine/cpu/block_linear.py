@@ -5,8 +5,6 @@ This one quantizes activations 1×128 like CUTLASS and DeepGEMM do and multiplie
 The decoded weights cost four bytes a parameter beside the one of the codes: for small models only.
 """
 
-from typing import Any
-
 import torch
 from vllm.platforms import current_platform
 
@@ -78,7 +76,7 @@ class CpuBlockLinearMethod(Fp8LinearMethod):
         input_size: int,
         output_size: int,
         params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
+        **extra_weight_attrs: object,
     ) -> None:
         """Register ``weight`` e4m3 [N, K] and ``weight_scale_inv`` fp32 [⌈N/128⌉, ⌈K/128⌉] of this rank.
 

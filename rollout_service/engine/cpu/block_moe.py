@@ -8,7 +8,6 @@ models only.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch.nn.functional import gelu, silu
@@ -76,7 +75,7 @@ class CpuBlockMoEMethod(Fp8MoEMethod):
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        shared_experts: Any,
+        shared_experts: object,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
         """BF16 [M, H] from ``x`` BF16 [M, H] and each token's experts, weights and ids [M, top_k].

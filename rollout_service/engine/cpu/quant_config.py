@@ -4,8 +4,6 @@ A GPU engine is given vLLM's ``quant_method: fp8``; a CPU engine is given one of
 on the CPU, which need AMX and round no activations, are never asked.
 """
 
-from typing import Any
-
 import torch
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
@@ -80,7 +78,7 @@ class CpuBf16Config(QuantizationConfig):
         return []
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "CpuBf16Config":
+    def from_config(cls, config: dict[str, object]) -> "CpuBf16Config":
         """There is nothing to configure."""
         return cls()
 

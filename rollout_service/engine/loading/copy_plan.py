@@ -13,7 +13,7 @@ layerwise way.
 
 import bisect
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,8 +93,12 @@ class CopyRecorder(TorchFunctionMode):
         self.copies: list[Copy] = []
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Let everything happen, and look at copies."""
         if func is torch.Tensor.copy_ and not args[0].is_meta and not args[1].is_meta:
             stored = self._sources.find(args[1].data_ptr())

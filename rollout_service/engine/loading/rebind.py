@@ -10,7 +10,6 @@ import types
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import xxhash
@@ -36,8 +35,8 @@ class Held:
     module: torch.nn.Module
     path: str
     """From the module on."""
-    holder: Any
-    key: Any
+    holder: object
+    key: object
     """Attribute of ``holder``, or its key or index if that is a dict or a list."""
     tensor: torch.Tensor
 
@@ -122,7 +121,7 @@ def _same(parameter: torch.Tensor, tensor: torch.Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-def _inside(module: torch.nn.Module, path: str, value: Any, seen: set[int]) -> Iterator[Held]:
+def _inside(module: torch.nn.Module, path: str, value: object, seen: set[int]) -> Iterator[Held]:
     """``seen``: ids of the objects that were looked into already; the model keeps them alive."""
     waiting = [(path, value)]
     while waiting:
@@ -137,7 +136,7 @@ def _inside(module: torch.nn.Module, path: str, value: Any, seen: set[int]) -> I
                 waiting.append((part_path, part))
 
 
-def _parts(value: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
+def _parts(value: object, path: str) -> Iterator[tuple[object, object, str]]:
     """Key, part and path of each thing that an object holds; nothing of the object's own code is run."""
     if isinstance(value, dict):
         yield from ((key, part, f"{path}[{key!r}]") for key, part in list(value.items()))
@@ -156,7 +155,7 @@ def _parts(value: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
         yield from ((name, part, f"{path}.{name}") for name, part in (own | getattr(value, "__dict__", {})).items())
 
 
-def _closed_over(function: types.FunctionType) -> Iterator[Any]:
+def _closed_over(function: types.FunctionType) -> Iterator[object]:
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # an empty cell
             yield cell.cell_contents

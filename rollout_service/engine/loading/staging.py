@@ -1,4 +1,4 @@
-"""What a worker does with the next version while the engine serves: its part goes into the staging area, checked.
+"""The next version, read and checked while the engine serves: into memory next to the worker's model.
 
 One reader: a worker checks the bytes that it will load from, in the memory that they are copied from, and rank 0 checks
 all others, so that the whole version was checked before the engine closes. A version that cannot lie in the area is
@@ -6,21 +6,54 @@ checked by rank 0 alone, and checked again as each worker reads it while the eng
 """
 
 import logging
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal, Protocol, TypedDict
 
+import numpy as np
+import torch
 from pydantic import ValidationError
 
 from rollout_service.engine.loading.copy_plan import CopyPlan
-from rollout_service.engine.loading.placement import Placement, layout_of
-from rollout_service.engine.loading.staging_buffer import CannotStage, StagingBuffer
+from rollout_service.engine.loading.placement import Move, Placement, layout_of, whole_span
 from rollout_service.errors import LogCorrupt
+from rollout_service.protocol.tensors import StoredDtype
 from rollout_service.store.log import verify_tensors
-from rollout_service.store.manifest import Manifest, read_manifest
+from rollout_service.store.manifest import Manifest, StoredTensor, read_manifest
+from rollout_service.store.reading import Piece, VersionReader, pieces
+from rollout_service.threads import in_threads, io_threads
 
 logger = logging.getLogger(__name__)
+
+StagingKind = Literal["device", "host", "memory"]
+"""``device`` memory, from which a version is loaded at the GPU's speed; pinned ``host`` memory; for engines on a CPU,
+plain ``memory``, which is taken for each version anew."""
+PIECE_BYTES = 8 << 20
+"""Of a file, that one thread reads at a time. On its way to a device it goes through pinned memory, of which each
+thread has four times as much: one half is read into and checked while the other is copied."""
+_SLACK_BYTES = 16 << 20
+"""For alignment, and for what a version holds and the model does not."""
+_DTYPES: dict[StoredDtype, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
+
+
+class CannotStage(Exception):
+    """A version does not go into the area, and why; the engine can load it from its files all the same."""
+
+
+class StagingState(TypedDict):
+    """How far a worker is with reading a version. Plain values, since it leaves the process."""
+
+    done: bool
+    refused: str | None
+    """Why the version is not in the staging area."""
+    corrupt: tuple[str, dict[str, object]] | None
+    """Message and detail of a LogCorrupt."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +75,7 @@ class Staged:
 class Stager:
     """One worker's: reads in a thread of its own."""
 
-    def __init__(self, area: StagingBuffer | None, rank: int, refused: str | None = None) -> None:
+    def __init__(self, area: "StagingBuffer | None", rank: int, refused: str | None = None) -> None:
         """``rank``: of this engine's workers. ``refused``: why there is no area, if one was asked for."""
         self._area, self._rank, self._refused = area, rank, refused
         self._thread = ThreadPoolExecutor(1, "stage")
@@ -60,20 +93,17 @@ class Stager:
         self._asked = folder, digest
         self._reading = self._thread.submit(self._read, folder, digest, plan)
 
-    def state(self) -> dict[str, Any]:
-        """``done``; ``refused``: why it is not in the area; ``corrupt``: message and detail of a LogCorrupt.
-
-        Plain values, since it leaves the process. Raises what else ended the reading.
-        """
-        state: dict[str, Any] = {"done": True, "refused": None, "corrupt": None}
+    def state(self) -> StagingState:
+        """How far the reading is. Raises what ended it, but for a LogCorrupt."""
+        state: StagingState = {"done": True, "refused": None, "corrupt": None}
         if self._reading is None:
             return state
         if not self._reading.done():
-            return state | {"done": False}
+            return {**state, "done": False}
         try:
-            return state | {"refused": self._reading.result().refused}
+            return {**state, "refused": self._reading.result().refused}
         except LogCorrupt as error:
-            return state | {"corrupt": [error.message, error.detail]}
+            return {**state, "corrupt": (error.message, error.detail)}
 
     def staged(self, folder: Path) -> Staged | None:
         """The version in ``folder``, if it was read and checked."""
@@ -119,3 +149,191 @@ class Stager:
             if self._rank == 0:
                 verify_tensors(manifest, folder)
             return Staged(folder, manifest, layout, None, refused=str(refusal))
+
+
+class StagingBuffer:
+    """Holds what one worker needs of one version."""
+
+    def __init__(self, kind: StagingKind, model: torch.nn.Module, device: torch.device, workers: int = 1) -> None:
+        """``workers``: how many of this engine's share the machine's cores. Raises CannotStage without memory."""
+        parameters = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
+        self._device, self._threads = device, max(1, io_threads() // workers)
+        self._taken_anew = kind == "memory"
+        self.limit_bytes: int | None = None
+        """How large it is; None: as large as the version."""
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        """uint8 [bytes]."""
+        if not self._taken_anew:
+            self.limit_bytes = sum(parameters.values()) + _SLACK_BYTES
+            self.memory = _taken(self.limit_bytes, device if kind == "device" else None, pinned=device.type == "cuda")
+
+    def fill(self, folder: Path, manifest: Manifest, placement: Placement, *, every: bool) -> None:
+        """Read what ``placement`` holds, and check it in the memory that it is copied from, or stays in.
+
+        ``every``: check all other bytes of the version, too. Raises CannotStage, LogCorrupt naming tensor, chunk and
+        file, or OSError.
+        """
+        if self._taken_anew:
+            self.memory = _taken(placement.nbytes, None, pinned=False)
+        elif self.limit_bytes is not None and placement.nbytes > self.limit_bytes:
+            raise CannotStage(
+                f"{placement.nbytes} bytes of version {manifest.version} would lie in the staging area, which has "
+                f"{self.limit_bytes}"
+            )
+        found = list(pieces(placement.chunks(manifest, every=every), PIECE_BYTES))
+        if any(piece.nbytes > PIECE_BYTES for piece in found) and not self._taken_anew:
+            raise CannotStage(
+                f"the manifest of version {manifest.version} has no digests of chunks, as an older release wrote it"
+            )
+        lanes = [found[first :: self._threads] for first in range(self._threads)]
+        with VersionReader(folder, manifest) as reader:
+            work = [(self._lane(), lane) for lane in lanes if lane]  # all memory before anything is read
+            list(in_threads(lambda each: _run(each[0], reader, placement, each[1]), work))
+
+    def _lane(self) -> "_Lane":
+        if not self.memory.is_cuda:
+            return _Fill(self.memory)
+        with torch.cuda.device(self._device):  # a thread's is the first one: pinning would take a context there
+            return _Bounce(self.memory, self._device)
+
+    def release(self) -> None:
+        """Its content is not needed any more."""
+        if self._taken_anew:
+            self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def tensors(self, manifest: Manifest, placement: Placement) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors of a version that lies here whole, as views."""
+        for tensors in manifest.files().values():
+            for tensor in tensors:
+                start = placement.places[whole_span(tensor)]
+                yield tensor.name, tensor_view(self.memory[start : start + tensor.nbytes], tensor)
+
+
+def tensor_view(memory: torch.Tensor, tensor: StoredTensor) -> torch.Tensor:
+    """A stored tensor whose bytes are ``memory``, uint8 [nbytes]."""
+    return memory.view(_DTYPES[tensor.dtype]).view(tensor.shape)
+
+
+class _Lane(Protocol):
+    """What one thread has to itself."""
+
+    def read(self, reader: VersionReader, piece: Piece, moves: list[Move]) -> None: ...
+    def end(self) -> None: ...
+
+
+def _run(lane: _Lane, reader: VersionReader, placement: Placement, found: list[Piece]) -> None:
+    for piece in found:
+        lane.read(reader, piece, placement.moves(piece))
+    lane.end()
+
+
+class _Fill:
+    """Into an area that the CPU can write: straight to its place, unless only parts of the piece belong there."""
+
+    def __init__(self, area: torch.Tensor) -> None:
+        self._area = area.numpy()
+        self._buffer = np.empty(0, np.uint8)
+
+    def read(self, reader: VersionReader, piece: Piece, moves: list[Move]) -> None:
+        if len(moves) == 1 and (moves[0].source, moves[0].row_bytes, moves[0].rows) == (0, piece.nbytes, 1):
+            target = moves[0].target
+            reader.read(piece, self._area[target : target + piece.nbytes].data)
+            return
+        if len(self._buffer) < piece.nbytes:
+            self._buffer = np.empty(max(PIECE_BYTES, piece.nbytes), np.uint8)
+        reader.read(piece, self._buffer.data)
+        for move in moves:
+            _rows(self._area, move.target, move, move.row_bytes)[:] = _rows(
+                self._buffer, move.source, move, move.stride_bytes
+            )
+
+    def end(self) -> None:
+        """Nothing is under way."""
+
+
+class _Bounce:
+    """Into an area on a device, by way of pinned memory: it is checked there, and what belongs to the area is packed.
+
+    Contiguous runs are copied from where they were checked; parts of rows are packed in a second buffer first, so that
+    the copies to the device are few, and need no kernel, which the engine's own would wait for.
+    """
+
+    def __init__(self, area: torch.Tensor, device: torch.device) -> None:
+        self._area, self._device = area, device
+        self._buffers = [(_pinned(PIECE_BYTES), _pinned(PIECE_BYTES)) for _ in range(2)]
+        self._free = [torch.cuda.Event() for _ in self._buffers]
+        self._stream = torch.cuda.Stream(device)
+        self._turn = 0
+
+    def read(self, reader: VersionReader, piece: Piece, moves: list[Move]) -> None:
+        (read, packed), free = self._buffers[self._turn], self._free[self._turn]
+        self._turn = 1 - self._turn
+        free.synchronize()
+        reader.read(piece, read.numpy().data)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            for target, held in packed_runs(moves, read, packed, self._stream.synchronize):
+                self._area[target : target + held.numel()].copy_(held, non_blocking=True)
+            free.record()
+
+    def end(self) -> None:
+        self._stream.synchronize()
+
+
+def packed_runs(
+    moves: list[Move], read: torch.Tensor, packed: torch.Tensor, before_reuse: Callable[[], object]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Runs of bytes, each with its place in the area: parts of ``read``, or of ``packed`` where many moves make one.
+
+    ``before_reuse`` is called when ``packed`` is full, before what was yielded of it is overwritten.
+    """
+    position = 0
+    for run in _neighbours(moves, packed.numel()):
+        if len(run) == 1 and run[0].rows == 1:
+            yield run[0].target, read[run[0].source : run[0].source + run[0].row_bytes]
+            continue
+        nbytes = sum(move.rows * move.row_bytes for move in run)
+        if position + nbytes > packed.numel():  # some bytes of the piece are needed more than once
+            before_reuse()
+            position = 0
+        start = position
+        for move in run:
+            source = _rows(read.numpy(), move.source, move, move.stride_bytes)
+            _rows(packed.numpy(), position, move, move.row_bytes)[:] = source
+            position += move.rows * move.row_bytes
+        yield run[0].target, packed[start:position]
+
+
+def _neighbours(moves: list[Move], most_bytes: int) -> Iterator[list[Move]]:
+    """Moves whose targets follow one another, up to ``most_bytes``."""
+    run: list[Move] = []
+    end = nbytes = 0
+    for move in moves:
+        size = move.rows * move.row_bytes
+        if run and (move.target != end or nbytes + size > most_bytes):
+            yield run
+            run, nbytes = [], 0
+        run.append(move)
+        nbytes, end = nbytes + size, move.target + size
+    if run:
+        yield run
+
+
+def _rows(memory: np.ndarray, start: int, move: Move, stride_bytes: int) -> np.ndarray:
+    """uint8 [rows, row_bytes]: a view."""
+    if move.rows == 1:
+        return memory[start : start + move.row_bytes][None, :]
+    return np.lib.stride_tricks.as_strided(memory[start:], (move.rows, move.row_bytes), (stride_bytes, 1))
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    return _taken(nbytes, None, pinned=True)
+
+
+def _taken(nbytes: int, device: torch.device | None, *, pinned: bool) -> torch.Tensor:
+    where = f"{device} memory" if device is not None else "pinned memory" if pinned else "memory"
+    try:
+        if device is not None:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    except RuntimeError as error:  # torch has no narrower one for memory that the driver refuses
+        raise CannotStage(f"there are no {nbytes} bytes of {where} to stage in: {error}") from error

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from rollout_service.engine.loading.placement import batches
-from rollout_service.engine.loading.staging_buffer import tensor_view
+from rollout_service.engine.loading.staging import tensor_view
 from rollout_service.store.direct_io import BufferPool
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.reading import Piece, VersionReader

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypedDict
 
 import torch
+from vllm.config import VllmConfig, WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -29,8 +30,7 @@ from rollout_service.engine.loading.rebind import (
     held_tensors,
     require_same_buffers,
 )
-from rollout_service.engine.loading.staging import Staged, Stager
-from rollout_service.engine.loading.staging_buffer import CannotStage, StagingBuffer
+from rollout_service.engine.loading.staging import CannotStage, Staged, Stager, StagingBuffer, StagingState
 from rollout_service.engine.loading.stored_tensors import stored_tensors
 from rollout_service.engine.plugin import STAGING_KEY
 from rollout_service.engine.sleeping import staging_memory
@@ -46,6 +46,25 @@ from rollout_service.vllm_internals import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+class LoadReport(TypedDict, total=False):
+    """How a version was loaded. Plain values, since it leaves the process."""
+
+    way: Literal["plan", "layerwise"]
+    copies: int
+    """Of the plan."""
+    unstaged: str
+    """Why it was read from its files."""
+    no_plan: str
+    """Why there is none."""
+    bound: int
+    """How many tensors outside the model were bound to parameters: ``bind_to_parameters``."""
+    kv_scales: int
+    """How many were changed."""
+    area_bytes: int
+    """Of the staging area."""
+    staged_bytes: int
 
 
 @dataclass
@@ -75,7 +94,9 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
     update_info_cls = LogUpdateInfo
     supports_draft_weight_update = False
 
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
         super().__init__(config, vllm_config, device, model)
         kind, parallel = vllm_config.additional_config.get(STAGING_KEY), vllm_config.parallel_config
         self._area: StagingBuffer | None = None
@@ -98,10 +119,8 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         self._held_before: list[Held] = []
         self._layerwise: Staged | None = None
         self._kv_scales: dict[str, float] | None = None
-        self.report: dict[str, Any] = {}
-        """How the last version was loaded: ``way`` (``plan`` or ``layerwise``), ``copies`` of the plan, ``unstaged``:
-        why it was read from its files, ``no_plan``: why there is none, ``bound``: see ``bind_to_parameters``,
-        ``kv_scales``: how many were changed, ``area_bytes`` and ``staged_bytes``: of the staging area."""
+        self.report: LoadReport = {}
+        """How the last version was loaded."""
 
     def init_transfer_engine(self, init_info: LogInitInfo) -> None:
         """Nothing to connect to."""
@@ -110,7 +129,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         """Begin to read and check a version while the engine serves. ``digest``: of the manifest that is meant."""
         self._stager.start(folder, digest, self._plan)
 
-    def staging_state(self) -> dict[str, Any]:
+    def staging_state(self) -> StagingState:
         """See ``Stager.state``."""
         return self._stager.state()
 

@@ -3,8 +3,9 @@
 import mmap
 import os
 from collections import deque
+from collections.abc import Callable
 from multiprocessing.reduction import DupFd
-from typing import Any
+from typing import Protocol
 
 _ALIGNMENT = 64
 """Tensors of any dtype may begin at its multiples."""
@@ -23,7 +24,7 @@ class SharedMemory:
         self.fd = os.memfd_create("weight-transfer") if fd is None else fd
         self._map: mmap.mmap | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Callable[["_Descriptor"], "SharedMemory"], tuple["_Descriptor"]]:
         """To a process that is being spawned goes the file itself."""
         return _from_descriptor, (DupFd(self.fd),)
 
@@ -53,7 +54,13 @@ class SharedMemory:
         self.fd, self._map = -1, None
 
 
-def _from_descriptor(descriptor: Any) -> SharedMemory:
+class _Descriptor(Protocol):
+    """A file on its way to another process."""
+
+    def detach(self) -> int: ...
+
+
+def _from_descriptor(descriptor: _Descriptor) -> SharedMemory:
     return SharedMemory(descriptor.detach())
 
 

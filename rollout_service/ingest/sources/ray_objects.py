@@ -7,7 +7,7 @@ convert them. Objects are Ray's, and whoever holds the ingest's handle is inside
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import ray
@@ -35,6 +35,8 @@ from rollout_service.protocol.upload import (
 )
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.rpc import Bucket, ingest_client
+
+Refs: TypeAlias = Mapping[str, ray.ObjectRef] | Iterable[ray.ObjectRef] | ray.ObjectRef
 
 _DTYPES: dict[torch.dtype, SourceDtype] = {getattr(torch, name): name for name in DTYPE_BYTES}
 
@@ -140,7 +142,7 @@ def _kind(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def buckets_of(refs: Any) -> tuple[Bucket, ...]:
+def buckets_of(refs: Refs) -> tuple[Bucket, ...]:
     """Buckets of a dict of references, of one reference, or of several. Raises ValueError for anything else."""
     if isinstance(refs, Mapping):
         return tuple(Bucket((_ref(ref, f"refs[{name!r}]"),), name) for name, ref in refs.items())

@@ -101,12 +101,12 @@ class TestHeadlines:
         assert headlines.faults({"cases": cases}).startswith("1 of 3 faults")
 
     def test_medians_are_compared(self) -> None:
-        cases = [{"door": "device", "model": "m", "load_s": [0.010, 0.012, 0.5]}, {"door": "native", "load_s": [0.2]}]
+        cases = [{"way": "device", "model": "m", "load_s": [0.010, 0.012, 0.5]}, {"way": "native", "load_s": [0.2]}]
         assert headlines.engine_update({"cases": cases}) == "m loaded in 12 ms, by vLLM in 200"
 
     def test_a_case_that_is_not_there_is_named(self) -> None:
-        with pytest.raises(ValueError, match="'door': 'native'"):
-            headlines.engine_update({"cases": [{"door": "device", "model": "m", "load_s": [0.010]}]})
+        with pytest.raises(ValueError, match="'way': 'native'"):
+            headlines.engine_update({"cases": [{"way": "device", "model": "m", "load_s": [0.010]}]})
 
 
 def test_machines_and_names_are_told_from_paths(tmp_path: Path) -> None:

@@ -122,66 +122,6 @@ def test_help_names_every_command() -> None:
     assert all(command in output for command in ("--version", "config", "inspect", "fleet"))
 
 
-def test_config_prints_what_the_service_will_use(serve_config: Callable[[Any], Path]) -> None:
-    result = run("config", serve_config({"scaling": {"max_replicas": 3}}))
-    assert result.exit_code == 0
-    printed = ServiceConfig.model_validate(yaml.safe_load(result.stdout))
-    assert printed == ServiceConfig.model_validate({"scaling": {"max_replicas": 3}}).resolved()
-
-
-def test_config_refuses_a_token_without_printing_it(serve_config: Callable[[Any], Path]) -> None:
-    result = run("config", serve_config({"auth": {"token": "s3cret"}}))
-    assert result.exit_code == 1 and "auth.token_file" in result.stderr and "s3cret" not in result.output
-
-
-def test_config_names_everything_that_is_wrong_at_once(serve_config: Callable[[Any], Path]) -> None:
-    result = run(
-        "config",
-        serve_config(
-            {
-                "modle": {},
-                "weights": {"rot": "out"},
-                "engine": {"max_model_len": 0},
-                "scaling": {"min_replicas": 3, "max_replicas": 2},
-                "auth": {"token": 12345},
-            }
-        ),
-    )
-    assert result.exit_code == 1 and result.stdout == ""
-    assert (
-        "modle: unknown field; there are model, quant, engine, kv_cache, chat, scaling, weights, monitor, shadow, auth"
-        in result.stderr
-    )
-    assert "weights.rot: unknown field; there are root, " in result.stderr
-    assert "engine.max_model_len: Input should be greater than 1, not 0" in result.stderr
-    assert "scaling: max_replicas=2 is below min_replicas=3" in result.stderr
-    assert "auth: auth.token is not taken" in result.stderr and "12345" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: [", "is not YAML"),
-        ("just text", "it has no list `applications`"),
-        ("applications: 3", "it has no list `applications`"),
-        ("applications: []", "0 applications with `import_path: rollout_service.app:build`"),
-        ("applications: [{import_path: other:build}]", "0 applications"),
-        ("applications: [{import_path: 'rollout_service.app:build', args: [1]}]", "must be a mapping"),
-    ],
-)
-def test_config_says_why_a_file_is_not_a_deployment(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "service.yaml"
-    path.write_text(text)
-    result = run("config", path)
-    assert result.exit_code == 1
-    assert str(path) in result.stderr and message in result.stderr
-
-
-def test_config_says_which_file_it_cannot_read(tmp_path: Path) -> None:
-    result = run("config", tmp_path / "missing.yaml")
-    assert result.exit_code == 1 and "missing.yaml" in result.stderr
-
-
 @pytest.fixture
 def moe_config(tmp_path: Path) -> Path:
     """config.json of a small Qwen3-MoE; there are no weights beside it."""
@@ -195,54 +135,59 @@ def rows_of(table: str) -> dict[str, str]:
     return {first: " ".join(others.split()) for first, others in cells}
 
 
-def test_inspect_shows_what_becomes_fp8_and_why_others_do_not(moe_config: Path) -> None:
-    result = run("inspect", moe_config)
-    assert result.exit_code == 0, result.stderr
-    rows = rows_of(result.stdout)
-    assert "small-moe: qwen3_moe" in result.stdout
-    # In BF16 and stored: 16 matrices of 128×256; as codes, with two scales of 4 bytes for each matrix.
-    assert rows["mlp.experts.*.up_proj"] == "16 128×256 1.05 MB 524 kB FP8"
-    assert rows["mlp.gate"].endswith("BF16: router") and rows["lm_head"].endswith("BF16: output head")
-    assert rows["total"].endswith("of BF16")
-    assert run("inspect", moe_config.parent).stdout == result.stdout
+class TestConfig:
+    def test_config_prints_what_the_service_will_use(self, serve_config: Callable[[Any], Path]) -> None:
+        result = run("config", serve_config({"scaling": {"max_replicas": 3}}))
+        assert result.exit_code == 0
+        printed = ServiceConfig.model_validate(yaml.safe_load(result.stdout))
+        assert printed == ServiceConfig.model_validate({"scaling": {"max_replicas": 3}}).resolved()
 
+    def test_config_refuses_a_token_without_printing_it(self, serve_config: Callable[[Any], Path]) -> None:
+        result = run("config", serve_config({"auth": {"token": "s3cret"}}))
+        assert result.exit_code == 1 and "auth.token_file" in result.stderr and "s3cret" not in result.output
 
-def test_inspect_names_what_does_not_divide(moe_config: Path) -> None:
-    result = run("inspect", moe_config, "--tp", "2")
-    assert result.exit_code == 1 and result.stdout == ""
-    assert "model.layers.{0-1}.mlp.experts.{0-7}.up_proj [64, 256]" in result.stderr
-    assert "keep_bf16" in result.stderr
+    def test_config_names_everything_that_is_wrong_at_once(self, serve_config: Callable[[Any], Path]) -> None:
+        result = run(
+            "config",
+            serve_config(
+                {
+                    "modle": {},
+                    "weights": {"rot": "out"},
+                    "engine": {"max_model_len": 0},
+                    "scaling": {"min_replicas": 3, "max_replicas": 2},
+                    "auth": {"token": 12345},
+                }
+            ),
+        )
+        assert result.exit_code == 1 and result.stdout == ""
+        sections = "model, quant, engine, kv_cache, chat, scaling, weights, monitor, shadow, auth"
+        assert f"modle: unknown field; there are {sections}" in result.stderr
+        assert "weights.rot: unknown field; there are root, " in result.stderr
+        assert "engine.max_model_len: Input should be greater than 1, not 0" in result.stderr
+        assert "scaling: max_replicas=2 is below min_replicas=3" in result.stderr
+        assert "auth: auth.token is not taken" in result.stderr and "12345" not in result.stderr
 
-
-def test_inspect_shows_shards_per_gpu_and_what_stays_in_bf16(moe_config: Path) -> None:
-    result = run("inspect", moe_config, "--tp", "2", "--indivisible", "keep_bf16", "--skip", "*.layers.0.*.o_proj")
-    assert result.exit_code == 0, result.stderr
-    rows = rows_of(result.stdout)
-    assert rows["mlp.experts.*.up_proj"].startswith(
-        "16 128×256 64×256 1.05 MB 1.05 MB BF16: a GPU's shard [64, 256] is"
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("a: [", "is not YAML"),
+            ("just text", "it has no list `applications`"),
+            ("applications: 3", "it has no list `applications`"),
+            ("applications: []", "0 applications with `import_path: rollout_service.app:build`"),
+            ("applications: [{import_path: other:build}]", "0 applications"),
+            ("applications: [{import_path: 'rollout_service.app:build', args: [1]}]", "must be a mapping"),
+        ],
     )
-    assert rows["layers.0.self_attn.o_proj"].endswith("BF16: quant.skip *.layers.0.*.o_proj")
-    assert rows["layers.1.self_attn.o_proj"].endswith(" FP8")
+    def test_config_says_why_a_file_is_not_a_deployment(self, tmp_path: Path, text: str, message: str) -> None:
+        path = tmp_path / "service.yaml"
+        path.write_text(text)
+        result = run("config", path)
+        assert result.exit_code == 1
+        assert str(path) in result.stderr and message in result.stderr
 
-
-def test_inspect_gives_the_same_as_json(moe_config: Path) -> None:
-    result = run("inspect", moe_config, "--json", "--skip", "*.layers.1.mlp.experts")
-    report = json.loads(result.stdout)
-    assert report["not_converted"] == ["model.layers.1.mlp.experts"]
-    kinds = {(kind["name"], kind["layers"]): kind for kind in report["kinds"]}
-    assert kinds["mlp.experts.*.up_proj", "0"]["dtype"] == "FP8"
-    assert kinds["mlp.experts.*.up_proj", "1"]["why_not"] == "quant.skip *.layers.1.mlp.experts"
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "no config.json there"), ("{", "config.json"), ('{"model_type": "unheard-of"}', "unheard-of")],
-)
-def test_inspect_says_why_it_cannot_read_a_model(tmp_path: Path, content: str | None, message: str) -> None:
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    result = run("inspect", tmp_path)
-    assert result.exit_code == 1 and message in result.stderr
+    def test_config_says_which_file_it_cannot_read(self, tmp_path: Path) -> None:
+        result = run("config", tmp_path / "missing.yaml")
+        assert result.exit_code == 1 and "missing.yaml" in result.stderr
 
 
 class TestInspectOfTheHub:
@@ -278,34 +223,79 @@ class TestInspectOfTheHub:
         assert result.exit_code == 1 and "model.revision is v1, but model.path=" in result.stderr
 
 
-def test_fleet_shows_every_replica(service_url: str, token_file: Path) -> None:
-    result = run("fleet", "--url", service_url, "--token-file", token_file)
-    assert result.exit_code == 0, result.stderr
-    assert "3 replicas; newest version 8" in result.output
-    rows = {line.split()[1]: line for line in result.output.splitlines() if "engine#" in line}
-    assert "0.25" in rows["engine#one"] and "0.12" in rows["engine#one"] and " 5 " in rows["engine#one"]
-    assert "syncing, paused" in rows["engine#two"] and "7 → 8" in rows["engine#two"]
-    assert "failed" in rows["engine#three"] and "[boom] no memory" in rows["engine#three"]
-    assert result.output.count("KV cache bfloat16: 2 of 2 layers do not") == 1
-    words = " ".join(result.output.split())
-    assert "2 failed starts; one went well since; the first, of zero: [boom] no disk" in words
+class TestInspect:
+    def test_inspect_shows_what_becomes_fp8_and_why_others_do_not(self, moe_config: Path) -> None:
+        result = run("inspect", moe_config)
+        assert result.exit_code == 0, result.stderr
+        rows = rows_of(result.stdout)
+        assert "small-moe: qwen3_moe" in result.stdout
+        # In BF16 and stored: 16 matrices of 128×256; as codes, with two scales of 4 bytes for each matrix.
+        assert rows["mlp.experts.*.up_proj"] == "16 128×256 1.05 MB 524 kB FP8"
+        assert rows["mlp.gate"].endswith("BF16: router") and rows["lm_head"].endswith("BF16: output head")
+        assert rows["total"].endswith("of BF16")
+        assert run("inspect", moe_config.parent).stdout == result.stdout
+
+    def test_inspect_names_what_does_not_divide(self, moe_config: Path) -> None:
+        result = run("inspect", moe_config, "--tp", "2")
+        assert result.exit_code == 1 and result.stdout == ""
+        assert "model.layers.{0-1}.mlp.experts.{0-7}.up_proj [64, 256]" in result.stderr
+        assert "keep_bf16" in result.stderr
+
+    def test_inspect_shows_shards_per_gpu_and_what_stays_in_bf16(self, moe_config: Path) -> None:
+        result = run("inspect", moe_config, "--tp", "2", "--indivisible", "keep_bf16", "--skip", "*.layers.0.*.o_proj")
+        assert result.exit_code == 0, result.stderr
+        rows = rows_of(result.stdout)
+        assert rows["mlp.experts.*.up_proj"].startswith(
+            "16 128×256 64×256 1.05 MB 1.05 MB BF16: a GPU's shard [64, 256] is"
+        )
+        assert rows["layers.0.self_attn.o_proj"].endswith("BF16: quant.skip *.layers.0.*.o_proj")
+        assert rows["layers.1.self_attn.o_proj"].endswith(" FP8")
+
+    def test_inspect_gives_the_same_as_json(self, moe_config: Path) -> None:
+        result = run("inspect", moe_config, "--json", "--skip", "*.layers.1.mlp.experts")
+        report = json.loads(result.stdout)
+        assert report["not_converted"] == ["model.layers.1.mlp.experts"]
+        kinds = {(kind["name"], kind["layers"]): kind for kind in report["kinds"]}
+        assert kinds["mlp.experts.*.up_proj", "0"]["dtype"] == "FP8"
+        assert kinds["mlp.experts.*.up_proj", "1"]["why_not"] == "quant.skip *.layers.1.mlp.experts"
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [(None, "no config.json there"), ("{", "config.json"), ('{"model_type": "unheard-of"}', "unheard-of")],
+    )
+    def test_inspect_says_why_it_cannot_read_a_model(self, tmp_path: Path, content: str | None, message: str) -> None:
+        if content is not None:
+            (tmp_path / "config.json").write_text(content)
+        result = run("inspect", tmp_path)
+        assert result.exit_code == 1 and message in result.stderr
 
 
-def test_fleet_without_a_token_says_what_the_service_said(service_url: str) -> None:
-    result = run("fleet", "--url", service_url)
-    assert result.exit_code == 1 and "the bearer token is wrong" in result.stderr
+class TestFleet:
+    def test_fleet_shows_every_replica(self, service_url: str, token_file: Path) -> None:
+        result = run("fleet", "--url", service_url, "--token-file", token_file)
+        assert result.exit_code == 0, result.stderr
+        assert "3 replicas; newest version 8" in result.output
+        rows = {line.split()[1]: line for line in result.output.splitlines() if "engine#" in line}
+        assert "0.25" in rows["engine#one"] and "0.12" in rows["engine#one"] and " 5 " in rows["engine#one"]
+        assert "syncing, paused" in rows["engine#two"] and "7 → 8" in rows["engine#two"]
+        assert "failed" in rows["engine#three"] and "[boom] no memory" in rows["engine#three"]
+        assert result.output.count("KV cache bfloat16: 2 of 2 layers do not") == 1
+        words = " ".join(result.output.split())
+        assert "2 failed starts; one went well since; the first, of zero: [boom] no disk" in words
 
+    def test_fleet_without_a_token_says_what_the_service_said(self, service_url: str) -> None:
+        result = run("fleet", "--url", service_url)
+        assert result.exit_code == 1 and "the bearer token is wrong" in result.stderr
 
-def test_fleet_names_the_address_where_nothing_listens(service_url: str) -> None:
-    free = service_url.rpartition(":")[0] + ":1"
-    result = run("fleet", "--url", free)
-    assert result.exit_code == 1 and free in result.stderr
+    def test_fleet_names_the_address_where_nothing_listens(self, service_url: str) -> None:
+        free = service_url.rpartition(":")[0] + ":1"
+        result = run("fleet", "--url", free)
+        assert result.exit_code == 1 and free in result.stderr
 
-
-@pytest.mark.parametrize("content", [None, "", "\n"])
-def test_fleet_says_which_token_file_is_of_no_use(tmp_path: Path, content: str | None) -> None:
-    file = tmp_path / "token"
-    if content is not None:
-        file.write_text(content)
-    result = run("fleet", "--token-file", file)
-    assert result.exit_code == 1 and str(file) in result.stderr
+    @pytest.mark.parametrize("content", [None, "", "\n"])
+    def test_fleet_says_which_token_file_is_of_no_use(self, tmp_path: Path, content: str | None) -> None:
+        file = tmp_path / "token"
+        if content is not None:
+            file.write_text(content)
+        result = run("fleet", "--token-file", file)
+        assert result.exit_code == 1 and str(file) in result.stderr

@@ -27,312 +27,305 @@ from tests.unit.client.service import Crowd, Service, generate_reply, until_disc
 GENERATE = ("POST", "/inference/v1/generate")
 
 
-async def test_a_rollout_carries_tokens_logprobs_spans_and_replica(service: Service, client: RolloutClient) -> None:
-    rollout = await client.generate([1, 2], n=2, request_id="mine")
+class TestRequest:
+    async def test_a_rollout_carries_tokens_logprobs_spans_and_replica(
+        self, service: Service, client: RolloutClient
+    ) -> None:
+        rollout = await client.generate([1, 2], n=2, request_id="mine")
 
-    assert (rollout.request_id, rollout.replica_id, rollout.prompt_token_ids) == ("mine", "replica-1", (1, 2))
-    assert [completion.index for completion in rollout.completions] == [0, 1]
-    first = rollout.completions[0]
-    assert (first.token_ids, first.logprobs) == ((7, 8, 9), (-0.7, -0.8, -0.9))
-    assert first.spans == (Span(version=3, start=0, end=2), Span(version=4, start=2, end=3))
-    assert (first.finish_reason, first.stop_reason, first.text) == ("length", None, None)
-    assert rollout.attempts == 2
+        assert (rollout.request_id, rollout.replica_id, rollout.prompt_token_ids) == ("mine", "replica-1", (1, 2))
+        assert [completion.index for completion in rollout.completions] == [0, 1]
+        first = rollout.completions[0]
+        assert (first.token_ids, first.logprobs) == ((7, 8, 9), (-0.7, -0.8, -0.9))
+        assert first.spans == (Span(version=3, start=0, end=2), Span(version=4, start=2, end=3))
+        assert (first.finish_reason, first.stop_reason, first.text) == ("length", None, None)
+        assert rollout.attempts == 2
 
+    async def test_only_what_differs_from_the_defaults_is_sent(self, service: Service, client: RolloutClient) -> None:
+        await client.generate([1, 2])
+        await client.generate(
+            [1],
+            n=2,
+            max_tokens=5,
+            temperature=0.5,
+            top_p=0.9,
+            top_k=4,
+            min_p=0.1,
+            seed=6,
+            stop=["x"],
+            stop_token_ids=[3],
+            ignore_eos=True,
+            min_tokens=1,
+            min_weight_version=7,
+            session_id="s",
+            priority=-1,
+            on_abort="return",
+            request_id="r",
+        )
+        assert service.bodies[0] == {
+            "token_ids": [1, 2],
+            "sampling_params": {"logprobs": 0},
+            "flat_logprobs": True,
+        }
+        assert service.bodies[1] == {
+            "token_ids": [1],
+            "sampling_params": {
+                "n": 2,
+                "max_tokens": 5,
+                "temperature": 0.5,
+                "top_p": 0.9,
+                "top_k": 4,
+                "min_p": 0.1,
+                "seed": 6,
+                "stop": ["x"],
+                "stop_token_ids": [3],
+                "ignore_eos": True,
+                "min_tokens": 1,
+                "logprobs": 0,
+            },
+            "flat_logprobs": True,
+            "min_weight_version": 7,
+            "session_id": "s",
+            "priority": -1,
+            "on_abort": "return",
+            "request_id": "r",
+        }
 
-async def test_only_what_differs_from_the_defaults_is_sent(service: Service, client: RolloutClient) -> None:
-    await client.generate([1, 2])
-    await client.generate(
-        [1],
-        n=2,
-        max_tokens=5,
-        temperature=0.5,
-        top_p=0.9,
-        top_k=4,
-        min_p=0.1,
-        seed=6,
-        stop=["x"],
-        stop_token_ids=[3],
-        ignore_eos=True,
-        min_tokens=1,
-        min_weight_version=7,
-        session_id="s",
-        priority=-1,
-        on_abort="return",
-        request_id="r",
+    async def test_a_prompt_of_text_comes_back_as_text_and_token_ids(
+        self, service: Service, client: RolloutClient
+    ) -> None:
+        rollout = await client.generate("hi")
+        assert service.bodies == [
+            {"prompt": "hi", "output_mode": "text", "sampling_params": {"logprobs": 0}, "flat_logprobs": True}
+        ]
+        assert rollout.prompt_token_ids == (104, 105)
+        assert rollout.completions[0].text == "789"
+
+    @pytest.mark.parametrize(
+        "prompt", [torch.tensor([5, 6]), np.array([5, 6]), (5, 6)], ids=["tensor", "array", "tuple"]
     )
-    assert service.bodies[0] == {
-        "token_ids": [1, 2],
-        "sampling_params": {"logprobs": 0},
-        "flat_logprobs": True,
-    }
-    assert service.bodies[1] == {
-        "token_ids": [1],
-        "sampling_params": {
-            "n": 2,
-            "max_tokens": 5,
-            "temperature": 0.5,
-            "top_p": 0.9,
-            "top_k": 4,
-            "min_p": 0.1,
-            "seed": 6,
-            "stop": ["x"],
-            "stop_token_ids": [3],
-            "ignore_eos": True,
-            "min_tokens": 1,
-            "logprobs": 0,
-        },
-        "flat_logprobs": True,
-        "min_weight_version": 7,
-        "session_id": "s",
-        "priority": -1,
-        "on_abort": "return",
-        "request_id": "r",
-    }
+    async def test_a_prompt_may_be_an_array_or_a_tensor(
+        self, service: Service, client: RolloutClient, prompt: Any
+    ) -> None:
+        assert (await client.generate(prompt)).prompt_token_ids == (5, 6)
+        assert service.bodies[0]["token_ids"] == [5, 6]
 
+    @pytest.mark.parametrize("prompt", [[1.5], [[1, 2]], 7, ["text"]], ids=repr)
+    async def test_a_prompt_of_anything_else_is_refused_before_it_is_sent(
+        self, service: Service, client: RolloutClient, prompt: Any
+    ) -> None:
+        with pytest.raises(InvalidRequest, match="flat sequence of integer token ids"):
+            await client.generate(prompt)
+        assert service.log == []
 
-async def test_a_prompt_of_text_comes_back_as_text_and_token_ids(service: Service, client: RolloutClient) -> None:
-    rollout = await client.generate("hi")
-    assert service.bodies == [
-        {"prompt": "hi", "output_mode": "text", "sampling_params": {"logprobs": 0}, "flat_logprobs": True}
-    ]
-    assert rollout.prompt_token_ids == (104, 105)
-    assert rollout.completions[0].text == "789"
-
-
-@pytest.mark.parametrize("prompt", [torch.tensor([5, 6]), np.array([5, 6]), (5, 6)], ids=["tensor", "array", "tuple"])
-async def test_a_prompt_may_be_an_array_or_a_tensor(service: Service, client: RolloutClient, prompt: Any) -> None:
-    assert (await client.generate(prompt)).prompt_token_ids == (5, 6)
-    assert service.bodies[0]["token_ids"] == [5, 6]
-
-
-@pytest.mark.parametrize("prompt", [[1.5], [[1, 2]], 7, ["text"]], ids=repr)
-async def test_a_prompt_of_anything_else_is_refused_before_it_is_sent(
-    service: Service, client: RolloutClient, prompt: Any
-) -> None:
-    with pytest.raises(InvalidRequest, match="flat sequence of integer token ids"):
-        await client.generate(prompt)
-    assert service.log == []
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"temperature": float("nan")}, {"n": 0}, {"top_p": 1.5}, {"stop": "text"}, {"stop_token_ids": ["x"]}]
-)
-async def test_a_wrong_sampling_parameter_is_named_before_it_is_sent(
-    service: Service, client: RolloutClient, wrong: dict[str, Any]
-) -> None:
-    with pytest.raises(InvalidRequest, match=next(iter(wrong))):
-        await client.generate([1], **wrong)
-    assert service.log == []
-
-
-@pytest.mark.parametrize("error", [TooEarly("not yet"), EngineFailed("dead"), InvalidRequest("too long", {"max": 8})])
-async def test_a_final_error_is_raised_as_its_class_after_one_attempt(
-    service: Service, client: RolloutClient, error: RolloutServiceError
-) -> None:
-    service.answers[GENERATE].append(error)
-    with pytest.raises(type(error)) as caught:
-        await client.generate([1])
-    assert (caught.value.message, caught.value.detail) == (error.message, error.detail)
-    assert service.calls(*GENERATE) == 1
-
-
-async def test_a_refusal_with_retry_after_is_tried_again(service: Service, client: RolloutClient) -> None:
-    service.answers[GENERATE] += [Overloaded("full"), NotReady("starting")]
-    assert (await client.generate([1])).prompt_token_ids == (1,)
-    assert service.calls(*GENERATE) == 3
-
-
-async def test_retries_are_bounded(service: Service) -> None:
-    service.answers[GENERATE] += [Overloaded(f"full {i}") for i in range(9)]
-    async with RolloutClient(service.url, retries=1) as client:
-        with pytest.raises(Overloaded, match="full 1"):
-            await client.generate([1])
-    assert service.calls(*GENERATE) == 2
-
-
-async def test_rollout_retries_on_broken_connections_are_bounded() -> None:
-    requests = 0
-
-    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal requests
-        await reader.readuntil(b"\r\n\r\n")
-        requests += 1
-        writer.transport.abort()
-
-    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with server, RolloutClient(f"http://127.0.0.1:{port}", retries=1) as client:
-        with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)) as caught:
-            await client.generate([1])
-        assert requests == 2
-        assert "kept failing" in caught.value.__notes__[0]
-        with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)) as caught:
-            await client.pause()
-        assert requests == 3
-        assert "may have accepted" in caught.value.__notes__[0]
-
-
-async def test_a_connection_that_is_refused_is_tried_again() -> None:
-    attempts = 0
-
-    def refuse_once(request: httpx.Request) -> httpx.Response:
-        nonlocal attempts
-        attempts += 1
-        if attempts == 1:
-            raise httpx.ConnectError("refused", request=request)
-        return httpx.Response(200, json=generate_reply({"sampling_params": {}}))
-
-    async with RolloutClient("http://service", transport=httpx.MockTransport(refuse_once)) as client:
-        await client.generate([1])
-    assert attempts == 2
-
-
-async def test_the_error_says_where_nothing_is_listening() -> None:
-    async with RolloutClient("http://127.0.0.1:9", retries=0) as client:
-        with pytest.raises(httpx.ConnectError) as caught:
-            await client.generate([1])
-    assert "http://127.0.0.1:9: no connection. Is the service running" in caught.value.__notes__[0]
-
-
-async def test_cancelling_a_generation_closes_its_connection(service: Service, client: RolloutClient) -> None:
-    accepted, gone = asyncio.Event(), asyncio.Event()
-    service.generate = until_gone(accepted, gone)
-    generation = asyncio.create_task(client.generate([1]))
-    await accepted.wait()
-    generation.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await generation
-    await gone.wait()
-    assert service.calls(*GENERATE) == 1
+    @pytest.mark.parametrize(
+        "wrong", [{"temperature": float("nan")}, {"n": 0}, {"top_p": 1.5}, {"stop": "text"}, {"stop_token_ids": ["x"]}]
+    )
+    async def test_a_wrong_sampling_parameter_is_named_before_it_is_sent(
+        self, service: Service, client: RolloutClient, wrong: dict[str, Any]
+    ) -> None:
+        with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+            await client.generate([1], **wrong)
+        assert service.log == []
 
 
 def without(path: str) -> Callable[[dict[str, Any]], object]:
     return lambda reply: reply["choices"][0].pop(path)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "complaint"),
-    [
-        (lambda reply: reply.pop("replica_id"), "does not understand"),
-        (without("logprobs"), "does not understand"),
-        (lambda reply: reply["choices"].append(reply["choices"][0]), "not what was asked for"),
-        (lambda reply: reply["choices"][0]["token_ids"].pop(), "2 tokens but 3 logprobs"),
-        (lambda reply: reply["choices"][0]["weight_versions"].pop(), "do not cover 3 tokens"),
-        (lambda reply: reply["choices"][0]["logprobs"].__setitem__(0, None), "does not understand"),
-    ],
-    ids=["no replica", "no logprobs", "two choices", "a token short", "a span short", "a logprob missing"],
-)
-async def test_a_reply_that_does_not_fit_together_is_an_error(
-    service: Service, client: RolloutClient, spoil: Callable[[dict[str, Any]], object], complaint: str
-) -> None:
-    async def spoilt(request: Request) -> Response:
-        reply = generate_reply(await request.json())
-        spoil(reply)
-        return JSONResponse(reply)
+class TestFailures:
+    @pytest.mark.parametrize(
+        "error", [TooEarly("not yet"), EngineFailed("dead"), InvalidRequest("too long", {"max": 8})]
+    )
+    async def test_a_final_error_is_raised_as_its_class_after_one_attempt(
+        self, service: Service, client: RolloutClient, error: RolloutServiceError
+    ) -> None:
+        service.answers[GENERATE].append(error)
+        with pytest.raises(type(error)) as caught:
+            await client.generate([1])
+        assert (caught.value.message, caught.value.detail) == (error.message, error.detail)
+        assert service.calls(*GENERATE) == 1
 
-    service.generate = spoilt
-    with pytest.raises(RolloutServiceError, match=complaint):
-        await client.generate([1])
+    async def test_a_refusal_with_retry_after_is_tried_again(self, service: Service, client: RolloutClient) -> None:
+        service.answers[GENERATE] += [Overloaded("full"), NotReady("starting")]
+        assert (await client.generate([1])).prompt_token_ids == (1,)
+        assert service.calls(*GENERATE) == 3
 
+    async def test_retries_are_bounded(self, service: Service) -> None:
+        service.answers[GENERATE] += [Overloaded(f"full {i}") for i in range(9)]
+        async with RolloutClient(service.url, retries=1) as client:
+            with pytest.raises(Overloaded, match="full 1"):
+                await client.generate([1])
+        assert service.calls(*GENERATE) == 2
 
-async def test_a_batch_keeps_the_order_of_its_prompts(service: Service, client: RolloutClient) -> None:
-    third_arrived = asyncio.Event()
+    async def test_rollout_retries_on_broken_connections_are_bounded(self) -> None:
+        requests = 0
 
-    async def last_first(request: Request) -> Response:
-        body = await request.json()
-        if body["token_ids"] == [3]:
-            third_arrived.set()
-        await third_arrived.wait()
-        return JSONResponse(generate_reply(body))
+        async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal requests
+            await reader.readuntil(b"\r\n\r\n")
+            requests += 1
+            writer.transport.abort()
 
-    service.generate = last_first
-    steps: list[tuple[int, int]] = []
-    rollouts = await client.generate_batch([[1], [2], [3]], n=2, progress=lambda done, of: steps.append((done, of)))
-    assert [rollout.prompt_token_ids for rollout in rollouts] == [(1,), (2,), (3,)]
-    assert all(len(rollout.completions) == 2 for rollout in rollouts)
-    assert steps == [(1, 3), (2, 3), (3, 3)]
+        server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, RolloutClient(f"http://127.0.0.1:{port}", retries=1) as client:
+            with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)) as caught:
+                await client.generate([1])
+            assert requests == 2
+            assert "kept failing" in caught.value.__notes__[0]
+            with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)) as caught:
+                await client.pause()
+            assert requests == 3
+            assert "may have accepted" in caught.value.__notes__[0]
 
+    async def test_a_connection_that_is_refused_is_tried_again(self) -> None:
+        attempts = 0
 
-@pytest.mark.parametrize(("concurrency", "max_connections"), [(2, 9), (9, 2), (None, 2)])
-async def test_a_batch_has_no_more_requests_under_way_than_allowed(
-    service: Service, concurrency: int | None, max_connections: int
-) -> None:
-    crowd = Crowd(2)
+        def refuse_once(request: httpx.Request) -> httpx.Response:
+            nonlocal attempts
+            attempts += 1
+            if attempts == 1:
+                raise httpx.ConnectError("refused", request=request)
+            return httpx.Response(200, json=generate_reply({"sampling_params": {}}))
 
-    async def count(request: Request) -> Response:
-        async with crowd:
-            return JSONResponse(generate_reply(await request.json()))
+        async with RolloutClient("http://service", transport=httpx.MockTransport(refuse_once)) as client:
+            await client.generate([1])
+        assert attempts == 2
 
-    service.generate = count
-    async with RolloutClient(service.url, max_connections=max_connections) as client:
-        await client.generate_batch([[i] for i in range(8)], concurrency=concurrency)
-    assert crowd.most == 2
+    async def test_the_error_says_where_nothing_is_listening(self) -> None:
+        async with RolloutClient("http://127.0.0.1:9", retries=0) as client:
+            with pytest.raises(httpx.ConnectError) as caught:
+                await client.generate([1])
+        assert "http://127.0.0.1:9: no connection. Is the service running" in caught.value.__notes__[0]
 
+    async def test_cancelling_a_generation_closes_its_connection(self, service: Service, client: RolloutClient) -> None:
+        accepted, gone = asyncio.Event(), asyncio.Event()
+        service.generate = until_gone(accepted, gone)
+        generation = asyncio.create_task(client.generate([1]))
+        await accepted.wait()
+        generation.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await generation
+        await gone.wait()
+        assert service.calls(*GENERATE) == 1
 
-async def test_the_first_error_of_a_batch_cancels_the_rest(service: Service, client: RolloutClient) -> None:
-    others_running, cancelled = asyncio.Event(), asyncio.Event()
+    @pytest.mark.parametrize(
+        ("spoil", "complaint"),
+        [
+            (lambda reply: reply.pop("replica_id"), "does not understand"),
+            (without("logprobs"), "does not understand"),
+            (lambda reply: reply["choices"].append(reply["choices"][0]), "not what was asked for"),
+            (lambda reply: reply["choices"][0]["token_ids"].pop(), "2 tokens but 3 logprobs"),
+            (lambda reply: reply["choices"][0]["weight_versions"].pop(), "do not cover 3 tokens"),
+            (lambda reply: reply["choices"][0]["logprobs"].__setitem__(0, None), "does not understand"),
+        ],
+        ids=["no replica", "no logprobs", "two choices", "a token short", "a span short", "a logprob missing"],
+    )
+    async def test_a_reply_that_does_not_fit_together_is_an_error(
+        self, service: Service, client: RolloutClient, spoil: Callable[[dict[str, Any]], object], complaint: str
+    ) -> None:
+        async def spoilt(request: Request) -> Response:
+            reply = generate_reply(await request.json())
+            spoil(reply)
+            return JSONResponse(reply)
 
-    async def fail_the_second(request: Request) -> Response:
-        if (await request.json())["token_ids"] == [2]:
-            await others_running.wait()
-            raise InvalidRequest("prompt 2 is bad")
-        others_running.set()
-        await until_disconnected(request)
-        cancelled.set()
-        return Response()
-
-    service.generate = fail_the_second
-    with pytest.raises(InvalidRequest, match="prompt 2 is bad"):
-        await client.generate_batch([[1], [2]])
-    await cancelled.wait()
-
-
-async def test_an_empty_batch_gives_no_rollouts(client: RolloutClient) -> None:
-    assert await client.generate_batch([]) == []
-
-
-async def test_a_batch_that_is_one_text_is_refused(client: RolloutClient) -> None:
-    with pytest.raises(TypeError, match="put it in a list"):
-        await client.generate_batch("one text")
-
-
-async def test_a_batch_without_concurrency_is_refused(client: RolloutClient) -> None:
-    with pytest.raises(ValueError, match="concurrency=0"):
-        await client.generate_batch([[1]], concurrency=0)
-
-
-def test_a_batch_takes_the_options_of_a_single_generation() -> None:
-    single = inspect.signature(RolloutClient.generate).parameters.keys() - {"self", "prompt", "request_id"}
-    assert single == GenerateOptions.__annotations__.keys()
-
-
-async def test_the_token_goes_with_every_request(service: Service, client: RolloutClient) -> None:
-    service.token = "secret"
-    with pytest.raises(Unauthorized):
-        await client.generate([1])
-    async with RolloutClient(service.url, token="secret") as with_token:
-        await with_token.generate([1])
-        assert await with_token.weights() == []
+        service.generate = spoilt
+        with pytest.raises(RolloutServiceError, match=complaint):
+            await client.generate([1])
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "", "http://"])
-def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="not the address of a service"):
-        RolloutClient(url)
+class TestBatch:
+    async def test_a_batch_keeps_the_order_of_its_prompts(self, service: Service, client: RolloutClient) -> None:
+        third_arrived = asyncio.Event()
+
+        async def last_first(request: Request) -> Response:
+            body = await request.json()
+            if body["token_ids"] == [3]:
+                third_arrived.set()
+            await third_arrived.wait()
+            return JSONResponse(generate_reply(body))
+
+        service.generate = last_first
+        steps: list[tuple[int, int]] = []
+        rollouts = await client.generate_batch([[1], [2], [3]], n=2, progress=lambda done, of: steps.append((done, of)))
+        assert [rollout.prompt_token_ids for rollout in rollouts] == [(1,), (2,), (3,)]
+        assert all(len(rollout.completions) == 2 for rollout in rollouts)
+        assert steps == [(1, 3), (2, 3), (3, 3)]
+
+    @pytest.mark.parametrize(("concurrency", "max_connections"), [(2, 9), (9, 2), (None, 2)])
+    async def test_a_batch_has_no_more_requests_under_way_than_allowed(
+        self, service: Service, concurrency: int | None, max_connections: int
+    ) -> None:
+        crowd = Crowd(2)
+
+        async def count(request: Request) -> Response:
+            async with crowd:
+                return JSONResponse(generate_reply(await request.json()))
+
+        service.generate = count
+        async with RolloutClient(service.url, max_connections=max_connections) as client:
+            await client.generate_batch([[i] for i in range(8)], concurrency=concurrency)
+        assert crowd.most == 2
+
+    async def test_the_first_error_of_a_batch_cancels_the_rest(self, service: Service, client: RolloutClient) -> None:
+        others_running, cancelled = asyncio.Event(), asyncio.Event()
+
+        async def fail_the_second(request: Request) -> Response:
+            if (await request.json())["token_ids"] == [2]:
+                await others_running.wait()
+                raise InvalidRequest("prompt 2 is bad")
+            others_running.set()
+            await until_disconnected(request)
+            cancelled.set()
+            return Response()
+
+        service.generate = fail_the_second
+        with pytest.raises(InvalidRequest, match="prompt 2 is bad"):
+            await client.generate_batch([[1], [2]])
+        await cancelled.wait()
+
+    async def test_an_empty_batch_gives_no_rollouts(self, client: RolloutClient) -> None:
+        assert await client.generate_batch([]) == []
+
+    async def test_a_batch_that_is_one_text_is_refused(self, client: RolloutClient) -> None:
+        with pytest.raises(TypeError, match="put it in a list"):
+            await client.generate_batch("one text")
+
+    async def test_a_batch_without_concurrency_is_refused(self, client: RolloutClient) -> None:
+        with pytest.raises(ValueError, match="concurrency=0"):
+            await client.generate_batch([[1]], concurrency=0)
+
+    def test_a_batch_takes_the_options_of_a_single_generation(self) -> None:
+        single = inspect.signature(RolloutClient.generate).parameters.keys() - {"self", "prompt", "request_id"}
+        assert single == GenerateOptions.__annotations__.keys()
 
 
-async def test_a_service_below_a_path_is_reached() -> None:
-    def at_prefix(request: httpx.Request) -> httpx.Response:
-        assert request.url.path == "/rollouts/inference/v1/generate"
-        return httpx.Response(200, json=generate_reply({"sampling_params": {}}))
+class TestAddress:
+    async def test_the_token_goes_with_every_request(self, service: Service, client: RolloutClient) -> None:
+        service.token = "secret"
+        with pytest.raises(Unauthorized):
+            await client.generate([1])
+        async with RolloutClient(service.url, token="secret") as with_token:
+            await with_token.generate([1])
+            assert await with_token.weights() == []
 
-    async with RolloutClient("http://service/rollouts/", transport=httpx.MockTransport(at_prefix)) as client:
-        await client.generate([1])
+    @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "", "http://"])
+    def test_an_address_that_is_none_is_refused(self, url: str) -> None:
+        with pytest.raises(ValueError, match="not the address of a service"):
+            RolloutClient(url)
 
+    async def test_a_service_below_a_path_is_reached(self) -> None:
+        def at_prefix(request: httpx.Request) -> httpx.Response:
+            assert request.url.path == "/rollouts/inference/v1/generate"
+            return httpx.Response(200, json=generate_reply({"sampling_params": {}}))
 
-def test_a_client_of_another_event_loop_is_refused() -> None:
-    ok = httpx.MockTransport(lambda _: httpx.Response(200))
-    client = RolloutClient("http://service", transport=ok)
-    asyncio.run(client.resume())
-    with pytest.raises(RuntimeError, match="another event loop"):
+        async with RolloutClient("http://service/rollouts/", transport=httpx.MockTransport(at_prefix)) as client:
+            await client.generate([1])
+
+    def test_a_client_of_another_event_loop_is_refused(self) -> None:
+        ok = httpx.MockTransport(lambda _: httpx.Response(200))
+        client = RolloutClient("http://service", transport=ok)
         asyncio.run(client.resume())
+        with pytest.raises(RuntimeError, match="another event loop"):
+            asyncio.run(client.resume())

@@ -44,203 +44,203 @@ def digest_of(upload: Upload) -> str:
     return upload_digest(xxhash.xxh3_128_hexdigest(data) for _, data in sorted(upload.parts.items()))
 
 
-async def test_tensors_arrive_as_one_exact_stream(service: Service, client: RolloutClient, tensors: Tensors) -> None:
-    status = await client.push_weights(5, tensors)
+class TestUpload:
+    async def test_tensors_arrive_as_one_exact_stream(
+        self, service: Service, client: RolloutClient, tensors: Tensors
+    ) -> None:
+        status = await client.push_weights(5, tensors)
 
-    upload = service.uploads[5]
-    assert status == WeightStatus(version=5, state="live", total_bytes=len(upload.stream))
-    assert upload.stream == stream_of(tensors)
-    assert list(upload.begin.tensors) == table_of(tensors)
-    assert sorted(service.parts_sent()) == list(range(12))
-    assert upload.commit == CommitUpload(mode="keep", wait="all", timeout_s=600, upload_digest=digest_of(upload))
+        upload = service.uploads[5]
+        assert status == WeightStatus(version=5, state="live", total_bytes=len(upload.stream))
+        assert upload.stream == stream_of(tensors)
+        assert list(upload.begin.tensors) == table_of(tensors)
+        assert sorted(service.parts_sent()) == list(range(12))
+        assert upload.commit == CommitUpload(mode="keep", wait="all", timeout_s=600, upload_digest=digest_of(upload))
 
+    @pytest.mark.parametrize("form", ["module", "pairs", "generator", "generator with table"])
+    async def test_every_form_of_named_tensors_sends_the_same(
+        self, service: Service, client: RolloutClient, form: str
+    ) -> None:
+        module = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.LayerNorm(30))
+        state = dict(module.state_dict())
+        if form == "module":
+            await client.push_weights(1, module)
+        elif form == "pairs":
+            await client.push_weights(1, list(state.items()))
+        elif form == "generator":
+            await client.push_weights(1, module.named_parameters())
+        else:
+            await client.push_weights(1, ((name, t) for name, t in state.items()), tensor_table=table_of(state))
+        assert service.uploads[1].stream == stream_of(state)
 
-@pytest.mark.parametrize("form", ["module", "pairs", "generator", "generator with table"])
-async def test_every_form_of_named_tensors_sends_the_same(service: Service, client: RolloutClient, form: str) -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.LayerNorm(30))
-    state = dict(module.state_dict())
-    if form == "module":
-        await client.push_weights(1, module)
-    elif form == "pairs":
-        await client.push_weights(1, list(state.items()))
-    elif form == "generator":
-        await client.push_weights(1, module.named_parameters())
-    else:
-        await client.push_weights(1, ((name, t) for name, t in state.items()), tensor_table=table_of(state))
-    assert service.uploads[1].stream == stream_of(state)
+    async def test_commit_options_reach_the_service(
+        self, service: Service, client: RolloutClient, tensors: Tensors
+    ) -> None:
+        await client.push_weights(5, tensors, mode="abort", wait="none", timeout_s=7)
+        upload = service.uploads[5]
+        assert upload.commit == CommitUpload(mode="abort", wait="none", timeout_s=7, upload_digest=digest_of(upload))
 
+    async def test_progress_counts_the_bytes_that_have_arrived(
+        self, service: Service, client: RolloutClient, tensors: Tensors
+    ) -> None:
+        steps: list[tuple[int, int]] = []
+        await client.push_weights(5, tensors, progress=lambda sent, total: steps.append((sent, total)))
+        total = len(stream_of(tensors))
+        assert len(steps) == 12
+        assert [sent for sent, _ in steps] == sorted({sent for sent, _ in steps})
+        assert steps[-1] == (total, total)
 
-async def test_commit_options_reach_the_service(service: Service, client: RolloutClient, tensors: Tensors) -> None:
-    await client.push_weights(5, tensors, mode="abort", wait="none", timeout_s=7)
-    upload = service.uploads[5]
-    assert upload.commit == CommitUpload(mode="abort", wait="none", timeout_s=7, upload_digest=digest_of(upload))
+    async def test_several_parts_travel_at_once_and_no_more_than_allowed(
+        self, service: Service, client: RolloutClient, tensors: Tensors
+    ) -> None:
+        crowd = Crowd(3)
 
+        async def count(part: int) -> None:
+            async with crowd:
+                pass
 
-async def test_progress_counts_the_bytes_that_have_arrived(
-    service: Service, client: RolloutClient, tensors: Tensors
-) -> None:
-    steps: list[tuple[int, int]] = []
-    await client.push_weights(5, tensors, progress=lambda sent, total: steps.append((sent, total)))
-    total = len(stream_of(tensors))
-    assert len(steps) == 12
-    assert [sent for sent, _ in steps] == sorted({sent for sent, _ in steps})
-    assert steps[-1] == (total, total)
+        service.before_part = count
+        await client.push_weights(5, tensors, parallel_parts=3)
+        assert crowd.most == 3
 
+    async def test_a_generator_is_consumed_no_faster_than_parts_leave(
+        self, service: Service, client: RolloutClient
+    ) -> None:
+        """With every upload held up, the tensors made are those of the parts in flight and of one more."""
+        parallel, made = 2, 0
+        alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+        table = [UploadTensor(name=f"t{i}", dtype="float32", shape=(256,)) for i in range(20)]  # a part each
+        held, release = asyncio.Event(), asyncio.Event()
 
-async def test_several_parts_travel_at_once_and_no_more_than_allowed(
-    service: Service, client: RolloutClient, tensors: Tensors
-) -> None:
-    crowd = Crowd(3)
+        def generator() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal made
+            for entry in table:
+                made += 1
+                tensor = torch.full(entry.shape, float(made))
+                alive.add(tensor)
+                yield entry.name, tensor
+                del tensor
+                assert not alive, "a tensor was kept after its bytes were cut"
 
-    async def count(part: int) -> None:
-        async with crowd:
-            pass
+        async def hold(part: int) -> None:
+            if part == parallel - 1:
+                held.set()
+            await release.wait()
 
-    service.before_part = count
-    await client.push_weights(5, tensors, parallel_parts=3)
-    assert crowd.most == 3
-
-
-async def test_a_generator_is_consumed_no_faster_than_parts_leave(service: Service, client: RolloutClient) -> None:
-    """With every upload held up, the tensors made are those of the parts in flight and of one more."""
-    parallel, made = 2, 0
-    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
-    table = [UploadTensor(name=f"t{i}", dtype="float32", shape=(256,)) for i in range(20)]  # a part each
-    held, release = asyncio.Event(), asyncio.Event()
-
-    def generator() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal made
-        for entry in table:
-            made += 1
-            tensor = torch.full(entry.shape, float(made))
-            alive.add(tensor)
-            yield entry.name, tensor
-            del tensor
-            assert not alive, "a tensor was kept after its bytes were cut"
-
-    async def hold(part: int) -> None:
-        if part == parallel - 1:
-            held.set()
-        await release.wait()
-
-    service.before_part = hold
-    push = asyncio.create_task(client.push_weights(1, generator(), tensor_table=table, parallel_parts=parallel))
-    both_held = asyncio.create_task(held.wait())
-    await asyncio.wait([push, both_held], return_when=asyncio.FIRST_COMPLETED)
-    assert not push.done(), push.exception()
-    assert made <= parallel + 1
-    release.set()
-    await push
-    assert made == 20
-
-
-async def test_a_part_that_was_refused_for_now_is_sent_again(
-    service: Service, client: RolloutClient, tensors: Tensors
-) -> None:
-    service.answers["PUT", "/v1/weights/5/parts/3"] += [Overloaded("disk busy"), Overloaded("disk busy")]
-    service.answers["POST", "/v1/weights"].append(Overloaded("busy"))
-    service.answers["POST", "/v1/weights/5/commit"].append(Overloaded("busy"))
-    await client.push_weights(5, tensors)
-    assert service.parts_sent().count(3) == 3
-    assert service.uploads[5].stream == stream_of(tensors)
-
-
-async def test_a_refused_table_is_an_error_before_any_part(
-    service: Service, client: RolloutClient, tensors: Tensors
-) -> None:
-    service.answers["POST", "/v1/weights"].append(InvalidManifest("unknown tensor embed", {"unknown": ["embed"]}))
-    with pytest.raises(InvalidManifest, match="unknown tensor embed"):
-        await client.push_weights(5, tensors)
-    assert service.parts_sent() == []
-
-
-async def test_a_commit_timeout_is_raised_and_not_repeated(
-    service: Service, client: RolloutClient, tensors: Tensors
-) -> None:
-    service.answers["POST", "/v1/weights/5/commit"].append(CommitTimeout("r2 is behind"))
-    with pytest.raises(CommitTimeout, match="r2 is behind"):
-        await client.push_weights(5, tensors)
-    assert service.calls("POST", "/v1/weights/5/commit") == 1
-
-
-async def test_tensors_unlike_their_table_fail_before_the_commit(
-    service: Service, client: RolloutClient, tensors: Tensors
-) -> None:
-    table = table_of(tensors)
-    tensors["scalar"] = torch.zeros(2)
-    with pytest.raises(ValueError, match="then came scalar"):
-        await client.push_weights(5, iter(tensors.items()), tensor_table=table)
-    assert service.calls("POST", "/v1/weights/5/commit") == 0
-
-
-async def test_an_error_in_the_generator_is_raised_as_it_is(service: Service, client: RolloutClient) -> None:
-    def generator() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "a", torch.zeros(1)
-        raise OSError("checkpoint is gone")
-
-    with pytest.raises(OSError, match="checkpoint is gone"):
-        await client.push_weights(5, generator())
-    assert service.log == []
-
-
-async def test_cancelling_a_push_stops_its_uploads_and_commits_nothing(
-    service: Service, client: RolloutClient, tensors: Tensors
-) -> None:
-    uploading, never = asyncio.Event(), asyncio.Event()
-
-    async def hold(part: int) -> None:
-        uploading.set()
-        await never.wait()
-
-    service.before_part = hold
-    push = asyncio.create_task(client.push_weights(5, tensors, parallel_parts=1))
-    await uploading.wait()
-    push.cancel()
-    with pytest.raises(asyncio.CancelledError):
+        service.before_part = hold
+        push = asyncio.create_task(client.push_weights(1, generator(), tensor_table=table, parallel_parts=parallel))
+        both_held = asyncio.create_task(held.wait())
+        await asyncio.wait([push, both_held], return_when=asyncio.FIRST_COMPLETED)
+        assert not push.done(), push.exception()
+        assert made <= parallel + 1
+        release.set()
         await push
-    never.set()
-    assert service.parts_sent() == [0]
-    assert service.calls("POST", "/v1/weights/5/commit") == 0
+        assert made == 20
+
+    async def test_a_large_part_is_sent_whole(self, service: Service, client: RolloutClient) -> None:
+        service.part_bytes = 5 << 20
+        tensors = {"w": torch.randn(3 << 20)}
+        await client.push_weights(1, tensors)
+        assert service.uploads[1].stream == stream_of(tensors)
+        assert len(service.parts_sent()) == 3
 
 
-async def test_a_rank_with_send_false_reads_all_but_sends_nothing(
-    service: Service, client: RolloutClient, tensors: Tensors
-) -> None:
-    read: list[str] = []
-    source = ((read.append(name), (name, tensor))[1] for name, tensor in tensors.items())
-    assert await client.push_weights(5, source, tensor_table=table_of(tensors), send=False) is None
-    assert read == list(tensors)
-    assert service.log == []
+class TestFailure:
+    async def test_a_part_that_was_refused_for_now_is_sent_again(
+        self, service: Service, client: RolloutClient, tensors: Tensors
+    ) -> None:
+        service.answers["PUT", "/v1/weights/5/parts/3"] += [Overloaded("disk busy"), Overloaded("disk busy")]
+        service.answers["POST", "/v1/weights"].append(Overloaded("busy"))
+        service.answers["POST", "/v1/weights/5/commit"].append(Overloaded("busy"))
+        await client.push_weights(5, tensors)
+        assert service.parts_sent().count(3) == 3
+        assert service.uploads[5].stream == stream_of(tensors)
+
+    async def test_a_refused_table_is_an_error_before_any_part(
+        self, service: Service, client: RolloutClient, tensors: Tensors
+    ) -> None:
+        service.answers["POST", "/v1/weights"].append(InvalidManifest("unknown tensor embed", {"unknown": ["embed"]}))
+        with pytest.raises(InvalidManifest, match="unknown tensor embed"):
+            await client.push_weights(5, tensors)
+        assert service.parts_sent() == []
+
+    async def test_a_commit_timeout_is_raised_and_not_repeated(
+        self, service: Service, client: RolloutClient, tensors: Tensors
+    ) -> None:
+        service.answers["POST", "/v1/weights/5/commit"].append(CommitTimeout("r2 is behind"))
+        with pytest.raises(CommitTimeout, match="r2 is behind"):
+            await client.push_weights(5, tensors)
+        assert service.calls("POST", "/v1/weights/5/commit") == 1
+
+    async def test_tensors_unlike_their_table_fail_before_the_commit(
+        self, service: Service, client: RolloutClient, tensors: Tensors
+    ) -> None:
+        table = table_of(tensors)
+        tensors["scalar"] = torch.zeros(2)
+        with pytest.raises(ValueError, match="then came scalar"):
+            await client.push_weights(5, iter(tensors.items()), tensor_table=table)
+        assert service.calls("POST", "/v1/weights/5/commit") == 0
+
+    async def test_an_error_in_the_generator_is_raised_as_it_is(self, service: Service, client: RolloutClient) -> None:
+        def generator() -> Iterator[tuple[str, torch.Tensor]]:
+            yield "a", torch.zeros(1)
+            raise OSError("checkpoint is gone")
+
+        with pytest.raises(OSError, match="checkpoint is gone"):
+            await client.push_weights(5, generator())
+        assert service.log == []
+
+    async def test_cancelling_a_push_stops_its_uploads_and_commits_nothing(
+        self, service: Service, client: RolloutClient, tensors: Tensors
+    ) -> None:
+        uploading, never = asyncio.Event(), asyncio.Event()
+
+        async def hold(part: int) -> None:
+            uploading.set()
+            await never.wait()
+
+        service.before_part = hold
+        push = asyncio.create_task(client.push_weights(5, tensors, parallel_parts=1))
+        await uploading.wait()
+        push.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await push
+        never.set()
+        assert service.parts_sent() == [0]
+        assert service.calls("POST", "/v1/weights/5/commit") == 0
 
 
-@pytest.mark.parametrize(
-    ("wrong", "complaint"),
-    [
-        ({"parallel_parts": 0}, "parallel_parts"),
-        ({"timeout_s": 0}, "timeout_s"),
-        ({"mode": "stop"}, "mode"),
-        ({"quantize": "both"}, "quantize='both'"),
-    ],
-)
-async def test_wrong_options_fail_before_anything_is_sent(
-    service: Service, client: RolloutClient, tensors: Tensors, wrong: dict[str, object], complaint: str
-) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        await client.push_weights(5, tensors, **wrong)  # type: ignore[call-overload]
-    assert service.log == []
+class TestOptions:
+    async def test_a_rank_with_send_false_reads_all_but_sends_nothing(
+        self, service: Service, client: RolloutClient, tensors: Tensors
+    ) -> None:
+        read: list[str] = []
+        source = ((read.append(name), (name, tensor))[1] for name, tensor in tensors.items())
+        assert await client.push_weights(5, source, tensor_table=table_of(tensors), send=False) is None
+        assert read == list(tensors)
+        assert service.log == []
 
+    @pytest.mark.parametrize(
+        ("wrong", "complaint"),
+        [
+            ({"parallel_parts": 0}, "parallel_parts"),
+            ({"timeout_s": 0}, "timeout_s"),
+            ({"mode": "stop"}, "mode"),
+            ({"quantize": "both"}, "quantize='both'"),
+        ],
+    )
+    async def test_wrong_options_fail_before_anything_is_sent(
+        self, service: Service, client: RolloutClient, tensors: Tensors, wrong: dict[str, object], complaint: str
+    ) -> None:
+        with pytest.raises(ValueError, match=complaint):
+            await client.push_weights(5, tensors, **wrong)  # type: ignore[call-overload]
+        assert service.log == []
 
-async def test_a_path_is_committed_without_parts(service: Service, client: RolloutClient, tmp_path: Path) -> None:
-    status = await client.push_path(6, tmp_path, wait="none")
-    source = service.uploads[6].begin.source
-    assert source is not None and source.path == tmp_path
-    assert (status.version, service.parts_sent()) == (6, [])
-    assert service.uploads[6].commit == CommitUpload(wait="none")
-
-
-async def test_a_large_part_is_sent_whole(service: Service, client: RolloutClient) -> None:
-    service.part_bytes = 5 << 20
-    tensors = {"w": torch.randn(3 << 20)}
-    await client.push_weights(1, tensors)
-    assert service.uploads[1].stream == stream_of(tensors)
-    assert len(service.parts_sent()) == 3
+    async def test_a_path_is_committed_without_parts(
+        self, service: Service, client: RolloutClient, tmp_path: Path
+    ) -> None:
+        status = await client.push_path(6, tmp_path, wait="none")
+        source = service.uploads[6].begin.source
+        assert source is not None and source.path == tmp_path
+        assert (status.version, service.parts_sent()) == (6, [])
+        assert service.uploads[6].commit == CommitUpload(wait="none")

@@ -69,124 +69,84 @@ async def push(client: RolloutClient, version: int, tensors: object, **options: 
     return await client.push_weights(version, tensors, **options)  # type: ignore[call-overload, no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("family", "dtypes"),
-    [
-        *product(["qwen2", "qwen3_moe"], [(torch.bfloat16, torch.float16, torch.float32)]),
-        *product(["mixtral", "deepseek_v3"], [(torch.float32,)]),
-    ],
-    ids=FAMILIES,
-)
-async def test_whoever_quantizes_the_version_is_the_same(
-    models: dict[str, Path], tmp_path: Path, family: str, dtypes: tuple[torch.dtype, ...]
-) -> None:
-    on_disk, in_memory = load_file(models[family] / "model.safetensors"), module_of(models[family]).state_dict()
-    async with real_ingest(models[family], tmp_path / "log") as service, RolloutClient(service.url) as client:
-        first, version = await client.weights(0), 0
-        for dtype, tensors in product(dtypes, (on_disk, in_memory)):  # names and shapes of both kinds
-            pushed = moved(tensors, dtype)
-            by_service = await push(client, version + 1, pushed, quantize="service")
-            by_trainer = await push(client, version + 2, pushed)
-            assert by_trainer.digest == by_service.digest != first.digest, (dtype, tensors is on_disk)
-            version += 2
-            service.log.verify(service.log.manifest(version))
+class TestSameVersion:
+    @pytest.mark.parametrize(
+        ("family", "dtypes"),
+        [
+            *product(["qwen2", "qwen3_moe"], [(torch.bfloat16, torch.float16, torch.float32)]),
+            *product(["mixtral", "deepseek_v3"], [(torch.float32,)]),
+        ],
+        ids=FAMILIES,
+    )
+    async def test_whoever_quantizes_the_version_is_the_same(
+        self, models: dict[str, Path], tmp_path: Path, family: str, dtypes: tuple[torch.dtype, ...]
+    ) -> None:
+        on_disk, in_memory = load_file(models[family] / "model.safetensors"), module_of(models[family]).state_dict()
+        async with real_ingest(models[family], tmp_path / "log") as service, RolloutClient(service.url) as client:
+            first, version = await client.weights(0), 0
+            for dtype, tensors in product(dtypes, (on_disk, in_memory)):  # names and shapes of both kinds
+                pushed = moved(tensors, dtype)
+                by_service = await push(client, version + 1, pushed, quantize="service")
+                by_trainer = await push(client, version + 2, pushed)
+                assert by_trainer.digest == by_service.digest != first.digest, (dtype, tensors is on_disk)
+                version += 2
+                service.log.verify(service.log.manifest(version))
 
+    async def test_power_of_two_scales_are_made_if_the_service_wants_them(
+        self, models: dict[str, Path], tmp_path: Path, stacked: Tensors
+    ) -> None:
+        async with client_of(models["qwen3_moe"], tmp_path / "log", scales="power_of_two") as client:
+            by_service = await push(client, 1, moved(stacked, torch.bfloat16), quantize="service")
+            assert (await push(client, 2, moved(stacked, torch.bfloat16))).digest == by_service.digest
 
-async def test_power_of_two_scales_are_made_if_the_service_wants_them(
-    models: dict[str, Path], tmp_path: Path, stacked: Tensors
-) -> None:
-    async with client_of(models["qwen3_moe"], tmp_path / "log", scales="power_of_two") as client:
-        by_service = await push(client, 1, moved(stacked, torch.bfloat16), quantize="service")
-        assert (await push(client, 2, moved(stacked, torch.bfloat16))).digest == by_service.digest
+    async def test_a_service_that_does_not_quantize_gets_bf16(
+        self, models: dict[str, Path], tmp_path: Path, stacked: Tensors
+    ) -> None:
+        async with client_of(models["qwen3_moe"], tmp_path / "log", weights="none") as client:
+            assert (await push(client, 1, stacked)).digest == (await client.weights(0)).digest
 
+    async def test_half_the_bytes_are_sent(self, moe: RealIngest, moe_client: RolloutClient, stacked: Tensors) -> None:
+        totals: dict[str, int] = {}
+        for version, who in enumerate(("service", "trainer"), start=1):
+            await push(
+                moe_client,
+                version,
+                stacked,
+                quantize=who,
+                progress=lambda _, total, who=who: totals.update({who: total}),
+            )
+        assert totals["service"] == sum(tensor.nbytes for tensor in stacked.values())
+        assert 0.5 < totals["trainer"] / totals["service"] < 0.55
+        assert totals["trainer"] == (await moe_client.weights(2)).total_bytes
 
-async def test_a_service_that_does_not_quantize_gets_bf16(
-    models: dict[str, Path], tmp_path: Path, stacked: Tensors
-) -> None:
-    async with client_of(models["qwen3_moe"], tmp_path / "log", weights="none") as client:
-        assert (await push(client, 1, stacked)).digest == (await client.weights(0)).digest
+    @pytest.mark.parametrize("form", ["module", "generator", "generator with table", "pairs of parameters"])
+    async def test_every_form_of_named_tensors_makes_the_same_version(
+        self, moe: RealIngest, moe_client: RolloutClient, models: dict[str, Path], form: str
+    ) -> None:
+        on_disk, module = load_file(models["qwen3_moe"] / "model.safetensors"), module_of(models["qwen3_moe"])
+        table = [describe(name, tensor) for name, tensor in on_disk.items()] if form == "generator with table" else None
+        source = {
+            "module": module,
+            "pairs of parameters": list(module.named_parameters()),
+            "generator": iter(on_disk.items()),
+            "generator with table": ((name, tensor.clone()) for name, tensor in on_disk.items()),
+        }[form]
+        status = await push(moe_client, 1, source, tensor_table=table)
+        assert status.digest == (await moe_client.weights(0)).digest
 
+    async def test_the_blocking_client_does_it_too(self, threaded_service: Service) -> None:
+        threaded_service.recipe = TrainerRecipe(weights="fp8_block", quantized=("w",))
+        with SyncRolloutClient(threaded_service.url) as client:
+            client.push_weights(1, {"w": torch.ones(256, 256)}, quantize="trainer")
+        assert len(threaded_service.uploads[1].stream) == 256 * 256 + 4 * 4
 
-async def test_half_the_bytes_are_sent(moe: RealIngest, moe_client: RolloutClient, stacked: Tensors) -> None:
-    totals: dict[str, int] = {}
-    for version, who in enumerate(("service", "trainer"), start=1):
-        await push(
-            moe_client, version, stacked, quantize=who, progress=lambda _, total, who=who: totals.update({who: total})
-        )
-    assert totals["service"] == sum(tensor.nbytes for tensor in stacked.values())
-    assert 0.5 < totals["trainer"] / totals["service"] < 0.55
-    assert totals["trainer"] == (await moe_client.weights(2)).total_bytes
-
-
-@pytest.mark.parametrize("form", ["module", "generator", "generator with table", "pairs of parameters"])
-async def test_every_form_of_named_tensors_makes_the_same_version(
-    moe: RealIngest, moe_client: RolloutClient, models: dict[str, Path], form: str
-) -> None:
-    on_disk, module = load_file(models["qwen3_moe"] / "model.safetensors"), module_of(models["qwen3_moe"])
-    table = [describe(name, tensor) for name, tensor in on_disk.items()] if form == "generator with table" else None
-    source = {
-        "module": module,
-        "pairs of parameters": list(module.named_parameters()),
-        "generator": iter(on_disk.items()),
-        "generator with table": ((name, tensor.clone()) for name, tensor in on_disk.items()),
-    }[form]
-    status = await push(moe_client, 1, source, tensor_table=table)
-    assert status.digest == (await moe_client.weights(0)).digest
-
-
-async def test_the_blocking_client_does_it_too(threaded_service: Service) -> None:
-    threaded_service.recipe = TrainerRecipe(weights="fp8_block", quantized=("w",))
-    with SyncRolloutClient(threaded_service.url) as client:
-        client.push_weights(1, {"w": torch.ones(256, 256)}, quantize="trainer")
-    assert len(threaded_service.uploads[1].stream) == 256 * 256 + 4 * 4
-
-
-async def test_the_recipe_is_told_only_to_those_who_may_push(models: dict[str, Path], tmp_path: Path) -> None:
-    async with real_ingest(models["qwen2"], tmp_path / "log", token="secret") as service:
-        async with RolloutClient(service.url) as stranger:
-            with pytest.raises(Unauthorized):
-                await push(stranger, 1, module_of(models["qwen2"]))
-        async with RolloutClient(service.url, token="secret") as client:
-            assert (await push(client, 1, module_of(models["qwen2"]))).state == "committed"
-
-
-# --- refused
-
-
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.experts.down_proj", "model.embed_tokens.weight"])
-async def test_a_nan_is_named_before_commit_and_a_fixed_push_resumes(
-    moe: RealIngest, moe_client: RolloutClient, stacked: Tensors, name: str
-) -> None:
-    broken = {n: t.clone() for n, t in stacked.items()}
-    broken[name][(3,) * broken[name].dim()] = float("nan")
-    stored = name if name in moe.ingest._model.shapes else "model.layers.1.mlp.experts.3.down_proj.weight"
-    with pytest.raises(QuantizationError, match=rf"{stored}\[3, 3\] is nan.*Version 1 stays staged.*discard\(1\)"):
-        await push(moe_client, 1, broken)
-    status = await moe_client.weights(1)
-    assert status.state == "staged" and status.missing_parts
-    assert (await moe_client.fleet()).latest_version == 0
-    assert (await push(moe_client, 1, stacked)).digest == (await moe_client.weights(0)).digest
-
-
-async def test_wrong_names_and_shapes_are_refused_before_quantization(
-    moe_client: RolloutClient, stacked: Tensors
-) -> None:
-    unfit = dict(stacked)
-    unfit["stranger"] = unfit.pop("model.norm.weight")
-    unfit["model.layers.0.self_attn.q_proj.weight"] = torch.full((2, 2, 2), float("nan"))
-    with pytest.raises(InvalidManifest) as refused:
-        await push(moe_client, 1, unfit)
-    assert refused.value.detail["unknown"] == ["stranger"] and refused.value.detail["missing"] == ["model.norm.weight"]
-    assert "q_proj.weight is [2, 2, 2], the model's is [256, 256]" in refused.value.detail["wrong_shape"][0]
-
-
-async def test_indivisible_stacked_experts_are_refused_by_name(moe_client: RolloutClient, stacked: Tensors) -> None:
-    name = "model.layers.0.mlp.experts.gate_up_proj"
-    with pytest.raises(ValueError, match=rf"{name} .*\[8, 255, 256\]"):
-        await push(moe_client, 1, {**stacked, name: stacked[name][:, 1:]})
-
-
-# --- a service that breaks down
+    async def test_the_recipe_is_told_only_to_those_who_may_push(self, models: dict[str, Path], tmp_path: Path) -> None:
+        async with real_ingest(models["qwen2"], tmp_path / "log", token="secret") as service:
+            async with RolloutClient(service.url) as stranger:
+                with pytest.raises(Unauthorized):
+                    await push(stranger, 1, module_of(models["qwen2"]))
+            async with RolloutClient(service.url, token="secret") as client:
+                assert (await push(client, 1, module_of(models["qwen2"]))).state == "committed"
 
 
 @pytest.fixture
@@ -209,46 +169,80 @@ async def fail_at_part_6(service: Service, client: RolloutClient, tensors: Tenso
     service.log.clear()
 
 
-async def test_a_push_goes_on_where_the_last_one_failed(
-    service: Service, client: RolloutClient, small: Tensors
-) -> None:
-    await fail_at_part_6(service, client, small)
-    await push(client, 5, small)
-    assert sorted(service.parts_sent()) == [6, 7, 8, 9, 10]
-    assert service.uploads[5].stream == quantized_stream(service, small)
-    service.log.clear()
-    await push(client, 5, small)
-    assert service.parts_sent() == []
+class TestRefused:
+    @pytest.mark.parametrize("name", ["model.layers.1.mlp.experts.down_proj", "model.embed_tokens.weight"])
+    async def test_a_nan_is_named_before_commit_and_a_fixed_push_resumes(
+        self, moe: RealIngest, moe_client: RolloutClient, stacked: Tensors, name: str
+    ) -> None:
+        broken = {n: t.clone() for n, t in stacked.items()}
+        broken[name][(3,) * broken[name].dim()] = float("nan")
+        stored = name if name in moe.ingest._model.shapes else "model.layers.1.mlp.experts.3.down_proj.weight"
+        with pytest.raises(QuantizationError, match=rf"{stored}\[3, 3\] is nan.*Version 1 stays staged.*discard\(1\)"):
+            await push(moe_client, 1, broken)
+        status = await moe_client.weights(1)
+        assert status.state == "staged" and status.missing_parts
+        assert (await moe_client.fleet()).latest_version == 0
+        assert (await push(moe_client, 1, stacked)).digest == (await moe_client.weights(0)).digest
+
+    async def test_wrong_names_and_shapes_are_refused_before_quantization(
+        self, moe_client: RolloutClient, stacked: Tensors
+    ) -> None:
+        unfit = dict(stacked)
+        unfit["stranger"] = unfit.pop("model.norm.weight")
+        unfit["model.layers.0.self_attn.q_proj.weight"] = torch.full((2, 2, 2), float("nan"))
+        with pytest.raises(InvalidManifest) as refused:
+            await push(moe_client, 1, unfit)
+        assert refused.value.detail["unknown"] == ["stranger"] and refused.value.detail["missing"] == [
+            "model.norm.weight"
+        ]
+        assert "q_proj.weight is [2, 2, 2], the model's is [256, 256]" in refused.value.detail["wrong_shape"][0]
+
+    async def test_indivisible_stacked_experts_are_refused_by_name(
+        self, moe_client: RolloutClient, stacked: Tensors
+    ) -> None:
+        name = "model.layers.0.mlp.experts.gate_up_proj"
+        with pytest.raises(ValueError, match=rf"{name} .*\[8, 255, 256\]"):
+            await push(moe_client, 1, {**stacked, name: stacked[name][:, 1:]})
 
 
-async def test_a_push_of_other_weights_does_not_resume_the_old_one(
-    service: Service, client: RolloutClient, small: Tensors
-) -> None:
-    await fail_at_part_6(service, client, small)
-    small["layer2"] = small["layer2"] * 1.5
-    with pytest.raises(VersionConflict, match="part 2 of version 5 was uploaded with other bytes"):
+class TestResume:
+    async def test_a_push_goes_on_where_the_last_one_failed(
+        self, service: Service, client: RolloutClient, small: Tensors
+    ) -> None:
+        await fail_at_part_6(service, client, small)
         await push(client, 5, small)
-    assert service.calls("POST", "/v1/weights/5/commit") == 0
+        assert sorted(service.parts_sent()) == [6, 7, 8, 9, 10]
+        assert service.uploads[5].stream == quantized_stream(service, small)
+        service.log.clear()
+        await push(client, 5, small)
+        assert service.parts_sent() == []
 
+    async def test_a_push_of_other_weights_does_not_resume_the_old_one(
+        self, service: Service, client: RolloutClient, small: Tensors
+    ) -> None:
+        await fail_at_part_6(service, client, small)
+        small["layer2"] = small["layer2"] * 1.5
+        with pytest.raises(VersionConflict, match="part 2 of version 5 was uploaded with other bytes"):
+            await push(client, 5, small)
+        assert service.calls("POST", "/v1/weights/5/commit") == 0
 
-async def test_a_rank_that_does_not_send_quantizes_nothing(
-    service: Service, client: RolloutClient, small: Tensors
-) -> None:
-    read: list[str] = []
+    async def test_a_rank_that_does_not_send_quantizes_nothing(
+        self, service: Service, client: RolloutClient, small: Tensors
+    ) -> None:
+        read: list[str] = []
 
-    def generator() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in small.items():
-            read.append(name)
-            yield name, tensor * float("nan")
+        def generator() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in small.items():
+                read.append(name)
+                yield name, tensor * float("nan")
 
-    assert await push(client, 5, generator(), send=False) is None
-    assert read == list(small) and service.log == []
+        assert await push(client, 5, generator(), send=False) is None
+        assert read == list(small) and service.log == []
 
-
-async def test_only_a_quantizing_trainer_asks_for_the_recipe(
-    service: Service, client: RolloutClient, small: Tensors
-) -> None:
-    await push(client, 1, small, quantize="service")
-    assert service.calls("GET", "/v1/weights/recipe") == 0
-    await push(client, 2, small)
-    assert service.calls("GET", "/v1/weights/recipe") == 1
+    async def test_only_a_quantizing_trainer_asks_for_the_recipe(
+        self, service: Service, client: RolloutClient, small: Tensors
+    ) -> None:
+        await push(client, 1, small, quantize="service")
+        assert service.calls("GET", "/v1/weights/recipe") == 0
+        await push(client, 2, small)
+        assert service.calls("GET", "/v1/weights/recipe") == 1

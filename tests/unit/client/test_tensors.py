@@ -17,78 +17,63 @@ def views(*sizes: int) -> list[memoryview]:
     return [memoryview(whole)[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
-@pytest.mark.parametrize("sizes", [(10,), (4, 4, 4), (1, 0, 7, 2), (13, 1), (3,), (8,), (0,), ()], ids=str)
-def test_parts_are_the_stream_cut_at_multiples_of_their_size(sizes: tuple[int, ...]) -> None:
-    stream = b"".join(views(*sizes))
-    parts = list(cut_parts(views(*sizes), part_bytes=4))
-    assert [bytes(part.data) for part in parts] == [stream[i : i + 4] for i in range(0, len(stream), 4)]
-    assert [part.index for part in parts] == list(range(len(parts)))
-    assert [part.digest for part in parts] == [xxhash.xxh3_128_hexdigest(bytes(part.data)) for part in parts]
+class TestParts:
+    @pytest.mark.parametrize("sizes", [(10,), (4, 4, 4), (1, 0, 7, 2), (13, 1), (3,), (8,), (0,), ()], ids=str)
+    def test_parts_are_the_stream_cut_at_multiples_of_their_size(self, sizes: tuple[int, ...]) -> None:
+        stream = b"".join(views(*sizes))
+        parts = list(cut_parts(views(*sizes), part_bytes=4))
+        assert [bytes(part.data) for part in parts] == [stream[i : i + 4] for i in range(0, len(stream), 4)]
+        assert [part.index for part in parts] == list(range(len(parts)))
+        assert [part.digest for part in parts] == [xxhash.xxh3_128_hexdigest(bytes(part.data)) for part in parts]
+
+    def test_a_part_does_not_change_with_its_tensor(self) -> None:
+        tensor = torch.zeros(4, dtype=torch.float16)
+        part = next(cut_parts([tensor_bytes(tensor)], part_bytes=8))
+        tensor.fill_(1)
+        assert bytes(part.data) == bytes(8)
+
+    async def test_a_part_can_be_read_twice(self) -> None:
+        [part] = cut_parts(views(3_000_000), part_bytes=1 << 22)
+        for _ in range(2):
+            chunks = [chunk async for chunk in part]
+            assert b"".join(chunks) == part.data
+            assert len(chunks) == 3
+
+    def test_the_memory_of_a_finished_part_is_reused_for_a_later_one(self) -> None:
+        free: list[memoryview] = []
+        parts = cut_parts(views(4, 4, 4, 1), 4, free)
+        first, second = next(parts), next(parts)
+        free.append(first.data)
+        third = next(parts)
+        assert third.data.obj is first.data.obj and second.data.obj is not first.data.obj
+        assert [bytes(part.data) for part in (second, third, next(parts))] == [b"\4\5\6\7", b"\10\11\12\13", b"\14"]
 
 
-def test_a_part_does_not_change_with_its_tensor() -> None:
-    tensor = torch.zeros(4, dtype=torch.float16)
-    part = next(cut_parts([tensor_bytes(tensor)], part_bytes=8))
-    tensor.fill_(1)
-    assert bytes(part.data) == bytes(8)
+class TestBytes:
+    def test_a_contiguous_tensor_on_the_cpu_is_not_copied(self) -> None:
+        tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
+        view = tensor_bytes(tensor)
+        tensor.fill_(1)
+        assert bytes(view) == b"\x80\x3f" * 6
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("shape", [(3, 5), (4,), (), (0, 7), (2, 3, 2)], ids=str)
+    def test_bytes_are_exact(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        tensor = torch.randn(shape).to(dtype)
+        again = torch.frombuffer(bytearray(tensor_bytes(tensor)) or bytearray(8), dtype=dtype)[: tensor.numel()]
+        assert torch.equal(again.reshape(shape), tensor)
 
-async def test_a_part_can_be_read_twice() -> None:
-    [part] = cut_parts(views(3_000_000), part_bytes=1 << 22)
-    for _ in range(2):
-        chunks = [chunk async for chunk in part]
-        assert b"".join(chunks) == part.data
-        assert len(chunks) == 3
+    def test_a_tensor_that_is_not_contiguous_is_sent_row_by_row(self) -> None:
+        tensor = torch.arange(6, dtype=torch.float32).reshape(2, 3).t()
+        assert bytes(tensor_bytes(tensor)) == bytes(tensor_bytes(torch.tensor([[0.0, 3], [1, 4], [2, 5]])))
 
+    def test_a_parameter_that_requires_grad_is_taken(self) -> None:
+        assert len(tensor_bytes(torch.nn.Parameter(torch.ones(2)))) == 8
 
-def test_a_contiguous_tensor_on_the_cpu_is_not_copied() -> None:
-    tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
-    view = tensor_bytes(tensor)
-    tensor.fill_(1)
-    assert bytes(view) == b"\x80\x3f" * 6
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(3, 5), (4,), (), (0, 7), (2, 3, 2)], ids=str)
-def test_bytes_are_exact(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = torch.randn(shape).to(dtype)
-    again = torch.frombuffer(bytearray(tensor_bytes(tensor)) or bytearray(8), dtype=dtype)[: tensor.numel()]
-    assert torch.equal(again.reshape(shape), tensor)
-
-
-def test_a_tensor_that_is_not_contiguous_is_sent_row_by_row() -> None:
-    tensor = torch.arange(6, dtype=torch.float32).reshape(2, 3).t()
-    assert bytes(tensor_bytes(tensor)) == bytes(tensor_bytes(torch.tensor([[0.0, 3], [1, 4], [2, 5]])))
-
-
-def test_a_parameter_that_requires_grad_is_taken() -> None:
-    assert len(tensor_bytes(torch.nn.Parameter(torch.ones(2)))) == 8
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.float8_e5m2, torch.bool], ids=str)
-def test_another_dtype_is_refused_by_name(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=rf"tensor layer\.w is {str(dtype)[6:]}.*cast it first"):
-        describe("layer.w", torch.zeros(2).to(dtype))
-
-
-def test_a_module_is_sent_with_both_tied_names_and_its_buffers() -> None:
-    module = torch.nn.Module()
-    module.embed = torch.nn.Embedding(4, 2)
-    module.head = torch.nn.Linear(2, 4, bias=False)
-    module.head.weight = module.embed.weight
-    module.register_buffer("bias", torch.zeros(3))
-    assert [entry.name for entry in TensorSource(module, None).table] == ["bias", "embed.weight", "head.weight"]
-
-
-def test_a_name_that_comes_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match="tensor a comes twice"):
-        TensorSource([("a", torch.ones(1)), ("a", torch.ones(1))], None)
-
-
-@pytest.mark.parametrize("nothing", [{}, [], iter(())], ids=["mapping", "list", "generator"])
-def test_no_tensors_at_all_are_refused(nothing: object) -> None:
-    with pytest.raises(ValueError, match="no tensors"):
-        TensorSource(nothing, None)  # type: ignore[arg-type]
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.float8_e5m2, torch.bool], ids=str)
+    def test_another_dtype_is_refused_by_name(self, dtype: torch.dtype) -> None:
+        with pytest.raises(ValueError, match=rf"tensor layer\.w is {str(dtype)[6:]}.*cast it first"):
+            describe("layer.w", torch.zeros(2).to(dtype))
 
 
 TABLE = (
@@ -97,51 +82,59 @@ TABLE = (
 )
 
 
-def test_a_generator_with_a_table_is_read_only_when_asked() -> None:
-    made: list[str] = []
+class TestTable:
+    def test_a_module_is_sent_with_both_tied_names_and_its_buffers(self) -> None:
+        module = torch.nn.Module()
+        module.embed = torch.nn.Embedding(4, 2)
+        module.head = torch.nn.Linear(2, 4, bias=False)
+        module.head.weight = module.embed.weight
+        module.register_buffer("bias", torch.zeros(3))
+        assert [entry.name for entry in TensorSource(module, None).table] == ["bias", "embed.weight", "head.weight"]
 
-    def generator() -> Iterator[tuple[str, torch.Tensor]]:
-        for entry in TABLE:
-            made.append(entry.name)
-            yield entry.name, torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype))
+    def test_a_name_that_comes_twice_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="tensor a comes twice"):
+            TensorSource([("a", torch.ones(1)), ("a", torch.ones(1))], None)
 
-    source = TensorSource(generator(), TABLE)
-    assert made == []
-    next(iter(source))
-    assert made == ["a"]
+    @pytest.mark.parametrize("nothing", [{}, [], iter(())], ids=["mapping", "list", "generator"])
+    def test_no_tensors_at_all_are_refused(self, nothing: object) -> None:
+        with pytest.raises(ValueError, match="no tensors"):
+            TensorSource(nothing, None)  # type: ignore[arg-type]
 
+    def test_a_generator_with_a_table_is_read_only_when_asked(self) -> None:
+        made: list[str] = []
 
-def test_a_generator_without_a_table_is_read_first() -> None:
-    parameters = torch.nn.Linear(2, 3).named_parameters()
-    source = TensorSource(parameters, None)
-    assert [(entry.name, entry.shape) for entry in source.table] == [("weight", (3, 2)), ("bias", (3,))]
-    assert [name for name, _ in source] == ["weight", "bias"]
+        def generator() -> Iterator[tuple[str, torch.Tensor]]:
+            for entry in TABLE:
+                made.append(entry.name)
+                yield entry.name, torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype))
 
+        source = TensorSource(generator(), TABLE)
+        assert made == []
+        next(iter(source))
+        assert made == ["a"]
 
-@pytest.mark.parametrize(
-    ("tensors", "complaint"),
-    [
-        ({"a": torch.zeros(2)}, r"the table says b bfloat16\[1, 3\], but the tensors ended"),
-        ({"b": torch.zeros(2)}, r"the table says a float32\[2\], then came b float32\[2\]"),
-        ({"a": torch.zeros(3)}, r"then came a float32\[3\]"),
-        ({"a": torch.zeros(2).half()}, r"then came a float16\[2\]"),
-        (
-            {"a": torch.zeros(2), "b": torch.zeros(1, 3).bfloat16(), "c": torch.zeros(1)},
-            r"the table says nothing more, then came c float32\[1\]",
-        ),
-    ],
-    ids=["too few", "other name", "other shape", "other dtype", "too many"],
-)
-def test_tensors_that_differ_from_their_table_are_refused(tensors: dict[str, torch.Tensor], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        list(TensorSource(iter(tensors.items()), TABLE))
+    def test_a_generator_without_a_table_is_read_first(self) -> None:
+        parameters = torch.nn.Linear(2, 3).named_parameters()
+        source = TensorSource(parameters, None)
+        assert [(entry.name, entry.shape) for entry in source.table] == [("weight", (3, 2)), ("bias", (3,))]
+        assert [name for name, _ in source] == ["weight", "bias"]
 
-
-def test_the_memory_of_a_finished_part_is_reused_for_a_later_one() -> None:
-    free: list[memoryview] = []
-    parts = cut_parts(views(4, 4, 4, 1), 4, free)
-    first, second = next(parts), next(parts)
-    free.append(first.data)
-    third = next(parts)
-    assert third.data.obj is first.data.obj and second.data.obj is not first.data.obj
-    assert [bytes(part.data) for part in (second, third, next(parts))] == [b"\4\5\6\7", b"\10\11\12\13", b"\14"]
+    @pytest.mark.parametrize(
+        ("tensors", "complaint"),
+        [
+            ({"a": torch.zeros(2)}, r"the table says b bfloat16\[1, 3\], but the tensors ended"),
+            ({"b": torch.zeros(2)}, r"the table says a float32\[2\], then came b float32\[2\]"),
+            ({"a": torch.zeros(3)}, r"then came a float32\[3\]"),
+            ({"a": torch.zeros(2).half()}, r"then came a float16\[2\]"),
+            (
+                {"a": torch.zeros(2), "b": torch.zeros(1, 3).bfloat16(), "c": torch.zeros(1)},
+                r"the table says nothing more, then came c float32\[1\]",
+            ),
+        ],
+        ids=["too few", "other name", "other shape", "other dtype", "too many"],
+    )
+    def test_tensors_that_differ_from_their_table_are_refused(
+        self, tensors: dict[str, torch.Tensor], complaint: str
+    ) -> None:
+        with pytest.raises(ValueError, match=complaint):
+            list(TensorSource(iter(tensors.items()), TABLE))

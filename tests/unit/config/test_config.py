@@ -24,260 +24,211 @@ def section_class(name: str) -> type[Config]:
     return kind
 
 
-def test_nothing_needs_to_be_given() -> None:
-    config = ServiceConfig.model_validate({})
-    assert config == ServiceConfig()
-    assert config.weights.upload_host == "127.0.0.1"
+class TestSections:
+    def test_nothing_needs_to_be_given(self) -> None:
+        config = ServiceConfig.model_validate({})
+        assert config == ServiceConfig()
+        assert config.weights.upload_host == "127.0.0.1"
+
+    def test_an_unknown_section_is_refused_by_name(self) -> None:
+        assert "modle" in message_of({"modle": {}})
+
+    @pytest.mark.parametrize("section", SECTIONS)
+    def test_an_unknown_field_is_refused_by_name(self, section: str) -> None:
+        message = message_of({section: {"mispelt": 1}})
+        assert f"{section}.mispelt" in message and "not permitted" in message
+
+    @pytest.mark.parametrize("section", SECTIONS)
+    def test_a_configuration_cannot_be_changed(self, section: str) -> None:
+        part = getattr(ServiceConfig(), section)
+        field = next(iter(section_class(section).model_fields))
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(part, field, getattr(part, field))
+
+    @pytest.mark.parametrize(
+        ("args", "where"),
+        [
+            ({"engine": {"max_model_len": 1}}, "engine.max_model_len"),
+            ({"engine": {"admission_limit": 0}}, "engine.admission_limit"),
+            ({"engine": {"gpu_memory_utilization": 1.5}}, "engine.gpu_memory_utilization"),
+            ({"kv_cache": {"dtype": "int8"}}, "kv_cache.dtype"),
+            ({"kv_cache": {"scales_policy": "guess"}}, "kv_cache.scales_policy"),
+            ({"kv_cache": {"calibration": {"max_sequences": 0}}}, "kv_cache.calibration.max_sequences"),
+            ({"kv_cache": {"calibration": {"max_sequence_tokens": 1}}}, "kv_cache.calibration.max_sequence_tokens"),
+            ({"kv_cache": {"calibration": {"percentile": 0}}}, "kv_cache.calibration.percentile"),
+            ({"kv_cache": {"calibration": {"margin": "inf"}}}, "kv_cache.calibration.margin"),
+            ({"kv_cache": {"calibration": {"progressive": "max"}}}, "kv_cache.calibration.progressive"),
+            ({"quant": {"weights": "int4"}}, "quant.weights"),
+            ({"quant": {"scales": "fp16"}}, "quant.scales"),
+            ({"quant": {"indivisible": "pad"}}, "quant.indivisible"),
+            ({"quant": {"device": "cuda:1"}}, "quant.device"),
+            ({"scaling": {"min_replicas": -1}}, "scaling.min_replicas"),
+            ({"scaling": {"target_kv_usage": 1.1}}, "scaling.target_kv_usage"),
+            ({"scaling": {"target_ongoing_requests": 64}}, "scaling.target_ongoing_requests"),
+            ({"weights": {"part_bytes": 1}}, "weights.part_bytes"),
+            ({"weights": {"keep_versions": 0}}, "weights.keep_versions"),
+            ({"model": {"create": "llama"}}, "model.create"),
+            ({"monitor": {"keep_versions": 0}}, "monitor.keep_versions"),
+            ({"monitor": {"ratio_bound": 1}}, "monitor.ratio_bound"),
+            ({"monitor": {"suspect_prob_error": 1}}, "monitor.suspect_prob_error"),
+            ({"shadow": {"share": 1.5}}, "shadow.share"),
+            ({"shadow": {"max_queue_tokens": 0}}, "shadow.max_queue_tokens"),
+        ],
+    )
+    def test_a_value_out_of_range_is_refused_by_field(self, args: dict[str, Any], where: str) -> None:
+        assert where in message_of(args)
 
 
-def test_an_unknown_section_is_refused_by_name() -> None:
-    assert "modle" in message_of({"modle": {}})
+class TestFieldsThatGoTogether:
+    @pytest.mark.parametrize(
+        "option",
+        [{"skip": ["*.o_proj"]}, {"scales": "power_of_two"}, {"indivisible": "keep_bf16"}, {"device": "cpu"}],
+        ids=lambda option: next(iter(option)),
+    )
+    def test_an_option_of_quantization_makes_no_sense_without_it(self, option: dict[str, Any]) -> None:
+        message = message_of({"quant": {"weights": "none", **option}})
+        assert f"quant.{next(iter(option))}: set, but quant.weights is none" in message
+        ServiceConfig.model_validate({"quant": option, "weights": {"ingest_num_gpus": 0.1}})
+
+    def test_a_default_written_out_is_no_option_set(self) -> None:
+        written = {"weights": "none", "skip": [], "scales": "fp32", "indivisible": "error", "device": "auto"}
+        assert ServiceConfig.model_validate({"quant": written}).quant.weights == "none"
+
+    def test_fewer_replicas_at_most_than_at_least_names_both(self) -> None:
+        message = message_of({"scaling": {"min_replicas": 4, "max_replicas": 2}})
+        assert "max_replicas=2" in message and "min_replicas=4" in message
+
+    def test_an_unreachable_target_names_the_admission_limit(self) -> None:
+        scaling = {"max_replicas": 2, "target_sequences": 64}
+        message = message_of({"scaling": scaling, "engine": {"admission_limit": 64}})
+        assert "target_sequences=64" in message and "admission_limit=64" in message
+        ServiceConfig.model_validate({"scaling": scaling, "engine": {"admission_limit": 65}})
+        ServiceConfig.model_validate({"scaling": {"target_sequences": 64}, "engine": {"admission_limit": 64}})
+
+    @pytest.mark.parametrize("gone", ["every_versions", "average_decay", "max_drift", "max_saturated"])
+    def test_settings_of_calibration_that_went_are_unknown(self, gone: str) -> None:
+        message = message_of({"kv_cache": {"calibration": {gone: 1}}})
+        assert f"kv_cache.calibration.{gone}" in message and "not permitted" in message
+
+    def test_a_bf16_cache_has_no_scales_to_measure(self) -> None:
+        message = message_of({"kv_cache": {"dtype": "bfloat16", "scales_policy": "calibrate"}})
+        assert "kv_cache.scales_policy is calibrate" in message and "kv_cache.dtype is bfloat16" in message
+        for dtype in ("auto", "fp8_e4m3"):
+            ServiceConfig.model_validate({"kv_cache": {"dtype": dtype, "scales_policy": "calibrate"}})
+
+    def test_a_shadow_of_unquantized_engines_is_refused(self) -> None:
+        message = message_of({"quant": {"weights": "none"}, "shadow": {"share": 0.05}})
+        assert "shadow.share=0.05" in message and "quant.weights is none" in message
+
+    def test_a_fixed_fleet_is_allowed(self) -> None:
+        assert (
+            ServiceConfig.model_validate({"scaling": {"min_replicas": 4, "max_replicas": 4}}).scaling.max_replicas == 4
+        )
+
+    def test_dead_after_s_too_short_for_poll_s_names_both(self) -> None:
+        message = message_of({"weights": {"poll_s": 10, "dead_after_s": 20}})
+        assert "dead_after_s=20" in message and "poll_s=10" in message
+
+    def test_quantizing_on_a_gpu_needs_one_for_the_ingest(self) -> None:
+        assert "weights.ingest_num_gpus is 0" in message_of({"quant": {"device": "cuda"}})
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_an_unknown_field_is_refused_by_name(section: str) -> None:
-    message = message_of({section: {"mispelt": 1}})
-    assert f"{section}.mispelt" in message and "not permitted" in message
+class TestAuth:
+    @pytest.mark.parametrize("token", ["secret", "", None])
+    def test_a_token_in_the_configuration_is_refused_and_not_shown(self, token: str | None) -> None:
+        message = message_of({"auth": {"token": token}})
+        assert "auth.token is not taken, because Ray logs" in message and "auth.token_file" in message
+        assert "secret" not in message
+
+    def test_uploads_from_other_machines_need_a_token(self) -> None:
+        message = message_of({"weights": {"upload_host": "0.0.0.0"}})
+        assert "weights.upload_host=0.0.0.0" in message and "auth.token_file" in message
+
+    def test_uploads_from_other_machines_are_fine_with_a_token(self) -> None:
+        args = {"weights": {"upload_host": "0.0.0.0"}, "auth": {"token_file": "token"}}
+        assert ServiceConfig.model_validate(args).weights.upload_host == "0.0.0.0"
+
+    def test_uploads_from_trusted_networks_need_no_token(self) -> None:
+        args = {"weights": {"upload_host": "0.0.0.0"}, "auth": {"trusted_networks": ["10.1.0.0/16"]}}
+        assert ServiceConfig.model_validate(args).auth.secret() is None
+
+    def test_trusted_networks_are_ipv4_and_ipv6_networks(self) -> None:
+        config = AuthConfig(trusted_networks=["10.1.0.0/16", "fd00:1::/32", "10.2.0.7"])
+        assert [str(network) for network in config.trusted_networks] == ["10.1.0.0/16", "fd00:1::/32", "10.2.0.7/32"]
+        assert AuthConfig.model_validate(config.model_dump(mode="json")) == config
+        assert AuthConfig().trusted_networks == ()
+
+    @pytest.mark.parametrize("network", ["10.1.0.1/16", "trainer-0", "10.1", 167837696, None])
+    def test_what_is_no_network_is_refused_by_its_value(self, network: object) -> None:
+        message = message_of({"auth": {"trusted_networks": [network]}})
+        assert (
+            "auth.trusted_networks.0" in message and str(network) in message and "10.1.0.0/16 or fd00:1::/32" in message
+        )
+
+    @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+    def test_uploads_from_this_machine_need_none(self, host: str) -> None:
+        assert ServiceConfig.model_validate({"weights": {"upload_host": host}}).auth.secret() is None
+
+    def test_a_token_file_is_read_without_its_newline(self, tmp_path: Path) -> None:
+        file = tmp_path / "token"
+        file.write_text(" secret\n\n")
+        assert AuthConfig(token_file=file).secret() == "secret"
+
+    @pytest.mark.parametrize("text", ["two words", "two\nlines", "schlüssel", "bell\x07"])
+    def test_what_no_header_can_carry_is_no_token(self, tmp_path: Path, text: str) -> None:
+        file = tmp_path / "token"
+        file.write_text(text)
+        with pytest.raises(ValueError, match="write the token alone into it") as refused:
+            AuthConfig(token_file=file).secret()
+        assert text not in str(refused.value)
+
+    def test_an_empty_token_file_is_an_error_that_names_it(self, tmp_path: Path) -> None:
+        file = tmp_path / "token"
+        file.write_text("\n")
+        with pytest.raises(ValueError, match=r"token is empty"):
+            AuthConfig(token_file=file).secret()
+
+    def test_a_token_file_that_is_not_there_is_an_error(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match="token"):
+            AuthConfig(token_file=tmp_path / "token").secret()
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_a_configuration_cannot_be_changed(section: str) -> None:
-    part = getattr(ServiceConfig(), section)
-    field = next(iter(section_class(section).model_fields))
-    with pytest.raises(ValidationError, match="frozen"):
-        setattr(part, field, getattr(part, field))
+class TestModel:
+    def test_the_model_s_name_is_its_folder_s_unless_given(self) -> None:
+        assert ServiceConfig.model_validate({"model": {"path": "/models/Qwen3-8B"}}).model.name == "Qwen3-8B"
+        assert ServiceConfig.model_validate({"model": {"served_name": "policy"}}).model.name == "policy"
 
+    @pytest.mark.parametrize(
+        ("path", "repo_id"),
+        [
+            ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+            ("meta-llama/Llama-3.1_8B", "meta-llama/Llama-3.1_8B"),
+            ("/Qwen/Qwen3-8B", None),
+            ("../Qwen3-8B", None),
+            ("~/Qwen3-8B", None),
+            ("$SCRATCH/Qwen3-8B", None),
+            ("Qwen3-8B", None),
+            ("models/Qwen/Qwen3-8B", None),
+        ],
+    )
+    def test_two_names_and_a_slash_are_a_repository(self, path: str, repo_id: str | None) -> None:
+        model = ServiceConfig.model_validate({"model": {"path": path}}).model
+        assert model.repo_id == repo_id
+        assert model.name == (repo_id or Path(path).name)
 
-@pytest.mark.parametrize(
-    ("args", "where"),
-    [
-        ({"engine": {"max_model_len": 1}}, "engine.max_model_len"),
-        ({"engine": {"admission_limit": 0}}, "engine.admission_limit"),
-        ({"engine": {"gpu_memory_utilization": 1.5}}, "engine.gpu_memory_utilization"),
-        ({"kv_cache": {"dtype": "int8"}}, "kv_cache.dtype"),
-        ({"kv_cache": {"scales_policy": "guess"}}, "kv_cache.scales_policy"),
-        ({"kv_cache": {"calibration": {"max_sequences": 0}}}, "kv_cache.calibration.max_sequences"),
-        ({"kv_cache": {"calibration": {"max_sequence_tokens": 1}}}, "kv_cache.calibration.max_sequence_tokens"),
-        ({"kv_cache": {"calibration": {"percentile": 0}}}, "kv_cache.calibration.percentile"),
-        ({"kv_cache": {"calibration": {"margin": "inf"}}}, "kv_cache.calibration.margin"),
-        ({"kv_cache": {"calibration": {"progressive": "max"}}}, "kv_cache.calibration.progressive"),
-        ({"quant": {"weights": "int4"}}, "quant.weights"),
-        ({"quant": {"scales": "fp16"}}, "quant.scales"),
-        ({"quant": {"indivisible": "pad"}}, "quant.indivisible"),
-        ({"quant": {"device": "cuda:1"}}, "quant.device"),
-        ({"scaling": {"min_replicas": -1}}, "scaling.min_replicas"),
-        ({"scaling": {"target_kv_usage": 1.1}}, "scaling.target_kv_usage"),
-        ({"scaling": {"target_ongoing_requests": 64}}, "scaling.target_ongoing_requests"),
-        ({"weights": {"part_bytes": 1}}, "weights.part_bytes"),
-        ({"weights": {"keep_versions": 0}}, "weights.keep_versions"),
-        ({"model": {"create": "llama"}}, "model.create"),
-        ({"monitor": {"keep_versions": 0}}, "monitor.keep_versions"),
-        ({"monitor": {"ratio_bound": 1}}, "monitor.ratio_bound"),
-        ({"monitor": {"suspect_prob_error": 1}}, "monitor.suspect_prob_error"),
-        ({"shadow": {"share": 1.5}}, "shadow.share"),
-        ({"shadow": {"max_queue_tokens": 0}}, "shadow.max_queue_tokens"),
-    ],
-)
-def test_a_value_out_of_range_is_refused_by_field(args: dict[str, Any], where: str) -> None:
-    assert where in message_of(args)
+    def test_a_folder_comes_before_a_repository(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)
+        config = ServiceConfig.model_validate({"model": {"path": "Qwen/Qwen3-8B"}})
+        assert config.model.repo_id is None and config.resolved().model.path == tmp_path / "Qwen/Qwen3-8B"
+        # a revision says that it is none, wherever the configuration is read
+        pinned = ServiceConfig.model_validate({"model": {"path": "Qwen/Qwen3-8B", "revision": "main"}})
+        assert pinned.resolved().model.repo_id == "Qwen/Qwen3-8B"
 
-
-@pytest.mark.parametrize(
-    "option",
-    [{"skip": ["*.o_proj"]}, {"scales": "power_of_two"}, {"indivisible": "keep_bf16"}, {"device": "cpu"}],
-    ids=lambda option: next(iter(option)),
-)
-def test_an_option_of_quantization_makes_no_sense_without_it(option: dict[str, Any]) -> None:
-    message = message_of({"quant": {"weights": "none", **option}})
-    assert f"quant.{next(iter(option))}: set, but quant.weights is none" in message
-    ServiceConfig.model_validate({"quant": option, "weights": {"ingest_num_gpus": 0.1}})
-
-
-def test_a_default_written_out_is_no_option_set() -> None:
-    written = {"weights": "none", "skip": [], "scales": "fp32", "indivisible": "error", "device": "auto"}
-    assert ServiceConfig.model_validate({"quant": written}).quant.weights == "none"
-
-
-def test_fewer_replicas_at_most_than_at_least_names_both() -> None:
-    message = message_of({"scaling": {"min_replicas": 4, "max_replicas": 2}})
-    assert "max_replicas=2" in message and "min_replicas=4" in message
-
-
-def test_an_unreachable_target_names_the_admission_limit() -> None:
-    scaling = {"max_replicas": 2, "target_sequences": 64}
-    message = message_of({"scaling": scaling, "engine": {"admission_limit": 64}})
-    assert "target_sequences=64" in message and "admission_limit=64" in message
-    ServiceConfig.model_validate({"scaling": scaling, "engine": {"admission_limit": 65}})
-    ServiceConfig.model_validate({"scaling": {"target_sequences": 64}, "engine": {"admission_limit": 64}})
-
-
-@pytest.mark.parametrize("gone", ["every_versions", "average_decay", "max_drift", "max_saturated"])
-def test_settings_of_calibration_that_went_are_unknown(gone: str) -> None:
-    message = message_of({"kv_cache": {"calibration": {gone: 1}}})
-    assert f"kv_cache.calibration.{gone}" in message and "not permitted" in message
-
-
-def test_a_bf16_cache_has_no_scales_to_measure() -> None:
-    message = message_of({"kv_cache": {"dtype": "bfloat16", "scales_policy": "calibrate"}})
-    assert "kv_cache.scales_policy is calibrate" in message and "kv_cache.dtype is bfloat16" in message
-    for dtype in ("auto", "fp8_e4m3"):
-        ServiceConfig.model_validate({"kv_cache": {"dtype": dtype, "scales_policy": "calibrate"}})
-
-
-def test_a_shadow_of_unquantized_engines_is_refused() -> None:
-    message = message_of({"quant": {"weights": "none"}, "shadow": {"share": 0.05}})
-    assert "shadow.share=0.05" in message and "quant.weights is none" in message
-
-
-def test_a_fixed_fleet_is_allowed() -> None:
-    assert ServiceConfig.model_validate({"scaling": {"min_replicas": 4, "max_replicas": 4}}).scaling.max_replicas == 4
-
-
-def test_dead_after_s_too_short_for_poll_s_names_both() -> None:
-    message = message_of({"weights": {"poll_s": 10, "dead_after_s": 20}})
-    assert "dead_after_s=20" in message and "poll_s=10" in message
-
-
-@pytest.mark.parametrize("token", ["secret", "", None])
-def test_a_token_in_the_configuration_is_refused_and_not_shown(token: str | None) -> None:
-    message = message_of({"auth": {"token": token}})
-    assert "auth.token is not taken, because Ray logs" in message and "auth.token_file" in message
-    assert "secret" not in message
-
-
-def test_uploads_from_other_machines_need_a_token() -> None:
-    message = message_of({"weights": {"upload_host": "0.0.0.0"}})
-    assert "weights.upload_host=0.0.0.0" in message and "auth.token_file" in message
-
-
-def test_uploads_from_other_machines_are_fine_with_a_token() -> None:
-    args = {"weights": {"upload_host": "0.0.0.0"}, "auth": {"token_file": "token"}}
-    assert ServiceConfig.model_validate(args).weights.upload_host == "0.0.0.0"
-
-
-def test_uploads_from_trusted_networks_need_no_token() -> None:
-    args = {"weights": {"upload_host": "0.0.0.0"}, "auth": {"trusted_networks": ["10.1.0.0/16"]}}
-    assert ServiceConfig.model_validate(args).auth.secret() is None
-
-
-def test_trusted_networks_are_ipv4_and_ipv6_networks() -> None:
-    config = AuthConfig(trusted_networks=["10.1.0.0/16", "fd00:1::/32", "10.2.0.7"])
-    assert [str(network) for network in config.trusted_networks] == ["10.1.0.0/16", "fd00:1::/32", "10.2.0.7/32"]
-    assert AuthConfig.model_validate(config.model_dump(mode="json")) == config
-    assert AuthConfig().trusted_networks == ()
-
-
-@pytest.mark.parametrize("network", ["10.1.0.1/16", "trainer-0", "10.1", 167837696, None])
-def test_what_is_no_network_is_refused_by_its_value(network: object) -> None:
-    message = message_of({"auth": {"trusted_networks": [network]}})
-    assert "auth.trusted_networks.0" in message and str(network) in message and "10.1.0.0/16 or fd00:1::/32" in message
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-def test_uploads_from_this_machine_need_none(host: str) -> None:
-    assert ServiceConfig.model_validate({"weights": {"upload_host": host}}).auth.secret() is None
-
-
-def test_a_token_file_is_read_without_its_newline(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.write_text(" secret\n\n")
-    assert AuthConfig(token_file=file).secret() == "secret"
-
-
-@pytest.mark.parametrize("text", ["two words", "two\nlines", "schlüssel", "bell\x07"])
-def test_what_no_header_can_carry_is_no_token(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "token"
-    file.write_text(text)
-    with pytest.raises(ValueError, match="write the token alone into it") as refused:
-        AuthConfig(token_file=file).secret()
-    assert text not in str(refused.value)
-
-
-def test_an_empty_token_file_is_an_error_that_names_it(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.write_text("\n")
-    with pytest.raises(ValueError, match=r"token is empty"):
-        AuthConfig(token_file=file).secret()
-
-
-def test_a_token_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="token"):
-        AuthConfig(token_file=tmp_path / "token").secret()
-
-
-def test_the_model_s_name_is_its_folder_s_unless_given() -> None:
-    assert ServiceConfig.model_validate({"model": {"path": "/models/Qwen3-8B"}}).model.name == "Qwen3-8B"
-    assert ServiceConfig.model_validate({"model": {"served_name": "policy"}}).model.name == "policy"
-
-
-@pytest.mark.parametrize(
-    ("path", "repo_id"),
-    [
-        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
-        ("meta-llama/Llama-3.1_8B", "meta-llama/Llama-3.1_8B"),
-        ("/Qwen/Qwen3-8B", None),
-        ("../Qwen3-8B", None),
-        ("~/Qwen3-8B", None),
-        ("$SCRATCH/Qwen3-8B", None),
-        ("Qwen3-8B", None),
-        ("models/Qwen/Qwen3-8B", None),
-    ],
-)
-def test_two_names_and_a_slash_are_a_repository(path: str, repo_id: str | None) -> None:
-    model = ServiceConfig.model_validate({"model": {"path": path}}).model
-    assert model.repo_id == repo_id
-    assert model.name == (repo_id or Path(path).name)
-
-
-def test_a_folder_comes_before_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)
-    config = ServiceConfig.model_validate({"model": {"path": "Qwen/Qwen3-8B"}})
-    assert config.model.repo_id is None and config.resolved().model.path == tmp_path / "Qwen/Qwen3-8B"
-    # a revision says that it is none, wherever the configuration is read
-    pinned = ServiceConfig.model_validate({"model": {"path": "Qwen/Qwen3-8B", "revision": "main"}})
-    assert pinned.resolved().model.repo_id == "Qwen/Qwen3-8B"
-
-
-def test_a_model_that_is_made_is_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = ServiceConfig.model_validate({"model": {"path": "models/tiny-qwen3", "create": "tiny-qwen3"}})
-    assert config.model.repo_id is None and config.resolved().model.path == tmp_path / "models/tiny-qwen3"
-
-
-def test_every_path_is_absolute_once_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models" / "m").mkdir(parents=True)
-    args = {
-        "model": {"path": "models/m"},
-        "weights": {"root": "log", "source_roots": ["checkpoints", "../shared"]},
-        "auth": {"token_file": "token"},
-        "kv_cache": {"calibration": {"prompts": "prompts.jsonl"}},
-    }
-    resolved = ServiceConfig.model_validate(args).resolved()
-    assert resolved.model.path == tmp_path / "models/m"
-    assert resolved.weights.root == tmp_path / "log"
-    assert resolved.weights.source_roots == (tmp_path / "checkpoints", tmp_path.parent / "shared")
-    assert resolved.auth.token_file == tmp_path / "token"
-    assert resolved.kv_cache.calibration.prompts == tmp_path / "prompts.jsonl"
-    assert all(path.is_absolute() for path in paths_in(resolved))
-
-
-def test_resolving_changes_paths_only_and_twice_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = ServiceConfig.model_validate({"engine": {"seed": 3}, "scaling": {"max_replicas": 2}})
-    monkeypatch.chdir(tmp_path)
-    resolved = config.resolved()
-    assert (resolved.engine, resolved.scaling, resolved.quant) == (config.engine, config.scaling, config.quant)
-    monkeypatch.chdir("/")
-    assert resolved.resolved() == resolved
-
-
-def test_a_resolved_configuration_survives_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    resolved = ServiceConfig().resolved()
-    assert ServiceConfig.model_validate_json(resolved.model_dump_json()) == resolved
+    def test_a_model_that_is_made_is_no_repository(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        config = ServiceConfig.model_validate({"model": {"path": "models/tiny-qwen3", "create": "tiny-qwen3"}})
+        assert config.model.repo_id is None and config.resolved().model.path == tmp_path / "models/tiny-qwen3"
 
 
 def paths_in(value: object) -> list[Path]:
@@ -289,16 +240,45 @@ def paths_in(value: object) -> list[Path]:
     return [path for part in value for path in paths_in(part)] if isinstance(value, tuple) else []
 
 
-def test_quantizing_on_a_gpu_needs_one_for_the_ingest() -> None:
-    assert "weights.ingest_num_gpus is 0" in message_of({"quant": {"device": "cuda"}})
+class TestResolved:
+    def test_every_path_is_absolute_once_resolved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "models" / "m").mkdir(parents=True)
+        args = {
+            "model": {"path": "models/m"},
+            "weights": {"root": "log", "source_roots": ["checkpoints", "../shared"]},
+            "auth": {"token_file": "token"},
+            "kv_cache": {"calibration": {"prompts": "prompts.jsonl"}},
+        }
+        resolved = ServiceConfig.model_validate(args).resolved()
+        assert resolved.model.path == tmp_path / "models/m"
+        assert resolved.weights.root == tmp_path / "log"
+        assert resolved.weights.source_roots == (tmp_path / "checkpoints", tmp_path.parent / "shared")
+        assert resolved.auth.token_file == tmp_path / "token"
+        assert resolved.kv_cache.calibration.prompts == tmp_path / "prompts.jsonl"
+        assert all(path.is_absolute() for path in paths_in(resolved))
 
+    def test_resolving_changes_paths_only_and_twice_changes_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = ServiceConfig.model_validate({"engine": {"seed": 3}, "scaling": {"max_replicas": 2}})
+        monkeypatch.chdir(tmp_path)
+        resolved = config.resolved()
+        assert (resolved.engine, resolved.scaling, resolved.quant) == (config.engine, config.scaling, config.quant)
+        monkeypatch.chdir("/")
+        assert resolved.resolved() == resolved
 
-def test_variables_in_the_log_root_expand_on_the_reading_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ServiceConfig.model_validate({"weights": {"root": "$NODE_DISK/weights"}}).resolved()
-    monkeypatch.setenv("NODE_DISK", "/mnt/first")
-    assert config.weights.root_here() == Path("/mnt/first/weights")
-    monkeypatch.setenv("NODE_DISK", "/mnt/second")
-    assert config.weights.root_here() == Path("/mnt/second/weights")
-    monkeypatch.delenv("NODE_DISK")
-    with pytest.raises(ValueError, match=r"weights\.root is \$NODE_DISK/weights, and on .* set the variable"):
-        config.weights.root_here()
+    def test_a_resolved_configuration_survives_json(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        resolved = ServiceConfig().resolved()
+        assert ServiceConfig.model_validate_json(resolved.model_dump_json()) == resolved
+
+    def test_variables_in_the_log_root_expand_on_the_reading_node(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = ServiceConfig.model_validate({"weights": {"root": "$NODE_DISK/weights"}}).resolved()
+        monkeypatch.setenv("NODE_DISK", "/mnt/first")
+        assert config.weights.root_here() == Path("/mnt/first/weights")
+        monkeypatch.setenv("NODE_DISK", "/mnt/second")
+        assert config.weights.root_here() == Path("/mnt/second/weights")
+        monkeypatch.delenv("NODE_DISK")
+        with pytest.raises(ValueError, match=r"weights\.root is \$NODE_DISK/weights, and on .* set the variable"):
+            config.weights.root_here()

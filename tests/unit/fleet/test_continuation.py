@@ -93,7 +93,7 @@ def masked(completion: Completion, *chunks: str) -> Completion:
     return completion.model_copy(update={"packed_sampling_mask": chunks})
 
 
-def test_likeliest_tokens_of_both_pieces_come_one_after_the_other() -> None:
+def test_likeliest_tokens_of_both_pieces_follow_one_another() -> None:
     def likely(tokens: tuple[int, ...]) -> Completion:
         return piece(tokens, (4, len(tokens))).model_copy(
             update={"top_logprobs": tuple((Candidate(token, -0.5, 1),) for token in tokens)}

@@ -126,170 +126,132 @@ async def test_an_undisturbed_rollout_is_one_attempt() -> None:
     assert rollout.attempts == 1 and len(engine.calls) == 1 and engine.calls[0].avoid == ()
 
 
-# --- lost replicas
+class TestLostReplica:
+    @pytest.mark.parametrize("loss", [DIED, refusal(EngineFailed, "a")], ids=["the replica died", "its engine died"])
+    async def test_a_rollout_that_lost_its_replica_starts_anew_on_another(self, loss: Exception) -> None:
+        engine = Script([loss, made(9, 9, replica_id="b")])
+        rollout = await dispatcher(engine).complete(call(n=2))
+        assert (rollout.attempts, rollout.replica_id, len(rollout.completions)) == (2, "b", 2)
+        assert engine.calls[1].sampling == engine.calls[0].sampling
 
-
-@pytest.mark.parametrize("loss", [DIED, refusal(EngineFailed, "a")], ids=["the replica died", "its engine died"])
-async def test_a_rollout_that_lost_its_replica_starts_anew_on_another(loss: Exception) -> None:
-    engine = Script([loss, made(9, 9, replica_id="b")])
-    rollout = await dispatcher(engine).complete(call(n=2))
-    assert (rollout.attempts, rollout.replica_id, len(rollout.completions)) == (2, "b", 2)
-    assert engine.calls[1].sampling == engine.calls[0].sampling
-
-
-async def test_the_replica_that_lost_a_rollout_is_avoided() -> None:
-    engine = Script([refusal(EngineFailed, "a"), refusal(EngineFailed, "b"), made(9)])
-    await dispatcher(engine).complete(call())
-    assert [c.avoid for c in engine.calls] == [(), ("a",), ("a", "b")]
-
-
-async def test_attempts_are_bounded() -> None:
-    engine = Script([DIED] * 3)
-    with pytest.raises(EngineFailed, match="attempt 3 of 3") as failed:
+    async def test_the_replica_that_lost_a_rollout_is_avoided(self) -> None:
+        engine = Script([refusal(EngineFailed, "a"), refusal(EngineFailed, "b"), made(9)])
         await dispatcher(engine).complete(call())
-    assert failed.value.detail == {"attempts": 3} and engine.steps == []
+        assert [c.avoid for c in engine.calls] == [(), ("a",), ("a", "b")]
+
+    async def test_attempts_are_bounded(self) -> None:
+        engine = Script([DIED] * 3)
+        with pytest.raises(EngineFailed, match="attempt 3 of 3") as failed:
+            await dispatcher(engine).complete(call())
+        assert failed.value.detail == {"attempts": 3} and engine.steps == []
+
+    async def test_an_error_of_the_request_itself_is_not_tried_again(self) -> None:
+        engine = Script([raised(InvalidRequest("bad"))])
+        with pytest.raises(InvalidRequest, match="bad"):
+            await dispatcher(engine).complete(call())
 
 
-async def test_an_error_of_the_request_itself_is_not_tried_again() -> None:
-    engine = Script([raised(InvalidRequest("bad"))])
-    with pytest.raises(InvalidRequest, match="bad"):
-        await dispatcher(engine).complete(call())
+class TestRefusal:
+    @pytest.mark.parametrize("cls", [Overloaded, NotReady, TooEarly])
+    async def test_a_refusal_is_no_attempt_and_another_replica_is_asked(self, cls: type[RolloutServiceError]) -> None:
+        engine = Script([refusal(cls, "a"), made(9, replica_id="b")])
+        rollout = await dispatcher(engine).complete(call(min_weight_version=3))
+        assert (rollout.attempts, rollout.replica_id) == (1, "b")
+        assert engine.calls[1].avoid == ("a",)
+
+    async def test_when_all_replicas_are_full_the_caller_is_told_at_once(self) -> None:
+        engine = Script([refusal(Overloaded, "a"), refusal(Overloaded, "b"), refusal(Overloaded, "a")])
+        with pytest.raises(Overloaded):
+            await dispatcher(engine, replica_wait_s=60).complete(call())
+
+    async def test_a_rollout_that_was_accepted_once_waits_for_a_place(self) -> None:
+        engine = Script([DIED, *[refusal(Overloaded, "b")] * 2, made(9, replica_id="b")])
+        rollout = await dispatcher(engine, replica_wait_s=60).complete(call())
+        assert rollout.attempts == 2
+
+    async def test_a_rollout_waits_for_a_replica_that_is_being_replaced(self) -> None:
+        engine = Script([*[refusal(NotReady, "a")] * 2, made(9, replica_id="b")])
+        assert (await dispatcher(engine, replica_wait_s=60).complete(call())).attempts == 1
+
+    async def test_a_deployment_that_cannot_start_is_no_reason_to_wait(self) -> None:
+        with pytest.raises(NotReady, match="no replica of the engine can be started"):
+            await dispatcher(Script([DeploymentUnavailableError("engine")]), replica_wait_s=60).complete(call())
+
+    async def test_a_missing_version_is_awaited_and_refused_with_live_ones(self) -> None:
+        steps = [refusal(TooEarly, "a"), refusal(TooEarly, "b"), refusal(TooEarly, "a")]
+        with pytest.raises(TooEarly, match=r"min_weight_version=7 .* \(live: {'a': 3, 'b': 4}\)") as refused:
+            await dispatcher(Script(list(steps))).complete(call(min_weight_version=7))
+        assert refused.value.detail == {"min_weight_version": 7, "latest_version": 4, "live": {"a": 3, "b": 4}}
+        waited = await dispatcher(Script([*steps, made(9)]), version_wait_s=60).complete(call(min_weight_version=7))
+        assert waited.attempts == 1
 
 
-# --- refusals
+class TestAbort:
+    async def test_an_aborted_completion_goes_on_from_its_tokens(self) -> None:
+        engine = Script([made(4, end="abort"), made(5, version=4, replica_id="b")])
+        rollout = await dispatcher(engine).complete(call())
+        (completion,) = rollout.completions
+        assert completion.token_ids == (3,) * 4 + (4,) * 5 and completion.finish_reason == "length"
+        assert completion.versions == (3, 4) and (rollout.attempts, rollout.replica_id) == (2, "b")
+        assert engine.calls[1].prompt_token_ids == (1, 2, 3, 3, 3, 3) and engine.calls[1].sampling.max_tokens == 5
+        assert rollout.prompt_token_ids == (1, 2)
 
+    async def test_only_the_aborted_completions_of_a_rollout_go_on(self) -> None:
+        def mixed(c: GenerateCall) -> Rollout:
+            rollout = made(9, 4, 0)(c)  # type: ignore[operator]
+            ends = ("length", "abort", "abort")
+            completions = [
+                d.model_copy(update={"finish_reason": e}) for d, e in zip(rollout.completions, ends, strict=True)
+            ]
+            return rollout.model_copy(update={"completions": tuple(completions)})
 
-@pytest.mark.parametrize("cls", [Overloaded, NotReady, TooEarly])
-async def test_a_refusal_is_no_attempt_and_another_replica_is_asked(cls: type[RolloutServiceError]) -> None:
-    engine = Script([refusal(cls, "a"), made(9, replica_id="b")])
-    rollout = await dispatcher(engine).complete(call(min_weight_version=3))
-    assert (rollout.attempts, rollout.replica_id) == (1, "b")
-    assert engine.calls[1].avoid == ("a",)
+        engine = Script([mixed, made(5, version=4), made(9, version=4)])
+        rollout = await dispatcher(engine).complete(call(n=3))
+        assert [c.index for c in rollout.completions] == [0, 1, 2]
+        assert [c.versions for c in rollout.completions] == [(3,), (3, 4), (4,)]
+        assert [len(c.token_ids) for c in rollout.completions] == [9, 9, 9]
 
+    async def test_every_token_names_the_replica_that_made_it_and_no_other(self) -> None:
+        def mixed(c: GenerateCall) -> Rollout:
+            rollout = made(9, 4, 4)(c)  # type: ignore[operator]
+            first, *rest = rollout.completions
+            aborted = [d.model_copy(update={"finish_reason": "abort"}) for d in rest]
+            return rollout.model_copy(update={"completions": (first, *aborted)})
 
-async def test_when_all_replicas_are_full_the_caller_is_told_at_once() -> None:
-    engine = Script([refusal(Overloaded, "a"), refusal(Overloaded, "b"), refusal(Overloaded, "a")])
-    with pytest.raises(Overloaded):
-        await dispatcher(engine, replica_wait_s=60).complete(call())
-
-
-async def test_a_rollout_that_was_accepted_once_waits_for_a_place() -> None:
-    engine = Script([DIED, *[refusal(Overloaded, "b")] * 2, made(9, replica_id="b")])
-    rollout = await dispatcher(engine, replica_wait_s=60).complete(call())
-    assert rollout.attempts == 2
-
-
-async def test_a_rollout_waits_for_a_replica_that_is_being_replaced() -> None:
-    engine = Script([*[refusal(NotReady, "a")] * 2, made(9, replica_id="b")])
-    assert (await dispatcher(engine, replica_wait_s=60).complete(call())).attempts == 1
-
-
-async def test_a_deployment_that_cannot_start_is_no_reason_to_wait() -> None:
-    with pytest.raises(NotReady, match="no replica of the engine can be started"):
-        await dispatcher(Script([DeploymentUnavailableError("engine")]), replica_wait_s=60).complete(call())
-
-
-async def test_a_missing_version_is_awaited_and_refused_with_live_ones() -> None:
-    steps = [refusal(TooEarly, "a"), refusal(TooEarly, "b"), refusal(TooEarly, "a")]
-    with pytest.raises(TooEarly, match=r"min_weight_version=7 .* \(live: {'a': 3, 'b': 4}\)") as refused:
-        await dispatcher(Script(list(steps))).complete(call(min_weight_version=7))
-    assert refused.value.detail == {"min_weight_version": 7, "latest_version": 4, "live": {"a": 3, "b": 4}}
-    waited = await dispatcher(Script([*steps, made(9)]), version_wait_s=60).complete(call(min_weight_version=7))
-    assert waited.attempts == 1
-
-
-# --- aborts
-
-
-async def test_an_aborted_completion_goes_on_from_its_tokens() -> None:
-    engine = Script([made(4, end="abort"), made(5, version=4, replica_id="b")])
-    rollout = await dispatcher(engine).complete(call())
-    (completion,) = rollout.completions
-    assert completion.token_ids == (3,) * 4 + (4,) * 5 and completion.finish_reason == "length"
-    assert completion.versions == (3, 4) and (rollout.attempts, rollout.replica_id) == (2, "b")
-    assert engine.calls[1].prompt_token_ids == (1, 2, 3, 3, 3, 3) and engine.calls[1].sampling.max_tokens == 5
-    assert rollout.prompt_token_ids == (1, 2)
-
-
-async def test_only_the_aborted_completions_of_a_rollout_go_on() -> None:
-    def mixed(c: GenerateCall) -> Rollout:
-        rollout = made(9, 4, 0)(c)  # type: ignore[operator]
-        ends = ("length", "abort", "abort")
-        completions = [
-            d.model_copy(update={"finish_reason": e}) for d, e in zip(rollout.completions, ends, strict=True)
+        engine = Script([mixed, made(5, replica_id="b"), made(5, replica_id="a")])
+        rollout = await dispatcher(engine).complete(call(n=3))
+        assert [[(s.version, s.replica_id, s.start, s.end) for s in c.spans] for c in rollout.completions] == [
+            [(3, "a", 0, 9)],
+            [(3, "a", 0, 4), (3, "b", 4, 9)],
+            [(3, "a", 0, 9)],
         ]
-        return rollout.model_copy(update={"completions": tuple(completions)})
+        assert [c.versions for c in rollout.completions] == [(3,)] * 3
+        assert [(c.version, c.replica_id) for c in calls_of(rollout)] == [(3, "a"), (3, "a")]
 
-    engine = Script([mixed, made(5, version=4), made(9, version=4)])
-    rollout = await dispatcher(engine).complete(call(n=3))
-    assert [c.index for c in rollout.completions] == [0, 1, 2]
-    assert [c.versions for c in rollout.completions] == [(3,), (3, 4), (4,)]
-    assert [len(c.token_ids) for c in rollout.completions] == [9, 9, 9]
+    async def test_an_aborted_completion_with_stop_strings_starts_anew(self) -> None:
+        engine = Script([made(4, end="abort"), made(9, version=4)])
+        sampling = Sampling(max_tokens=9, stop=("x",))
+        rollout = await dispatcher(engine).complete(call().model_copy(update={"sampling": sampling}))
+        assert rollout.completions[0].token_ids == (4,) * 9 and rollout.attempts == 2
+        assert engine.calls[1].prompt_token_ids == (1, 2) and engine.calls[1].sampling == sampling
 
+    async def test_an_aborted_completion_is_returned_as_is_when_asked_for(self) -> None:
+        engine = Script([made(4, end="abort")])
+        rollout = await dispatcher(engine).complete(call(), on_abort="return")
+        assert (rollout.completions[0].finish_reason, rollout.attempts) == ("abort", 1)
 
-async def test_every_token_names_the_replica_that_made_it_and_no_other() -> None:
-    def mixed(c: GenerateCall) -> Rollout:
-        rollout = made(9, 4, 4)(c)  # type: ignore[operator]
-        first, *rest = rollout.completions
-        aborted = [d.model_copy(update={"finish_reason": "abort"}) for d in rest]
-        return rollout.model_copy(update={"completions": (first, *aborted)})
+    async def test_after_the_last_attempt_a_partial_completion_is_returned(self) -> None:
+        engine = Script([made(2, end="abort")] * 3)
+        rollout = await dispatcher(engine).complete(call())
+        assert (rollout.completions[0].finish_reason, len(rollout.completions[0].token_ids)) == ("abort", 6)
+        assert rollout.attempts == 3
 
-    engine = Script([mixed, made(5, replica_id="b"), made(5, replica_id="a")])
-    rollout = await dispatcher(engine).complete(call(n=3))
-    assert [[(s.version, s.replica_id, s.start, s.end) for s in c.spans] for c in rollout.completions] == [
-        [(3, "a", 0, 9)],
-        [(3, "a", 0, 4), (3, "b", 4, 9)],
-        [(3, "a", 0, 9)],
-    ]
-    assert [c.versions for c in rollout.completions] == [(3,)] * 3
-    assert [(c.version, c.replica_id) for c in calls_of(rollout)] == [(3, "a"), (3, "a")]
-
-
-async def test_an_aborted_completion_with_stop_strings_starts_anew() -> None:
-    engine = Script([made(4, end="abort"), made(9, version=4)])
-    sampling = Sampling(max_tokens=9, stop=("x",))
-    rollout = await dispatcher(engine).complete(call().model_copy(update={"sampling": sampling}))
-    assert rollout.completions[0].token_ids == (4,) * 9 and rollout.attempts == 2
-    assert engine.calls[1].prompt_token_ids == (1, 2) and engine.calls[1].sampling == sampling
-
-
-async def test_an_aborted_completion_is_returned_as_is_when_asked_for() -> None:
-    engine = Script([made(4, end="abort")])
-    rollout = await dispatcher(engine).complete(call(), on_abort="return")
-    assert (rollout.completions[0].finish_reason, rollout.attempts) == ("abort", 1)
-
-
-async def test_after_the_last_attempt_a_partial_completion_is_returned() -> None:
-    engine = Script([made(2, end="abort")] * 3)
-    rollout = await dispatcher(engine).complete(call())
-    assert (rollout.completions[0].finish_reason, len(rollout.completions[0].token_ids)) == ("abort", 6)
-    assert rollout.attempts == 3
-
-
-async def test_partial_tokens_survive_the_loss_of_the_next_replica() -> None:
-    engine = Script([made(4, end="abort"), DIED, made(5, version=4)])
-    rollout = await dispatcher(engine).complete(call())
-    assert (rollout.completions[0].versions, rollout.attempts) == ((3, 4), 3)
-    hopeless = await dispatcher(Script([made(4, end="abort"), DIED, DIED])).complete(call())
-    assert (hopeless.completions[0].finish_reason, len(hopeless.completions[0].token_ids)) == ("abort", 4)
-
-
-# --- cancellation
-
-
-async def test_cancelling_a_rollout_cancels_every_call_in_flight() -> None:
-    engine = Script([made(4, 4, end="abort"), None, None])
-    rollout = asyncio.create_task(dispatcher(engine).complete(call(n=2)))
-    while len(engine.calls) < 3:
-        await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    rollout.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await rollout
-    assert [response.cancelled for response in engine.responses] == [False, True, True]
-
-
-# --- a pause that returns what it aborts
+    async def test_partial_tokens_survive_the_loss_of_the_next_replica(self) -> None:
+        engine = Script([made(4, end="abort"), DIED, made(5, version=4)])
+        rollout = await dispatcher(engine).complete(call())
+        assert (rollout.completions[0].versions, rollout.attempts) == ((3, 4), 3)
+        hopeless = await dispatcher(Script([made(4, end="abort"), DIED, DIED])).complete(call())
+        assert (hopeless.completions[0].finish_reason, len(hopeless.completions[0].token_ids)) == ("abort", 4)
 
 
 def returned(step: Step) -> Step:
@@ -298,16 +260,29 @@ def returned(step: Step) -> Step:
     return lambda call: step(call).model_copy(update={"returned": True})
 
 
-async def test_what_a_returning_pause_aborts_is_not_continued() -> None:
-    engine = Script([returned(made(3, 9, end="abort"))])
-    rollout = await dispatcher(engine).complete(call(n=2))
-    assert len(engine.calls) == 1 and rollout.attempts == 1
-    assert [(c.finish_reason, len(c.token_ids)) for c in rollout.completions] == [("abort", 3), ("abort", 9)]
+class TestCancel:
+    async def test_cancelling_a_rollout_cancels_every_call_in_flight(self) -> None:
+        engine = Script([made(4, 4, end="abort"), None, None])
+        rollout = asyncio.create_task(dispatcher(engine).complete(call(n=2)))
+        while len(engine.calls) < 3:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        rollout.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await rollout
+        assert [response.cancelled for response in engine.responses] == [False, True, True]
 
 
-async def test_a_returning_pause_ends_a_continuation_too() -> None:
-    engine = Script([made(3, end="abort"), returned(made(2, end="abort", version=4, replica_id="b"))])
-    rollout = await dispatcher(engine).complete(call())
-    [completion] = rollout.completions
-    assert (completion.finish_reason, completion.versions, len(completion.token_ids)) == ("abort", (3, 4), 5)
-    assert len(engine.calls) == 2
+class TestReturningPause:
+    async def test_what_a_returning_pause_aborts_is_not_continued(self) -> None:
+        engine = Script([returned(made(3, 9, end="abort"))])
+        rollout = await dispatcher(engine).complete(call(n=2))
+        assert len(engine.calls) == 1 and rollout.attempts == 1
+        assert [(c.finish_reason, len(c.token_ids)) for c in rollout.completions] == [("abort", 3), ("abort", 9)]
+
+    async def test_a_returning_pause_ends_a_continuation_too(self) -> None:
+        engine = Script([made(3, end="abort"), returned(made(2, end="abort", version=4, replica_id="b"))])
+        rollout = await dispatcher(engine).complete(call())
+        [completion] = rollout.completions
+        assert (completion.finish_reason, completion.versions, len(completion.token_ids)) == ("abort", (3, 4), 5)
+        assert len(engine.calls) == 2

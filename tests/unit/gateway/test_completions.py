@@ -16,142 +16,133 @@ def request(**fields: Any) -> CompletionRequest:
     return CompletionRequest.model_validate({"prompt": "ab", **fields})
 
 
-def test_sampling_parameters_are_taken_from_beside_the_prompt() -> None:
-    sampling = request(n=3, temperature=0.5, top_p=0.9, seed=1, max_tokens=7, ignore_eos=True).sampling()
-    assert sampling == Sampling(n=3, temperature=0.5, top_p=0.9, seed=1, max_tokens=7, ignore_eos=True, logprobs=None)
+class TestRequest:
+    def test_sampling_parameters_are_taken_from_beside_the_prompt(self) -> None:
+        sampling = request(n=3, temperature=0.5, top_p=0.9, seed=1, max_tokens=7, ignore_eos=True).sampling()
+        assert sampling == Sampling(
+            n=3, temperature=0.5, top_p=0.9, seed=1, max_tokens=7, ignore_eos=True, logprobs=None
+        )
 
+    def test_max_tokens_defaults_to_16_and_null_means_the_context(self) -> None:
+        assert request().sampling().max_tokens == 16
+        assert request(max_tokens=None).sampling().max_tokens is None
 
-def test_max_tokens_defaults_to_16_and_null_means_the_context() -> None:
-    assert request().sampling().max_tokens == 16
-    assert request(max_tokens=None).sampling().max_tokens is None
+    @pytest.mark.parametrize(("stop", "strings"), [(None, ()), ("x", ("x",)), ([], ()), (["x", "yz"], ("x", "yz"))])
+    def test_stop_is_nothing_a_string_or_several(self, stop: object, strings: tuple[str, ...]) -> None:
+        assert request(stop=stop).sampling().stop == strings
 
+    @pytest.mark.parametrize(("given", "ids"), [(None, ()), ([3, 5], (3, 5))])
+    def test_stop_ids_may_be_null(self, given: object, ids: tuple[int, ...]) -> None:
+        assert request(stop_token_ids=given).sampling().stop_token_ids == ids
 
-@pytest.mark.parametrize(("stop", "strings"), [(None, ()), ("x", ("x",)), ([], ()), (["x", "yz"], ("x", "yz"))])
-def test_stop_is_nothing_a_string_or_several(stop: object, strings: tuple[str, ...]) -> None:
-    assert request(stop=stop).sampling().stop == strings
-
-
-@pytest.mark.parametrize(("given", "ids"), [(None, ()), ([3, 5], (3, 5))])
-def test_stop_ids_may_be_null(given: object, ids: tuple[int, ...]) -> None:
-    assert request(stop_token_ids=given).sampling().stop_token_ids == ids
-
-
-@pytest.mark.parametrize(("logprobs", "candidates"), [(None, None), (False, None), (True, 0), (0, 0), (1, 1), (20, 20)])
-def test_logprobs_are_a_number_or_true(logprobs: bool | int | None, candidates: int | None) -> None:
-    assert request(logprobs=logprobs).candidates == candidates
-    assert request(logprobs=logprobs).sampling().logprobs == candidates
-
-
-def test_either_name_of_the_longest_completion_is_taken() -> None:
-    assert request(max_completion_tokens=7).sampling().max_tokens == 7
-    assert request(max_completion_tokens=7, max_tokens=7).sampling().max_tokens == 7
-    with pytest.raises(ValidationError, match="max_tokens=8 and max_completion_tokens=7 differ"):
-        request(max_completion_tokens=7, max_tokens=8)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("stream", True),
-        ("echo", True),
-        ("best_of", 2),
-        ("suffix", "x"),
-        ("logit_bias", {"5": 101}),
-        ("logprobs", 21),
-        ("use_beam_search", True),
-        ("n", 0),
-        ("temperature", float("nan")),
-        ("max_tokens", 0),
-        ("prompt", 5),
-        ("prompt", [1, "x"]),
-        ("prompt", None),
-    ],
-)
-def test_unsupported_or_out_of_range_fields_are_refused_by_name(field: str, value: object) -> None:
-    with pytest.raises(ValidationError, match=field):
-        request(**{field: value})
-
-
-def test_defaults_that_clients_spell_out_are_taken() -> None:
-    spelled = request(
-        stream=False, echo=False, best_of=1, priority=0, user="me", frequency_penalty=0, presence_penalty=0
+    @pytest.mark.parametrize(
+        ("logprobs", "candidates"), [(None, None), (False, None), (True, 0), (0, 0), (1, 1), (20, 20)]
     )
-    assert spelled.model_dump(exclude={"user"}) == {
-        **request().model_dump(exclude={"user"}),
-        "best_of": 1,  # null by default
-    }
-    assert spelled.sampling() == request().sampling()
+    def test_logprobs_are_a_number_or_true(self, logprobs: bool | int | None, candidates: int | None) -> None:
+        assert request(logprobs=logprobs).candidates == candidates
+        assert request(logprobs=logprobs).sampling().logprobs == candidates
 
+    def test_either_name_of_the_longest_completion_is_taken(self) -> None:
+        assert request(max_completion_tokens=7).sampling().max_tokens == 7
+        assert request(max_completion_tokens=7, max_tokens=7).sampling().max_tokens == 7
+        with pytest.raises(ValidationError, match="max_tokens=8 and max_completion_tokens=7 differ"):
+            request(max_completion_tokens=7, max_tokens=8)
 
-@pytest.mark.parametrize(
-    ("prompt", "prompts"),
-    [
-        ("ab", ["ab"]),
-        (["ab", "c"], ["ab", "c"]),
-        ([36, 37], [(36, 37)]),
-        ([[36], [37, 38]], [(36,), (37, 38)]),
-    ],
-)
-async def test_a_prompt_is_text_or_ids_one_or_several(
-    services: Services, engine: EchoEngine, prompt: object, prompts: list[Any]
-) -> None:
-    assert services.tokenizer is not None
-    await completions(request(prompt=prompt), services)
-    expected = [tuple(services.tokenizer.encode(p)) if isinstance(p, str) else p for p in prompts]
-    assert sorted(call.prompt_token_ids for call in engine.calls) == sorted(expected)
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("stream", True),
+            ("echo", True),
+            ("best_of", 2),
+            ("suffix", "x"),
+            ("logit_bias", {"5": 101}),
+            ("logprobs", 21),
+            ("use_beam_search", True),
+            ("n", 0),
+            ("temperature", float("nan")),
+            ("max_tokens", 0),
+            ("prompt", 5),
+            ("prompt", [1, "x"]),
+            ("prompt", None),
+        ],
+    )
+    def test_unsupported_or_out_of_range_fields_are_refused_by_name(self, field: str, value: object) -> None:
+        with pytest.raises(ValidationError, match=field):
+            request(**{field: value})
 
+    def test_defaults_that_clients_spell_out_are_taken(self) -> None:
+        spelled = request(
+            stream=False, echo=False, best_of=1, priority=0, user="me", frequency_penalty=0, presence_penalty=0
+        )
+        assert spelled.model_dump(exclude={"user"}) == {
+            **request().model_dump(exclude={"user"}),
+            "best_of": 1,  # null by default
+        }
+        assert spelled.sampling() == request().sampling()
 
-@pytest.mark.parametrize("prompt", ["", [], [[]], [""], ["ab", ""]])
-async def test_an_empty_prompt_anywhere_is_refused(services: Services, prompt: object) -> None:
-    with pytest.raises(InvalidRequest, match="prompt is empty"):
+    @pytest.mark.parametrize(
+        ("prompt", "prompts"),
+        [
+            ("ab", ["ab"]),
+            (["ab", "c"], ["ab", "c"]),
+            ([36, 37], [(36, 37)]),
+            ([[36], [37, 38]], [(36,), (37, 38)]),
+        ],
+    )
+    async def test_a_prompt_is_text_or_ids_one_or_several(
+        self, services: Services, engine: EchoEngine, prompt: object, prompts: list[Any]
+    ) -> None:
+        assert services.tokenizer is not None
         await completions(request(prompt=prompt), services)
+        expected = [tuple(services.tokenizer.encode(p)) if isinstance(p, str) else p for p in prompts]
+        assert sorted(call.prompt_token_ids for call in engine.calls) == sorted(expected)
+
+    @pytest.mark.parametrize("prompt", ["", [], [[]], [""], ["ab", ""]])
+    async def test_an_empty_prompt_anywhere_is_refused(self, services: Services, prompt: object) -> None:
+        with pytest.raises(InvalidRequest, match="prompt is empty"):
+            await completions(request(prompt=prompt), services)
+
+    async def test_one_bad_prompt_fails_the_request_with_its_own_error(self, services: Services) -> None:
+        with pytest.raises(InvalidRequest, match="token id 4096 at position 0"):
+            await completions(request(prompt=[[5], [4096], [6]]), services)
 
 
-async def test_one_bad_prompt_fails_the_request_with_its_own_error(services: Services) -> None:
-    with pytest.raises(InvalidRequest, match="token id 4096 at position 0"):
-        await completions(request(prompt=[[5], [4096], [6]]), services)
+class TestReply:
+    async def test_choices_are_numbered_prompt_by_prompt(self, services: Services) -> None:
+        reply = await completions(request(prompt=["ab", "c"], n=2), services)
+        assert [(c["index"], c["text"]) for c in reply["choices"]] == [(0, "ba"), (1, "ba"), (2, "c"), (3, "c")]
+        assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+        assert reply["object"] == "text_completion" and reply["model"] == "tiny"
 
+    async def test_each_prompt_of_a_request_has_an_id_of_its_own(self, services: Services, engine: EchoEngine) -> None:
+        reply = await completions(request(prompt=["ab", "c"], request_id="mine", min_weight_version=4), services)
+        assert reply["id"] == "mine"
+        assert {call.request_id for call in engine.calls} == {"mine-0", "mine-1"}
+        assert {call.min_weight_version for call in engine.calls} == {4}
 
-async def test_choices_are_numbered_prompt_by_prompt(services: Services) -> None:
-    reply = await completions(request(prompt=["ab", "c"], n=2), services)
-    assert [(c["index"], c["text"]) for c in reply["choices"]] == [(0, "ba"), (1, "ba"), (2, "c"), (3, "c")]
-    assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
-    assert reply["object"] == "text_completion" and reply["model"] == "tiny"
+    async def test_logprobs_are_aligned_with_tokens_and_text(self, services: Services) -> None:
+        reply = await completions(request(logprobs=0), services)
+        assert reply["choices"][0]["logprobs"] == {
+            "tokens": ["b", "a"],
+            "token_logprobs": (-0.5, -1.0),
+            "text_offset": [0, 1],
+            "top_logprobs": [{"b": -0.5}, {"a": -1.0}],
+        }
+        assert (await completions(request(), services))["choices"][0]["logprobs"] is None
 
+    async def test_tokens_may_be_spelled_as_their_ids(self, services: Services) -> None:
+        reply = await completions(request(prompt=[36, 37], logprobs=0, return_tokens_as_token_ids=True), services)
+        assert reply["choices"][0]["logprobs"]["tokens"] == ["token_id:37", "token_id:36"]
 
-async def test_each_prompt_of_a_request_has_an_id_of_its_own(services: Services, engine: EchoEngine) -> None:
-    reply = await completions(request(prompt=["ab", "c"], request_id="mine", min_weight_version=4), services)
-    assert reply["id"] == "mine"
-    assert {call.request_id for call in engine.calls} == {"mine-0", "mine-1"}
-    assert {call.min_weight_version for call in engine.calls} == {4}
+    async def test_ids_are_returned_when_asked_for_and_versions_always(self, services: Services) -> None:
+        choice = (await completions(request(prompt=[36, 37], return_token_ids=True), services))["choices"][0]
+        assert choice["token_ids"] == (37, 36) and choice["prompt_token_ids"] == (36, 37)
+        assert choice["weight_versions"] == [{"version": "7", "start": 0, "end": 2, "replica_id": "r1"}]
+        assert "token_ids" not in (await completions(request(), services))["choices"][0]
 
-
-async def test_logprobs_are_aligned_with_tokens_and_text(services: Services) -> None:
-    reply = await completions(request(logprobs=0), services)
-    assert reply["choices"][0]["logprobs"] == {
-        "tokens": ["b", "a"],
-        "token_logprobs": (-0.5, -1.0),
-        "text_offset": [0, 1],
-        "top_logprobs": [{"b": -0.5}, {"a": -1.0}],
-    }
-    assert (await completions(request(), services))["choices"][0]["logprobs"] is None
-
-
-async def test_tokens_may_be_spelled_as_their_ids(services: Services) -> None:
-    reply = await completions(request(prompt=[36, 37], logprobs=0, return_tokens_as_token_ids=True), services)
-    assert reply["choices"][0]["logprobs"]["tokens"] == ["token_id:37", "token_id:36"]
-
-
-async def test_ids_are_returned_when_asked_for_and_versions_always(services: Services) -> None:
-    choice = (await completions(request(prompt=[36, 37], return_token_ids=True), services))["choices"][0]
-    assert choice["token_ids"] == (37, 36) and choice["prompt_token_ids"] == (36, 37)
-    assert choice["weight_versions"] == [{"version": "7", "start": 0, "end": 2, "replica_id": "r1"}]
-    assert "token_ids" not in (await completions(request(), services))["choices"][0]
-
-
-async def test_a_model_without_a_tokenizer_completes_ids(no_tokenizer: Services) -> None:
-    reply = await completions(request(prompt=[36, 37], logprobs=0), no_tokenizer)
-    choice = reply["choices"][0]
-    assert choice["text"] == "" and choice["logprobs"]["tokens"] == ["token_id:37", "token_id:36"]
-    with pytest.raises(InvalidRequest, match="no tokenizer"):
-        await completions(request(), no_tokenizer)
+    async def test_a_model_without_a_tokenizer_completes_ids(self, no_tokenizer: Services) -> None:
+        reply = await completions(request(prompt=[36, 37], logprobs=0), no_tokenizer)
+        choice = reply["choices"][0]
+        assert choice["text"] == "" and choice["logprobs"]["tokens"] == ["token_id:37", "token_id:36"]
+        with pytest.raises(InvalidRequest, match="no tokenizer"):
+            await completions(request(), no_tokenizer)

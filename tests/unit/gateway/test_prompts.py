@@ -28,58 +28,24 @@ from tests.unit.gateway.fakes import EchoEngine
 CONTEXT = 64
 
 
-@pytest.mark.parametrize("name", ["tiny", None])
-async def test_the_served_model_may_be_named_or_not(services: Services, name: str | None) -> None:
-    reply = await generate(GenerateRequest(token_ids=(5, 6), model=name), services)
-    assert reply["model"] == "tiny" and reply["choices"][0]["token_ids"] == (6, 5)
+class TestModelName:
+    @pytest.mark.parametrize("name", ["tiny", None])
+    async def test_the_served_model_may_be_named_or_not(self, services: Services, name: str | None) -> None:
+        reply = await generate(GenerateRequest(token_ids=(5, 6), model=name), services)
+        assert reply["model"] == "tiny" and reply["choices"][0]["token_ids"] == (6, 5)
 
+    def test_another_model_is_not_found_and_the_served_one_is_named(self, services: Services) -> None:
+        with pytest.raises(NotFound, match="'gpt' is not served here; 'tiny' is") as refused:
+            model_name("gpt", services)
+        assert refused.value.detail == {"served": ["tiny"]}
 
-def test_another_model_is_not_found_and_the_served_one_is_named(services: Services) -> None:
-    with pytest.raises(NotFound, match="'gpt' is not served here; 'tiny' is") as refused:
-        model_name("gpt", services)
-    assert refused.value.detail == {"served": ["tiny"]}
-
-
-async def test_an_alias_is_the_served_model_and_is_listed(services: Services) -> None:
-    services = replace(services, aliases=("org/tiny", "policy"))
-    reply = await generate(GenerateRequest(token_ids=(5, 6), model="policy"), services)
-    assert reply["model"] == "policy"
-    assert [card["id"] for card in (await models(services))["data"]] == ["tiny", "org/tiny", "policy"]
-    with pytest.raises(NotFound, match="'tiny' and 'org/tiny' and 'policy' is"):
-        model_name("gpt", services)
-
-
-async def test_text_becomes_ids_and_text_again(services: Services) -> None:
-    [ids] = await tokenize(["12+34="], services)
-    assert len(ids) == 6 and all(isinstance(token, int) for token in ids)
-    assert detokenize(ids, services) == "12+34="
-
-
-async def test_special_tokens_are_left_out_of_text_unless_asked_for(services: Services) -> None:
-    assert services.tokenizer is not None
-    [ab] = await tokenize(["ab"], services)
-    ids = [*ab, services.tokenizer.eos_token_id]
-    assert detokenize(ids, services) == "ab"
-    assert detokenize(ids, services, skip_special_tokens=False) == "ab<eos>"
-
-
-@pytest.mark.parametrize(
-    ("text", "stop", "trimmed", "whole"),
-    [
-        ("abc", None, "ab", "abc"),  # an end of sequence, or a stop token
-        ("abc", "c", "ab", "abc"),
-        ("abc", "bc", "a", "abc"),
-        ("cabc", "c", "cab", "cabc"),  # the first one came before min_tokens
-        ("abc", "x", "abc", "abc"),
-    ],
-)
-async def test_text_ends_where_vllm_ends_it(
-    services: Services, text: str, stop: str | None, trimmed: str, whole: str
-) -> None:
-    [ids] = await tokenize([text], services)
-    completion = ended(ids, stop)
-    assert text_of(completion, Sampling(), services) == trimmed
-    assert text_of(completion, Sampling(include_stop_str_in_output=True), services) == whole
+    async def test_an_alias_is_the_served_model_and_is_listed(self, services: Services) -> None:
+        services = replace(services, aliases=("org/tiny", "policy"))
+        reply = await generate(GenerateRequest(token_ids=(5, 6), model="policy"), services)
+        assert reply["model"] == "policy"
+        assert [card["id"] for card in (await models(services))["data"]] == ["tiny", "org/tiny", "policy"]
+        with pytest.raises(NotFound, match="'tiny' and 'org/tiny' and 'policy' is"):
+            model_name("gpt", services)
 
 
 def ended(ids: tuple[int, ...], stop: str | None) -> Completion:
@@ -88,88 +54,64 @@ def ended(ids: tuple[int, ...], stop: str | None) -> Completion:
     return Completion(index=0, token_ids=ids, logprobs=logprobs, finish_reason="stop", stop_reason=stop, spans=spans)
 
 
-async def test_text_without_a_tokenizer_is_refused_with_what_to_send(no_tokenizer: Services) -> None:
-    with pytest.raises(InvalidRequest, match="tiny has no tokenizer: send token ids"):
-        await tokenize(["ab"], no_tokenizer)
-    assert detokenize([5], no_tokenizer) is None
+class TestText:
+    async def test_text_becomes_ids_and_text_again(self, services: Services) -> None:
+        [ids] = await tokenize(["12+34="], services)
+        assert len(ids) == 6 and all(isinstance(token, int) for token in ids)
+        assert detokenize(ids, services) == "12+34="
 
+    async def test_special_tokens_are_left_out_of_text_unless_asked_for(self, services: Services) -> None:
+        assert services.tokenizer is not None
+        [ab] = await tokenize(["ab"], services)
+        ids = [*ab, services.tokenizer.eos_token_id]
+        assert detokenize(ids, services) == "ab"
+        assert detokenize(ids, services, skip_special_tokens=False) == "ab<eos>"
 
-def test_a_stop_string_without_a_tokenizer_is_refused(no_tokenizer: Services) -> None:
-    check_prompt((5,), Sampling(stop_token_ids=(3,)), no_tokenizer)
-    with pytest.raises(InvalidRequest, match="use stop_token_ids instead of stop"):
-        check_prompt((5,), Sampling(stop=("x",)), no_tokenizer)
+    @pytest.mark.parametrize(
+        ("text", "stop", "trimmed", "whole"),
+        [
+            ("abc", None, "ab", "abc"),  # an end of sequence, or a stop token
+            ("abc", "c", "ab", "abc"),
+            ("abc", "bc", "a", "abc"),
+            ("cabc", "c", "cab", "cabc"),  # the first one came before min_tokens
+            ("abc", "x", "abc", "abc"),
+        ],
+    )
+    async def test_text_ends_where_vllm_ends_it(
+        self, services: Services, text: str, stop: str | None, trimmed: str, whole: str
+    ) -> None:
+        [ids] = await tokenize([text], services)
+        completion = ended(ids, stop)
+        assert text_of(completion, Sampling(), services) == trimmed
+        assert text_of(completion, Sampling(include_stop_str_in_output=True), services) == whole
 
+    async def test_text_without_a_tokenizer_is_refused_with_what_to_send(self, no_tokenizer: Services) -> None:
+        with pytest.raises(InvalidRequest, match="tiny has no tokenizer: send token ids"):
+            await tokenize(["ab"], no_tokenizer)
+        assert detokenize([5], no_tokenizer) is None
 
-def test_an_empty_prompt_is_refused(services: Services) -> None:
-    with pytest.raises(InvalidRequest, match="prompt is empty"):
-        check_prompt((), Sampling(), services)
+    def test_a_stop_string_without_a_tokenizer_is_refused(self, no_tokenizer: Services) -> None:
+        check_prompt((5,), Sampling(stop_token_ids=(3,)), no_tokenizer)
+        with pytest.raises(InvalidRequest, match="use stop_token_ids instead of stop"):
+            check_prompt((5,), Sampling(stop=("x",)), no_tokenizer)
 
+    async def test_text_beyond_the_context_is_refused_before_tokenization(self, services: Services) -> None:
+        limit = BYTES_PER_TOKEN * CONTEXT
+        tokenizer = GatedTokenizer(services.tokenizer)  # of which nobody opens the gate
+        with pytest.raises(InvalidRequest, match=f"{limit + 1} bytes of text, and .* length of {CONTEXT} tokens"):
+            await tokenize(["ab", "é" * (limit // 2) + "x"], replace(services, tokenizer=tokenizer))
 
-@pytest.mark.parametrize("token", [-1, 128, 10**12])
-def test_the_first_invalid_token_id_is_named_with_its_position(services: Services, token: int) -> None:
-    with pytest.raises(InvalidRequest, match=rf"token id {token} at position 2 .* \[0, 128\)") as refused:
-        check_prompt((0, 127, token, -5), Sampling(), services)
-    assert refused.value.detail == {"position": 2, "token_id": token, "vocab_size": 128}
-
-
-def test_stop_ids_outside_the_vocabulary_are_all_named(services: Services) -> None:
-    with pytest.raises(InvalidRequest, match=r"stop_token_ids \[-1, 128\] are outside the vocabulary \[0, 128\)"):
-        check_prompt((5,), Sampling(stop_token_ids=(-1, 3, 128)), services)
-
-
-@pytest.mark.parametrize(
-    ("prompt_tokens", "max_tokens", "fits"),
-    [
-        (CONTEXT - 1, None, True),
-        (CONTEXT, None, False),
-        (CONTEXT - 1, 1, True),
-        (CONTEXT - 1, 2, False),
-        (1, CONTEXT - 1, True),
-        (1, CONTEXT, False),
-    ],
-)
-def test_prompt_and_completion_must_fit_the_context(
-    services: Services, prompt_tokens: int, max_tokens: int | None, fits: bool
-) -> None:
-    prompt, sampling = (5,) * prompt_tokens, Sampling(max_tokens=max_tokens)
-    if fits:
-        check_prompt(prompt, sampling, services)
-        return
-    message = f"the prompt has {prompt_tokens} tokens.*maximum context length of {CONTEXT}"
-    with pytest.raises(ContextTooLong, match=message) as refused:
-        check_prompt(prompt, sampling, services)
-    detail = {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens, "max_model_len": CONTEXT}
-    assert refused.value.detail == detail
-
-
-def test_a_minimum_above_the_maximum_is_refused(services: Services) -> None:
-    check_prompt((5,), Sampling(min_tokens=3, max_tokens=3), services)
-    with pytest.raises(InvalidRequest, match="min_tokens=4 is above max_tokens=3"):
-        check_prompt((5,), Sampling(min_tokens=4, max_tokens=3), services)
-
-
-def test_a_minimum_above_what_the_context_leaves_is_refused(services: Services) -> None:
-    check_prompt((5, 6), Sampling(min_tokens=CONTEXT - 2), services)
-    with pytest.raises(InvalidRequest, match=f"min_tokens={CONTEXT - 1} that is .* context length of {CONTEXT}"):
-        check_prompt((5, 6), Sampling(min_tokens=CONTEXT - 1), services)
-
-
-async def test_text_beyond_the_context_is_refused_before_tokenization(services: Services) -> None:
-    limit = BYTES_PER_TOKEN * CONTEXT
-    tokenizer = GatedTokenizer(services.tokenizer)  # of which nobody opens the gate
-    with pytest.raises(InvalidRequest, match=f"{limit + 1} bytes of text, and .* length of {CONTEXT} tokens"):
-        await tokenize(["ab", "é" * (limit // 2) + "x"], replace(services, tokenizer=tokenizer))
-
-
-async def test_other_requests_are_answered_while_text_is_tokenized(services: Services) -> None:
-    tokenizer = GatedTokenizer(services.tokenizer)
-    gated = replace(services, tokenizer=tokenizer)
-    text = asyncio.create_task(generate(GenerateRequest(prompt="ab"), gated))
-    await asyncio.to_thread(tokenizer.entered.wait)  # were it the event loop that waits in there, nothing would go on
-    ids = await generate(GenerateRequest(token_ids=(5, 6)), gated)
-    assert ids["choices"][0]["token_ids"] == (6, 5) and not text.done()
-    tokenizer.gate.set()
-    assert len((await text)["prompt_token_ids"]) == 2
+    async def test_other_requests_are_answered_while_text_is_tokenized(self, services: Services) -> None:
+        tokenizer = GatedTokenizer(services.tokenizer)
+        gated = replace(services, tokenizer=tokenizer)
+        text = asyncio.create_task(generate(GenerateRequest(prompt="ab"), gated))
+        await asyncio.to_thread(
+            tokenizer.entered.wait
+        )  # were it the event loop that waits in there, nothing would go on
+        ids = await generate(GenerateRequest(token_ids=(5, 6)), gated)
+        assert ids["choices"][0]["token_ids"] == (6, 5) and not text.done()
+        tokenizer.gate.set()
+        assert len((await text)["prompt_token_ids"]) == 2
 
 
 class GatedTokenizer:
@@ -184,30 +126,80 @@ class GatedTokenizer:
         return self._tokenizer.encode(text, **kwargs)
 
 
-async def test_without_max_tokens_a_completion_may_fill_the_context(services: Services, engine: EchoEngine) -> None:
-    await roll_out((5, 6), Sampling(), services)
-    assert engine.calls[0].sampling.max_tokens == CONTEXT - 2
+class TestCheckPrompt:
+    def test_an_empty_prompt_is_refused(self, services: Services) -> None:
+        with pytest.raises(InvalidRequest, match="prompt is empty"):
+            check_prompt((), Sampling(), services)
 
+    @pytest.mark.parametrize("token", [-1, 128, 10**12])
+    def test_the_first_invalid_token_id_is_named_with_its_position(self, services: Services, token: int) -> None:
+        with pytest.raises(InvalidRequest, match=rf"token id {token} at position 2 .* \[0, 128\)") as refused:
+            check_prompt((0, 127, token, -5), Sampling(), services)
+        assert refused.value.detail == {"position": 2, "token_id": token, "vocab_size": 128}
 
-async def test_a_rollout_hands_on_what_was_asked(services: Services, engine: EchoEngine) -> None:
-    sampling = Sampling(n=2, max_tokens=4, temperature=0.5)
-    rollout = await roll_out((5, 6), sampling, services, RolloutOptions(request_id="mine", min_weight_version=3))
-    call = engine.calls[0]
-    assert (call.request_id, call.prompt_token_ids, call.sampling, call.min_weight_version) == (
-        "mine",
-        (5, 6),
-        sampling,
-        3,
+    def test_stop_ids_outside_the_vocabulary_are_all_named(self, services: Services) -> None:
+        with pytest.raises(InvalidRequest, match=r"stop_token_ids \[-1, 128\] are outside the vocabulary \[0, 128\)"):
+            check_prompt((5,), Sampling(stop_token_ids=(-1, 3, 128)), services)
+
+    @pytest.mark.parametrize(
+        ("prompt_tokens", "max_tokens", "fits"),
+        [
+            (CONTEXT - 1, None, True),
+            (CONTEXT, None, False),
+            (CONTEXT - 1, 1, True),
+            (CONTEXT - 1, 2, False),
+            (1, CONTEXT - 1, True),
+            (1, CONTEXT, False),
+        ],
     )
-    assert rollout.request_id == "mine" and len(rollout.completions) == 2
+    def test_prompt_and_completion_must_fit_the_context(
+        self, services: Services, prompt_tokens: int, max_tokens: int | None, fits: bool
+    ) -> None:
+        prompt, sampling = (5,) * prompt_tokens, Sampling(max_tokens=max_tokens)
+        if fits:
+            check_prompt(prompt, sampling, services)
+            return
+        message = f"the prompt has {prompt_tokens} tokens.*maximum context length of {CONTEXT}"
+        with pytest.raises(ContextTooLong, match=message) as refused:
+            check_prompt(prompt, sampling, services)
+        detail = {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens, "max_model_len": CONTEXT}
+        assert refused.value.detail == detail
+
+    def test_a_minimum_above_the_maximum_is_refused(self, services: Services) -> None:
+        check_prompt((5,), Sampling(min_tokens=3, max_tokens=3), services)
+        with pytest.raises(InvalidRequest, match="min_tokens=4 is above max_tokens=3"):
+            check_prompt((5,), Sampling(min_tokens=4, max_tokens=3), services)
+
+    def test_a_minimum_above_what_the_context_leaves_is_refused(self, services: Services) -> None:
+        check_prompt((5, 6), Sampling(min_tokens=CONTEXT - 2), services)
+        with pytest.raises(InvalidRequest, match=f"min_tokens={CONTEXT - 1} that is .* context length of {CONTEXT}"):
+            check_prompt((5, 6), Sampling(min_tokens=CONTEXT - 1), services)
 
 
-async def test_rollouts_without_an_id_get_one_each(services: Services, engine: EchoEngine) -> None:
-    first, second = [await roll_out((5,), Sampling(), services) for _ in range(2)]
-    assert first.request_id != second.request_id
+class TestRollOut:
+    async def test_without_max_tokens_a_completion_may_fill_the_context(
+        self, services: Services, engine: EchoEngine
+    ) -> None:
+        await roll_out((5, 6), Sampling(), services)
+        assert engine.calls[0].sampling.max_tokens == CONTEXT - 2
 
+    async def test_a_rollout_hands_on_what_was_asked(self, services: Services, engine: EchoEngine) -> None:
+        sampling = Sampling(n=2, max_tokens=4, temperature=0.5)
+        rollout = await roll_out((5, 6), sampling, services, RolloutOptions(request_id="mine", min_weight_version=3))
+        call = engine.calls[0]
+        assert (call.request_id, call.prompt_token_ids, call.sampling, call.min_weight_version) == (
+            "mine",
+            (5, 6),
+            sampling,
+            3,
+        )
+        assert rollout.request_id == "mine" and len(rollout.completions) == 2
 
-async def test_what_is_refused_never_reaches_an_engine(services: Services, engine: EchoEngine) -> None:
-    with pytest.raises(InvalidRequest):
-        await roll_out((), Sampling(), services)
-    assert engine.calls == []
+    async def test_rollouts_without_an_id_get_one_each(self, services: Services, engine: EchoEngine) -> None:
+        first, second = [await roll_out((5,), Sampling(), services) for _ in range(2)]
+        assert first.request_id != second.request_id
+
+    async def test_what_is_refused_never_reaches_an_engine(self, services: Services, engine: EchoEngine) -> None:
+        with pytest.raises(InvalidRequest):
+            await roll_out((), Sampling(), services)
+        assert engine.calls == []

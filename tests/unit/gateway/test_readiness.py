@@ -1,4 +1,4 @@
-"""``GET /health`` says why nothing can be served: what the replica said, else what Serve says."""
+"""``GET /health`` and ``/v1/fleet`` say why nothing can be served: what the replica said, else what Serve says."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 
 from rollout_service.errors import NotReady
-from rollout_service.gateway import models, readiness
+from rollout_service.gateway import control, models, readiness
 from rollout_service.gateway.dependencies import Services
 from rollout_service.protocol.fleet import FailedStart, FailedStarts, Fleet, ReplicaStatus
 from rollout_service.web.errors import install_error_handlers
@@ -38,14 +38,15 @@ def fleet(*replicas: ReplicaStatus, tries: int = 0, over: bool = False) -> Fleet
 
 
 async def health(
-    services: Services, ingest: Any, not_running: Callable[[], dict[str, str]] = dict
+    services: Services, ingest: Any, not_running: Callable[[], dict[str, str]] = dict, path: str = "/health"
 ) -> tuple[int, dict[str, Any]]:
     app = FastAPI()
     app.state.services = replace(services, ingest=ingest, not_running=not_running)
     install_error_handlers(app)
     app.include_router(models.router)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
-        reply = await http.get("/health")
+    app.include_router(control.router)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
+        reply = await http.get(path)
     return reply.status_code, reply.json()
 
 
@@ -82,8 +83,9 @@ async def test_where_no_replica_said_anything_serve_is_asked(services: Services,
     assert "Serve says of ingest: A replica failed to start. LogCorrupt: gone" in body["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/fleet"])
 async def test_nobody_waits_for_an_ingest_that_never_answers(
-    services: Services, monkeypatch: pytest.MonkeyPatch
+    services: Services, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     class Silent:
         async def fleet(self) -> Fleet:
@@ -91,5 +93,5 @@ async def test_nobody_waits_for_an_ingest_that_never_answers(
             raise AssertionError
 
     monkeypatch.setattr(readiness, "INGEST_ANSWERS_S", 0.01)
-    status, body = await health(services, Silent(), lambda: {"ingest": "the disk is full"})
+    status, body = await health(services, Silent(), lambda: {"ingest": "the disk is full"}, path)
     assert (status, body["error"]["detail"]) == (503, {"not_running": {"ingest": "the disk is full"}})

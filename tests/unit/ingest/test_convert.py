@@ -53,49 +53,6 @@ def recording(converter: Converter) -> RecordingQuantizer:
     return quantizer
 
 
-@pytest.mark.parametrize("batch_bytes", [1, 40_000, 1 << 28])
-def test_names_values_and_order_do_not_depend_on_the_batches(batch_bytes: int) -> None:
-    made = list(Converter(RECIPE, batch_bytes=batch_bytes).convert(WEIGHTS.items()))
-    expert = f"{EXPERTS}.1.up_proj.weight"
-    codes, scales = quantize_blockwise(WEIGHTS[f"{EXPERTS}.gate_up_proj"][1, 128:], expert)
-    stored = dict(made)
-    assert len(stored) == len(made) == 5 - 1 + 2 * 10
-    assert torch.equal(stored[expert].view(torch.uint8), codes.view(torch.uint8))
-    assert torch.equal(stored[f"{expert}_scale_inv"], scales)
-    assert torch.equal(stored["embed"], WEIGHTS["embed"].bfloat16())
-    assert torch.equal(stored["bias"], WEIGHTS["bias"]) and stored["bias"].dtype == torch.float32
-    assert [name for name, _ in made][:4] == ["embed", "q", "q_scale_inv", f"{EXPERTS}.0.gate_proj.weight"]
-
-
-def test_the_table_foretells_what_is_made() -> None:
-    converter = Converter(RECIPE)
-    foretold = tuple(converter.table(begin_of(1, WEIGHTS).tensors))
-    assert foretold == begin_of(1, dict(converter.convert(WEIGHTS.items()))).tensors
-
-
-def test_what_is_stored_already_passes_through_unchanged() -> None:
-    converter = Converter(RECIPE)
-    once = dict(converter.convert(WEIGHTS.items()))
-    again = dict(converter.convert(once.items()))
-    assert list(again) == list(once)
-    assert all(torch.equal(again[n].view(-1).view(torch.uint8), t.view(-1).view(torch.uint8)) for n, t in once.items())
-    assert tuple(converter.table(begin_of(1, once).tensors)) == begin_of(1, once).tensors
-
-
-def test_experts_are_quantized_in_few_calls() -> None:
-    converter = Converter(RECIPE)
-    quantizer = recording(converter)
-    list(converter.convert(WEIGHTS.items()))
-    assert [len(names) for names in quantizer.calls] == [10]
-
-
-def test_a_batch_ends_before_it_grows_too_large() -> None:
-    converter = Converter(RECIPE, batch_bytes=2 * 256 * 128 * 2)  # two experts' gate and up
-    quantizer = recording(converter)
-    list(converter.convert([(f"{EXPERTS}.gate_up_proj", WEIGHTS[f"{EXPERTS}.gate_up_proj"])]))
-    assert [len(names) for names in quantizer.calls] == [4, 2]
-
-
 class Unable(Quantizer):
     """Keeps what it is called with, and makes nothing of it."""
 
@@ -106,14 +63,6 @@ class Unable(Quantizer):
     def quantize(self, weights: Sequence[Named], *, to_cpu: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
         self.calls.append([str(weight.device) for _, weight in weights])
         return [(weight, weight) for _, weight in weights]
-
-
-def test_a_batch_lies_on_one_device() -> None:
-    converter = Converter(RECIPE)
-    converter._quantizer = quantizer = Unable()
-    devices = ("cpu", "cpu", "meta", "cpu")
-    list(converter.convert(("q", torch.zeros(2, 2, device=device)) for device in devices))
-    assert quantizer.calls == [["cpu", "cpu"], ["meta"], ["cpu"]]
 
 
 class Memory:
@@ -133,113 +82,154 @@ class Memory:
         return sum(array() is not None for array in self._arrays)
 
 
-def test_at_most_one_batch_of_tensors_is_in_memory() -> None:
-    memory, alive = Memory(), []
+class TestConvert:
+    @pytest.mark.parametrize("batch_bytes", [1, 40_000, 1 << 28])
+    def test_names_values_and_order_do_not_depend_on_the_batches(self, batch_bytes: int) -> None:
+        made = list(Converter(RECIPE, batch_bytes=batch_bytes).convert(WEIGHTS.items()))
+        expert = f"{EXPERTS}.1.up_proj.weight"
+        codes, scales = quantize_blockwise(WEIGHTS[f"{EXPERTS}.gate_up_proj"][1, 128:], expert)
+        stored = dict(made)
+        assert len(stored) == len(made) == 5 - 1 + 2 * 10
+        assert torch.equal(stored[expert].view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(stored[f"{expert}_scale_inv"], scales)
+        assert torch.equal(stored["embed"], WEIGHTS["embed"].bfloat16())
+        assert torch.equal(stored["bias"], WEIGHTS["bias"]) and stored["bias"].dtype == torch.float32
+        assert [name for name, _ in made][:4] == ["embed", "q", "q_scale_inv", f"{EXPERTS}.0.gate_proj.weight"]
 
-    def tensors() -> Iterator[Named]:
-        for i in range(12):
-            yield f"norm{i}", memory.tensor(torch.full((4, 4), float(i)))
-            alive.append(memory.alive)
+    def test_the_table_foretells_what_is_made(self) -> None:
+        converter = Converter(RECIPE)
+        foretold = tuple(converter.table(begin_of(1, WEIGHTS).tensors))
+        assert foretold == begin_of(1, dict(converter.convert(WEIGHTS.items()))).tensors
 
-    for _ in Converter(RECIPE, batch_bytes=3 * 64).convert(tensors()):
-        pass
-    assert len(alive) == 12 and max(alive) == 3
+    def test_what_is_stored_already_passes_through_unchanged(self) -> None:
+        converter = Converter(RECIPE)
+        once = dict(converter.convert(WEIGHTS.items()))
+        again = dict(converter.convert(once.items()))
+        assert list(again) == list(once)
+        assert all(
+            torch.equal(again[n].view(-1).view(torch.uint8), t.view(-1).view(torch.uint8)) for n, t in once.items()
+        )
+        assert tuple(converter.table(begin_of(1, once).tensors)) == begin_of(1, once).tensors
 
+    def test_experts_are_quantized_in_few_calls(self) -> None:
+        converter = Converter(RECIPE)
+        quantizer = recording(converter)
+        list(converter.convert(WEIGHTS.items()))
+        assert [len(names) for names in quantizer.calls] == [10]
 
-def test_a_tensor_larger_than_a_batch_is_freed_before_the_next() -> None:
-    memory, alive = Memory(), []
+    def test_a_batch_ends_before_it_grows_too_large(self) -> None:
+        converter = Converter(RECIPE, batch_bytes=2 * 256 * 128 * 2)  # two experts' gate and up
+        quantizer = recording(converter)
+        list(converter.convert([(f"{EXPERTS}.gate_up_proj", WEIGHTS[f"{EXPERTS}.gate_up_proj"])]))
+        assert [len(names) for names in quantizer.calls] == [4, 2]
 
-    def tensors() -> Iterator[Named]:
-        for name in (f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"):
-            yield name, memory.tensor(WEIGHTS[name])
-            alive.append(memory.alive)
+    def test_a_batch_lies_on_one_device(self) -> None:
+        converter = Converter(RECIPE)
+        converter._quantizer = quantizer = Unable()
+        devices = ("cpu", "cpu", "meta", "cpu")
+        list(converter.convert(("q", torch.zeros(2, 2, device=device)) for device in devices))
+        assert quantizer.calls == [["cpu", "cpu"], ["meta"], ["cpu"]]
 
-    assert len(list(Converter(RECIPE, batch_bytes=1000).convert(tensors()))) == 18
-    assert alive == [0, 0]
+    def test_at_most_one_batch_of_tensors_is_in_memory(self) -> None:
+        memory, alive = Memory(), []
 
+        def tensors() -> Iterator[Named]:
+            for i in range(12):
+                yield f"norm{i}", memory.tensor(torch.full((4, 4), float(i)))
+                alive.append(memory.alive)
 
-def test_parameters_that_require_grad_are_taken() -> None:
-    stored = dict(Converter(RECIPE).convert([("q", torch.nn.Parameter(WEIGHTS["q"]))]))
-    assert not stored["q_scale_inv"].requires_grad
+        for _ in Converter(RECIPE, batch_bytes=3 * 64).convert(tensors()):
+            pass
+        assert len(alive) == 12 and max(alive) == 3
 
+    def test_a_tensor_larger_than_a_batch_is_freed_before_the_next(self) -> None:
+        memory, alive = Memory(), []
 
-# --- refused
+        def tensors() -> Iterator[Named]:
+            for name in (f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"):
+                yield name, memory.tensor(WEIGHTS[name])
+                alive.append(memory.alive)
 
+        assert len(list(Converter(RECIPE, batch_bytes=1000).convert(tensors()))) == 18
+        assert alive == [0, 0]
 
-@pytest.mark.parametrize("code", [0x7F, 0xFF])
-def test_a_code_for_nan_is_named_with_its_first_index(code: int) -> None:
-    codes, scales = quantize_blockwise(WEIGHTS["q"])
-    for index in ((129, 0), (4, 9)):
-        codes.view(torch.uint8)[index] = code
-    with pytest.raises(QuantizationError, match=r"q\[4, 9\] is nan, a code for NaN") as refused:
-        list(Converter(RECIPE).convert([("q", codes), ("q_scale_inv", scales)]))
-    assert refused.value.detail == {"tensor": "q", "index": [4, 9], "count": 2}
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_scale_that_is_no_positive_number_is_named(value: float) -> None:
-    scales = torch.ones(2, 2)
-    scales[1, 0] = value
-    with pytest.raises(QuantizationError, match=rf"q_scale_inv\[1, 0\] is {value:g}, a block scale that is not a pos"):
-        list(Converter(RECIPE).convert([("q_scale_inv", scales)]))
-
-
-@pytest.mark.parametrize(
-    ("value", "complaint"),
-    [
-        (3e38, "above 7.566e+35, which no BF16 weight needs"),
-        (7.6e35, "above 7.566e+35"),
-        (1e-39, "that fp32 cannot hold as a normal number"),
-        (2.0**-149, "that fp32 cannot hold as a normal number"),
-    ],
-)
-def test_a_scale_with_which_codes_overflow_or_vanish_is_named(value: float, complaint: str) -> None:
-    scales = torch.ones(2, 2)
-    scales[1, 0] = value
-    words = rf"q_scale_inv\[1, 0\] is {re.escape(f'{value:g}')}, a block scale .*{re.escape(complaint)}"
-    with pytest.raises(QuantizationError, match=words):
-        list(Converter(RECIPE).convert([("q_scale_inv", scales)]))
+    def test_parameters_that_require_grad_are_taken(self) -> None:
+        stored = dict(Converter(RECIPE).convert([("q", torch.nn.Parameter(WEIGHTS["q"]))]))
+        assert not stored["q_scale_inv"].requires_grad
 
 
-@pytest.mark.parametrize("kind", ["fp32", "power_of_two"])
-@pytest.mark.parametrize("weight", [torch.finfo(torch.bfloat16).max, 1e-38, 0.0])
-def test_scales_of_extreme_but_quantizable_weights_are_accepted(
-    kind: Literal["fp32", "power_of_two"], weight: float
-) -> None:
-    codes, scales = quantize_blockwise(torch.full((130, 200), weight).bfloat16(), power_of_two=kind == "power_of_two")
-    stored = dict(
-        Converter(RECIPE.model_copy(update={"scales": kind})).convert([("q", codes), ("q_scale_inv", scales)])
+class TestRefused:
+    @pytest.mark.parametrize("code", [0x7F, 0xFF])
+    def test_a_code_for_nan_is_named_with_its_first_index(self, code: int) -> None:
+        codes, scales = quantize_blockwise(WEIGHTS["q"])
+        for index in ((129, 0), (4, 9)):
+            codes.view(torch.uint8)[index] = code
+        with pytest.raises(QuantizationError, match=r"q\[4, 9\] is nan, a code for NaN") as refused:
+            list(Converter(RECIPE).convert([("q", codes), ("q_scale_inv", scales)]))
+        assert refused.value.detail == {"tensor": "q", "index": [4, 9], "count": 2}
+
+    @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+    def test_a_scale_that_is_no_positive_number_is_named(self, value: float) -> None:
+        scales = torch.ones(2, 2)
+        scales[1, 0] = value
+        with pytest.raises(
+            QuantizationError, match=rf"q_scale_inv\[1, 0\] is {value:g}, a block scale that is not a pos"
+        ):
+            list(Converter(RECIPE).convert([("q_scale_inv", scales)]))
+
+    @pytest.mark.parametrize(
+        ("value", "complaint"),
+        [
+            (3e38, "above 7.566e+35, which no BF16 weight needs"),
+            (7.6e35, "above 7.566e+35"),
+            (1e-39, "that fp32 cannot hold as a normal number"),
+            (2.0**-149, "that fp32 cannot hold as a normal number"),
+        ],
     )
-    assert torch.equal(stored["q_scale_inv"], scales)
+    def test_a_scale_with_which_codes_overflow_or_vanish_is_named(self, value: float, complaint: str) -> None:
+        scales = torch.ones(2, 2)
+        scales[1, 0] = value
+        words = rf"q_scale_inv\[1, 0\] is {re.escape(f'{value:g}')}, a block scale .*{re.escape(complaint)}"
+        with pytest.raises(QuantizationError, match=words):
+            list(Converter(RECIPE).convert([("q_scale_inv", scales)]))
 
+    @pytest.mark.parametrize("kind", ["fp32", "power_of_two"])
+    @pytest.mark.parametrize("weight", [torch.finfo(torch.bfloat16).max, 1e-38, 0.0])
+    def test_scales_of_extreme_but_quantizable_weights_are_accepted(
+        self, kind: Literal["fp32", "power_of_two"], weight: float
+    ) -> None:
+        codes, scales = quantize_blockwise(
+            torch.full((130, 200), weight).bfloat16(), power_of_two=kind == "power_of_two"
+        )
+        stored = dict(
+            Converter(RECIPE.model_copy(update={"scales": kind})).convert([("q", codes), ("q_scale_inv", scales)])
+        )
+        assert torch.equal(stored["q_scale_inv"], scales)
 
-def test_a_scale_that_must_be_a_power_of_two_and_is_not_is_named() -> None:
-    scales = torch.tensor([[2.0**-20, 1.0], [0.75, 2.0**-120]])
-    with pytest.raises(QuantizationError, match=r"q_scale_inv\[1, 0\] is 0\.75, no power of two"):
-        list(Converter(RECIPE.model_copy(update={"scales": "power_of_two"})).convert([("q_scale_inv", scales)]))
-    scales[1, 0] = 4.0
-    [(_, kept)] = Converter(RECIPE.model_copy(update={"scales": "power_of_two"})).convert([("q_scale_inv", scales)])
-    assert torch.equal(kept, scales)
+    def test_a_scale_that_must_be_a_power_of_two_and_is_not_is_named(self) -> None:
+        scales = torch.tensor([[2.0**-20, 1.0], [0.75, 2.0**-120]])
+        with pytest.raises(QuantizationError, match=r"q_scale_inv\[1, 0\] is 0\.75, no power of two"):
+            list(Converter(RECIPE.model_copy(update={"scales": "power_of_two"})).convert([("q_scale_inv", scales)]))
+        scales[1, 0] = 4.0
+        [(_, kept)] = Converter(RECIPE.model_copy(update={"scales": "power_of_two"})).convert([("q_scale_inv", scales)])
+        assert torch.equal(kept, scales)
 
+    def test_codes_of_a_tensor_that_is_not_quantized_are_refused(self) -> None:
+        with pytest.raises(InvalidManifest, match="embed came as FP8 codes, but it is not quantized here"):
+            list(Converter(RECIPE).convert([("embed", torch.zeros(2, 2).to(torch.float8_e4m3fn))]))
 
-def test_codes_of_a_tensor_that_is_not_quantized_are_refused() -> None:
-    with pytest.raises(InvalidManifest, match="embed came as FP8 codes, but it is not quantized here"):
-        list(Converter(RECIPE).convert([("embed", torch.zeros(2, 2).to(torch.float8_e4m3fn))]))
+    @pytest.mark.parametrize("name", ["q", "embed", f"{EXPERTS}.down_proj", "bias"])
+    @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+    def test_what_is_not_finite_is_named(self, name: str, value: float) -> None:
+        broken = WEIGHTS[name].clone()
+        broken[(0,) * broken.dim()] = value
+        stored = f"{EXPERTS}.0.down_proj.weight" if name.startswith(EXPERTS) else name
+        with pytest.raises(QuantizationError, match=rf"{re.escape(stored)}\[.*\] is {value}"):
+            list(Converter(RECIPE).convert([(name, broken)]))
 
-
-@pytest.mark.parametrize("name", ["q", "embed", f"{EXPERTS}.down_proj", "bias"])
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_what_is_not_finite_is_named(name: str, value: float) -> None:
-    broken = WEIGHTS[name].clone()
-    broken[(0,) * broken.dim()] = value
-    stored = f"{EXPERTS}.0.down_proj.weight" if name.startswith(EXPERTS) else name
-    with pytest.raises(QuantizationError, match=rf"{re.escape(stored)}\[.*\] is {value}"):
-        list(Converter(RECIPE).convert([(name, broken)]))
-
-
-def test_the_table_keeps_unquantizable_tensors_as_they_were_sent() -> None:
-    odd = (
-        UploadTensor(name="q", dtype="bfloat16", shape=(130,)),
-        UploadTensor(name=f"{EXPERTS}.down_proj", dtype="float8_e4m3fn", shape=(3, 128, 128)),
-    )
-    assert tuple(Converter(RECIPE).table(odd)) == odd
+    def test_the_table_keeps_unquantizable_tensors_as_they_were_sent(self) -> None:
+        odd = (
+            UploadTensor(name="q", dtype="bfloat16", shape=(130,)),
+            UploadTensor(name=f"{EXPERTS}.down_proj", dtype="float8_e4m3fn", shape=(3, 128, 128)),
+        )
+        assert tuple(Converter(RECIPE).table(odd)) == odd

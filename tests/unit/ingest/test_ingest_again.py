@@ -49,63 +49,6 @@ async def start(config: ServiceConfig) -> Ingest:
     return ingest
 
 
-# --- a version that is committed
-
-
-async def test_beginning_a_committed_version_again_needs_no_parts(
-    ingest: Ingest, trainer: Trainer, weights: Weights
-) -> None:
-    committed = await trainer.push(1, weights)
-    plan = await ingest.begin(begin_of(1, weights))
-    assert (plan.state, plan.missing_parts, plan.num_parts) == ("committed", (), len(parts_of(weights)))
-    record = read_record(WeightLog(ingest._log.root).folder(1))
-    assert record is not None and plan.digests == dict(enumerate(record.part_digests))
-    meant = upload_digest(record.part_digests)
-    assert await ingest.commit(1, CommitUpload(upload_digest=meant)) == committed
-    with pytest.raises(VersionConflict, match="push a newer version") as refused:
-        await ingest.commit(1, CommitUpload(upload_digest="0" * 32))
-    assert refused.value.detail["digests"] == [meant, "0" * 32]
-
-
-async def test_a_late_part_of_a_committed_version_must_be_the_same(trainer: Trainer, weights: Weights) -> None:
-    await trainer.push(1, weights)
-    first = parts_of(weights)[0]
-    assert (await trainer.put(1, 0, first)).status_code == 200
-    other = await trainer.put(1, 0, bytes(len(first)))
-    assert other.status_code == 409 and len(set(other.json()["error"]["detail"]["digests"])) == 2
-    assert (await trainer.put(1, 0, first[:-1])).status_code == 422
-
-
-async def test_another_table_for_a_committed_version_conflicts(
-    ingest: Ingest, trainer: Trainer, weights: Weights
-) -> None:
-    await trainer.push(1, weights)
-    with pytest.raises(VersionConflict, match="committed with another tensor table") as refused:
-        await ingest.begin(begin_of(1, {name: tensor.float() for name, tensor in weights.items()}))
-    assert len(set(refused.value.detail["digests"])) == 2 and refused.value.detail["latest_version"] == 1
-
-
-async def test_beginning_a_path_again_conflicts_once_its_files_change(
-    model: Path, tmp_path: Path, weights: Weights
-) -> None:
-    source = tmp_path / "sources"
-    source.mkdir()
-    save_file(dict(weights), source / "model.safetensors")
-    ingest = await start(config_of(model, tmp_path / "log", weights={"source_roots": [source]}).resolved())
-    begin = BeginUpload(version=1, source=PathSource(path=source))
-    assert (await ingest.begin(begin)).state == "staged"
-    assert (await ingest.begin(begin)).state == "staged"
-    await ingest.commit(1, CommitUpload())
-    assert (await ingest.begin(begin)).state == "committed"
-    save_file(changed(weights, 1.0), source / "model.safetensors")
-    with pytest.raises(VersionConflict, match="committed with another content under that path"):
-        await ingest.begin(begin)
-    await ingest.stop()
-
-
-# --- two trainers
-
-
 async def race(url: str, pushes: list[Weights]) -> list[WeightStatus | BaseException]:
     async def push(weights: Weights) -> WeightStatus:
         async with RolloutClient(url) as client:
@@ -114,155 +57,123 @@ async def race(url: str, pushes: list[Weights]) -> list[WeightStatus | BaseExcep
     return await asyncio.gather(*map(push, pushes), return_exceptions=True)
 
 
-@pytest.mark.parametrize("by", [1.0, 2.0, 3.0])
-async def test_of_two_trainers_one_wins_and_the_other_gets_a_conflict(
-    model: Path, tmp_path: Path, weights: Weights, by: float
-) -> None:
-    async with real_ingest(model, tmp_path / "log") as service:
-        other = changed(weights, by)
-        results = await race(service.url, [weights, other])
-        won = [r for r in results if isinstance(r, WeightStatus)]
-        lost = [r for r in results if isinstance(r, VersionConflict)]
-        assert (len(won), len(lost)) == (1, 1), results
-        assert len(set(lost[0].detail["digests"])) == 2
-        record = read_record(service.log.folder(1))
-        winner = [weights, other][results.index(won[0])]
-        async with RolloutClient(service.url) as client:
-            assert await client.push_weights(1, dict(winner), wait="none") == won[0]
-        assert record is not None
+class TestCommittedVersion:
+    async def test_beginning_a_committed_version_again_needs_no_parts(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        committed = await trainer.push(1, weights)
+        plan = await ingest.begin(begin_of(1, weights))
+        assert (plan.state, plan.missing_parts, plan.num_parts) == ("committed", (), len(parts_of(weights)))
+        record = read_record(WeightLog(ingest._log.root).folder(1))
+        assert record is not None and plan.digests == dict(enumerate(record.part_digests))
+        meant = upload_digest(record.part_digests)
+        assert await ingest.commit(1, CommitUpload(upload_digest=meant)) == committed
+        with pytest.raises(VersionConflict, match="push a newer version") as refused:
+            await ingest.commit(1, CommitUpload(upload_digest="0" * 32))
+        assert refused.value.detail["digests"] == [meant, "0" * 32]
 
+    async def test_a_late_part_of_a_committed_version_must_be_the_same(
+        self, trainer: Trainer, weights: Weights
+    ) -> None:
+        await trainer.push(1, weights)
+        first = parts_of(weights)[0]
+        assert (await trainer.put(1, 0, first)).status_code == 200
+        other = await trainer.put(1, 0, bytes(len(first)))
+        assert other.status_code == 409 and len(set(other.json()["error"]["detail"]["digests"])) == 2
+        assert (await trainer.put(1, 0, first[:-1])).status_code == 422
 
-async def test_parts_of_the_first_trainer_replace_those_of_another(
-    ingest: Ingest, trainer: Trainer, weights: Weights
-) -> None:
-    other = changed(weights, 1.0)
-    await ingest.begin(begin_of(1, weights).model_copy(update={"uploader": "first"}))
-    await ingest.begin(begin_of(1, other).model_copy(update={"uploader": "second"}))
-    for number, part in enumerate(parts_of(other)):
-        assert (await trainer.put(1, number, part, **{"X-Uploader": "second"})).status_code == 200
-    for number, part in enumerate(parts_of(weights)):
-        assert (await trainer.put(1, number, part, **{"X-Uploader": "first"})).status_code == 200
-    assert (await trainer.put(1, 0, parts_of(other)[0], **{"X-Uploader": "second"})).status_code == 409
-    both = [upload_digest(ingest.staged(1).digests[i] for i in range(len(parts_of(weights)))), "0" * 32]
-    with pytest.raises(VersionConflict, match="uploaded by two at once") as refused:
-        await ingest.commit(1, CommitUpload(upload_digest="0" * 32))
-    assert refused.value.detail["digests"] == both
-    assert (await ingest.commit(1, CommitUpload(upload_digest=both[0]))).digest == (
-        await trainer.push(2, weights)
-    ).digest
+    async def test_another_table_for_a_committed_version_conflicts(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        await trainer.push(1, weights)
+        with pytest.raises(VersionConflict, match="committed with another tensor table") as refused:
+            await ingest.begin(begin_of(1, {name: tensor.float() for name, tensor in weights.items()}))
+        assert len(set(refused.value.detail["digests"])) == 2 and refused.value.detail["latest_version"] == 1
 
-
-@pytest.mark.parametrize("sent", [1, 5, None], ids=["one part", "five parts", "all parts"])
-async def test_unquantizable_parts_of_another_trainer_can_be_replaced(
-    ingest: Ingest, trainer: Trainer, weights: Weights, sent: int | None
-) -> None:
-    await ingest.begin(begin_of(1, weights).model_copy(update={"uploader": "first"}))
-    broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights.items()}
-    for number, part in list(enumerate(parts_of(broken)))[:sent]:
-        assert (await trainer.put(1, number, part, **{"X-Uploader": "second"})).status_code == 200
-    for number, part in enumerate(parts_of(weights)):
-        assert (await trainer.put(1, number, part, **{"X-Uploader": "first"})).status_code == 200
-    assert (await ingest.commit(1, CommitUpload())).digest == (await trainer.push(2, weights)).digest
-    assert (await ingest.status(1)).error is None
-
-
-async def test_unquantizable_parts_not_replaced_fail_the_version(
-    ingest: Ingest, trainer: Trainer, weights: Weights
-) -> None:
-    await ingest.begin(begin_of(1, weights).model_copy(update={"uploader": "first"}))
-    broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights.items()}
-    for number, part in enumerate(parts_of(broken)):
-        await trainer.put(1, number, part, **{"X-Uploader": "second"})
-    for number, part in list(enumerate(parts_of(weights)))[:-1]:
-        await trainer.put(1, number, part, **{"X-Uploader": "first"})
-    with pytest.raises(QuantizationError, match="is nan"):
+    async def test_beginning_a_path_again_conflicts_once_its_files_change(
+        self, model: Path, tmp_path: Path, weights: Weights
+    ) -> None:
+        source = tmp_path / "sources"
+        source.mkdir()
+        save_file(dict(weights), source / "model.safetensors")
+        ingest = await start(config_of(model, tmp_path / "log", weights={"source_roots": [source]}).resolved())
+        begin = BeginUpload(version=1, source=PathSource(path=source))
+        assert (await ingest.begin(begin)).state == "staged"
+        assert (await ingest.begin(begin)).state == "staged"
         await ingest.commit(1, CommitUpload())
+        assert (await ingest.begin(begin)).state == "committed"
+        save_file(changed(weights, 1.0), source / "model.safetensors")
+        with pytest.raises(VersionConflict, match="committed with another content under that path"):
+            await ingest.begin(begin)
+        await ingest.stop()
+
+    async def test_ray_objects_for_a_version_out_of_bounds_are_refused(self, ingest: Ingest) -> None:
+        source = RefSource(())
+        with pytest.raises(InvalidRequest, match="versions are 0 to 9007199254740991"):
+            source.announced(2**63)
 
 
-async def test_ray_objects_for_a_version_out_of_bounds_are_refused(ingest: Ingest) -> None:
-    source = RefSource(())
-    with pytest.raises(InvalidRequest, match="versions are 0 to 9007199254740991"):
-        source.announced(2**63)
+class TestTwoTrainers:
+    @pytest.mark.parametrize("by", [1.0, 2.0, 3.0])
+    async def test_of_two_trainers_one_wins_and_the_other_gets_a_conflict(
+        self, model: Path, tmp_path: Path, weights: Weights, by: float
+    ) -> None:
+        async with real_ingest(model, tmp_path / "log") as service:
+            other = changed(weights, by)
+            results = await race(service.url, [weights, other])
+            won = [r for r in results if isinstance(r, WeightStatus)]
+            lost = [r for r in results if isinstance(r, VersionConflict)]
+            assert (len(won), len(lost)) == (1, 1), results
+            assert len(set(lost[0].detail["digests"])) == 2
+            record = read_record(service.log.folder(1))
+            winner = [weights, other][results.index(won[0])]
+            async with RolloutClient(service.url) as client:
+                assert await client.push_weights(1, dict(winner), wait="none") == won[0]
+            assert record is not None
 
+    async def test_parts_of_the_first_trainer_replace_those_of_another(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        other = changed(weights, 1.0)
+        await ingest.begin(begin_of(1, weights).model_copy(update={"uploader": "first"}))
+        await ingest.begin(begin_of(1, other).model_copy(update={"uploader": "second"}))
+        for number, part in enumerate(parts_of(other)):
+            assert (await trainer.put(1, number, part, **{"X-Uploader": "second"})).status_code == 200
+        for number, part in enumerate(parts_of(weights)):
+            assert (await trainer.put(1, number, part, **{"X-Uploader": "first"})).status_code == 200
+        assert (await trainer.put(1, 0, parts_of(other)[0], **{"X-Uploader": "second"})).status_code == 409
+        both = [upload_digest(ingest.staged(1).digests[i] for i in range(len(parts_of(weights)))), "0" * 32]
+        with pytest.raises(VersionConflict, match="uploaded by two at once") as refused:
+            await ingest.commit(1, CommitUpload(upload_digest="0" * 32))
+        assert refused.value.detail["digests"] == both
+        assert (await ingest.commit(1, CommitUpload(upload_digest=both[0]))).digest == (
+            await trainer.push(2, weights)
+        ).digest
 
-# --- restarts
+    @pytest.mark.parametrize("sent", [1, 5, None], ids=["one part", "five parts", "all parts"])
+    async def test_unquantizable_parts_of_another_trainer_can_be_replaced(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights, sent: int | None
+    ) -> None:
+        await ingest.begin(begin_of(1, weights).model_copy(update={"uploader": "first"}))
+        broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights.items()}
+        for number, part in list(enumerate(parts_of(broken)))[:sent]:
+            assert (await trainer.put(1, number, part, **{"X-Uploader": "second"})).status_code == 200
+        for number, part in enumerate(parts_of(weights)):
+            assert (await trainer.put(1, number, part, **{"X-Uploader": "first"})).status_code == 200
+        assert (await ingest.commit(1, CommitUpload())).digest == (await trainer.push(2, weights)).digest
+        assert (await ingest.status(1)).error is None
 
-
-async def test_an_upload_continues_after_a_restart_without_a_new_begin(
-    config: ServiceConfig, weights: Weights, log: WeightLog
-) -> None:
-    before = await start(config)
-    plan = await Trainer(before).upload(1, weights, order=[0, 2, 5])
-    await before.stop()
-    again = await start(config)
-    assert [status.version for status in await again.versions()] == [0, 1]
-    assert set((await again.status(1)).missing_parts) == set(range(plan.num_parts)) - {0, 2, 5}
-    for number in set(range(plan.num_parts)) - {0, 2, 5}:
-        assert (await Trainer(again).put(1, number, parts_of(weights)[number])).status_code == 200
-    status = await again.commit(1, CommitUpload())
-    assert status.digest == (await Trainer(again).push(2, weights)).digest
-    log.verify(log.manifest(1))
-    await again.stop()
-
-
-async def test_what_a_crash_damaged_is_asked_for_again(config: ServiceConfig, weights: Weights, log: WeightLog) -> None:
-    before = await start(config)
-    await Trainer(before).upload(1, weights, order=[0, 1, 2, 3])
-    folder = log.root / "staging" / "1.parts"
-    flipped, cut = next(folder.glob("part-000001.*")), next(folder.glob("part-000002.*"))
-    flipped.write_bytes(b"!" + flipped.read_bytes()[1:])
-    cut.write_bytes(cut.read_bytes()[:-1])
-    (folder / "part-000009.abc.incoming").write_bytes(b"half")
-    await before.stop()
-    again = await start(config)
-    assert sorted((await again.begin(begin_of(1, weights))).digests) == [0, 3]
-    assert len(list(folder.glob("part-*"))) == 2
-    await again.stop()
-
-
-async def test_a_staged_version_with_a_damaged_record_is_dropped(
-    config: ServiceConfig, weights: Weights, log: WeightLog
-) -> None:
-    before = await start(config)
-    await Trainer(before).upload(1, weights, order=[0])
-    await before.stop()
-    path = log.root / "staging" / "1.parts" / RECORD_FILE
-    path.write_text(path.read_text().replace('"version":1', '"version":2'))
-    again = await start(config)
-    with pytest.raises(NotFound):
-        await again.status(1)
-    assert list((log.root / "staging").iterdir()) == []
-    await again.stop()
-
-
-async def test_what_was_overtaken_is_not_taken_up_again(
-    config: ServiceConfig, weights: Weights, log: WeightLog
-) -> None:
-    before = await start(config)
-    await Trainer(before).upload(1, weights, order=[0])
-    await before.stop()
-    parts = log.root / "staging" / "1.parts"
-    parts.rename(log.root / "kept")
-    again = await start(config)
-    await Trainer(again).push(2, weights)
-    await again.stop()
-    (log.root / "kept").rename(parts)
-    last = await start(config)
-    assert [status.version for status in await last.versions()] == [0, 2] and not parts.exists()
-    await last.stop()
-
-
-async def test_a_commit_killed_before_it_wrote_latest_is_staged_again(
-    config: ServiceConfig, weights: Weights, log: WeightLog
-) -> None:
-    before = await start(config)
-    await Trainer(before).upload(1, weights)
-    await before.stop()
-    log.staging(1).rename(log.folder(1))
-    again = await start(config)
-    assert (await again.status(1)).state == "staged" and log.versions() == [0] and not log.folder(1).exists()
-    assert (await again.commit(1, CommitUpload())).state == "committed"
-    await again.stop()
+    async def test_unquantizable_parts_not_replaced_fail_the_version(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        await ingest.begin(begin_of(1, weights).model_copy(update={"uploader": "first"}))
+        broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights.items()}
+        for number, part in enumerate(parts_of(broken)):
+            await trainer.put(1, number, part, **{"X-Uploader": "second"})
+        for number, part in list(enumerate(parts_of(weights)))[:-1]:
+            await trainer.put(1, number, part, **{"X-Uploader": "first"})
+        with pytest.raises(QuantizationError, match="is nan"):
+            await ingest.commit(1, CommitUpload())
 
 
 class Clocks:
@@ -297,135 +208,169 @@ async def staged_versions(ingest: Ingest) -> list[int]:
     return [status.version for status in await ingest.versions() if status.state == "staged"]
 
 
-async def test_an_idle_upload_expires_and_its_trainer_is_told_why(
-    expiring: ServiceConfig, weights: Weights, clocks: Clocks
-) -> None:
-    ingest = await start(expiring)
-    await Trainer(ingest).upload(1, weights, order=[0])
-    clocks.go_on(0.9 * TTL_S)
-    assert (await Trainer(ingest).put(1, 1, parts_of(weights)[1])).status_code == 200
-    clocks.go_on(0.9 * TTL_S)
-    assert await staged_versions(ingest) == [1]
-    clocks.go_on(0.2 * TTL_S)
-    assert await staged_versions(ingest) == []
-    assert list((expiring.weights.root / "staging").iterdir()) == []
-    late = await Trainer(ingest).put(1, 2, parts_of(weights)[2])
-    assert late.status_code == 404 and "nothing came for 1100 s" in late.json()["error"]["message"]
-    await ingest.begin(begin_of(1, weights))
-    assert await staged_versions(ingest) == [1]
-    await ingest.stop()
+class TestRestart:
+    async def test_an_upload_continues_after_a_restart_without_a_new_begin(
+        self, config: ServiceConfig, weights: Weights, log: WeightLog
+    ) -> None:
+        before = await start(config)
+        plan = await Trainer(before).upload(1, weights, order=[0, 2, 5])
+        await before.stop()
+        again = await start(config)
+        assert [status.version for status in await again.versions()] == [0, 1]
+        assert set((await again.status(1)).missing_parts) == set(range(plan.num_parts)) - {0, 2, 5}
+        for number in set(range(plan.num_parts)) - {0, 2, 5}:
+            assert (await Trainer(again).put(1, number, parts_of(weights)[number])).status_code == 200
+        status = await again.commit(1, CommitUpload())
+        assert status.digest == (await Trainer(again).push(2, weights)).digest
+        log.verify(log.manifest(1))
+        await again.stop()
 
+    async def test_what_a_crash_damaged_is_asked_for_again(
+        self, config: ServiceConfig, weights: Weights, log: WeightLog
+    ) -> None:
+        before = await start(config)
+        await Trainer(before).upload(1, weights, order=[0, 1, 2, 3])
+        folder = log.root / "staging" / "1.parts"
+        flipped, cut = next(folder.glob("part-000001.*")), next(folder.glob("part-000002.*"))
+        flipped.write_bytes(b"!" + flipped.read_bytes()[1:])
+        cut.write_bytes(cut.read_bytes()[:-1])
+        (folder / "part-000009.abc.incoming").write_bytes(b"half")
+        await before.stop()
+        again = await start(config)
+        assert sorted((await again.begin(begin_of(1, weights))).digests) == [0, 3]
+        assert len(list(folder.glob("part-*"))) == 2
+        await again.stop()
 
-@pytest.mark.parametrize("jump_s", [100 * TTL_S, -100 * TTL_S])
-async def test_a_wall_clock_that_is_set_drops_no_upload(
-    expiring: ServiceConfig, weights: Weights, clocks: Clocks, jump_s: float
-) -> None:
-    ingest = await start(expiring)
-    await Trainer(ingest).upload(1, weights, order=[0])
-    clocks.wall_s += jump_s
-    assert await staged_versions(ingest) == [1]
-    clocks.go_on(1.1 * TTL_S)
-    assert await staged_versions(ingest) == []
-    await ingest.stop()
-
-
-async def test_downtime_counts_toward_expiry_but_leaves_time_to_resume(
-    expiring: ServiceConfig, weights: Weights, clocks: Clocks
-) -> None:
-    for away_s, comes_back in ((0.9, False), (1.1, False), (100.0, True)):
-        before = await start(expiring)
+    async def test_a_staged_version_with_a_damaged_record_is_dropped(
+        self, config: ServiceConfig, weights: Weights, log: WeightLog
+    ) -> None:
+        before = await start(config)
         await Trainer(before).upload(1, weights, order=[0])
         await before.stop()
-        clocks.go_on(away_s * TTL_S)
-        again = await start(expiring)
-        assert await staged_versions(again) == [1]
-        if comes_back:
-            assert (await Trainer(again).put(1, 1, parts_of(weights)[1])).status_code == 200
-        clocks.go_on(0.3 * TTL_S)
-        assert await staged_versions(again) == ([1] if comes_back else [])
+        path = log.root / "staging" / "1.parts" / RECORD_FILE
+        path.write_text(path.read_text().replace('"version":1', '"version":2'))
+        again = await start(config)
+        with pytest.raises(NotFound):
+            await again.status(1)
+        assert list((log.root / "staging").iterdir()) == []
+        await again.stop()
+
+    async def test_what_was_overtaken_is_not_taken_up_again(
+        self, config: ServiceConfig, weights: Weights, log: WeightLog
+    ) -> None:
+        before = await start(config)
+        await Trainer(before).upload(1, weights, order=[0])
+        await before.stop()
+        parts = log.root / "staging" / "1.parts"
+        parts.rename(log.root / "kept")
+        again = await start(config)
+        await Trainer(again).push(2, weights)
+        await again.stop()
+        (log.root / "kept").rename(parts)
+        last = await start(config)
+        assert [status.version for status in await last.versions()] == [0, 2] and not parts.exists()
+        await last.stop()
+
+    async def test_a_commit_killed_before_it_wrote_latest_is_staged_again(
+        self, config: ServiceConfig, weights: Weights, log: WeightLog
+    ) -> None:
+        before = await start(config)
+        await Trainer(before).upload(1, weights)
+        await before.stop()
+        log.staging(1).rename(log.folder(1))
+        again = await start(config)
+        assert (await again.status(1)).state == "staged" and log.versions() == [0] and not log.folder(1).exists()
+        assert (await again.commit(1, CommitUpload())).state == "committed"
+        await again.stop()
+
+    async def test_why_a_staged_version_failed_is_in_its_status(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        await trainer.upload(1, changed(weights, float("nan")))
+        with pytest.raises(QuantizationError) as failed:
+            await ingest.commit(1, CommitUpload())
+        error = (await ingest.status(1)).error
+        assert error is not None and (error.type, error.message) == ("QuantizationError", failed.value.message)
+
+    async def test_after_a_restart_nothing_is_live_until_all_have_reported(
+        self, config: ServiceConfig, weights: Weights
+    ) -> None:
+        before = await start(config)
+        for name in "ab":
+            await before.report(replica(name, 0))
+        assert (await before.status(0)).state == "live"
+        await before.stop()
+        again = await start(config)
+        await again.report(replica("a", 0))
+        assert (await again.status(0)).state == "committed"
+        for version in (1, 2, 3):
+            await Trainer(again).push(version, weights)
+        assert [status.version for status in await again.versions()] == [0, 1, 2, 3]
+        await again.report(replica("b", 2))
+        assert (await again.status(0)).state == "live"
+        await Trainer(again).push(4, weights)
+        assert [status.version for status in await again.versions()] == [0, 2, 3, 4]
         await again.stop()
 
 
-async def test_an_upload_dated_in_the_future_expires_like_any_other(
-    expiring: ServiceConfig, weights: Weights, clocks: Clocks
-) -> None:
-    before = await start(expiring)
-    await Trainer(before).upload(1, weights, order=[0])
-    await before.stop()
-    clocks.wall_s -= 100 * TTL_S
-    again = await start(expiring)
-    clocks.go_on(1.1 * TTL_S)
-    assert await staged_versions(again) == []
-    await again.stop()
+class TestExpiry:
+    async def test_an_idle_upload_expires_and_its_trainer_is_told_why(
+        self, expiring: ServiceConfig, weights: Weights, clocks: Clocks
+    ) -> None:
+        ingest = await start(expiring)
+        await Trainer(ingest).upload(1, weights, order=[0])
+        clocks.go_on(0.9 * TTL_S)
+        assert (await Trainer(ingest).put(1, 1, parts_of(weights)[1])).status_code == 200
+        clocks.go_on(0.9 * TTL_S)
+        assert await staged_versions(ingest) == [1]
+        clocks.go_on(0.2 * TTL_S)
+        assert await staged_versions(ingest) == []
+        assert list((expiring.weights.root / "staging").iterdir()) == []
+        late = await Trainer(ingest).put(1, 2, parts_of(weights)[2])
+        assert late.status_code == 404 and "nothing came for 1100 s" in late.json()["error"]["message"]
+        await ingest.begin(begin_of(1, weights))
+        assert await staged_versions(ingest) == [1]
+        await ingest.stop()
 
+    @pytest.mark.parametrize("jump_s", [100 * TTL_S, -100 * TTL_S])
+    async def test_a_wall_clock_that_is_set_drops_no_upload(
+        self, expiring: ServiceConfig, weights: Weights, clocks: Clocks, jump_s: float
+    ) -> None:
+        ingest = await start(expiring)
+        await Trainer(ingest).upload(1, weights, order=[0])
+        clocks.wall_s += jump_s
+        assert await staged_versions(ingest) == [1]
+        clocks.go_on(1.1 * TTL_S)
+        assert await staged_versions(ingest) == []
+        await ingest.stop()
 
-async def test_why_a_staged_version_failed_is_in_its_status(ingest: Ingest, trainer: Trainer, weights: Weights) -> None:
-    await trainer.upload(1, changed(weights, float("nan")))
-    with pytest.raises(QuantizationError) as failed:
-        await ingest.commit(1, CommitUpload())
-    error = (await ingest.status(1)).error
-    assert error is not None and (error.type, error.message) == ("QuantizationError", failed.value.message)
+    async def test_downtime_counts_toward_expiry_but_leaves_time_to_resume(
+        self, expiring: ServiceConfig, weights: Weights, clocks: Clocks
+    ) -> None:
+        for away_s, comes_back in ((0.9, False), (1.1, False), (100.0, True)):
+            before = await start(expiring)
+            await Trainer(before).upload(1, weights, order=[0])
+            await before.stop()
+            clocks.go_on(away_s * TTL_S)
+            again = await start(expiring)
+            assert await staged_versions(again) == [1]
+            if comes_back:
+                assert (await Trainer(again).put(1, 1, parts_of(weights)[1])).status_code == 200
+            clocks.go_on(0.3 * TTL_S)
+            assert await staged_versions(again) == ([1] if comes_back else [])
+            await again.stop()
 
-
-# --- one writer
-
-
-async def test_a_second_ingest_is_refused_and_leaves_uploads_alone(
-    config: ServiceConfig, ingest: Ingest, trainer: Trainer, weights: Weights
-) -> None:
-    await trainer.upload(1, weights)
-    with pytest.raises(LogLocked, match=r"is being written by process \d+ .*after 0\.2 s"):
-        await start(config)
-    assert (await ingest.commit(1, CommitUpload())).state == "committed"
-
-
-async def test_a_second_ingest_waits_for_the_first_to_end(
-    model: Path, tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refused, flock = threading.Event(), fcntl.flock
-
-    def noted(fd: int, operation: int) -> None:
-        try:
-            flock(fd, operation)
-        except BlockingIOError:
-            refused.set()
-            raise
-
-    monkeypatch.setattr(fcntl, "flock", noted)
-    config = config_of(model, tmp_path / "log", weights={"lock_wait_s": 60})
-    first = await start(config)
-    await Trainer(first).upload(1, weights)
-    second = asyncio.create_task(start(config))
-    assert await asyncio.to_thread(refused.wait, 60)
-    assert not second.done()
-    await first.stop()
-    assert (await (await second).commit(1, CommitUpload())).state == "committed"
-    await (await second).stop()
-
-
-# --- who is live after a restart
-
-
-async def test_after_a_restart_nothing_is_live_until_all_have_reported(config: ServiceConfig, weights: Weights) -> None:
-    before = await start(config)
-    for name in "ab":
-        await before.report(replica(name, 0))
-    assert (await before.status(0)).state == "live"
-    await before.stop()
-    again = await start(config)
-    await again.report(replica("a", 0))
-    assert (await again.status(0)).state == "committed"
-    for version in (1, 2, 3):
-        await Trainer(again).push(version, weights)
-    assert [status.version for status in await again.versions()] == [0, 1, 2, 3]
-    await again.report(replica("b", 2))
-    assert (await again.status(0)).state == "live"
-    await Trainer(again).push(4, weights)
-    assert [status.version for status in await again.versions()] == [0, 2, 3, 4]
-    await again.stop()
-
-
-# --- a disk that is full
+    async def test_an_upload_dated_in_the_future_expires_like_any_other(
+        self, expiring: ServiceConfig, weights: Weights, clocks: Clocks
+    ) -> None:
+        before = await start(expiring)
+        await Trainer(before).upload(1, weights, order=[0])
+        await before.stop()
+        clocks.wall_s -= 100 * TTL_S
+        again = await start(expiring)
+        clocks.go_on(1.1 * TTL_S)
+        assert await staged_versions(again) == []
+        await again.stop()
 
 
 @pytest.fixture
@@ -447,43 +392,76 @@ def fill(folder: Path, leave_bytes: int) -> Path:
     return filler
 
 
-async def test_a_version_too_large_for_the_disk_is_refused_at_begin(
-    model: Path, small_disk: Path, weights: Weights
-) -> None:
-    ingest = await start(config_of(model, small_disk / "log"))
-    nbytes = begin_of(1, weights).nbytes
-    for leave_bytes in (100_000, nbytes):  # for neither the version, and for the version without its parts
-        filler = fill(small_disk, leave_bytes)
-        free = shutil.disk_usage(small_disk).free
-        with pytest.raises(InsufficientStorage, match=r"version 1 .* needs \d+ bytes") as refused:
-            await ingest.begin(begin_of(1, weights))
-        assert refused.value.detail["needed_bytes"] > free >= refused.value.detail["free_bytes"] - 8192
-        assert [status.version for status in await ingest.versions()] == [0]
-        assert list((small_disk / "log" / "staging").iterdir()) == []
+class TestOneWriter:
+    async def test_a_second_ingest_is_refused_and_leaves_uploads_alone(
+        self, config: ServiceConfig, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        await trainer.upload(1, weights)
+        with pytest.raises(LogLocked, match=r"is being written by process \d+ .*after 0\.2 s"):
+            await start(config)
+        assert (await ingest.commit(1, CommitUpload())).state == "committed"
+
+    async def test_a_second_ingest_waits_for_the_first_to_end(
+        self, model: Path, tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        refused, flock = threading.Event(), fcntl.flock
+
+        def noted(fd: int, operation: int) -> None:
+            try:
+                flock(fd, operation)
+            except BlockingIOError:
+                refused.set()
+                raise
+
+        monkeypatch.setattr(fcntl, "flock", noted)
+        config = config_of(model, tmp_path / "log", weights={"lock_wait_s": 60})
+        first = await start(config)
+        await Trainer(first).upload(1, weights)
+        second = asyncio.create_task(start(config))
+        assert await asyncio.to_thread(refused.wait, 60)
+        assert not second.done()
+        await first.stop()
+        assert (await (await second).commit(1, CommitUpload())).state == "committed"
+        await (await second).stop()
+
+
+class TestFullDisk:
+    async def test_a_version_too_large_for_the_disk_is_refused_at_begin(
+        self, model: Path, small_disk: Path, weights: Weights
+    ) -> None:
+        ingest = await start(config_of(model, small_disk / "log"))
+        nbytes = begin_of(1, weights).nbytes
+        for leave_bytes in (100_000, nbytes):  # for neither the version, and for the version without its parts
+            filler = fill(small_disk, leave_bytes)
+            free = shutil.disk_usage(small_disk).free
+            with pytest.raises(InsufficientStorage, match=r"version 1 .* needs \d+ bytes") as refused:
+                await ingest.begin(begin_of(1, weights))
+            assert refused.value.detail["needed_bytes"] > free >= refused.value.detail["free_bytes"] - 8192
+            assert [status.version for status in await ingest.versions()] == [0]
+            assert list((small_disk / "log" / "staging").iterdir()) == []
+            filler.unlink()
+        assert (await Trainer(ingest).push(1, weights)).state == "committed"
+        await ingest.stop()
+
+    async def test_a_full_disk_during_an_upload_or_a_commit_loses_nothing(
+        self, model: Path, small_disk: Path, weights: Weights
+    ) -> None:
+        ingest = await start(config_of(model, small_disk / "log"))
+        trainer, parts = Trainer(ingest), parts_of(weights)
+        await trainer.upload(1, weights, order=[0])
+        filler = fill(small_disk, 4096)
+        full = await trainer.put(1, 1, parts[1])
+        assert full.status_code == 507
+        assert full.json()["error"]["detail"]["needed_bytes"] == len(parts[1])
         filler.unlink()
-    assert (await Trainer(ingest).push(1, weights)).state == "committed"
-    await ingest.stop()
-
-
-async def test_a_full_disk_during_an_upload_or_a_commit_loses_nothing(
-    model: Path, small_disk: Path, weights: Weights
-) -> None:
-    ingest = await start(config_of(model, small_disk / "log"))
-    trainer, parts = Trainer(ingest), parts_of(weights)
-    await trainer.upload(1, weights, order=[0])
-    filler = fill(small_disk, 4096)
-    full = await trainer.put(1, 1, parts[1])
-    assert full.status_code == 507
-    assert full.json()["error"]["detail"]["needed_bytes"] == len(parts[1])
-    filler.unlink()
-    assert set((await ingest.status(1)).missing_parts) == set(range(1, len(parts)))
-    for number in range(1, len(parts)):
-        assert (await trainer.put(1, number, parts[number])).status_code == 200
-    filler = fill(small_disk, 0)
-    with pytest.raises(InsufficientStorage, match="manifest of version 1"):
-        await ingest.commit(1, CommitUpload())
-    assert (await ingest.status(1)).state == "staged" and (await ingest.fleet()).latest_version == 0
-    filler.unlink()
-    assert (await ingest.commit(1, CommitUpload())).state == "committed"
-    WeightLog(small_disk / "log").verify(WeightLog(small_disk / "log").manifest(1))
-    await ingest.stop()
+        assert set((await ingest.status(1)).missing_parts) == set(range(1, len(parts)))
+        for number in range(1, len(parts)):
+            assert (await trainer.put(1, number, parts[number])).status_code == 200
+        filler = fill(small_disk, 0)
+        with pytest.raises(InsufficientStorage, match="manifest of version 1"):
+            await ingest.commit(1, CommitUpload())
+        assert (await ingest.status(1)).state == "staged" and (await ingest.fleet()).latest_version == 0
+        filler.unlink()
+        assert (await ingest.commit(1, CommitUpload())).state == "committed"
+        WeightLog(small_disk / "log").verify(WeightLog(small_disk / "log").manifest(1))
+        await ingest.stop()

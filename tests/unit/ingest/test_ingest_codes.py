@@ -36,43 +36,6 @@ async def codes(ingest: Ingest, weights: Weights) -> dict[str, torch.Tensor]:
     return await quantized(ingest, weights)
 
 
-async def test_the_recipe_names_what_is_quantized(ingest: Ingest, weights: Weights) -> None:
-    recipe = await ingest.recipe()
-    projections = sorted(name for name in weights if name.endswith("_proj.weight"))
-    assert recipe == TrainerRecipe(weights="fp8_block", scales="fp32", quantized=tuple(projections))
-
-
-async def test_codes_and_scales_make_the_same_version_as_the_weights(
-    ingest: Ingest, trainer: Trainer, weights: Weights
-) -> None:
-    sent = changed(weights, 0.25)
-    codes = await quantized(ingest, sent)
-    assert begin_of(2, codes).nbytes < 0.6 * begin_of(1, sent).nbytes
-    assert (await trainer.push(1, sent)).digest == (await trainer.push(2, codes)).digest
-
-
-async def test_some_weights_may_come_as_codes_and_others_not(
-    ingest: Ingest, trainer: Trainer, weights: Weights, codes: Weights
-) -> None:
-    mixed = {**weights, UP_PROJ: codes[UP_PROJ], UP_SCALES: codes[UP_SCALES]}
-    assert (await trainer.push(1, mixed)).digest == (await ingest.status(0)).digest
-
-
-async def test_scales_of_powers_of_two_are_another_recipe(model: Path, tmp_path: Path, weights: Weights) -> None:
-    ingest = Ingest(config_of(model, tmp_path / "log", quant={"scales": "power_of_two"}))
-    await ingest.start()
-    codes, manifest = await quantized(ingest, weights), WeightLog(tmp_path / "log").manifest(0)
-    assert manifest.recipe.scales == "power_of_two"
-    assert (torch.frexp(codes[UP_SCALES]).mantissa == 0.5).all()
-    assert (await Trainer(ingest).push(1, codes)).digest == manifest.digest
-    codes[UP_SCALES][1, 1] = 0.3
-    with pytest.raises(QuantizationError, match=rf"{UP_SCALES}\[1, 1\] is 0\.3, no power of two, as quant\.scales"):
-        await Trainer(ingest).push(2, codes)
-
-
-# --- what a trainer can get wrong
-
-
 def with_a_nan_code(sent: dict[str, torch.Tensor]) -> None:
     sent[UP_PROJ].view(torch.uint8)[3, 5] = 0xFF
 
@@ -81,21 +44,38 @@ def with_a_scale_of_zero(sent: dict[str, torch.Tensor]) -> None:
     sent[UP_SCALES][2, 1] = 0.0
 
 
-@pytest.mark.parametrize(
-    ("mistake", "complaint"),
-    [
-        (with_a_nan_code, rf"{UP_PROJ}\[3, 5\] is nan, a code for NaN"),
-        (with_a_scale_of_zero, rf"{UP_SCALES}\[2, 1\] is 0, a block scale that is not a positive number"),
-    ],
-)
-async def test_invalid_codes_or_scales_fail_the_version(
-    ingest: Ingest, trainer: Trainer, codes: dict[str, torch.Tensor], mistake: Mistake, complaint: str
-) -> None:
-    mistake(codes)
-    await trainer.upload(1, codes)
-    with pytest.raises(QuantizationError, match=f"{complaint}: the version is refused; the one before stays live"):
-        await trainer.push(2, codes)
-    assert (await ingest.fleet()).latest_version == 0
+class TestCodes:
+    async def test_the_recipe_names_what_is_quantized(self, ingest: Ingest, weights: Weights) -> None:
+        recipe = await ingest.recipe()
+        projections = sorted(name for name in weights if name.endswith("_proj.weight"))
+        assert recipe == TrainerRecipe(weights="fp8_block", scales="fp32", quantized=tuple(projections))
+
+    async def test_codes_and_scales_make_the_same_version_as_the_weights(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        sent = changed(weights, 0.25)
+        codes = await quantized(ingest, sent)
+        assert begin_of(2, codes).nbytes < 0.6 * begin_of(1, sent).nbytes
+        assert (await trainer.push(1, sent)).digest == (await trainer.push(2, codes)).digest
+
+    async def test_some_weights_may_come_as_codes_and_others_not(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights, codes: Weights
+    ) -> None:
+        mixed = {**weights, UP_PROJ: codes[UP_PROJ], UP_SCALES: codes[UP_SCALES]}
+        assert (await trainer.push(1, mixed)).digest == (await ingest.status(0)).digest
+
+    async def test_scales_of_powers_of_two_are_another_recipe(
+        self, model: Path, tmp_path: Path, weights: Weights
+    ) -> None:
+        ingest = Ingest(config_of(model, tmp_path / "log", quant={"scales": "power_of_two"}))
+        await ingest.start()
+        codes, manifest = await quantized(ingest, weights), WeightLog(tmp_path / "log").manifest(0)
+        assert manifest.recipe.scales == "power_of_two"
+        assert (torch.frexp(codes[UP_SCALES]).mantissa == 0.5).all()
+        assert (await Trainer(ingest).push(1, codes)).digest == manifest.digest
+        codes[UP_SCALES][1, 1] = 0.3
+        with pytest.raises(QuantizationError, match=rf"{UP_SCALES}\[1, 1\] is 0\.3, no power of two, as quant\.scales"):
+            await Trainer(ingest).push(2, codes)
 
 
 def without_scales(sent: dict[str, torch.Tensor]) -> None:
@@ -112,27 +92,6 @@ def with_codes_for_the_norm(sent: dict[str, torch.Tensor]) -> None:
 
 def with_scales_of_other_blocks(sent: dict[str, torch.Tensor]) -> None:
     sent[UP_SCALES] = sent[UP_SCALES].repeat_interleave(2, 0).contiguous()
-
-
-@pytest.mark.parametrize(
-    ("mistake", "complaint"),
-    [
-        (without_scales, f"missing: {UP_SCALES}"),
-        (without_codes, f"{UP_SCALES} is of no use: {UP_PROJ} has not come as float8_e4m3fn"),
-        (with_codes_for_the_norm, r"model\.norm\.weight is float8_e4m3fn, but it is not quantized in this service"),
-        (with_scales_of_other_blocks, rf"{UP_SCALES} is \[12, 2\], the model's is \[6, 2\]"),
-    ],
-)
-async def test_tables_of_codes_that_do_not_fit_are_refused_at_begin(
-    ingest: Ingest, trainer: Trainer, codes: dict[str, torch.Tensor], mistake: Mistake, complaint: str
-) -> None:
-    mistake(codes)
-    with pytest.raises(InvalidManifest, match=complaint):
-        await trainer.upload(1, codes)
-    assert [status.version for status in await ingest.versions()] == [0]
-
-
-# --- published checkpoints
 
 
 def publish(model: Path, stored: Weights, folder: Path) -> Path:
@@ -156,57 +115,89 @@ async def stored(ingest: Ingest, log: WeightLog) -> dict[str, torch.Tensor]:
     return load_file(log.folder(0) / "weights-00001.safetensors")
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-async def test_version_0_may_be_a_published_fp8_checkpoint(tmp_path: Path, family: str) -> None:
-    model = make_model(tmp_path / "bf16", family)
-    unquantized = await started(model, tmp_path / "log")
-    codes = await quantized(unquantized, folder_weights(model))
-    released = await started(publish(model, codes, tmp_path / "fp8"), tmp_path / "log-of-released")
-    assert (await released.status(0)).digest == (await unquantized.status(0)).digest
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("mistake", "complaint"),
+        [
+            (with_a_nan_code, rf"{UP_PROJ}\[3, 5\] is nan, a code for NaN"),
+            (with_a_scale_of_zero, rf"{UP_SCALES}\[2, 1\] is 0, a block scale that is not a positive number"),
+        ],
+    )
+    async def test_invalid_codes_or_scales_fail_the_version(
+        self, ingest: Ingest, trainer: Trainer, codes: dict[str, torch.Tensor], mistake: Mistake, complaint: str
+    ) -> None:
+        mistake(codes)
+        await trainer.upload(1, codes)
+        with pytest.raises(QuantizationError, match=f"{complaint}: the version is refused; the one before stays live"):
+            await trainer.push(2, codes)
+        assert (await ingest.fleet()).latest_version == 0
+
+    @pytest.mark.parametrize(
+        ("mistake", "complaint"),
+        [
+            (without_scales, f"missing: {UP_SCALES}"),
+            (without_codes, f"{UP_SCALES} is of no use: {UP_PROJ} has not come as float8_e4m3fn"),
+            (with_codes_for_the_norm, r"model\.norm\.weight is float8_e4m3fn, but it is not quantized in this service"),
+            (with_scales_of_other_blocks, rf"{UP_SCALES} is \[12, 2\], the model's is \[6, 2\]"),
+        ],
+    )
+    async def test_tables_of_codes_that_do_not_fit_are_refused_at_begin(
+        self, ingest: Ingest, trainer: Trainer, codes: dict[str, torch.Tensor], mistake: Mistake, complaint: str
+    ) -> None:
+        mistake(codes)
+        with pytest.raises(InvalidManifest, match=complaint):
+            await trainer.upload(1, codes)
+        assert [status.version for status in await ingest.versions()] == [0]
 
 
-async def test_published_scales_in_bf16_are_widened_exactly(
-    model: Path, tmp_path: Path, stored: dict[str, torch.Tensor]
-) -> None:
-    narrow = {n: t.bfloat16() if n.endswith("_scale_inv") else t for n, t in stored.items()}
-    await started(publish(model, narrow, tmp_path / "fp8"), tmp_path / "log-of-released")
-    kept = load_file(tmp_path / "log-of-released" / "0" / "weights-00001.safetensors")
-    assert kept[UP_SCALES].dtype == torch.float32 and torch.equal(kept[UP_SCALES], narrow[UP_SCALES].float())
-    assert not torch.equal(kept[UP_SCALES], stored[UP_SCALES])
-    for each in (kept, stored):
-        assert dequantize_blockwise(each[UP_PROJ], each[UP_SCALES]).isfinite().all()
+class TestPublished:
+    @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+    async def test_version_0_may_be_a_published_fp8_checkpoint(self, tmp_path: Path, family: str) -> None:
+        model = make_model(tmp_path / "bf16", family)
+        unquantized = await started(model, tmp_path / "log")
+        codes = await quantized(unquantized, folder_weights(model))
+        released = await started(publish(model, codes, tmp_path / "fp8"), tmp_path / "log-of-released")
+        assert (await released.status(0)).digest == (await unquantized.status(0)).digest
 
+    async def test_published_scales_in_bf16_are_widened_exactly(
+        self, model: Path, tmp_path: Path, stored: dict[str, torch.Tensor]
+    ) -> None:
+        narrow = {n: t.bfloat16() if n.endswith("_scale_inv") else t for n, t in stored.items()}
+        await started(publish(model, narrow, tmp_path / "fp8"), tmp_path / "log-of-released")
+        kept = load_file(tmp_path / "log-of-released" / "0" / "weights-00001.safetensors")
+        assert kept[UP_SCALES].dtype == torch.float32 and torch.equal(kept[UP_SCALES], narrow[UP_SCALES].float())
+        assert not torch.equal(kept[UP_SCALES], stored[UP_SCALES])
+        for each in (kept, stored):
+            assert dequantize_blockwise(each[UP_PROJ], each[UP_SCALES]).isfinite().all()
 
-@pytest.mark.parametrize(
-    ("said", "complaint"),
-    [
-        ({"weight_block_size": [64, 64]}, r"quant_method=fp8 and weight_block_size=\[64, 64\].*blocks of 128×128"),
-        ({"quant_method": "compressed-tensors"}, r"quant_method=compressed-tensors .*give the unquantized weights"),
-    ],
-)
-async def test_a_checkpoint_that_is_quantized_otherwise_is_refused(
-    model: Path, tmp_path: Path, stored: dict[str, torch.Tensor], said: dict[str, object], complaint: str
-) -> None:
-    released = publish(model, stored, tmp_path / "fp8")
-    config = json.loads((released / "config.json").read_text())
-    config["quantization_config"] |= said
-    (released / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InvalidManifest, match=complaint):
-        await started(released, tmp_path / "log-of-released")
+    @pytest.mark.parametrize(
+        ("said", "complaint"),
+        [
+            ({"weight_block_size": [64, 64]}, r"quant_method=fp8 and weight_block_size=\[64, 64\].*blocks of 128×128"),
+            ({"quant_method": "compressed-tensors"}, r"quant_method=compressed-tensors .*give the unquantized weights"),
+        ],
+    )
+    async def test_a_checkpoint_that_is_quantized_otherwise_is_refused(
+        self, model: Path, tmp_path: Path, stored: dict[str, torch.Tensor], said: dict[str, object], complaint: str
+    ) -> None:
+        released = publish(model, stored, tmp_path / "fp8")
+        config = json.loads((released / "config.json").read_text())
+        config["quantization_config"] |= said
+        (released / "config.json").write_text(json.dumps(config))
+        with pytest.raises(InvalidManifest, match=complaint):
+            await started(released, tmp_path / "log-of-released")
 
+    async def test_a_checkpoint_with_per_tensor_scales_is_refused(
+        self, model: Path, tmp_path: Path, stored: dict[str, torch.Tensor]
+    ) -> None:
+        per_tensor = {n.replace("_scale_inv", "_scale"): t for n, t in stored.items()}
+        with pytest.raises(InvalidManifest, match=r"unknown: .*weight_scale\b.*missing: .*weight_scale_inv"):
+            await started(publish(model, per_tensor, tmp_path / "fp8"), tmp_path / "log-of-released")
 
-async def test_a_checkpoint_with_per_tensor_scales_is_refused(
-    model: Path, tmp_path: Path, stored: dict[str, torch.Tensor]
-) -> None:
-    per_tensor = {n.replace("_scale_inv", "_scale"): t for n, t in stored.items()}
-    with pytest.raises(InvalidManifest, match=r"unknown: .*weight_scale\b.*missing: .*weight_scale_inv"):
-        await started(publish(model, per_tensor, tmp_path / "fp8"), tmp_path / "log-of-released")
-
-
-async def test_a_checkpoint_with_codes_for_a_skipped_module_is_refused(
-    model: Path, tmp_path: Path, stored: dict[str, torch.Tensor]
-) -> None:
-    released = publish(model, stored, tmp_path / "fp8")
-    ingest = Ingest(config_of(released, tmp_path / "log-of-released", quant={"skip": ["*.down_proj"]}))
-    with pytest.raises(InvalidManifest, match=r"down_proj\.weight is float8_e4m3fn, but it is not quantized"):
-        await ingest.start()
+    async def test_a_checkpoint_with_codes_for_a_skipped_module_is_refused(
+        self, model: Path, tmp_path: Path, stored: dict[str, torch.Tensor]
+    ) -> None:
+        released = publish(model, stored, tmp_path / "fp8")
+        ingest = Ingest(config_of(released, tmp_path / "log-of-released", quant={"skip": ["*.down_proj"]}))
+        with pytest.raises(InvalidManifest, match=r"down_proj\.weight is float8_e4m3fn, but it is not quantized"):
+            await ingest.start()

@@ -341,7 +341,7 @@ async def test_engines_wake_once_all_their_memory_was_asked_back(ingest: Ingest)
     assert not await ingest.is_sleeping() and not await ingest.is_paused()
 
 
-async def test_waking_engines_that_do_not_sleep_leaves_a_pause_as_it_is(ingest: Ingest) -> None:
+async def test_waking_engines_that_do_not_sleep_leaves_a_pause_alone(ingest: Ingest) -> None:
     ordered = await order(ingest, True, "keep")
     assert await ingest.wake_up(["weights", "kv_cache"], LONG_S) is True
     assert await ingest.is_paused() and (await told(ingest)).order == ordered

@@ -25,97 +25,96 @@ async def log_of(ingest: Ingest) -> str:
     return (await ingest.newest()).origin.log
 
 
-async def test_a_version_is_live_by_the_digest_and_not_by_the_number(
-    ingest: Ingest, trainer: Trainer, weights: Weights
-) -> None:
-    await trainer.push(1, weights)
-    await ingest.report(await serving(ingest, 1, digest="00ff"))
-    assert {(await ingest.status(version)).state for version in (0, 1)} == {"committed"}
-    await ingest.report(await serving(ingest, 1, sequence=1))
-    assert {(await ingest.status(version)).state for version in (0, 1)} == {"live"}
-    await trainer.push(2, weights)
-    await ingest.report(await serving(ingest, 2, sequence=2))
-    assert {(await ingest.status(version)).state for version in (1, 2)} == {"live"}
+class TestDigest:
+    async def test_a_version_is_live_by_the_digest_and_not_by_the_number(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        await trainer.push(1, weights)
+        await ingest.report(await serving(ingest, 1, digest="00ff"))
+        assert {(await ingest.status(version)).state for version in (0, 1)} == {"committed"}
+        await ingest.report(await serving(ingest, 1, sequence=1))
+        assert {(await ingest.status(version)).state for version in (0, 1)} == {"live"}
+        await trainer.push(2, weights)
+        await ingest.report(await serving(ingest, 2, sequence=2))
+        assert {(await ingest.status(version)).state for version in (1, 2)} == {"live"}
+
+    async def test_a_replica_at_an_unknown_version_makes_nothing_live(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        await trainer.push(1, weights)
+        await ingest.report(await serving(ingest, 1))
+        report = await serving(ingest, 1, sequence=1)
+        await ingest.report(report.model_copy(update={"version": 7, "digest": "00ff"}))
+        assert {(await ingest.status(version)).state for version in (0, 1)} == {"committed"}
+
+    @pytest.mark.parametrize("scales_policy", ["reuse", "calibrate"])
+    async def test_an_unmeasured_version_is_live_by_the_digest_in_latest(
+        self, model: Path, tmp_path: Path, scales_policy: str
+    ) -> None:
+        ingest = Ingest(config_of(model, tmp_path / "log", kv_cache={"scales_policy": scales_policy}))
+        await ingest.start()
+        head = WeightLog(tmp_path / "log").head()
+        assert head is not None
+        await ingest.report(await serving(ingest, 0, digest=head.digest))
+        assert (await ingest.status(0)).state == "live"
+        await ingest.stop()
 
 
-async def test_a_replica_at_an_unknown_version_makes_nothing_live(
-    ingest: Ingest, trainer: Trainer, weights: Weights
-) -> None:
-    await trainer.push(1, weights)
-    await ingest.report(await serving(ingest, 1))
-    report = await serving(ingest, 1, sequence=1)
-    await ingest.report(report.model_copy(update={"version": 7, "digest": "00ff"}))
-    assert {(await ingest.status(version)).state for version in (0, 1)} == {"committed"}
+class TestRestoredLog:
+    async def test_after_a_log_restore_replicas_are_told_of_the_new_digest(
+        self, config: ServiceConfig, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog, tmp_path: Path
+    ) -> None:
+        shutil.copytree(log.root, tmp_path / "backup")
+        await trainer.push(1, weights)
+        old = await serving(ingest, 1)
+        seen = await ingest.sync(old, None)
+        await ingest.stop()
+        shutil.rmtree(log.root)
+        (tmp_path / "backup").rename(log.root)
+        again = Ingest(config)
+        await again.start()
+        await Trainer(again).push(1, changed(weights, 0.25))
+        await again.report(old.model_copy(update={"sequence": 1}))
+        assert (await again.status(1)).state == "committed"
+        desired = await again.sync(old.model_copy(update={"sequence": 2}), seen)  # at once: what it has seen is another
+        assert (desired.version, desired.digest) == (
+            1,
+            (await again.status(1)).digest,
+        ) and desired.digest != seen.digest
+        await again.report(await serving(again, 1, sequence=3))
+        assert (await again.status(1)).state == "live"
+        await again.stop()
+
+    async def test_a_log_replaced_under_a_running_ingest_is_not_written(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog, tmp_path: Path
+    ) -> None:
+        shutil.copytree(log.root, tmp_path / "backup")
+        await trainer.upload(1, weights)
+        before = log.root / "ORIGIN"
+        before.write_text(before.read_text().replace((await ingest.newest()).origin.writer, uuid.uuid4().hex))
+        with pytest.raises(LogCorrupt, match=r"was replaced while this ingest wrote it .*: restart the service"):
+            await ingest.commit(1, CommitUpload())
+        with pytest.raises(LogCorrupt, match="was replaced"):
+            await ingest.begin(begin_of(2, weights))
+        assert log.versions() == [0]
 
 
-@pytest.mark.parametrize("scales_policy", ["reuse", "calibrate"])
-async def test_an_unmeasured_version_is_live_by_the_digest_in_latest(
-    model: Path, tmp_path: Path, scales_policy: str
-) -> None:
-    ingest = Ingest(config_of(model, tmp_path / "log", kv_cache={"scales_policy": scales_policy}))
-    await ingest.start()
-    head = WeightLog(tmp_path / "log").head()
-    assert head is not None
-    await ingest.report(await serving(ingest, 0, digest=head.digest))
-    assert (await ingest.status(0)).state == "live"
-    await ingest.stop()
-
-
-# --- a restored log
-
-
-async def test_after_a_log_restore_replicas_are_told_of_the_new_digest(
-    config: ServiceConfig, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog, tmp_path: Path
-) -> None:
-    shutil.copytree(log.root, tmp_path / "backup")
-    await trainer.push(1, weights)
-    old = await serving(ingest, 1)
-    seen = await ingest.sync(old, None)
-    await ingest.stop()
-    shutil.rmtree(log.root)
-    (tmp_path / "backup").rename(log.root)
-    again = Ingest(config)
-    await again.start()
-    await Trainer(again).push(1, changed(weights, 0.25))
-    await again.report(old.model_copy(update={"sequence": 1}))
-    assert (await again.status(1)).state == "committed"
-    desired = await again.sync(old.model_copy(update={"sequence": 2}), seen)  # at once: what it has seen is another
-    assert (desired.version, desired.digest) == (1, (await again.status(1)).digest) and desired.digest != seen.digest
-    await again.report(await serving(again, 1, sequence=3))
-    assert (await again.status(1)).state == "live"
-    await again.stop()
-
-
-async def test_a_log_replaced_under_a_running_ingest_is_not_written(
-    ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog, tmp_path: Path
-) -> None:
-    shutil.copytree(log.root, tmp_path / "backup")
-    await trainer.upload(1, weights)
-    before = log.root / "ORIGIN"
-    before.write_text(before.read_text().replace((await ingest.newest()).origin.writer, uuid.uuid4().hex))
-    with pytest.raises(LogCorrupt, match=r"was replaced while this ingest wrote it .*: restart the service"):
-        await ingest.commit(1, CommitUpload())
-    with pytest.raises(LogCorrupt, match="was replaced"):
-        await ingest.begin(begin_of(2, weights))
-    assert log.versions() == [0]
-
-
-# --- an ingest that starts anew on another node
-
-
-async def test_nothing_is_committed_while_replicas_follow_another_log(
-    ingest: Ingest, trainer: Trainer, weights: Weights, model: Path, tmp_path: Path
-) -> None:
-    await trainer.push(7, weights)
-    old = await serving(ingest, 7)
-    elsewhere = Ingest(config_of(model, tmp_path / "empty"))
-    await elsewhere.start()
-    await elsewhere.report(old.model_copy(update={"sequence": 1}))
-    assert (await elsewhere.status(0)).state == "committed"  # 7 is more than 0, and of another log
-    for refused in (elsewhere.begin(begin_of(1, weights)), elsewhere.commit(0, CommitUpload())):
-        with pytest.raises(LogCorrupt, match=r"but a follow another one .*at version 7.*bring the ingest back") as why:
-            await refused
-        assert why.value.detail["log"] == await log_of(elsewhere) != old.log
-    await elsewhere.goodbye("a")
-    assert (await Trainer(elsewhere).push(1, weights)).state == "committed"
-    await elsewhere.stop()
+class TestOtherLog:
+    async def test_nothing_is_committed_while_replicas_follow_another_log(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights, model: Path, tmp_path: Path
+    ) -> None:
+        await trainer.push(7, weights)
+        old = await serving(ingest, 7)
+        elsewhere = Ingest(config_of(model, tmp_path / "empty"))
+        await elsewhere.start()
+        await elsewhere.report(old.model_copy(update={"sequence": 1}))
+        assert (await elsewhere.status(0)).state == "committed"  # 7 is more than 0, and of another log
+        for refused in (elsewhere.begin(begin_of(1, weights)), elsewhere.commit(0, CommitUpload())):
+            with pytest.raises(
+                LogCorrupt, match=r"but a follow another one .*at version 7.*bring the ingest back"
+            ) as why:
+                await refused
+            assert why.value.detail["log"] == await log_of(elsewhere) != old.log
+        await elsewhere.goodbye("a")
+        assert (await Trainer(elsewhere).push(1, weights)).state == "committed"
+        await elsewhere.stop()

@@ -53,273 +53,189 @@ async def restarted(config: ServiceConfig, ingest: Ingest) -> AsyncIterator[Rest
     await running[-1].stop()
 
 
-# --- restarts
-
-
-async def test_a_restart_continues_at_the_same_head(
-    restarted: Restart, config: ServiceConfig, trainer: Trainer, weights: Weights
-) -> None:
-    pushed = await trainer.push(3, weights)
-    again = await restarted()
-    assert (await again.fleet()).latest_version == 3
-    assert await again.status(3) == pushed
-    assert [status.version for status in await again.versions()] == [0, 3]
-    assert (await Trainer(again).push(4, weights)).state == "committed"
-
-
-async def test_a_restart_does_not_read_the_models_folder_again(
-    restarted: Restart, config: ServiceConfig, ingest: Ingest
-) -> None:
-    before = await ingest.status(0)
-    manifest = config.weights.root / "0" / "manifest.json"
-    written = manifest.stat().st_mtime_ns
-    assert await (await restarted()).status(0) == before
-    assert manifest.stat().st_mtime_ns == written
-
-
-async def test_a_pause_outlives_a_restart(restarted: Restart, config: ServiceConfig, ingest: Ingest) -> None:
-    ordered = await order(ingest, True, "abort")
-    again = await restarted()
-    assert (await again.fleet()).paused
-    desired = await again.sync(replica("a", 0), None)
-    assert (desired.paused, desired.pause_mode, desired.order) == (True, "abort", ordered)
-
-
-async def test_a_log_of_another_model_is_refused(
-    restarted: Restart, ingest: Ingest, config: ServiceConfig, tied_model: Path, tiny_model: Path
-) -> None:
-    for other in (tiny_model, tied_model):
-        with pytest.raises(
-            LogCorrupt, match=r"version 0 of another model or quantization .*name another weights\.root"
-        ):
-            await restarted(config_of(other, config.weights.root))
-
-
 def of_commit(config: ServiceConfig, commit: str | None) -> ServiceConfig:
     """The configuration as a node has it that downloaded the model from the hub at that commit."""
     model = config.model.model_copy(update={"revision": commit, "served_name": "org/model"})
     return config.model_copy(update={"model": model})
 
 
-async def test_a_log_of_another_commit_is_refused(restarted: Restart, model: Path, tmp_path: Path) -> None:
-    old, new = "a" * 40, "b" * 40
-    config = config_of(model, tmp_path / "of-the-hub")
-    await restarted(of_commit(config, old))
-    with pytest.raises(LogCorrupt) as refused:
-        await restarted(of_commit(config, new))
-    assert str(refused.value) == (
-        f"the log at {tmp_path / 'of-the-hub'} was begun with commit {old}, and org/model is at {new} now: "
-        f"set model.revision: {old}, or name another weights.root"
-    )
-    assert (await (await restarted(of_commit(config, old))).fleet()).latest_version == 0
+class TestRestart:
+    async def test_a_restart_continues_at_the_same_head(
+        self, restarted: Restart, config: ServiceConfig, trainer: Trainer, weights: Weights
+    ) -> None:
+        pushed = await trainer.push(3, weights)
+        again = await restarted()
+        assert (await again.fleet()).latest_version == 3
+        assert await again.status(3) == pushed
+        assert [status.version for status in await again.versions()] == [0, 3]
+        assert (await Trainer(again).push(4, weights)).state == "committed"
+
+    async def test_a_restart_does_not_read_the_models_folder_again(
+        self, restarted: Restart, config: ServiceConfig, ingest: Ingest
+    ) -> None:
+        before = await ingest.status(0)
+        manifest = config.weights.root / "0" / "manifest.json"
+        written = manifest.stat().st_mtime_ns
+        assert await (await restarted()).status(0) == before
+        assert manifest.stat().st_mtime_ns == written
+
+    async def test_a_pause_outlives_a_restart(self, restarted: Restart, config: ServiceConfig, ingest: Ingest) -> None:
+        ordered = await order(ingest, True, "abort")
+        again = await restarted()
+        assert (await again.fleet()).paused
+        desired = await again.sync(replica("a", 0), None)
+        assert (desired.paused, desired.pause_mode, desired.order) == (True, "abort", ordered)
+
+    async def test_a_log_of_another_model_is_refused(
+        self, restarted: Restart, ingest: Ingest, config: ServiceConfig, tied_model: Path, tiny_model: Path
+    ) -> None:
+        for other in (tiny_model, tied_model):
+            with pytest.raises(
+                LogCorrupt, match=r"version 0 of another model or quantization .*name another weights\.root"
+            ):
+                await restarted(config_of(other, config.weights.root))
+
+    async def test_a_log_of_another_commit_is_refused(self, restarted: Restart, model: Path, tmp_path: Path) -> None:
+        old, new = "a" * 40, "b" * 40
+        config = config_of(model, tmp_path / "of-the-hub")
+        await restarted(of_commit(config, old))
+        with pytest.raises(LogCorrupt) as refused:
+            await restarted(of_commit(config, new))
+        assert str(refused.value) == (
+            f"the log at {tmp_path / 'of-the-hub'} was begun with commit {old}, and org/model is at {new} now: "
+            f"set model.revision: {old}, or name another weights.root"
+        )
+        assert (await (await restarted(of_commit(config, old))).fleet()).latest_version == 0
+
+    async def test_a_folder_s_log_is_not_a_repository_s(self, restarted: Restart, model: Path, tmp_path: Path) -> None:
+        commit, config = "a" * 40, config_of(model, tmp_path / "of-a-folder")
+        await restarted(config)
+        with pytest.raises(
+            LogCorrupt, match=rf"with a folder and not with org/model at commit {commit}: set model\.path"
+        ):
+            await restarted(of_commit(config, commit))
+        other = config_of(model, tmp_path / "of-the-hub")
+        await restarted(of_commit(other, commit))
+        with pytest.raises(
+            LogCorrupt, match=rf"with commit {commit} of a hub's repository: set model\.path to that one"
+        ):
+            await restarted(other)
+
+    @pytest.mark.parametrize("quant", [{"weights": "none"}, {"skip": ["*.down_proj"]}, {"scales": "power_of_two"}])
+    async def test_a_log_of_another_quantization_is_refused(
+        self, restarted: Restart, ingest: Ingest, config: ServiceConfig, quant: dict[str, object]
+    ) -> None:
+        with pytest.raises(LogCorrupt, match="another model or quantization"):
+            await restarted(config_of(config.model.path, config.weights.root, quant=quant))
+
+    async def test_a_log_whose_latest_does_not_parse_is_refused(
+        self, restarted: Restart, ingest: Ingest, config: ServiceConfig
+    ) -> None:
+        (config.weights.root / "LATEST").write_text("{")
+        with pytest.raises(LogCorrupt, match="LATEST does not parse"):
+            await restarted()
+
+    async def test_a_log_whose_latest_is_gone_is_not_begun_anew(
+        self, restarted: Restart, config: ServiceConfig, trainer: Trainer, weights: Weights, log: WeightLog
+    ) -> None:
+        await trainer.push(1, weights)
+        (log.root / "LATEST").unlink()
+        with pytest.raises(LogCorrupt, match=r"holds the versions \[0, 1\] but no LATEST"):
+            await restarted()
+        assert log.folder(1).exists()
 
 
-async def test_a_folder_s_log_is_not_a_repository_s(restarted: Restart, model: Path, tmp_path: Path) -> None:
-    commit, config = "a" * 40, config_of(model, tmp_path / "of-a-folder")
-    await restarted(config)
-    with pytest.raises(LogCorrupt, match=rf"with a folder and not with org/model at commit {commit}: set model\.path"):
-        await restarted(of_commit(config, commit))
-    other = config_of(model, tmp_path / "of-the-hub")
-    await restarted(of_commit(other, commit))
-    with pytest.raises(LogCorrupt, match=rf"with commit {commit} of a hub's repository: set model\.path to that one"):
-        await restarted(other)
+class TestEnd:
+    async def test_a_stopping_ingest_finishes_its_commit_and_then_unlocks(
+        self, config: ServiceConfig, ingest: Ingest, trainer: Trainer, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await trainer.upload(1, weights)
+        await trainer.upload(2, weights)
+        committing, going, commit = threading.Event(), threading.Event(), WeightLog.commit
 
+        def slow(*args: Any) -> Head:
+            committing.set()
+            assert going.wait(LONG_S)
+            return commit(*args)
 
-@pytest.mark.parametrize("quant", [{"weights": "none"}, {"skip": ["*.down_proj"]}, {"scales": "power_of_two"}])
-async def test_a_log_of_another_quantization_is_refused(
-    restarted: Restart, ingest: Ingest, config: ServiceConfig, quant: dict[str, object]
-) -> None:
-    with pytest.raises(LogCorrupt, match="another model or quantization"):
-        await restarted(config_of(config.model.path, config.weights.root, quant=quant))
-
-
-async def test_a_log_whose_latest_does_not_parse_is_refused(
-    restarted: Restart, ingest: Ingest, config: ServiceConfig
-) -> None:
-    (config.weights.root / "LATEST").write_text("{")
-    with pytest.raises(LogCorrupt, match="LATEST does not parse"):
-        await restarted()
-
-
-async def test_a_log_whose_latest_is_gone_is_not_begun_anew(
-    restarted: Restart, config: ServiceConfig, trainer: Trainer, weights: Weights, log: WeightLog
-) -> None:
-    await trainer.push(1, weights)
-    (log.root / "LATEST").unlink()
-    with pytest.raises(LogCorrupt, match=r"holds the versions \[0, 1\] but no LATEST"):
-        await restarted()
-    assert log.folder(1).exists()
-
-
-# --- an ingest that is told to end
-
-
-async def test_a_stopping_ingest_finishes_its_commit_and_then_unlocks(
-    config: ServiceConfig, ingest: Ingest, trainer: Trainer, weights: Weights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await trainer.upload(1, weights)
-    await trainer.upload(2, weights)
-    committing, going, commit = threading.Event(), threading.Event(), WeightLog.commit
-
-    def slow(*args: Any) -> Head:
-        committing.set()
-        assert going.wait(LONG_S)
-        return commit(*args)
-
-    monkeypatch.setattr(WeightLog, "commit", slow)
-    half = asyncio.create_task(ingest.commit(1, CommitUpload()))
-    assert await asyncio.to_thread(committing.wait, LONG_S)
-    waiting = asyncio.create_task(ingest.commit(2, CommitUpload()))
-    await settle()
-    ending, successor = asyncio.create_task(ingest.stop()), Ingest(config)
-    with pytest.raises(LogLocked):
+        monkeypatch.setattr(WeightLog, "commit", slow)
+        half = asyncio.create_task(ingest.commit(1, CommitUpload()))
+        assert await asyncio.to_thread(committing.wait, LONG_S)
+        waiting = asyncio.create_task(ingest.commit(2, CommitUpload()))
+        await settle()
+        ending, successor = asyncio.create_task(ingest.stop()), Ingest(config)
+        with pytest.raises(LogLocked):
+            await successor.start()
+        going.set()
+        assert (await half).version == 1
+        with pytest.raises(NotReady, match="send it again"):
+            await waiting
+        await ending
+        successor = Ingest(config)
         await successor.start()
-    going.set()
-    assert (await half).version == 1
-    with pytest.raises(NotReady, match="send it again"):
-        await waiting
-    await ending
-    successor = Ingest(config)
-    await successor.start()
-    assert (await successor.fleet()).latest_version == 1
-    assert (await successor.commit(2, CommitUpload())).state == "committed"
-    await successor.stop()
+        assert (await successor.fleet()).latest_version == 1
+        assert (await successor.commit(2, CommitUpload())).state == "committed"
+        await successor.stop()
+
+    async def test_callers_of_a_stopping_ingest_are_told_to_retry(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        desired = await ingest.sync(replica("a", 0), None)
+        status = await trainer.push(1, weights)
+        pausing = asyncio.create_task(ingest.set_paused(True, "keep", LONG_S))
+        while not (desired := await ingest.sync(replica("a", 0, sequence=1), desired)).paused:
+            pass
+        syncing = asyncio.create_task(ingest.sync(replica("a", 0, sequence=2), desired))
+        waiting = [pausing, syncing, asyncio.create_task(ingest.wait_live(status.version, LONG_S))]
+        await settle()
+        await ingest.stop()
+        late = [ingest.commit(2, CommitUpload()), ingest.begin(begin_of(2, weights)), ingest.discard(2)]
+        for answer in await asyncio.wait_for(asyncio.gather(*waiting, *late, return_exceptions=True), LONG_S):
+            assert isinstance(answer, NotReady), answer
 
 
-async def test_callers_of_a_stopping_ingest_are_told_to_retry(
-    ingest: Ingest, trainer: Trainer, weights: Weights
-) -> None:
-    desired = await ingest.sync(replica("a", 0), None)
-    status = await trainer.push(1, weights)
-    pausing = asyncio.create_task(ingest.set_paused(True, "keep", LONG_S))
-    while not (desired := await ingest.sync(replica("a", 0, sequence=1), desired)).paused:
-        pass
-    syncing = asyncio.create_task(ingest.sync(replica("a", 0, sequence=2), desired))
-    waiting = [pausing, syncing, asyncio.create_task(ingest.wait_live(status.version, LONG_S))]
-    await settle()
-    await ingest.stop()
-    late = [ingest.commit(2, CommitUpload()), ingest.begin(begin_of(2, weights)), ingest.discard(2)]
-    for answer in await asyncio.wait_for(asyncio.gather(*waiting, *late, return_exceptions=True), LONG_S):
-        assert isinstance(answer, NotReady), answer
-
-
-# --- callers that go away
-
-
-@pytest.mark.parametrize("turns", [1, 2, 3, 5, 8])
-async def test_a_commit_is_finished_after_its_caller_disconnects(
-    ingest: Ingest, trainer: Trainer, weights: Weights, turns: int, log: WeightLog
-) -> None:
-    await trainer.upload(1, weights)
-    commit = asyncio.create_task(ingest.commit(1, CommitUpload()))
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    commit.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await commit
-    status = await ingest.commit(1, CommitUpload())
-    assert status.state == "committed" and (await ingest.fleet()).latest_version == 1
-    log.verify(log.manifest(1))
-
-
-async def test_a_begin_whose_caller_disconnects_leaves_one_upload(
-    ingest: Ingest, trainer: Trainer, weights: Weights
-) -> None:
-    before = open_files()
-    begin = asyncio.create_task(ingest.begin(begin_of(1, weights)))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    begin.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await begin
-    assert (await trainer.push(1, weights)).state == "committed"
-    assert open_files() == before
-
-
-async def test_a_cancelled_long_poll_does_not_disturb_the_others(ingest: Ingest) -> None:
-    desired = await ingest.sync(replica("a", 0), None)
-    given_up = asyncio.create_task(ingest.sync(replica("a", 0, sequence=1), desired))
-    kept = asyncio.create_task(ingest.sync(replica("b", 0), desired))
-    await settle()
-    given_up.cancel()
-    await settle()
-    pause = asyncio.create_task(ingest.set_paused(True, "keep", LONG_S))
-    desired = await asyncio.wait_for(kept, LONG_S)
-    assert desired.paused
-    for name in "ab":
-        await ingest.report(replica(name, 0, sequence=9, paused=True, obeyed=desired.order))
-    await pause
-
-
-# --- a disk that fails, and leaks
-
-
-async def test_a_commit_that_fails_on_disk_stays_staged_for_a_retry(
-    ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog
-) -> None:
-    await trainer.upload(1, weights)
-    (log.root / ".LATEST.tmp").mkdir()
-    with pytest.raises(RolloutServiceError, match=r"version 1 was not committed: .*commit it again"):
-        await ingest.commit(1, CommitUpload())
-    assert (await ingest.fleet()).latest_version == 0 and log.versions() == [0]
-    assert (await ingest.status(1)).state == "staged" and not log.folder(1).exists()
-    (log.root / ".LATEST.tmp").rmdir()
-    assert (await ingest.commit(1, CommitUpload())).state == "committed"
-    log.verify(log.manifest(1))
-
-
-async def test_a_commit_whose_last_fsync_fails_stands_with_a_warning(
-    ingest: Ingest,
-    trainer: Trainer,
-    weights: Weights,
-    log: WeightLog,
-    restarted: Restart,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    await trainer.upload(1, weights)
-    synced, sync = 0, durable_io.sync_folder
-
-    def failing(folder: Path) -> None:
-        nonlocal synced
-        synced += folder == log.root
-        if folder == log.root and synced == 2:  # LATEST is replaced already
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        sync(folder)
-
-    with monkeypatch.context() as patch:
-        for module in (durable_io, log_module):
-            patch.setattr(module, "sync_folder", failing)
+class TestCallersThatGoAway:
+    @pytest.mark.parametrize("turns", [1, 2, 3, 5, 8])
+    async def test_a_commit_is_finished_after_its_caller_disconnects(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights, turns: int, log: WeightLog
+    ) -> None:
+        await trainer.upload(1, weights)
+        commit = asyncio.create_task(ingest.commit(1, CommitUpload()))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        commit.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await commit
         status = await ingest.commit(1, CommitUpload())
-    assert status.state == "committed" and status.error is not None
-    assert "the disk did not confirm it ([Errno 5]" in status.error.message
-    assert log.versions() == [0, 1] and (await ingest.fleet()).latest_version == 1
-    assert (await ingest.sync(replica("a", 0), None)).version == 1
-    assert await ingest.commit(1, CommitUpload()) == await ingest.status(1)
-    again = await restarted()
-    assert (await again.fleet()).latest_version == 1 and (await again.status(1)).state == "committed"
-    log.verify(log.manifest(1))
-    assert (await Trainer(again).push(2, weights)).error is None
+        assert status.state == "committed" and (await ingest.fleet()).latest_version == 1
+        log.verify(log.manifest(1))
 
+    async def test_a_begin_whose_caller_disconnects_leaves_one_upload(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        before = open_files()
+        begin = asyncio.create_task(ingest.begin(begin_of(1, weights)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        begin.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await begin
+        assert (await trainer.push(1, weights)).state == "committed"
+        assert open_files() == before
 
-async def test_failing_to_remove_an_old_version_does_not_fail_a_commit(
-    ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def busy(*_: object) -> None:
-        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-
-    await ingest.report(replica("a", 0))
-    for version in (1, 2):
-        await trainer.push(version, weights)
-        await ingest.report(replica("a", version, sequence=version))
-    with monkeypatch.context() as patch:
-        patch.setattr(WeightLog, "drop", busy)
-        assert (await trainer.push(3, weights)).state == "committed"
-    assert log.versions() == [1, 2, 3]
-    await trainer.push(4, weights)
-    assert log.versions() == [2, 3, 4]
-
-
-# --- staged parts that cannot be read
+    async def test_a_cancelled_long_poll_does_not_disturb_the_others(self, ingest: Ingest) -> None:
+        desired = await ingest.sync(replica("a", 0), None)
+        given_up = asyncio.create_task(ingest.sync(replica("a", 0, sequence=1), desired))
+        kept = asyncio.create_task(ingest.sync(replica("b", 0), desired))
+        await settle()
+        given_up.cancel()
+        await settle()
+        pause = asyncio.create_task(ingest.set_paused(True, "keep", LONG_S))
+        desired = await asyncio.wait_for(kept, LONG_S)
+        assert desired.paused
+        for name in "ab":
+            await ingest.report(replica(name, 0, sequence=9, paused=True, obeyed=desired.order))
+        await pause
 
 
 @pytest.fixture
@@ -334,100 +250,165 @@ async def unreadable(restarted: Restart, ingest: Ingest, trainer: Trainer, weigh
     return part
 
 
-async def test_a_staged_part_that_cannot_be_read_is_asked_for_again(
-    unreadable: Path, restarted: Restart, weights: Weights
-) -> None:
-    again = await restarted()
-    assert {0, 1, 2} & set((await again.status(1)).missing_parts) == {1}
-    assert {0, 1, 2} & set((await again.status(2)).missing_parts) == set()
-    assert (await Trainer(again).push(1, weights)).state == "committed"
+class TestDiskThatFails:
+    async def test_a_commit_that_fails_on_disk_stays_staged_for_a_retry(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog
+    ) -> None:
+        await trainer.upload(1, weights)
+        (log.root / ".LATEST.tmp").mkdir()
+        with pytest.raises(RolloutServiceError, match=r"version 1 was not committed: .*commit it again"):
+            await ingest.commit(1, CommitUpload())
+        assert (await ingest.fleet()).latest_version == 0 and log.versions() == [0]
+        assert (await ingest.status(1)).state == "staged" and not log.folder(1).exists()
+        (log.root / ".LATEST.tmp").rmdir()
+        assert (await ingest.commit(1, CommitUpload())).state == "committed"
+        log.verify(log.manifest(1))
 
+    async def test_a_commit_whose_last_fsync_fails_stands_with_a_warning(
+        self,
+        ingest: Ingest,
+        trainer: Trainer,
+        weights: Weights,
+        log: WeightLog,
+        restarted: Restart,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        await trainer.upload(1, weights)
+        synced, sync = 0, durable_io.sync_folder
 
-async def test_an_upload_with_an_unremovable_bad_part_is_dropped(
-    unreadable: Path,
-    restarted: Restart,
-    weights: Weights,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    unlink = Path.unlink
+        def failing(folder: Path) -> None:
+            nonlocal synced
+            synced += folder == log.root
+            if folder == log.root and synced == 2:  # LATEST is replaced already
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            sync(folder)
 
-    def failing(path: Path, missing_ok: bool = False) -> None:
-        if path == unreadable:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        unlink(path, missing_ok)
-
-    before = open_files()
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", failing)
+        with monkeypatch.context() as patch:
+            for module in (durable_io, log_module):
+                patch.setattr(module, "sync_folder", failing)
+            status = await ingest.commit(1, CommitUpload())
+        assert status.state == "committed" and status.error is not None
+        assert "the disk did not confirm it ([Errno 5]" in status.error.message
+        assert log.versions() == [0, 1] and (await ingest.fleet()).latest_version == 1
+        assert (await ingest.sync(replica("a", 0), None)).version == 1
+        assert await ingest.commit(1, CommitUpload()) == await ingest.status(1)
         again = await restarted()
-    assert [status.version for status in await again.versions()] == [0, 2]
-    with pytest.raises(NotFound, match=r"version 1 is neither committed nor staged any more: .*Input/output error"):
-        await again.status(1)
-    with pytest.raises(NotFound, match=r"what was staged of it was dropped: .*Input/output error"):
-        await again.commit(1, CommitUpload())
-    assert "staged version 1 is dropped" in caplog.text
-    await again.discard(2)
-    assert open_files() <= before + 1  # the writer's lock
-    assert (await Trainer(again).push(1, weights)).state == "committed"
+        assert (await again.fleet()).latest_version == 1 and (await again.status(1)).state == "committed"
+        log.verify(log.manifest(1))
+        assert (await Trainer(again).push(2, weights)).error is None
+
+    async def test_failing_to_remove_an_old_version_does_not_fail_a_commit(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def busy(*_: object) -> None:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+        await ingest.report(replica("a", 0))
+        for version in (1, 2):
+            await trainer.push(version, weights)
+            await ingest.report(replica("a", version, sequence=version))
+        with monkeypatch.context() as patch:
+            patch.setattr(WeightLog, "drop", busy)
+            assert (await trainer.push(3, weights)).state == "committed"
+        assert log.versions() == [1, 2, 3]
+        await trainer.push(4, weights)
+        assert log.versions() == [2, 3, 4]
+
+    async def test_versions_that_come_and_go_leave_no_file_open(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        await trainer.push(1, weights)
+        before = open_files()
+        broken = changed(weights, float("inf"))
+        for version in (2, 3):
+            await trainer.push(version, weights)
+            await trainer.upload(version + 10, broken)
+            with pytest.raises(RolloutServiceError):
+                await ingest.commit(version + 10, CommitUpload())
+            await ingest.discard(version + 10)
+            await trainer.upload(version + 20, weights, order=[0])
+            with pytest.raises(UploadIncomplete):
+                await ingest.commit(version + 20, CommitUpload())
+        await trainer.push(30, weights)
+        assert open_files() == before
 
 
-@pytest.mark.parametrize("name", ["upload.json", ""], ids=["its record", "its folder"])
-async def test_an_upload_with_unreadable_record_or_folder_is_dropped(
-    unreadable: Path, restarted: Restart, weights: Weights, name: str
-) -> None:
-    path = unreadable.parent / name
-    if path == unreadable.parent:
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-    path.symlink_to(path.name)
-    again = await restarted()
-    assert [status.version for status in await again.versions()] == [0, 2]
-    with pytest.raises(NotFound, match="cannot be taken up again"):
-        await again.status(1)
-    assert (await Trainer(again).push(1, weights)).state == "committed"
+class TestUnreadableParts:
+    async def test_a_staged_part_that_cannot_be_read_is_asked_for_again(
+        self, unreadable: Path, restarted: Restart, weights: Weights
+    ) -> None:
+        again = await restarted()
+        assert {0, 1, 2} & set((await again.status(1)).missing_parts) == {1}
+        assert {0, 1, 2} & set((await again.status(2)).missing_parts) == set()
+        assert (await Trainer(again).push(1, weights)).state == "committed"
 
+    async def test_an_upload_with_an_unremovable_bad_part_is_dropped(
+        self,
+        unreadable: Path,
+        restarted: Restart,
+        weights: Weights,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        unlink = Path.unlink
 
-async def test_a_source_that_cannot_be_read_any_more_is_dropped(
-    model: Path, tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    save_file(dict(weights), source / "model.safetensors")
-    config = config_of(model, tmp_path / "log", weights={"source_roots": [source.resolve()]})
-    first = Ingest(config)
-    await first.start()
-    await first.begin(BeginUpload(version=1, source=PathSource(path=source)))
-    await first.stop()
-    stat = Path.stat
+        def failing(path: Path, missing_ok: bool = False) -> None:
+            if path == unreadable:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            unlink(path, missing_ok)
 
-    def stale(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
-        if path.parent == source:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-        return stat(path, follow_symlinks=follow_symlinks)
+        before = open_files()
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", failing)
+            again = await restarted()
+        assert [status.version for status in await again.versions()] == [0, 2]
+        with pytest.raises(NotFound, match=r"version 1 is neither committed nor staged any more: .*Input/output error"):
+            await again.status(1)
+        with pytest.raises(NotFound, match=r"what was staged of it was dropped: .*Input/output error"):
+            await again.commit(1, CommitUpload())
+        assert "staged version 1 is dropped" in caplog.text
+        await again.discard(2)
+        assert open_files() <= before + 1  # the writer's lock
+        assert (await Trainer(again).push(1, weights)).state == "committed"
 
-    again = Ingest(config)
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "stat", stale)
-        await again.start()
-    with pytest.raises(NotFound, match=r"neither committed nor staged any more: .*Stale file handle"):
-        await again.status(1)
-    await again.stop()
+    @pytest.mark.parametrize("name", ["upload.json", ""], ids=["its record", "its folder"])
+    async def test_an_upload_with_unreadable_record_or_folder_is_dropped(
+        self, unreadable: Path, restarted: Restart, weights: Weights, name: str
+    ) -> None:
+        path = unreadable.parent / name
+        if path == unreadable.parent:
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+        path.symlink_to(path.name)
+        again = await restarted()
+        assert [status.version for status in await again.versions()] == [0, 2]
+        with pytest.raises(NotFound, match="cannot be taken up again"):
+            await again.status(1)
+        assert (await Trainer(again).push(1, weights)).state == "committed"
 
+    async def test_a_source_that_cannot_be_read_any_more_is_dropped(
+        self, model: Path, tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        source = tmp_path / "source"
+        source.mkdir()
+        save_file(dict(weights), source / "model.safetensors")
+        config = config_of(model, tmp_path / "log", weights={"source_roots": [source.resolve()]})
+        first = Ingest(config)
+        await first.start()
+        await first.begin(BeginUpload(version=1, source=PathSource(path=source)))
+        await first.stop()
+        stat = Path.stat
 
-async def test_versions_that_come_and_go_leave_no_file_open(ingest: Ingest, trainer: Trainer, weights: Weights) -> None:
-    await trainer.push(1, weights)
-    before = open_files()
-    broken = changed(weights, float("inf"))
-    for version in (2, 3):
-        await trainer.push(version, weights)
-        await trainer.upload(version + 10, broken)
-        with pytest.raises(RolloutServiceError):
-            await ingest.commit(version + 10, CommitUpload())
-        await ingest.discard(version + 10)
-        await trainer.upload(version + 20, weights, order=[0])
-        with pytest.raises(UploadIncomplete):
-            await ingest.commit(version + 20, CommitUpload())
-    await trainer.push(30, weights)
-    assert open_files() == before
+        def stale(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+            if path.parent == source:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+            return stat(path, follow_symlinks=follow_symlinks)
+
+        again = Ingest(config)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "stat", stale)
+            await again.start()
+        with pytest.raises(NotFound, match=r"neither committed nor staged any more: .*Stale file handle"):
+            await again.status(1)
+        await again.stop()

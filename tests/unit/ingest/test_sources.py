@@ -35,87 +35,41 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-# --- paths
+class TestAllowedPath:
+    def test_a_path_below_a_root_is_allowed(self, root: Path) -> None:
+        assert allowed_path(root / "step-1", (Path("/nowhere"), root)) == root / "step-1"
+        assert allowed_path(root, (root,)) == root
 
+    def test_a_link_that_stays_within_the_root_is_allowed(self, root: Path) -> None:
+        (root / "newest").symlink_to(root / "step-1")
+        assert allowed_path(root / "newest", (root,)) == root / "step-1"
 
-def test_a_path_below_a_root_is_allowed(root: Path) -> None:
-    assert allowed_path(root / "step-1", (Path("/nowhere"), root)) == root / "step-1"
-    assert allowed_path(root, (root,)) == root
+    def test_a_link_that_leads_out_of_the_root_is_forbidden(self, root: Path) -> None:
+        (root / "innocent").symlink_to(root.parent / "secret")
+        with pytest.raises(Forbidden, match=r"innocent is not below weights\.source_roots"):
+            allowed_path(root / "innocent", (root,))
 
+    @pytest.mark.parametrize("path", ["../secret", "step-1/../../secret", ".."])
+    def test_dots_that_lead_out_of_the_root_are_forbidden(self, root: Path, path: str) -> None:
+        with pytest.raises(Forbidden, match="source_roots"):
+            allowed_path(root / path, (root,))
 
-def test_a_link_that_stays_within_the_root_is_allowed(root: Path) -> None:
-    (root / "newest").symlink_to(root / "step-1")
-    assert allowed_path(root / "newest", (root,)) == root / "step-1"
+    def test_a_folder_that_only_shares_a_roots_prefix_is_forbidden(self, root: Path) -> None:
+        with pytest.raises(Forbidden):
+            allowed_path(root.with_name("allowed-not"), (root,))
 
+    def test_without_configured_roots_every_path_is_forbidden(self, root: Path) -> None:
+        with pytest.raises(Forbidden, match="none is configured"):
+            allowed_path(root, ())
 
-def test_a_link_that_leads_out_of_the_root_is_forbidden(root: Path) -> None:
-    (root / "innocent").symlink_to(root.parent / "secret")
-    with pytest.raises(Forbidden, match=r"innocent is not below weights\.source_roots"):
-        allowed_path(root / "innocent", (root,))
+    def test_a_path_with_a_null_byte_is_refused(self, root: Path) -> None:
+        with pytest.raises(InvalidRequest, match=r"x\\x00y' cannot be followed"):
+            allowed_path(root / "x\0y", (root,))
 
-
-@pytest.mark.parametrize("path", ["../secret", "step-1/../../secret", ".."])
-def test_dots_that_lead_out_of_the_root_are_forbidden(root: Path, path: str) -> None:
-    with pytest.raises(Forbidden, match="source_roots"):
-        allowed_path(root / path, (root,))
-
-
-def test_a_folder_that_only_shares_a_roots_prefix_is_forbidden(root: Path) -> None:
-    with pytest.raises(Forbidden):
-        allowed_path(root.with_name("allowed-not"), (root,))
-
-
-def test_without_configured_roots_every_path_is_forbidden(root: Path) -> None:
-    with pytest.raises(Forbidden, match="none is configured"):
-        allowed_path(root, ())
-
-
-def test_a_path_with_a_null_byte_is_refused(root: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"x\\x00y' cannot be followed"):
-        allowed_path(root / "x\0y", (root,))
-
-
-def test_links_that_go_in_a_circle_are_refused(root: Path) -> None:
-    (root / "circle").symlink_to(root / "circle")
-    with pytest.raises(InvalidRequest, match="circle' cannot be followed"):
-        allowed_path(root / "circle", (root,))
-
-
-# --- folders
-
-
-def test_a_folder_lists_and_reads_the_tensors_of_all_its_files(folder: Path) -> None:
-    save_file({"a": WEIGHTS["a"]}, folder / "model-00001-of-00002.safetensors")
-    save_file({"b": WEIGHTS["b"]}, folder / "model-00002-of-00002.safetensors")
-    (folder / "config.json").write_text("{}")
-    source = FolderSource(folder)
-    assert list(source.batches(1)) == [["a"], ["b"]]
-    assert list(source.batches(1 << 20)) == [["a", "b"]]
-    assert source.table == (
-        UploadTensor(name="a", dtype="float32", shape=(2, 3)),
-        UploadTensor(name="b", dtype="bfloat16", shape=(4,)),
-    )
-    read = dict(source.read(["b", "a"]))
-    assert list(read) == ["b", "a"]
-    assert all(torch.equal(read[name], tensor) for name, tensor in WEIGHTS.items())
-
-
-def test_a_tensor_in_two_files_is_listed_twice(folder: Path) -> None:
-    for file in ("1.safetensors", "2.safetensors"):
-        save_file(WEIGHTS, folder / file)
-    assert [tensor.name for tensor in FolderSource(folder).table].count("a") == 2
-
-
-@pytest.mark.parametrize("path", ["missing", "file", "x" * 300, "file/below"])
-def test_what_is_no_folder_is_not_found(folder: Path, path: str) -> None:
-    (folder / "file").touch()
-    with pytest.raises(NotFound, match="folder"):
-        FolderSource(folder / path)
-
-
-def test_an_empty_folder_is_refused(folder: Path) -> None:
-    with pytest.raises(InvalidManifest, match=r"must hold \*\.safetensors, but it holds none"):
-        FolderSource(folder)
+    def test_links_that_go_in_a_circle_are_refused(self, root: Path) -> None:
+        (root / "circle").symlink_to(root / "circle")
+        with pytest.raises(InvalidRequest, match="circle' cannot be followed"):
+            allowed_path(root / "circle", (root,))
 
 
 class WouldRun:
@@ -128,150 +82,135 @@ class WouldRun:
         return (os.mkdir, (str(self.trace),))
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "weights.pkl", "last.ckpt"])
-def test_pickles_are_refused_by_name_and_never_opened(folder: Path, tmp_path: Path, name: str) -> None:
-    (folder / name).write_bytes(pickle.dumps(WouldRun(tmp_path / "trace")))
-    with pytest.raises(InvalidManifest, match=rf"holds pickles \({name}\).*safe_serialization=True"):
-        FolderSource(folder)
-    assert not (tmp_path / "trace").exists()
-
-
-def test_a_pickle_named_like_safetensors_is_refused_and_not_run(folder: Path, tmp_path: Path) -> None:
-    (folder / "model.safetensors").write_bytes(pickle.dumps(WouldRun(tmp_path / "trace")))
-    with pytest.raises(InvalidManifest, match=r"model\.safetensors is not a safetensors file"):
-        FolderSource(folder)
-    assert not (tmp_path / "trace").exists()
-
-
-@pytest.mark.parametrize("content", [b"", b"x" * 100, (2**40).to_bytes(8, "little") + b"{}"])
-def test_a_file_that_is_no_safetensors_is_refused(folder: Path, content: bytes) -> None:
-    (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(InvalidManifest, match=r"model\.safetensors is not a safetensors file"):
-        FolderSource(folder)
-
-
-def test_a_file_that_was_cut_off_is_refused(folder: Path) -> None:
-    save_file(WEIGHTS, folder / "model.safetensors")
-    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
-    with pytest.raises(InvalidManifest, match=r"model\.safetensors is not a safetensors file"):
-        FolderSource(folder)
-
-
-@pytest.mark.parametrize(
-    "make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("gone")], ids=["folder", "named pipe", "dangling link"]
-)
-def test_what_is_named_like_a_file_but_is_none_is_refused(folder: Path, make: Callable[[Path], None]) -> None:
-    make(folder / "model.safetensors")
-    with pytest.raises(InvalidManifest, match="is not a file, or a link to nowhere"):
-        FolderSource(folder)
-
-
-def test_a_file_that_is_a_link_out_of_the_roots_is_forbidden(root: Path) -> None:
-    save_file(WEIGHTS, root.parent / "secret" / "model.safetensors")
-    (root / "step-1" / "model.safetensors").symlink_to(root.parent / "secret" / "model.safetensors")
-    with pytest.raises(Forbidden, match=r"model\.safetensors is not below"):
-        FolderSource(root / "step-1", (root,))
-
-
-def test_files_that_are_links_within_the_roots_are_read(root: Path) -> None:
-    save_file(WEIGHTS, root / "blob")
-    (root / "step-1" / "model.safetensors").symlink_to("../blob")
-    [(name, tensor)] = FolderSource(root / "step-1", (root,)).read(["a"])
-    assert name == "a" and torch.equal(tensor, WEIGHTS["a"])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e5m2])
-def test_a_tensor_of_an_unsupported_dtype_is_refused_by_name(folder: Path, dtype: torch.dtype) -> None:
-    save_file({"odd.weight": torch.zeros(2).to(dtype)}, folder / "model.safetensors")
-    with pytest.raises(
-        InvalidManifest, match=r"odd\.weight in model\.safetensors is \w+; the ingest takes BF16, F16, F32, F8_E4M3"
-    ):
-        FolderSource(folder)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda file: save_file({**WEIGHTS, "a": WEIGHTS["a"] + 1}, file),
-        lambda file: save_file({"a": WEIGHTS["a"].T.contiguous()}, file),
-        lambda file: file.write_bytes(bytes(len(file.read_bytes()))),
-        lambda file: os.truncate(file, file.stat().st_size - 1),
-        lambda file: os.truncate(file, 0),
-    ],
-    ids=["replaced", "replaced by another table", "overwritten in place", "a byte cut off", "emptied"],
-)
-def test_a_file_that_changes_after_it_was_listed_is_refused(folder: Path, change: Callable[[Path], None]) -> None:
-    file = folder / "model.safetensors"
-    save_file(WEIGHTS, file)
-    os.utime(file, ns=(1, 1))  # long ago: no clock is too coarse for what follows
-    source = FolderSource(folder)
-    change(file)
-    with pytest.raises(InvalidManifest, match=r"b was to be read from .*model\.safetensors, which has changed"):
-        list(source.read(["b"]))
-
-
-def test_a_file_truncated_while_it_is_read_fails_the_version(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    large = {name: torch.ones(1 << 18) for name in ("a", "b")}  # a map of these would reach beyond what is left
-    save_file(large, file)
-    tensors = FolderSource(folder).read(["a", "b"])
-    _, first = next(tensors)
-    os.truncate(file, 4096)
-    assert torch.equal(first, large["a"])
-    with pytest.raises(InvalidManifest, match="b was to be read from") as refused:
-        next(tensors)
-    assert refused.value.detail == {"tensor": "b", "file": str(file)}
-
-
-def test_a_source_file_is_never_mapped(folder: Path) -> None:
-    save_file(WEIGHTS, folder / "model.safetensors")
-    tensors = FolderSource(folder).read(["a", "b"])
-    next(tensors)
-    assert str(folder / "model.safetensors") not in Path("/proc/self/maps").read_text()
-
-
-# --- folders of codes
-
 CODES = {"a": torch.zeros(2, 2).to(torch.float8_e4m3fn), "a_scale_inv": torch.ones(1, 1, dtype=torch.bfloat16)}
 
 
-def test_scales_in_bf16_are_listed_and_read_as_float32(folder: Path) -> None:
-    save_file(CODES, folder / "model.safetensors")
-    source = FolderSource(folder)
-    assert {tensor.name: tensor.dtype for tensor in source.table} == {"a": "float8_e4m3fn", "a_scale_inv": "float32"}
-    read = dict(source.read(["a", "a_scale_inv"]))
-    assert (read["a"].dtype, read["a_scale_inv"].dtype) == (torch.float8_e4m3fn, torch.float32)
+class TestFolder:
+    def test_a_folder_lists_and_reads_the_tensors_of_all_its_files(self, folder: Path) -> None:
+        save_file({"a": WEIGHTS["a"]}, folder / "model-00001-of-00002.safetensors")
+        save_file({"b": WEIGHTS["b"]}, folder / "model-00002-of-00002.safetensors")
+        (folder / "config.json").write_text("{}")
+        source = FolderSource(folder)
+        assert list(source.batches(1)) == [["a"], ["b"]]
+        assert list(source.batches(1 << 20)) == [["a", "b"]]
+        assert source.table == (
+            UploadTensor(name="a", dtype="float32", shape=(2, 3)),
+            UploadTensor(name="b", dtype="bfloat16", shape=(4,)),
+        )
+        read = dict(source.read(["b", "a"]))
+        assert list(read) == ["b", "a"]
+        assert all(torch.equal(read[name], tensor) for name, tensor in WEIGHTS.items())
 
+    def test_a_tensor_in_two_files_is_listed_twice(self, folder: Path) -> None:
+        for file in ("1.safetensors", "2.safetensors"):
+            save_file(WEIGHTS, folder / file)
+        assert [tensor.name for tensor in FolderSource(folder).table].count("a") == 2
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"quantization_config": "fp8"}', "\xff"])
-def test_codes_beside_a_malformed_config_are_refused(folder: Path, text: str) -> None:
-    save_file(CODES, folder / "model.safetensors")
-    (folder / "config.json").write_text(text, encoding="latin-1")
-    with pytest.raises(InvalidManifest, match=r"config\.json does not say how its codes are to be read"):
-        FolderSource(folder)
+    @pytest.mark.parametrize("path", ["missing", "file", "x" * 300, "file/below"])
+    def test_what_is_no_folder_is_not_found(self, folder: Path, path: str) -> None:
+        (folder / "file").touch()
+        with pytest.raises(NotFound, match="folder"):
+            FolderSource(folder / path)
 
+    def test_an_empty_folder_is_refused(self, folder: Path) -> None:
+        with pytest.raises(InvalidManifest, match=r"must hold \*\.safetensors, but it holds none"):
+            FolderSource(folder)
 
-def test_a_config_that_is_no_file_is_not_opened(folder: Path) -> None:
-    save_file(CODES, folder / "model.safetensors")
-    os.mkfifo(folder / "config.json")
-    assert len(FolderSource(folder).table) == 2
+    @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "weights.pkl", "last.ckpt"])
+    def test_pickles_are_refused_by_name_and_never_opened(self, folder: Path, tmp_path: Path, name: str) -> None:
+        (folder / name).write_bytes(pickle.dumps(WouldRun(tmp_path / "trace")))
+        with pytest.raises(InvalidManifest, match=rf"holds pickles \({name}\).*safe_serialization=True"):
+            FolderSource(folder)
+        assert not (tmp_path / "trace").exists()
 
+    def test_a_pickle_named_like_safetensors_is_refused_and_not_run(self, folder: Path, tmp_path: Path) -> None:
+        (folder / "model.safetensors").write_bytes(pickle.dumps(WouldRun(tmp_path / "trace")))
+        with pytest.raises(InvalidManifest, match=r"model\.safetensors is not a safetensors file"):
+            FolderSource(folder)
+        assert not (tmp_path / "trace").exists()
 
-def test_a_config_that_is_a_link_out_of_the_roots_is_forbidden(root: Path) -> None:
-    save_file(CODES, root / "step-1" / "model.safetensors")
-    (root.parent / "secret" / "config.json").write_text("{}")
-    (root / "step-1" / "config.json").symlink_to(root.parent / "secret" / "config.json")
-    with pytest.raises(Forbidden, match=r"config\.json is not below"):
-        FolderSource(root / "step-1", (root,))
+    @pytest.mark.parametrize("content", [b"", b"x" * 100, (2**40).to_bytes(8, "little") + b"{}"])
+    def test_a_file_that_is_no_safetensors_is_refused(self, folder: Path, content: bytes) -> None:
+        (folder / "model.safetensors").write_bytes(content)
+        with pytest.raises(InvalidManifest, match=r"model\.safetensors is not a safetensors file"):
+            FolderSource(folder)
 
+    def test_a_file_that_was_cut_off_is_refused(self, folder: Path) -> None:
+        save_file(WEIGHTS, folder / "model.safetensors")
+        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
+        with pytest.raises(InvalidManifest, match=r"model\.safetensors is not a safetensors file"):
+            FolderSource(folder)
 
-def test_unquantized_weights_need_no_sensible_config(folder: Path) -> None:
-    save_file(WEIGHTS, folder / "model.safetensors")
-    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "bitsandbytes"}}')
-    assert len(FolderSource(folder).table) == 2
+    @pytest.mark.parametrize(
+        "make",
+        [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("gone")],
+        ids=["folder", "named pipe", "dangling link"],
+    )
+    def test_what_is_named_like_a_file_but_is_none_is_refused(self, folder: Path, make: Callable[[Path], None]) -> None:
+        make(folder / "model.safetensors")
+        with pytest.raises(InvalidManifest, match="is not a file, or a link to nowhere"):
+            FolderSource(folder)
 
+    def test_a_file_that_is_a_link_out_of_the_roots_is_forbidden(self, root: Path) -> None:
+        save_file(WEIGHTS, root.parent / "secret" / "model.safetensors")
+        (root / "step-1" / "model.safetensors").symlink_to(root.parent / "secret" / "model.safetensors")
+        with pytest.raises(Forbidden, match=r"model\.safetensors is not below"):
+            FolderSource(root / "step-1", (root,))
 
-# --- parts
+    def test_files_that_are_links_within_the_roots_are_read(self, root: Path) -> None:
+        save_file(WEIGHTS, root / "blob")
+        (root / "step-1" / "model.safetensors").symlink_to("../blob")
+        [(name, tensor)] = FolderSource(root / "step-1", (root,)).read(["a"])
+        assert name == "a" and torch.equal(tensor, WEIGHTS["a"])
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e5m2])
+    def test_a_tensor_of_an_unsupported_dtype_is_refused_by_name(self, folder: Path, dtype: torch.dtype) -> None:
+        save_file({"odd.weight": torch.zeros(2).to(dtype)}, folder / "model.safetensors")
+        with pytest.raises(
+            InvalidManifest, match=r"odd\.weight in model\.safetensors is \w+; the ingest takes BF16, F16, F32, F8_E4M3"
+        ):
+            FolderSource(folder)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda file: save_file({**WEIGHTS, "a": WEIGHTS["a"] + 1}, file),
+            lambda file: save_file({"a": WEIGHTS["a"].T.contiguous()}, file),
+            lambda file: file.write_bytes(bytes(len(file.read_bytes()))),
+            lambda file: os.truncate(file, file.stat().st_size - 1),
+            lambda file: os.truncate(file, 0),
+        ],
+        ids=["replaced", "replaced by another table", "overwritten in place", "a byte cut off", "emptied"],
+    )
+    def test_a_file_that_changes_after_it_was_listed_is_refused(
+        self, folder: Path, change: Callable[[Path], None]
+    ) -> None:
+        file = folder / "model.safetensors"
+        save_file(WEIGHTS, file)
+        os.utime(file, ns=(1, 1))  # long ago: no clock is too coarse for what follows
+        source = FolderSource(folder)
+        change(file)
+        with pytest.raises(InvalidManifest, match=r"b was to be read from .*model\.safetensors, which has changed"):
+            list(source.read(["b"]))
+
+    def test_a_file_truncated_while_it_is_read_fails_the_version(self, folder: Path) -> None:
+        file = folder / "model.safetensors"
+        large = {name: torch.ones(1 << 18) for name in ("a", "b")}  # a map of these would reach beyond what is left
+        save_file(large, file)
+        tensors = FolderSource(folder).read(["a", "b"])
+        _, first = next(tensors)
+        os.truncate(file, 4096)
+        assert torch.equal(first, large["a"])
+        with pytest.raises(InvalidManifest, match="b was to be read from") as refused:
+            next(tensors)
+        assert refused.value.detail == {"tensor": "b", "file": str(file)}
+
+    def test_a_source_file_is_never_mapped(self, folder: Path) -> None:
+        save_file(WEIGHTS, folder / "model.safetensors")
+        tensors = FolderSource(folder).read(["a", "b"])
+        next(tensors)
+        assert str(folder / "model.safetensors") not in Path("/proc/self/maps").read_text()
+
 
 SHAPES = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
 DTYPES: list[SourceDtype] = ["float32", "bfloat16", "float16", "float8_e4m3fn"]
@@ -286,31 +225,67 @@ def take_in(files: PartFiles, folder: Path, part: int, data: bytes) -> None:
     files.add(part, xxhash.xxh3_128_hexdigest(data), received)
 
 
-@settings(deadline=None, max_examples=80)
-@given(TABLES, st.integers(1, 64), st.integers(0, 2**32 - 1))
-def test_tensors_are_read_across_the_borders_of_parts(
-    tmp_path_factory: pytest.TempPathFactory, table: tuple[UploadTensor, ...], part_bytes: int, seed: int
-) -> None:
-    folder = tmp_path_factory.mktemp("parts")
-    stream = torch.randint(0, 256, (sum(t.nbytes for t in table),), generator=torch.Generator().manual_seed(seed))
-    data = bytes(stream.tolist())
-    files = PartFiles(folder, table, part_bytes)
-    for part in range(num_parts(len(data), part_bytes)):
-        take_in(files, folder, part, data[part * part_bytes : (part + 1) * part_bytes])
-    offset = 0
-    for tensor in table:
-        needed = files.parts_of(tensor.name)
-        covered = range(offset // part_bytes, math.ceil((offset + tensor.nbytes) / part_bytes))
-        assert set(covered) <= set(needed) and len(needed) <= max(len(covered), 1)
-        [(_, read)] = files.read([tensor.name])
-        assert tuple(read.shape) == tensor.shape and str(read.dtype) == f"torch.{tensor.dtype}"
-        assert read.flatten().view(torch.uint8).numpy().tobytes() == data[offset : offset + tensor.nbytes]
-        offset += tensor.nbytes
+class TestFolderOfCodes:
+    def test_scales_in_bf16_are_listed_and_read_as_float32(self, folder: Path) -> None:
+        save_file(CODES, folder / "model.safetensors")
+        source = FolderSource(folder)
+        assert {tensor.name: tensor.dtype for tensor in source.table} == {
+            "a": "float8_e4m3fn",
+            "a_scale_inv": "float32",
+        }
+        read = dict(source.read(["a", "a_scale_inv"]))
+        assert (read["a"].dtype, read["a_scale_inv"].dtype) == (torch.float8_e4m3fn, torch.float32)
+
+    @pytest.mark.parametrize("text", ["{", "[]", '{"quantization_config": "fp8"}', "\xff"])
+    def test_codes_beside_a_malformed_config_are_refused(self, folder: Path, text: str) -> None:
+        save_file(CODES, folder / "model.safetensors")
+        (folder / "config.json").write_text(text, encoding="latin-1")
+        with pytest.raises(InvalidManifest, match=r"config\.json does not say how its codes are to be read"):
+            FolderSource(folder)
+
+    def test_a_config_that_is_no_file_is_not_opened(self, folder: Path) -> None:
+        save_file(CODES, folder / "model.safetensors")
+        os.mkfifo(folder / "config.json")
+        assert len(FolderSource(folder).table) == 2
+
+    def test_a_config_that_is_a_link_out_of_the_roots_is_forbidden(self, root: Path) -> None:
+        save_file(CODES, root / "step-1" / "model.safetensors")
+        (root.parent / "secret" / "config.json").write_text("{}")
+        (root / "step-1" / "config.json").symlink_to(root.parent / "secret" / "config.json")
+        with pytest.raises(Forbidden, match=r"config\.json is not below"):
+            FolderSource(root / "step-1", (root,))
+
+    def test_unquantized_weights_need_no_sensible_config(self, folder: Path) -> None:
+        save_file(WEIGHTS, folder / "model.safetensors")
+        (folder / "config.json").write_text('{"quantization_config": {"quant_method": "bitsandbytes"}}')
+        assert len(FolderSource(folder).table) == 2
 
 
-def test_a_part_truncated_on_disk_is_an_error_and_not_zeros(folder: Path) -> None:
-    files = PartFiles(folder, (UploadTensor(name="t", dtype="float32", shape=(4,)),), part_bytes=8)
-    take_in(files, folder, 0, b"\1" * 8)
-    take_in(files, folder, 1, b"\1" * 7)
-    with pytest.raises(OSError, match=r"part-000001\.\w+ is shorter than when it came"):
-        list(files.read(["t"]))
+class TestParts:
+    @settings(deadline=None, max_examples=80)
+    @given(TABLES, st.integers(1, 64), st.integers(0, 2**32 - 1))
+    def test_tensors_are_read_across_the_borders_of_parts(
+        self, tmp_path_factory: pytest.TempPathFactory, table: tuple[UploadTensor, ...], part_bytes: int, seed: int
+    ) -> None:
+        folder = tmp_path_factory.mktemp("parts")
+        stream = torch.randint(0, 256, (sum(t.nbytes for t in table),), generator=torch.Generator().manual_seed(seed))
+        data = bytes(stream.tolist())
+        files = PartFiles(folder, table, part_bytes)
+        for part in range(num_parts(len(data), part_bytes)):
+            take_in(files, folder, part, data[part * part_bytes : (part + 1) * part_bytes])
+        offset = 0
+        for tensor in table:
+            needed = files.parts_of(tensor.name)
+            covered = range(offset // part_bytes, math.ceil((offset + tensor.nbytes) / part_bytes))
+            assert set(covered) <= set(needed) and len(needed) <= max(len(covered), 1)
+            [(_, read)] = files.read([tensor.name])
+            assert tuple(read.shape) == tensor.shape and str(read.dtype) == f"torch.{tensor.dtype}"
+            assert read.flatten().view(torch.uint8).numpy().tobytes() == data[offset : offset + tensor.nbytes]
+            offset += tensor.nbytes
+
+    def test_a_part_truncated_on_disk_is_an_error_and_not_zeros(self, folder: Path) -> None:
+        files = PartFiles(folder, (UploadTensor(name="t", dtype="float32", shape=(4,)),), part_bytes=8)
+        take_in(files, folder, 0, b"\1" * 8)
+        take_in(files, folder, 1, b"\1" * 7)
+        with pytest.raises(OSError, match=r"part-000001\.\w+ is shorter than when it came"):
+            list(files.read(["t"]))

@@ -60,185 +60,153 @@ def first_part(log: WeightLog) -> bytes:
     return path.read_bytes()
 
 
-async def test_the_table_is_added_up_once_and_not_for_each_part(
-    trainer: Trainer, parts: list[bytes], weights: Weights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    added = 0
+class TestPart:
+    async def test_the_table_is_added_up_once_and_not_for_each_part(
+        self, trainer: Trainer, parts: list[bytes], weights: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        added = 0
 
-    def nbytes(tensor: UploadTensor) -> int:
-        nonlocal added
-        added += 1
-        return math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
+        def nbytes(tensor: UploadTensor) -> int:
+            nonlocal added
+            added += 1
+            return math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
 
-    await trainer.put(1, 0, parts[0])
-    monkeypatch.setattr(UploadTensor, "nbytes", property(nbytes))
-    for number, data in enumerate(parts[1:], start=1):
-        await trainer.put(1, number, data)
-    assert len(parts) > 5
-    assert added < 5 * len(weights)
+        await trainer.put(1, 0, parts[0])
+        monkeypatch.setattr(UploadTensor, "nbytes", property(nbytes))
+        for number, data in enumerate(parts[1:], start=1):
+            await trainer.put(1, number, data)
+        assert len(parts) > 5
+        assert added < 5 * len(weights)
 
+    async def test_a_part_gets_a_receipt_and_is_missing_no_more(
+        self, trainer: Trainer, ingest: Ingest, parts: list[bytes], log: WeightLog
+    ) -> None:
+        reply = await trainer.put(1, 2, parts[2])
+        assert reply.status_code == 200
+        assert PartReceipt.model_validate(reply.json()) == PartReceipt(
+            version=1, part=2, nbytes=len(parts[2]), digest=xxhash.xxh3_128_hexdigest(parts[2])
+        )
+        assert 2 not in (await ingest.status(1)).missing_parts
+        assert received_files(log) == ["part-000002"]
 
-async def test_a_part_gets_a_receipt_and_is_missing_no_more(
-    trainer: Trainer, ingest: Ingest, parts: list[bytes], log: WeightLog
-) -> None:
-    reply = await trainer.put(1, 2, parts[2])
-    assert reply.status_code == 200
-    assert PartReceipt.model_validate(reply.json()) == PartReceipt(
-        version=1, part=2, nbytes=len(parts[2]), digest=xxhash.xxh3_128_hexdigest(parts[2])
-    )
-    assert 2 not in (await ingest.status(1)).missing_parts
-    assert received_files(log) == ["part-000002"]
+    async def test_the_last_part_is_shorter(self, trainer: Trainer, parts: list[bytes], plan: UploadPlan) -> None:
+        assert len(parts) == plan.num_parts and len(parts[-1]) < plan.part_bytes
+        assert (await trainer.put(1, plan.num_parts - 1, parts[-1])).status_code == 200
 
+    async def test_the_digest_may_be_in_capitals(self, trainer: Trainer, parts: list[bytes]) -> None:
+        reply = await trainer.put(1, 0, parts[0], digest=xxhash.xxh3_128_hexdigest(parts[0]).upper())
+        assert reply.status_code == 200
 
-async def test_the_last_part_is_shorter(trainer: Trainer, parts: list[bytes], plan: UploadPlan) -> None:
-    assert len(parts) == plan.num_parts and len(parts[-1]) < plan.part_bytes
-    assert (await trainer.put(1, plan.num_parts - 1, parts[-1])).status_code == 200
+    async def test_a_part_sent_twice_is_accepted_once(
+        self, trainer: Trainer, parts: list[bytes], ingest: Ingest, log: WeightLog
+    ) -> None:
+        first = await trainer.put(1, 0, parts[0])
+        again = await trainer.put(1, 0, parts[0])
+        assert again.status_code == 200 and again.json() == first.json()
+        assert received_files(log) == ["part-000000"]
+        for number, part in enumerate(parts):
+            assert (await trainer.put(1, number, part)).status_code == 200
+        assert (await ingest.commit(1, CommitUpload())).state == "committed"
 
+    async def test_other_bytes_for_a_part_conflict_and_the_first_ones_stay(
+        self, trainer: Trainer, parts: list[bytes], log: WeightLog
+    ) -> None:
+        await trainer.put(1, 0, parts[0])
+        reply = await trainer.put(1, 0, bytes(len(parts[0])))
+        assert reply.status_code == 409
+        error = reply.json()["error"]
+        assert error["type"] == "VersionConflict" and "DELETE the staged version" in error["message"]
+        assert error["detail"]["digests"][0] == xxhash.xxh3_128_hexdigest(parts[0])
+        assert first_part(log) == parts[0]
 
-async def test_the_digest_may_be_in_capitals(trainer: Trainer, parts: list[bytes]) -> None:
-    reply = await trainer.put(1, 0, parts[0], digest=xxhash.xxh3_128_hexdigest(parts[0]).upper())
-    assert reply.status_code == 200
-
-
-async def test_a_part_sent_twice_is_accepted_once(
-    trainer: Trainer, parts: list[bytes], ingest: Ingest, log: WeightLog
-) -> None:
-    first = await trainer.put(1, 0, parts[0])
-    again = await trainer.put(1, 0, parts[0])
-    assert again.status_code == 200 and again.json() == first.json()
-    assert received_files(log) == ["part-000000"]
-    for number, part in enumerate(parts):
-        assert (await trainer.put(1, number, part)).status_code == 200
-    assert (await ingest.commit(1, CommitUpload())).state == "committed"
-
-
-async def test_other_bytes_for_a_part_conflict_and_the_first_ones_stay(
-    trainer: Trainer, parts: list[bytes], log: WeightLog
-) -> None:
-    await trainer.put(1, 0, parts[0])
-    reply = await trainer.put(1, 0, bytes(len(parts[0])))
-    assert reply.status_code == 409
-    error = reply.json()["error"]
-    assert error["type"] == "VersionConflict" and "DELETE the staged version" in error["message"]
-    assert error["detail"]["digests"][0] == xxhash.xxh3_128_hexdigest(parts[0])
-    assert first_part(log) == parts[0]
-
-
-async def test_senders_of_one_part_at_once_do_not_mix_their_bytes(
-    trainer: Trainer, parts: list[bytes], log: WeightLog
-) -> None:
-    replies = await asyncio.gather(*(trainer.put(1, 0, parts[0]) for _ in range(8)))
-    assert {reply.status_code for reply in replies} == {200}
-    assert received_files(log) == ["part-000000"]
-    assert first_part(log) == parts[0]
+    async def test_senders_of_one_part_at_once_do_not_mix_their_bytes(
+        self, trainer: Trainer, parts: list[bytes], log: WeightLog
+    ) -> None:
+        replies = await asyncio.gather(*(trainer.put(1, 0, parts[0]) for _ in range(8)))
+        assert {reply.status_code for reply in replies} == {200}
+        assert received_files(log) == ["part-000000"]
+        assert first_part(log) == parts[0]
 
 
-async def test_bytes_that_do_not_hash_to_the_digest_are_refused(
-    trainer: Trainer, parts: list[bytes], ingest: Ingest, log: WeightLog
-) -> None:
-    reply = await trainer.put(1, 0, b"!" + parts[0][1:], digest=xxhash.xxh3_128_hexdigest(parts[0]))
-    assert reply.status_code == 422
-    error = reply.json()["error"]
-    assert error["type"] == "DigestMismatch" and "send it again" in error["message"]
-    assert error["detail"]["expected"] == xxhash.xxh3_128_hexdigest(parts[0])
-    assert received_files(log) == [] and 0 in (await ingest.status(1)).missing_parts
-    assert (await trainer.put(1, 0, parts[0])).status_code == 200
+class TestRefusedPart:
+    async def test_bytes_that_do_not_hash_to_the_digest_are_refused(
+        self, trainer: Trainer, parts: list[bytes], ingest: Ingest, log: WeightLog
+    ) -> None:
+        reply = await trainer.put(1, 0, b"!" + parts[0][1:], digest=xxhash.xxh3_128_hexdigest(parts[0]))
+        assert reply.status_code == 422
+        error = reply.json()["error"]
+        assert error["type"] == "DigestMismatch" and "send it again" in error["message"]
+        assert error["detail"]["expected"] == xxhash.xxh3_128_hexdigest(parts[0])
+        assert received_files(log) == [] and 0 in (await ingest.status(1)).missing_parts
+        assert (await trainer.put(1, 0, parts[0])).status_code == 200
 
+    async def test_a_part_that_is_too_short_is_refused_with_both_sizes(
+        self, trainer: Trainer, parts: list[bytes], log: WeightLog
+    ) -> None:
+        reply = await trainer.put(1, 0, parts[0][:-1])
+        assert reply.status_code == 422
+        assert f"must have {len(parts[0])} bytes, not {len(parts[0]) - 1}" in reply.json()["error"]["message"]
+        assert received_files(log) == []
 
-async def test_a_part_that_is_too_short_is_refused_with_both_sizes(
-    trainer: Trainer, parts: list[bytes], log: WeightLog
-) -> None:
-    reply = await trainer.put(1, 0, parts[0][:-1])
-    assert reply.status_code == 422
-    assert f"must have {len(parts[0])} bytes, not {len(parts[0]) - 1}" in reply.json()["error"]["message"]
-    assert received_files(log) == []
+    async def test_a_part_that_is_too_long_is_refused(
+        self, trainer: Trainer, parts: list[bytes], log: WeightLog
+    ) -> None:
+        reply = await trainer.put(1, 0, parts[0] + b"!")
+        assert reply.status_code == 413
+        error = reply.json()["error"]
+        assert error["type"] == "PayloadTooLarge" and error["detail"] == {"limit_bytes": len(parts[0])}
+        assert error["message"].startswith(f"part 0 of version 1 has {len(parts[0])} bytes")
+        assert received_files(log) == []
 
+    async def test_an_endless_body_is_cut_off_once_it_is_too_long(self, trainer: Trainer, parts: list[bytes]) -> None:
+        sent = 0
 
-async def test_a_part_that_is_too_long_is_refused(trainer: Trainer, parts: list[bytes], log: WeightLog) -> None:
-    reply = await trainer.put(1, 0, parts[0] + b"!")
-    assert reply.status_code == 413
-    error = reply.json()["error"]
-    assert error["type"] == "PayloadTooLarge" and error["detail"] == {"limit_bytes": len(parts[0])}
-    assert error["message"].startswith(f"part 0 of version 1 has {len(parts[0])} bytes")
-    assert received_files(log) == []
+        async def endless() -> AsyncIterator[bytes]:
+            nonlocal sent
+            while True:
+                sent += len(parts[0])
+                yield parts[0]
 
+        reply = await trainer.http.put("/v1/weights/1/parts/0", content=endless(), headers={PART_DIGEST_HEADER: "0"})
+        assert reply.status_code == 413
+        assert sent <= 3 * len(parts[0])
 
-async def test_an_endless_body_is_cut_off_once_it_is_too_long(trainer: Trainer, parts: list[bytes]) -> None:
-    sent = 0
+    async def test_the_digest_header_must_be_there(self, trainer: Trainer, parts: list[bytes]) -> None:
+        reply = await trainer.http.put("/v1/weights/1/parts/0", content=parts[0])
+        assert reply.status_code == 422
+        assert PART_DIGEST_HEADER in reply.json()["error"]["message"]
 
-    async def endless() -> AsyncIterator[bytes]:
-        nonlocal sent
-        while True:
-            sent += len(parts[0])
-            yield parts[0]
+    @pytest.mark.parametrize("number", [-1, 10_000])
+    async def test_a_part_that_the_version_does_not_have_is_not_found(
+        self, trainer: Trainer, parts: list[bytes], number: int
+    ) -> None:
+        reply = await trainer.put(1, number, parts[0])
+        assert reply.status_code == 404
+        assert f"version 1 has parts 0 to {len(parts) - 1}, not {number}" in reply.json()["error"]["message"]
 
-    reply = await trainer.http.put("/v1/weights/1/parts/0", content=endless(), headers={PART_DIGEST_HEADER: "0"})
-    assert reply.status_code == 413
-    assert sent <= 3 * len(parts[0])
+    async def test_a_part_number_that_is_no_number_is_refused(self, trainer: Trainer) -> None:
+        reply = await trainer.http.put("/v1/weights/1/parts/first", content=b"")
+        assert reply.status_code == 422 and "part" in reply.json()["error"]["message"]
 
+    async def test_a_part_of_a_version_that_is_not_staged_is_not_found(
+        self, trainer: Trainer, plan: UploadPlan
+    ) -> None:
+        reply = await trainer.put(2, 0, b"")
+        assert reply.status_code == 404
+        assert "version 2 is not staged (staged: [1])" in reply.json()["error"]["message"]
 
-async def test_the_digest_header_must_be_there(trainer: Trainer, parts: list[bytes]) -> None:
-    reply = await trainer.http.put("/v1/weights/1/parts/0", content=parts[0])
-    assert reply.status_code == 422
-    assert PART_DIGEST_HEADER in reply.json()["error"]["message"]
+    async def test_a_version_read_from_a_path_takes_no_parts(self, model: Path, tmp_path: Path) -> None:
+        ingest = Ingest(config_of(model, tmp_path / "log", weights={"source_roots": [model.parent.resolve()]}))
+        await ingest.start()
+        await ingest.begin(BeginUpload(version=1, source=PathSource(path=model)))
+        reply = await Trainer(ingest).put(1, 0, b"")
+        assert reply.status_code == 422 and "it takes no parts" in reply.json()["error"]["message"]
+        await ingest.discard(1)
 
-
-@pytest.mark.parametrize("number", [-1, 10_000])
-async def test_a_part_that_the_version_does_not_have_is_not_found(
-    trainer: Trainer, parts: list[bytes], number: int
-) -> None:
-    reply = await trainer.put(1, number, parts[0])
-    assert reply.status_code == 404
-    assert f"version 1 has parts 0 to {len(parts) - 1}, not {number}" in reply.json()["error"]["message"]
-
-
-async def test_a_part_number_that_is_no_number_is_refused(trainer: Trainer) -> None:
-    reply = await trainer.http.put("/v1/weights/1/parts/first", content=b"")
-    assert reply.status_code == 422 and "part" in reply.json()["error"]["message"]
-
-
-async def test_a_part_of_a_version_that_is_not_staged_is_not_found(trainer: Trainer, plan: UploadPlan) -> None:
-    reply = await trainer.put(2, 0, b"")
-    assert reply.status_code == 404
-    assert "version 2 is not staged (staged: [1])" in reply.json()["error"]["message"]
-
-
-async def test_a_version_read_from_a_path_takes_no_parts(model: Path, tmp_path: Path) -> None:
-    ingest = Ingest(config_of(model, tmp_path / "log", weights={"source_roots": [model.parent.resolve()]}))
-    await ingest.start()
-    await ingest.begin(BeginUpload(version=1, source=PathSource(path=model)))
-    reply = await Trainer(ingest).put(1, 0, b"")
-    assert reply.status_code == 422 and "it takes no parts" in reply.json()["error"]["message"]
-    await ingest.discard(1)
-
-
-# --- who may
-
-
-@pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic secret", "secret", "Bearer", "Bearer "])
-async def test_a_caller_without_the_token_is_unauthorized(
-    ingest: Ingest, parts: list[bytes], log: WeightLog, header: str | None
-) -> None:
-    stranger = Trainer(ingest, token="secret")
-    reply = await stranger.put(1, 0, parts[0], **({"authorization": header} if header else {}))
-    assert reply.status_code == 401 and reply.json()["error"]["type"] == "Unauthorized"
-    assert received_files(log) == []
-
-
-async def test_a_caller_with_the_token_may_come_from_anywhere(ingest: Ingest, parts: list[bytes]) -> None:
-    remote = Trainer(ingest, token="secret", client=("192.0.2.7", 1))
-    assert (await remote.put(1, 0, parts[0], authorization="Bearer secret")).status_code == 200
-
-
-async def test_without_a_token_a_caller_from_elsewhere_is_forbidden(
-    ingest: Ingest, parts: list[bytes], log: WeightLog
-) -> None:
-    reply = await Trainer(ingest, client=("192.0.2.7", 1)).put(1, 0, parts[0])
-    assert reply.status_code == 403 and "192.0.2.7" in reply.json()["error"]["message"]
-    assert received_files(log) == []
-
-
-# --- bad moments
+    @pytest.mark.parametrize("version", [-1, MAX_VERSION + 1, 10**255])
+    async def test_a_part_of_a_version_out_of_bounds_is_refused(self, trainer: Trainer, version: int) -> None:
+        reply = await trainer.put(version, 0, b"")
+        assert reply.status_code == 422 and "version" in reply.json()["error"]["message"]
 
 
 class SlowBody:
@@ -260,136 +228,151 @@ def send_slowly(trainer: Trainer, part: int, body: SlowBody, digest: str) -> asy
     return asyncio.create_task(put)
 
 
-async def test_a_part_whose_version_is_discarded_midway_is_not_found(
-    trainer: Trainer, ingest: Ingest, parts: list[bytes], log: WeightLog
-) -> None:
-    body = SlowBody(parts[0])
-    sending = send_slowly(trainer, 0, body, xxhash.xxh3_128_hexdigest(parts[0]))
-    await body.begun.wait()
-    await settle()
-    await ingest.discard(1)
-    body.go_on.set()
-    reply = await sending
-    assert reply.status_code == 404 and "was discarded before part 0 was complete" in reply.json()["error"]["message"]
-    assert list((log.root / "staging").iterdir()) == []
+class TestWhoMaySend:
+    @pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic secret", "secret", "Bearer", "Bearer "])
+    async def test_a_caller_without_the_token_is_unauthorized(
+        self, ingest: Ingest, parts: list[bytes], log: WeightLog, header: str | None
+    ) -> None:
+        stranger = Trainer(ingest, token="secret")
+        reply = await stranger.put(1, 0, parts[0], **({"authorization": header} if header else {}))
+        assert reply.status_code == 401 and reply.json()["error"]["type"] == "Unauthorized"
+        assert received_files(log) == []
 
+    async def test_a_caller_with_the_token_may_come_from_anywhere(self, ingest: Ingest, parts: list[bytes]) -> None:
+        remote = Trainer(ingest, token="secret", client=("192.0.2.7", 1))
+        assert (await remote.put(1, 0, parts[0], authorization="Bearer secret")).status_code == 200
 
-async def test_a_part_repeated_during_the_commit_gets_its_receipt(
-    trainer: Trainer, ingest: Ingest, parts: list[bytes], log: WeightLog
-) -> None:
-    for number, part in enumerate(parts):
-        await trainer.put(1, number, part)
-    body = SlowBody(parts[0])
-    sending = send_slowly(trainer, 0, body, xxhash.xxh3_128_hexdigest(parts[0]))
-    await body.begun.wait()
-    await settle()
-    assert (await ingest.commit(1, CommitUpload())).state == "committed"
-    body.go_on.set()
-    assert (await sending).status_code == 200
-    assert list((log.root / "staging").iterdir()) == []
+    async def test_without_a_token_a_caller_from_elsewhere_is_forbidden(
+        self, ingest: Ingest, parts: list[bytes], log: WeightLog
+    ) -> None:
+        reply = await Trainer(ingest, client=("192.0.2.7", 1)).put(1, 0, parts[0])
+        assert reply.status_code == 403 and "192.0.2.7" in reply.json()["error"]["message"]
+        assert received_files(log) == []
 
+    @pytest.mark.parametrize(
+        "headers",
+        [
+            {"Host": "evil.example"},
+            {"Origin": "http://evil.example"},
+            {"Sec-Fetch-Site": "cross-site"},
+            {"X-Forwarded-For": "127.0.0.1"},
+        ],
+        ids=lambda headers: next(iter(headers)),
+    )
+    async def test_without_a_token_web_pages_and_proxies_are_forbidden(
+        self, trainer: Trainer, parts: list[bytes], headers: dict[str, str], log: WeightLog
+    ) -> None:
+        assert (await trainer.put(1, 0, parts[0], **headers)).status_code == 403
+        assert received_files(log) == []
 
-async def test_a_sender_that_disconnects_leaves_no_file_or_descriptor(
-    ingest: Ingest, parts: list[bytes], log: WeightLog
-) -> None:
-    before = open_files()
-    body = iter([{"type": "http.request", "body": parts[0][:1000], "more_body": True}, {"type": "http.disconnect"}])
-    statuses = []
+    async def test_the_listener_believes_no_header_about_who_calls(self, ingest: Ingest, parts: list[bytes]) -> None:
+        seen = []
 
-    async def receive() -> Any:
-        return next(body)
+        async def note(scope: Any, receive: Any, send: Any) -> None:
+            seen.append(scope["client"][0])
+            await create_upload_app(ingest, Authorizer(None))(scope, receive, send)
 
-    async def send(message: Any) -> None:
-        statuses.append(message.get("status"))
-
-    path = "/v1/weights/1/parts/0"
-    scope = {"type": "http", "method": "PUT", "path": path, "raw_path": path.encode(), "query_string": b""}
-    scope |= {
-        "headers": [(b"host", b"localhost"), (PART_DIGEST_HEADER.lower().encode(), b"0")],
-        "client": ("127.0.0.1", 1),
-        "root_path": "",
-    }
-    await create_upload_app(ingest, Authorizer(None))(scope, receive, send)
-    assert statuses[0] == 400
-    assert received_files(log) == [] and open_files() == before
-    assert 0 in (await ingest.status(1)).missing_parts
-
-
-async def test_a_part_cancelled_during_its_write_spoils_no_other_file(
-    ingest: Ingest, weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writing, go_on, write = threading.Event(), threading.Event(), DirectFile.write
-
-    def held(file: DirectFile, buffer: memoryview, nbytes: int, offset: int) -> None:
-        writing.set()
-        go_on.wait(30)
-        write(file, buffer, nbytes, offset)
-
-    monkeypatch.setattr(DirectFile, "write", held)
-    plan = await ingest.begin(begin_of(1, weights))
-    part = stream_of(weights)[: plan.part_bytes]
-    sending = asyncio.create_task(Trainer(ingest).put(1, 0, part))
-    await asyncio.to_thread(writing.wait, 30)
-    sending.cancel()  # as the listener does with those that are still there when it stops
-    await settle()
-    with untouched_files(tmp_path):
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await sending
-    assert 0 in (await ingest.status(1)).missing_parts
-
-
-@pytest.mark.parametrize("version", [-1, MAX_VERSION + 1, 10**255])
-async def test_a_part_of_a_version_out_of_bounds_is_refused(trainer: Trainer, version: int) -> None:
-    reply = await trainer.put(version, 0, b"")
-    assert reply.status_code == 422 and "version" in reply.json()["error"]["message"]
-
-
-async def test_a_stopped_listener_fails_its_health_check(ingest: Ingest, parts: list[bytes]) -> None:
-    server = UploadServer(create_upload_app(ingest, Authorizer(None)), "127.0.0.1")
-    server.start()
-    digest = {PART_DIGEST_HEADER: xxhash.xxh3_128_hexdigest(parts[0])}
-    async with httpx.AsyncClient() as http:
-        reply = await http.put(f"http://127.0.0.1:{server.port}/v1/weights/1/parts/0", content=parts[0], headers=digest)
-        assert reply.status_code == 200
-        await server.check_health()
+        server = UploadServer(note, "127.0.0.1")
+        server.start()
+        async with httpx.AsyncClient() as http:
+            forwarded = {"X-Forwarded-For": "192.0.2.1"}
+            reply = await http.put(
+                f"http://{server.host}:{server.port}/v1/weights/1/parts/0", content=parts[0], headers=forwarded
+            )
         await server.stop()
-        with pytest.raises(httpx.ConnectError):
-            await http.get(f"http://127.0.0.1:{server.port}")
-    with pytest.raises(RuntimeError, match="has stopped"):
-        await server.check_health()
+        assert seen == ["127.0.0.1"] and reply.status_code == 403
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"Host": "evil.example"},
-        {"Origin": "http://evil.example"},
-        {"Sec-Fetch-Site": "cross-site"},
-        {"X-Forwarded-For": "127.0.0.1"},
-    ],
-    ids=lambda headers: next(iter(headers)),
-)
-async def test_without_a_token_web_pages_and_proxies_are_forbidden(
-    trainer: Trainer, parts: list[bytes], headers: dict[str, str], log: WeightLog
-) -> None:
-    assert (await trainer.put(1, 0, parts[0], **headers)).status_code == 403
-    assert received_files(log) == []
-
-
-async def test_the_listener_believes_no_header_about_who_calls(ingest: Ingest, parts: list[bytes]) -> None:
-    seen = []
-
-    async def note(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(scope["client"][0])
-        await create_upload_app(ingest, Authorizer(None))(scope, receive, send)
-
-    server = UploadServer(note, "127.0.0.1")
-    server.start()
-    async with httpx.AsyncClient() as http:
-        forwarded = {"X-Forwarded-For": "192.0.2.1"}
-        reply = await http.put(
-            f"http://{server.host}:{server.port}/v1/weights/1/parts/0", content=parts[0], headers=forwarded
+class TestBadMoments:
+    async def test_a_part_whose_version_is_discarded_midway_is_not_found(
+        self, trainer: Trainer, ingest: Ingest, parts: list[bytes], log: WeightLog
+    ) -> None:
+        body = SlowBody(parts[0])
+        sending = send_slowly(trainer, 0, body, xxhash.xxh3_128_hexdigest(parts[0]))
+        await body.begun.wait()
+        await settle()
+        await ingest.discard(1)
+        body.go_on.set()
+        reply = await sending
+        assert (
+            reply.status_code == 404 and "was discarded before part 0 was complete" in reply.json()["error"]["message"]
         )
-    await server.stop()
-    assert seen == ["127.0.0.1"] and reply.status_code == 403
+        assert list((log.root / "staging").iterdir()) == []
+
+    async def test_a_part_repeated_during_the_commit_gets_its_receipt(
+        self, trainer: Trainer, ingest: Ingest, parts: list[bytes], log: WeightLog
+    ) -> None:
+        for number, part in enumerate(parts):
+            await trainer.put(1, number, part)
+        body = SlowBody(parts[0])
+        sending = send_slowly(trainer, 0, body, xxhash.xxh3_128_hexdigest(parts[0]))
+        await body.begun.wait()
+        await settle()
+        assert (await ingest.commit(1, CommitUpload())).state == "committed"
+        body.go_on.set()
+        assert (await sending).status_code == 200
+        assert list((log.root / "staging").iterdir()) == []
+
+    async def test_a_sender_that_disconnects_leaves_no_file_or_descriptor(
+        self, ingest: Ingest, parts: list[bytes], log: WeightLog
+    ) -> None:
+        before = open_files()
+        body = iter([{"type": "http.request", "body": parts[0][:1000], "more_body": True}, {"type": "http.disconnect"}])
+        statuses = []
+
+        async def receive() -> Any:
+            return next(body)
+
+        async def send(message: Any) -> None:
+            statuses.append(message.get("status"))
+
+        path = "/v1/weights/1/parts/0"
+        scope = {"type": "http", "method": "PUT", "path": path, "raw_path": path.encode(), "query_string": b""}
+        scope |= {
+            "headers": [(b"host", b"localhost"), (PART_DIGEST_HEADER.lower().encode(), b"0")],
+            "client": ("127.0.0.1", 1),
+            "root_path": "",
+        }
+        await create_upload_app(ingest, Authorizer(None))(scope, receive, send)
+        assert statuses[0] == 400
+        assert received_files(log) == [] and open_files() == before
+        assert 0 in (await ingest.status(1)).missing_parts
+
+    async def test_a_part_cancelled_during_its_write_spoils_no_other_file(
+        self, ingest: Ingest, weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        writing, go_on, write = threading.Event(), threading.Event(), DirectFile.write
+
+        def held(file: DirectFile, buffer: memoryview, nbytes: int, offset: int) -> None:
+            writing.set()
+            go_on.wait(30)
+            write(file, buffer, nbytes, offset)
+
+        monkeypatch.setattr(DirectFile, "write", held)
+        plan = await ingest.begin(begin_of(1, weights))
+        part = stream_of(weights)[: plan.part_bytes]
+        sending = asyncio.create_task(Trainer(ingest).put(1, 0, part))
+        await asyncio.to_thread(writing.wait, 30)
+        sending.cancel()  # as the listener does with those that are still there when it stops
+        await settle()
+        with untouched_files(tmp_path):
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+        assert 0 in (await ingest.status(1)).missing_parts
+
+    async def test_a_stopped_listener_fails_its_health_check(self, ingest: Ingest, parts: list[bytes]) -> None:
+        server = UploadServer(create_upload_app(ingest, Authorizer(None)), "127.0.0.1")
+        server.start()
+        digest = {PART_DIGEST_HEADER: xxhash.xxh3_128_hexdigest(parts[0])}
+        async with httpx.AsyncClient() as http:
+            reply = await http.put(
+                f"http://127.0.0.1:{server.port}/v1/weights/1/parts/0", content=parts[0], headers=digest
+            )
+            assert reply.status_code == 200
+            await server.check_health()
+            await server.stop()
+            with pytest.raises(httpx.ConnectError):
+                await http.get(f"http://127.0.0.1:{server.port}")
+        with pytest.raises(RuntimeError, match="has stopped"):
+            await server.check_health()

@@ -88,113 +88,86 @@ def from_folder(source: Path, folder: Path, model: Path, executor: ThreadPoolExe
     return staged_version(begin, folder, model, executor, FolderSource(source))
 
 
-# --- tied embeddings
+class TestTiedEmbedding:
+    async def test_a_tied_model_without_a_head_stores_the_embedding_twice(
+        self, tied_model: Path, tmp_path: Path, executor: ThreadPoolExecutor
+    ) -> None:
+        weights = folder_weights(tied_model)
+        assert LM_HEAD not in weights
+        stored = {t.name: t for t in await uploaded(weights, tmp_path / "1", tied_model, executor)}
+        assert stored[LM_HEAD].digest == stored[EMBEDDING].digest
+        assert stored[LM_HEAD].shape == tuple(weights[EMBEDDING].shape)
+
+    async def test_a_tied_model_may_send_its_head_too(
+        self, tied_model: Path, tmp_path: Path, executor: ThreadPoolExecutor
+    ) -> None:
+        weights = folder_weights(tied_model)
+        weights[LM_HEAD] = weights[EMBEDDING]
+        stored = {t.name: t for t in await uploaded(weights, tmp_path / "1", tied_model, executor)}
+        assert stored[LM_HEAD].digest == stored[EMBEDDING].digest
+
+    async def test_a_tied_head_that_differs_from_the_embedding_is_refused(
+        self, tied_model: Path, tmp_path: Path, executor: ThreadPoolExecutor
+    ) -> None:
+        weights = folder_weights(tied_model)
+        weights[LM_HEAD] = weights[EMBEDDING] * 2
+        with pytest.raises(InvalidManifest, match=f"{LM_HEAD} differs from {EMBEDDING}"):
+            await uploaded(weights, tmp_path / "1", tied_model, executor)
 
 
-async def test_a_tied_model_without_a_head_stores_the_embedding_twice(
-    tied_model: Path, tmp_path: Path, executor: ThreadPoolExecutor
-) -> None:
-    weights = folder_weights(tied_model)
-    assert LM_HEAD not in weights
-    stored = {t.name: t for t in await uploaded(weights, tmp_path / "1", tied_model, executor)}
-    assert stored[LM_HEAD].digest == stored[EMBEDDING].digest
-    assert stored[LM_HEAD].shape == tuple(weights[EMBEDDING].shape)
+class TestFailure:
+    async def test_a_failure_is_known_before_the_commit(
+        self, model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
+    ) -> None:
+        broken = {name: tensor.clone() for name, tensor in weights.items()}
+        broken["model.norm.weight"][3] = float("nan")
+        staged = staged_version(begin_of(1, broken), tmp_path / "1", model, executor)
+        accept_all(staged, broken)
+        executor.submit(int).result()
+        assert isinstance(staged.failure, QuantizationError)
+        await staged.discard()
 
+    async def test_files_that_vanish_before_they_are_read_fail_the_version(
+        self, model: Path, source: Path, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
+    ) -> None:
+        staged = from_folder(source, tmp_path / "1", model, executor)
+        (source / "model.safetensors").unlink()
+        gate.set()
+        with pytest.raises(RolloutServiceError, match=r"version 1 could not be stored: .*model\.safetensors"):
+            await staged.finish()
+        assert staged.failure is not None
+        await staged.discard()
 
-async def test_a_tied_model_may_send_its_head_too(
-    tied_model: Path, tmp_path: Path, executor: ThreadPoolExecutor
-) -> None:
-    weights = folder_weights(tied_model)
-    weights[LM_HEAD] = weights[EMBEDDING]
-    stored = {t.name: t for t in await uploaded(weights, tmp_path / "1", tied_model, executor)}
-    assert stored[LM_HEAD].digest == stored[EMBEDDING].digest
+    async def test_files_that_change_before_they_are_read_fail_the_version(
+        self,
+        model: Path,
+        weights: Weights,
+        source: Path,
+        tmp_path: Path,
+        executor: ThreadPoolExecutor,
+        gate: threading.Event,
+    ) -> None:
+        staged = from_folder(source, tmp_path / "1", model, executor)
+        name = "model.layers.0.mlp.down_proj.weight"
+        save_file({**weights, name: weights[name].T.contiguous()}, source / "model.safetensors")
+        gate.set()
+        with pytest.raises(InvalidManifest, match=r"was to be read from .*model\.safetensors, which has changed since"):
+            await staged.finish()
+        await staged.discard()
 
-
-async def test_a_tied_head_that_differs_from_the_embedding_is_refused(
-    tied_model: Path, tmp_path: Path, executor: ThreadPoolExecutor
-) -> None:
-    weights = folder_weights(tied_model)
-    weights[LM_HEAD] = weights[EMBEDDING] * 2
-    with pytest.raises(InvalidManifest, match=f"{LM_HEAD} differs from {EMBEDDING}"):
-        await uploaded(weights, tmp_path / "1", tied_model, executor)
-
-
-# --- failures
-
-
-async def test_a_failure_is_known_before_the_commit(
-    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
-) -> None:
-    broken = {name: tensor.clone() for name, tensor in weights.items()}
-    broken["model.norm.weight"][3] = float("nan")
-    staged = staged_version(begin_of(1, broken), tmp_path / "1", model, executor)
-    accept_all(staged, broken)
-    executor.submit(int).result()
-    assert isinstance(staged.failure, QuantizationError)
-    await staged.discard()
-
-
-async def test_files_that_vanish_before_they_are_read_fail_the_version(
-    model: Path, source: Path, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
-) -> None:
-    staged = from_folder(source, tmp_path / "1", model, executor)
-    (source / "model.safetensors").unlink()
-    gate.set()
-    with pytest.raises(RolloutServiceError, match=r"version 1 could not be stored: .*model\.safetensors"):
-        await staged.finish()
-    assert staged.failure is not None
-    await staged.discard()
-
-
-async def test_files_that_change_before_they_are_read_fail_the_version(
-    model: Path, weights: Weights, source: Path, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
-) -> None:
-    staged = from_folder(source, tmp_path / "1", model, executor)
-    name = "model.layers.0.mlp.down_proj.weight"
-    save_file({**weights, name: weights[name].T.contiguous()}, source / "model.safetensors")
-    gate.set()
-    with pytest.raises(InvalidManifest, match=r"was to be read from .*model\.safetensors, which has changed since"):
-        await staged.finish()
-    await staged.discard()
-
-
-async def test_a_version_too_large_for_the_disk_leaves_nothing_behind(
-    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
-) -> None:
-    before = open_files()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        with pytest.raises(InsufficientStorage, match=r"version 1 .* needs \d+ bytes, and .* has \d+ free"):
-            staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert list(tmp_path.iterdir()) == []
-    assert open_files() == before
-
-
-# --- discarding
-
-
-async def test_discarding_closes_and_removes_every_file(
-    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
-) -> None:
-    before = open_files()
-    staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
-    assert open_files() > before
-    accept_all(staged, weights)
-    await staged.discard()
-    assert open_files() == before
-    assert list(tmp_path.iterdir()) == []
-
-
-async def test_discarding_does_not_wait_for_queued_conversions(
-    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
-) -> None:
-    staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
-    accept_all(staged, weights)
-    await asyncio.wait_for(staged.discard(), 30)
-    assert not gate.is_set() and list(tmp_path.iterdir()) == []
+    async def test_a_version_too_large_for_the_disk_leaves_nothing_behind(
+        self, model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
+    ) -> None:
+        before = open_files()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        try:
+            with pytest.raises(InsufficientStorage, match=r"version 1 .* needs \d+ bytes, and .* has \d+ free"):
+                staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert list(tmp_path.iterdir()) == []
+        assert open_files() == before
 
 
 class HeldSource(FolderSource):
@@ -210,65 +183,59 @@ class HeldSource(FolderSource):
         return super().read(names)
 
 
-async def test_discarding_waits_for_the_conversion_that_is_running(
-    model: Path, tmp_path: Path, executor: ThreadPoolExecutor
-) -> None:
-    source = HeldSource(model)
-    begin = BeginUpload(version=1, source=PathSource(path=model))
-    staged = staged_version(begin, tmp_path / "1", model, executor, source)
-    await asyncio.to_thread(source.reading.wait, 60)
-    discarding = asyncio.create_task(staged.discard())
-    await settle()
-    still_open = not discarding.done() and (tmp_path / "1").exists()
-    source.go_on.set()
-    await discarding
-    assert still_open and staged.failure is None
-    assert list(tmp_path.iterdir()) == []
+class TestDiscard:
+    async def test_discarding_closes_and_removes_every_file(
+        self, model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
+    ) -> None:
+        before = open_files()
+        staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
+        assert open_files() > before
+        accept_all(staged, weights)
+        await staged.discard()
+        assert open_files() == before
+        assert list(tmp_path.iterdir()) == []
 
+    async def test_discarding_does_not_wait_for_queued_conversions(
+        self, model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
+    ) -> None:
+        staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
+        accept_all(staged, weights)
+        await asyncio.wait_for(staged.discard(), 30)
+        assert not gate.is_set() and list(tmp_path.iterdir()) == []
 
-async def test_a_part_that_arrives_after_the_discard_is_told_so(
-    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
-) -> None:
-    staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
-    await staged.discard()
-    with pytest.raises(NotFound, match="version 1 was discarded before part 0 was complete"):
-        staged.accept(0, "digest", tmp_path / "received")
+    async def test_discarding_waits_for_the_conversion_that_is_running(
+        self, model: Path, tmp_path: Path, executor: ThreadPoolExecutor
+    ) -> None:
+        source = HeldSource(model)
+        begin = BeginUpload(version=1, source=PathSource(path=model))
+        staged = staged_version(begin, tmp_path / "1", model, executor, source)
+        await asyncio.to_thread(source.reading.wait, 60)
+        discarding = asyncio.create_task(staged.discard())
+        await settle()
+        still_open = not discarding.done() and (tmp_path / "1").exists()
+        source.go_on.set()
+        await discarding
+        assert still_open and staged.failure is None
+        assert list(tmp_path.iterdir()) == []
 
+    async def test_a_part_that_arrives_after_the_discard_is_told_so(
+        self, model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
+    ) -> None:
+        staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
+        await staged.discard()
+        with pytest.raises(NotFound, match="version 1 was discarded before part 0 was complete"):
+            staged.accept(0, "digest", tmp_path / "received")
 
-async def test_what_an_earlier_upload_left_in_the_folder_is_removed(
-    model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
-) -> None:
-    for folder in (tmp_path / "1", tmp_path / "1.parts"):
-        folder.mkdir()
-        (folder / "part-000000").write_bytes(b"old")
-    staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
-    assert 0 in staged.missing and {path.name for path in (tmp_path / "1.parts").iterdir()} == {"upload.json"}
-    assert {path.name for path in (tmp_path / "1").iterdir()} == {"weights-00001.safetensors"}
-    await staged.discard()
-
-
-# --- several threads, where a GPU quantizes
-
-
-async def test_several_threads_store_what_one_stores(
-    weights: Weights, model: Path, source: Path, tmp_path: Path, executor: ThreadPoolExecutor
-) -> None:
-    by_one = await uploaded(weights, tmp_path / "1", model, executor)
-    with ThreadPoolExecutor(4) as several:
-        assert await uploaded(weights, tmp_path / "2", model, several) == by_one
-        assert await from_folder(source, tmp_path / "3", model, several).finish() == by_one
-
-
-async def test_a_replaced_part_is_removed_once_nobody_reads_it(weights: Weights, model: Path, tmp_path: Path) -> None:
-    with ThreadPoolExecutor(2) as executor:
-        begin = begin_of(1, weights).model_copy(update={"uploader": "first"})
-        staged = staged_version(begin, tmp_path / "1", model, executor)
-        other = staged.incoming_path(0)
-        other.write_bytes(b"\x01" * staged.part_size(0))
-        staged.accept(0, xxhash.xxh3_128_hexdigest(other.read_bytes()), other, uploader="second")
-        accept_all(staged, weights, uploader="first")
-        await staged.finish()
-        assert len(list(tmp_path.glob("1.parts/part-000000.*"))) == 1
+    async def test_what_an_earlier_upload_left_in_the_folder_is_removed(
+        self, model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
+    ) -> None:
+        for folder in (tmp_path / "1", tmp_path / "1.parts"):
+            folder.mkdir()
+            (folder / "part-000000").write_bytes(b"old")
+        staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
+        assert 0 in staged.missing and {path.name for path in (tmp_path / "1.parts").iterdir()} == {"upload.json"}
+        assert {path.name for path in (tmp_path / "1").iterdir()} == {"weights-00001.safetensors"}
+        await staged.discard()
 
 
 class LateWriter(Converter):
@@ -304,35 +271,58 @@ class NotingExecutor(ThreadPoolExecutor):
         return super().submit(noted)
 
 
-async def test_a_parts_replacement_is_stored_last_in_any_thread_order(
-    model: Path, tmp_path: Path, executor: ThreadPoolExecutor
-) -> None:
-    weights = {name: tensor.clone() for name, tensor in folder_weights(model).items()}
-    by_one = await uploaded(weights, tmp_path / "1", model, executor)
-    served = ServedModel.load(model)
-    converter = LateWriter(TrainerRecipe(weights="fp8_block", quantized=tuple(served.plan(QuantConfig()).quantized)))
-    stream = stream_of(weights)
-    with NotingExecutor(4) as several:
-        begin = begin_of(1, weights).model_copy(update={"uploader": "first"})
-        staged = UploadSession(begin, tmp_path / "2", served, converter, len(stream), several)
-        for uploader, data in (("second", bytes(len(stream))), ("first", bytes(stream))):
-            received = staged.incoming_path(0)
-            received.write_bytes(data)
-            staged.accept(0, xxhash.xxh3_128_hexdigest(data), received, uploader)
-            assert await asyncio.to_thread(converter.first_has_read.wait, 60)
-        for _ in range(3):  # the first conversion, the removal of what it reads, and the second conversion
-            assert await asyncio.to_thread(several.begun.acquire, timeout=60)
-        converter.go_on.set()
-        assert await staged.finish() == by_one
-    assert converter.order == ["reads", "has written"] * 2
+class TestSeveralThreads:
+    async def test_several_threads_store_what_one_stores(
+        self, weights: Weights, model: Path, source: Path, tmp_path: Path, executor: ThreadPoolExecutor
+    ) -> None:
+        by_one = await uploaded(weights, tmp_path / "1", model, executor)
+        with ThreadPoolExecutor(4) as several:
+            assert await uploaded(weights, tmp_path / "2", model, several) == by_one
+            assert await from_folder(source, tmp_path / "3", model, several).finish() == by_one
 
+    async def test_a_replaced_part_is_removed_once_nobody_reads_it(
+        self, weights: Weights, model: Path, tmp_path: Path
+    ) -> None:
+        with ThreadPoolExecutor(2) as executor:
+            begin = begin_of(1, weights).model_copy(update={"uploader": "first"})
+            staged = staged_version(begin, tmp_path / "1", model, executor)
+            other = staged.incoming_path(0)
+            other.write_bytes(b"\x01" * staged.part_size(0))
+            staged.accept(0, xxhash.xxh3_128_hexdigest(other.read_bytes()), other, uploader="second")
+            accept_all(staged, weights, uploader="first")
+            await staged.finish()
+            assert len(list(tmp_path.glob("1.parts/part-000000.*"))) == 1
 
-@pytest.mark.parametrize(("batches", "threads"), [(0, 4), (1, 4), (7, 1), (7, 3), (8, 4), (100, 8)])
-def test_threads_take_batches_that_are_far_apart(batches: int, threads: int) -> None:
-    given = [[str(i)] for i in range(batches)]
-    order = spread(given, threads)
-    assert sorted(order) == sorted(given)
-    together = [int(name) for [name] in order[: min(threads, batches)]]
-    assert all(b - a >= batches // threads for a, b in pairwise(together))
-    if threads == 1:
-        assert order == given
+    async def test_a_parts_replacement_is_stored_last_in_any_thread_order(
+        self, model: Path, tmp_path: Path, executor: ThreadPoolExecutor
+    ) -> None:
+        weights = {name: tensor.clone() for name, tensor in folder_weights(model).items()}
+        by_one = await uploaded(weights, tmp_path / "1", model, executor)
+        served = ServedModel.load(model)
+        converter = LateWriter(
+            TrainerRecipe(weights="fp8_block", quantized=tuple(served.plan(QuantConfig()).quantized))
+        )
+        stream = stream_of(weights)
+        with NotingExecutor(4) as several:
+            begin = begin_of(1, weights).model_copy(update={"uploader": "first"})
+            staged = UploadSession(begin, tmp_path / "2", served, converter, len(stream), several)
+            for uploader, data in (("second", bytes(len(stream))), ("first", bytes(stream))):
+                received = staged.incoming_path(0)
+                received.write_bytes(data)
+                staged.accept(0, xxhash.xxh3_128_hexdigest(data), received, uploader)
+                assert await asyncio.to_thread(converter.first_has_read.wait, 60)
+            for _ in range(3):  # the first conversion, the removal of what it reads, and the second conversion
+                assert await asyncio.to_thread(several.begun.acquire, timeout=60)
+            converter.go_on.set()
+            assert await staged.finish() == by_one
+        assert converter.order == ["reads", "has written"] * 2
+
+    @pytest.mark.parametrize(("batches", "threads"), [(0, 4), (1, 4), (7, 1), (7, 3), (8, 4), (100, 8)])
+    def test_threads_take_batches_that_are_far_apart(self, batches: int, threads: int) -> None:
+        given = [[str(i)] for i in range(batches)]
+        order = spread(given, threads)
+        assert sorted(order) == sorted(given)
+        together = [int(name) for [name] in order[: min(threads, batches)]]
+        assert all(b - a >= batches // threads for a, b in pairwise(together))
+        if threads == 1:
+            assert order == given

@@ -23,134 +23,134 @@ from rollout_service.kv_scales.scales import (
 ONE = {"layers.0": [[448.0, 896.0, 4.48]]}
 
 
-def test_a_scale_is_amax_times_margin_over_448() -> None:
-    scales = scales_from_amax([ONE], model="m", tokens=3, how=ScaledFrom(power_of_two=False))
-    assert scales.layers["layers.0"] == LayerScales(q=1.05, k=2 * 1.05, v=4.48 * 1.05 / 448)
-    assert not scales.provenance.power_of_two
+class TestScale:
+    def test_a_scale_is_amax_times_margin_over_448(self) -> None:
+        scales = scales_from_amax([ONE], model="m", tokens=3, how=ScaledFrom(power_of_two=False))
+        assert scales.layers["layers.0"] == LayerScales(q=1.05, k=2 * 1.05, v=4.48 * 1.05 / 448)
+        assert not scales.provenance.power_of_two
 
+    def test_then_it_is_rounded_up_to_a_power_of_two(self) -> None:
+        scales = scales_from_amax([ONE], model="m", tokens=3)
+        assert scales.layers["layers.0"] == LayerScales(q=2, k=4, v=1 / 64)
+        assert scales.provenance.power_of_two
+        assert [rounded_up(s) for s in (1.0, 1.0000001, 2.0, 0.24, 0.25, 448.0)] == [1, 2, 2, 0.25, 0.25, 512]
 
-def test_then_it_is_rounded_up_to_a_power_of_two() -> None:
-    scales = scales_from_amax([ONE], model="m", tokens=3)
-    assert scales.layers["layers.0"] == LayerScales(q=2, k=4, v=1 / 64)
-    assert scales.provenance.power_of_two
-    assert [rounded_up(s) for s in (1.0, 1.0000001, 2.0, 0.24, 0.25, 448.0)] == [1, 2, 2, 0.25, 0.25, 512]
+    def test_a_power_of_two_leaves_the_codes_of_ordinary_values(self) -> None:
+        x = torch.randn(4096, generator=torch.Generator().manual_seed(0)).clamp(min=2**-6)
+        amax = [[float(x.max())] * 3]
+        scale = scales_from_amax([{"l.0": amax}], model="m", tokens=1).layers["l.0"].k
+        exact = (
+            scales_from_amax([{"l.0": amax}], model="m", tokens=1, how=ScaledFrom(power_of_two=False)).layers["l.0"].k
+        )
+        assert scale < 1 and torch.equal(fp8_round_trip(x, scale), fp8_round_trip(x, 1.0))
+        assert not torch.equal(fp8_round_trip(x, exact), fp8_round_trip(x, 1.0))
 
-
-def test_a_power_of_two_leaves_the_codes_of_ordinary_values() -> None:
-    x = torch.randn(4096, generator=torch.Generator().manual_seed(0)).clamp(min=2**-6)
-    amax = [[float(x.max())] * 3]
-    scale = scales_from_amax([{"l.0": amax}], model="m", tokens=1).layers["l.0"].k
-    exact = scales_from_amax([{"l.0": amax}], model="m", tokens=1, how=ScaledFrom(power_of_two=False)).layers["l.0"].k
-    assert scale < 1 and torch.equal(fp8_round_trip(x, scale), fp8_round_trip(x, 1.0))
-    assert not torch.equal(fp8_round_trip(x, exact), fp8_round_trip(x, 1.0))
-
-
-def test_the_percentile_is_nemo_rls() -> None:
-    """``round(p / 100 · (n − 1))`` of the sorted values, as its ``_percentile`` has it; halves go to even."""
-    amax = np.arange(1.0, 11.0)[::-1, None]
-    percentiles = (1, 5, 6, 10, 50, 90, 94, 95, 99.9, 100)
-    assert [percentile_over_micro_batches(amax, p)[0] for p in percentiles] == [1, 1, 2, 2, 5, 9, 9, 10, 10, 10]
-    assert percentile_over_micro_batches([[3.0, 1.0]], 50).tolist() == [3.0, 1.0]
-
-
-@pytest.mark.parametrize(("micro_batches", "taken"), [(1, 1), (500, 500), (501, 501), (502, 501), (1000, 999)])
-def test_of_501_micro_batches_the_default_takes_the_largest(micro_batches: int, taken: int) -> None:
-    amax = np.arange(1.0, micro_batches + 1)[:, None]
-    assert percentile_over_micro_batches(amax, ScaledFrom().percentile).tolist() == [taken]
-
-
-def test_of_a_thousand_the_default_leaves_the_largest_out() -> None:
-    amax = {"layers.0": [[1.0, 1.0, 1.0]] * 999 + [[100.0, 1.0, 1.0]]}
-    scales = scales_from_amax([amax], model="m", tokens=1, how=ScaledFrom(margin=448))
-    assert scales.layers["layers.0"].q == 1
-    assert (
-        scales_from_amax([amax], model="m", tokens=1, how=ScaledFrom(percentile=100, margin=448)).layers["layers.0"].q
-        == 128
+    @given(
+        amax=st.lists(st.floats(1e-30, 1e30), min_size=3, max_size=3),
+        margin=st.floats(1, 10),
+        power_of_two=st.booleans(),
     )
+    def test_with_a_margin_the_largest_value_never_saturates(
+        self, amax: list[float], margin: float, power_of_two: bool
+    ) -> None:
+        scales = layer_scales({"l.0": amax}, ScaledFrom(margin=margin, power_of_two=power_of_two))["l.0"]
+        for largest, scale in zip(amax, (scales.q, scales.k, scales.v), strict=True):
+            assert largest <= 448 * scale * (1 + 1e-15)  # rounding of fp64 alone
+            if power_of_two:
+                assert math.frexp(scale)[0] == 0.5 and scale < 2 * margin * largest / 448 * (1 + 1e-15)
+            else:
+                assert scale == pytest.approx(margin * largest / 448, rel=1e-12)
 
 
-def test_the_largest_rank_counts_and_ranks_may_hold_other_layers() -> None:
-    ranks = [{"l.2": torch.tensor([[1.0, 5.0, 1.0]])}, {"l.2": [[2.0, 3.0, 1.0]], "l.10": [[1.0, 1.0, 1.0]]}]
-    scales = scales_from_amax(ranks, model="m", tokens=1, how=ScaledFrom(margin=448))
-    assert list(scales.layers) == ["l.2", "l.10"]
-    assert scales.layers["l.2"] == LayerScales(q=2, k=8, v=1)
-    assert scales.provenance.ranks == 2
+class TestPercentile:
+    def test_the_percentile_is_nemo_rls(self) -> None:
+        """``round(p / 100 · (n − 1))`` of the sorted values, as its ``_percentile`` has it; halves go to even."""
+        amax = np.arange(1.0, 11.0)[::-1, None]
+        percentiles = (1, 5, 6, 10, 50, 90, 94, 95, 99.9, 100)
+        assert [percentile_over_micro_batches(amax, p)[0] for p in percentiles] == [1, 1, 2, 2, 5, 9, 9, 10, 10, 10]
+        assert percentile_over_micro_batches([[3.0, 1.0]], 50).tolist() == [3.0, 1.0]
+
+    @pytest.mark.parametrize(("micro_batches", "taken"), [(1, 1), (500, 500), (501, 501), (502, 501), (1000, 999)])
+    def test_of_501_micro_batches_the_default_takes_the_largest(self, micro_batches: int, taken: int) -> None:
+        amax = np.arange(1.0, micro_batches + 1)[:, None]
+        assert percentile_over_micro_batches(amax, ScaledFrom().percentile).tolist() == [taken]
+
+    def test_of_a_thousand_the_default_leaves_the_largest_out(self) -> None:
+        amax = {"layers.0": [[1.0, 1.0, 1.0]] * 999 + [[100.0, 1.0, 1.0]]}
+        scales = scales_from_amax([amax], model="m", tokens=1, how=ScaledFrom(margin=448))
+        assert scales.layers["layers.0"].q == 1
+        assert (
+            scales_from_amax([amax], model="m", tokens=1, how=ScaledFrom(percentile=100, margin=448))
+            .layers["layers.0"]
+            .q
+            == 128
+        )
 
 
-def test_the_largest_values_of_any_rank_in_order_of_depth() -> None:
-    ranks = [{"l.10": [[1.0, 5.0, 1.0], [2.0, 1.0, 1.0]]}, {"l.10": [[1.0, 1.0, 7.0]], "l.2": [[1.0, 1.0, 1.0]]}]
-    largest = largest_of_ranks(ranks)
-    assert {layer: amax.tolist() for layer, amax in largest.items()} == {"l.2": [1, 1, 1], "l.10": [2, 5, 7]}
-    assert list(largest) == ["l.2", "l.10"]
+class TestRanks:
+    def test_the_largest_rank_counts_and_ranks_may_hold_other_layers(self) -> None:
+        ranks = [{"l.2": torch.tensor([[1.0, 5.0, 1.0]])}, {"l.2": [[2.0, 3.0, 1.0]], "l.10": [[1.0, 1.0, 1.0]]}]
+        scales = scales_from_amax(ranks, model="m", tokens=1, how=ScaledFrom(margin=448))
+        assert list(scales.layers) == ["l.2", "l.10"]
+        assert scales.layers["l.2"] == LayerScales(q=2, k=8, v=1)
+        assert scales.provenance.ranks == 2
+
+    def test_the_largest_values_of_any_rank_in_order_of_depth(self) -> None:
+        ranks = [{"l.10": [[1.0, 5.0, 1.0], [2.0, 1.0, 1.0]]}, {"l.10": [[1.0, 1.0, 7.0]], "l.2": [[1.0, 1.0, 1.0]]}]
+        largest = largest_of_ranks(ranks)
+        assert {layer: amax.tolist() for layer, amax in largest.items()} == {"l.2": [1, 1, 1], "l.10": [2, 5, 7]}
+        assert list(largest) == ["l.2", "l.10"]
 
 
-@given(
-    amax=st.lists(st.floats(1e-30, 1e30), min_size=3, max_size=3),
-    margin=st.floats(1, 10),
-    power_of_two=st.booleans(),
-)
-def test_with_a_margin_the_largest_value_never_saturates(amax: list[float], margin: float, power_of_two: bool) -> None:
-    scales = layer_scales({"l.0": amax}, ScaledFrom(margin=margin, power_of_two=power_of_two))["l.0"]
-    for largest, scale in zip(amax, (scales.q, scales.k, scales.v), strict=True):
-        assert largest <= 448 * scale * (1 + 1e-15)  # rounding of fp64 alone
-        if power_of_two:
-            assert math.frexp(scale)[0] == 0.5 and scale < 2 * margin * largest / 448 * (1 + 1e-15)
-        else:
-            assert scale == pytest.approx(margin * largest / 448, rel=1e-12)
+class TestRefused:
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+    def test_one_pass_with_nan_or_infinity_is_refused_by_layer(self, bad: float) -> None:
+        with pytest.raises(InvalidRequest, match=r"l\.0: .*1 of 2000 micro-batches"):
+            scales_from_amax([{"l.0": [[1.0, 1.0, 1.0]] * 1999 + [[1.0, bad, 1.0]]}], model="m", tokens=1)
+
+    def test_what_gives_no_scale_is_refused(self) -> None:
+        with pytest.raises(InvalidRequest, match=r"zero throughout.*l\.0\.v"):
+            scales_from_amax([{"l.0": [[1.0, 1.0, 0.0]]}], model="m", tokens=1)
+        with pytest.raises(InvalidRequest, match="forward pass"):
+            scales_from_amax([{}], model="m", tokens=0)
+        with pytest.raises(InvalidRequest, match=r"\[3\]"):
+            scales_from_amax([{"l.0": [1.0, 1.0, 1.0]}], model="m", tokens=1)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_one_pass_with_nan_or_infinity_is_refused_by_layer(bad: float) -> None:
-    with pytest.raises(InvalidRequest, match=r"l\.0: .*1 of 2000 micro-batches"):
-        scales_from_amax([{"l.0": [[1.0, 1.0, 1.0]] * 1999 + [[1.0, bad, 1.0]]}], model="m", tokens=1)
+class TestFile:
+    def test_the_names_are_those_of_a_checkpoint(self) -> None:
+        assert list(scales_from_amax([ONE], model="m", tokens=3).named()) == [f"layers.0.{x}_scale" for x in "qkv"]
 
+    def test_a_file_gives_back_what_was_saved(self, tmp_path: Path) -> None:
+        scales = scales_from_amax([ONE], model="m", tokens=3)
+        scales.save(tmp_path / "scales.json")
+        assert KVScales.load(tmp_path / "scales.json") == scales
 
-def test_what_gives_no_scale_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"zero throughout.*l\.0\.v"):
-        scales_from_amax([{"l.0": [[1.0, 1.0, 0.0]]}], model="m", tokens=1)
-    with pytest.raises(InvalidRequest, match="forward pass"):
-        scales_from_amax([{}], model="m", tokens=0)
-    with pytest.raises(InvalidRequest, match=r"\[3\]"):
-        scales_from_amax([{"l.0": [1.0, 1.0, 1.0]}], model="m", tokens=1)
+    @pytest.mark.parametrize(
+        ("old", "new", "why"),
+        [
+            ('"format": 1', '"format": 2', "format"),
+            ('"q": 2.0', '"q": 0', "layers.layers.0.q"),
+            ('"q": 2.0', '"q": null', "layers.layers.0.q"),
+            ('"k":', '"kk":', "layers.layers.0.k"),
+            ("{", "", "file"),
+        ],
+    )
+    def test_a_file_that_is_wrong_is_refused_with_the_place(self, tmp_path: Path, old: str, new: str, why: str) -> None:
+        path = tmp_path / "scales.json"
+        scales_from_amax([ONE], model="m", tokens=3).save(path)
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new, 1))
+        with pytest.raises(InvalidRequest, match=why):
+            KVScales.load(path)
 
+    @pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan")])
+    def test_a_scale_is_positive_and_finite(self, bad: float) -> None:
+        with pytest.raises(ValidationError):
+            LayerScales(q=1, k=bad, v=1)
 
-def test_the_names_are_those_of_a_checkpoint() -> None:
-    assert list(scales_from_amax([ONE], model="m", tokens=3).named()) == [f"layers.0.{x}_scale" for x in "qkv"]
-
-
-def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
-    scales = scales_from_amax([ONE], model="m", tokens=3)
-    scales.save(tmp_path / "scales.json")
-    assert KVScales.load(tmp_path / "scales.json") == scales
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "why"),
-    [
-        ('"format": 1', '"format": 2', "format"),
-        ('"q": 2.0', '"q": 0', "layers.layers.0.q"),
-        ('"q": 2.0', '"q": null', "layers.layers.0.q"),
-        ('"k":', '"kk":', "layers.layers.0.k"),
-        ("{", "", "file"),
-    ],
-)
-def test_a_file_that_is_wrong_is_refused_with_the_place(tmp_path: Path, old: str, new: str, why: str) -> None:
-    path = tmp_path / "scales.json"
-    scales_from_amax([ONE], model="m", tokens=3).save(path)
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new, 1))
-    with pytest.raises(InvalidRequest, match=why):
-        KVScales.load(path)
-
-
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_scale_is_positive_and_finite(bad: float) -> None:
-    with pytest.raises(ValidationError):
-        LayerScales(q=1, k=bad, v=1)
-
-
-def test_scales_of_another_model_name_what_does_not_fit() -> None:
-    scales = scales_from_amax([ONE], model="m", tokens=3)
-    scales.require_layers(["layers.0"])
-    with pytest.raises(InvalidRequest, match=r"missing \['layers.1'\], unknown \['layers.0'\]"):
-        scales.require_layers(["layers.1"])
+    def test_scales_of_another_model_name_what_does_not_fit(self) -> None:
+        scales = scales_from_amax([ONE], model="m", tokens=3)
+        scales.require_layers(["layers.0"])
+        with pytest.raises(InvalidRequest, match=r"missing \['layers.1'\], unknown \['layers.0'\]"):
+            scales.require_layers(["layers.1"])

@@ -99,128 +99,119 @@ def full() -> tuple[ServiceState, Row]:
     return state(one, versions=versions, kv_scales=scales), Row(9, suspect_since=950.0)
 
 
-def test_exactly_the_declared_metrics_and_labels_are_exported() -> None:
-    declared = {metric.name: set(metric.labels) for metric in OURS if metric.source == "service"}
-    of, row = full()
-    assert {sample.name: set(sample.labels) for sample in samples(of, row, truncated=(not_judged(9, "a"),))} == declared
+class TestServiceState:
+    def test_exactly_the_declared_metrics_and_labels_are_exported(self) -> None:
+        declared = {metric.name: set(metric.labels) for metric in OURS if metric.source == "service"}
+        of, row = full()
+        assert {
+            sample.name: set(sample.labels) for sample in samples(of, row, truncated=(not_judged(9, "a"),))
+        } == declared
+
+    def test_every_family_has_its_type_and_its_help(self) -> None:
+        families = {f.name: f for f in text_string_to_metric_families(exposition(full()[0]).decode())}
+        for metric in (metric for metric in OURS if metric.source == "service"):
+            family = families[metric.name.removesuffix("_total")]
+            assert (family.type, family.documentation) == (metric.kind, metric.description)
+
+    def test_staleness_counts_from_the_first_version_a_replica_lacks(self) -> None:
+        found = samples(state(replica("new", 9), replica("old", 5), replica("starting", None, state="starting")))
+        assert values(found, "rollout_replica_version") == {("new",): 9, ("old",): 5}
+        assert values(found, "rollout_replica_staleness_versions") == {("new",): 0, ("old",): 4}
+        assert values(found, "rollout_replica_staleness_seconds") == {("new",): 0, ("old",): NOW - 900.0}
+        states = values(found, "rollout_replicas")
+        assert states[("ready",)] == 2 and states[("starting",)] == 1 and states[("failed",)] == 0
+
+    def test_dead_replicas_and_removed_versions_are_not_exported(self) -> None:
+        before = state(replica("a", 8), replica("b", 9), versions=(WeightStatus(version=8, state="committed"),))
+        after = state(replica("b", 9), versions=(WeightStatus(version=9, state="live"),))
+        rows = [Row(9, "a"), Row(9, "b")]
+        assert {s.labels["replica"] for s in samples(before, *rows) if "replica" in s.labels} == {"a", "b"}
+        assert {s.labels["replica"] for s in samples(after, *rows) if "replica" in s.labels} == {"b"}
+        assert set(values(samples(after), "rollout_version_bytes")) == {("9",)}
+
+    def test_truncated_tokens_cover_live_replicas_and_new_versions(self) -> None:
+        truncated = (*(not_judged(version, "a") for version in range(100)), not_judged(99, "gone"))
+        found = samples(state(replica("a", 99)), truncated=truncated)
+        shown = {
+            (s.labels["version"], s.labels["replica"]): s.value
+            for s in found
+            if s.name == "rollout_mismatch_truncated_tokens_total"
+        }
+        assert shown == {(str(version), "a"): 5 for version in range(100 - MEASURED_VERSIONS, 100)}
+
+    def test_of_ever_growing_versions_the_newest_measured_are_shown(self) -> None:
+        rows = [Row(version) for version in range(100)]
+        found = samples(state(replica("a", 99)), *rows)
+        versions = {s.labels["version"] for s in found if s.name == "rollout_mismatch_k3"}
+        assert versions == {str(version) for version in range(100 - MEASURED_VERSIONS, 100)}
+
+    def test_rows_merged_over_replicas_are_not_exported(self) -> None:
+        found = samples(state(replica("a", 9)), Row(9), Row(9, replica_id=None))
+        assert [s.labels["replica"] for s in found if s.name == "rollout_mismatch_k3"] == ["a"]
+
+    def test_a_version_is_suspect_on_a_replica_if_any_source_says_so(self) -> None:
+        rows = [Row(9, "a"), Row(9, "a", "shadow", suspect_since=960.0), Row(9, "b"), Row(8, "a", suspect_since=910.0)]
+        found = samples(state(replica("a", 9), replica("b", 9)), *rows)
+        flags = {
+            (s.labels["version"], s.labels["replica"]): s.value for s in found if s.name == "rollout_version_suspect"
+        }
+        assert flags == {("9", "a"): 1, ("9", "b"): 0, ("8", "a"): 1}
+        since = [s.value for s in found if s.name == "rollout_version_suspect_timestamp_seconds"]
+        assert sorted(since) == [910.0, 960.0]
+
+    @pytest.mark.parametrize(("error", "failed"), [(None, 0), (Failure(type="QuantizationError", message="NaN"), 1)])
+    def test_a_staged_version_shows_missing_parts_and_failure(self, error: Failure | None, failed: int) -> None:
+        staged = WeightStatus(version=10, state="staged", missing_parts=(3, 4, 7), error=error)
+        found = samples(state(versions=(staged,)))
+        assert values(found, "rollout_staged_uploads") == {(): 1}
+        assert values(found, "rollout_staged_missing_parts") == {("10",): 3}
+        assert values(found, "rollout_staged_failed") == {("10",): failed}
+
+    def test_names_that_replicas_give_themselves_are_escaped(self) -> None:
+        odd = 'a"b\\c\nd'
+        assert values(samples(state(replica(odd, 9))), "rollout_replica_version") == {(odd,): 9}
 
 
-def test_every_family_has_its_type_and_its_help() -> None:
-    families = {f.name: f for f in text_string_to_metric_families(exposition(full()[0]).decode())}
-    for metric in (metric for metric in OURS if metric.source == "service"):
-        family = families[metric.name.removesuffix("_total")]
-        assert (family.type, family.documentation) == (metric.kind, metric.description)
+class TestKVCache:
+    def test_kv_scales_have_version_layer_and_tensor_labels(self) -> None:
+        named = {f"{LAYER}.{tensor}_scale": scale for tensor, scale in zip("qkv", (0.5, 2.0, 0.125), strict=True)}
+        known = KVScalesState(by_version={7: named, 8: named, 9: {**named, f"{LAYER}.k_scale": 4.0}}, drift=1.0)
+        versions = tuple(WeightStatus(version=version, state="live") for version in (8, 9, 10))
+        found = samples(state(versions=versions, kv_scales=known))
+        scales = {
+            (s.labels["version"], s.labels["layer"], s.labels["tensor"]): s.value
+            for s in found
+            if s.name == "rollout_kv_scale"
+        }
+        expected = {"q": 0.5, "k": 2.0, "v": 0.125}
+        assert scales == {
+            **{("8", LAYER, tensor): scale for tensor, scale in expected.items()},
+            **{("9", LAYER, tensor): scale for tensor, scale in {**expected, "k": 4.0}.items()},
+        }
+        assert values(found, "rollout_kv_scale_drift_ratio") == {(): 1.0}
 
-
-def test_staleness_counts_from_the_first_version_a_replica_lacks() -> None:
-    found = samples(state(replica("new", 9), replica("old", 5), replica("starting", None, state="starting")))
-    assert values(found, "rollout_replica_version") == {("new",): 9, ("old",): 5}
-    assert values(found, "rollout_replica_staleness_versions") == {("new",): 0, ("old",): 4}
-    assert values(found, "rollout_replica_staleness_seconds") == {("new",): 0, ("old",): NOW - 900.0}
-    states = values(found, "rollout_replicas")
-    assert states[("ready",)] == 2 and states[("starting",)] == 1 and states[("failed",)] == 0
-
-
-def test_dead_replicas_and_removed_versions_are_not_exported() -> None:
-    before = state(replica("a", 8), replica("b", 9), versions=(WeightStatus(version=8, state="committed"),))
-    after = state(replica("b", 9), versions=(WeightStatus(version=9, state="live"),))
-    rows = [Row(9, "a"), Row(9, "b")]
-    assert {s.labels["replica"] for s in samples(before, *rows) if "replica" in s.labels} == {"a", "b"}
-    assert {s.labels["replica"] for s in samples(after, *rows) if "replica" in s.labels} == {"b"}
-    assert set(values(samples(after), "rollout_version_bytes")) == {("9",)}
-
-
-def test_truncated_tokens_cover_live_replicas_and_new_versions() -> None:
-    truncated = (*(not_judged(version, "a") for version in range(100)), not_judged(99, "gone"))
-    found = samples(state(replica("a", 99)), truncated=truncated)
-    shown = {
-        (s.labels["version"], s.labels["replica"]): s.value
-        for s in found
-        if s.name == "rollout_mismatch_truncated_tokens_total"
-    }
-    assert shown == {(str(version), "a"): 5 for version in range(100 - MEASURED_VERSIONS, 100)}
-
-
-def test_of_ever_growing_versions_the_newest_measured_are_shown() -> None:
-    rows = [Row(version) for version in range(100)]
-    found = samples(state(replica("a", 99)), *rows)
-    versions = {s.labels["version"] for s in found if s.name == "rollout_mismatch_k3"}
-    assert versions == {str(version) for version in range(100 - MEASURED_VERSIONS, 100)}
-
-
-def test_rows_merged_over_replicas_are_not_exported() -> None:
-    found = samples(state(replica("a", 9)), Row(9), Row(9, replica_id=None))
-    assert [s.labels["replica"] for s in found if s.name == "rollout_mismatch_k3"] == ["a"]
-
-
-def test_a_version_is_suspect_on_a_replica_if_any_source_says_so() -> None:
-    rows = [Row(9, "a"), Row(9, "a", "shadow", suspect_since=960.0), Row(9, "b"), Row(8, "a", suspect_since=910.0)]
-    found = samples(state(replica("a", 9), replica("b", 9)), *rows)
-    flags = {(s.labels["version"], s.labels["replica"]): s.value for s in found if s.name == "rollout_version_suspect"}
-    assert flags == {("9", "a"): 1, ("9", "b"): 0, ("8", "a"): 1}
-    since = [s.value for s in found if s.name == "rollout_version_suspect_timestamp_seconds"]
-    assert sorted(since) == [910.0, 960.0]
-
-
-@pytest.mark.parametrize(("error", "failed"), [(None, 0), (Failure(type="QuantizationError", message="NaN"), 1)])
-def test_a_staged_version_shows_missing_parts_and_failure(error: Failure | None, failed: int) -> None:
-    staged = WeightStatus(version=10, state="staged", missing_parts=(3, 4, 7), error=error)
-    found = samples(state(versions=(staged,)))
-    assert values(found, "rollout_staged_uploads") == {(): 1}
-    assert values(found, "rollout_staged_missing_parts") == {("10",): 3}
-    assert values(found, "rollout_staged_failed") == {("10",): failed}
-
-
-def test_names_that_replicas_give_themselves_are_escaped() -> None:
-    odd = 'a"b\\c\nd'
-    assert values(samples(state(replica(odd, 9))), "rollout_replica_version") == {(odd,): 9}
-
-
-# --- the KV cache
-
-
-def test_kv_scales_have_version_layer_and_tensor_labels() -> None:
-    named = {f"{LAYER}.{tensor}_scale": scale for tensor, scale in zip("qkv", (0.5, 2.0, 0.125), strict=True)}
-    known = KVScalesState(by_version={7: named, 8: named, 9: {**named, f"{LAYER}.k_scale": 4.0}}, drift=1.0)
-    versions = tuple(WeightStatus(version=version, state="live") for version in (8, 9, 10))
-    found = samples(state(versions=versions, kv_scales=known))
-    scales = {
-        (s.labels["version"], s.labels["layer"], s.labels["tensor"]): s.value
-        for s in found
-        if s.name == "rollout_kv_scale"
-    }
-    expected = {"q": 0.5, "k": 2.0, "v": 0.125}
-    assert scales == {
-        **{("8", LAYER, tensor): scale for tensor, scale in expected.items()},
-        **{("9", LAYER, tensor): scale for tensor, scale in {**expected, "k": 4.0}.items()},
-    }
-    assert values(found, "rollout_kv_scale_drift_ratio") == {(): 1.0}
-
-
-def test_only_the_newest_versions_kv_measurements_are_exported() -> None:
-    found = samples(
-        state(
-            replica("a", 9, kv_cache=kv_cache(8, 0.5, **{LAYER: "k_saturated"})),
-            replica("b", 9, kv_cache=kv_cache(9, 0.001)),
-            replica("c", 9, kv_cache=kv_cache(None)),
+    def test_only_the_newest_versions_kv_measurements_are_exported(self) -> None:
+        found = samples(
+            state(
+                replica("a", 9, kv_cache=kv_cache(8, 0.5, **{LAYER: "k_saturated"})),
+                replica("b", 9, kv_cache=kv_cache(9, 0.001)),
+                replica("c", 9, kv_cache=kv_cache(None)),
+            )
         )
-    )
-    assert values(found, "rollout_kv_measured_version") == {("a",): 8, ("b",): 9}
-    assert values(found, "rollout_kv_measured_seconds") == {("a",): 0.25, ("b",): 0.25}
-    assert values(found, "rollout_kv_cache_fp8") == {("a",): 1, ("b",): 1, ("c",): 1}
-    assert values(found, "rollout_kv_unfit_layers") == {("b",): 0}
-    shares = [s for s in found if s.name == "rollout_kv_saturated_ratio"]
-    assert [(s.labels["replica"], s.labels["layer"]) for s in shares] == [("b", LAYER)] * 2
-    assert {s.labels["tensor"]: s.value for s in shares} == {"k": 0.001, "v": 0.0}
+        assert values(found, "rollout_kv_measured_version") == {("a",): 8, ("b",): 9}
+        assert values(found, "rollout_kv_measured_seconds") == {("a",): 0.25, ("b",): 0.25}
+        assert values(found, "rollout_kv_cache_fp8") == {("a",): 1, ("b",): 1, ("c",): 1}
+        assert values(found, "rollout_kv_unfit_layers") == {("b",): 0}
+        shares = [s for s in found if s.name == "rollout_kv_saturated_ratio"]
+        assert [(s.labels["replica"], s.labels["layer"]) for s in shares] == [("b", LAYER)] * 2
+        assert {s.labels["tensor"]: s.value for s in shares} == {"k": 0.001, "v": 0.0}
 
+    def test_unfit_layers_are_counted_at_version_0_too(self) -> None:
+        one = replica("a", 0, kv_cache=kv_cache(0, 0.02, **{LAYER: "k_saturated"}))
+        assert values(samples(state(one)), "rollout_kv_unfit_layers") == {("a",): 1}
 
-def test_unfit_layers_are_counted_at_version_0_too() -> None:
-    one = replica("a", 0, kv_cache=kv_cache(0, 0.02, **{LAYER: "k_saturated"}))
-    assert values(samples(state(one)), "rollout_kv_unfit_layers") == {("a",): 1}
-
-
-def test_bf16_caches_and_starting_replicas_show_no_measurement() -> None:
-    bf16 = KVCacheStatus(choice=KVCacheChoice(dtype="bfloat16", why="not for 2 of 2 layers"))
-    found = samples(state(replica("a", 9, kv_cache=bf16), replica("b", None, state="starting")))
-    shown = {s.name: s.value for s in found if s.name.startswith("rollout_kv_")}
-    assert shown == {"rollout_kv_cache_fp8": 0}
+    def test_bf16_caches_and_starting_replicas_show_no_measurement(self) -> None:
+        bf16 = KVCacheStatus(choice=KVCacheChoice(dtype="bfloat16", why="not for 2 of 2 layers"))
+        found = samples(state(replica("a", 9, kv_cache=bf16), replica("b", None, state="starting")))
+        shown = {s.name: s.value for s in found if s.name.startswith("rollout_kv_")}
+        assert shown == {"rollout_kv_cache_fp8": 0}

@@ -51,143 +51,134 @@ def completion(index: int, *versions: int, end: str = "length") -> Completion:
     )
 
 
-async def test_a_rollout_counts_its_tokens_finish_reasons_and_time(counts: Counts) -> None:
-    completions = (completion(0, 1), completion(1, 1, 2), completion(2, 1, end="stop"))
-    rollout = Rollout(request_id="x", prompt_token_ids=(5, 6, 7), completions=completions, replica_id="a")
+class TestCounted:
+    async def test_a_rollout_counts_its_tokens_finish_reasons_and_time(self, counts: Counts) -> None:
+        completions = (completion(0, 1), completion(1, 1, 2), completion(2, 1, end="stop"))
+        rollout = Rollout(request_id="x", prompt_token_ids=(5, 6, 7), completions=completions, replica_id="a")
 
-    @counted_rollout
-    async def roll_out() -> Rollout:
-        return rollout
+        @counted_rollout
+        async def roll_out() -> Rollout:
+            return rollout
 
-    assert await roll_out() is rollout
-    assert counts.total(table.REQUESTS, "ok") == 1
-    assert counts.total(table.PROMPT_TOKENS) == 3
-    assert counts.total(table.COMPLETION_TOKENS) == 8
-    assert counts.total(table.COMPLETIONS, "length") == 2 and counts.total(table.COMPLETIONS, "stop") == 1
-    assert counts.total(table.MIXED_COMPLETIONS) == 1
-    assert len(counts.values[(table.TIME_TO_LAST_TOKEN.name,)]) == 1
+        assert await roll_out() is rollout
+        assert counts.total(table.REQUESTS, "ok") == 1
+        assert counts.total(table.PROMPT_TOKENS) == 3
+        assert counts.total(table.COMPLETION_TOKENS) == 8
+        assert counts.total(table.COMPLETIONS, "length") == 2 and counts.total(table.COMPLETIONS, "stop") == 1
+        assert counts.total(table.MIXED_COMPLETIONS) == 1
+        assert len(counts.values[(table.TIME_TO_LAST_TOKEN.name,)]) == 1
 
+    async def test_a_rollout_that_failed_counts_its_error_and_no_time(self, counts: Counts) -> None:
+        @counted_rollout
+        async def roll_out() -> Rollout:
+            raise Overloaded("full")
 
-async def test_a_rollout_that_failed_counts_its_error_and_no_time(counts: Counts) -> None:
-    @counted_rollout
-    async def roll_out() -> Rollout:
-        raise Overloaded("full")
+        with pytest.raises(Overloaded):
+            await roll_out()
+        assert counts.values == {(table.REQUESTS.name, "Overloaded"): [1.0]}
 
-    with pytest.raises(Overloaded):
-        await roll_out()
-    assert counts.values == {(table.REQUESTS.name, "Overloaded"): [1.0]}
-
-
-async def test_a_rollout_that_was_cancelled_counts_as_that(counts: Counts) -> None:
-    @counted_rollout
-    async def roll_out() -> Rollout:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    task = asyncio.create_task(roll_out())
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert counts.values == {(table.REQUESTS.name, "cancelled"): [1.0]}
-
-
-async def test_commits_count_by_outcome_and_only_successes_are_timed(counts: Counts) -> None:
-    @counted_commit
-    async def commit(version: int) -> int:
-        if version == 2:
-            raise InvalidManifest("no")
-        return version
-
-    assert await commit(1) == 1
-    with pytest.raises(InvalidManifest):
-        await commit(2)
-    assert counts.total(table.COMMITS, "ok") == counts.total(table.COMMITS, "InvalidManifest") == 1
-    assert len(counts.values[(table.COMMIT_SECONDS.name,)]) == 1
-
-
-def test_a_conversion_counts_its_input_bytes_when_it_is_finished(counts: Counts) -> None:
-    tensors = [("a", torch.zeros(4, dtype=torch.bfloat16)), ("b", torch.zeros(8, dtype=torch.bfloat16))]
-    converted = counted_conversion(lambda given: ((name, tensor.float()) for name, tensor in given), tensors)
-    assert next(converted)[0] == "a" and not counts.values
-    assert [name for name, _ in converted] == ["b"]
-    assert counts.total(table.QUANTIZE_BYTES) == 24
-    assert counts.total(table.QUANTIZE_SECONDS) > 0
-
-
-def test_an_update_counts_its_bytes_and_the_time_of_each_stage(counts: Counts, tmp_path: Path) -> None:
-    (tmp_path / "model-1.safetensors").write_bytes(bytes(100))
-    (tmp_path / "model-2.safetensors").write_bytes(bytes(11))
-    (tmp_path / "manifest.json").write_bytes(bytes(1000))
-    count_update(UpdateTimings(stage_s=3.0, closed_s=2.0, load_s=1.5), tmp_path)
-    assert counts.total(table.UPDATES, "ok") == 1
-    assert counts.total(table.UPDATE_BYTES) == 111
-    assert [counts.total(table.UPDATE_SECONDS, stage) for stage in ("stage", "closed", "load")] == [3.0, 2.0, 1.5]
-
-
-async def test_a_measurement_of_keys_and_values_counts_its_seconds(counts: Counts) -> None:
-    no_error = LayerError(**dict.fromkeys(LayerError.model_fields, 0.0))
-    seen = KVMeasurement(amax={"layer.0": ((1.0, 1.0, 1.0),)}, errors={"layer.0": no_error}, tokens=64)
-
-    class Engine:
-        async def measure_kv(
-            self, sequences: list[list[int]], scales: dict[str, float] | None = None
-        ) -> tuple[KVMeasurement, ...]:
-            return (seen,)
-
-        async def set_kv_scales(self, scales: dict[str, float] | None) -> None:
+    async def test_a_rollout_that_was_cancelled_counts_as_that(self, counts: Counts) -> None:
+        @counted_rollout
+        async def roll_out() -> Rollout:
+            await asyncio.Event().wait()
             raise AssertionError
 
-    async def choose(choice: KVCacheChoice) -> KVCacheChoice:
-        return choice
+        task = asyncio.create_task(roll_out())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert counts.values == {(table.REQUESTS.name, "cancelled"): [1.0]}
 
-    ingest = SimpleNamespace(choose_kv_cache=choose)
-    batch = CalibrationBatch(KVCalibrationConfig(), vocab_size=128, max_model_len=64)
-    calibrator = KVCalibrator("a", Engine(), ingest, batch, choice=None, retry_s=1.0)
-    manifest = Manifest(version=3, fingerprint="model", recipe=Recipe(weights="none"), tensors=())
-    for _ in range(2):  # once FP8 is known to be accurate enough, nobody measures a version that has its scales
-        await calibrator.scales_for(manifest)
-        await calibrator.loaded(manifest)
-    assert calibrator.status is not None
-    assert counts.values == {(table.KV_CALIBRATION_SECONDS.name,): [calibrator.status.measured_s]}
+    async def test_commits_count_by_outcome_and_only_successes_are_timed(self, counts: Counts) -> None:
+        @counted_commit
+        async def commit(version: int) -> int:
+            if version == 2:
+                raise InvalidManifest("no")
+            return version
+
+        assert await commit(1) == 1
+        with pytest.raises(InvalidManifest):
+            await commit(2)
+        assert counts.total(table.COMMITS, "ok") == counts.total(table.COMMITS, "InvalidManifest") == 1
+        assert len(counts.values[(table.COMMIT_SECONDS.name,)]) == 1
+
+    def test_a_conversion_counts_its_input_bytes_when_it_is_finished(self, counts: Counts) -> None:
+        tensors = [("a", torch.zeros(4, dtype=torch.bfloat16)), ("b", torch.zeros(8, dtype=torch.bfloat16))]
+        converted = counted_conversion(lambda given: ((name, tensor.float()) for name, tensor in given), tensors)
+        assert next(converted)[0] == "a" and not counts.values
+        assert [name for name, _ in converted] == ["b"]
+        assert counts.total(table.QUANTIZE_BYTES) == 24
+        assert counts.total(table.QUANTIZE_SECONDS) > 0
+
+    def test_an_update_counts_its_bytes_and_the_time_of_each_stage(self, counts: Counts, tmp_path: Path) -> None:
+        (tmp_path / "model-1.safetensors").write_bytes(bytes(100))
+        (tmp_path / "model-2.safetensors").write_bytes(bytes(11))
+        (tmp_path / "manifest.json").write_bytes(bytes(1000))
+        count_update(UpdateTimings(stage_s=3.0, closed_s=2.0, load_s=1.5), tmp_path)
+        assert counts.total(table.UPDATES, "ok") == 1
+        assert counts.total(table.UPDATE_BYTES) == 111
+        assert [counts.total(table.UPDATE_SECONDS, stage) for stage in ("stage", "closed", "load")] == [3.0, 2.0, 1.5]
+
+    async def test_a_measurement_of_keys_and_values_counts_its_seconds(self, counts: Counts) -> None:
+        no_error = LayerError(**dict.fromkeys(LayerError.model_fields, 0.0))
+        seen = KVMeasurement(amax={"layer.0": ((1.0, 1.0, 1.0),)}, errors={"layer.0": no_error}, tokens=64)
+
+        class Engine:
+            async def measure_kv(
+                self, sequences: list[list[int]], scales: dict[str, float] | None = None
+            ) -> tuple[KVMeasurement, ...]:
+                return (seen,)
+
+            async def set_kv_scales(self, scales: dict[str, float] | None) -> None:
+                raise AssertionError
+
+        async def choose(choice: KVCacheChoice) -> KVCacheChoice:
+            return choice
+
+        ingest = SimpleNamespace(choose_kv_cache=choose)
+        batch = CalibrationBatch(KVCalibrationConfig(), vocab_size=128, max_model_len=64)
+        calibrator = KVCalibrator("a", Engine(), ingest, batch, choice=None, retry_s=1.0)
+        manifest = Manifest(version=3, fingerprint="model", recipe=Recipe(weights="none"), tensors=())
+        for _ in range(2):  # once FP8 is known to be accurate enough, nobody measures a version that has its scales
+            await calibrator.scales_for(manifest)
+            await calibrator.loaded(manifest)
+        assert calibrator.status is not None
+        assert counts.values == {(table.KV_CALIBRATION_SECONDS.name,): [calibrator.status.measured_s]}
+
+    def test_parts_count_with_their_bytes(self, counts: Counts) -> None:
+        count_part(10)
+        count_part(5)
+        assert counts.total(table.UPLOAD_PARTS) == 2 and counts.total(table.UPLOAD_BYTES) == 15
+
+    def test_an_idle_engine_shows_zeros_and_not_nothing(self, counts: Counts) -> None:
+        set_load(0.0, 0.0, 0.0)
+        assert counts.values == {
+            (table.SEQUENCES.name, "running"): [0.0],
+            (table.SEQUENCES.name, "waiting"): [0.0],
+            (table.KV_USAGE.name,): [0.0],
+        }
 
 
-def test_parts_count_with_their_bytes(counts: Counts) -> None:
-    count_part(10)
-    count_part(5)
-    assert counts.total(table.UPLOAD_PARTS) == 2 and counts.total(table.UPLOAD_BYTES) == 15
+class TestRecord:
+    def test_an_outcome_is_a_class_of_the_error_tree_or_one_word(self) -> None:
+        from_another_process = RayTaskError("generate", "", Overloaded("full")).as_instanceof_cause()
+        assert outcome_of(from_another_process) == "Overloaded"
+        assert outcome_of(asyncio.CancelledError()) == "cancelled"
+        assert outcome_of(OSError(28, "disk full")) == outcome_of(KeyError("x")) == "Exception"
+        assert all(outcome_of(cls("x")) == name for name, cls in error_classes().items())
 
+    @pytest.mark.parametrize("labels", [{}, {"outcome": "ok", "version": "3"}, {"version": "3"}])
+    def test_labels_that_were_not_declared_are_refused(self, labels: dict[str, str]) -> None:
+        with pytest.raises(ValueError, match="has the labels"):
+            record(table.REQUESTS, **labels)
 
-def test_an_idle_engine_shows_zeros_and_not_nothing(counts: Counts) -> None:
-    set_load(0.0, 0.0, 0.0)
-    assert counts.values == {
-        (table.SEQUENCES.name, "running"): [0.0],
-        (table.SEQUENCES.name, "waiting"): [0.0],
-        (table.KV_USAGE.name,): [0.0],
-    }
+    def test_a_process_cannot_record_a_metric_of_the_services_state(self) -> None:
+        with pytest.raises(ValueError, match="of a service"):
+            record(table.LATEST_VERSION, 3)
 
-
-def test_an_outcome_is_a_class_of_the_error_tree_or_one_word() -> None:
-    from_another_process = RayTaskError("generate", "", Overloaded("full")).as_instanceof_cause()
-    assert outcome_of(from_another_process) == "Overloaded"
-    assert outcome_of(asyncio.CancelledError()) == "cancelled"
-    assert outcome_of(OSError(28, "disk full")) == outcome_of(KeyError("x")) == "Exception"
-    assert all(outcome_of(cls("x")) == name for name, cls in error_classes().items())
-
-
-@pytest.mark.parametrize("labels", [{}, {"outcome": "ok", "version": "3"}, {"version": "3"}])
-def test_labels_that_were_not_declared_are_refused(labels: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="has the labels"):
-        record(table.REQUESTS, **labels)
-
-
-def test_a_process_cannot_record_a_metric_of_the_services_state() -> None:
-    with pytest.raises(ValueError, match="of a service"):
-        record(table.LATEST_VERSION, 3)
-
-
-@pytest.mark.parametrize("metric", [table.REQUESTS, table.SEQUENCES, table.UPDATE_SECONDS], ids=lambda m: m.kind)
-def test_without_a_ray_cluster_recording_does_nothing(metric: Metric) -> None:
-    assert not ray.is_initialized()
-    RaySink().record(metric, 1.0, dict.fromkeys(metric.labels, "x"))
-    assert not ray.is_initialized()
+    @pytest.mark.parametrize("metric", [table.REQUESTS, table.SEQUENCES, table.UPDATE_SECONDS], ids=lambda m: m.kind)
+    def test_without_a_ray_cluster_recording_does_nothing(self, metric: Metric) -> None:
+        assert not ray.is_initialized()
+        RaySink().record(metric, 1.0, dict.fromkeys(metric.labels, "x"))
+        assert not ray.is_initialized()

@@ -48,160 +48,135 @@ def moe(intermediate: int = 256, hidden: int = 256, experts: int = 3, layers: in
     }
 
 
-def test_without_skip_patterns_every_linear_module_is_quantized() -> None:
-    assert plan(LINEARS, QuantConfig()) == QuantPlan(frozenset(f"{name}.weight" for name in LINEARS), ())
+class TestSkipped:
+    def test_without_skip_patterns_every_linear_module_is_quantized(self) -> None:
+        assert plan(LINEARS, QuantConfig()) == QuantPlan(frozenset(f"{name}.weight" for name in LINEARS), ())
 
+    def test_nothing_is_quantized_in_bf16_and_no_shape_is_refused(self) -> None:
+        assert plan({"odd": (3, 5)}, QuantConfig(weights="none")) == QuantPlan(frozenset())
 
-def test_nothing_is_quantized_in_bf16_and_no_shape_is_refused() -> None:
-    assert plan({"odd": (3, 5)}, QuantConfig(weights="none")) == QuantPlan(frozenset())
+    def test_skipped_modules_stay_in_bf16_and_vllm_is_told(self) -> None:
+        decided = plan(LINEARS, QuantConfig(skip=("*.mlp.down_proj", "*.o_proj")))
+        assert decided.not_converted == (f"{LAYER}mlp.down_proj", f"{LAYER}self_attn.o_proj")
+        assert f"{LAYER}mlp.down_proj.weight" not in decided.quantized
+        assert len(decided.quantized) == len(LINEARS) - 2
+        assert decided.kept == {
+            f"{LAYER}mlp.down_proj": "quant.skip *.mlp.down_proj",
+            f"{LAYER}self_attn.o_proj": "quant.skip *.o_proj",
+        }
 
+    def test_a_pattern_for_layer_1_does_not_match_layers_10_and_11(self) -> None:
+        linears = {f"model.layers.{layer}.mlp.down_proj": (128, 128) for layer in (1, 10, 11)}
+        assert plan(linears, QuantConfig(skip=("*.layers.1.*",))).not_converted == ("model.layers.1.mlp.down_proj",)
 
-def test_skipped_modules_stay_in_bf16_and_vllm_is_told() -> None:
-    decided = plan(LINEARS, QuantConfig(skip=("*.mlp.down_proj", "*.o_proj")))
-    assert decided.not_converted == (f"{LAYER}mlp.down_proj", f"{LAYER}self_attn.o_proj")
-    assert f"{LAYER}mlp.down_proj.weight" not in decided.quantized
-    assert len(decided.quantized) == len(LINEARS) - 2
-    assert decided.kept == {
-        f"{LAYER}mlp.down_proj": "quant.skip *.mlp.down_proj",
-        f"{LAYER}self_attn.o_proj": "quant.skip *.o_proj",
-    }
+    def test_patterns_tell_upper_from_lower_case(self) -> None:
+        with pytest.raises(ValueError, match=r"\*\.Down_Proj matches no linear module"):
+            plan(LINEARS, QuantConfig(skip=("*.Down_Proj",)))
 
+    def test_a_pattern_that_matches_nothing_is_refused(self) -> None:
+        with pytest.raises(
+            ValueError, match=r"\*\.layer\.9\.\* matches no linear module; their names are like model\.layers"
+        ):
+            plan(LINEARS, QuantConfig(skip=("*.down_proj", "*.layer.9.*")))
 
-def test_a_pattern_for_layer_1_does_not_match_layers_10_and_11() -> None:
-    linears = {f"model.layers.{layer}.mlp.down_proj": (128, 128) for layer in (1, 10, 11)}
-    assert plan(linears, QuantConfig(skip=("*.layers.1.*",))).not_converted == ("model.layers.1.mlp.down_proj",)
+    @pytest.mark.parametrize(
+        ("pattern", "torn"),
+        [("*.q_proj", ["k_proj", "v_proj"]), ("*.up_proj", ["gate_proj"])],
+    )
+    def test_a_part_of_a_fused_layer_is_not_skipped_without_the_rest(self, pattern: str, torn: list[str]) -> None:
+        with pytest.raises(ValueError, match="fuses into one layer") as refused:
+            plan(LINEARS, QuantConfig(skip=(pattern,)))
+        assert all(f".{name}" in str(refused.value) for name in torn)
+        assert "down_proj" not in str(refused.value)
 
+    @pytest.mark.parametrize("pattern", ["*.experts.1.*", "*.down_proj", "model.layers.1.mlp.experts.[01].*"])
+    def test_experts_of_a_layer_are_not_skipped_without_the_rest(self, pattern: str) -> None:
+        with pytest.raises(ValueError, match=r"fuses into one layer.*layers\.\{?(0-)?1\}?\.mlp\.experts\."):
+            plan(moe(), QuantConfig(skip=(pattern,)))
 
-def test_patterns_tell_upper_from_lower_case() -> None:
-    with pytest.raises(ValueError, match=r"\*\.Down_Proj matches no linear module"):
-        plan(LINEARS, QuantConfig(skip=("*.Down_Proj",)))
+    @pytest.mark.parametrize("pattern", ["*.[qkv]_proj", "*.qkv_proj"])
+    def test_a_fused_layer_is_skipped_as_a_whole(self, pattern: str) -> None:
+        decided = plan(LINEARS, QuantConfig(skip=(pattern,)))
+        assert decided.kept.keys() == {f"{LAYER}self_attn.{x}_proj" for x in "qkv"}
+        assert decided.quantized == {f"{name}.weight" for name in LINEARS.keys() - decided.kept.keys()}
 
-
-def test_a_pattern_that_matches_nothing_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"\*\.layer\.9\.\* matches no linear module; their names are like model\.layers"
-    ):
-        plan(LINEARS, QuantConfig(skip=("*.down_proj", "*.layer.9.*")))
-
-
-@pytest.mark.parametrize(
-    ("pattern", "torn"),
-    [("*.q_proj", ["k_proj", "v_proj"]), ("*.up_proj", ["gate_proj"])],
-)
-def test_a_part_of_a_fused_layer_is_not_skipped_without_the_rest(pattern: str, torn: list[str]) -> None:
-    with pytest.raises(ValueError, match="fuses into one layer") as refused:
-        plan(LINEARS, QuantConfig(skip=(pattern,)))
-    assert all(f".{name}" in str(refused.value) for name in torn)
-    assert "down_proj" not in str(refused.value)
-
-
-@pytest.mark.parametrize("pattern", ["*.experts.1.*", "*.down_proj", "model.layers.1.mlp.experts.[01].*"])
-def test_experts_of_a_layer_are_not_skipped_without_the_rest(pattern: str) -> None:
-    with pytest.raises(ValueError, match=r"fuses into one layer.*layers\.\{?(0-)?1\}?\.mlp\.experts\."):
-        plan(moe(), QuantConfig(skip=(pattern,)))
-
-
-@pytest.mark.parametrize("pattern", ["*.[qkv]_proj", "*.qkv_proj"])
-def test_a_fused_layer_is_skipped_as_a_whole(pattern: str) -> None:
-    decided = plan(LINEARS, QuantConfig(skip=(pattern,)))
-    assert decided.kept.keys() == {f"{LAYER}self_attn.{x}_proj" for x in "qkv"}
-    assert decided.quantized == {f"{name}.weight" for name in LINEARS.keys() - decided.kept.keys()}
-
-
-@pytest.mark.parametrize("pattern", ["model.layers.1.*", "*.layers.1.mlp.experts", "*.layers.1.mlp.experts.*"])
-def test_the_experts_of_a_layer_are_skipped_as_a_whole(pattern: str) -> None:
-    decided = plan(moe(), QuantConfig(skip=(pattern,)))
-    assert decided.not_converted == ("model.layers.1.mlp.experts",)
-    assert decided.quantized == {f"{name}.weight" for name in moe() if ".layers.0." in name}
-
-
-def test_every_indivisible_module_is_named_with_its_shard() -> None:
-    linears = LINEARS | {f"{LAYER}mlp.down_proj": (256, 700), f"{LAYER}self_attn.o_proj": (200, 512)}
-    with pytest.raises(ValueError, match=r"2 linear modules do not divide into 128×128 blocks") as refused:
-        plan(linears, QuantConfig())
-    message = str(refused.value)
-    assert f"{LAYER}mlp.down_proj [256, 700]" in message and f"{LAYER}self_attn.o_proj [200, 512]" in message
-    assert "up_proj" not in message and "quant.indivisible: keep_bf16" in message and "lower" not in message
-
-
-def test_a_module_that_does_not_divide_may_be_skipped() -> None:
-    assert plan({"a.o_proj": (130, 128)}, QuantConfig(skip=("a.o_proj",))).not_converted == ("a.o_proj",)
-
-
-def test_thousands_of_indivisible_experts_get_a_short_message() -> None:
-    with pytest.raises(ValueError, match="18432 linear modules do not divide") as refused:
-        plan(moe(768, 2048, experts=128, layers=48), QuantConfig(), tensor_parallel_size=8)
-    message = str(refused.value)
-    assert "model.layers.{0-47}.mlp.experts.{0-127}.up_proj [96, 2048]" in message
-    assert "model.layers.{0-47}.mlp.experts.{0-127}.down_proj [2048, 96]" in message
-    assert "lower tensor_parallel_size" in message and len(message) < 600
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"), [("mlp.up_proj", (256, 128)), ("x.o_proj", (128, 256)), ("x.down_proj", (128, 256))]
-)
-def test_a_shard_must_divide_and_not_only_the_whole(name: str, shape: tuple[int, int]) -> None:
-    assert plan({name: shape}, QuantConfig(), tensor_parallel_size=2).quantized == {f"{name}.weight"}
-    with pytest.raises(ValueError, match=rf"tensor_parallel_size=4; .*{name} \["):
-        plan({name: shape}, QuantConfig(), tensor_parallel_size=4)
-
-
-def test_kv_heads_that_are_repeated_still_divide() -> None:
-    heads = Heads(query=8, kv=2)
-    linears = {f"a.{leaf}_proj": (rows, 128) for leaf, rows in (("q", 1024), ("k", 256), ("v", 256))}
-    assert len(plan(linears, QuantConfig(), 8, heads).quantized) == 3
-    with pytest.raises(ValueError, match=r"a\.k_proj \[32, 128\]"):
-        plan(linears, QuantConfig(), 8)
-
-
-def test_gpus_that_get_no_whole_heads_are_refused() -> None:
-    with pytest.raises(ValueError, match="cannot share out 6 attention heads and 2 KV heads"):
-        plan(LINEARS, QuantConfig(), 4, Heads(query=6, kv=2))
-
-
-def test_deepseek_s_last_fused_projection_may_end_mid_block() -> None:
-    linears = {"a.q_a_proj": (1536, 7168), "a.kv_a_proj_with_mqa": (576, 7168)}
-    assert len(plan(linears, QuantConfig(), 8).quantized) == 2
-    assert len(plan({"a.kv_a_proj_with_mqa": (576, 2048)}, QuantConfig(), 8).quantized) == 1
-    with pytest.raises(ValueError, match=r"a\.q_a_proj \[1500, 7168\]"):
-        plan(linears | {"a.q_a_proj": (1500, 7168)}, QuantConfig())
-    with pytest.raises(ValueError, match=r"a\.kv_a_proj_with_mqa \[576, 7000\]"):
-        plan({"a.kv_a_proj_with_mqa": (576, 7000)}, QuantConfig())
-
-
-def test_an_indivisible_module_keeps_its_fused_layer_in_bf16() -> None:
-    decided = plan(LINEARS, KEEP, 4, Heads(query=4, kv=4))
-    attention = {f"{LAYER}self_attn.{x}_proj" for x in "qkv"}
-    mlp = {f"{LAYER}mlp.{x}_proj" for x in ("gate", "up", "down")}
-    assert decided.kept.keys() == attention | mlp
-    assert decided.quantized == {f"{LAYER}self_attn.o_proj.weight"}
-    assert "[64, 256]" in decided.kept[f"{LAYER}self_attn.k_proj"]
-    assert "self_attn.k_proj" in decided.kept[f"{LAYER}self_attn.q_proj"]
-
-
-def test_indivisible_experts_are_kept_in_bf16_layer_by_layer() -> None:
-    linears = moe(256) | {"model.layers.1.mlp.experts.2.down_proj": (256, 200)}
-    decided = plan(linears, KEEP)
-    assert decided.not_converted == ("model.layers.1.mlp.experts",)
-    assert decided.quantized == {f"{name}.weight" for name in linears if ".layers.0." in name}
-    assert "mlp.experts.*.down_proj" in decided.kept["model.layers.1.mlp.experts.0.gate_proj"]
-
-
-def test_a_skipped_module_is_not_complained_about() -> None:
-    assert len(plan(moe(100), QuantConfig(skip=("*.experts",))).kept) == len(moe())
+    @pytest.mark.parametrize("pattern", ["model.layers.1.*", "*.layers.1.mlp.experts", "*.layers.1.mlp.experts.*"])
+    def test_the_experts_of_a_layer_are_skipped_as_a_whole(self, pattern: str) -> None:
+        decided = plan(moe(), QuantConfig(skip=(pattern,)))
+        assert decided.not_converted == ("model.layers.1.mlp.experts",)
+        assert decided.quantized == {f"{name}.weight" for name in moe() if ".layers.0." in name}
 
 
 MIXED = LINEARS | moe() | {f"{LAYER}self_attn.q_a_proj": (256, 256), f"{LAYER}self_attn.kv_a_proj_with_mqa": (192, 256)}
 MIXED |= {f"model.layers.1.mlp.shared_experts.{x}_proj": (128, 128) for x in ("gate", "up", "down")}
 
 
-@given(st.sets(st.sampled_from([module.name for module in engine_modules(MIXED)])), st.booleans())
-def test_vllm_leaves_in_bf16_exactly_what_the_plan_keeps(kept: set[str], mapped: bool) -> None:
-    decided = plan(MIXED, QuantConfig(skip=tuple(sorted(kept))))
-    fused = {name: list(parts) for name, parts in FUSED.items()} if mapped else {}  # Qwen3-MoE may lack an entry
-    for module in engine_modules(MIXED):
-        assert is_layer_skipped(module.name, list(decided.not_converted), fused) is (module.name in kept), module.name
-        assert {f"{part}.weight" in decided.quantized for part in module.parts} == {module.name not in kept}
+class TestIndivisible:
+    def test_every_indivisible_module_is_named_with_its_shard(self) -> None:
+        linears = LINEARS | {f"{LAYER}mlp.down_proj": (256, 700), f"{LAYER}self_attn.o_proj": (200, 512)}
+        with pytest.raises(ValueError, match=r"2 linear modules do not divide into 128×128 blocks") as refused:
+            plan(linears, QuantConfig())
+        message = str(refused.value)
+        assert f"{LAYER}mlp.down_proj [256, 700]" in message and f"{LAYER}self_attn.o_proj [200, 512]" in message
+        assert "up_proj" not in message and "quant.indivisible: keep_bf16" in message and "lower" not in message
+
+    def test_a_module_that_does_not_divide_may_be_skipped(self) -> None:
+        assert plan({"a.o_proj": (130, 128)}, QuantConfig(skip=("a.o_proj",))).not_converted == ("a.o_proj",)
+
+    def test_thousands_of_indivisible_experts_get_a_short_message(self) -> None:
+        with pytest.raises(ValueError, match="18432 linear modules do not divide") as refused:
+            plan(moe(768, 2048, experts=128, layers=48), QuantConfig(), tensor_parallel_size=8)
+        message = str(refused.value)
+        assert "model.layers.{0-47}.mlp.experts.{0-127}.up_proj [96, 2048]" in message
+        assert "model.layers.{0-47}.mlp.experts.{0-127}.down_proj [2048, 96]" in message
+        assert "lower tensor_parallel_size" in message and len(message) < 600
+
+    @pytest.mark.parametrize(
+        ("name", "shape"), [("mlp.up_proj", (256, 128)), ("x.o_proj", (128, 256)), ("x.down_proj", (128, 256))]
+    )
+    def test_a_shard_must_divide_and_not_only_the_whole(self, name: str, shape: tuple[int, int]) -> None:
+        assert plan({name: shape}, QuantConfig(), tensor_parallel_size=2).quantized == {f"{name}.weight"}
+        with pytest.raises(ValueError, match=rf"tensor_parallel_size=4; .*{name} \["):
+            plan({name: shape}, QuantConfig(), tensor_parallel_size=4)
+
+    def test_kv_heads_that_are_repeated_still_divide(self) -> None:
+        heads = Heads(query=8, kv=2)
+        linears = {f"a.{leaf}_proj": (rows, 128) for leaf, rows in (("q", 1024), ("k", 256), ("v", 256))}
+        assert len(plan(linears, QuantConfig(), 8, heads).quantized) == 3
+        with pytest.raises(ValueError, match=r"a\.k_proj \[32, 128\]"):
+            plan(linears, QuantConfig(), 8)
+
+    def test_gpus_that_get_no_whole_heads_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="cannot share out 6 attention heads and 2 KV heads"):
+            plan(LINEARS, QuantConfig(), 4, Heads(query=6, kv=2))
+
+    def test_deepseek_s_last_fused_projection_may_end_mid_block(self) -> None:
+        linears = {"a.q_a_proj": (1536, 7168), "a.kv_a_proj_with_mqa": (576, 7168)}
+        assert len(plan(linears, QuantConfig(), 8).quantized) == 2
+        assert len(plan({"a.kv_a_proj_with_mqa": (576, 2048)}, QuantConfig(), 8).quantized) == 1
+        with pytest.raises(ValueError, match=r"a\.q_a_proj \[1500, 7168\]"):
+            plan(linears | {"a.q_a_proj": (1500, 7168)}, QuantConfig())
+        with pytest.raises(ValueError, match=r"a\.kv_a_proj_with_mqa \[576, 7000\]"):
+            plan({"a.kv_a_proj_with_mqa": (576, 7000)}, QuantConfig())
+
+    def test_an_indivisible_module_keeps_its_fused_layer_in_bf16(self) -> None:
+        decided = plan(LINEARS, KEEP, 4, Heads(query=4, kv=4))
+        attention = {f"{LAYER}self_attn.{x}_proj" for x in "qkv"}
+        mlp = {f"{LAYER}mlp.{x}_proj" for x in ("gate", "up", "down")}
+        assert decided.kept.keys() == attention | mlp
+        assert decided.quantized == {f"{LAYER}self_attn.o_proj.weight"}
+        assert "[64, 256]" in decided.kept[f"{LAYER}self_attn.k_proj"]
+        assert "self_attn.k_proj" in decided.kept[f"{LAYER}self_attn.q_proj"]
+
+    def test_indivisible_experts_are_kept_in_bf16_layer_by_layer(self) -> None:
+        linears = moe(256) | {"model.layers.1.mlp.experts.2.down_proj": (256, 200)}
+        decided = plan(linears, KEEP)
+        assert decided.not_converted == ("model.layers.1.mlp.experts",)
+        assert decided.quantized == {f"{name}.weight" for name in linears if ".layers.0." in name}
+        assert "mlp.experts.*.down_proj" in decided.kept["model.layers.1.mlp.experts.0.gate_proj"]
+
+    def test_a_skipped_module_is_not_complained_about(self) -> None:
+        assert len(plan(moe(100), QuantConfig(skip=("*.experts",))).kept) == len(moe())
 
 
 SIZES = [64, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1408]
@@ -229,29 +204,37 @@ def vllm_accepts(shape: tuple[int, int], cut: tuple[int, int], outputs: list[int
     return accepts(validate_fp8_block_shape, layer, shape[1], shape[0], cut[1], outputs, [BLOCK, BLOCK])
 
 
-def test_experts_that_the_plan_accepts_are_accepted_by_vllm(ways: int) -> None:
-    ours = {size: accepts(plan, moe(size), QuantConfig(), ways) for size in SIZES}
-    vllms = {size: accepts(validate_fp8_block_shape_moe, size // ways, [BLOCK, BLOCK]) for size in SIZES}
-    assert ours == vllms and set(ours.values()) == {True, False}
+class TestAsInVllm:
+    @given(st.sets(st.sampled_from([module.name for module in engine_modules(MIXED)])), st.booleans())
+    def test_vllm_leaves_in_bf16_exactly_what_the_plan_keeps(self, kept: set[str], mapped: bool) -> None:
+        decided = plan(MIXED, QuantConfig(skip=tuple(sorted(kept))))
+        fused = {name: list(parts) for name, parts in FUSED.items()} if mapped else {}  # Qwen3-MoE may lack an entry
+        for module in engine_modules(MIXED):
+            assert is_layer_skipped(module.name, list(decided.not_converted), fused) is (module.name in kept), (
+                module.name
+            )
+            assert {f"{part}.weight" in decided.quantized for part in module.parts} == {module.name not in kept}
 
+    def test_experts_that_the_plan_accepts_are_accepted_by_vllm(self, ways: int) -> None:
+        ours = {size: accepts(plan, moe(size), QuantConfig(), ways) for size in SIZES}
+        vllms = {size: accepts(validate_fp8_block_shape_moe, size // ways, [BLOCK, BLOCK]) for size in SIZES}
+        assert ours == vllms and set(ours.values()) == {True, False}
 
-def test_fused_layers_that_the_plan_accepts_are_accepted_by_vllm(ways: int) -> None:
-    for size in SIZES:
-        linears = {"mlp.gate_proj": (size, 256), "mlp.up_proj": (size, 256)}
-        theirs = vllm_accepts((2 * size, 256), (2 * size // ways, 256), [size // ways] * 2, ways)
-        assert accepts(plan, linears, QuantConfig(), ways) is theirs, size
+    def test_fused_layers_that_the_plan_accepts_are_accepted_by_vllm(self, ways: int) -> None:
+        for size in SIZES:
+            linears = {"mlp.gate_proj": (size, 256), "mlp.up_proj": (size, 256)}
+            theirs = vllm_accepts((2 * size, 256), (2 * size // ways, 256), [size // ways] * 2, ways)
+            assert accepts(plan, linears, QuantConfig(), ways) is theirs, size
 
+    def test_vllm_accepts_every_row_parallel_layer_the_plan_accepts(self, ways: int) -> None:
+        for size in SIZES:
+            theirs = vllm_accepts((256, size), (256, size // ways), [256], ways)
+            ours = accepts(plan, {"mlp.down_proj": (256, size)}, QuantConfig(), ways)
+            assert ours <= theirs, size
+            assert ways == 1 or ours is theirs, size  # alone on a GPU vLLM takes any size; here the rule is one for all
 
-def test_vllm_accepts_every_row_parallel_layer_the_plan_accepts(ways: int) -> None:
-    for size in SIZES:
-        theirs = vllm_accepts((256, size), (256, size // ways), [256], ways)
-        ours = accepts(plan, {"mlp.down_proj": (256, size)}, QuantConfig(), ways)
-        assert ours <= theirs, size
-        assert ways == 1 or ours is theirs, size  # alone on a GPU vLLM takes any size; here the rule is one for all
-
-
-def test_deepseek_s_fused_projections_are_accepted_as_in_vllm(ways: int) -> None:
-    for query, latent in product(SIZES, SIZES):
-        linears = {"a.q_a_proj": (query, 256), "a.kv_a_proj_with_mqa": (latent, 256)}
-        theirs = vllm_accepts((query + latent, 256), (query + latent, 256), [query, latent], 1)
-        assert accepts(plan, linears, QuantConfig(), ways) is theirs, (query, latent)
+    def test_deepseek_s_fused_projections_are_accepted_as_in_vllm(self, ways: int) -> None:
+        for query, latent in product(SIZES, SIZES):
+            linears = {"a.q_a_proj": (query, 256), "a.kv_a_proj_with_mqa": (latent, 256)}
+            theirs = vllm_accepts((query + latent, 256), (query + latent, 256), [query, latent], 1)
+            assert accepts(plan, linears, QuantConfig(), ways) is theirs, (query, latent)

@@ -44,153 +44,75 @@ def refusal(model: ServedModel, table: Iterable[UploadTensor], plan: QuantPlan) 
     return refused.value.detail
 
 
-def test_names_and_shapes_are_those_of_the_trainers_state_dict(served: ServedModel, tiny_model: Path) -> None:
-    trained = Qwen3ForCausalLM.from_pretrained(tiny_model)
-    assert served.shapes == {name: tuple(tensor.shape) for name, tensor in trained.state_dict().items()}
+class TestShapes:
+    def test_names_and_shapes_are_those_of_the_trainers_state_dict(self, served: ServedModel, tiny_model: Path) -> None:
+        trained = Qwen3ForCausalLM.from_pretrained(tiny_model)
+        assert served.shapes == {name: tuple(tensor.shape) for name, tensor in trained.state_dict().items()}
+
+    def test_linears_are_the_projections_and_not_the_output_head(self, served: ServedModel) -> None:
+        assert len(served.linears) == served.config.num_hidden_layers * 7
+        assert served.linears["model.layers.3.mlp.down_proj"] == (256, 768)
+        assert not any("lm_head" in name or "embed" in name or "norm" in name for name in served.linears)
+
+    def test_facts_that_the_gateway_needs(self, served: ServedModel, model: Path) -> None:
+        assert served.vocab_size == 128 and not served.tied
+        assert served.has_tokenizer
+        assert not ServedModel.load(model).has_tokenizer
 
 
-def test_linears_are_the_projections_and_not_the_output_head(served: ServedModel) -> None:
-    assert len(served.linears) == served.config.num_hidden_layers * 7
-    assert served.linears["model.layers.3.mlp.down_proj"] == (256, 768)
-    assert not any("lm_head" in name or "embed" in name or "norm" in name for name in served.linears)
+class TestTable:
+    def test_order_and_dtype_are_free_but_every_tensor_is_required(self, served: ServedModel) -> None:
+        table = [t.model_copy(update={"dtype": "float32"}) for t in reversed(table_of(served).values())]
+        served.check_table(table, BF16)
+        for left_out in table:
+            assert refusal(served, [t for t in table if t is not left_out], BF16) == {"missing": [left_out.name]}
+
+    def test_every_difference_is_reported_at_once(self, served: ServedModel) -> None:
+        table = table_of(served)
+        del table["model.norm.weight"], table["model.layers.0.mlp.up_proj.weight"]
+        name = "model.layers.1.mlp.up_proj.weight"
+        table[name] = table[name].model_copy(update={"shape": (256, 768)})
+        stranger = UploadTensor(name="model.stranger", dtype="bfloat16", shape=(1,))
+        with pytest.raises(InvalidManifest, match="does not fit the served model tiny-qwen3") as refused:
+            served.check_table([*table.values(), stranger, table[EMBEDDING], table[EMBEDDING]], BF16)
+        assert refused.value.detail == {
+            "duplicate": [EMBEDDING],
+            "unknown": ["model.stranger"],
+            "missing": ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"],
+            "wrong_shape": [f"{name} is [256, 768], the model's is [768, 256]"],
+        }
+        for what in ("1 duplicate", "1 unknown", "2 missing", "1 wrong_shape"):
+            assert what in refused.value.message
+
+    def test_an_empty_table_lacks_everything(self, served: ServedModel) -> None:
+        with pytest.raises(InvalidManifest) as refused:
+            served.check_table([], BF16)
+        assert refused.value.detail == {"missing": sorted(served.shapes)}
+
+    def test_the_output_head_is_optional_where_the_embedding_is_tied(
+        self, tied_model: Path, served: ServedModel
+    ) -> None:
+        tied = ServedModel.load(tied_model)
+        table = table_of(tied)
+        tied.check_table(table.values(), BF16)
+        del table[LM_HEAD]
+        tied.check_table(table.values(), BF16)
+        with pytest.raises(InvalidManifest, match=f"1 missing: {LM_HEAD}"):
+            served.check_table([t for t in table_of(served).values() if t.name != LM_HEAD], BF16)
 
 
-def test_facts_that_the_gateway_needs(served: ServedModel, model: Path) -> None:
-    assert served.vocab_size == 128 and not served.tied
-    assert served.has_tokenizer
-    assert not ServedModel.load(model).has_tokenizer
+class TestLoading:
+    def test_the_fingerprint_tells_models_apart_and_not_folders(
+        self, model: Path, tied_model: Path, tiny_model: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
+        assert ServedModel.load(tmp_path).fingerprint == ServedModel.load(tiny_model).fingerprint
+        fingerprints = {ServedModel.load(path).fingerprint for path in (tiny_model, model, tied_model)}
+        assert len(fingerprints) == 3
 
-
-def test_order_and_dtype_are_free_but_every_tensor_is_required(served: ServedModel) -> None:
-    table = [t.model_copy(update={"dtype": "float32"}) for t in reversed(table_of(served).values())]
-    served.check_table(table, BF16)
-    for left_out in table:
-        assert refusal(served, [t for t in table if t is not left_out], BF16) == {"missing": [left_out.name]}
-
-
-def test_every_difference_is_reported_at_once(served: ServedModel) -> None:
-    table = table_of(served)
-    del table["model.norm.weight"], table["model.layers.0.mlp.up_proj.weight"]
-    name = "model.layers.1.mlp.up_proj.weight"
-    table[name] = table[name].model_copy(update={"shape": (256, 768)})
-    stranger = UploadTensor(name="model.stranger", dtype="bfloat16", shape=(1,))
-    with pytest.raises(InvalidManifest, match="does not fit the served model tiny-qwen3") as refused:
-        served.check_table([*table.values(), stranger, table[EMBEDDING], table[EMBEDDING]], BF16)
-    assert refused.value.detail == {
-        "duplicate": [EMBEDDING],
-        "unknown": ["model.stranger"],
-        "missing": ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"],
-        "wrong_shape": [f"{name} is [256, 768], the model's is [768, 256]"],
-    }
-    for what in ("1 duplicate", "1 unknown", "2 missing", "1 wrong_shape"):
-        assert what in refused.value.message
-
-
-def test_an_empty_table_lacks_everything(served: ServedModel) -> None:
-    with pytest.raises(InvalidManifest) as refused:
-        served.check_table([], BF16)
-    assert refused.value.detail == {"missing": sorted(served.shapes)}
-
-
-def test_the_output_head_is_optional_where_the_embedding_is_tied(tied_model: Path, served: ServedModel) -> None:
-    tied = ServedModel.load(tied_model)
-    table = table_of(tied)
-    tied.check_table(table.values(), BF16)
-    del table[LM_HEAD]
-    tied.check_table(table.values(), BF16)
-    with pytest.raises(InvalidManifest, match=f"1 missing: {LM_HEAD}"):
-        served.check_table([t for t in table_of(served).values() if t.name != LM_HEAD], BF16)
-
-
-def test_the_fingerprint_tells_models_apart_and_not_folders(
-    model: Path, tied_model: Path, tiny_model: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
-    assert ServedModel.load(tmp_path).fingerprint == ServedModel.load(tiny_model).fingerprint
-    fingerprints = {ServedModel.load(path).fingerprint for path in (tiny_model, model, tied_model)}
-    assert len(fingerprints) == 3
-
-
-def test_loading_leaves_the_default_device_as_it_was(tiny_model: Path) -> None:
-    ServedModel.load(tiny_model)
-    assert torch.zeros(1).device.type == "cpu"
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_shapes_are_what_transformers_saves(family: str, tmp_path: Path) -> None:
-    model = ServedModel.load(make_model(tmp_path, family))
-    stored = stored_shapes(tmp_path)
-    assert model.shapes == stored | ({LM_HEAD: stored[EMBEDDING]} if model.tied else {})
-    assert model.tied is (LM_HEAD not in stored)
-
-
-def test_shapes_of_deepseek_v2_are_what_transformers_saves(tmp_path: Path) -> None:
-    config = FAMILIES["deepseek_v3"]().to_dict()
-    for query in (None, 128):
-        v2 = DeepseekV2Config(**{**config, "model_type": "deepseek_v2", "q_lora_rank": query})
-        AutoModelForCausalLM.from_config(v2, dtype=torch.bfloat16).save_pretrained(tmp_path)
-        model = ServedModel.load(tmp_path)
-        assert model.config.model_type == "deepseek_v2" and model.shapes == stored_shapes(tmp_path)
-        assert ("model.layers.1.self_attn.q_a_proj" in model.linears) is (query is not None)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_only_projections_are_quantized_and_all_of_them_are(family: str, tmp_path: Path) -> None:
-    FAMILIES[family]().save_pretrained(tmp_path)
-    model = ServedModel.load(tmp_path)
-    matrices = {name.removesuffix(".weight") for name, shape in model.shapes.items() if len(shape) == 2}
-    never = {name for name in matrices if name.endswith(("lm_head", "embed_tokens", ".gate", ".shared_expert_gate"))}
-    assert model.linears.keys() == matrices - never
-    assert all(model.shapes[f"{name}.weight"] == shape for name, shape in model.linears.items())
-    assert model.plan(QuantConfig()).quantized == {f"{name}.weight" for name in model.linears}
-
-
-def test_the_routers_are_those_of_the_layers_with_experts(tmp_path: Path) -> None:
-    blocks = {
-        "qwen3": set(),
-        "qwen2_moe": {"mlp.gate", "mlp.shared_expert_gate"},
-        "mixtral": {"block_sparse_moe.gate"},
-    }
-    for family, leaves in blocks.items():
-        FAMILIES[family]().save_pretrained(tmp_path)
-        routers = ServedModel.load(tmp_path).routers
-        assert routers == {f"model.layers.{layer}.{leaf}" for layer in range(2) for leaf in leaves}
-    FAMILIES["deepseek_v3"]().save_pretrained(tmp_path)
-    assert ServedModel.load(tmp_path).routers == {"model.layers.1.mlp.gate"}  # its first layer is dense
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_layer_s_tensors_lie_together_and_so_do_an_expert_s(family: str, tmp_path: Path) -> None:
-    FAMILIES[family]().save_pretrained(tmp_path)
-    names = list(ServedModel.load(tmp_path).shapes)
-    for depth in ("layers", "experts"):
-        groups = [name.partition(f".{depth}.")[0::2] for name in names if f".{depth}." in name]
-        order = [(before, after.partition(".")[0]) for before, after in groups]
-        assert [b for a, b in zip([None, *order], order, strict=False) if a != b] == list(dict.fromkeys(order))
-
-
-def test_a_tensor_that_bf16_is_too_coarse_for_is_named(tmp_path: Path) -> None:
-    FAMILIES["deepseek_v3"]().save_pretrained(tmp_path)
-    assert ServedModel.load(tmp_path).keep_float32 == {"model.layers.1.mlp.gate.e_score_correction_bias"}
-    FAMILIES["qwen3_moe"]().save_pretrained(tmp_path)
-    assert ServedModel.load(tmp_path).keep_float32 == frozenset()
-
-
-@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3"])
-def test_a_mixture_of_experts_state_dict_is_accepted_as_it_is(family: str, tmp_path: Path) -> None:
-    config = FAMILIES[family]()
-    config.save_pretrained(tmp_path)
-    with torch.device("meta"):
-        held = AutoModelForCausalLM.from_config(config).state_dict()
-    assert any(tensor.dim() == 3 for tensor in held.values())
-    model = ServedModel.load(tmp_path)
-    table = [UploadTensor(name=n, dtype="bfloat16", shape=tuple(t.shape)) for n, t in held.items()]
-    plan = model.plan(QuantConfig())
-    model.check_table(table, plan)
-    for stacked in (tensor for tensor in table if len(tensor.shape) == 3):
-        matrices = [piece.name for piece in pieces(stacked.name, stacked.shape, model.experts)]
-        assert len(matrices) == NUM_EXPERTS * (2 if "gate_up" in stacked.name else 1)
-        assert refusal(model, [t for t in table if t is not stacked], plan) == {"missing": sorted(matrices)}
+    def test_loading_leaves_the_default_device_as_it_was(self, tiny_model: Path) -> None:
+        ServedModel.load(tiny_model)
+        assert torch.zeros(1).device.type == "cpu"
 
 
 @pytest.fixture
@@ -198,125 +120,194 @@ def moe(moe_model: Path) -> ServedModel:
     return ServedModel.load(moe_model)
 
 
-def test_an_expert_sent_both_stacked_and_alone_is_a_duplicate(moe: ServedModel) -> None:
-    table = table_of(moe)
-    table[STACKED] = UploadTensor(name=STACKED, dtype="bfloat16", shape=moe.in_memory[STACKED])
-    assert EXPERT in refusal(moe, table.values(), BF16)["duplicate"]
+class TestFamilies:
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_shapes_are_what_transformers_saves(self, family: str, tmp_path: Path) -> None:
+        model = ServedModel.load(make_model(tmp_path, family))
+        stored = stored_shapes(tmp_path)
+        assert model.shapes == stored | ({LM_HEAD: stored[EMBEDDING]} if model.tied else {})
+        assert model.tied is (LM_HEAD not in stored)
+
+    def test_shapes_of_deepseek_v2_are_what_transformers_saves(self, tmp_path: Path) -> None:
+        config = FAMILIES["deepseek_v3"]().to_dict()
+        for query in (None, 128):
+            v2 = DeepseekV2Config(**{**config, "model_type": "deepseek_v2", "q_lora_rank": query})
+            AutoModelForCausalLM.from_config(v2, dtype=torch.bfloat16).save_pretrained(tmp_path)
+            model = ServedModel.load(tmp_path)
+            assert model.config.model_type == "deepseek_v2" and model.shapes == stored_shapes(tmp_path)
+            assert ("model.layers.1.self_attn.q_a_proj" in model.linears) is (query is not None)
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_only_projections_are_quantized_and_all_of_them_are(self, family: str, tmp_path: Path) -> None:
+        FAMILIES[family]().save_pretrained(tmp_path)
+        model = ServedModel.load(tmp_path)
+        matrices = {name.removesuffix(".weight") for name, shape in model.shapes.items() if len(shape) == 2}
+        never = {
+            name for name in matrices if name.endswith(("lm_head", "embed_tokens", ".gate", ".shared_expert_gate"))
+        }
+        assert model.linears.keys() == matrices - never
+        assert all(model.shapes[f"{name}.weight"] == shape for name, shape in model.linears.items())
+        assert model.plan(QuantConfig()).quantized == {f"{name}.weight" for name in model.linears}
+
+    def test_the_routers_are_those_of_the_layers_with_experts(self, tmp_path: Path) -> None:
+        blocks = {
+            "qwen3": set(),
+            "qwen2_moe": {"mlp.gate", "mlp.shared_expert_gate"},
+            "mixtral": {"block_sparse_moe.gate"},
+        }
+        for family, leaves in blocks.items():
+            FAMILIES[family]().save_pretrained(tmp_path)
+            routers = ServedModel.load(tmp_path).routers
+            assert routers == {f"model.layers.{layer}.{leaf}" for layer in range(2) for leaf in leaves}
+        FAMILIES["deepseek_v3"]().save_pretrained(tmp_path)
+        assert ServedModel.load(tmp_path).routers == {"model.layers.1.mlp.gate"}  # its first layer is dense
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_a_layer_s_tensors_lie_together_and_so_do_an_expert_s(self, family: str, tmp_path: Path) -> None:
+        FAMILIES[family]().save_pretrained(tmp_path)
+        names = list(ServedModel.load(tmp_path).shapes)
+        for depth in ("layers", "experts"):
+            groups = [name.partition(f".{depth}.")[0::2] for name in names if f".{depth}." in name]
+            order = [(before, after.partition(".")[0]) for before, after in groups]
+            assert [b for a, b in zip([None, *order], order, strict=False) if a != b] == list(dict.fromkeys(order))
+
+    def test_a_tensor_that_bf16_is_too_coarse_for_is_named(self, tmp_path: Path) -> None:
+        FAMILIES["deepseek_v3"]().save_pretrained(tmp_path)
+        assert ServedModel.load(tmp_path).keep_float32 == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+        FAMILIES["qwen3_moe"]().save_pretrained(tmp_path)
+        assert ServedModel.load(tmp_path).keep_float32 == frozenset()
+
+    @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3"])
+    def test_a_mixture_of_experts_state_dict_is_accepted_as_it_is(self, family: str, tmp_path: Path) -> None:
+        config = FAMILIES[family]()
+        config.save_pretrained(tmp_path)
+        with torch.device("meta"):
+            held = AutoModelForCausalLM.from_config(config).state_dict()
+        assert any(tensor.dim() == 3 for tensor in held.values())
+        model = ServedModel.load(tmp_path)
+        table = [UploadTensor(name=n, dtype="bfloat16", shape=tuple(t.shape)) for n, t in held.items()]
+        plan = model.plan(QuantConfig())
+        model.check_table(table, plan)
+        for stacked in (tensor for tensor in table if len(tensor.shape) == 3):
+            matrices = [piece.name for piece in pieces(stacked.name, stacked.shape, model.experts)]
+            assert len(matrices) == NUM_EXPERTS * (2 if "gate_up" in stacked.name else 1)
+            assert refusal(model, [t for t in table if t is not stacked], plan) == {"missing": sorted(matrices)}
+
+    def test_the_plan_knows_how_many_kv_heads_there_are(self, tmp_path: Path) -> None:
+        config = FAMILIES["qwen3"]()
+        config.head_dim, config.num_attention_heads, config.num_key_value_heads = 128, 8, 2
+        config.intermediate_size = 1024
+        config.save_pretrained(tmp_path)
+        model = ServedModel.load(tmp_path)
+        assert len(model.plan(QuantConfig(), 8).quantized) == len(model.linears)
+        with pytest.raises(ValueError, match="cannot share out 8 attention heads and 2 KV heads"):
+            model.plan(QuantConfig(), 3)
 
 
-def test_stacked_experts_of_wrong_shape_are_named_and_not_split(moe: ServedModel) -> None:
-    table = {name: tensor for name, tensor in table_of(moe).items() if ".layers.0.mlp.experts." not in name}
-    down = STACKED.replace("gate_up", "down")
-    table[STACKED] = UploadTensor(name=STACKED, dtype="bfloat16", shape=(4, 256, 256))
-    table[down] = UploadTensor(name=down, dtype="bfloat16", shape=moe.in_memory[down])
-    assert refusal(moe, table.values(), BF16) == {
-        "wrong_shape": [f"{STACKED} is [4, 256, 256], the model's is {list(moe.in_memory[STACKED])}"]
-    }
+class TestExperts:
+    def test_an_expert_sent_both_stacked_and_alone_is_a_duplicate(self, moe: ServedModel) -> None:
+        table = table_of(moe)
+        table[STACKED] = UploadTensor(name=STACKED, dtype="bfloat16", shape=moe.in_memory[STACKED])
+        assert EXPERT in refusal(moe, table.values(), BF16)["duplicate"]
+
+    def test_stacked_experts_of_wrong_shape_are_named_and_not_split(self, moe: ServedModel) -> None:
+        table = {name: tensor for name, tensor in table_of(moe).items() if ".layers.0.mlp.experts." not in name}
+        down = STACKED.replace("gate_up", "down")
+        table[STACKED] = UploadTensor(name=STACKED, dtype="bfloat16", shape=(4, 256, 256))
+        table[down] = UploadTensor(name=down, dtype="bfloat16", shape=moe.in_memory[down])
+        assert refusal(moe, table.values(), BF16) == {
+            "wrong_shape": [f"{STACKED} is [4, 256, 256], the model's is {list(moe.in_memory[STACKED])}"]
+        }
 
 
-def test_codes_are_accepted_with_their_scales(moe: ServedModel) -> None:
-    plan, table = moe.plan(QuantConfig()), table_of(moe)
-    for name in (EXPERT, "model.layers.1.self_attn.q_proj.weight"):
+class TestCodes:
+    def test_codes_are_accepted_with_their_scales(self, moe: ServedModel) -> None:
+        plan, table = moe.plan(QuantConfig()), table_of(moe)
+        for name in (EXPERT, "model.layers.1.self_attn.q_proj.weight"):
+            table[name] = table[name].model_copy(update={"dtype": "float8_e4m3fn"})
+            rows, columns = table[name].shape
+            scales = f"{name}_scale_inv"
+            table[scales] = UploadTensor(name=scales, dtype="float32", shape=(-(-rows // 128), -(-columns // 128)))
+        moe.check_table(table.values(), plan)
+        del table[scales]
+        assert refusal(moe, table.values(), plan) == {"missing": [scales]}
+
+    def test_codes_without_scales_lack_them(self, moe: ServedModel) -> None:
+        table = table_of(moe)
+        table[EXPERT] = table[EXPERT].model_copy(update={"dtype": "float8_e4m3fn"})
+        assert refusal(moe, table.values(), moe.plan(QuantConfig())) == {"missing": [f"{EXPERT}_scale_inv"]}
+
+    def test_scales_with_wrong_shape_dtype_or_no_codes_are_refused(self, moe: ServedModel) -> None:
+        table, scales = table_of(moe), f"{EXPERT}_scale_inv"
+        table[scales] = UploadTensor(name=scales, dtype="bfloat16", shape=(1, 1))
+        assert refusal(moe, table.values(), moe.plan(QuantConfig())) == {
+            "wrong_shape": [f"{scales} is [1, 1], the model's is [1, 2]"],
+            "wrong_dtype": [
+                f"{scales} is bfloat16, block scales are float32",
+                f"{scales} is of no use: {EXPERT} has not come as float8_e4m3fn",
+            ],
+        }
+
+    @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.gate.weight", EXPERT])
+    def test_codes_of_what_is_not_quantized_are_refused(self, moe: ServedModel, name: str) -> None:
+        table = table_of(moe)
         table[name] = table[name].model_copy(update={"dtype": "float8_e4m3fn"})
-        rows, columns = table[name].shape
-        scales = f"{name}_scale_inv"
-        table[scales] = UploadTensor(name=scales, dtype="float32", shape=(-(-rows // 128), -(-columns // 128)))
-    moe.check_table(table.values(), plan)
-    del table[scales]
-    assert refusal(moe, table.values(), plan) == {"missing": [scales]}
+        plan = moe.plan(QuantConfig(skip=("*.layers.0.mlp.experts",)))
+        assert refusal(moe, table.values(), plan) == {
+            "wrong_dtype": [f"{name} is float8_e4m3fn, but it is not quantized in this service: send it in bfloat16"]
+        }
+
+    def test_stacked_codes_are_refused_with_what_to_send_instead(self, moe: ServedModel) -> None:
+        table = {name: tensor for name, tensor in table_of(moe).items() if ".layers.0.mlp.experts." not in name}
+        for name in (STACKED, STACKED.replace("gate_up", "down")):
+            table[name] = UploadTensor(name=name, dtype="float8_e4m3fn", shape=moe.in_memory[name])
+        (first, second) = refusal(moe, table.values(), moe.plan(QuantConfig()))["wrong_dtype"]
+        assert first.startswith(f"{STACKED} is float8_e4m3fn") and "each expert's by themselves" in first
+        assert "down_proj" in second
+
+    def test_scales_are_unknown_where_nothing_is_quantized(self, moe: ServedModel) -> None:
+        table, scales = table_of(moe), f"{EXPERT}_scale_inv"
+        table[scales] = UploadTensor(name=scales, dtype="float32", shape=(1, 2))
+        assert refusal(moe, table.values(), BF16) == {"unknown": [scales]}
 
 
-def test_codes_without_scales_lack_them(moe: ServedModel) -> None:
-    table = table_of(moe)
-    table[EXPERT] = table[EXPERT].model_copy(update={"dtype": "float8_e4m3fn"})
-    assert refusal(moe, table.values(), moe.plan(QuantConfig())) == {"missing": [f"{EXPERT}_scale_inv"]}
+class TestRefusedModels:
+    @pytest.mark.parametrize(
+        "config",
+        [GraniteMoeConfig(num_local_experts=4), OlmoeConfig(num_experts=4)],
+        ids=lambda config: config.model_type,
+    )
+    def test_a_mixture_of_experts_of_another_family_is_refused(self, tmp_path: Path, config: PretrainedConfig) -> None:
+        config.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=rf"does not know \({config.model_type}\).*qwen3_moe.*mixtral"):
+            ServedModel.load(tmp_path)
 
+    def test_a_dense_model_of_another_family_is_served_in_bf16_only(self, tmp_path: Path) -> None:
+        GPT2Config(n_layer=1).save_pretrained(tmp_path)
+        model = ServedModel.load(tmp_path)
+        assert model.plan(QuantConfig(weights="none")) == BF16
+        with pytest.raises(ValueError, match=r"FP8 is not supported for gpt2, only for llama, .*quant\.weights: none"):
+            model.plan(QuantConfig())
 
-def test_scales_with_wrong_shape_dtype_or_no_codes_are_refused(moe: ServedModel) -> None:
-    table, scales = table_of(moe), f"{EXPERT}_scale_inv"
-    table[scales] = UploadTensor(name=scales, dtype="bfloat16", shape=(1, 1))
-    assert refusal(moe, table.values(), moe.plan(QuantConfig())) == {
-        "wrong_shape": [f"{scales} is [1, 1], the model's is [1, 2]"],
-        "wrong_dtype": [
-            f"{scales} is bfloat16, block scales are float32",
-            f"{scales} is of no use: {EXPERT} has not come as float8_e4m3fn",
+    @pytest.mark.parametrize(
+        ("config", "reason"),
+        [
+            ("{", "not a valid JSON file"),
+            ("{}", "model_type"),
+            ('{"model_type": "unheard-of"}', "unheard-of"),
+            ('{"model_type": "vit"}', "ViTConfig"),
+            ('{"model_type": "qwen2", "hidden_size": "wide"}', "'hidden_size': .*expected int, got str"),
+            ('{"model_type": "qwen2", "hidden_size": -1}', "negative dimension"),
         ],
-    }
+    )
+    def test_a_config_of_no_language_model_is_refused_in_one_line(
+        self, tmp_path: Path, config: str, reason: str
+    ) -> None:
+        (tmp_path / "config.json").write_text(config)
+        with pytest.raises(ValueError, match=f"config.json describes no causal language model.*{reason}") as refused:
+            ServedModel.load(tmp_path)
+        assert "\n" not in str(refused.value)
 
-
-@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.gate.weight", EXPERT])
-def test_codes_of_what_is_not_quantized_are_refused(moe: ServedModel, name: str) -> None:
-    table = table_of(moe)
-    table[name] = table[name].model_copy(update={"dtype": "float8_e4m3fn"})
-    plan = moe.plan(QuantConfig(skip=("*.layers.0.mlp.experts",)))
-    assert refusal(moe, table.values(), plan) == {
-        "wrong_dtype": [f"{name} is float8_e4m3fn, but it is not quantized in this service: send it in bfloat16"]
-    }
-
-
-def test_stacked_codes_are_refused_with_what_to_send_instead(moe: ServedModel) -> None:
-    table = {name: tensor for name, tensor in table_of(moe).items() if ".layers.0.mlp.experts." not in name}
-    for name in (STACKED, STACKED.replace("gate_up", "down")):
-        table[name] = UploadTensor(name=name, dtype="float8_e4m3fn", shape=moe.in_memory[name])
-    (first, second) = refusal(moe, table.values(), moe.plan(QuantConfig()))["wrong_dtype"]
-    assert first.startswith(f"{STACKED} is float8_e4m3fn") and "each expert's by themselves" in first
-    assert "down_proj" in second
-
-
-def test_scales_are_unknown_where_nothing_is_quantized(moe: ServedModel) -> None:
-    table, scales = table_of(moe), f"{EXPERT}_scale_inv"
-    table[scales] = UploadTensor(name=scales, dtype="float32", shape=(1, 2))
-    assert refusal(moe, table.values(), BF16) == {"unknown": [scales]}
-
-
-@pytest.mark.parametrize(
-    "config",
-    [GraniteMoeConfig(num_local_experts=4), OlmoeConfig(num_experts=4)],
-    ids=lambda config: config.model_type,
-)
-def test_a_mixture_of_experts_of_another_family_is_refused(tmp_path: Path, config: PretrainedConfig) -> None:
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=rf"does not know \({config.model_type}\).*qwen3_moe.*mixtral"):
-        ServedModel.load(tmp_path)
-
-
-def test_a_dense_model_of_another_family_is_served_in_bf16_only(tmp_path: Path) -> None:
-    GPT2Config(n_layer=1).save_pretrained(tmp_path)
-    model = ServedModel.load(tmp_path)
-    assert model.plan(QuantConfig(weights="none")) == BF16
-    with pytest.raises(ValueError, match=r"FP8 is not supported for gpt2, only for llama, .*quant\.weights: none"):
-        model.plan(QuantConfig())
-
-
-def test_the_plan_knows_how_many_kv_heads_there_are(tmp_path: Path) -> None:
-    config = FAMILIES["qwen3"]()
-    config.head_dim, config.num_attention_heads, config.num_key_value_heads = 128, 8, 2
-    config.intermediate_size = 1024
-    config.save_pretrained(tmp_path)
-    model = ServedModel.load(tmp_path)
-    assert len(model.plan(QuantConfig(), 8).quantized) == len(model.linears)
-    with pytest.raises(ValueError, match="cannot share out 8 attention heads and 2 KV heads"):
-        model.plan(QuantConfig(), 3)
-
-
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ("{", "not a valid JSON file"),
-        ("{}", "model_type"),
-        ('{"model_type": "unheard-of"}', "unheard-of"),
-        ('{"model_type": "vit"}', "ViTConfig"),
-        ('{"model_type": "qwen2", "hidden_size": "wide"}', "'hidden_size': .*expected int, got str"),
-        ('{"model_type": "qwen2", "hidden_size": -1}', "negative dimension"),
-    ],
-)
-def test_a_config_of_no_language_model_is_refused_in_one_line(tmp_path: Path, config: str, reason: str) -> None:
-    (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ValueError, match=f"config.json describes no causal language model.*{reason}") as refused:
-        ServedModel.load(tmp_path)
-    assert "\n" not in str(refused.value)
-
-
-def test_a_folder_without_a_model_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"has no config\.json: name a folder.*model\.create"):
-        ServedModel.load(tmp_path / "missing")
+    def test_a_folder_without_a_model_says_what_to_do(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match=r"has no config\.json: name a folder.*model\.create"):
+            ServedModel.load(tmp_path / "missing")

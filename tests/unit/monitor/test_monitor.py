@@ -20,163 +20,158 @@ def monitor() -> Monitor:
     return Monitor(MonitorConfig(keep_versions=2, min_tokens=4))
 
 
-async def test_a_report_shows_in_its_row_and_in_the_version_s(monitor: Monitor) -> None:
-    receipt = await monitor.report(body(full([-1.0, -2.0], [-1.5, -1.0])))
-    assert (receipt.tokens, receipt.too_old_tokens, receipt.repeated) == (2, 0, False)
-    table = await monitor.table()
-    (row,), (merged,) = table.rows, table.versions
-    assert (row.version, row.replica_id, row.source, row.tokens) == (3, "r1", "trainer", 2)
-    assert merged.model_dump(exclude={"replica_id"}) == row.model_dump(exclude={"replica_id"})
-    assert row.k3 == measure_mismatch(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]]), torch.ones(1, 2)).k3
+class TestReport:
+    async def test_a_report_shows_in_its_row_and_in_the_version_s(self, monitor: Monitor) -> None:
+        receipt = await monitor.report(body(full([-1.0, -2.0], [-1.5, -1.0])))
+        assert (receipt.tokens, receipt.too_old_tokens, receipt.repeated) == (2, 0, False)
+        table = await monitor.table()
+        (row,), (merged,) = table.rows, table.versions
+        assert (row.version, row.replica_id, row.source, row.tokens) == (3, "r1", "trainer", 2)
+        assert merged.model_dump(exclude={"replica_id"}) == row.model_dump(exclude={"replica_id"})
+        assert (
+            row.k3 == measure_mismatch(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]]), torch.ones(1, 2)).k3
+        )
+
+    async def test_a_report_of_the_same_name_counts_once(self, monitor: Monitor) -> None:
+        sent = body(full([-1.0], [-1.5]), report_id="step-4")
+        receipts = await asyncio.gather(*(monitor.report(sent) for _ in range(5)))
+        assert sorted(receipt.repeated for receipt in receipts) == [False, True, True, True, True]
+        assert {receipt.tokens for receipt in receipts} == {1}
+        assert [row.tokens for row in await monitor.rows()] == [1]
+
+    async def test_a_report_without_a_name_counts_each_time(self, monitor: Monitor) -> None:
+        for _ in range(3):
+            assert not (await monitor.report(body(full([-1.0], [-1.5])))).repeated
+        assert [row.tokens for row in await monitor.rows()] == [3]
+
+    async def test_a_report_that_was_refused_may_be_mended_under_its_name(self, monitor: Monitor) -> None:
+        with pytest.raises(InvalidRequest):
+            await monitor.report(body(full([-1.0], [-1.0]), full([9.0], [-1.0]), report_id="a"))
+        assert await monitor.rows() == []
+        assert not (await monitor.report(body(full([-1.0], [-1.0]), report_id="a"))).repeated
+
+    async def test_only_so_many_names_are_kept(self, monitor: Monitor) -> None:
+        for i in range(REPORT_IDS + 50):
+            await monitor.report(body(full([], [], []), report_id=str(i)))
+        assert len(monitor._receipts) == REPORT_IDS
+        assert (await monitor.report(body(full([], [], []), report_id=str(REPORT_IDS)))).repeated
+        assert not (await monitor.report(body(full([], [], []), report_id="0"))).repeated
+
+    async def test_tokens_of_dropped_versions_are_reported_as_too_old(self, monitor: Monitor) -> None:
+        for version in (5, 6):
+            await monitor.report(body(full([-1.0], [-1.0], [span(version, 0, 1)])))
+        receipt = await monitor.report(
+            body(full([-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0], [span(4, 0, 2), span(5, 2, 3)]))
+        )
+        assert (receipt.tokens, receipt.too_old_tokens) == (3, 2)
+        assert [(row.version, row.tokens) for row in await monitor.rows()] == [(5, 2), (6, 1)]
+
+    async def test_a_rollout_is_reported_by_id_once_the_monitor_knows_it(self, monitor: Monitor) -> None:
+        by_id = body({"trainer_logprobs": [-1.0, -2.0]}, request_id="a")
+        with pytest.raises(NotFound, match="not remembered"):
+            await monitor.report(by_id)
+        await monitor.remember([RecentRollout.of(rollout("a", [-1.5, -1.0]))])
+        assert (await monitor.report(by_id)).tokens == 2
 
 
-async def test_a_report_of_the_same_name_counts_once(monitor: Monitor) -> None:
-    sent = body(full([-1.0], [-1.5]), report_id="step-4")
-    receipts = await asyncio.gather(*(monitor.report(sent) for _ in range(5)))
-    assert sorted(receipt.repeated for receipt in receipts) == [False, True, True, True, True]
-    assert {receipt.tokens for receipt in receipts} == {1}
-    assert [row.tokens for row in await monitor.rows()] == [1]
+class TestTable:
+    async def test_what_a_shadow_scored_has_rows_of_its_own(self, monitor: Monitor) -> None:
+        await monitor.report(body(full([-1.0], [-1.5])))
+        await monitor.observe("shadow", 3, "r1", [[-1.0, -2.0], [-0.5]], [[-1.25, -2.0], [-0.5]])
+        sources = {row.source: (row.tokens, row.sequences, row.k1) for row in await monitor.rows(version=3)}
+        assert sources["trainer"] == (1, 1, -0.5)
+        assert sources["shadow"] == (3, 2, 0.25 / 3)
+        assert [row.source for row in (await monitor.table(source="shadow")).versions] == ["shadow"]
+
+    @pytest.mark.parametrize("source", ["trainer", "shadow"])
+    async def test_what_is_suspect_names_the_replica_and_who_scored_it(self, monitor: Monitor, source: str) -> None:
+        right, wrong = [-1.0] * 4, [-1.5] * 4
+        if source == "trainer":
+            await monitor.report(body(full(right, wrong)))
+            await monitor.report(body(full(right, right), replica_id="r2"))
+        else:
+            await monitor.observe("shadow", 3, "r1", [wrong], [right])
+            await monitor.observe("shadow", 3, "r2", [right], [right])
+        suspicions = await monitor.suspicions()
+        (suspicion,) = suspicions.pop(3)
+        assert suspicions == {}
+        assert (suspicion.replica_id, suspicion.source, suspicion.tokens) == ("r1", source, 4)
+        rows = {row.replica_id: row.suspect_since for row in await monitor.rows()}
+        assert rows == {"r1": suspicion.since, "r2": None}
+        assert [row.suspect_since for row in (await monitor.table()).versions] == [suspicion.since]
+
+    async def test_rows_are_those_that_are_asked_for(self, monitor: Monitor) -> None:
+        await monitor.report(body(full([-1.0], [-1.0], [span(1, 0, 1)])))
+        await monitor.report(body(full([-1.0], [-1.0], [span(2, 0, 1)]), replica_id="r2"))
+        assert [row.version for row in await monitor.rows(replica_id="r2")] == [2]
+        assert [row.replica_id for row in await monitor.rows(version=1)] == ["r1"]
+        assert await monitor.rows(source="shadow") == []
 
 
-async def test_a_report_without_a_name_counts_each_time(monitor: Monitor) -> None:
-    for _ in range(3):
-        assert not (await monitor.report(body(full([-1.0], [-1.5])))).repeated
-    assert [row.tokens for row in await monitor.rows()] == [3]
+class TestTruncated:
+    async def test_truncated_sampling_does_not_make_a_version_suspect(self, monitor: Monitor) -> None:
+        """At top_p 0.9 every ratio is 0.9, beyond both thresholds; without the mark the version would be suspect."""
+        kept, model = 0.9, [-1.0] * 5
+        sampled = [logprob - math.log(kept) for logprob in model]
+        receipt = await monitor.report(body(full(model, sampled), truncated_sampling=True))
+        assert (receipt.tokens, receipt.truncated_tokens) == (0, 5)
+        assert await monitor.suspicions() == {}
+        table = await monitor.table()
+        assert table.rows == table.versions == ()
+        assert [not_judged.model_dump() for not_judged in table.truncated] == [
+            {"version": 3, "replica_id": "r1", "source": "trainer", "tokens": 5}
+        ]
+        await monitor.report(body(full(model, sampled)))
+        assert list(await monitor.suspicions()) == [3]
+
+    async def test_truncated_tokens_stand_beside_the_row_of_the_others(self, monitor: Monitor) -> None:
+        await monitor.report(body(full([-1.0] * 3, [-1.0] * 3)))
+        for _ in range(2):
+            await monitor.report(body(full([-2.0], [-1.0]), truncated_sampling=True))
+        table = await monitor.table(version=3)
+        assert [(row.tokens, row.k1) for row in (*table.rows, *table.versions)] == [(3, 0.0)] * 2
+        assert [not_judged.tokens for not_judged in table.truncated] == [2]
+        assert (await monitor.table(replica_id="r2")).truncated == ()
+        per_replica = await monitor.per_replica()
+        assert (per_replica.rows, per_replica.truncated, per_replica.versions) == (table.rows, table.truncated, ())
+
+    async def test_truncated_tokens_of_a_dropped_version_are_not_kept(self, monitor: Monitor) -> None:
+        for version in (5, 6):
+            await monitor.report(body(full([-1.0], [-1.0], [span(version, 0, 1)])))
+        receipt = await monitor.report(body(full([-1.0], [-1.0]), truncated_sampling=True))
+        assert receipt.truncated_tokens == 1
+        assert (await monitor.table()).truncated == ()
 
 
-async def test_a_report_that_was_refused_may_be_mended_under_its_name(monitor: Monitor) -> None:
-    with pytest.raises(InvalidRequest):
-        await monitor.report(body(full([-1.0], [-1.0]), full([9.0], [-1.0]), report_id="a"))
-    assert await monitor.rows() == []
-    assert not (await monitor.report(body(full([-1.0], [-1.0]), report_id="a"))).repeated
+class TestOtherGateways:
+    async def test_a_report_waits_for_rollouts_from_another_gateway(self, monitor: Monitor) -> None:
+        held = asyncio.Event()
 
+        class Slow:
+            async def remember(self, rollouts: list[RecentRollout]) -> None:
+                await held.wait()
+                await monitor.remember(rollouts)
 
-async def test_only_so_many_names_are_kept(monitor: Monitor) -> None:
-    for i in range(REPORT_IDS + 50):
-        await monitor.report(body(full([], [], []), report_id=str(i)))
-    assert len(monitor._receipts) == REPORT_IDS
-    assert (await monitor.report(body(full([], [], []), report_id=str(REPORT_IDS)))).repeated
-    assert not (await monitor.report(body(full([], [], []), report_id="0"))).repeated
+        first, second = (RolloutFeed(Slow(), 1, gateways=2) for _ in range(2))
+        first.note(rollout("a", [-1.0]))
+        await second.flushed()  # the gateway that takes the report knows nothing of the rollout
+        named = body({"trainer_logprobs": [-1.5]}, request_id="a")
+        report = asyncio.create_task(monitor.report(named, wait_s=3600))
+        await monitor.remember([RecentRollout.of(rollout("b", [-1.0]))])  # another one's does not end the wait
+        held.set()
+        assert (await report).tokens == 1
 
+    async def test_a_report_that_waits_keeps_no_other_from_being_counted(self, monitor: Monitor) -> None:
+        waiting = asyncio.create_task(monitor.report(body({"trainer_logprobs": []}, request_id="never"), wait_s=3600))
+        assert (await monitor.report(body(full([-1.0], [-1.5])))).tokens == 1
+        assert not waiting.done()
+        waiting.cancel()
 
-async def test_tokens_of_dropped_versions_are_reported_as_too_old(monitor: Monitor) -> None:
-    for version in (5, 6):
-        await monitor.report(body(full([-1.0], [-1.0], [span(version, 0, 1)])))
-    receipt = await monitor.report(body(full([-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0], [span(4, 0, 2), span(5, 2, 3)])))
-    assert (receipt.tokens, receipt.too_old_tokens) == (3, 2)
-    assert [(row.version, row.tokens) for row in await monitor.rows()] == [(5, 2), (6, 1)]
+    async def test_rollouts_still_unknown_when_the_wait_ends_are_named(self, monitor: Monitor) -> None:
+        with pytest.raises(NotFound, match="never"):
+            await monitor.report(body({"trainer_logprobs": []}, request_id="never"), wait_s=0.01)
 
-
-async def test_a_rollout_is_reported_by_id_once_the_monitor_knows_it(monitor: Monitor) -> None:
-    by_id = body({"trainer_logprobs": [-1.0, -2.0]}, request_id="a")
-    with pytest.raises(NotFound, match="not remembered"):
-        await monitor.report(by_id)
-    await monitor.remember([RecentRollout.of(rollout("a", [-1.5, -1.0]))])
-    assert (await monitor.report(by_id)).tokens == 2
-
-
-async def test_what_a_shadow_scored_has_rows_of_its_own(monitor: Monitor) -> None:
-    await monitor.report(body(full([-1.0], [-1.5])))
-    await monitor.observe("shadow", 3, "r1", [[-1.0, -2.0], [-0.5]], [[-1.25, -2.0], [-0.5]])
-    sources = {row.source: (row.tokens, row.sequences, row.k1) for row in await monitor.rows(version=3)}
-    assert sources["trainer"] == (1, 1, -0.5)
-    assert sources["shadow"] == (3, 2, 0.25 / 3)
-    assert [row.source for row in (await monitor.table(source="shadow")).versions] == ["shadow"]
-
-
-@pytest.mark.parametrize("source", ["trainer", "shadow"])
-async def test_what_is_suspect_names_the_replica_and_who_scored_it(monitor: Monitor, source: str) -> None:
-    right, wrong = [-1.0] * 4, [-1.5] * 4
-    if source == "trainer":
-        await monitor.report(body(full(right, wrong)))
-        await monitor.report(body(full(right, right), replica_id="r2"))
-    else:
-        await monitor.observe("shadow", 3, "r1", [wrong], [right])
-        await monitor.observe("shadow", 3, "r2", [right], [right])
-    suspicions = await monitor.suspicions()
-    (suspicion,) = suspicions.pop(3)
-    assert suspicions == {}
-    assert (suspicion.replica_id, suspicion.source, suspicion.tokens) == ("r1", source, 4)
-    rows = {row.replica_id: row.suspect_since for row in await monitor.rows()}
-    assert rows == {"r1": suspicion.since, "r2": None}
-    assert [row.suspect_since for row in (await monitor.table()).versions] == [suspicion.since]
-
-
-async def test_rows_are_those_that_are_asked_for(monitor: Monitor) -> None:
-    await monitor.report(body(full([-1.0], [-1.0], [span(1, 0, 1)])))
-    await monitor.report(body(full([-1.0], [-1.0], [span(2, 0, 1)]), replica_id="r2"))
-    assert [row.version for row in await monitor.rows(replica_id="r2")] == [2]
-    assert [row.replica_id for row in await monitor.rows(version=1)] == ["r1"]
-    assert await monitor.rows(source="shadow") == []
-
-
-async def test_truncated_sampling_does_not_make_a_version_suspect(monitor: Monitor) -> None:
-    """At top_p 0.9 every ratio is 0.9, beyond both thresholds; without the mark the version would be suspect."""
-    kept, model = 0.9, [-1.0] * 5
-    sampled = [logprob - math.log(kept) for logprob in model]
-    receipt = await monitor.report(body(full(model, sampled), truncated_sampling=True))
-    assert (receipt.tokens, receipt.truncated_tokens) == (0, 5)
-    assert await monitor.suspicions() == {}
-    table = await monitor.table()
-    assert table.rows == table.versions == ()
-    assert [not_judged.model_dump() for not_judged in table.truncated] == [
-        {"version": 3, "replica_id": "r1", "source": "trainer", "tokens": 5}
-    ]
-    await monitor.report(body(full(model, sampled)))
-    assert list(await monitor.suspicions()) == [3]
-
-
-async def test_truncated_tokens_stand_beside_the_row_of_the_others(monitor: Monitor) -> None:
-    await monitor.report(body(full([-1.0] * 3, [-1.0] * 3)))
-    for _ in range(2):
-        await monitor.report(body(full([-2.0], [-1.0]), truncated_sampling=True))
-    table = await monitor.table(version=3)
-    assert [(row.tokens, row.k1) for row in (*table.rows, *table.versions)] == [(3, 0.0)] * 2
-    assert [not_judged.tokens for not_judged in table.truncated] == [2]
-    assert (await monitor.table(replica_id="r2")).truncated == ()
-    per_replica = await monitor.per_replica()
-    assert (per_replica.rows, per_replica.truncated, per_replica.versions) == (table.rows, table.truncated, ())
-
-
-async def test_truncated_tokens_of_a_dropped_version_are_not_kept(monitor: Monitor) -> None:
-    for version in (5, 6):
-        await monitor.report(body(full([-1.0], [-1.0], [span(version, 0, 1)])))
-    receipt = await monitor.report(body(full([-1.0], [-1.0]), truncated_sampling=True))
-    assert receipt.truncated_tokens == 1
-    assert (await monitor.table()).truncated == ()
-
-
-async def test_a_report_waits_for_rollouts_from_another_gateway(monitor: Monitor) -> None:
-    held = asyncio.Event()
-
-    class Slow:
-        async def remember(self, rollouts: list[RecentRollout]) -> None:
-            await held.wait()
-            await monitor.remember(rollouts)
-
-    first, second = (RolloutFeed(Slow(), 1, gateways=2) for _ in range(2))
-    first.note(rollout("a", [-1.0]))
-    await second.flushed()  # the gateway that takes the report knows nothing of the rollout
-    named = body({"trainer_logprobs": [-1.5]}, request_id="a")
-    report = asyncio.create_task(monitor.report(named, wait_s=3600))
-    await monitor.remember([RecentRollout.of(rollout("b", [-1.0]))])  # another one's does not end the wait
-    held.set()
-    assert (await report).tokens == 1
-
-
-async def test_a_report_that_waits_keeps_no_other_from_being_counted(monitor: Monitor) -> None:
-    waiting = asyncio.create_task(monitor.report(body({"trainer_logprobs": []}, request_id="never"), wait_s=3600))
-    assert (await monitor.report(body(full([-1.0], [-1.5])))).tokens == 1
-    assert not waiting.done()
-    waiting.cancel()
-
-
-async def test_rollouts_still_unknown_when_the_wait_ends_are_named(monitor: Monitor) -> None:
-    with pytest.raises(NotFound, match="never"):
-        await monitor.report(body({"trainer_logprobs": []}, request_id="never"), wait_s=0.01)
-
-
-def test_reports_wait_only_where_there_are_several_gateways() -> None:
-    waits = {gateways: RolloutFeed(None, 1, gateways=gateways).others_wait_s for gateways in (1, 2, 3)}
-    assert waits == {1: 0.0, 2: OTHERS_S, 3: OTHERS_S}
-    assert RolloutFeed(None, 0, gateways=2).others_wait_s == 0
+    def test_reports_wait_only_where_there_are_several_gateways(self) -> None:
+        waits = {gateways: RolloutFeed(None, 1, gateways=gateways).others_wait_s for gateways in (1, 2, 3)}
+        assert waits == {1: 0.0, 2: OTHERS_S, 3: OTHERS_S}
+        assert RolloutFeed(None, 0, gateways=2).others_wait_s == 0

@@ -77,77 +77,88 @@ def completion(**changes: Any) -> Completion:
     return Completion.model_validate(fields | changes)
 
 
-@pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: type(noun).__name__)
-def test_a_noun_survives_json(noun: Rollout | ReplicaStatus | WeightStatus | Fleet) -> None:
-    assert type(noun).model_validate_json(noun.model_dump_json()) == noun
+class TestNoun:
+    @pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: type(noun).__name__)
+    def test_a_noun_survives_json(self, noun: Rollout | ReplicaStatus | WeightStatus | Fleet) -> None:
+        assert type(noun).model_validate_json(noun.model_dump_json()) == noun
+
+    @pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: type(noun).__name__)
+    def test_a_noun_refuses_fields_that_it_does_not_have(
+        self, noun: Rollout | ReplicaStatus | WeightStatus | Fleet
+    ) -> None:
+        with pytest.raises(ValidationError, match="colour"):
+            type(noun).model_validate(noun.model_dump() | {"colour": "red"})
+
+    def test_a_noun_cannot_be_changed(self) -> None:
+        with pytest.raises(ValidationError, match="frozen"):
+            STATUS.version = 4
 
 
-@pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: type(noun).__name__)
-def test_a_noun_refuses_fields_that_it_does_not_have(noun: Rollout | ReplicaStatus | WeightStatus | Fleet) -> None:
-    with pytest.raises(ValidationError, match="colour"):
-        type(noun).model_validate(noun.model_dump() | {"colour": "red"})
+class TestSpan:
+    @pytest.mark.parametrize(("start", "end"), [(2, 2), (3, 1), (-1, 2)])
+    def test_a_span_holds_at_least_one_token(self, start: int, end: int) -> None:
+        with pytest.raises(ValidationError):
+            Span(version=1, start=start, end=end)
+
+    def test_a_span_reads_its_version_as_vllm_writes_it(self) -> None:
+        assert Span.model_validate({"version": "7", "start": 0, "end": 1}) == Span(version=7, start=0, end=1)
+
+    def test_a_span_documents_both_forms_in_replies_only(self) -> None:
+        of_requests, of_replies = (Span.model_json_schema(mode=mode) for mode in ("validation", "serialization"))
+        assert of_requests["properties"]["version"]["type"] == "integer"
+        assert [form["type"] for form in of_replies["properties"]["version"]["anyOf"]] == ["integer", "string"]
 
 
-def test_a_noun_cannot_be_changed() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        STATUS.version = 4
+class TestCompletion:
+    def test_a_completion_names_its_versions_in_order(self) -> None:
+        assert completion().versions == (1, 2)
 
+    def test_a_completion_without_tokens_has_no_versions(self) -> None:
+        assert completion(token_ids=(), logprobs=(), spans=()).versions == ()
 
-@pytest.mark.parametrize(("start", "end"), [(2, 2), (3, 1), (-1, 2)])
-def test_a_span_holds_at_least_one_token(start: int, end: int) -> None:
-    with pytest.raises(ValidationError):
-        Span(version=1, start=start, end=end)
-
-
-def test_a_completion_names_its_versions_in_order() -> None:
-    assert completion().versions == (1, 2)
-
-
-def test_a_completion_without_tokens_has_no_versions() -> None:
-    assert completion(token_ids=(), logprobs=(), spans=()).versions == ()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"logprobs": (-1.0,)}, "3 tokens but 1 logprobs"),
-        ({"spans": ()}, "do not cover 3 tokens"),
-        ({"spans": ({"version": 1, "start": 0, "end": 2},)}, "do not cover 3 tokens"),
-        ({"spans": ({"version": 1, "start": 1, "end": 3},)}, "gap at token 0"),
-        ({"spans": ({"version": 1, "start": 0, "end": 1}, {"version": 2, "start": 2, "end": 3})}, "gap at token 1"),
-        ({"spans": ({"version": 1, "start": 0, "end": 2}, {"version": 2, "start": 1, "end": 3})}, "gap at token 2"),
-        ({"spans": ({"version": 1, "start": 0, "end": 4},)}, "do not cover 3 tokens"),
-        ({"finish_reason": "tired"}, "finish_reason"),
-        ({"index": -1}, "index"),
-    ],
-)
-def test_a_completion_whose_parts_do_not_fit_together_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        completion(**changes)
-
-
-@given(st.lists(st.integers(min_value=1, max_value=5), max_size=6))
-def test_contiguous_spans_up_to_the_last_token_are_accepted(lengths: list[int]) -> None:
-    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    spans = tuple(
-        Span(version=i, start=end - length, end=end) for i, (end, length) in enumerate(zip(ends, lengths, strict=True))
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"logprobs": (-1.0,)}, "3 tokens but 1 logprobs"),
+            ({"spans": ()}, "do not cover 3 tokens"),
+            ({"spans": ({"version": 1, "start": 0, "end": 2},)}, "do not cover 3 tokens"),
+            ({"spans": ({"version": 1, "start": 1, "end": 3},)}, "gap at token 0"),
+            ({"spans": ({"version": 1, "start": 0, "end": 1}, {"version": 2, "start": 2, "end": 3})}, "gap at token 1"),
+            ({"spans": ({"version": 1, "start": 0, "end": 2}, {"version": 2, "start": 1, "end": 3})}, "gap at token 2"),
+            ({"spans": ({"version": 1, "start": 0, "end": 4},)}, "do not cover 3 tokens"),
+            ({"finish_reason": "tired"}, "finish_reason"),
+            ({"index": -1}, "index"),
+        ],
     )
-    tokens = tuple(range(sum(lengths)))
-    made = completion(token_ids=tokens, logprobs=(0.0,) * len(tokens), spans=spans)
-    assert made.versions == tuple(range(len(lengths)))
+    def test_a_completion_whose_parts_do_not_fit_together_is_refused(
+        self, changes: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(ValidationError, match=message):
+            completion(**changes)
+
+    @given(st.lists(st.integers(min_value=1, max_value=5), max_size=6))
+    def test_contiguous_spans_up_to_the_last_token_are_accepted(self, lengths: list[int]) -> None:
+        ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+        spans = tuple(
+            Span(version=i, start=end - length, end=end)
+            for i, (end, length) in enumerate(zip(ends, lengths, strict=True))
+        )
+        tokens = tuple(range(sum(lengths)))
+        made = completion(token_ids=tokens, logprobs=(0.0,) * len(tokens), spans=spans)
+        assert made.versions == tuple(range(len(lengths)))
 
 
-@pytest.mark.parametrize("version", [-1, MAX_VERSION + 1, 2**63, 10**255])
-def test_a_version_that_json_does_not_hold_exactly_is_refused(version: int) -> None:
-    with pytest.raises(ValidationError, match="version"):
-        Span(version=version, start=0, end=1)
-    with pytest.raises(ValidationError, match="version"):
-        BeginUpload(version=version, source=PathSource(path=Path("weights")))
-    with pytest.raises(ValidationError, match="min_weight_version"):
-        GenerateCall(request_id="r", prompt_token_ids=(1,), sampling=Sampling(), min_weight_version=version)
+class TestVersion:
+    @pytest.mark.parametrize("version", [-1, MAX_VERSION + 1, 2**63, 10**255])
+    def test_a_version_that_json_does_not_hold_exactly_is_refused(self, version: int) -> None:
+        with pytest.raises(ValidationError, match="version"):
+            Span(version=version, start=0, end=1)
+        with pytest.raises(ValidationError, match="version"):
+            BeginUpload(version=version, source=PathSource(path=Path("weights")))
+        with pytest.raises(ValidationError, match="min_weight_version"):
+            GenerateCall(request_id="r", prompt_token_ids=(1,), sampling=Sampling(), min_weight_version=version)
 
-
-def test_the_largest_version_is_exact_in_json_and_in_a_double() -> None:
-    span = Span(version=MAX_VERSION, start=0, end=1)
-    assert Span.model_validate_json(span.model_dump_json()) == span
-    assert int(float(MAX_VERSION)) == MAX_VERSION
+    def test_the_largest_version_is_exact_in_json_and_in_a_double(self) -> None:
+        span = Span(version=MAX_VERSION, start=0, end=1)
+        assert Span.model_validate_json(span.model_dump_json()) == span
+        assert int(float(MAX_VERSION)) == MAX_VERSION

@@ -33,154 +33,144 @@ def assert_as_specified(weight: torch.Tensor) -> None:
     np.testing.assert_array_equal(codes.view(torch.uint8).numpy(), expected_codes)
 
 
-def test_torch_decodes_all_256_codes_as_the_format_specifies() -> None:
-    read = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist()
-    for code, value in enumerate(read):
-        expected = e4m3.value_of(code)
-        assert (expected is None and value != value) or Fraction(value) == expected, code
+class TestFormat:
+    def test_torch_decodes_all_256_codes_as_the_format_specifies(self) -> None:
+        read = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist()
+        for code, value in enumerate(read):
+            expected = e4m3.value_of(code)
+            assert (expected is None and value != value) or Fraction(value) == expected, code
+
+    @settings(deadline=None, max_examples=100)
+    @given(st.floats(0, 448, width=32))
+    def test_the_fast_test_encoder_agrees_with_exact_fractions(self, x: float) -> None:
+        assert e4m3.encode(np.array([x, -x], dtype=np.float32)).tolist() == [
+            (code := e4m3.nearest_code(Fraction(x))),
+            code | e4m3.SIGN,
+        ]
+
+    def test_every_code_value_comes_back_as_its_own_code(self) -> None:
+        weight = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        finite = weight[~weight.isnan()].view(2, 127)
+        codes, scales = quantize_blockwise(finite)
+        assert scales.tolist() == [[1.0]]
+        assert codes.view(torch.uint8).flatten().tolist() == [c for c in range(256) if c & 0x7F != e4m3.NAN_CODE]
+
+    def test_a_value_halfway_between_two_codes_goes_to_the_even_one(self) -> None:
+        halves = [(low + high) / 2 for low, high in pairwise(e4m3.POSITIVE)]
+        weight = torch.tensor([[448.0, *map(float, halves)]])
+        codes, scales = quantize_blockwise(weight)
+        assert scales.item() == 1.0
+        got = codes.view(torch.uint8)[0, 1:].tolist()
+        assert got == [e4m3.nearest_code(half) for half in halves]
+        assert all(code % 2 == 0 for code in got)
 
 
-@settings(deadline=None, max_examples=100)
-@given(st.floats(0, 448, width=32))
-def test_the_fast_test_encoder_agrees_with_exact_fractions(x: float) -> None:
-    assert e4m3.encode(np.array([x, -x], dtype=np.float32)).tolist() == [
-        (code := e4m3.nearest_code(Fraction(x))),
-        code | e4m3.SIGN,
-    ]
+class TestQuantize:
+    @settings(deadline=None, max_examples=100)
+    @given(weights())
+    def test_codes_and_scales_are_bit_for_bit_what_the_formula_gives(self, weight: torch.Tensor) -> None:
+        assert_as_specified(weight)
+
+    @settings(deadline=None, max_examples=40)
+    @given(weights())
+    def test_the_round_trip_error_is_at_most_half_the_code_spacing(self, weight: torch.Tensor) -> None:
+        codes, scales = quantize_blockwise(weight)
+        exact = weight.to(torch.bfloat16).double()
+        error = (dequantize_blockwise(codes, scales).double() - exact).abs()
+        per_weight = (
+            scales.double().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: exact.shape[0], : exact.shape[1]]
+        )
+        bound = torch.maximum(NORMAL_ERROR * exact.abs(), SUBNORMAL_ERROR * per_weight)
+        assert bool((error <= bound + FP32_ERROR * exact.abs()).all())
+        assert bool((error <= BLOCK_ERROR * 448 * per_weight + FP32_ERROR * exact.abs()).all())
+
+    @settings(deadline=None, max_examples=40)
+    @given(weights())
+    def test_dequantizing_multiplies_each_code_by_its_block_scale(self, weight: torch.Tensor) -> None:
+        codes, scales = quantize_blockwise(weight)
+        got = dequantize_blockwise(codes, scales)
+        assert got.dtype == torch.float32 and got.shape == weight.shape
+        np.testing.assert_array_equal(got.numpy(), e4m3.dequantize(codes.view(torch.uint8).numpy(), scales.numpy()))
+
+    def test_ragged_edge_blocks_use_only_the_weights_they_have(self) -> None:
+        weight = torch.zeros(130, 129)
+        weight[128:, 128:] = torch.tensor([[7.0], [-14.0]])
+        codes, scales = quantize_blockwise(weight)
+        assert scales[1, 1].item() == 14 / 448
+        assert codes[128:, 128:].float().tolist() == [[224.0], [-448.0]]
+
+    def test_a_block_of_zeros_has_the_smallest_scale_and_zero_codes(self) -> None:
+        codes, scales = quantize_blockwise(torch.zeros(128, 256))
+        assert scales.tolist() == [[np.float32(1e-12) / np.float32(448)] * 2]
+        assert not codes.float().any()
+
+    def test_scales_are_computed_from_bf16_values_and_not_from_fp32(self) -> None:
+        weight = torch.full((1, 1), 1 + 2.0**-9)  # BF16 rounds it to 1
+        codes, scales = quantize_blockwise(weight)
+        assert scales.item() == np.float32(1) / np.float32(448)
+        assert codes.float().item() == 448
+
+    @pytest.mark.parametrize("view", VIEWS)
+    def test_a_view_is_quantized_as_its_copy_would_be(self, view: str) -> None:
+        assert_as_specified(VIEWS[view](torch.randn(300, 270, generator=torch.Generator().manual_seed(0))))
+
+    def test_stacked_experts_are_quantized_each_by_itself(self) -> None:
+        experts = torch.randn(3, 130, 200) * torch.tensor([1.0, 1e-3, 1e3]).view(3, 1, 1)
+        codes, scales = quantize_blockwise(experts)
+        for expert in range(3):
+            alone = quantize_blockwise(experts[expert])
+            assert torch.equal(codes[expert].view(torch.uint8), alone[0].view(torch.uint8))
+            assert torch.equal(scales[expert], alone[1])
+        assert torch.equal(dequantize_blockwise(codes, scales)[1], dequantize_blockwise(codes[1], scales[1]))
+
+    @settings(deadline=None, max_examples=50)
+    @given(weights())
+    def test_a_power_of_two_scale_is_the_raw_one_rounded_up(self, weight: torch.Tensor) -> None:
+        raw = quantize_blockwise(weight)[1]
+        codes, scales = quantize_blockwise(weight, power_of_two=True)
+        mantissas, _ = torch.frexp(scales)
+        assert bool((mantissas == 0.5).all())
+        assert bool(((scales >= raw) & (scales < 2 * raw)).all())
+        per_weight = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[
+            : weight.shape[0], : weight.shape[1]
+        ]
+        exact = (weight.to(torch.bfloat16).float() / per_weight).numpy()  # a division by a power of two is exact
+        np.testing.assert_array_equal(codes.view(torch.uint8).numpy(), e4m3.encode(exact))
+
+    def test_the_input_is_left_as_it_was(self) -> None:
+        weight = torch.randn(130, 5)
+        before = weight.clone()
+        quantize_blockwise(weight)
+        assert torch.equal(weight, before)
 
 
-def test_every_code_value_comes_back_as_its_own_code() -> None:
-    weight = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    finite = weight[~weight.isnan()].view(2, 127)
-    codes, scales = quantize_blockwise(finite)
-    assert scales.tolist() == [[1.0]]
-    assert codes.view(torch.uint8).flatten().tolist() == [c for c in range(256) if c & 0x7F != e4m3.NAN_CODE]
+class TestRefused:
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_what_is_not_finite_is_refused_by_name_and_first_index(self, bad: float, dtype: torch.dtype) -> None:
+        weight = torch.zeros(200, 150, dtype=dtype)
+        weight[131, 140] = weight[150, 0] = bad
+        with pytest.raises(QuantizationError, match=r"layers\.0\.up\[131, 140\] is -?(nan|inf)") as refused:
+            quantize_blockwise(weight, "layers.0.up")
+        assert refused.value.detail == {"tensor": "layers.0.up", "index": [131, 140], "count": 2}
 
-
-def test_a_value_halfway_between_two_codes_goes_to_the_even_one() -> None:
-    halves = [(low + high) / 2 for low, high in pairwise(e4m3.POSITIVE)]
-    weight = torch.tensor([[448.0, *map(float, halves)]])
-    codes, scales = quantize_blockwise(weight)
-    assert scales.item() == 1.0
-    got = codes.view(torch.uint8)[0, 1:].tolist()
-    assert got == [e4m3.nearest_code(half) for half in halves]
-    assert all(code % 2 == 0 for code in got)
-
-
-@settings(deadline=None, max_examples=100)
-@given(weights())
-def test_codes_and_scales_are_bit_for_bit_what_the_formula_gives(weight: torch.Tensor) -> None:
-    assert_as_specified(weight)
-
-
-@settings(deadline=None, max_examples=40)
-@given(weights())
-def test_the_round_trip_error_is_at_most_half_the_code_spacing(weight: torch.Tensor) -> None:
-    codes, scales = quantize_blockwise(weight)
-    exact = weight.to(torch.bfloat16).double()
-    error = (dequantize_blockwise(codes, scales).double() - exact).abs()
-    per_weight = (
-        scales.double().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: exact.shape[0], : exact.shape[1]]
-    )
-    bound = torch.maximum(NORMAL_ERROR * exact.abs(), SUBNORMAL_ERROR * per_weight)
-    assert bool((error <= bound + FP32_ERROR * exact.abs()).all())
-    assert bool((error <= BLOCK_ERROR * 448 * per_weight + FP32_ERROR * exact.abs()).all())
-
-
-@settings(deadline=None, max_examples=40)
-@given(weights())
-def test_dequantizing_multiplies_each_code_by_its_block_scale(weight: torch.Tensor) -> None:
-    codes, scales = quantize_blockwise(weight)
-    got = dequantize_blockwise(codes, scales)
-    assert got.dtype == torch.float32 and got.shape == weight.shape
-    np.testing.assert_array_equal(got.numpy(), e4m3.dequantize(codes.view(torch.uint8).numpy(), scales.numpy()))
-
-
-def test_ragged_edge_blocks_use_only_the_weights_they_have() -> None:
-    weight = torch.zeros(130, 129)
-    weight[128:, 128:] = torch.tensor([[7.0], [-14.0]])
-    codes, scales = quantize_blockwise(weight)
-    assert scales[1, 1].item() == 14 / 448
-    assert codes[128:, 128:].float().tolist() == [[224.0], [-448.0]]
-
-
-def test_a_block_of_zeros_has_the_smallest_scale_and_zero_codes() -> None:
-    codes, scales = quantize_blockwise(torch.zeros(128, 256))
-    assert scales.tolist() == [[np.float32(1e-12) / np.float32(448)] * 2]
-    assert not codes.float().any()
-
-
-def test_scales_are_computed_from_bf16_values_and_not_from_fp32() -> None:
-    weight = torch.full((1, 1), 1 + 2.0**-9)  # BF16 rounds it to 1
-    codes, scales = quantize_blockwise(weight)
-    assert scales.item() == np.float32(1) / np.float32(448)
-    assert codes.float().item() == 448
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_view_is_quantized_as_its_copy_would_be(view: str) -> None:
-    assert_as_specified(VIEWS[view](torch.randn(300, 270, generator=torch.Generator().manual_seed(0))))
-
-
-def test_stacked_experts_are_quantized_each_by_itself() -> None:
-    experts = torch.randn(3, 130, 200) * torch.tensor([1.0, 1e-3, 1e3]).view(3, 1, 1)
-    codes, scales = quantize_blockwise(experts)
-    for expert in range(3):
-        alone = quantize_blockwise(experts[expert])
-        assert torch.equal(codes[expert].view(torch.uint8), alone[0].view(torch.uint8))
-        assert torch.equal(scales[expert], alone[1])
-    assert torch.equal(dequantize_blockwise(codes, scales)[1], dequantize_blockwise(codes[1], scales[1]))
-
-
-@settings(deadline=None, max_examples=50)
-@given(weights())
-def test_a_power_of_two_scale_is_the_raw_one_rounded_up(weight: torch.Tensor) -> None:
-    raw = quantize_blockwise(weight)[1]
-    codes, scales = quantize_blockwise(weight, power_of_two=True)
-    mantissas, _ = torch.frexp(scales)
-    assert bool((mantissas == 0.5).all())
-    assert bool(((scales >= raw) & (scales < 2 * raw)).all())
-    per_weight = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: weight.shape[0], : weight.shape[1]]
-    exact = (weight.to(torch.bfloat16).float() / per_weight).numpy()  # a division by a power of two is exact
-    np.testing.assert_array_equal(codes.view(torch.uint8).numpy(), e4m3.encode(exact))
-
-
-def test_the_input_is_left_as_it_was() -> None:
-    weight = torch.randn(130, 5)
-    before = weight.clone()
-    quantize_blockwise(weight)
-    assert torch.equal(weight, before)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_not_finite_is_refused_by_name_and_first_index(bad: float, dtype: torch.dtype) -> None:
-    weight = torch.zeros(200, 150, dtype=dtype)
-    weight[131, 140] = weight[150, 0] = bad
-    with pytest.raises(QuantizationError, match=r"layers\.0\.up\[131, 140\] is -?(nan|inf)") as refused:
-        quantize_blockwise(weight, "layers.0.up")
-    assert refused.value.detail == {"tensor": "layers.0.up", "index": [131, 140], "count": 2}
-
-
-@pytest.mark.parametrize("at", [0, (1 << 17) - 1, 1 << 17, 300_000 - 1])
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_a_non_finite_value_is_found_anywhere_in_a_large_tensor(bad: float, at: int) -> None:
-    largest = torch.finfo(torch.bfloat16).max
-    weight = torch.tensor([largest, -largest, 0.0]).to(torch.bfloat16).repeat(100_000)
-    require_finite(weight, "embedding")
-    weight[at] = bad
-    with pytest.raises(QuantizationError, match=rf"embedding\[{at}\] is -?(nan|inf)"):
+    @pytest.mark.parametrize("at", [0, (1 << 17) - 1, 1 << 17, 300_000 - 1])
+    @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+    def test_a_non_finite_value_is_found_anywhere_in_a_large_tensor(self, bad: float, at: int) -> None:
+        largest = torch.finfo(torch.bfloat16).max
+        weight = torch.tensor([largest, -largest, 0.0]).to(torch.bfloat16).repeat(100_000)
         require_finite(weight, "embedding")
+        weight[at] = bad
+        with pytest.raises(QuantizationError, match=rf"embedding\[{at}\] is -?(nan|inf)"):
+            require_finite(weight, "embedding")
 
+    def test_a_finite_fp32_value_that_bf16_cannot_hold_is_refused(self) -> None:
+        largest_bf16, too_large = 3.3895313892515355e38, 3.4e38
+        assert quantize_blockwise(torch.full((1, 1), largest_bf16))[0].float().item() == 448
+        with pytest.raises(QuantizationError, match=r"w\[0, 1\] is 3\.39.*e\+38 \(in BF16: inf\)"):
+            quantize_blockwise(torch.tensor([[1.0, too_large]]), "w")
 
-def test_a_finite_fp32_value_that_bf16_cannot_hold_is_refused() -> None:
-    largest_bf16, too_large = 3.3895313892515355e38, 3.4e38
-    assert quantize_blockwise(torch.full((1, 1), largest_bf16))[0].float().item() == 448
-    with pytest.raises(QuantizationError, match=r"w\[0, 1\] is 3\.39.*e\+38 \(in BF16: inf\)"):
-        quantize_blockwise(torch.tensor([[1.0, too_large]]), "w")
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (1, 2, 3, 4)])
-def test_what_is_no_matrix_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(QuantizationError, match=f"bias has {len(shape)} dimensions"):
-        quantize_blockwise(torch.zeros(shape), "bias")
+    @pytest.mark.parametrize("shape", [(), (5,), (1, 2, 3, 4)])
+    def test_what_is_no_matrix_is_refused(self, shape: tuple[int, ...]) -> None:
+        with pytest.raises(QuantizationError, match=f"bias has {len(shape)} dimensions"):
+            quantize_blockwise(torch.zeros(shape), "bias")

@@ -26,173 +26,81 @@ def log(tmp_path: Path) -> WeightLog:
     return WeightLog(tmp_path / "log")
 
 
-def test_an_empty_log_has_no_head_and_no_versions(log: WeightLog) -> None:
-    assert log.head() is None
-    assert log.versions() == []
-    assert log.control() == Control()
-
-
-def test_a_commit_makes_its_version_the_newest(log: WeightLog) -> None:
-    commit(log, 0)
-    manifest = stage(log, 5)
-    head = log.commit(manifest, "abort")
-    assert head == log.head() == Head(version=5, digest=manifest.digest, mode="abort")
-    assert log.versions() == [0, 5]
-    assert log.manifest(5) == manifest
-    log.verify(manifest)
-
-
-def test_a_commit_moves_the_staged_files(log: WeightLog) -> None:
-    commit(log, 0)
-    assert not log.staging(0).exists()
-    assert {path.name for path in log.folder(0).iterdir()} == {MANIFEST_FILE, "weights-00001.safetensors"}
-
-
-def test_versions_are_numbers_and_not_text(log: WeightLog) -> None:
-    for version in (0, 9, 10, 100):
-        commit(log, version)
-    assert log.versions() == [0, 9, 10, 100]
-
-
-def test_a_staged_version_is_not_committed(log: WeightLog) -> None:
-    commit(log, 0)
-    stage(log, 1)
-    assert log.versions() == [0]
-    with pytest.raises(NotFound, match=r"version 1 is not in the log; it holds \[0\]"):
-        log.manifest(1)
-
-
 def crash_before_latest_is_replaced(log: WeightLog, version: int) -> None:
     manifest = stage(log, version)
     (log.staging(version) / MANIFEST_FILE).write_text(manifest.model_dump_json())
     log.staging(version).rename(log.folder(version))
 
 
-def test_a_folder_newer_than_latest_does_not_count(log: WeightLog) -> None:
-    commit(log, 0)
-    crash_before_latest_is_replaced(log, 1)
-    assert log.versions() == [0]
-    assert log.head() is not None and log.head().version == 0  # type: ignore[union-attr]
-    with pytest.raises(NotFound):
-        log.manifest(1)
+class TestCommit:
+    def test_an_empty_log_has_no_head_and_no_versions(self, log: WeightLog) -> None:
+        assert log.head() is None
+        assert log.versions() == []
+        assert log.control() == Control()
+
+    def test_a_commit_makes_its_version_the_newest(self, log: WeightLog) -> None:
+        commit(log, 0)
+        manifest = stage(log, 5)
+        head = log.commit(manifest, "abort")
+        assert head == log.head() == Head(version=5, digest=manifest.digest, mode="abort")
+        assert log.versions() == [0, 5]
+        assert log.manifest(5) == manifest
+        log.verify(manifest)
+
+    def test_a_commit_moves_the_staged_files(self, log: WeightLog) -> None:
+        commit(log, 0)
+        assert not log.staging(0).exists()
+        assert {path.name for path in log.folder(0).iterdir()} == {MANIFEST_FILE, "weights-00001.safetensors"}
+
+    def test_versions_are_numbers_and_not_text(self, log: WeightLog) -> None:
+        for version in (0, 9, 10, 100):
+            commit(log, version)
+        assert log.versions() == [0, 9, 10, 100]
+
+    def test_a_staged_version_is_not_committed(self, log: WeightLog) -> None:
+        commit(log, 0)
+        stage(log, 1)
+        assert log.versions() == [0]
+        with pytest.raises(NotFound, match=r"version 1 is not in the log; it holds \[0\]"):
+            log.manifest(1)
 
 
-def test_the_folder_of_a_crash_gives_way_to_the_same_version(log: WeightLog) -> None:
-    commit(log, 0)
-    crash_before_latest_is_replaced(log, 1)
-    (log.folder(1) / "left over").touch()
-    commit(log, 1)
-    assert log.versions() == [0, 1]
-    assert not (log.folder(1) / "left over").exists()
+class TestCrash:
+    def test_a_folder_newer_than_latest_does_not_count(self, log: WeightLog) -> None:
+        commit(log, 0)
+        crash_before_latest_is_replaced(log, 1)
+        assert log.versions() == [0]
+        assert log.head() is not None and log.head().version == 0  # type: ignore[union-attr]
+        with pytest.raises(NotFound):
+            log.manifest(1)
 
+    def test_the_folder_of_a_crash_gives_way_to_the_same_version(self, log: WeightLog) -> None:
+        commit(log, 0)
+        crash_before_latest_is_replaced(log, 1)
+        (log.folder(1) / "left over").touch()
+        commit(log, 1)
+        assert log.versions() == [0, 1]
+        assert not (log.folder(1) / "left over").exists()
 
-def test_a_crashed_commit_is_not_a_version_after_a_newer_commit(log: WeightLog) -> None:
-    commit(log, 0)
-    crash_before_latest_is_replaced(log, 1)
-    commit(log, 2)
-    assert log.versions() == [0, 2]
+    def test_a_crashed_commit_is_not_a_version_after_a_newer_commit(self, log: WeightLog) -> None:
+        commit(log, 0)
+        crash_before_latest_is_replaced(log, 1)
+        commit(log, 2)
+        assert log.versions() == [0, 2]
 
+    def test_a_crash_in_the_very_first_commit_leaves_an_empty_log(self, log: WeightLog) -> None:
+        crash_before_latest_is_replaced(log, 0)
+        assert log.head() is None and log.versions() == []
+        commit(log, 0)
+        assert log.versions() == [0]
 
-def test_a_crash_in_the_very_first_commit_leaves_an_empty_log(log: WeightLog) -> None:
-    crash_before_latest_is_replaced(log, 0)
-    assert log.head() is None and log.versions() == []
-    commit(log, 0)
-    assert log.versions() == [0]
-
-
-def test_a_commit_that_fails_leaves_the_head_as_it_was(log: WeightLog) -> None:
-    before = commit(log, 0)
-    manifest = stage(log, 1)
-    (log.root / ".LATEST.tmp").mkdir()  # so the new head cannot be written
-    with pytest.raises(OSError):
-        log.commit(manifest, "keep")
-    assert log.head() == before and log.versions() == [0]
-
-
-def test_a_log_whose_latest_is_gone_is_corrupt_and_not_empty(log: WeightLog) -> None:
-    commit(log, 0)
-    commit(log, 7)
-    (log.root / "LATEST").unlink()
-    with pytest.raises(LogCorrupt, match=r"versions \[0, 7\] but no LATEST"):
-        log.head()
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b'{"version": 3, "dig', b"\xff\xfe", b"3", b'{"version": 3}', b'{"versio": 3}']
-)
-def test_a_latest_that_does_not_parse_is_corrupt(log: WeightLog, content: bytes) -> None:
-    commit(log, 0)
-    (log.root / "LATEST").write_bytes(content)
-    with pytest.raises(LogCorrupt, match=r"LATEST does not parse"):
-        log.head()
-
-
-def test_what_a_crash_left_of_writing_latest_is_not_read(log: WeightLog) -> None:
-    before = commit(log, 0)
-    (log.root / ".LATEST.tmp").write_text('{"version": 1, "dig')
-    assert log.head() == before
-    commit(log, 1)
-    assert log.versions() == [0, 1]
-
-
-def test_a_reader_never_sees_a_half_written_latest(log: WeightLog) -> None:
-    commit(log, 0)
-    writer = threading.Thread(target=lambda: [commit(log, version) for version in range(1, 40)])
-    writer.start()
-    seen: list[int] = []
-    while writer.is_alive() or not seen:
-        head = log.head()
-        assert head is not None and log.manifest(head.version).digest == head.digest
-        seen.append(head.version)
-    assert seen == sorted(seen)
-    assert log.versions() == list(range(40))
-
-
-def test_a_manifest_that_does_not_parse_is_corrupt(log: WeightLog) -> None:
-    commit(log, 0)
-    (log.folder(0) / MANIFEST_FILE).write_text("{}")
-    with pytest.raises(LogCorrupt, match=MANIFEST_FILE):
-        log.manifest(0)
-
-
-def test_a_manifest_that_is_gone_is_corrupt(log: WeightLog) -> None:
-    commit(log, 0)
-    (log.folder(0) / MANIFEST_FILE).unlink()
-    with pytest.raises(LogCorrupt, match=MANIFEST_FILE):
-        log.manifest(0)
-
-
-def test_a_manifest_other_than_the_one_committed_is_corrupt(log: WeightLog) -> None:
-    commit(log, 0)
-    path = log.folder(0) / MANIFEST_FILE
-    path.write_text(path.read_text().replace('"fingerprint": "model"', '"fingerprint": "modem"'))
-    with pytest.raises(LogCorrupt, match="but LATEST says"):
-        log.manifest(0)
-
-
-def test_the_manifest_of_another_version_is_corrupt(log: WeightLog) -> None:
-    commit(log, 0)
-    commit(log, 1)
-    (log.folder(1) / MANIFEST_FILE).write_bytes((log.folder(0) / MANIFEST_FILE).read_bytes())
-    with pytest.raises(LogCorrupt, match="is of version 0"):
-        log.manifest(1)
-
-
-@pytest.mark.parametrize("name", [FIRST, SECOND])
-def test_verify_finds_a_flipped_bit_and_names_the_tensor(log: WeightLog, name: str) -> None:
-    commit(log, 4)
-    flip_a_byte(log, 4, name)
-    with pytest.raises(LogCorrupt, match=f"version 4: {name} in weights-00001.safetensors") as found:
-        log.verify(log.manifest(4))
-    assert found.value.detail == {"version": 4, "tensor": name, "chunk": 0, "file": "weights-00001.safetensors"}
-
-
-def test_verify_finds_a_file_that_was_cut_off(log: WeightLog) -> None:
-    commit(log, 0)
-    path = log.folder(0) / "weights-00001.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(LogCorrupt, match=SECOND):
-        log.verify(log.manifest(0))
+    def test_a_commit_that_fails_leaves_the_head_as_it_was(self, log: WeightLog) -> None:
+        before = commit(log, 0)
+        manifest = stage(log, 1)
+        (log.root / ".LATEST.tmp").mkdir()  # so the new head cannot be written
+        with pytest.raises(OSError):
+            log.commit(manifest, "keep")
+        assert log.head() == before and log.versions() == [0]
 
 
 def commit_with_record(log: WeightLog) -> Manifest:
@@ -203,84 +111,131 @@ def commit_with_record(log: WeightLog) -> Manifest:
     return manifest
 
 
-def test_verify_finds_a_flipped_bit_in_every_byte_of_every_file(log: WeightLog) -> None:
-    manifest = commit_with_record(log)
-    log.verify(manifest)
-    files = sorted(log.folder(0).iterdir())
-    assert [path.name for path in files] == ["manifest.json", "upload.json", "weights-00001.safetensors"]
-    for path in files:
-        sound = path.read_bytes()
-        for position in range(len(sound)):
-            path.write_bytes(sound[:position] + bytes([sound[position] ^ 4]) + sound[position + 1 :])
-            with pytest.raises(LogCorrupt):
-                log.verify(manifest)
-        path.write_bytes(sound)
-    log.verify(manifest)
+class TestDamage:
+    def test_a_log_whose_latest_is_gone_is_corrupt_and_not_empty(self, log: WeightLog) -> None:
+        commit(log, 0)
+        commit(log, 7)
+        (log.root / "LATEST").unlink()
+        with pytest.raises(LogCorrupt, match=r"versions \[0, 7\] but no LATEST"):
+            log.head()
+
+    @pytest.mark.parametrize(
+        "content", [b"", b'{"version": 3, "dig', b"\xff\xfe", b"3", b'{"version": 3}', b'{"versio": 3}']
+    )
+    def test_a_latest_that_does_not_parse_is_corrupt(self, log: WeightLog, content: bytes) -> None:
+        commit(log, 0)
+        (log.root / "LATEST").write_bytes(content)
+        with pytest.raises(LogCorrupt, match=r"LATEST does not parse"):
+            log.head()
+
+    def test_what_a_crash_left_of_writing_latest_is_not_read(self, log: WeightLog) -> None:
+        before = commit(log, 0)
+        (log.root / ".LATEST.tmp").write_text('{"version": 1, "dig')
+        assert log.head() == before
+        commit(log, 1)
+        assert log.versions() == [0, 1]
+
+    def test_a_reader_never_sees_a_half_written_latest(self, log: WeightLog) -> None:
+        commit(log, 0)
+        writer = threading.Thread(target=lambda: [commit(log, version) for version in range(1, 40)])
+        writer.start()
+        seen: list[int] = []
+        while writer.is_alive() or not seen:
+            head = log.head()
+            assert head is not None and log.manifest(head.version).digest == head.digest
+            seen.append(head.version)
+        assert seen == sorted(seen)
+        assert log.versions() == list(range(40))
+
+    def test_a_manifest_that_does_not_parse_is_corrupt(self, log: WeightLog) -> None:
+        commit(log, 0)
+        (log.folder(0) / MANIFEST_FILE).write_text("{}")
+        with pytest.raises(LogCorrupt, match=MANIFEST_FILE):
+            log.manifest(0)
+
+    def test_a_manifest_that_is_gone_is_corrupt(self, log: WeightLog) -> None:
+        commit(log, 0)
+        (log.folder(0) / MANIFEST_FILE).unlink()
+        with pytest.raises(LogCorrupt, match=MANIFEST_FILE):
+            log.manifest(0)
+
+    def test_a_manifest_other_than_the_one_committed_is_corrupt(self, log: WeightLog) -> None:
+        commit(log, 0)
+        path = log.folder(0) / MANIFEST_FILE
+        path.write_text(path.read_text().replace('"fingerprint": "model"', '"fingerprint": "modem"'))
+        with pytest.raises(LogCorrupt, match="but LATEST says"):
+            log.manifest(0)
+
+    def test_the_manifest_of_another_version_is_corrupt(self, log: WeightLog) -> None:
+        commit(log, 0)
+        commit(log, 1)
+        (log.folder(1) / MANIFEST_FILE).write_bytes((log.folder(0) / MANIFEST_FILE).read_bytes())
+        with pytest.raises(LogCorrupt, match="is of version 0"):
+            log.manifest(1)
+
+    @pytest.mark.parametrize("name", [FIRST, SECOND])
+    def test_verify_finds_a_flipped_bit_and_names_the_tensor(self, log: WeightLog, name: str) -> None:
+        commit(log, 4)
+        flip_a_byte(log, 4, name)
+        with pytest.raises(LogCorrupt, match=f"version 4: {name} in weights-00001.safetensors") as found:
+            log.verify(log.manifest(4))
+        assert found.value.detail == {"version": 4, "tensor": name, "chunk": 0, "file": "weights-00001.safetensors"}
+
+    def test_verify_finds_a_file_that_was_cut_off(self, log: WeightLog) -> None:
+        commit(log, 0)
+        path = log.folder(0) / "weights-00001.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(LogCorrupt, match=SECOND):
+            log.verify(log.manifest(0))
+
+    def test_verify_finds_a_flipped_bit_in_every_byte_of_every_file(self, log: WeightLog) -> None:
+        manifest = commit_with_record(log)
+        log.verify(manifest)
+        files = sorted(log.folder(0).iterdir())
+        assert [path.name for path in files] == ["manifest.json", "upload.json", "weights-00001.safetensors"]
+        for path in files:
+            sound = path.read_bytes()
+            for position in range(len(sound)):
+                path.write_bytes(sound[:position] + bytes([sound[position] ^ 4]) + sound[position + 1 :])
+                with pytest.raises(LogCorrupt):
+                    log.verify(manifest)
+            path.write_bytes(sound)
+        log.verify(manifest)
+
+    def test_verify_finds_a_file_that_has_grown(self, log: WeightLog) -> None:
+        commit(log, 0)
+        with (log.folder(0) / "weights-00001.safetensors").open("ab") as stream:
+            stream.write(b"!")
+        with pytest.raises(LogCorrupt, match=r"weights-00001\.safetensors has"):
+            log.verify(log.manifest(0))
+
+    def test_verify_does_not_pass_over_a_file_that_is_gone(self, log: WeightLog) -> None:
+        commit(log, 0)
+        (log.folder(0) / "weights-00001.safetensors").unlink()
+        with pytest.raises(FileNotFoundError):
+            log.verify(log.manifest(0))
 
 
-def test_verify_finds_a_file_that_has_grown(log: WeightLog) -> None:
-    commit(log, 0)
-    with (log.folder(0) / "weights-00001.safetensors").open("ab") as stream:
-        stream.write(b"!")
-    with pytest.raises(LogCorrupt, match=r"weights-00001\.safetensors has"):
-        log.verify(log.manifest(0))
+class TestDrop:
+    def test_a_half_dropped_version_is_removed_at_the_next_commit(self, log: WeightLog) -> None:
+        commit(log, 0)
+        commit(log, 1)
+        log.folder(0).rename(log.root / ".dropped-0")
+        assert log.versions() == [1]
+        commit(log, 2)
+        assert not (log.root / ".dropped-0").exists()
 
-
-def test_a_half_dropped_version_is_removed_at_the_next_commit(log: WeightLog) -> None:
-    commit(log, 0)
-    commit(log, 1)
-    log.folder(0).rename(log.root / ".dropped-0")
-    assert log.versions() == [1]
-    commit(log, 2)
-    assert not (log.root / ".dropped-0").exists()
-
-
-def test_verify_does_not_pass_over_a_file_that_is_gone(log: WeightLog) -> None:
-    commit(log, 0)
-    (log.folder(0) / "weights-00001.safetensors").unlink()
-    with pytest.raises(FileNotFoundError):
-        log.verify(log.manifest(0))
-
-
-def test_an_old_version_can_be_dropped(log: WeightLog) -> None:
-    commit(log, 0)
-    commit(log, 1)
-    log.drop(0)
-    assert log.versions() == [1] and not log.folder(0).exists()
-
-
-def test_the_newest_version_cannot_be_dropped(log: WeightLog) -> None:
-    commit(log, 0)
-    with pytest.raises(ValueError, match="version 0 is the newest"):
+    def test_an_old_version_can_be_dropped(self, log: WeightLog) -> None:
+        commit(log, 0)
+        commit(log, 1)
         log.drop(0)
-    assert log.versions() == [0]
+        assert log.versions() == [1] and not log.folder(0).exists()
 
-
-def test_control_survives_and_is_replaced(log: WeightLog) -> None:
-    log.set_control(Control(paused=True, mode="abort"))
-    assert WeightLog(log.root).control() == Control(paused=True, mode="abort")
-    log.set_control(Control())
-    assert WeightLog(log.root).control() == Control()
-
-
-def test_the_kv_cache_choice_survives_and_a_bad_one_is_corrupt(log: WeightLog) -> None:
-    assert log.kv_cache() is None
-    choice = KVCacheChoice(dtype="bfloat16", why="FP8 is not accurate enough for 2 layers", judged_by="r1, version 0")
-    log.set_kv_cache(choice)
-    assert WeightLog(log.root).kv_cache() == choice
-    (log.root / "KV_CACHE").write_text('{"dtype": "int8", "why": ""}')
-    with pytest.raises(LogCorrupt, match="KV_CACHE does not parse"):
-        log.kv_cache()
-
-
-def test_a_control_that_does_not_parse_is_corrupt(log: WeightLog) -> None:
-    log.set_control(Control(paused=True))
-    (log.root / "CONTROL").write_text('{"paused": ')
-    with pytest.raises(LogCorrupt, match="CONTROL does not parse"):
-        log.control()
-
-
-# --- files that stay open, and disks that do not confirm
+    def test_the_newest_version_cannot_be_dropped(self, log: WeightLog) -> None:
+        commit(log, 0)
+        with pytest.raises(ValueError, match="version 0 is the newest"):
+            log.drop(0)
+        assert log.versions() == [0]
 
 
 @pytest.fixture
@@ -297,32 +252,29 @@ def held_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None
     yield lambda folder: (folder / ".nfs0001").touch()
 
 
-def test_an_old_version_still_open_is_dropped_and_removed_later(
-    log: WeightLog, held_open: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commit(log, 0)
-    commit(log, 1)
-    held_open(log.folder(0))
-    log.drop(0)
-    assert log.versions() == [1]
-    (left,) = log.root.glob(".dropped-*")
-    assert [path.name for path in left.iterdir()] == [".nfs0001"]
-    commit(log, 2)
-    assert log.versions() == [1, 2] and left.exists()
-    monkeypatch.undo()  # it is closed
-    commit(log, 3)
-    assert not left.exists() and log.versions() == [1, 2, 3]
+class TestControl:
+    def test_control_survives_and_is_replaced(self, log: WeightLog) -> None:
+        log.set_control(Control(paused=True, mode="abort"))
+        assert WeightLog(log.root).control() == Control(paused=True, mode="abort")
+        log.set_control(Control())
+        assert WeightLog(log.root).control() == Control()
 
+    def test_the_kv_cache_choice_survives_and_a_bad_one_is_corrupt(self, log: WeightLog) -> None:
+        assert log.kv_cache() is None
+        choice = KVCacheChoice(
+            dtype="bfloat16", why="FP8 is not accurate enough for 2 layers", judged_by="r1, version 0"
+        )
+        log.set_kv_cache(choice)
+        assert WeightLog(log.root).kv_cache() == choice
+        (log.root / "KV_CACHE").write_text('{"dtype": "int8", "why": ""}')
+        with pytest.raises(LogCorrupt, match="KV_CACHE does not parse"):
+            log.kv_cache()
 
-def test_a_version_replaces_its_crashed_commit_even_if_open(log: WeightLog, held_open: Callable[[Path], None]) -> None:
-    commit(log, 0)
-    for _ in range(2):
-        crash_before_latest_is_replaced(log, 1)
-        held_open(log.folder(1))
-        log.remove_uncommitted()
-        assert log.versions() == [0] and not log.folder(1).exists()
-    commit(log, 1)
-    assert log.versions() == [0, 1] and len(list(log.root.glob(".dropped-1-*"))) == 2
+    def test_a_control_that_does_not_parse_is_corrupt(self, log: WeightLog) -> None:
+        log.set_control(Control(paused=True))
+        (log.root / "CONTROL").write_text('{"paused": ')
+        with pytest.raises(LogCorrupt, match="CONTROL does not parse"):
+            log.control()
 
 
 @pytest.fixture
@@ -343,25 +295,55 @@ def unconfirmed(log: WeightLog, monkeypatch: pytest.MonkeyPatch) -> Callable[[in
     return fail
 
 
-def test_a_version_in_latest_is_committed_even_if_the_sync_fails(
-    log: WeightLog, unconfirmed: Callable[[int], None]
-) -> None:
-    commit(log, 0)
-    unconfirmed(2)
-    head = commit(log, 1)
-    assert head == log.head() == WeightLog(log.root).head() and log.versions() == [0, 1]
-    assert log.unconfirmed[1].errno == errno.EIO
-    commit(log, 2)
-    assert log.unconfirmed == {}
+class TestOpenFiles:
+    def test_an_old_version_still_open_is_dropped_and_removed_later(
+        self, log: WeightLog, held_open: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        commit(log, 0)
+        commit(log, 1)
+        held_open(log.folder(0))
+        log.drop(0)
+        assert log.versions() == [1]
+        (left,) = log.root.glob(".dropped-*")
+        assert [path.name for path in left.iterdir()] == [".nfs0001"]
+        commit(log, 2)
+        assert log.versions() == [1, 2] and left.exists()
+        monkeypatch.undo()  # it is closed
+        commit(log, 3)
+        assert not left.exists() and log.versions() == [1, 2, 3]
+
+    def test_a_version_replaces_its_crashed_commit_even_if_open(
+        self, log: WeightLog, held_open: Callable[[Path], None]
+    ) -> None:
+        commit(log, 0)
+        for _ in range(2):
+            crash_before_latest_is_replaced(log, 1)
+            held_open(log.folder(1))
+            log.remove_uncommitted()
+            assert log.versions() == [0] and not log.folder(1).exists()
+        commit(log, 1)
+        assert log.versions() == [0, 1] and len(list(log.root.glob(".dropped-1-*"))) == 2
 
 
-def test_a_version_whose_sync_fails_before_latest_stays_staged(
-    log: WeightLog, unconfirmed: Callable[[int], None]
-) -> None:
-    before = commit(log, 0)
-    unconfirmed(1)
-    manifest = stage(log, 1)
-    with pytest.raises(OSError, match="Input/output error"):
-        log.commit(manifest, "keep")
-    assert log.head() == before and log.versions() == [0] and log.unconfirmed == {}
-    assert log.commit(manifest, "keep").version == 1
+class TestUnconfirmed:
+    def test_a_version_in_latest_is_committed_even_if_the_sync_fails(
+        self, log: WeightLog, unconfirmed: Callable[[int], None]
+    ) -> None:
+        commit(log, 0)
+        unconfirmed(2)
+        head = commit(log, 1)
+        assert head == log.head() == WeightLog(log.root).head() and log.versions() == [0, 1]
+        assert log.unconfirmed[1].errno == errno.EIO
+        commit(log, 2)
+        assert log.unconfirmed == {}
+
+    def test_a_version_whose_sync_fails_before_latest_stays_staged(
+        self, log: WeightLog, unconfirmed: Callable[[int], None]
+    ) -> None:
+        before = commit(log, 0)
+        unconfirmed(1)
+        manifest = stage(log, 1)
+        with pytest.raises(OSError, match="Input/output error"):
+            log.commit(manifest, "keep")
+        assert log.head() == before and log.versions() == [0] and log.unconfirmed == {}
+        assert log.commit(manifest, "keep").version == 1

@@ -44,60 +44,50 @@ OTHER_CONTENT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", SAME_CONTENT)
-def test_the_digest_does_not_depend_on(what: str) -> None:
-    assert MANIFEST.model_copy(update=SAME_CONTENT[what]).digest == MANIFEST.digest
+class TestDigest:
+    @pytest.mark.parametrize("what", SAME_CONTENT)
+    def test_the_digest_does_not_depend_on(self, what: str) -> None:
+        assert MANIFEST.model_copy(update=SAME_CONTENT[what]).digest == MANIFEST.digest
+
+    def test_the_digest_depends_on_each_part_of_the_content(self) -> None:
+        digests = {what: MANIFEST.model_copy(update=change).digest for what, change in OTHER_CONTENT.items()}
+        assert len({MANIFEST.digest, *digests.values()}) == 1 + len(OTHER_CONTENT), digests
+
+    def test_the_digest_is_xxh3_of_the_content_as_sorted_json(self) -> None:
+        content = (
+            '{"delta_of": null, "fingerprint": "model", "kv_scales": null, '
+            '"recipe": {"block": [128, 128], "not_converted": [], "weights": "fp8_block"}, '
+            '"tensors": [["a", "bfloat16", [2, 3], "aa"], ["b", "float32", [4], "bb"]]}'
+        )
+        assert MANIFEST.digest == xxhash.xxh3_128_hexdigest(content.encode())
+
+    def test_a_version_awaits_its_scales_until_they_are_in_it(self) -> None:
+        awaiting = MANIFEST.model_copy(update={"kv_scales_from": "calibrate"})
+        assert awaiting.awaits_kv_scales and not MANIFEST.awaits_kv_scales
+        assert not awaiting.model_copy(update={"kv_scales": {"layer.0": 1.5}}).awaits_kv_scales
+
+    @pytest.mark.parametrize("came_from", ["calibrate", "reuse", "trainer"])
+    def test_the_digest_does_not_depend_on_where_scales_came_from(self, came_from: str) -> None:
+        scaled = MANIFEST.model_copy(update={"kv_scales": {"layer.0": 1.5}})
+        assert scaled.model_copy(update={"kv_scales_from": came_from}).digest == scaled.digest
 
 
-def test_the_digest_depends_on_each_part_of_the_content() -> None:
-    digests = {what: MANIFEST.model_copy(update=change).digest for what, change in OTHER_CONTENT.items()}
-    assert len({MANIFEST.digest, *digests.values()}) == 1 + len(OTHER_CONTENT), digests
+class TestTensors:
+    def test_total_bytes_are_those_of_all_tensors(self) -> None:
+        assert MANIFEST.total_bytes == 28
 
+    def test_files_list_their_tensors_in_the_order_of_offsets(self) -> None:
+        c = A.model_copy(update={"name": "c", "file": "0.safetensors"})
+        files = MANIFEST.model_copy(update={"tensors": (B, c, A)}).files()
+        assert {file: [t.name for t in tensors] for file, tensors in files.items()} == {
+            "0.safetensors": ["c"],
+            "1.safetensors": ["a", "b"],
+        }
 
-def test_the_digest_is_xxh3_of_the_content_as_sorted_json() -> None:
-    content = (
-        '{"delta_of": null, "fingerprint": "model", "kv_scales": null, '
-        '"recipe": {"block": [128, 128], "not_converted": [], "weights": "fp8_block"}, '
-        '"tensors": [["a", "bfloat16", [2, 3], "aa"], ["b", "float32", [4], "bb"]]}'
-    )
-    assert MANIFEST.digest == xxhash.xxh3_128_hexdigest(content.encode())
-
-
-def test_a_version_awaits_its_scales_until_they_are_in_it() -> None:
-    awaiting = MANIFEST.model_copy(update={"kv_scales_from": "calibrate"})
-    assert awaiting.awaits_kv_scales and not MANIFEST.awaits_kv_scales
-    assert not awaiting.model_copy(update={"kv_scales": {"layer.0": 1.5}}).awaits_kv_scales
-
-
-@pytest.mark.parametrize("came_from", ["calibrate", "reuse", "trainer"])
-def test_the_digest_does_not_depend_on_where_scales_came_from(came_from: str) -> None:
-    scaled = MANIFEST.model_copy(update={"kv_scales": {"layer.0": 1.5}})
-    assert scaled.model_copy(update={"kv_scales_from": came_from}).digest == scaled.digest
-
-
-def test_total_bytes_are_those_of_all_tensors() -> None:
-    assert MANIFEST.total_bytes == 28
-
-
-def test_files_list_their_tensors_in_the_order_of_offsets() -> None:
-    c = A.model_copy(update={"name": "c", "file": "0.safetensors"})
-    files = MANIFEST.model_copy(update={"tensors": (B, c, A)}).files()
-    assert {file: [t.name for t in tensors] for file, tensors in files.items()} == {
-        "0.safetensors": ["c"],
-        "1.safetensors": ["a", "b"],
-    }
-
-
-def test_a_manifest_survives_its_file(tmp_path: Path) -> None:
-    (tmp_path / MANIFEST_FILE).write_text(MANIFEST.model_dump_json(indent=1))
-    assert read_manifest(tmp_path) == MANIFEST
-
-
-def test_a_manifest_with_a_field_of_another_release_is_refused(tmp_path: Path) -> None:
-    text = MANIFEST.model_dump_json().replace('"delta_of"', '"delta_from"')
-    (tmp_path / MANIFEST_FILE).write_text(text)
-    with pytest.raises(ValidationError, match="delta_from"):
-        read_manifest(tmp_path)
+    def test_a_large_tensor_of_an_old_manifest_is_one_chunk(self) -> None:
+        known = large().model_dump(exclude={"chunk_digests"}) | {"digest": xxhash.xxh3_128_hexdigest(LARGE)}
+        [chunk] = StoredTensor.model_validate(known).chunks()
+        assert (chunk.start, chunk.nbytes, chunk.digest) == (0, len(LARGE), xxhash.xxh3_128_digest(LARGE))
 
 
 LARGE = bytes(2 * CHUNK_BYTES + 1)
@@ -111,18 +101,23 @@ def large(**fields: object) -> StoredTensor:
     )
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"digest": "00" * 16}, {"chunk_digests": large().chunk_digests[:-8]}, {"chunk_digests": "?"}],
-    ids=["another digest", "a chunk less", "no base64"],
-)
-def test_chunk_digests_that_do_not_match_the_digest_are_refused(fields: dict[str, str]) -> None:
-    assert len(list(large().chunks())) == 3
-    with pytest.raises(ValidationError, match="chunk_digests of a are not"):
-        large(**fields)
+class TestFile:
+    def test_a_manifest_survives_its_file(self, tmp_path: Path) -> None:
+        (tmp_path / MANIFEST_FILE).write_text(MANIFEST.model_dump_json(indent=1))
+        assert read_manifest(tmp_path) == MANIFEST
 
+    def test_a_manifest_with_a_field_of_another_release_is_refused(self, tmp_path: Path) -> None:
+        text = MANIFEST.model_dump_json().replace('"delta_of"', '"delta_from"')
+        (tmp_path / MANIFEST_FILE).write_text(text)
+        with pytest.raises(ValidationError, match="delta_from"):
+            read_manifest(tmp_path)
 
-def test_a_large_tensor_of_an_old_manifest_is_one_chunk() -> None:
-    known = large().model_dump(exclude={"chunk_digests"}) | {"digest": xxhash.xxh3_128_hexdigest(LARGE)}
-    [chunk] = StoredTensor.model_validate(known).chunks()
-    assert (chunk.start, chunk.nbytes, chunk.digest) == (0, len(LARGE), xxhash.xxh3_128_digest(LARGE))
+    @pytest.mark.parametrize(
+        "fields",
+        [{"digest": "00" * 16}, {"chunk_digests": large().chunk_digests[:-8]}, {"chunk_digests": "?"}],
+        ids=["another digest", "a chunk less", "no base64"],
+    )
+    def test_chunk_digests_that_do_not_match_the_digest_are_refused(self, fields: dict[str, str]) -> None:
+        assert len(list(large().chunks())) == 3
+        with pytest.raises(ValidationError, match="chunk_digests of a are not"):
+            large(**fields)

@@ -64,302 +64,292 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-# --- whose log it is
+class TestWhoseLog:
+    async def test_a_replica_that_sees_the_ingests_log_needs_no_copies(
+        self, log: WeightLog, ingest: OfferingIngest
+    ) -> None:
+        assert await node_cache_for(log.root, ingest, retry_s=0.01) is None
 
+    @pytest.mark.parametrize("cloned", [False, True], ids=["empty", "clone of an older state"])
+    async def test_a_replica_that_does_not_see_it_has_a_folder_of_copies(
+        self, log: WeightLog, ingest: OfferingIngest, node: Path, cloned: bool
+    ) -> None:
+        if cloned:
+            shutil.copytree(log.root, node)
+            log.sign()
+        copies = await node_cache_for(node, ingest, retry_s=0.01)
+        assert copies is not None and copies.log.root.parent == node / "copies"
+        assert copies.newest.head == log.head()
 
-async def test_a_replica_that_sees_the_ingests_log_needs_no_copies(log: WeightLog, ingest: OfferingIngest) -> None:
-    assert await node_cache_for(log.root, ingest, retry_s=0.01) is None
-
-
-@pytest.mark.parametrize("cloned", [False, True], ids=["empty", "clone of an older state"])
-async def test_a_replica_that_does_not_see_it_has_a_folder_of_copies(
-    log: WeightLog, ingest: OfferingIngest, node: Path, cloned: bool
-) -> None:
-    if cloned:
-        shutil.copytree(log.root, node)
+    async def test_an_ingest_restart_while_comparing_is_not_another_ingest(
+        self, log: WeightLog, ingest: OfferingIngest
+    ) -> None:
+        told = ingest.served.newest()
         log.sign()
-    copies = await node_cache_for(node, ingest, retry_s=0.01)
-    assert copies is not None and copies.log.root.parent == node / "copies"
-    assert copies.newest.head == log.head()
+        ingest.answers = [told]
+        assert await node_cache_for(log.root, ingest, retry_s=0.01) is None
 
+    async def test_a_replica_waits_for_an_ingest_that_is_away(self, log: WeightLog, ingest: OfferingIngest) -> None:
+        ingest.unreachable = NotReady("it died with this call")
+        waiting = asyncio.create_task(node_cache_for(log.root, ingest, retry_s=0.001))
+        for _ in range(2):  # it asks again
+            await ingest.has_refused()
+        assert not waiting.done()
+        ingest.unreachable = None
+        assert await asyncio.wait_for(waiting, 30) is None
 
-async def test_an_ingest_restart_while_comparing_is_not_another_ingest(log: WeightLog, ingest: OfferingIngest) -> None:
-    told = ingest.served.newest()
-    log.sign()
-    ingest.answers = [told]
-    assert await node_cache_for(log.root, ingest, retry_s=0.01) is None
-
-
-async def test_a_replica_waits_for_an_ingest_that_is_away(log: WeightLog, ingest: OfferingIngest) -> None:
-    ingest.unreachable = NotReady("it died with this call")
-    waiting = asyncio.create_task(node_cache_for(log.root, ingest, retry_s=0.001))
-    for _ in range(2):  # it asks again
-        await ingest.has_refused()
-    assert not waiting.done()
-    ingest.unreachable = None
-    assert await asyncio.wait_for(waiting, 30) is None
-
-
-async def test_an_ingest_that_has_lost_its_log_is_not_followed(
-    copies: NodeCache, ingest: OfferingIngest, log: WeightLog, tmp_path: Path
-) -> None:
-    await copies.look()
-    other = WeightLog(tmp_path / "other")
-    commit(other, 0)
-    other.sign()
-    ingest.served = ChunkServer(other, CHUNK_BYTES)
-    with pytest.raises(LogCorrupt, match="the ingest writes another log now"):
+    async def test_an_ingest_that_has_lost_its_log_is_not_followed(
+        self, copies: NodeCache, ingest: OfferingIngest, log: WeightLog, tmp_path: Path
+    ) -> None:
         await copies.look()
-    assert copies.newest.head == log.head()
+        other = WeightLog(tmp_path / "other")
+        commit(other, 0)
+        other.sign()
+        ingest.served = ChunkServer(other, CHUNK_BYTES)
+        with pytest.raises(LogCorrupt, match="the ingest writes another log now"):
+            await copies.look()
+        assert copies.newest.head == log.head()
 
 
-# --- fetching
-
-
-async def test_a_fetched_version_has_the_same_files_and_is_the_newest(copies: NodeCache, log: WeightLog) -> None:
-    await copies.fetch(head_of(log))
-    assert contents(copies.log.folder(0)) == contents(log.folder(0))
-    assert copies.log.head() == log.head()
-    copies.log.verify(copies.log.manifest(0))
-
-
-async def test_replicas_of_a_node_fetch_a_version_once(
-    node: Path, ingest: OfferingIngest, copies: NodeCache, log: WeightLog
-) -> None:
-    others = [copies_on(node, ingest) for _ in range(3)]
-    await asyncio.gather(*(each.fetch(head_of(log)) for each in [copies, *others]))
-    assert len(ingest.chunks) == len(set(ingest.chunks)) > 2
-
-
-async def test_a_copy_that_was_interrupted_goes_on_where_it_was(
-    copies: NodeCache, ingest: OfferingIngest, log: WeightLog
-) -> None:
-    ingest.fail_after = 3
-    with pytest.raises(NotReady, match="died with this call"):
+class TestFetch:
+    async def test_a_fetched_version_has_the_same_files_and_is_the_newest(
+        self, copies: NodeCache, log: WeightLog
+    ) -> None:
         await copies.fetch(head_of(log))
-    assert copies.log.versions() == []
-    ingest.fail_after = None
-    await copies.fetch(head_of(log))
-    assert contents(copies.log.folder(0)) == contents(log.folder(0))
-    assert len(ingest.chunks) == len(set(ingest.chunks))
+        assert contents(copies.log.folder(0)) == contents(log.folder(0))
+        assert copies.log.head() == log.head()
+        copies.log.verify(copies.log.manifest(0))
 
+    async def test_replicas_of_a_node_fetch_a_version_once(
+        self, node: Path, ingest: OfferingIngest, copies: NodeCache, log: WeightLog
+    ) -> None:
+        others = [copies_on(node, ingest) for _ in range(3)]
+        await asyncio.gather(*(each.fetch(head_of(log)) for each in [copies, *others]))
+        assert len(ingest.chunks) == len(set(ingest.chunks)) > 2
 
-async def test_a_version_damaged_at_the_ingest_is_never_accepted(
-    copies: NodeCache, ingest: OfferingIngest, log: WeightLog
-) -> None:
-    await copies.fetch(head_of(log))
-    commit(log, 1)
-    sound = contents(log.folder(1))
-    flip_a_byte(log, 1, FIRST)
-    with pytest.raises(LogCorrupt, match=FIRST):
-        await copies.fetch(head_of(log))
-    assert copies.log.versions() == [0]
-    (log.folder(1) / "weights-00001.safetensors").write_bytes(sound["weights-00001.safetensors"])
-    await copies.fetch(head_of(log))
-    assert copies.log.versions() == [0, 1]
-
-
-async def test_a_manifest_with_another_digest_than_the_head_is_refused(copies: NodeCache, log: WeightLog) -> None:
-    with pytest.raises(LogCorrupt, match="not 00ff"):
-        await copies.fetch(head_of(log).model_copy(update={"digest": "00ff"}))
-    assert copies.log.versions() == []
-
-
-async def test_a_version_that_is_gone_at_the_ingest_is_said_to_be_gone(copies: NodeCache, log: WeightLog) -> None:
-    old = head_of(log)
-    commit(log, 1)
-    log.drop(0)
-    with pytest.raises(NotFound, match="version 0 is not in the log"):
-        await copies.fetch(old)
-
-
-async def test_a_full_disk_says_so_and_leaves_what_was_there(
-    copies: NodeCache, log: WeightLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await copies.fetch(head_of(log))
-    commit(log, 1)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "_append", full)
-        with pytest.raises(InsufficientStorage, match="the copy of version 1 needs"):
-            await copies.fetch(head_of(log))
-    assert copies.log.versions() == [0]
-    await copies.fetch(head_of(log))
-    assert copies.log.head() == log.head()
-
-
-async def test_an_older_version_fetched_late_does_not_turn_latest_back(copies: NodeCache, log: WeightLog) -> None:
-    old = head_of(log)
-    commit(log, 1)
-    await copies.fetch(head_of(log))
-    await copies.fetch(old)
-    assert copies.log.head() == log.head() and copies.log.versions() == [0, 1]
-
-
-# --- a log that was restored from a backup
-
-
-async def test_a_copy_of_other_weights_of_the_same_number_is_replaced(
-    copies: NodeCache, ingest: OfferingIngest, log: WeightLog
-) -> None:
-    with restored(log):
-        commit(log, 1)
-        await copies.fetch(head_of(log))
-    commit(log, 1, content=77)
-    await copies.look()
-    await copies.fetch(head_of(log))
-    assert contents(copies.log.folder(1)) == contents(log.folder(1))
-    assert copies.log.head() == log.head()
-
-
-async def test_a_copy_is_replaced_even_while_another_replica_reads_it(
-    node: Path, ingest: OfferingIngest, copies: NodeCache, log: WeightLog
-) -> None:
-    other = copies_on(node, ingest)
-    with restored(log):
-        commit(log, 1)
-        await copies.fetch(head_of(log))
-        await other.fetch(head_of(log))
-    commit(log, 1, content=77)
-    await other.look()
-    await other.fetch(head_of(log))
-    assert contents(other.log.folder(1)) == contents(log.folder(1))
-
-
-async def test_copies_that_the_restored_log_does_not_have_are_removed(copies: NodeCache, log: WeightLog) -> None:
-    with restored(log):
-        for version in (1, 2):
-            commit(log, version)
-            await copies.fetch(head_of(log))
-    copies.release(but=-1)
-    await copies.look()
-    await copies.fetch(head_of(log))
-    assert copies.log.versions() == [0] and copies.log.head() == log.head()
-
-
-async def test_an_interrupted_copy_is_not_resumed_with_other_bytes(
-    copies: NodeCache, ingest: OfferingIngest, log: WeightLog
-) -> None:
-    with restored(log):
-        commit(log, 1)
+    async def test_a_copy_that_was_interrupted_goes_on_where_it_was(
+        self, copies: NodeCache, ingest: OfferingIngest, log: WeightLog
+    ) -> None:
         ingest.fail_after = 3
         with pytest.raises(NotReady, match="died with this call"):
             await copies.fetch(head_of(log))
-    ingest.fail_after = None
-    commit(log, 1, content=77)
-    await copies.fetch(head_of(log))
-    assert contents(copies.log.folder(1)) == contents(log.folder(1))
+        assert copies.log.versions() == []
+        ingest.fail_after = None
+        await copies.fetch(head_of(log))
+        assert contents(copies.log.folder(0)) == contents(log.folder(0))
+        assert len(ingest.chunks) == len(set(ingest.chunks))
+
+    async def test_a_version_damaged_at_the_ingest_is_never_accepted(
+        self, copies: NodeCache, ingest: OfferingIngest, log: WeightLog
+    ) -> None:
+        await copies.fetch(head_of(log))
+        commit(log, 1)
+        sound = contents(log.folder(1))
+        flip_a_byte(log, 1, FIRST)
+        with pytest.raises(LogCorrupt, match=FIRST):
+            await copies.fetch(head_of(log))
+        assert copies.log.versions() == [0]
+        (log.folder(1) / "weights-00001.safetensors").write_bytes(sound["weights-00001.safetensors"])
+        await copies.fetch(head_of(log))
+        assert copies.log.versions() == [0, 1]
+
+    async def test_a_manifest_with_another_digest_than_the_head_is_refused(
+        self, copies: NodeCache, log: WeightLog
+    ) -> None:
+        with pytest.raises(LogCorrupt, match="not 00ff"):
+            await copies.fetch(head_of(log).model_copy(update={"digest": "00ff"}))
+        assert copies.log.versions() == []
+
+    async def test_a_version_that_is_gone_at_the_ingest_is_said_to_be_gone(
+        self, copies: NodeCache, log: WeightLog
+    ) -> None:
+        old = head_of(log)
+        commit(log, 1)
+        log.drop(0)
+        with pytest.raises(NotFound, match="version 0 is not in the log"):
+            await copies.fetch(old)
+
+    async def test_a_full_disk_says_so_and_leaves_what_was_there(
+        self, copies: NodeCache, log: WeightLog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await copies.fetch(head_of(log))
+        commit(log, 1)
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_append", full)
+            with pytest.raises(InsufficientStorage, match="the copy of version 1 needs"):
+                await copies.fetch(head_of(log))
+        assert copies.log.versions() == [0]
+        await copies.fetch(head_of(log))
+        assert copies.log.head() == log.head()
+
+    async def test_an_older_version_fetched_late_does_not_turn_latest_back(
+        self, copies: NodeCache, log: WeightLog
+    ) -> None:
+        old = head_of(log)
+        commit(log, 1)
+        await copies.fetch(head_of(log))
+        await copies.fetch(old)
+        assert copies.log.head() == log.head() and copies.log.versions() == [0, 1]
 
 
-# --- a fetch that is cancelled
+class TestRestoredLog:
+    async def test_a_copy_of_other_weights_of_the_same_number_is_replaced(
+        self, copies: NodeCache, ingest: OfferingIngest, log: WeightLog
+    ) -> None:
+        with restored(log):
+            commit(log, 1)
+            await copies.fetch(head_of(log))
+        commit(log, 1, content=77)
+        await copies.look()
+        await copies.fetch(head_of(log))
+        assert contents(copies.log.folder(1)) == contents(log.folder(1))
+        assert copies.log.head() == log.head()
+
+    async def test_a_copy_is_replaced_even_while_another_replica_reads_it(
+        self, node: Path, ingest: OfferingIngest, copies: NodeCache, log: WeightLog
+    ) -> None:
+        other = copies_on(node, ingest)
+        with restored(log):
+            commit(log, 1)
+            await copies.fetch(head_of(log))
+            await other.fetch(head_of(log))
+        commit(log, 1, content=77)
+        await other.look()
+        await other.fetch(head_of(log))
+        assert contents(other.log.folder(1)) == contents(log.folder(1))
+
+    async def test_copies_that_the_restored_log_does_not_have_are_removed(
+        self, copies: NodeCache, log: WeightLog
+    ) -> None:
+        with restored(log):
+            for version in (1, 2):
+                commit(log, version)
+                await copies.fetch(head_of(log))
+        copies.release(but=-1)
+        await copies.look()
+        await copies.fetch(head_of(log))
+        assert copies.log.versions() == [0] and copies.log.head() == log.head()
+
+    async def test_an_interrupted_copy_is_not_resumed_with_other_bytes(
+        self, copies: NodeCache, ingest: OfferingIngest, log: WeightLog
+    ) -> None:
+        with restored(log):
+            commit(log, 1)
+            ingest.fail_after = 3
+            with pytest.raises(NotReady, match="died with this call"):
+                await copies.fetch(head_of(log))
+        ingest.fail_after = None
+        commit(log, 1, content=77)
+        await copies.fetch(head_of(log))
+        assert contents(copies.log.folder(1)) == contents(log.folder(1))
 
 
-async def test_a_cancelled_fetch_writes_its_chunk_into_no_other_file(
-    copies: NodeCache, log: WeightLog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    writing, go_on, append = threading.Event(), threading.Event(), module._append
+class TestCancelledFetch:
+    async def test_a_cancelled_fetch_writes_its_chunk_into_no_other_file(
+        self, copies: NodeCache, log: WeightLog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        writing, go_on, append = threading.Event(), threading.Event(), module._append
 
-    def held(fd: int, chunk: np.ndarray) -> None:
-        writing.set()
-        go_on.wait(30)
-        append(fd, chunk)
+        def held(fd: int, chunk: np.ndarray) -> None:
+            writing.set()
+            go_on.wait(30)
+            append(fd, chunk)
 
-    monkeypatch.setattr(module, "_append", held)
-    fetching = asyncio.create_task(copies.fetch(head_of(log)))
-    await asyncio.to_thread(writing.wait, 30)
-    fetching.cancel()
-    await settle()
-    with untouched_files(tmp_path):
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await fetching
-    monkeypatch.undo()
-    await copies.fetch(head_of(log))
-    assert contents(copies.log.folder(0)) == contents(log.folder(0))
-
-
-async def test_a_fetch_cancelled_while_it_waits_does_not_keep_the_lock(
-    node: Path, ingest: OfferingIngest, copies: NodeCache, log: WeightLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waiting, go_on, acquire = threading.Event(), threading.Event(), WriterLock.acquire
-
-    def held(lock: WriterLock, timeout_s: float) -> WriterLock:
-        waiting.set()
-        go_on.wait(30)
-        return acquire(lock, timeout_s)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(WriterLock, "acquire", held)
+        monkeypatch.setattr(module, "_append", held)
         fetching = asyncio.create_task(copies.fetch(head_of(log)))
-        await asyncio.to_thread(waiting.wait, 30)
+        await asyncio.to_thread(writing.wait, 30)
         fetching.cancel()
         await settle()
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await fetching
-    await asyncio.wait_for(copies_on(node, ingest).fetch(head_of(log)), 30)
+        with untouched_files(tmp_path):
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await fetching
+        monkeypatch.undo()
+        await copies.fetch(head_of(log))
+        assert contents(copies.log.folder(0)) == contents(log.folder(0))
+
+    async def test_a_fetch_cancelled_while_it_waits_does_not_keep_the_lock(
+        self, node: Path, ingest: OfferingIngest, copies: NodeCache, log: WeightLog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        waiting, go_on, acquire = threading.Event(), threading.Event(), WriterLock.acquire
+
+        def held(lock: WriterLock, timeout_s: float) -> WriterLock:
+            waiting.set()
+            go_on.wait(30)
+            return acquire(lock, timeout_s)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(WriterLock, "acquire", held)
+            fetching = asyncio.create_task(copies.fetch(head_of(log)))
+            await asyncio.to_thread(waiting.wait, 30)
+            fetching.cancel()
+            await settle()
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await fetching
+        await asyncio.wait_for(copies_on(node, ingest).fetch(head_of(log)), 30)
 
 
-# --- keeping
-
-
-async def test_copies_that_no_replica_needs_are_removed(node: Path, ingest: OfferingIngest, log: WeightLog) -> None:
-    slow, fast = copies_on(node, ingest), copies_on(node, ingest)
-    await slow.fetch(head_of(log))
-    for version in (1, 2, 3, 4):
-        commit(log, version)
+class TestKeep:
+    async def test_copies_that_no_replica_needs_are_removed(
+        self, node: Path, ingest: OfferingIngest, log: WeightLog
+    ) -> None:
+        slow, fast = copies_on(node, ingest), copies_on(node, ingest)
+        await slow.fetch(head_of(log))
+        for version in (1, 2, 3, 4):
+            commit(log, version)
+            await fast.fetch(head_of(log))
+            fast.release(but=version)
+        assert fast.log.versions() == [0, 3, 4]
+        slow.release(but=4)
+        commit(log, 5)
         await fast.fetch(head_of(log))
-        fast.release(but=version)
-    assert fast.log.versions() == [0, 3, 4]
-    slow.release(but=4)
-    commit(log, 5)
-    await fast.fetch(head_of(log))
-    assert fast.log.versions() == [4, 5]
+        assert fast.log.versions() == [4, 5]
 
+    async def test_a_damaged_copy_is_forgotten_and_fetched_anew(
+        self, copies: NodeCache, ingest: OfferingIngest, log: WeightLog
+    ) -> None:
+        old = head_of(log)
+        await copies.fetch(old)
+        commit(log, 1)
+        await copies.fetch(head_of(log))
+        flip_a_byte(copies.log, 1, FIRST)
+        await copies.forget(1)
+        assert copies.log.versions() == [0]
+        now = copies.log.head()
+        assert now is not None and (now.version, now.digest) == (0, old.digest)
+        await copies.fetch(head_of(log))
+        copies.log.verify(copies.log.manifest(1))
+        await copies.forget(1)
+        await copies.forget(0)
+        assert copies.log.head() is None
+        await copies.fetch(head_of(log))
+        assert copies.log.head() == log.head()
 
-async def test_a_damaged_copy_is_forgotten_and_fetched_anew(
-    copies: NodeCache, ingest: OfferingIngest, log: WeightLog
-) -> None:
-    old = head_of(log)
-    await copies.fetch(old)
-    commit(log, 1)
-    await copies.fetch(head_of(log))
-    flip_a_byte(copies.log, 1, FIRST)
-    await copies.forget(1)
-    assert copies.log.versions() == [0]
-    now = copies.log.head()
-    assert now is not None and (now.version, now.digest) == (0, old.digest)
-    await copies.fetch(head_of(log))
-    copies.log.verify(copies.log.manifest(1))
-    await copies.forget(1)
-    await copies.forget(0)
-    assert copies.log.head() is None
-    await copies.fetch(head_of(log))
-    assert copies.log.head() == log.head()
+    async def test_copies_left_without_latest_by_a_crash_are_fetched_again(
+        self, copies: NodeCache, log: WeightLog
+    ) -> None:
+        commit(log, 1)
+        await copies.fetch(head_of(log))
+        (copies.log.root / "LATEST").unlink()
+        await copies.fetch(head_of(log))
+        assert contents(copies.log.folder(1)) == contents(log.folder(1))
+        assert copies.log.head() == log.head()
 
-
-async def test_copies_left_without_latest_by_a_crash_are_fetched_again(copies: NodeCache, log: WeightLog) -> None:
-    commit(log, 1)
-    await copies.fetch(head_of(log))
-    (copies.log.root / "LATEST").unlink()
-    await copies.fetch(head_of(log))
-    assert contents(copies.log.folder(1)) == contents(log.folder(1))
-    assert copies.log.head() == log.head()
-
-
-async def test_copies_of_an_old_log_are_removed_once_nobody_reads_them(
-    node: Path, ingest: OfferingIngest, copies: NodeCache, log: WeightLog, tmp_path: Path
-) -> None:
-    await copies.fetch(head_of(log))
-    other = WeightLog(tmp_path / "other")
-    commit(other, 0)
-    other.sign()
-    elsewhere = OfferingIngest(ChunkServer(other, CHUNK_BYTES))
-    first = copies_on(node, elsewhere)
-    assert {path.name for path in (node / "copies").iterdir()} == {copies.log.root.name, first.log.root.name}
-    os.close(copies._fd)
-    copies_on(node, elsewhere)
-    assert [path.name for path in (node / "copies").iterdir()] == [first.log.root.name]
+    async def test_copies_of_an_old_log_are_removed_once_nobody_reads_them(
+        self, node: Path, ingest: OfferingIngest, copies: NodeCache, log: WeightLog, tmp_path: Path
+    ) -> None:
+        await copies.fetch(head_of(log))
+        other = WeightLog(tmp_path / "other")
+        commit(other, 0)
+        other.sign()
+        elsewhere = OfferingIngest(ChunkServer(other, CHUNK_BYTES))
+        first = copies_on(node, elsewhere)
+        assert {path.name for path in (node / "copies").iterdir()} == {copies.log.root.name, first.log.root.name}
+        os.close(copies._fd)
+        copies_on(node, elsewhere)
+        assert [path.name for path in (node / "copies").iterdir()] == [first.log.root.name]

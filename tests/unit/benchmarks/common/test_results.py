@@ -56,12 +56,12 @@ class TestJoinedCases:
         assert case == {"seed": 1, "date": results.today(), "command": results.command()}
 
     def test_it_replaces_those_that_measured_the_same(self) -> None:
-        earlier = [{"model": "a", "door": "path", "s": 1}, {"model": "b", "door": "path", "s": 2}]
-        found = results.joined(earlier, [{"model": "a", "door": "path", "s": 3}], ("model", "door"))
+        earlier = [{"model": "a", "transport": "path", "s": 1}, {"model": "b", "transport": "path", "s": 2}]
+        found = results.joined(earlier, [{"model": "a", "transport": "path", "s": 3}], ("model", "transport"))
         assert [(case["model"], case["s"]) for case in found] == [("b", 2), ("a", 3)]
 
     def test_a_field_that_an_earlier_case_lacks_differs(self) -> None:
-        found = results.joined([{"door": "path"}], [{"door": "path", "layers": 2}], ("door", "layers"))
+        found = results.joined([{"transport": "path"}], [{"transport": "path", "layers": 2}], ("transport", "layers"))
         assert len(found) == 2
 
     def test_a_result_that_is_not_there_has_no_cases(self, folder: Path) -> None:

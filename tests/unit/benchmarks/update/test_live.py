@@ -18,7 +18,7 @@ def test_the_last_byte_is_that_of_the_last_part() -> None:
     assert last.nbytes == 10
 
 
-def test_a_case_replaces_that_of_its_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_replaces_that_of_its_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     for case in (Case("m", "path", None), Case("m", "parts", None), Case("m", "parts", None, "calibrate")):
         keep(case, concurrent=8)

@@ -77,54 +77,6 @@ def replayed(parameter: torch.Tensor, recorded: Recorded, copies: list[Copy]) ->
     return torch.frombuffer(held, dtype=parameter.dtype).view(parameter.shape)
 
 
-def test_recorded_copies_do_what_the_loader_did(recorded: Recorded) -> None:
-    for name, parameter in recorded.model.named_parameters():
-        mine = recorded.of(name)
-        assert parameter.abs().sum() > 0
-        assert torch.equal(replayed(parameter, recorded, mine), parameter)
-        _require_same(name, parameter, mine, recorded.placement, recorded.area)
-
-
-def test_only_the_part_read_of_each_row_is_staged(recorded: Recorded) -> None:
-    assert [(copy.source, copy.row_bytes, copy.rows) for copy in recorded.of("cut")] == [(12, 12, 4)]
-    assert recorded.placement.nbytes == sum(4 * p.numel() for p in recorded.model.parameters())
-
-
-def test_what_does_not_come_from_a_stored_tensor_is_not_recorded() -> None:
-    model = Fused()
-    with recording(model, stored((2, 8))) as recorder:
-        model.cut.data.copy_(torch.ones(4, 3))
-    assert recorder.copies == []
-
-
-def test_a_conversion_on_the_way_is_not_recorded() -> None:
-    model, tensors = Fused(), stored((4, 3))
-    with recording(model, tensors) as recorder:
-        model.cut.data.copy_(tensors["0"].view(torch.int32))
-    assert recorder.copies == []
-
-
-def test_memory_that_is_used_again_holds_what_was_put_there_last() -> None:
-    sources, memory = Sources(), torch.zeros(100, dtype=torch.uint8)
-    start = memory.data_ptr()
-    sources.add("a", memory[:40])
-    sources.add("b", memory[40:60])
-    assert sources.find(start + 45) == ("b", 5) and sources.find(start + 60) is None
-    sources.add("c", memory[:50])
-    assert sources.find(start + 45) == ("c", 45) and sources.find(start + 50) is None
-    sources.add("d", memory[50:80])
-    assert sources.find(start) == ("c", 0) and sources.find(start + 79) == ("d", 29)
-    assert sources.find(start - 1) is None
-
-
-def test_a_copy_of_one_row_into_many_reads_it_once() -> None:
-    model, tensors = Fused(), stored((1, 3))
-    with recording(model, tensors) as recorder:
-        model.cut.data.copy_(tensors["0"].expand(4, 3))
-    [copy] = recorder.copies
-    assert (copy.rows, copy.span.nbytes, copy.staged_stride()) == (4, 12, 0)
-
-
 def spoil(parameter: torch.Tensor) -> None:
     parameter.data[0, 0] += 1
 
@@ -137,33 +89,67 @@ def shrink(parameter: torch.nn.Parameter) -> None:
     parameter.data = parameter.data[:2].clone()
 
 
-@pytest.mark.parametrize(
-    ("change", "says"), [(spoil, "stored bytes"), (transpose, "contiguous"), (shrink, "fewer than were loaded")]
-)
-def test_a_kernel_that_changes_what_was_loaded_is_noticed(
-    recorded: Recorded, change: Callable[[torch.Tensor], None], says: str
-) -> None:
-    change(recorded.model.fused)
-    with pytest.raises(NoPlan, match=f"fused.*{says}"):
-        _require_same("fused", recorded.model.fused, recorded.of("fused"), recorded.placement, recorded.area)
+class TestRecorder:
+    def test_recorded_copies_do_what_the_loader_did(self, recorded: Recorded) -> None:
+        for name, parameter in recorded.model.named_parameters():
+            mine = recorded.of(name)
+            assert parameter.abs().sum() > 0
+            assert torch.equal(replayed(parameter, recorded, mine), parameter)
+            _require_same(name, parameter, mine, recorded.placement, recorded.area)
+
+    def test_only_the_part_read_of_each_row_is_staged(self, recorded: Recorded) -> None:
+        assert [(copy.source, copy.row_bytes, copy.rows) for copy in recorded.of("cut")] == [(12, 12, 4)]
+        assert recorded.placement.nbytes == sum(4 * p.numel() for p in recorded.model.parameters())
+
+    def test_what_does_not_come_from_a_stored_tensor_is_not_recorded(self) -> None:
+        model = Fused()
+        with recording(model, stored((2, 8))) as recorder:
+            model.cut.data.copy_(torch.ones(4, 3))
+        assert recorder.copies == []
+
+    def test_a_conversion_on_the_way_is_not_recorded(self) -> None:
+        model, tensors = Fused(), stored((4, 3))
+        with recording(model, tensors) as recorder:
+            model.cut.data.copy_(tensors["0"].view(torch.int32))
+        assert recorder.copies == []
+
+    def test_memory_that_is_used_again_holds_what_was_put_there_last(self) -> None:
+        sources, memory = Sources(), torch.zeros(100, dtype=torch.uint8)
+        start = memory.data_ptr()
+        sources.add("a", memory[:40])
+        sources.add("b", memory[40:60])
+        assert sources.find(start + 45) == ("b", 5) and sources.find(start + 60) is None
+        sources.add("c", memory[:50])
+        assert sources.find(start + 45) == ("c", 45) and sources.find(start + 50) is None
+        sources.add("d", memory[50:80])
+        assert sources.find(start) == ("c", 0) and sources.find(start + 79) == ("d", 29)
+        assert sources.find(start - 1) is None
+
+    def test_a_copy_of_one_row_into_many_reads_it_once(self) -> None:
+        model, tensors = Fused(), stored((1, 3))
+        with recording(model, tensors) as recorder:
+            model.cut.data.copy_(tensors["0"].expand(4, 3))
+        [copy] = recorder.copies
+        assert (copy.rows, copy.span.nbytes, copy.staged_stride()) == (4, 12, 0)
 
 
-def test_a_part_that_was_not_loaded_is_noticed(recorded: Recorded) -> None:
-    held = recorded.model.fused, recorded.placement, recorded.area
-    with pytest.raises(NoPlan, match="stored bytes"):
-        _require_same("fused", held[0], recorded.of("fused")[:1], *held[1:])
-    with pytest.raises(NoPlan, match="not at all"):
-        _require_same("fused", held[0], [], *held[1:])
+class TestPlan:
+    @pytest.mark.parametrize(
+        ("change", "says"), [(spoil, "stored bytes"), (transpose, "contiguous"), (shrink, "fewer than were loaded")]
+    )
+    def test_a_kernel_that_changes_what_was_loaded_is_noticed(
+        self, recorded: Recorded, change: Callable[[torch.Tensor], None], says: str
+    ) -> None:
+        change(recorded.model.fused)
+        with pytest.raises(NoPlan, match=f"fused.*{says}"):
+            _require_same("fused", recorded.model.fused, recorded.of("fused"), recorded.placement, recorded.area)
 
-
-def test_runs_that_follow_each_other_on_both_sides_become_one() -> None:
-    first, second, elsewhere = Rows(0, 100, 10), Rows(10, 110, 6), Rows(16, 200, 4)
-    assert _joined([second, elsewhere, first]) == [Rows(0, 100, 16), elsewhere]
-
-
-def test_rows_are_never_joined() -> None:
-    rows = [Rows(0, 100, 4, rows=2, source_stride_bytes=8, target_stride_bytes=4), Rows(16, 108, 4)]
-    assert _joined(rows) == rows
+    def test_a_part_that_was_not_loaded_is_noticed(self, recorded: Recorded) -> None:
+        held = recorded.model.fused, recorded.placement, recorded.area
+        with pytest.raises(NoPlan, match="stored bytes"):
+            _require_same("fused", held[0], recorded.of("fused")[:1], *held[1:])
+        with pytest.raises(NoPlan, match="not at all"):
+            _require_same("fused", held[0], [], *held[1:])
 
 
 @st.composite
@@ -187,14 +173,23 @@ def places(tensor: torch.Tensor) -> Iterator[int]:
         yield 2 * sum(i * s for i, s in zip(index, tensor.stride(), strict=True))
 
 
-@given(pairs_of_views())
-def test_runs_cover_every_element_once_and_in_its_place(views: tuple[torch.Tensor, torch.Tensor]) -> None:
-    target, source = views
-    wanted = sorted((s + i, t + i) for s, t in zip(places(source), places(target), strict=True) for i in (0, 1))
-    made = sorted(
-        (run.source + row * run.source_stride_bytes + i, run.target + row * run.target_stride_bytes + i)
-        for run in _runs(target, source)
-        for row in range(run.rows)
-        for i in range(run.row_bytes)
-    )
-    assert made == wanted
+class TestRuns:
+    def test_runs_that_follow_each_other_on_both_sides_become_one(self) -> None:
+        first, second, elsewhere = Rows(0, 100, 10), Rows(10, 110, 6), Rows(16, 200, 4)
+        assert _joined([second, elsewhere, first]) == [Rows(0, 100, 16), elsewhere]
+
+    def test_rows_are_never_joined(self) -> None:
+        rows = [Rows(0, 100, 4, rows=2, source_stride_bytes=8, target_stride_bytes=4), Rows(16, 108, 4)]
+        assert _joined(rows) == rows
+
+    @given(pairs_of_views())
+    def test_runs_cover_every_element_once_and_in_its_place(self, views: tuple[torch.Tensor, torch.Tensor]) -> None:
+        target, source = views
+        wanted = sorted((s + i, t + i) for s, t in zip(places(source), places(target), strict=True) for i in (0, 1))
+        made = sorted(
+            (run.source + row * run.source_stride_bytes + i, run.target + row * run.target_stride_bytes + i)
+            for run in _runs(target, source)
+            for row in range(run.rows)
+            for i in range(run.row_bytes)
+        )
+        assert made == wanted

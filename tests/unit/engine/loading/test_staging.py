@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_service.engine.loading import staging_buffer
-from rollout_service.engine.loading.staging import Stager
-from rollout_service.engine.loading.staging_buffer import CannotStage, StagingBuffer
+from rollout_service.engine.loading import staging
+from rollout_service.engine.loading.staging import CannotStage, Stager, StagingBuffer
 from rollout_service.store.log import WeightLog
 from tests.unit.store.versions import FIRST, commit, flip_a_byte
 
@@ -90,7 +89,7 @@ def test_memory_that_is_not_there_is_a_reason_and_no_failure(log: WeightLog, mon
         raise CannotStage("pinned memory is refused")
 
     stager = Stager(area(), rank=0)
-    monkeypatch.setattr(staging_buffer, "_taken", refused)
+    monkeypatch.setattr(staging, "_taken", refused)
     assert staged(stager, log) == {"done": True, "refused": "pinned memory is refused", "corrupt": None}
     flip_a_byte(log, 1, FIRST)
     assert staged(stager, log)["corrupt"] is not None

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_service.engine.loading import staging_buffer
+from rollout_service.engine.loading import staging as staging_module
 from rollout_service.engine.loading.placement import Move, Placement, Span
-from rollout_service.engine.loading.staging_buffer import CannotStage, StagingBuffer, StagingKind, packed_runs
+from rollout_service.engine.loading.staging import CannotStage, StagingBuffer, StagingKind, packed_runs
 from rollout_service.errors import LogCorrupt
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.store.log import WeightLog
@@ -83,7 +83,7 @@ def test_memory_taken_for_a_version_has_its_size_and_is_released(log: WeightLog)
 def test_a_part_of_each_row_lies_packed(
     large: tuple[Path, Manifest, torch.Tensor], columns: slice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging_buffer, "PIECE_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(staging_module, "PIECE_BYTES", CHUNK_BYTES)
     folder, manifest, held = large
     span = Span(LARGE, columns.start, columns.stop - columns.start, ROWS, COLUMNS)
     placement, staging = Placement([span]), area("memory")
@@ -173,7 +173,7 @@ def test_moves_to_adjacent_places_are_packed_into_one_copy(draw: random.Random, 
 def test_a_version_too_large_for_the_area_is_refused_with_sizes(
     log: WeightLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging_buffer, "_SLACK_BYTES", 16)
+    monkeypatch.setattr(staging_module, "_SLACK_BYTES", 16)
     manifest = log.manifest(1)
     with pytest.raises(CannotStage, match=r"96 bytes of version 1 would lie in the staging area, which has 24"):
         area(like=torch.nn.Linear(1, 1)).fill(log.folder(1), manifest, Placement.whole(manifest), every=True)
@@ -182,7 +182,7 @@ def test_a_version_too_large_for_the_area_is_refused_with_sizes(
 def test_bounded_memory_requires_chunk_digests_of_large_tensors(
     large: tuple[Path, Manifest, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging_buffer, "PIECE_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(staging_module, "PIECE_BYTES", CHUNK_BYTES)
     folder, manifest, held = large
     import xxhash
 
