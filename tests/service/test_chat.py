@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import openai
@@ -63,14 +63,29 @@ async def test_a_stream_comes_through_the_proxy(sdk: openai.AsyncOpenAI) -> None
     assert chunks[-1].usage is not None and 1 <= chunks[-1].usage.completion_tokens <= 8
 
 
-async def test_an_agents_turns_share_their_tokens(service: LocalService, client: RolloutClient) -> None:
+async def by_chat(agent: openai.AsyncOpenAI, history: list[Any]) -> list[Any]:
+    reply = await agent.chat.completions.create(model="tiny-qwen3", messages=history, max_tokens=12)
+    return [{"role": "assistant", "content": reply.choices[0].message.content}]
+
+
+async def by_responses(agent: openai.AsyncOpenAI, history: list[Any]) -> list[Any]:
+    return list((await agent.responses.create(model="tiny-qwen3", input=history, max_output_tokens=16)).output)
+
+
+async def by_a_stream_of_responses(agent: openai.AsyncOpenAI, history: list[Any]) -> list[Any]:
+    async with agent.responses.stream(model="tiny-qwen3", input=history, max_output_tokens=16) as events:
+        return list((await events.get_final_response()).output)
+
+
+@pytest.mark.parametrize("reply", [by_chat, by_responses, by_a_stream_of_responses])
+async def test_an_agents_turns_share_their_tokens(
+    service: LocalService, client: RolloutClient, reply: Callable[[openai.AsyncOpenAI, list[Any]], Awaitable[list[Any]]]
+) -> None:
     async with client.session() as session:
         async with openai.AsyncOpenAI(base_url=session.openai_base_url, api_key="EMPTY", max_retries=0) as agent:
-            messages = list(HELLO)
+            history = list(HELLO)
             for _ in range(3):
-                reply = await agent.chat.completions.create(model="tiny-qwen3", messages=messages, max_tokens=12)
-                content = reply.choices[0].message.content
-                messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "more"}]
+                history += [*await reply(agent, history), {"role": "user", "content": "more"}]
         [branch] = (await session.trajectory()).branches()
     assert [turn.index for turn in branch] == [0, 1, 2]
     for before, after in itertools.pairwise(branch):

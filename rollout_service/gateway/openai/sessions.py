@@ -49,6 +49,14 @@ async def chat_completions(
     return await routes.chat(request, services, body, await _turn(session_id, services))
 
 
+@router.post("/{session_id}/v1/responses", responses=_CHAT_ERRORS)
+async def responses(
+    session_id: SessionName, request: Request, services: Here, body: dict[str, Any] = Body()
+) -> Response:
+    """``/v1/responses`` whose replies are turns of the session."""
+    return await routes.respond(request, services, body, await _turn(session_id, services))
+
+
 @router.post("/{session_id}/v1/messages", responses=_CHAT_ERRORS)
 async def messages(
     session_id: SessionName, request: Request, services: Here, body: dict[str, Any] = Body()
