@@ -12,6 +12,8 @@ from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService
 
 HELLO: list[Any] = [{"role": "user", "content": "1+1"}]
+WHOLE = {"ignore_eos": True}
+"""So that no reply is empty."""
 
 
 @pytest.fixture
@@ -69,11 +71,15 @@ async def by_chat(agent: openai.AsyncOpenAI, history: list[Any]) -> list[Any]:
 
 
 async def by_responses(agent: openai.AsyncOpenAI, history: list[Any]) -> list[Any]:
-    return list((await agent.responses.create(model="tiny-qwen3", input=history, max_output_tokens=16)).output)
+    return list(
+        (await agent.responses.create(model="tiny-qwen3", input=history, max_output_tokens=16, extra_body=WHOLE)).output
+    )
 
 
 async def by_a_stream_of_responses(agent: openai.AsyncOpenAI, history: list[Any]) -> list[Any]:
-    async with agent.responses.stream(model="tiny-qwen3", input=history, max_output_tokens=16) as events:
+    async with agent.responses.stream(
+        model="tiny-qwen3", input=history, max_output_tokens=16, extra_body=WHOLE
+    ) as events:
         return list((await events.get_final_response()).output)
 
 
