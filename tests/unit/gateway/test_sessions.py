@@ -141,6 +141,17 @@ async def test_anthropics_sdk_talks_in_a_session(
     assert (await turns(chat_http, session))[1] == [[0, 1]]
 
 
+async def test_an_agent_finds_models_and_counts_tokens_at_its_address(
+    agent: openai.AsyncOpenAI, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
+) -> None:
+    assert [model.id for model in (await agent.models.list()).data] == ["tiny", "org/tiny"]
+    path = session["anthropic_path"] + "/v1/messages/count_tokens"
+    counted = await chat_http.post(path, json={"model": "tiny", "messages": HELLO})
+    assert counted.json()["input_tokens"] == len(PROMPT)
+    assert not scripted.calls and (await turns(chat_http, session))[0] == []
+    assert (await chat_http.get("/v1/sessions/none/v1/models")).status_code == 404
+
+
 async def test_the_header_names_an_open_session_or_only_a_replica(
     chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
 ) -> None:
