@@ -25,6 +25,16 @@ def reply_json(result: Json) -> str:
     )
 
 
+def chat(result: Json) -> str:
+    """Of ``rollout.chat``."""
+    native, plain, session = (one(result["cases"], side=side) for side in ("native", "chat", "session"))
+    return (
+        f"{plain['requests_to_native']:.2f} of the native route's small requests a second by chat, "
+        f"{session['requests_to_native']:.2f} in a session; {plain['cpu_ms']['gateway']:.1f} ms of the gateway's CPU a "
+        f"chat, native {native['cpu_ms']['gateway']:.1f}"
+    )
+
+
 def length_bias(result: Json) -> str:
     """Of ``rollout.length_bias``."""
     mean = {case["case"]: case["mean_tokens"] for case in result["cases"]}

@@ -59,6 +59,7 @@ BENCHMARKS = (
     Benchmark("rollout.throughput", headlines.throughput),
     Benchmark("rollout.overhead", headlines.overhead),
     Benchmark("rollout.reply_json", headlines.reply_json),
+    Benchmark("rollout.chat", headlines.chat),
     Benchmark("rollout.length_bias", headlines.length_bias),
     Benchmark("update.engine", headlines.engine_update),
     Benchmark("update.live", headlines.live_update),

@@ -19,6 +19,7 @@ from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.openai.responses.utils import construct_chat_messages_with_tool_call
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.tokenize.protocol import (
     DetokenizeRequest,
@@ -57,6 +58,7 @@ __all__ = [
     "TokenizeChatRequest",
     "TokenizeCompletionRequest",
     "TokenizeResponse",
+    "construct_chat_messages_with_tool_call",
     "load_chat_template",
     "renderer_from_config",
 ]
@@ -78,7 +80,13 @@ NAMES = (
         "priority data_parallel_rank session_id kv_hints reasoning_ended reasoning_parser_kwargs",
     ),
     _read(f"{_OPENAI}.chat_completion.serving", "OpenAIServingChat.create_chat_completion", "self request raw_request"),
+    # overridden in gateway/openai/recording.py: under another name, turns of sessions would be lost
+    _read(f"{_OPENAI}.chat_completion.serving", "OpenAIServingChat.chat_completion_full_generator"),
+    _read(f"{_OPENAI}.chat_completion.serving", "OpenAIServingChat.chat_completion_stream_generator"),
+    _read(f"{_OPENAI}.responses.serving", "OpenAIServingResponses.responses_full_generator"),
+    _read("vllm.renderers.online_renderer", "OnlineRenderer.preprocess_chat"),
     _read(f"{_OPENAI}.responses.serving", "OpenAIServingResponses.create_responses"),
+    _read(f"{_OPENAI}.responses.utils", "construct_chat_messages_with_tool_call", "input_messages"),
     _read("vllm.entrypoints.anthropic.serving", "AnthropicServingMessages.create_messages", "self request raw_request"),
     _read("vllm.entrypoints.anthropic.serving", "AnthropicServingMessages.count_tokens"),
     _read("vllm.entrypoints.serve.tokenize.serving", "ServingTokenization.create_tokenize", "self request raw_request"),

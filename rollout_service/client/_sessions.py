@@ -63,7 +63,7 @@ class AgentSession:
     @property
     def _open(self) -> SessionOpened:
         if self._opened is None:
-            raise RuntimeError("the session is not open: use it as `async with client.session() as session:`")
+            raise RuntimeError("the session is not open: use it in a `with` block (of RolloutClient: `async with`)")
         return self._opened
 
     @property

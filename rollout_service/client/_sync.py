@@ -11,6 +11,8 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import httpx
 
 from rollout_service.client._client import RolloutClient
+from rollout_service.client._sessions import AgentSession
+from rollout_service.protocol.sessions import Session
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -79,6 +81,15 @@ class SyncRolloutClient:
     models = _blocking(RolloutClient.models)
     health = _blocking(RolloutClient.health)
 
+    def session(self, session_id: str | None = None, *, ttl_s: float = 3600.0) -> "SyncAgentSession":
+        """A conversation of an agent that chats by itself: ``with client.session() as session:``.
+
+        Args:
+            session_id: Letters, digits and ``._:-``; None: the service makes one.
+            ttl_s: The service forgets it so long after its last turn.
+        """
+        return SyncAgentSession(self._client.session(session_id, ttl_s=ttl_s), self)
+
     def __enter__(self) -> Self:
         return self
 
@@ -129,3 +140,50 @@ class SyncRolloutClient:
             for task in begun:
                 if task is not None and not task.done():
                     self._loop.call_soon_threadsafe(task.cancel)
+
+
+class SyncAgentSession:
+    """AgentSession without ``await``: the agent may run in this thread.
+
+    ``with client.session() as session:`` and give ``session.openai_base_url`` to any agent. At its end the service
+    forgets it: read the trajectory before.
+    """
+
+    def __init__(self, session: AgentSession, client: SyncRolloutClient) -> None:
+        self._session, self._client = session, client
+
+    @property
+    def session_id(self) -> str:
+        """Its name, also for the header ``X-Session-ID``."""
+        return self._session.session_id
+
+    @property
+    def openai_base_url(self) -> str:
+        """``base_url`` of OpenAI's clients."""
+        return self._session.openai_base_url
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """``base_url`` of Anthropic's clients."""
+        return self._session.anthropic_base_url
+
+    def trajectory(self) -> Session:
+        """Every turn so far: what the model read and sampled, with logprobs and weight versions. Raises NotFound."""
+        return self._client._wait(lambda _: self._session.trajectory())
+
+    def open(self) -> Self:
+        """What ``with`` does. Raises VersionConflict if its name is taken, Overloaded."""
+        self._client._wait(lambda _: self._session.open())
+        return self
+
+    def close(self) -> None:
+        """Have the service forget it; it may have done so already."""
+        self._client._wait(lambda _: self._session.close())
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -106,14 +106,7 @@ class EngineAdapter:
         Raises EngineFailed when the engine is dead or broken, InvalidRequest for what vLLM refuses, NonFiniteLogprob.
         """
         stream = self._stream(request_id, prompt, vllm_sampling(sampling), priority, cache_salt, reasoning)
-        output = await self._output(request_id, stream)
-        if sampling.structured_outputs is not None and any(each.finish_reason == "error" for each in output.outputs):
-            raise InvalidRequest(f"vLLM cannot make what {sampling.structured_outputs.model_dump_json()} describes")
-        completions = tuple(completion(each, sampling.logprobs or 0) for each in output.outputs)
-        if sampling.prompt_logprobs is None:
-            return completions
-        of_the_prompt = prompt_candidates(output)
-        return tuple(each.model_copy(update={"prompt_logprobs": of_the_prompt}) for each in completions)
+        return completions(await self._output(request_id, stream), sampling)
 
     async def score(self, request_id: str, token_ids: tuple[int, ...]) -> tuple[tuple[float, ...], int]:
         """Natural-log probability of each token but the first, given those before it, [tokens - 1], and the version.
@@ -372,6 +365,22 @@ def _structured_outputs(sampling: Sampling) -> StructuredOutputsParams | None:
 
 
 _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def completions(output: RequestOutput, sampling: Sampling) -> tuple[Completion, ...]:
+    """Our form of vLLM's final output.
+
+    Raises InvalidRequest where vLLM could not make the structure that was asked for (it then ends a completion with the
+    finish reason "error"), and what ``completion`` raises.
+    """
+    if sampling.structured_outputs is not None and any(each.finish_reason == "error" for each in output.outputs):
+        asked = sampling.structured_outputs.model_dump_json(exclude_none=True)
+        raise InvalidRequest(f"vLLM cannot make what {asked} describes")
+    made = tuple(completion(each, sampling.logprobs or 0) for each in output.outputs)
+    if sampling.prompt_logprobs is None:
+        return made
+    of_the_prompt = prompt_candidates(output)
+    return tuple(each.model_copy(update={"prompt_logprobs": of_the_prompt}) for each in made)
 
 
 def completion(output: CompletionOutput, candidates: int = 0) -> Completion:

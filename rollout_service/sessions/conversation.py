@@ -1,19 +1,52 @@
 """When two messages are the same, and how the tokens of a conversation go on from those of its last turn."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import xxhash
 
 from rollout_service.protocol.sessions import Message
 
+_TEXTS = frozenset({"text", "input_text", "output_text"})
+"""Kinds of parts of a message that are text: a chat's, and those of OpenAI's responses."""
+
 
 def key_of(messages: Sequence[Message], tools: Any) -> str:
-    """The same for conversations that say the same, with the same tools at hand."""
+    """The same for conversations that say the same, with the same tools at hand.
+
+    Messages of the assistant that follow each other count as one: a reply of OpenAI's responses or Anthropic's messages
+    has several items, which come back as one message or as several.
+    """
     said = [_said(message) for message in messages]
-    text = json.dumps([said, tools], sort_keys=True, ensure_ascii=True, default=str)
+    text = json.dumps([list(_replies_joined(said)), tools], sort_keys=True, ensure_ascii=True, default=str)
     return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def as_one_message(parts: Sequence[Message]) -> Message:
+    """A reply in one message: its text and its reasoning joined, all of its tool calls. Of no parts: an empty one."""
+    reply: Message = {"role": "assistant", "content": ""}
+    for part in parts:
+        reply["content"] += _text(part.get("content"))
+        if part.get("reasoning"):
+            reply["reasoning"] = reply.get("reasoning", "") + part["reasoning"]
+        if part.get("tool_calls"):
+            reply["tool_calls"] = [*reply.get("tool_calls", ()), *part["tool_calls"]]
+    return reply
+
+
+def _replies_joined(said: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    reply: list[dict[str, Any]] = []
+    for message in said:
+        if message["role"] == "assistant" and isinstance(message["content"], str):
+            reply.append(message)
+            continue
+        if reply:
+            yield as_one_message(reply)
+        reply = []
+        yield message
+    if reply:
+        yield as_one_message(reply)
 
 
 def _said(message: Message) -> dict[str, Any]:
@@ -37,7 +70,7 @@ def _said(message: Message) -> dict[str, Any]:
 def _text(content: Any) -> Any:
     if not content:
         return ""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in _TEXTS for part in content):
         return "".join(str(part.get("text", "")) for part in content)
     return content
 

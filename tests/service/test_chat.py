@@ -1,10 +1,11 @@
-"""Chats and sessions of the running service, by OpenAI's own client."""
+"""Chats and sessions of the running service, by OpenAI's and Anthropic's own clients."""
 
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -12,6 +13,8 @@ from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService
 
 HELLO: list[Any] = [{"role": "user", "content": "1+1"}]
+WHOLE = {"ignore_eos": True}
+"""So that no reply is empty."""
 
 
 @pytest.fixture
@@ -63,14 +66,61 @@ async def test_a_stream_comes_through_the_proxy(sdk: openai.AsyncOpenAI) -> None
     assert chunks[-1].usage is not None and 1 <= chunks[-1].usage.completion_tokens <= 8
 
 
-async def test_an_agents_turns_share_their_tokens(service: LocalService, client: RolloutClient) -> None:
+async def test_a_stream_of_responses_comes_through_the_proxy(sdk: openai.AsyncOpenAI) -> None:
+    async with sdk.responses.stream(model="tiny-qwen3", input="1+1", max_output_tokens=16, extra_body=WHOLE) as stream:
+        kinds = [event.type async for event in stream]
+        reply = await stream.get_final_response()
+    assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+    text = [kind for kind in kinds if kind.startswith("response.output_text")]
+    assert text[-1] == "response.output_text.done" and "response.output_text.delta" in text
+    assert reply.usage is not None and reply.usage.output_tokens == 16 and reply.status == "incomplete"
+
+
+async def test_a_stream_of_messages_comes_through_the_proxy(service: LocalService) -> None:
+    async with anthropic.AsyncAnthropic(base_url=service.url, api_key="EMPTY", max_retries=0) as sdk:
+        asked: Any = {"model": "tiny-qwen3", "messages": HELLO, "max_tokens": 16}
+        stream = await sdk.messages.create(stream=True, **asked)
+        kinds = [event.type async for event in stream]
+        async with sdk.messages.stream(**asked) as events:
+            reply = await events.get_final_message()
+    begin, *block, stopped, end = kinds
+    assert (begin, stopped, end) == ("message_start", "message_delta", "message_stop")
+    if block:  # there is none if the model ends at once
+        assert (block[0], {*block[1:-1]}, block[-1]) == (
+            "content_block_start",
+            {"content_block_delta"},
+            "content_block_stop",
+        )
+    assert 1 <= reply.usage.output_tokens <= 16 and reply.stop_reason in ("max_tokens", "end_turn")
+
+
+async def by_chat(agent: openai.AsyncOpenAI, history: list[Any]) -> list[Any]:
+    reply = await agent.chat.completions.create(model="tiny-qwen3", messages=history, max_tokens=12)
+    return [{"role": "assistant", "content": reply.choices[0].message.content}]
+
+
+async def by_responses(agent: openai.AsyncOpenAI, history: list[Any]) -> list[Any]:
+    return list(
+        (await agent.responses.create(model="tiny-qwen3", input=history, max_output_tokens=16, extra_body=WHOLE)).output
+    )
+
+
+async def by_a_stream_of_responses(agent: openai.AsyncOpenAI, history: list[Any]) -> list[Any]:
+    async with agent.responses.stream(
+        model="tiny-qwen3", input=history, max_output_tokens=16, extra_body=WHOLE
+    ) as events:
+        return list((await events.get_final_response()).output)
+
+
+@pytest.mark.parametrize("reply", [by_chat, by_responses, by_a_stream_of_responses])
+async def test_an_agents_turns_share_their_tokens(
+    service: LocalService, client: RolloutClient, reply: Callable[[openai.AsyncOpenAI, list[Any]], Awaitable[list[Any]]]
+) -> None:
     async with client.session() as session:
         async with openai.AsyncOpenAI(base_url=session.openai_base_url, api_key="EMPTY", max_retries=0) as agent:
-            messages = list(HELLO)
+            history = list(HELLO)
             for _ in range(3):
-                reply = await agent.chat.completions.create(model="tiny-qwen3", messages=messages, max_tokens=12)
-                content = reply.choices[0].message.content
-                messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "more"}]
+                history += [*await reply(agent, history), {"role": "user", "content": "more"}]
         [branch] = (await session.trajectory()).branches()
     assert [turn.index for turn in branch] == [0, 1, 2]
     for before, after in itertools.pairwise(branch):

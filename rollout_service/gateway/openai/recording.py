@@ -5,20 +5,40 @@ a trainer would then learn from tokens that the model never read. Imports vLLM's
 """
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm.inputs import tokens_input
 
 from rollout_service.gateway.openai.exchange import current
 from rollout_service.protocol.sessions import Message
-from rollout_service.sessions.conversation import continued
+from rollout_service.sessions.conversation import as_one_message, continued
 from rollout_service.vllm_serving import (
     AnthropicServingMessages,
     ChatCompletionResponse,
     OnlineRenderer,
     OpenAIServingChat,
+    OpenAIServingResponses,
+    ResponsesResponse,
+    construct_chat_messages_with_tool_call,
 )
+
+
+class _HistoryOnly:
+    """A request of OpenAI's, either API, whose messages are written without the beginning of the next reply."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+    def build_chat_params(self, *defaults: Any) -> Any:
+        """The request's own."""
+        params = self._request.build_chat_params(*defaults)
+        without_reply = {"add_generation_prompt": False, "continue_final_message": False}
+        return replace(params, chat_template_kwargs={**params.chat_template_kwargs, **without_reply})
 
 
 class ContinuingRenderer(OnlineRenderer):
@@ -36,9 +56,8 @@ class ContinuingRenderer(OnlineRenderer):
         if prefix is None:
             return conversation, inputs
         [whole] = inputs
-        without_reply = {"add_generation_prompt": False, "continue_final_message": False}
         _, [history] = await super().preprocess_chat(
-            request.model_copy(update=without_reply), messages[: prefix.messages], *arguments, **options
+            _HistoryOnly(request), messages[: prefix.messages], *arguments, **{**options, "parser": None}
         )
         tokens = continued(
             prefix.token_ids, history["prompt_token_ids"], whole["prompt_token_ids"], self._ends_of_replies()
@@ -101,3 +120,21 @@ class RecordedChat(_KeepsTurns):
 
 class RecordedMessages(_KeepsTurns, AnthropicServingMessages):
     """Anthropic's, which vLLM makes a chat of."""
+
+
+class RecordedResponses(OpenAIServingResponses):
+    """OpenAI's responses."""
+
+    async def responses_full_generator(self, *arguments: Any, **options: Any) -> Any:
+        """vLLM's, which also makes what the last event of a stream holds. The turn is kept before that is sent."""
+        reply = await super().responses_full_generator(*arguments, **options)
+        exchange = current.get()
+        if exchange.session is not None and isinstance(reply, ResponsesResponse):
+            await exchange.session.end(exchange.rollouts, [_as_sent_back(reply.output)])
+        return reply
+
+
+def _as_sent_back(output: Sequence[Any]) -> Message:
+    """The message that vLLM will make of a reply's items when an agent sends them back."""
+    items = [item for item in output if item.type != "message" or item.content]
+    return as_one_message([dict(message) for message in construct_chat_messages_with_tool_call(items)])

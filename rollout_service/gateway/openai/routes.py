@@ -1,8 +1,8 @@
 """The routes of OpenAI's and Anthropic's chats, and ``/tokenize`` and ``/detokenize``: vLLM's server answers them.
 
-What this service adds to a reply: ``weight_versions`` of each choice (in vLLM's form), ``weight_version`` if all tokens
-are of one, ``attempts`` and ``truncated_sampling``. What vLLM's request models would take and drop is refused by name.
-A stream has its text in one piece, when all is done.
+What this service adds to a reply: ``weight_versions`` of each choice (in vLLM's form; of a reply without choices, its
+own), ``weight_version`` if all tokens are of one, ``attempts`` and ``truncated_sampling``. What vLLM's request models
+would take and drop is refused by name. A stream has its text in one piece, when all is done.
 """
 
 import json
@@ -33,6 +33,10 @@ IDLE = frozenset(
     {"metadata", "nvext", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store"}
 )
 """What clients send to other servers and what changes no token: accounting, hints for caches and for NVIDIA Dynamo."""
+OF_A_STORE = ("background", "previous_input_messages", "previous_response_id", "store")
+"""Fields of OpenAI's responses for what a server keeps between requests."""
+TOOLS_OF_AGENTS = frozenset({"function", "custom", "namespace"})
+"""Kinds of tools of OpenAI's responses that the caller runs itself. All others are a server's own."""
 JsonObject = dict[str, Any]
 
 
@@ -60,19 +64,19 @@ async def responses(
     request: Request, services: Here, body: JsonObject = Body(), x_session_id: SessionHeader = None
 ) -> Response:
     """OpenAI's Responses API. Nothing is stored: send the whole conversation."""
-    if body.get("store") is True or body.get("background") or body.get("previous_response_id") is not None:
-        raise BadRequest(
-            "store, background and previous_response_id: responses are not kept here; send the whole conversation, or "
-            "use POST /v1/sessions"
-        )
+    return await respond(request, services, body, await _named_in_header(x_session_id, services))
+
+
+async def respond(request: Request, services: Services, body: JsonObject, exchange: Exchange) -> Response:
+    """The reply to a request of OpenAI's Responses API."""
     serving, vllm = await _serving(services)
-    parsed = _parse(vllm.ResponsesRequest, {**body, "store": False}, request)
-    exchange = Exchange(RolloutOptions(session_id=x_session_id or None))  # not kept: see gateway/openai/sessions.py
+    parsed = _parse(vllm.ResponsesRequest, _without_a_store(body), request)
+    _refuse_tools_that_nobody_runs(parsed.tools)
     _begin(exchange, parsed)
     reply = await _answer(serving.responses.create_responses(parsed, request), exchange)
     if isinstance(reply, BaseModel):
-        return JSONResponse(_with_versions(reply.model_dump(mode="json", by_alias=True), exchange))
-    return await _stream(_events(reply), exchange)
+        return JSONResponse(_with_the_only_choice(reply.model_dump(mode="json", by_alias=True), exchange))
+    return await _stream(_events(reply, exchange), exchange)
 
 
 @router.post("/v1/messages", responses=_ERRORS)
@@ -90,8 +94,8 @@ async def anthropic(request: Request, services: Services, body: JsonObject, exch
     _begin(exchange, parsed)
     reply = await _answer(serving.messages.create_messages(parsed, request), exchange)
     if isinstance(reply, BaseModel):
-        return JSONResponse(_with_versions(reply.model_dump(mode="json", exclude_none=True), exchange))
-    return await _stream(reply, exchange)
+        return JSONResponse(_with_the_only_choice(reply.model_dump(mode="json", exclude_none=True), exchange))
+    return await _stream(_message_events(reply, exchange), exchange)
 
 
 @router.post("/v1/messages/count_tokens", responses=_ERRORS)
@@ -152,6 +156,40 @@ def _parse(model: type[Any], body: JsonObject, request: Request) -> Any:
             {"not_implemented": [name[:64] for name in unknown[:64]]},
         )
     return parsed
+
+
+def _without_a_store(body: JsonObject) -> JsonObject:
+    """A body of OpenAI's responses as vLLM takes it. Raises BadRequest for what needs earlier responses to be kept."""
+    asked = [name for name in OF_A_STORE if body.get(name)]
+    if asked:
+        raise BadRequest(
+            f"{', '.join(asked)}: responses are not kept here: send the whole conversation in input. A session "
+            "(POST /v1/sessions) keeps its tokens",
+            {"not_implemented": asked},
+        )
+    taken = {**body, "store": False}
+    if isinstance(given := body.get("input"), list):
+        taken["input"] = [_reply_as_text(item) for item in given]
+    return taken
+
+
+def _reply_as_text(item: Any) -> Any:
+    """A reply whose content is a string or has no parts, in OpenAI's short form: on the long one vLLM 0.32 fails."""
+    if isinstance(item, dict) and item.get("role") == "assistant":
+        content = item.get("content")
+        if isinstance(content, str) or content == []:
+            return {"role": "assistant", "content": content or ""}
+    return item
+
+
+def _refuse_tools_that_nobody_runs(tools: list[Any]) -> None:
+    """vLLM would leave them out of the prompt and say nothing. Raises BadRequest."""
+    unknown = sorted({tool.type for tool in tools} - TOOLS_OF_AGENTS)
+    if unknown:
+        raise BadRequest(
+            f"tools: {', '.join(unknown)}: this service runs no tools: give functions, and run them yourself",
+            {"not_implemented": unknown},
+        )
 
 
 async def _named_in_header(name: str | None, services: Services) -> Exchange:
@@ -215,6 +253,12 @@ def _with_choices(reply: JsonObject, exchange: Exchange, model: str | None) -> J
     return _with_versions(reply, exchange) | ({} if model is None else {"model": model})
 
 
+def _with_the_only_choice(reply: JsonObject, exchange: Exchange) -> JsonObject:
+    """A reply that has no list of choices."""
+    [reply["weight_versions"]] = _versions(exchange)
+    return _with_versions(reply, exchange)
+
+
 def _with_versions(reply: JsonObject, exchange: Exchange) -> JsonObject:
     """What a reply says as a whole."""
     found = {span["version"] for versions in _versions(exchange) for span in versions}
@@ -262,6 +306,21 @@ async def _chunks(lines: AsyncIterator[str], exchange: Exchange) -> AsyncIterato
         yield f"data: {json.dumps(_with_versions(cast(JsonObject, chunk), exchange))}\n\n"
 
 
-async def _events(events: AsyncIterator[Any]) -> AsyncIterator[str]:
+async def _events(events: AsyncIterator[Any], exchange: Exchange) -> AsyncIterator[str]:
+    """Those of OpenAI's responses, with the versions in the one that ends the response."""
     async for event in events:
-        yield f"event: {event.type}\ndata: {event.model_dump_json(by_alias=True)}\n\n"
+        data = event.model_dump(mode="json", by_alias=True)
+        if event.type == "response.completed":
+            _with_the_only_choice(data["response"], exchange)
+        yield f"event: {event.type}\ndata: {json.dumps(data)}\n\n"
+
+
+async def _message_events(lines: AsyncIterator[str], exchange: Exchange) -> AsyncIterator[str]:
+    """Those of Anthropic's messages, with the versions in the one that has the stop reason."""
+    ends = "event: message_delta\ndata: "
+    async for line in lines:
+        if line.startswith(ends):
+            data = _with_the_only_choice(json.loads(line.removeprefix(ends)), exchange)
+            yield f"{ends}{json.dumps(data)}\n\n"
+        else:
+            yield line

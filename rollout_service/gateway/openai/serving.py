@@ -67,7 +67,12 @@ def make(config: ServiceConfig, services: "Services") -> Serving:
 
     from rollout_service import vllm_serving as vllm
     from rollout_service.gateway.openai.engine import DispatchedEngine
-    from rollout_service.gateway.openai.recording import ContinuingRenderer, RecordedChat, RecordedMessages
+    from rollout_service.gateway.openai.recording import (
+        ContinuingRenderer,
+        RecordedChat,
+        RecordedMessages,
+        RecordedResponses,
+    )
 
     chat = config.chat
     args = AsyncEngineArgs(
@@ -101,7 +106,7 @@ def make(config: ServiceConfig, services: "Services") -> Serving:
     common = {"online_renderer": online, "request_logger": None, **template, **parsers}
     return Serving(
         chat=RecordedChat(engine, models, "assistant", **common, **trusted),
-        responses=vllm.OpenAIServingResponses(engine, models, **common),
+        responses=RecordedResponses(engine, models, **common),
         messages=RecordedMessages(engine, models, "assistant", **common),
         tokenization=vllm.ServingTokenization(models, online, request_logger=None, **template, **trusted),
     )

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Path, Request, Response
 
 from rollout_service.errors import BadRequest, InvalidRequest, NotFound, Overloaded, VersionConflict
+from rollout_service.gateway import models
 from rollout_service.gateway.dependencies import Here, Services
 from rollout_service.gateway.openai import routes
 from rollout_service.gateway.openai.exchange import Exchange, SessionTurn
@@ -49,12 +50,36 @@ async def chat_completions(
     return await routes.chat(request, services, body, await _turn(session_id, services))
 
 
+@router.post("/{session_id}/v1/responses", responses=_CHAT_ERRORS)
+async def responses(
+    session_id: SessionName, request: Request, services: Here, body: dict[str, Any] = Body()
+) -> Response:
+    """``/v1/responses`` whose replies are turns of the session."""
+    return await routes.respond(request, services, body, await _turn(session_id, services))
+
+
 @router.post("/{session_id}/v1/messages", responses=_CHAT_ERRORS)
 async def messages(
     session_id: SessionName, request: Request, services: Here, body: dict[str, Any] = Body()
 ) -> Response:
     """``/v1/messages`` whose replies are turns of the session."""
     return await routes.anthropic(request, services, body, await _turn(session_id, services))
+
+
+@router.post("/{session_id}/v1/messages/count_tokens", responses=_CHAT_ERRORS)
+async def count_tokens(
+    session_id: SessionName, request: Request, services: Here, body: dict[str, Any] = Body()
+) -> Response:
+    """``/v1/messages/count_tokens``: agents ask it where they send their messages. No turn."""
+    await _turn(session_id, services)
+    return await routes.count_tokens(request, services, body)
+
+
+@router.get("/{session_id}/v1/models", responses=_ERRORS)
+async def list_models(session_id: SessionName, services: Here) -> dict[str, Any]:
+    """``/v1/models``, for the same reason."""
+    await _turn(session_id, services)
+    return await models.models(services)
 
 
 async def _turn(session_id: str, services: Services) -> Exchange:

@@ -159,7 +159,7 @@ async def generate(body: SglangGenerate, services: Here, routing_key: RoutingKey
         ]
     elapsed_s = time.monotonic() - began
     made = [
-        _completion(rollout, completion, body, services, elapsed_s)
+        _completion(rollout, completion, sampling, body.return_logprob, services, elapsed_s)
         for rollout in (task.result() for task in tasks)
         for completion in rollout.completions
     ]
@@ -188,7 +188,12 @@ async def _prompts(body: SglangGenerate, services: Services) -> list[tuple[int, 
 
 
 def _completion(
-    rollout: Rollout, completion: Completion, body: SglangGenerate, services: Services, elapsed_s: float
+    rollout: Rollout,
+    completion: Completion,
+    sampling: Sampling,
+    return_logprob: bool,
+    services: Services,
+    elapsed_s: float,
 ) -> dict[str, Any]:
     meta: dict[str, Any] = {
         "id": rollout.request_id,
@@ -200,10 +205,10 @@ def _completion(
     }
     if completion.spans:
         meta["weight_version"] = str(completion.spans[-1].version)
-    if body.return_logprob:
+    if return_logprob:
         pairs = zip(completion.logprobs, completion.token_ids, strict=True)
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
-    text = text_of(completion, body.sampling_params.sampling(), services) or ""  # empty without a tokenizer
+    text = text_of(completion, sampling, services) or ""  # empty without a tokenizer
     return {"text": text, "output_ids": completion.token_ids, "meta_info": meta}
 
 

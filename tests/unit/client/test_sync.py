@@ -11,10 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollout_service.client import RolloutClient, SyncRolloutClient
+from rollout_service.client._sessions import AgentSession
+from rollout_service.client._sync import SyncAgentSession
 from rollout_service.errors import NotFound
 from tests.unit.client.service import Service, serving_in_a_thread, until_disconnected, until_gone
 
-ASYNC_ONLY = {"aclose", "session"}
+ASYNC_ONLY = {"aclose"}
 
 
 def test_it_generates_and_pushes(threaded_service: Service) -> None:
@@ -154,7 +156,52 @@ def public_methods(kind: type) -> dict[str, Any]:
 def test_both_clients_have_the_same_methods_and_documentation() -> None:
     asynchronous, blocking = public_methods(RolloutClient), public_methods(SyncRolloutClient)
     assert asynchronous.keys() - ASYNC_ONLY == blocking.keys() - {"close"}
-    for name in asynchronous.keys() - ASYNC_ONLY:
+    for name in asynchronous.keys() - ASYNC_ONLY - {"session"}:
         assert signature(asynchronous[name]) == signature(blocking[name]), name
         assert asynchronous[name].__doc__ == blocking[name].__doc__
     assert signature(RolloutClient) == signature(SyncRolloutClient)
+    given = "session_id: str | None = None, *, ttl_s: float = 3600.0"
+    assert signature(RolloutClient.session) == f"(self, {given}) -> AgentSession"
+    assert signature(SyncRolloutClient.session) == f"(self, {given}) -> SyncAgentSession"
+
+
+def test_both_sessions_have_the_same_members_and_documentation() -> None:
+    asynchronous, blocking = public_members(AgentSession), public_members(SyncAgentSession)
+    assert asynchronous.keys() == blocking.keys()
+    for name in asynchronous.keys() - {"open"}:
+        assert asynchronous[name].__doc__ == blocking[name].__doc__
+    assert asynchronous["open"].__doc__.replace("async with", "with") == blocking["open"].__doc__
+
+
+def public_members(kind: type) -> dict[str, Any]:
+    return {name: member for name, member in inspect.getmembers(kind) if not name.startswith("_")}
+
+
+class TestSession:
+    """What it does with a service is in ``tests/unit/gateway/test_sessions.py``."""
+
+    def test_it_is_closed_at_the_end_of_its_block(self, threaded_service: Service) -> None:
+        paths = {"openai_path": "/v1/sessions/a/v1", "anthropic_path": "/v1/sessions/a"}
+        threaded_service.json_at("POST", "/v1/sessions", {"session_id": "a", **paths})
+        threaded_service.json_at("DELETE", "/v1/sessions/a", None)
+        with (
+            SyncRolloutClient(threaded_service.url) as client,
+            pytest.raises(KeyError),
+            client.session("a") as session,
+        ):
+            assert session.openai_base_url == f"{threaded_service.url}/v1/sessions/a/v1"
+            raise KeyError
+        assert threaded_service.log == [("POST", "/v1/sessions"), ("DELETE", "/v1/sessions/a")]
+
+    def test_a_session_that_is_not_open_says_so(self, threaded_service: Service) -> None:
+        with SyncRolloutClient(threaded_service.url) as client:
+            session = client.session()
+            for use in (lambda: session.session_id, session.trajectory, session.close):
+                with pytest.raises(RuntimeError, match="the session is not open: use it in a `with` block"):
+                    use()
+
+    def test_a_session_ends_with_its_client(self, threaded_service: Service) -> None:
+        with SyncRolloutClient(threaded_service.url) as client:
+            session = client.session()
+        with pytest.raises(RuntimeError, match="this SyncRolloutClient is closed"):
+            session.open()

@@ -153,10 +153,6 @@ class TestOtherSurfaces:
         with pytest.raises(openai.BadRequestError, match="not kept here"):
             await sdk.responses.create(model="tiny", input="hi", previous_response_id="x")
 
-    async def test_responses_stream(self, sdk: openai.AsyncOpenAI) -> None:
-        events = [event async for event in await sdk.responses.create(model="tiny", input="hi", stream=True)]
-        assert events[-1].type == "response.completed" and events[-1].response.output_text == "hello"
-
     async def test_messages_answer_anthropics_sdk(self, chatting: Services, scripted: ScriptedEngine) -> None:
         http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=create_app(chatting)))
         client = anthropic.AsyncAnthropic(base_url=URL, api_key="EMPTY", http_client=http, max_retries=0)

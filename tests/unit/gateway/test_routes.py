@@ -35,7 +35,10 @@ OPEN = {
     ("GET", "/v1/sessions/{session_id}"),
     ("DELETE", "/v1/sessions/{session_id}"),
     ("POST", "/v1/sessions/{session_id}/v1/chat/completions"),
+    ("POST", "/v1/sessions/{session_id}/v1/responses"),
     ("POST", "/v1/sessions/{session_id}/v1/messages"),
+    ("POST", "/v1/sessions/{session_id}/v1/messages/count_tokens"),
+    ("GET", "/v1/sessions/{session_id}/v1/models"),
 }
 ABOUT_THE_API = {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
 """Static; FastAPI's own."""

@@ -8,10 +8,12 @@ import httpx2
 import openai
 import pytest
 
-from rollout_service.client import RolloutClient
+from rollout_service.client import RolloutClient, SyncRolloutClient
+from rollout_service.errors import NotFound, VersionConflict
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
 from rollout_service.model.tiny import BOS, EOS, VOCABULARY
+from tests.unit.client.service import Service, serving_in_a_thread
 from tests.unit.gateway.chats import HELLO, PROMPT, TOOL, URL, ScriptedEngine, ids
 
 END, UNSPOKEN = VOCABULARY.index(EOS), VOCABULARY.index(BOS)
@@ -79,6 +81,23 @@ async def test_the_client_gives_an_agent_its_address(chat_http: httpx.AsyncClien
     assert (await chat_http.get("/v1/sessions/mine")).status_code == 404
 
 
+def test_the_blocking_client_gives_a_blocking_agent_its_address(chatting: Services) -> None:
+    service = Service()
+    service.app = create_app(chatting)
+    with serving_in_a_thread(service), SyncRolloutClient(service.url) as client:
+        with client.session("mine") as session:
+            with openai.OpenAI(base_url=session.openai_base_url, api_key="EMPTY", max_retries=0) as agent:
+                reply = agent.chat.completions.create(model="tiny", messages=HELLO)
+            assert reply.choices[0].message.content == "hello" and session.session_id == "mine"
+            [[turn]] = session.trajectory().branches()
+            assert turn.prompt_token_ids == ids(PROMPT) and turn.token_ids == (*ids("hello"), END)
+            with pytest.raises(VersionConflict), client.session("mine"):
+                pass
+        with pytest.raises(NotFound, match="no session mine"):
+            session.trajectory()
+        session.close()  # once more
+
+
 async def test_changed_history_begins_a_branch(
     agent: openai.AsyncOpenAI, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
 ) -> None:
@@ -120,6 +139,17 @@ async def test_anthropics_sdk_talks_in_a_session(
     await agent.messages.create(model="tiny", max_tokens=9, messages=history)
     assert scripted.calls[1].prompt_token_ids == (*ids(PROMPT), *scripted.tokens, *ids(NEXT))
     assert (await turns(chat_http, session))[1] == [[0, 1]]
+
+
+async def test_an_agent_finds_models_and_counts_tokens_at_its_address(
+    agent: openai.AsyncOpenAI, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
+) -> None:
+    assert [model.id for model in (await agent.models.list()).data] == ["tiny", "org/tiny"]
+    path = session["anthropic_path"] + "/v1/messages/count_tokens"
+    counted = await chat_http.post(path, json={"model": "tiny", "messages": HELLO})
+    assert counted.json()["input_tokens"] == len(PROMPT)
+    assert not scripted.calls and (await turns(chat_http, session))[0] == []
+    assert (await chat_http.get("/v1/sessions/none/v1/models")).status_code == 404
 
 
 async def test_the_header_names_an_open_session_or_only_a_replica(

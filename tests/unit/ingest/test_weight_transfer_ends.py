@@ -165,7 +165,10 @@ async def test_a_trainer_started_anew_takes_the_place_of_the_old_one(
 ) -> None:
     await ingest.transfer.start()
     await send(ingest, joined, {UP_PROJ: weights[UP_PROJ]})
+    pid = receiver_pid()
     await another_trainer_pushes(ingest, weights)
+    assert not psutil.pid_exists(pid)
+    assert [status.version for status in await ingest.versions()] == [0, 1]
 
 
 async def test_the_same_address_after_a_restart_is_no_repeat(

@@ -3,7 +3,7 @@
 import pytest
 
 from rollout_service.protocol.sessions import Message
-from rollout_service.sessions.conversation import continued, key_of
+from rollout_service.sessions.conversation import as_one_message, continued, key_of
 
 END = 2
 ASKED: Message = {"role": "user", "content": "add"}
@@ -34,6 +34,28 @@ class TestKeys:
     def test_parts_of_text_are_their_text(self) -> None:
         parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "dd"}]}
         assert key_of([parts], None) == key_of([ASKED], None)
+
+    def test_a_reply_in_several_messages_is_one(self) -> None:
+        parts: list[Message] = [{"role": "assistant", "content": "so "}, {"role": "assistant", "content": "on"}, CALLED]
+        whole = {**CALLED, "content": "so on"}
+        assert key_of([ASKED, *parts], None) == key_of([ASKED, whole], None)
+        assert key_of([ASKED, *parts, ASKED], None) == key_of([ASKED, whole, ASKED], None)
+        assert key_of([ASKED, parts[0], ASKED, *parts[1:]], None) != key_of([ASKED, whole, ASKED], None)
+
+    def test_parts_of_a_reply_are_put_together(self) -> None:
+        parts: list[Message] = [
+            {"role": "assistant", "reasoning": "hm"},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "so"}]},
+            CALLED,
+            CALLED,
+        ]
+        assert as_one_message(parts) == {
+            "role": "assistant",
+            "content": "so",
+            "reasoning": "hmonly toldonly told",
+            "tool_calls": [*CALLED["tool_calls"], *CALLED["tool_calls"]],
+        }
+        assert as_one_message([]) == {"role": "assistant", "content": ""}
 
     @pytest.mark.parametrize(
         "other",
