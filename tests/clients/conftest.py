@@ -40,6 +40,12 @@ async def client(service_url: str) -> AsyncIterator[RolloutClient]:
         yield client
 
 
+@pytest.fixture
+async def next_version(client: RolloutClient) -> int:
+    """A version that is newer than the newest."""
+    return (await client.fleet()).latest_version + 1
+
+
 def folder_of(name: str) -> Path:
     """Where ``make clients`` has installed a client; skips the test if it has not, or not what is pinned now."""
     folder, pins = PROJECT / ".clients" / name, PROJECT / f"requirements/clients/{name}.txt"

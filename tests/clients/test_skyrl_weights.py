@@ -10,32 +10,18 @@ from typing import Any
 import pytest
 import torch
 from vllm.distributed.weight_transfer import nccl_engine
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from rollout_service.client import RolloutClient
 from tests.clients.conftest import folder_of
 from tests.clients.skyrl_weight_sync import SkyrlClient
-from tests.support.gloo_trainer import PACKED_BUFFER_BYTES, free_port, open_trainer_endpoint, packed_broadcast
+from tests.support.gloo_trainer import (
+    PACKED_BUFFER_BYTES,
+    Tensors,
+    free_port,
+    open_trainer_endpoint,
+    packed_broadcast,
+)
 from tests.support.telltale import assert_pure, canary_weights
-
-
-@pytest.fixture
-async def next_version(client: RolloutClient) -> int:
-    """A version that is newer than the newest."""
-    return (await client.fleet()).latest_version + 1
-
-
-class Tensors(WeightSource):
-    """The weights that a trainer sends next."""
-
-    def __init__(self) -> None:
-        self.weights: dict[str, torch.Tensor] = {}
-
-    def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.weights.items()]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.weights.items())
 
 
 @pytest.fixture

@@ -58,12 +58,6 @@ def joined(over_gloo: Trl, service_url: str) -> Iterator[Any]:
     joined.close_communicator()
 
 
-@pytest.fixture
-async def next_version(client: RolloutClient) -> int:
-    """A version that is newer than the newest."""
-    return (await client.fleet()).latest_version + 1
-
-
 class Parameters(torch.nn.Module):
     """A model as ``update_model_params`` sees it."""
 
