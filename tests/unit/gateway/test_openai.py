@@ -89,6 +89,14 @@ class TestChat:
         [call] = scripted.calls
         assert (call.min_weight_version, call.session_id, call.cache_salt) == (3, "s-1", "x")
 
+    async def test_what_rllms_gateway_says_twice_is_taken_once(
+        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine
+    ) -> None:
+        body = {"model": "tiny", "messages": HELLO, "logprobs": True, "return_token_ids": True}
+        reply = await chat_http.post("/v1/chat/completions", json={**body, "extra_body": {"return_token_ids": True}})
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["prompt_token_ids"] == list(ids(PROMPT)) and reply.json()["choices"][0]["token_ids"]
+
 
 class TestRefusals:
     @pytest.mark.parametrize(
@@ -105,6 +113,7 @@ class TestRefusals:
             ("chat_template", "{{ 1 }}", "Chat template"),
             ("logprob_token_ids", [1], "logprob_token_ids"),
             ("messages", [], "conversation"),
+            ("extra_body", {"top_k": 5}, "extra_body is no field of a request"),
         ],
     )
     async def test_what_is_not_implemented_is_a_400_by_name(
