@@ -185,6 +185,8 @@ async def _answer(reply: Any, exchange: Exchange) -> Any:
     except Exception as error:
         if exchange.error is not None:
             raise exchange.error from error
+        if exchange.rollouts:  # no fault of the caller's, who may ask again
+            raise RolloutServiceError(f"what the model said does not fit into this API's reply: {error}") from error
         raise _as_ours(error) from error
     if exchange.error is not None:
         raise exchange.error

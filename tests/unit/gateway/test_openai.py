@@ -177,6 +177,16 @@ class TestOtherSurfaces:
         async with client.messages.stream(model="tiny", max_tokens=9, messages=HELLO) as stream:
             assert "".join([text async for text in stream.text_stream]) == "hello"
 
+    async def test_a_tool_input_that_is_no_object_is_the_models_fault(
+        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine
+    ) -> None:
+        """Without ``strict`` nothing holds a model to an object; 500 is what SDKs ask again after."""
+        scripted.text = '<tool_call>\n{"name": "add", "arguments": 546}\n</tool_call>'
+        tool = {"name": "add", "input_schema": {"type": "object"}}
+        body = {"model": "tiny", "max_tokens": 90, "messages": HELLO, "tools": [tool]}
+        reply = await chat_http.post("/v1/messages", json=body)
+        assert reply.status_code == 500 and "what the model said" in reply.json()["error"]["message"], reply.text
+
     async def test_text_and_messages_become_ids_and_text_again(self, chat_http: httpx.AsyncClient) -> None:
         reply = (await chat_http.post("/tokenize", json={"model": "tiny", "prompt": "hi"})).json()
         assert tuple(reply["tokens"]) == ids("hi") and (reply["count"], reply["max_model_len"]) == (2, 512)
