@@ -23,6 +23,8 @@ from tests.support.gloo_trainer import (
 )
 from tests.support.telltale import assert_pure, canary_weights
 
+pytestmark = pytest.mark.client("vLLM's `HTTPVLLMWeightSyncClient`")
+
 
 class TokenClient(HTTPVLLMWeightSyncClient):
     """vLLM's client has no way to send a token, which the tests' service asks for; all else is its own."""
