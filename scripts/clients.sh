@@ -20,11 +20,9 @@ install() {
   if cmp --silent "$pins" "$target/pins.txt"; then return; fi
   say "installing $1 into $target"
   rm -rf "$target" "$unfinished"
-  local python options=()
-  python=$(sed -n 's/^# for Python \([0-9.]*\):.*/\1/p' "$pins")  # another than ours
-  [[ -z $python ]] || options=(--python-version "$python" --ignore-requires-python --only-binary=:all:)
+  # --ignore-requires-python: SkyRL is for Python 3.12, and its clients run with 3.11, too.
   $VENV/bin/python -m pip --no-input --disable-pip-version-check --quiet \
-    install --no-deps --target "$unfinished" "${options[@]}" -r "$pins" || die "pip could not install $pins"
+    install --no-deps --ignore-requires-python --target "$unfinished" -r "$pins" || die "pip could not install $pins"
   rm -rf "$unfinished/tests" "$unfinished/scripts"  # a wheel's own, by mistake: they would hide this project's
   cp "$pins" "$unfinished/pins.txt"  # last: a folder with it is whole
   mv "$unfinished" "$target"

@@ -28,6 +28,7 @@ from rollout_service.protocol.sampling import (
     StopString,
     StopStrings,
     StopTokens,
+    without_repetition,
 )
 from rollout_service.tasks import raise_first_failure
 
@@ -63,6 +64,11 @@ class CompletionRequest(RolloutOptions, CommonSampling):
     echo: Literal[False] | None = False
     best_of: Literal[1] | None = None
     use_beam_search: Literal[False] | None = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _once(cls, data: Any) -> Any:
+        return without_repetition(data)
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:

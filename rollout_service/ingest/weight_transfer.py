@@ -261,14 +261,20 @@ class WeightTransfer:
         except WeightTransferFailed as error:
             self._error = error.message
             if update is not None:
-                update.failure = update.failure or error
+                await self._lose(update, error)
             if not group.receiver.alive:
                 self._group_failed(group, error)
             raise
-        update.failure = update.failure or update.staged.failure
-        if update.failure is not None:
-            self._error = update.failure.message
-            raise update.failure
+        failure = update.failure or update.staged.failure
+        if failure is not None:
+            self._error = failure.message
+            await self._lose(update, failure)
+            raise failure
+
+    async def _lose(self, update: Update, why: RolloutServiceError) -> None:
+        """It cannot be finished. Its trainer may never come back, so its number is free for any other at once."""
+        update.failure = update.failure or why
+        await self._drop(update)
 
     def _announce(self, update: Update, tensors: TensorsToCome) -> None:
         """Note what will come; a version that it does not fit into is lost, but its tensors are received."""

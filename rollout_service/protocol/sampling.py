@@ -77,6 +77,18 @@ def without_idle_nulls(model: type[BaseModel], data: object) -> object:
     return {name: value for name, value in data.items() if value is not None or name in nullable}
 
 
+def without_repetition(data: Any) -> Any:
+    """``data`` without ``extra_body`` where that repeats what stands beside it, as rllm-model-gateway 0.1.0 sends it.
+
+    Raises ValueError for one that says more: OpenAI's SDK sends the fields of an argument of that name themselves.
+    """
+    if not isinstance(data, dict) or not isinstance(extra := data.get("extra_body"), dict):
+        return data
+    if any(name not in data or data[name] != value for name, value in extra.items()):
+        raise ValueError("extra_body is no field of a request: send what is in it beside the other fields")
+    return {name: value for name, value in data.items() if name != "extra_body"}
+
+
 @functools.cache
 def _nullable(model: type[BaseModel]) -> frozenset[str]:
     return frozenset(name for name, field in model.model_fields.items() if type(None) in get_args(field.annotation))

@@ -4,16 +4,21 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import pytest_asyncio
 
 from rollout_service.client import RolloutClient
+from tests.clients.lines import ClientProcess, client_process
+from tests.support.models import random_weights
 from tests.support.own_service import own_service
 
 PROJECT = Path(__file__).parents[2]
+Push = Callable[[], Awaitable[int]]
 
 
 @pytest.fixture(scope="session")
@@ -22,13 +27,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("clients") / "tiny-qwen3"
 
 
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder below which weights may be named by path."""
+    return tmp_path_factory.mktemp("sources")
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def service_url(model: Path) -> AsyncIterator[str]:
-    """The shipped CPU deployment with two replicas."""
+async def service_url(model: Path, sources: Path) -> AsyncIterator[str]:
+    """The shipped CPU deployment with two replicas, for chats too."""
     overrides = {
         "model": {"path": str(model), "aliases": [str(model)]},
         "scaling": {"min_replicas": 2, "max_replicas": 2},
-        "weights": {"root": str(model.with_name("weights")), "poll_s": 1.0},
+        "weights": {"root": str(model.with_name("weights")), "poll_s": 1.0, "source_roots": [str(sources)]},
+        "chat": {"tool_parser": "hermes"},
     }
     async with own_service(overrides) as (url, _):
         yield url
@@ -38,6 +50,54 @@ async def service_url(model: Path) -> AsyncIterator[str]:
 async def client(service_url: str) -> AsyncIterator[RolloutClient]:
     async with RolloutClient(service_url) as client:
         yield client
+
+
+@pytest.fixture
+async def next_version(client: RolloutClient) -> int:
+    """A version that is newer than the newest."""
+    return (await client.fleet()).latest_version + 1
+
+
+@pytest.fixture
+async def push(model: Path, client: RolloutClient) -> Push:
+    """Serves random weights that no version before had; returns the version, which every replica serves."""
+
+    async def push() -> int:
+        version = (await client.fleet()).latest_version + 1
+        await client.push_weights(version, random_weights(model, seed=version))
+        return version
+
+    return push
+
+
+class Trl(NamedTuple):
+    """TRL's modules."""
+
+    sync_client: Any
+    async_client: Any
+    async_transfer: Any
+
+
+@pytest.fixture(scope="session")
+def trl() -> Trl:
+    """As they were released."""
+    sys.path.append(str(folder_of("trl")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it is experimental, and that it knows vLLM up to 0.31
+        from accelerate import PartialState
+        from trl.experimental.async_grpo import vllm_client as async_client
+        from trl.experimental.async_grpo import weight_transfer as async_transfer
+        from trl.generation import vllm_client as sync_client
+    PartialState(cpu=True)  # as any trainer has; its logger asks for it
+    return Trl(sync_client, async_client, async_transfer)
+
+
+@pytest.fixture
+async def skyrl(service_url: str, model: Path) -> AsyncIterator[ClientProcess]:
+    """SkyRL's two clients."""
+    folder = folder_of("skyrl")
+    async with client_process("tests.clients.skyrl_client", service_url, str(model), path=[folder]) as process:
+        yield process
 
 
 def folder_of(name: str) -> Path:

@@ -1,51 +1,35 @@
 """SkyRL 0.4's own weight-sync client pushes weights: under vLLM's trainer engine, with gloo in place of NCCL."""
 
 import asyncio
-import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from vllm.distributed.weight_transfer import nccl_engine
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from rollout_service.client import RolloutClient
-from tests.clients.conftest import folder_of
-from tests.clients.skyrl_weight_sync import SkyrlClient
-from tests.support.gloo_trainer import PACKED_BUFFER_BYTES, free_port, open_trainer_endpoint, packed_broadcast
+from tests.clients.lines import ClientProcess
+from tests.support.gloo_trainer import (
+    PACKED_BUFFER_BYTES,
+    Tensors,
+    free_port,
+    open_trainer_endpoint,
+    packed_broadcast,
+)
 from tests.support.telltale import assert_pure, canary_weights
 
-
-@pytest.fixture
-async def next_version(client: RolloutClient) -> int:
-    """A version that is newer than the newest."""
-    return (await client.fleet()).latest_version + 1
+pytestmark = pytest.mark.client("SkyRL")
 
 
-class Tensors(WeightSource):
-    """The weights that a trainer sends next."""
+class WeightClient:
+    """SkyRL's client, as vLLM's trainer engine calls it: from a thread, blocking it."""
 
-    def __init__(self) -> None:
-        self.weights: dict[str, torch.Tensor] = {}
-
-    def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.weights.items()]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.weights.items())
-
-
-@pytest.fixture
-def skyrl(service_url: str) -> Iterator[SkyrlClient]:
-    folder, python = folder_of("skyrl"), shutil.which("python3.12")
-    if python is None or subprocess.run([python, "-V"], capture_output=True).returncode:
-        pytest.skip("SkyRL needs Python 3.12, and there is no python3.12")
-    skyrl = SkyrlClient(python, folder, service_url)
-    yield skyrl
-    skyrl.close()
+    def __init__(self, skyrl: ClientProcess) -> None:
+        self.init_weight_transfer_engine = skyrl.in_thread("weights.init_weight_transfer_engine")
+        self.start_weight_update = skyrl.in_thread("weights.start_weight_update")
+        self.update_weights = skyrl.in_thread("weights.update_weights")
+        self.finish_weight_update = skyrl.in_thread("weights.finish_weight_update")
 
 
 @pytest.fixture
@@ -54,7 +38,7 @@ def source() -> Tensors:
 
 
 @pytest.fixture
-def trainer(skyrl: SkyrlClient, source: Tensors, monkeypatch: pytest.MonkeyPatch) -> Any:
+async def trainer(skyrl: ClientProcess, source: Tensors, monkeypatch: pytest.MonkeyPatch) -> Any:
     """vLLM's engine, which SkyRL's subclasses without a change to what it sends."""
     monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", open_trainer_endpoint)
     monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", packed_broadcast)
@@ -65,28 +49,29 @@ def trainer(skyrl: SkyrlClient, source: Tensors, monkeypatch: pytest.MonkeyPatch
         packed_buffer_size_bytes=PACKED_BUFFER_BYTES,
         rank=0,
     )
-    return nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init(info, client=skyrl, source=source)
+    begin = nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init
+    return await asyncio.to_thread(begin, info, client=WeightClient(skyrl), source=source)
 
 
 async def test_skyrls_client_pushes_versions_that_are_served(
-    model: Path, client: RolloutClient, skyrl: SkyrlClient, trainer: Any, source: Tensors, next_version: int
+    model: Path, client: RolloutClient, skyrl: ClientProcess, trainer: Any, source: Tensors, next_version: int
 ) -> None:
     for version in (next_version, next_version + 1):
         source.weights = canary_weights(model, version)
-        await asyncio.to_thread(skyrl.call, "pause_generation")
+        await skyrl.call("weights.pause_generation")
         await asyncio.to_thread(trainer.send_weights)
-        await asyncio.to_thread(skyrl.call, "reset_prefix_cache")
-        await asyncio.to_thread(skyrl.call, "resume_generation")
+        await skyrl.call("weights.reset_prefix_cache")
+        await skyrl.call("weights.resume_generation")
         completion = (await client.generate([5, 6], max_tokens=4, temperature=0.0)).completions[0]
         assert completion.versions == (version,)
         assert_pure(completion)
 
 
 async def test_skyrls_client_tells_what_was_refused(
-    model: Path, client: RolloutClient, skyrl: SkyrlClient, trainer: Any, source: Tensors, next_version: int
+    model: Path, client: RolloutClient, skyrl: ClientProcess, trainer: Any, source: Tensors, next_version: int
 ) -> None:
     source.weights = {"model.extra.weight": torch.zeros(2), **canary_weights(model, next_version)}
     with pytest.raises(RuntimeError, match=r"failed \[422\]: .*unknown: model\.extra\.weight"):
         await asyncio.to_thread(trainer.send_weights)
     with pytest.raises(RuntimeError, match="engines here have no draft model"):
-        await asyncio.to_thread(skyrl.call, "start_draft_weight_update")
+        await skyrl.call("weights.start_draft_weight_update")

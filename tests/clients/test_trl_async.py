@@ -15,7 +15,7 @@ from rollout_service.protocol.rollout import Rollout
 from tests.clients.conftest import run_with
 from tests.support.recording_proxy import Exchange, recording_proxy
 
-pytestmark = pytest.mark.timeout(1800)  # importing TRL, twice, and a training
+pytestmark = [pytest.mark.client("TRL, async"), pytest.mark.timeout(1800)]  # importing TRL, twice, and a training
 STEPS = 3
 PROMPT = [8, 9, 10, 11, 12]
 SIGNATURES = """

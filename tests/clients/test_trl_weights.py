@@ -1,41 +1,19 @@
 """TRL 1.16's own clients push weights: the sync trainers' and the async one's, with gloo in place of NCCL."""
 
 import asyncio
-import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 from rollout_service.client import RolloutClient
-from tests.clients.conftest import folder_of
+from tests.clients.conftest import Trl
 from tests.support.gloo_trainer import free_port, open_trainer_endpoint, packed_broadcast, update_info
 from tests.support.telltale import assert_pure, canary_weights
 
-
-class Trl(NamedTuple):
-    """TRL's modules."""
-
-    sync_client: Any
-    async_client: Any
-    async_transfer: Any
-
-
-@pytest.fixture(scope="session")
-def trl() -> Trl:
-    """As they were released."""
-    sys.path.append(str(folder_of("trl")))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it is experimental, and that it knows vLLM up to 0.31
-        from accelerate import PartialState
-        from trl.experimental.async_grpo import vllm_client as async_client
-        from trl.experimental.async_grpo import weight_transfer as async_transfer
-        from trl.generation import vllm_client as sync_client
-    PartialState(cpu=True)  # as any trainer has; its logger asks for it
-    return Trl(sync_client, async_client, async_transfer)
+pytestmark = pytest.mark.client("TRL, sync")
 
 
 @pytest.fixture
@@ -56,12 +34,6 @@ def joined(over_gloo: Trl, service_url: str) -> Iterator[Any]:
     joined.init_communicator("cuda")  # without an index it asks CUDA for nothing
     yield joined
     joined.close_communicator()
-
-
-@pytest.fixture
-async def next_version(client: RolloutClient) -> int:
-    """A version that is newer than the newest."""
-    return (await client.fleet()).latest_version + 1
 
 
 class Parameters(torch.nn.Module):

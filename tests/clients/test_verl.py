@@ -62,8 +62,8 @@ print("penalty:", parameters_refused(temperature=0.5, repetition_penalty=1.2))
 print("url:", refusal(lambda: made(checkpoint_engine=backend)))
 """
 
-
-pytestmark = pytest.mark.timeout(1800)  # importing verl alone takes minutes on a busy machine
+# Importing verl alone takes minutes on a busy machine.
+pytestmark = [pytest.mark.client("verl"), pytest.mark.timeout(1800)]
 SAID = {"hybrid", "many", "neutral", "penalty", "url"}
 
 

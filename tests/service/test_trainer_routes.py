@@ -1,33 +1,16 @@
 """Trainers that put a version into a folder and name its path, with the calls and bodies of their own clients."""
 
 import asyncio
-import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
-import torch
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from safetensors.torch import save_file
 
 from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService
+from tests.support.checkpoints import save_checkpoint
 from tests.support.telltale import assert_pure, canary_weights
-
-
-def save_checkpoint(folder: Path, weights: Mapping[str, torch.Tensor]) -> Path:
-    """Hugging Face's layout with an index over two files, as trainers write it."""
-    folder.mkdir()
-    names = sorted(weights)
-    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
-    for file, held in files.items():
-        save_file({name: weights[name] for name in held}, folder / file, metadata={"format": "pt"})
-    index = {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor in weights.values())},
-        "weight_map": {name: file for file, held in files.items() for name in held},
-    }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return folder
 
 
 async def assert_served(client: RolloutClient, version: int) -> None:
@@ -36,6 +19,7 @@ async def assert_served(client: RolloutClient, version: int) -> None:
     assert_pure(completion)
 
 
+@pytest.mark.client("prime-rl with verifiers")
 async def test_prime_rl_pushes_a_broadcast_folder(
     service: LocalService, client: RolloutClient, http: httpx.AsyncClient, sources: Path, next_version: int
 ) -> None:
@@ -54,6 +38,7 @@ async def test_prime_rl_pushes_a_broadcast_folder(
     assert (await client.fleet()).latest_version == next_version
 
 
+@pytest.mark.client("prime-rl with verifiers")
 async def test_prime_rl_s_failed_push_leaves_what_is_served(
     service: LocalService, client: RolloutClient, http: httpx.AsyncClient, sources: Path, telltale: int
 ) -> None:
@@ -66,6 +51,7 @@ async def test_prime_rl_s_failed_push_leaves_what_is_served(
     await assert_served(client, telltale)
 
 
+@pytest.mark.client("prime-rl with verifiers")
 async def test_prime_rl_s_controller_finds_each_engine_s_load(http: httpx.AsyncClient) -> None:
     text = (await http.get("/metrics")).text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
@@ -85,6 +71,7 @@ async def running(client: RolloutClient, sequences: int) -> None:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.client("slime")
 async def test_generate_is_what_the_native_route_makes(http: httpx.AsyncClient, telltale: int) -> None:
     greedy = {"temperature": 0.0, "ignore_eos": True}
     reply = await http.post(
@@ -103,6 +90,7 @@ async def test_generate_is_what_the_native_route_makes(http: httpx.AsyncClient, 
     assert made["meta_info"]["finish_reason"] == {"type": "length", "length": 4}
 
 
+@pytest.mark.client("slime")
 async def test_slime_updates_by_disk_and_gets_back_what_it_aborted(
     service: LocalService, client: RolloutClient, http: httpx.AsyncClient, sources: Path, telltale: int
 ) -> None:
@@ -127,6 +115,7 @@ async def test_slime_updates_by_disk_and_gets_back_what_it_aborted(
     assert (await http.get("/model_info")).json()["weight_version"] == str(version)
 
 
+@pytest.mark.client("slime")
 async def test_aborting_everything_returns_it_and_goes_on(client: RolloutClient, http: httpx.AsyncClient) -> None:
     under_way = asyncio.create_task(
         http.post("/generate", json={"input_ids": [5, 6], "sampling_params": {**LONG, "n": 8}})
@@ -138,6 +127,7 @@ async def test_aborting_everything_returns_it_and_goes_on(client: RolloutClient,
     assert len((await client.generate([5, 6], max_tokens=2, ignore_eos=True)).completions[0].token_ids) == 2
 
 
+@pytest.mark.client("AReaL")
 async def test_areal_s_pause_returns_completions_that_never_asked(
     service: LocalService, client: RolloutClient, http: httpx.AsyncClient, sources: Path, telltale: int
 ) -> None:

@@ -7,17 +7,23 @@ from typing import Any
 import httpx
 import pytest
 import requests
-import torch
 from vllm.distributed.weight_transfer import nccl_engine
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService
 from tests.service.conftest import TOKEN
-from tests.support.gloo_trainer import PACKED_BUFFER_BYTES, free_port, open_trainer_endpoint, packed_broadcast
+from tests.support.gloo_trainer import (
+    PACKED_BUFFER_BYTES,
+    Tensors,
+    free_port,
+    open_trainer_endpoint,
+    packed_broadcast,
+)
 from tests.support.telltale import assert_pure, canary_weights
+
+pytestmark = pytest.mark.client("vLLM's `HTTPVLLMWeightSyncClient`")
 
 
 class TokenClient(HTTPVLLMWeightSyncClient):
@@ -26,19 +32,6 @@ class TokenClient(HTTPVLLMWeightSyncClient):
     def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
         headers = {"Authorization": f"Bearer {TOKEN}"}
         requests.post(f"{self.base_url}/{path}", json=json, timeout=self.timeout, headers=headers).raise_for_status()
-
-
-class Tensors(WeightSource):
-    """The weights that a trainer sends next."""
-
-    def __init__(self) -> None:
-        self.weights: dict[str, torch.Tensor] = {}
-
-    def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.weights.items()]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.weights.items())
 
 
 @pytest.fixture

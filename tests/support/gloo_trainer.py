@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER_SIZE_BYTES, pack_tensors
 
 from rollout_service.ingest.receiver.links import BACKEND_KEY, GLOO_PREFIX
@@ -23,6 +24,19 @@ PACKED_BUFFER_BYTES = 512 << 10
 """Small, so that a small model comes in several broadcasts."""
 
 Weights = Mapping[str, torch.Tensor]
+
+
+class Tensors(WeightSource):
+    """The weights that vLLM's trainer engine sends next."""
+
+    def __init__(self) -> None:
+        self.weights: Weights = {}
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.weights.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.weights.items())
 
 
 class GlooTrainer:

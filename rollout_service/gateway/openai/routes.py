@@ -22,6 +22,7 @@ from rollout_service.gateway.openai.serving import Serving
 from rollout_service.gateway.prompts import DATA_ERRORS
 from rollout_service.gateway.routes import OpenRoute
 from rollout_service.protocol.generate import RolloutOptions
+from rollout_service.protocol.sampling import without_repetition
 from rollout_service.web.errors import bad_request, documented
 
 router = APIRouter(tags=["chat"], route_class=OpenRoute)
@@ -140,7 +141,7 @@ def _parse(model: type[Any], body: JsonObject, request: Request) -> Any:
     """Raises BadRequest for a body that the API does not define, or that has more than is implemented, by name."""
     route = f"{request.method} {request.url.path}"
     try:
-        parsed = model.model_validate(body)
+        parsed = model.model_validate(without_repetition(body))
     except ValidationError as error:
         raise bad_request(route, error) from error
     except Exception as error:  # vLLM's validators raise its own
@@ -222,6 +223,8 @@ async def _answer(reply: Any, exchange: Exchange) -> Any:
     except Exception as error:
         if exchange.error is not None:
             raise exchange.error from error
+        if exchange.rollouts:  # no fault of the caller's, who may ask again
+            raise RolloutServiceError(f"what the model said does not fit into this API's reply: {error}") from error
         raise _as_ours(error) from error
     if exchange.error is not None:
         raise exchange.error

@@ -110,7 +110,13 @@ class SglangGenerate(Frozen):
     return_text_in_logprobs: Literal[False] | None = None
     return_routed_experts: Literal[False] | None = None
     return_hidden_states: Literal[False] | None = None
+    return_bytes: Literal[False] | None = None
+    return_entropy: Literal[False] | None = None
+    background: Literal[False] | None = None
     stream: Literal[False] | None = None
+    log_metrics: bool | None = None
+    no_logs: bool | None = None
+    """Of what SGLang's server counts and logs; nothing here. sglang-router 0.3.2 sends both with every request."""
     rid: RequestId | None = None
     """The rollout's name in logs; of several prompts, each has its number appended."""
     lora_path: None = None

@@ -172,9 +172,14 @@ class TestRLLM:
 
     async def test_its_request_is_answered(self, http: httpx.AsyncClient, engine: EchoEngine) -> None:
         body = {"model": "tiny", "prompt": "ab", "logprobs": True, "return_token_ids": True, "max_completion_tokens": 9}
-        reply = await answered(http, COMPLETIONS, body)
+        reply = await answered(http, COMPLETIONS, {**body, "extra_body": {"return_token_ids": True}})
         assert sampled(engine).max_tokens == 9
         assert reply["choices"][0]["token_ids"] and reply["choices"][0]["logprobs"]["token_logprobs"]
+
+    async def test_what_an_extra_body_alone_says_is_refused(self, http: httpx.AsyncClient) -> None:
+        for extra in ({"top_k": 5}, {"model": "other"}, "top_k"):
+            reply = await http.post(COMPLETIONS, json={"model": "tiny", "prompt": "ab", "extra_body": extra})
+            assert reply.status_code == 422 and "extra_body" in reply.json()["error"]["message"], reply.text
 
 
 class TestCandidates:

@@ -89,6 +89,14 @@ class TestChat:
         [call] = scripted.calls
         assert (call.min_weight_version, call.session_id, call.cache_salt) == (3, "s-1", "x")
 
+    async def test_what_rllms_gateway_says_twice_is_taken_once(
+        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine
+    ) -> None:
+        body = {"model": "tiny", "messages": HELLO, "logprobs": True, "return_token_ids": True}
+        reply = await chat_http.post("/v1/chat/completions", json={**body, "extra_body": {"return_token_ids": True}})
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["prompt_token_ids"] == list(ids(PROMPT)) and reply.json()["choices"][0]["token_ids"]
+
 
 class TestRefusals:
     @pytest.mark.parametrize(
@@ -105,6 +113,7 @@ class TestRefusals:
             ("chat_template", "{{ 1 }}", "Chat template"),
             ("logprob_token_ids", [1], "logprob_token_ids"),
             ("messages", [], "conversation"),
+            ("extra_body", {"top_k": 5}, "extra_body is no field of a request"),
         ],
     )
     async def test_what_is_not_implemented_is_a_400_by_name(
@@ -163,6 +172,16 @@ class TestOtherSurfaces:
         assert counted.input_tokens == len(PROMPT)
         async with client.messages.stream(model="tiny", max_tokens=9, messages=HELLO) as stream:
             assert "".join([text async for text in stream.text_stream]) == "hello"
+
+    async def test_a_tool_input_that_is_no_object_is_the_models_fault(
+        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine
+    ) -> None:
+        """Without ``strict`` nothing holds a model to an object; 500 is what SDKs ask again after."""
+        scripted.text = '<tool_call>\n{"name": "add", "arguments": 546}\n</tool_call>'
+        tool = {"name": "add", "input_schema": {"type": "object"}}
+        body = {"model": "tiny", "max_tokens": 90, "messages": HELLO, "tools": [tool]}
+        reply = await chat_http.post("/v1/messages", json=body)
+        assert reply.status_code == 500 and "what the model said" in reply.json()["error"]["message"], reply.text
 
     async def test_text_and_messages_become_ids_and_text_again(self, chat_http: httpx.AsyncClient) -> None:
         reply = (await chat_http.post("/tokenize", json={"model": "tiny", "prompt": "hi"})).json()

@@ -31,6 +31,30 @@ SLIME = {
     "return_logprob": True,
 }
 
+ROUTED = {
+    "model": None,
+    "input_ids": [5, 6, 7],
+    "sampling_params": {
+        "temperature": 0.8,
+        "max_new_tokens": 3,
+        "top_p": 1.0,
+        "top_k": -1,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+        "sampling_seed": 2**62,
+    },
+    "return_logprob": True,
+    "return_text_in_logprobs": False,
+    "stream": False,
+    "log_metrics": True,
+    "return_hidden_states": False,
+    "background": False,
+    "no_logs": False,
+    "return_bytes": False,
+    "return_entropy": False,
+}
+"""What sglang-router 0.3.2 makes of it."""
+
 
 @dataclass
 class Ending:
@@ -69,8 +93,9 @@ async def post(services: Services, body: Any, engine: Any = None, headers: dict[
         return await http.post("/generate", json=body, headers=headers)
 
 
-async def test_slime_s_request_has_sglang_s_reply(services: Services, engine: EchoEngine) -> None:
-    reply = (await post(services, SLIME, headers={"X-SMG-Routing-Key": "session-1"})).json()
+@pytest.mark.parametrize("body", [SLIME, ROUTED], ids=["direct", "through its router"])
+async def test_slime_s_request_has_sglang_s_reply(services: Services, engine: EchoEngine, body: dict[str, Any]) -> None:
+    reply = (await post(services, body, headers={"X-SMG-Routing-Key": "session-1"})).json()
     meta = reply.pop("meta_info")
     assert meta.pop("e2e_latency") >= 0 and meta.pop("id")
     assert reply == {"text": services.tokenizer.decode([7, 6, 5]), "output_ids": [7, 6, 5]}

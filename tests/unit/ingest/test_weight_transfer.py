@@ -133,6 +133,19 @@ async def test_a_caller_that_goes_away_changes_nothing(
     assert (await ingest.transfer.finish(None)).version == newest + 1
 
 
+async def test_a_version_that_is_lost_is_in_nobodys_way(
+    ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
+) -> None:
+    """A trainer that was refused may never come back; its version's number is free at once."""
+    await ingest.transfer.start()
+    with pytest.raises(InvalidManifest, match=r"unknown: model\.extra\.weight"):
+        await send(ingest, joined, {"model.extra.weight": torch.zeros(2), **weights})
+    assert (await Trainer(ingest).push(newest + 1, weights)).version == newest + 1
+    with pytest.raises(InvalidManifest, match=r"unknown: model\.extra\.weight"):
+        await ingest.transfer.finish(None)
+    assert (await ingest.fleet()).latest_version == newest + 1
+
+
 async def test_an_incomplete_version_fails_by_name_each_time(
     ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
 ) -> None:

@@ -1,0 +1,59 @@
+"""AReaL's remote engine over its VLLMBackend, in a process of its own.
+
+python -m tests.clients.areal_client REPLIES ADDRESS FOLDER
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from areal.api import ModelRequest, WeightUpdateMeta
+from areal.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, NameResolveConfig
+from areal.engine.vllm_remote import RemotevLLMEngine
+from areal.utils import name_resolve, names
+
+from tests.clients.lines import answer
+
+EXPERIMENT, TRIAL = "rollout-service", "test"
+
+
+class Areal:
+    """The engine, whose arguments and replies are objects of AReaL's, with JSON on both sides."""
+
+    def __init__(self, address: str) -> None:
+        config = InferenceEngineConfig(
+            experiment_name=EXPERIMENT, trial_name=TRIAL, backend="vllm:d1", max_concurrent_rollouts=8, setup_timeout=60
+        )
+        self._engine = RemotevLLMEngine(config)
+        self._engine.initialize(addr=address)
+
+    async def agenerate(self, input_ids: list[int], **sampling: Any) -> dict[str, Any]:
+        request = ModelRequest(input_ids=input_ids, gconfig=GenerationHyperparameters(**sampling))
+        response = await self._engine.agenerate(request)
+        wanted = ("input_tokens", "output_tokens", "output_logprobs", "output_versions", "stop_reason")
+        return {name: getattr(response, name) for name in wanted}
+
+    def update(self, path: str, version: int) -> None:
+        """As the trainer does between two steps: a folder that it has written becomes its version."""
+        self._engine.pause()
+        self._engine.pause_generation()
+        name_resolve.add(
+            names.update_weights_from_disk(EXPERIMENT, TRIAL, self._engine.get_version()), str(time.time())
+        )
+        self._engine.update_weights_from_disk(WeightUpdateMeta(type="disk", path=path)).result()
+        self._engine.set_version(version)
+        self._engine.continue_generation()
+        self._engine.resume()
+
+    def set_version(self, version: int) -> None:
+        self._engine.set_version(version)
+
+
+def main(replies: str, address: str, folder: str) -> None:
+    name_resolve.reconfigure(NameResolveConfig(type="nfs", nfs_record_root=str(Path(folder))))
+    answer(replies, {"engine": Areal(address)})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

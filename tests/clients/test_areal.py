@@ -1,0 +1,61 @@
+"""AReaL 1.0.4's RemotevLLMEngine over its VLLMBackend: rollouts, and its whole update by disk."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rollout_service.client import RolloutClient
+from tests.clients.conftest import Push, folder_of
+from tests.clients.lines import ClientProcess, client_process
+from tests.support.checkpoints import save_checkpoint
+from tests.support.native_route import assert_as_native
+from tests.support.telltale import canary_weights, token_of
+
+pytestmark = pytest.mark.client("AReaL")
+
+LONG = 480
+"""Tokens of a rollout across an update."""
+
+
+@pytest.fixture
+async def areal(service_url: str, tmp_path: Path) -> AsyncIterator[ClientProcess]:
+    address = service_url.removeprefix("http://")
+    async with client_process(
+        "tests.clients.areal_client", address, str(tmp_path), path=[folder_of("areal")]
+    ) as process:
+        yield process
+
+
+async def test_rollouts_have_the_native_tokens(areal: ClientProcess, client: RolloutClient, push: Push) -> None:
+    for _ in range(2):
+        version = await push()
+        await areal.call("engine.set_version", version)
+        made = await areal.call("engine.agenerate", [8, 9, 10], greedy=True, max_new_tokens=8, ignore_eos=True)
+        assert made["output_versions"] == [version] * 8 and made["stop_reason"] == "length"
+        await assert_as_native(
+            client, made["input_tokens"], made["output_tokens"], made["output_logprobs"], version=version
+        )
+
+
+async def test_labels_are_right_across_an_update(
+    areal: ClientProcess, client: RolloutClient, model: Path, sources: Path, next_version: int
+) -> None:
+    """AReaL labels each piece of a rollout by its own count, so what its pause aborts must come back to it."""
+    old, new = next_version, next_version + 1
+    await client.push_weights(old, canary_weights(model, old))
+    await areal.call("engine.set_version", old)
+    folder = save_checkpoint(sources / f"weight_update_v{new}", canary_weights(model, new))
+    rollout = asyncio.create_task(
+        areal.call("engine.agenerate", [8, 9, 10], greedy=True, max_new_tokens=LONG, ignore_eos=True)
+    )
+    while sum(replica.running for replica in (await client.fleet()).replicas) < 1:
+        await asyncio.sleep(0.05)
+    await areal.call("engine.update", str(folder), new)
+    made = await rollout
+    before = made["output_tokens"].count(token_of(old))
+    assert 0 < before < LONG
+    assert made["output_tokens"] == [token_of(old)] * before + [token_of(new)] * (LONG - before)
+    assert made["output_versions"] == [old] * before + [new] * (LONG - before)
+    assert (await client.fleet()).latest_version == new and not folder.exists()  # AReaL deletes what was loaded

@@ -1,0 +1,55 @@
+"""verifiers 0.4 and renderers 0.1.12, prime-rl's clients for training and for evaluation."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rollout_service.client import RolloutClient
+from tests.clients.conftest import Push, folder_of
+from tests.clients.lines import ClientError, ClientProcess, client_process
+from tests.support.native_route import assert_as_native
+
+pytestmark = pytest.mark.client("prime-rl with verifiers")
+
+HELLO = [{"role": "user", "content": "1+1"}]
+GREEDY = {"temperature": 0.0, "max_tokens": 8}
+
+
+@pytest.fixture
+async def verifiers(service_url: str, model: Path) -> AsyncIterator[ClientProcess]:
+    async with client_process(
+        "tests.clients.verifiers_client", service_url, str(model), path=[folder_of("verifiers")]
+    ) as process:
+        yield process
+
+
+async def test_training_has_the_native_tokens(verifiers: ClientProcess, client: RolloutClient, push: Push) -> None:
+    for _ in range(2):
+        version = await push()
+        made = await verifiers.call(
+            "train.get_response", HELLO, session_id="trace-1", cache_salt=str(version), **GREEDY
+        )
+        tokens = made["tokens"]
+        await assert_as_native(
+            client, tokens["prompt_ids"], tokens["completion_ids"], tokens["completion_logprobs"], version=version
+        )
+        assert made["finish_reason"] in ("stop", "length")
+        assert made["usage"]["completion_tokens"] == len(tokens["completion_ids"])
+
+
+async def test_evaluation_chats(verifiers: ClientProcess, client: RolloutClient, push: Push) -> None:
+    """The same text, by the service's chat template as by the renderer."""
+    await push()
+    chat = await verifiers.call("eval.get_response", HELLO, session_id="trace-2", **GREEDY)
+    rendered = await verifiers.call("train.get_response", HELLO, **GREEDY)
+    assert chat["message"]["content"] == rendered["message"]["content"]
+    assert chat["usage"]["prompt_tokens"] == len(rendered["tokens"]["prompt_ids"])
+
+
+async def test_an_overlong_prompt_is_told_from_other_errors(verifiers: ClientProcess) -> None:
+    """Before it is sent, by the card of the model; and by the words of the reply."""
+    overlong = [{"role": "user", "content": "1" * 5000}]
+    for name in ("train", "eval"):
+        with pytest.raises(ClientError, match="maximum context length"):
+            await verifiers.call(f"{name}.get_response", overlong, **GREEDY)
