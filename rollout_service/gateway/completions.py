@@ -67,7 +67,7 @@ class CompletionRequest(RolloutOptions, CommonSampling):
 
     @model_validator(mode="before")
     @classmethod
-    def _once(cls, data: Any) -> Any:
+    def _once(cls, data: object) -> object:
         return without_repetition(data)
 
     @model_validator(mode="after")
