@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 def _blocking(
-    method: Callable[Concatenate[RolloutClient, Parameters], Coroutine[Any, Any, Result]],
+    method: Callable[Concatenate[RolloutClient, Parameters], Coroutine[object, None, Result]],
 ) -> Callable[Concatenate["SyncRolloutClient", Parameters], Result]:
     """A method of RolloutClient as one that waits; same parameters, same documentation."""
 
@@ -116,7 +116,7 @@ class SyncRolloutClient:
 
     def _wait(
         self,
-        method: Callable[Concatenate[RolloutClient, Parameters], Coroutine[Any, Any, Result]],
+        method: Callable[Concatenate[RolloutClient, Parameters], Coroutine[object, None, Result]],
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> Result:

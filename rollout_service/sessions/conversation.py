@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 import xxhash
 
@@ -12,7 +11,7 @@ _TEXTS = frozenset({"text", "input_text", "output_text"})
 """Kinds of parts of a message that are text: a chat's, and those of OpenAI's responses."""
 
 
-def key_of(messages: Sequence[Message], tools: Any) -> str:
+def key_of(messages: Sequence[Message], tools: object) -> str:
     """The same for conversations that say the same, with the same tools at hand.
 
     Messages of the assistant that follow each other count as one: a reply of OpenAI's responses or Anthropic's messages
@@ -35,8 +34,8 @@ def as_one_message(parts: Sequence[Message]) -> Message:
     return reply
 
 
-def _replies_joined(said: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    reply: list[dict[str, Any]] = []
+def _replies_joined(said: Sequence[dict[str, object]]) -> Iterator[dict[str, object]]:
+    reply: list[dict[str, object]] = []
     for message in said:
         if message["role"] == "assistant" and isinstance(message["content"], str):
             reply.append(message)
@@ -49,13 +48,13 @@ def _replies_joined(said: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield as_one_message(reply)
 
 
-def _said(message: Message) -> dict[str, Any]:
+def _said(message: Message) -> dict[str, object]:
     """What counts of a message.
 
     Agents send a reply back without what was only told them (its reasoning, say), an empty content as null or left out,
     and text as a list of parts.
     """
-    said: dict[str, Any] = {"role": message.get("role"), "content": _text(message.get("content"))}
+    said: dict[str, object] = {"role": message.get("role"), "content": _text(message.get("content"))}
     calls = message.get("tool_calls")
     if calls:
         said["tool_calls"] = [
@@ -67,7 +66,7 @@ def _said(message: Message) -> dict[str, Any]:
     return said
 
 
-def _text(content: Any) -> Any:
+def _text(content: object) -> object:
     if not content:
         return ""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in _TEXTS for part in content):
@@ -75,7 +74,7 @@ def _text(content: Any) -> Any:
     return content
 
 
-def _arguments(arguments: Any) -> Any:
+def _arguments(arguments: object) -> object:
     """JSON text and what it means are the same."""
     if not isinstance(arguments, str):
         return arguments

@@ -4,7 +4,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollout_service.errors import NotFound, Overloaded, VersionConflict
 from rollout_service.protocol.sessions import Message, OpenSession, Prefix, Session, Turn
@@ -50,7 +50,7 @@ class SessionStore:
         self._open[session_id] = _Open(wanted.ttl_s, self._clock())
         return session_id
 
-    def prefix(self, session_id: str, messages: Sequence[Message], tools: Any) -> Prefix | None:
+    def prefix(self, session_id: str, messages: Sequence[Message], tools: object) -> Prefix | None:
         """The longest part of a conversation that is a turn's with its reply; None: it continues none.
 
         Raises NotFound.
@@ -65,7 +65,7 @@ class SessionStore:
                 return Prefix(turn=index, messages=count, token_ids=turn.prompt_token_ids + turn.token_ids)
         return None
 
-    def add(self, session_id: str, messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -> None:
+    def add(self, session_id: str, messages: Sequence[Message], tools: object, turns: Sequence[Turn]) -> None:
         """The choices of one reply to ``messages``. Raises NotFound, or Overloaded if they do not fit."""
         found = self._session(session_id)
         nbytes = sum(turn.nbytes for turn in turns)
@@ -115,11 +115,11 @@ class Sessions:
         """See ``SessionStore``."""
         return self._store.open(wanted)
 
-    async def prefix(self, session_id: str, messages: Sequence[Message], tools: Any) -> Prefix | None:
+    async def prefix(self, session_id: str, messages: Sequence[Message], tools: object) -> Prefix | None:
         """See ``SessionStore``."""
         return self._store.prefix(session_id, messages, tools)
 
-    async def add(self, session_id: str, messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -> None:
+    async def add(self, session_id: str, messages: Sequence[Message], tools: object, turns: Sequence[Turn]) -> None:
         """See ``SessionStore``."""
         self._store.add(session_id, messages, tools, turns)
 

@@ -2,7 +2,6 @@
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 
 from rollout_service.errors import RolloutServiceError
 from rollout_service.protocol.generate import RolloutOptions
@@ -32,10 +31,10 @@ class SessionTurn:
     sessions: SessionCalls
     messages: list[Message] = field(default_factory=list)
     """What the agent sent."""
-    tools: Any = None
+    tools: object = None
     parent: int | None = None
 
-    async def prefix(self, messages: list[Message], tools: Any) -> Prefix | None:
+    async def prefix(self, messages: list[Message], tools: object) -> Prefix | None:
         """See ``SessionStore.prefix``; remembers what was sent, and the turn that is continued."""
         self.messages, self.tools = messages, tools
         found = await self.sessions.prefix(self.session_id, messages, tools)

@@ -45,7 +45,7 @@ class ContinuingRenderer(OnlineRenderer):
     """Renders a conversation as the continuation of a turn of its session, where it is one."""
 
     async def preprocess_chat(
-        self, request: Any, messages: list[Any], *arguments: Any, **options: Any
+        self, request: Any, messages: list[Any], *arguments: object, **options: object
     ) -> tuple[Any, list[Any]]:
         """vLLM's; the prompt's tokens may be others."""
         conversation, inputs = await super().preprocess_chat(request, messages, *arguments, **options)
@@ -76,7 +76,7 @@ class ContinuingRenderer(OnlineRenderer):
 class _KeepsTurns(OpenAIServingChat):
     """Adds each reply to its session, as the agent is told it."""
 
-    async def chat_completion_full_generator(self, *arguments: Any, **options: Any) -> Any:
+    async def chat_completion_full_generator(self, *arguments: object, **options: object) -> object:
         """vLLM's."""
         reply = await super().chat_completion_full_generator(*arguments, **options)
         exchange = current.get()
@@ -85,7 +85,9 @@ class _KeepsTurns(OpenAIServingChat):
             await exchange.session.end(exchange.rollouts, told)
         return reply
 
-    async def chat_completion_stream_generator(self, *arguments: Any, **options: Any) -> AsyncGenerator[str, None]:
+    async def chat_completion_stream_generator(
+        self, *arguments: object, **options: object
+    ) -> AsyncGenerator[str, None]:
         """vLLM's. The turn is kept before the agent hears that it is over."""
         exchange = current.get()
         told: dict[int, Message] = {}
@@ -98,7 +100,7 @@ class _KeepsTurns(OpenAIServingChat):
             yield line
 
 
-def _add(told: dict[int, Message], chunk: dict[str, Any]) -> None:
+def _add(told: dict[int, Message], chunk: Message) -> None:
     """Add a chunk of a stream to the messages that it is a part of."""
     for choice in chunk.get("choices", ()):
         message, delta = told.setdefault(choice["index"], {"role": "assistant", "content": ""}), choice["delta"]
@@ -125,7 +127,7 @@ class RecordedMessages(_KeepsTurns, AnthropicServingMessages):
 class RecordedResponses(OpenAIServingResponses):
     """OpenAI's responses."""
 
-    async def responses_full_generator(self, *arguments: Any, **options: Any) -> Any:
+    async def responses_full_generator(self, *arguments: object, **options: object) -> object:
         """vLLM's, which also makes what the last event of a stream holds. The turn is kept before that is sent."""
         reply = await super().responses_full_generator(*arguments, **options)
         exchange = current.get()

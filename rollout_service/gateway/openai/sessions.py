@@ -1,6 +1,6 @@
 """Sessions: an agent chats at an address of its own, and a trainer reads what the model read and said, in tokens."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Body, Path, Request, Response
 
@@ -44,7 +44,7 @@ async def close_session(session_id: SessionName, services: Here) -> None:
 
 @router.post("/{session_id}/v1/chat/completions", responses=_CHAT_ERRORS)
 async def chat_completions(
-    session_id: SessionName, request: Request, services: Here, body: dict[str, Any] = Body()
+    session_id: SessionName, request: Request, services: Here, body: dict[str, object] = Body()
 ) -> Response:
     """``/v1/chat/completions`` whose replies are turns of the session."""
     return await routes.chat(request, services, body, await _turn(session_id, services))
@@ -52,7 +52,7 @@ async def chat_completions(
 
 @router.post("/{session_id}/v1/responses", responses=_CHAT_ERRORS)
 async def responses(
-    session_id: SessionName, request: Request, services: Here, body: dict[str, Any] = Body()
+    session_id: SessionName, request: Request, services: Here, body: dict[str, object] = Body()
 ) -> Response:
     """``/v1/responses`` whose replies are turns of the session."""
     return await routes.respond(request, services, body, await _turn(session_id, services))
@@ -60,7 +60,7 @@ async def responses(
 
 @router.post("/{session_id}/v1/messages", responses=_CHAT_ERRORS)
 async def messages(
-    session_id: SessionName, request: Request, services: Here, body: dict[str, Any] = Body()
+    session_id: SessionName, request: Request, services: Here, body: dict[str, object] = Body()
 ) -> Response:
     """``/v1/messages`` whose replies are turns of the session."""
     return await routes.anthropic(request, services, body, await _turn(session_id, services))
@@ -68,7 +68,7 @@ async def messages(
 
 @router.post("/{session_id}/v1/messages/count_tokens", responses=_CHAT_ERRORS)
 async def count_tokens(
-    session_id: SessionName, request: Request, services: Here, body: dict[str, Any] = Body()
+    session_id: SessionName, request: Request, services: Here, body: dict[str, object] = Body()
 ) -> Response:
     """``/v1/messages/count_tokens``: agents ask it where they send their messages. No turn."""
     await _turn(session_id, services)
@@ -76,7 +76,7 @@ async def count_tokens(
 
 
 @router.get("/{session_id}/v1/models", responses=_ERRORS)
-async def list_models(session_id: SessionName, services: Here) -> dict[str, Any]:
+async def list_models(session_id: SessionName, services: Here) -> dict[str, object]:
     """``/v1/models``, for the same reason."""
     await _turn(session_id, services)
     return await models.models(services)

@@ -1,7 +1,7 @@
 """``POST /generate``: tokens or text in, tokens, logprobs and their weight version out, as SGLang's clients read it."""
 
 import time
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from fastapi import APIRouter, Header
 from pydantic import Field, ValidationError, model_validator
@@ -61,7 +61,7 @@ class SamplingParams(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_are_unknown(cls, data: Any) -> Any:
+    def _few_are_unknown(cls, data: object) -> object:
         return refuse_many_unknown(cls.model_fields, without_idle_nulls(cls, data))
 
     def sampling(self) -> Sampling:
@@ -124,7 +124,7 @@ class SglangGenerate(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_names_are_unknown(cls, data: Any) -> Any:
+    def _few_names_are_unknown(cls, data: object) -> object:
         return refuse_many_unknown(cls.model_fields, without_idle_nulls(cls, data))
 
     @model_validator(mode="after")
@@ -145,11 +145,11 @@ class SglangChoice(Frozen):
 
     text: str
     output_ids: tuple[int, ...]
-    meta_info: dict[str, Any]
+    meta_info: dict[str, object]
 
 
 @router.post("/generate", responses={200: {"model": SglangChoice | list[SglangChoice]}, **DATA_ERRORS})
-async def generate(body: SglangGenerate, services: Here, routing_key: RoutingKey = None) -> Any:
+async def generate(body: SglangGenerate, services: Here, routing_key: RoutingKey = None) -> object:
     """A completion, or a list of them for several prompts or ``n > 1``: all of the first prompt, all of the second…
 
     What an update, a pause or a lost replica cuts short comes back as it is, with the finish reason "abort".
@@ -200,8 +200,8 @@ def _completion(
     return_logprob: bool,
     services: Services,
     elapsed_s: float,
-) -> dict[str, Any]:
-    meta: dict[str, Any] = {
+) -> dict[str, object]:
+    meta: dict[str, object] = {
         "id": rollout.request_id,
         "finish_reason": _finish_reason(completion),
         "prompt_tokens": len(rollout.prompt_token_ids),
@@ -218,7 +218,7 @@ def _completion(
     return {"text": text, "output_ids": completion.token_ids, "meta_info": meta}
 
 
-def _finish_reason(completion: Completion) -> dict[str, Any]:
+def _finish_reason(completion: Completion) -> dict[str, object]:
     if completion.finish_reason == "length":
         return {"type": "length", "length": len(completion.token_ids)}
     if completion.finish_reason == "abort":

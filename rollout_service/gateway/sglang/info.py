@@ -1,7 +1,7 @@
 """What SGLang's routes tell of the server: its configuration, model, load and health."""
 
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter, Response
 
@@ -17,7 +17,7 @@ open_router = APIRouter(tags=["sglang"], route_class=DataRoute)
 
 
 @router.get("/get_server_info")
-async def server_info(services: Here) -> dict[str, Any]:
+async def server_info(services: Here) -> dict[str, object]:
     """The service as one SGLang server: what of its arguments means something here, and each engine's load.
 
     ``GET /server_info``, the newer name, is in ``gateway/server_info.py``.
@@ -38,13 +38,13 @@ async def server_info(services: Here) -> dict[str, Any]:
 
 @router.get("/model_info")
 @router.get("/get_model_info")
-async def model_info(services: Here) -> dict[str, Any]:
+async def model_info(services: Here) -> dict[str, object]:
     """The served model, and the newest version of its weights."""
     return _model(services, await services.ingest.fleet())
 
 
 @router.get("/v1/loads")
-async def loads(services: Here, include: Literal["core"] = "core") -> dict[str, Any]:
+async def loads(services: Here, include: Literal["core"] = "core") -> dict[str, object]:
     """What each engine does, as replicas last reported it, at least every ``weights.poll_s``."""
     ranks = [_load(rank, replica) for rank, replica in enumerate(_serving(await services.ingest.fleet()))]
     return {
@@ -69,7 +69,7 @@ async def health_generate(services: Here) -> Response:
     return Response()
 
 
-def _model(services: Services, fleet: Fleet) -> dict[str, Any]:
+def _model(services: Services, fleet: Fleet) -> dict[str, object]:
     return {
         "model_path": services.name,
         "served_model_name": services.name,
@@ -83,11 +83,11 @@ def _serving(fleet: Fleet) -> list[ReplicaStatus]:
     return sorted((r for r in fleet.replicas if r.version is not None), key=lambda r: r.replica_id)
 
 
-def _load(rank: int, replica: ReplicaStatus) -> dict[str, Any]:
+def _load(rank: int, replica: ReplicaStatus) -> dict[str, float]:
     """In sequences. What a replica has accepted and not answered either runs or waits."""
     load = replica.load
     running = 0 if load is None else min(load.running, replica.running)
-    told: dict[str, Any] = {
+    told: dict[str, float] = {
         "dp_rank": rank,
         "num_running_reqs": running,
         "num_waiting_reqs": replica.running - running,

@@ -1,7 +1,7 @@
 """Refusals on SGLang's routes: 400 where ours say 422, and on control routes ``success`` and ``message``."""
 
 from collections.abc import Callable, Coroutine
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -18,7 +18,7 @@ class DataRoute(OpenRoute):
 
     errors = (*OpenRoute.errors, MalformedRequest)
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[object, None, Response]]:
         """FastAPI's hook: what answers a request."""
         return _answering(super().get_route_handler(), _data_refusal)
 
@@ -30,7 +30,7 @@ class ControlRoute(GuardedRoute):
     waits_s: ClassVar[float] = 600.0
     """Longest wait for the fleet to obey."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[object, None, Response]]:
         """FastAPI's hook: what answers a request."""
         return _answering(super().get_route_handler(), _control_refusal)
 
@@ -49,7 +49,7 @@ class Success(BaseModel):
     message: str
 
 
-_Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+_Handler = Callable[[Request], Coroutine[object, None, Response]]
 
 
 def _answering(handle: _Handler, refusal: Callable[[RolloutServiceError], Response]) -> _Handler:

@@ -1,6 +1,6 @@
 """New weights by SGLang's routes: from a folder; its NCCL and in-memory routes are refused by name."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter
 
@@ -66,7 +66,7 @@ def _number(weight_version: str) -> int:
     return int(weight_version)
 
 
-async def refuse(body: dict[str, Any] | None = None) -> Success:
+async def refuse(body: dict[str, object] | None = None) -> Success:
     """Not implemented: 400."""
     raise InvalidRequest(
         "weights over NCCL, from tensors or by IPC are not implemented under SGLang's routes: write a folder and send "
