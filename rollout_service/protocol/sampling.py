@@ -77,7 +77,7 @@ def without_idle_nulls(model: type[BaseModel], data: object) -> object:
     return {name: value for name, value in data.items() if value is not None or name in nullable}
 
 
-def without_repetition(data: Any) -> Any:
+def without_repetition(data: object) -> object:
     """``data`` without ``extra_body`` where that repeats what stands beside it, as rllm-model-gateway 0.1.0 sends it.
 
     Raises ValueError for one that says more: OpenAI's SDK sends the fields of an argument of that name themselves.
