@@ -52,14 +52,15 @@ test-slow: setup ## an engine of every family, autoscaling, two nodes, the ablat
 clients: setup ## install trainers' released packages into .clients/, for the tests that drive the service with them
 	@scripts/clients.sh
 
-test-clients: setup ## trainers' own clients against a running service; those that make clients installed
-	@$(PYTHON_VENV) -m pytest tests/clients
+test-clients: setup ## other people's clients against a running service, and the README's table of them
+	@$(PYTHON_VENV) -m benchmarks.clients
 
-check: setup ## lint, format, types, and the table of benchmarks/README.md
+check: setup ## lint, format, types, and the tables of README.md and benchmarks/README.md
 	@$(PYTHON_VENV) -m ruff check .
 	@$(PYTHON_VENV) -m ruff format --check .
 	@$(PYTHON_VENV) -m mypy
 	@$(PYTHON_VENV) -m benchmarks.index
+	@$(PYTHON_VENV) -m benchmarks.clients.table
 
 format: setup ## reformat the code and sort its imports
 	@$(PYTHON_VENV) -m ruff check --select I --fix --quiet .

@@ -171,6 +171,12 @@ def soak(result: Json) -> str:
     return f"{kills} signals, {rollouts} rollouts: {lost}"
 
 
+def clients(result: Json) -> str:
+    """Of ``clients``: the table itself is in the README."""
+    passed = sum(case["passed"] for case in result["cases"])
+    return f"{passed} of {len(result['cases'])} clients pass {sum(case['tests'] for case in result['cases'])} tests"
+
+
 def gpu_tests(result: Json) -> str:
     """Of ``gpu_tests``."""
     return f"{result['passed']} tests passed, {result['failed']} failed"

@@ -77,6 +77,7 @@ BENCHMARKS = (
     Benchmark("autoscaling", headlines.autoscaling),
     Benchmark("faults", headlines.faults),
     Benchmark("soak", headlines.soak),
+    Benchmark("clients", headlines.clients),
     Benchmark("gpu_tests", headlines.gpu_tests, "tests/gpu", result="tests_gpu"),
     Benchmark(
         "gpu_tests",

