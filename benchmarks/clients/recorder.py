@@ -49,7 +49,6 @@ class ClientRecorder:
                 outcomes = self._outcomes[client.name].values()
                 yield {
                     "client": client.name,
-                    "linked": client.linked,
                     "version": client.version(),
                     "rollouts": client.rollouts,
                     "weights": client.weights,

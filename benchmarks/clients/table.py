@@ -21,11 +21,14 @@ PART = "python -m benchmarks.clients.table --write"
 
 
 def table(cases: list[Json]) -> str:
-    """All rows."""
+    """A row for each client that was run: what the result says of it, with the texts of ``released.py``."""
     lines = ["| | version | rollouts | weights | how it was tested |", "|---|---|---|---|---|"]
-    for case in cases:
-        tested = case["tested"] if case["passed"] else f"**fails** ({case['date']}): {case['tested']}"
-        lines.append(f"| {case['linked']} | {case['version']} | {case['rollouts']} | {case['weights']} | {tested} |")
+    found = {case["client"]: case for case in cases}
+    for client in CLIENTS:
+        if (case := found.get(client.name)) is not None:
+            tested = client.tested if case["passed"] else f"**fails** ({case['date']}): {client.tested}"
+            cells = (client.linked, case["version"], client.rollouts, client.weights, tested)
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -42,7 +42,8 @@ async def test_several_completions_with_likely_tokens(trl: Trl, service_url: str
     made = await asyncio.to_thread(
         vllm.generate, PROMPTS, n=3, max_tokens=5, logprobs=2, generation_kwargs={"ignore_eos": True, "seed": 2**62}
     )
-    assert len(made["completion_ids"]) == 6 and len({tuple(tokens) for tokens in made["completion_ids"]}) == 6
+    of_first, of_second = made["completion_ids"][:3], made["completion_ids"][3:]
+    assert all(len({tuple(tokens) for tokens in each}) > 1 for each in (of_first, of_second))
     for tokens, ids, logprobs in zip(made["completion_ids"], made["logprob_token_ids"], made["logprobs"], strict=True):
         for token, candidates, values in zip(tokens, ids, logprobs, strict=True):
             assert token in candidates and 2 <= len(candidates) <= 3
