@@ -29,7 +29,7 @@ dashboards: setup ## make dashboards/*.json and alerts.yml anew from dashboards/
 dashboards-check: setup ## every panel and alert against a real Prometheus and a running service (about 5 minutes)
 	@$(PYTHON_VENV) -m dashboards.check
 
-test: check ## lint, types, unit tests and tests with real engines (20 minutes on 2 cores)
+test: check ## lint, types, unit tests and tests with real engines (17 minutes on 2 cores)
 	@TRITON_INTERPRET=1 $(PYTHON_VENV) -m pytest tests/interpreted
 	@# one worker for the service, one for engines alone; unit tests take the cores while those two wait
 	@$(PYTHON_VENV) -m pytest tests/service tests/engine tests/unit -m "not slow" -n 3 --no-loadscope-reorder
