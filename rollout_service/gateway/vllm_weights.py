@@ -26,6 +26,7 @@ from rollout_service.errors import (
     WeightTransferFailed,
 )
 from rollout_service.gateway.dependencies import Here, Services
+from rollout_service.gateway.readiness import known_fleet
 from rollout_service.gateway.routes import GuardedRoute
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.fleet import Fleet
@@ -150,7 +151,7 @@ async def vllm_server_info(services: Services) -> dict[str, object]:
 @router.get("/weight_info")
 async def weight_info(services: Here) -> dict[str, str]:
     """The version that every live replica serves, or a newer one."""
-    fleet = await services.ingest.fleet()
+    fleet = await known_fleet(services.ingest, services.not_running)
     return {"weight_version": str(min(_served(fleet), default=fleet.latest_version))}
 
 
@@ -167,7 +168,7 @@ async def reset_prefix_cache(
     """
     if reset_external or (body is not None and body.reset_external):
         raise InvalidRequest("reset_external is not implemented: engines here have no external prefix cache")
-    fleet = await services.ingest.fleet()
+    fleet = await known_fleet(services.ingest, services.not_running)
     return {"success": all(version == fleet.latest_version for version in _served(fleet))}
 
 
@@ -181,7 +182,8 @@ async def weight_checker(body: CheckWeights, services: Here) -> dict[str, object
         raise InvalidRequest("weight_checker: reset is not implemented: weights change by a new version alone")
     if body.action == "compare" and body.baseline is None:
         raise InvalidRequest("weight_checker: compare needs a baseline: the checksums of another request")
-    found, fleet = await services.ingest.tensor_digests(), await services.ingest.fleet()
+    fleet = await known_fleet(services.ingest, services.not_running)
+    found = await services.ingest.tensor_digests()
     if behind := sorted({*_served(fleet)} - {found.version}):
         raise WeightTransferFailed(
             f"replicas serve the versions {behind} beside {found.version}: ask again when all serve the newest",

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Response
 from rollout_service import __version__
 from rollout_service.errors import NotReady
 from rollout_service.gateway.dependencies import Here, Services
-from rollout_service.gateway.readiness import failed_starts
+from rollout_service.gateway.readiness import failed_starts, known_fleet
 from rollout_service.gateway.sglang.replies import ControlRoute, DataRoute
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 
@@ -22,7 +22,7 @@ async def server_info(services: Here) -> dict[str, object]:
 
     ``GET /server_info``, the newer name, is in ``gateway/server_info.py``.
     """
-    fleet = await services.ingest.fleet()
+    fleet = await known_fleet(services.ingest, services.not_running)
     return {
         **_model(services, fleet),
         "tp_size": services.tensor_parallel_size,
@@ -40,13 +40,16 @@ async def server_info(services: Here) -> dict[str, object]:
 @router.get("/get_model_info")
 async def model_info(services: Here) -> dict[str, object]:
     """The served model, and the newest version of its weights."""
-    return _model(services, await services.ingest.fleet())
+    return _model(services, await known_fleet(services.ingest, services.not_running))
 
 
 @router.get("/v1/loads")
 async def loads(services: Here, include: Literal["core"] = "core") -> dict[str, object]:
     """What each engine does, as replicas last reported it, at least every ``weights.poll_s``."""
-    ranks = [_load(rank, replica) for rank, replica in enumerate(_serving(await services.ingest.fleet()))]
+    ranks = [
+        _load(rank, replica)
+        for rank, replica in enumerate(_serving(await known_fleet(services.ingest, services.not_running)))
+    ]
     return {
         "timestamp": datetime.now(UTC).isoformat(),
         "version": __version__,
