@@ -18,8 +18,8 @@ _TAKEN = {"temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1}
 """What verl may send and our client does not take; these values change nothing."""
 _NO_SLEEP = (
-    "the rollout service does not free its engines' memory yet, and shares no GPU with the trainer: use "
-    "separate_async, one_step_off_policy or fully_async, not the hybrid engine"
+    "this plugin is for rollouts on GPUs of their own, which have nothing to free for the trainer: use separate_async, "
+    "one_step_off_policy or fully_async, not the hybrid engine"
 )
 
 
@@ -109,11 +109,11 @@ class RolloutServer:
         """Nothing: it was not released."""
 
     async def sleep(self) -> NoReturn:
-        """Not yet."""
+        """Not here."""
         raise NotImplementedError(f"sleep: {_NO_SLEEP}")
 
     async def wake_up(self, tags: list[str] | None = None) -> NoReturn:
-        """Not yet."""
+        """Not here."""
         raise NotImplementedError(f"wake_up: {_NO_SLEEP}")
 
     async def start_profile(self, **kwargs: object) -> NoReturn:
