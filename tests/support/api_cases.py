@@ -1,5 +1,6 @@
 """Requests made from the service's own OpenAPI document, and its replies held against that document."""
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,13 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 MOST_TOKENS, MOST_COMPLETIONS = 4, 2
 """Of a generated rollout: a schema knows no cost."""
 PATIENT_S = 60
-PAUSES = ("/pause", "/pause_generation", "/areal_pause_generation", "/abort_request")
+UNDONE_BY = {
+    **dict.fromkeys(("/pause", "/pause_generation", "/areal_pause_generation", "/abort_request"), "/resume"),
+    "/sleep": "/wake_up",
+}
+"""Routes after which no rollout would end any more, and what goes on."""
+MOST_SLEEPS = 10
+"""Each has all engines load their weights again."""
 VOCABULARY = 100
 """Ids below this are tokens of every model that is served here."""
 
@@ -46,7 +53,7 @@ class ApiCases:
             for mode in GenerationMode:
                 strategy = operation.as_strategy(generation_mode=mode)
                 configured = settings(
-                    max_examples=cases,
+                    max_examples=min(cases, MOST_SLEEPS) if operation.path == "/sleep" else cases,
                     derandomize=derandomize,
                     database=None,
                     deadline=None,
@@ -66,8 +73,8 @@ class ApiCases:
         route = f"{case.method} {case.path}"
         statuses = self.sent.setdefault(route, {})
         statuses[reply.status_code] = statuses.get(reply.status_code, 0) + 1
-        if case.path in PAUSES and reply.status_code in (200, 503):  # or no rollout would end any more
-            case.operation.schema["/resume"]["POST"].Case().call(headers=headers, timeout=60)
+        if case.path in UNDONE_BY and reply.status_code in (200, 503):
+            case.operation.schema[UNDONE_BY[case.path]]["POST"].Case().call(headers=headers, timeout=60)
         case.validate_response(reply, checks=CHECKS, headers=headers)
 
 
@@ -111,6 +118,9 @@ def _make_patient(case: Case) -> None:
     """A caller who waits for nothing is told 503 or 504 with reason, which looks like the service's own fault."""
     for parameters in (case.query, case.body):
         timeout_s = parameters.get("timeout_s") if isinstance(parameters, dict) else None
+        if isinstance(timeout_s, str):  # in a query, where it is read as a number
+            with suppress(ValueError):
+                timeout_s = float(timeout_s)
         if isinstance(timeout_s, int | float) and 0 < timeout_s < PATIENT_S:  # others are refused
             parameters["timeout_s"] = PATIENT_S
 
