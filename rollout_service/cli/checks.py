@@ -12,9 +12,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from rollout_service.cli import machine
-from rollout_service.cli.machine import Disk, Gpu, Memory, TorchCuda
+from rollout_service.cli.machine import Disk, Gpu, TorchCuda
 from rollout_service.config import ServiceConfig
 from rollout_service.config.deployment_file import Document, args_of
+from rollout_service.memory import Memory
+from rollout_service.memory import memory as memory_here
 from rollout_service.protocol.base import Frozen
 
 DASHBOARD_PORT = 8265
@@ -191,11 +193,11 @@ def _unfit(gpu: Gpu, plan: Plan) -> tuple[str, str] | None:
     if gpu.free_bytes < asked:
         share = f"engine.gpu_memory_utilization: {engine.gpu_memory_utilization:g}"
         return f"{_gb(gpu.free_bytes)} are free, and {share} asks for {_gb(asked)}", "end what uses it, or lower that"
-    held = 2 if engine.staging in ("auto", "device") else 1
+    held = 2 if engine.staging == "device" else 1
     needed = held * plan.version_bytes // engine.tensor_parallel_size
     if needed > asked:
         twice = ", twice with the staging area" if held == 2 else ""
-        advice = "engine.tensor_parallel_size: more GPUs a replica" + ("; or engine.staging: host" if held == 2 else "")
+        advice = "engine.tensor_parallel_size: more GPUs a replica" + ("; or engine.staging: auto" if held == 2 else "")
         return f"the weights alone{twice} take {_gb(needed)} of the {_gb(asked)} that an engine may use", advice
     return None
 
@@ -245,7 +247,7 @@ def nvcc_finding(nvcc: str | None, plan: Plan) -> Finding:
 
 def memory(plan: Plan) -> list[Finding]:
     """The machine's, and the part that processes share."""
-    has = machine.memory()
+    has = memory_here()
     return [memory_finding(has, plan), shm_finding(machine.disk(Path("/dev/shm")), has)]
 
 

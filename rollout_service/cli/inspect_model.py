@@ -39,6 +39,8 @@ class TensorKind(Frozen):
     """What they are stored as."""
     why_not: str
     """Why it is not quantized; empty if it is."""
+    is_vocabulary: bool
+    """Embedding or output head, whose rows tensor parallelism divides."""
 
 
 class ModelReport(Frozen):
@@ -52,6 +54,8 @@ class ModelReport(Frozen):
     kinds: tuple[TensorKind, ...]
     not_converted: tuple[str, ...]
     """What could be quantized and is not, by the names that vLLM compares with."""
+    kv_bytes_per_token: int | None
+    """Of a KV cache in FP8, on each GPU, if all layers keep all tokens. None: how this model caches is not known."""
 
     @property
     def bf16_bytes(self) -> int:
@@ -86,6 +90,7 @@ def inspect_model(source: ModelConfig, quant: QuantConfig, tensor_parallel_size:
         tensor_parallel_size=tensor_parallel_size,
         kinds=tuple(_kinds(model, plan, tensor_parallel_size)),
         not_converted=plan.not_converted,
+        kv_bytes_per_token=_kv_bytes_per_token(model, tensor_parallel_size),
     )
 
 
@@ -160,9 +165,21 @@ def _kinds(model: ServedModel, plan: QuantPlan, tensor_parallel_size: int) -> li
             stored_bytes=_stored_bytes(names[0], model, plan) * len(names),
             dtype=_dtype(names[0], model, plan),
             why_not=why_not,
+            is_vocabulary=names[0] in (EMBEDDING, LM_HEAD),
         )
         for (label, shape, why_not), names in groups.items()
     ]
+
+
+def _kv_bytes_per_token(model: ServedModel, gpus: int) -> int | None:
+    """Keys and values of whole heads, or one latent vector, which every GPU has."""
+    config = model.config
+    if latent := getattr(config, "kv_lora_rank", None):
+        return int(config.num_hidden_layers * (latent + config.qk_rope_head_dim))
+    if len(model.attention) != config.num_hidden_layers:  # some layers have another kind of memory
+        return None
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // model.heads.query
+    return int(len(model.attention) * 2 * -(-model.heads.kv // gpus) * head_dim)
 
 
 def _why_not(name: str, model: ServedModel, plan: QuantPlan) -> str:

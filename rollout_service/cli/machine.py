@@ -1,4 +1,4 @@
-"""What this machine has: GPUs, memory, disks, ports and packages. Each function asks once, and changes nothing."""
+"""What this machine has: GPUs, disks, ports and packages. Each function asks once, and changes nothing."""
 
 import errno
 import os
@@ -17,8 +17,6 @@ COMMAND_LIMIT_S = 10.0
 """A command that has not answered by then is given up; nvidia-smi hangs with a GPU that does."""
 _GPU_FIELDS = ("index", "name", "memory.total", "memory.free", "compute_cap", "driver_version")
 _NVCC = "/usr/local/cuda/bin/nvcc"
-_CGROUP = Path("/sys/fs/cgroup")
-_ABOUT_UNLIMITED = 1 << 60
 
 
 class Gpu(Frozen):
@@ -42,16 +40,6 @@ class TorchCuda(Frozen):
     """That it can use; ``CUDA_VISIBLE_DEVICES`` counts."""
     error: str = ""
     """Why it can use none."""
-
-
-class Memory(Frozen):
-    """Of the machine, or of the container that this process is in."""
-
-    total_bytes: int
-    used_bytes: int
-    """Without what the kernel gives back when it is asked for."""
-    kill_at: float
-    """Share of it in use from which on Ray kills workers."""
 
 
 class Disk(Frozen):
@@ -123,17 +111,6 @@ def nvcc() -> str | None:
         return None
     release = [line for line in _run(found, "--version").splitlines() if "release" in line]
     return f"{found}, {release[0].split('release')[1].split(',')[0].strip()}" if release else found
-
-
-def memory() -> Memory:
-    """In use is what Ray counts, too."""
-    host = psutil.virtual_memory()
-    total, used = host.total, host.total - host.available
-    limit, of_cgroup = _cgroup_memory()
-    if limit < total:
-        total, used = limit, of_cgroup
-    kill_at = float(os.environ.get("RAY_memory_usage_threshold", "0.95"))  # noqa: SIM112, TID251 - Ray's own
-    return Memory(total_bytes=total, used_bytes=used, kill_at=kill_at)
 
 
 def disk(folder: Path) -> Disk:
@@ -218,19 +195,3 @@ def _run(*command: str) -> str:
         said = " ".join((done.stderr.strip() or done.stdout.strip()).split())
         raise OSError(f"{command[0]} failed with exit status {done.returncode}: {said[:300]}")
     return done.stdout
-
-
-def _cgroup_memory() -> tuple[int, int]:
-    """Limit and use of the container's memory, in bytes, as cgroups of either version tell it."""
-    for folder, limit, usage, reclaimable in (
-        (_CGROUP, "memory.max", "memory.current", "inactive_file"),
-        (_CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            most = (folder / limit).read_text().strip()
-            used = int((folder / usage).read_text())
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except OSError:
-            continue
-        return (_ABOUT_UNLIMITED if most == "max" else int(most)), used - int(stat.get(reclaimable, 0))
-    return _ABOUT_UNLIMITED, 0

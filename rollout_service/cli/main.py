@@ -142,6 +142,20 @@ def inspect(
     indivisible: Annotated[
         Indivisible, typer.Option(help="As quant.indivisible: what to do with layers that no whole blocks fit.")
     ] = Indivisible.error,
+    gpu_gb: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB",
+            min=1,
+            help="Also show what such a GPU holds, a billion bytes each: weights, KV cache, sequences.",
+        ),
+    ] = None,
+    gpu_share: Annotated[
+        float, typer.Option(min=0.01, max=1, help="With --gpu-gb: the engine's part, engine.gpu_memory_utilization.")
+    ] = 0.9,
+    length: Annotated[
+        int, typer.Option(min=1, help="With --gpu-gb: tokens of a sequence, prompt and completion.")
+    ] = 4096,
     fp8_kv: Annotated[
         bool,
         typer.Option(
@@ -166,12 +180,12 @@ def inspect(
     Reads config.json only; no weights are needed, and none downloaded, but for --fp8-kv. Fails, naming the layers, if
     MODEL does not divide into FP8 blocks.
     """
-    from pydantic import ValidationError
+    from pydantic import TypeAdapter, ValidationError
     from rich.console import Console
 
     if fp8_kv:
-        if tp != 1 or skip or indivisible != Indivisible.error:
-            fail("--fp8-kv measures keys and values, whatever --tp, --skip and --indivisible say: leave them out")
+        if tp != 1 or skip or indivisible != Indivisible.error or gpu_gb is not None:
+            fail("--fp8-kv measures keys and values: leave --tp, --skip, --indivisible and --gpu-gb out")
         _inspect_kv(model, revision, prompts, device, json)
         return
     if prompts is not None or device != Device.auto:
@@ -180,6 +194,7 @@ def inspect(
     from rollout_service.config import ModelConfig, QuantConfig
 
     try:
+        from rollout_service.cli.inspect_memory import inspect_memory, print_memory
         from rollout_service.cli.inspect_model import inspect_model, print_report
     except ModuleNotFoundError as error:
         fail(f"inspect needs {error.name}, which comes with an engine: install rollout-service[cpu] or [gpu]")
@@ -190,10 +205,14 @@ def inspect(
         fail("; ".join(_problems(error)))
     except (OSError, ValueError) as error:
         fail(error)
+    memory = None if gpu_gb is None else inspect_memory(report, gpu_gb, gpu_share, length)
     if json:
-        typer.echo(report.model_dump_json(indent=2))
-    else:
-        print_report(report, Console())
+        found = report.model_dump(mode="json") | ({} if memory is None else {"memory": memory.model_dump(mode="json")})
+        typer.echo(TypeAdapter(dict[str, object]).dump_json(found, indent=2))
+        return
+    print_report(report, Console())
+    if memory is not None:
+        print_memory(memory, Console())
 
 
 def _inspect_kv(model: Path, revision: str | None, prompts: Path | None, device: Device, json: bool) -> None:

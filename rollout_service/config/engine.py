@@ -138,9 +138,11 @@ class EngineConfig(Config):
 
     staging: Literal["auto", "device", "host", "none"] = "auto"
     """Where a replica puts the next version while it still serves. ``device``: in GPU memory beside the weights, as
-    large as each GPU's are, out of ``gpu_memory_utilization``; closed for milliseconds. ``host``: in pinned memory,
-    closed for as long as PCIe takes. ``none``: it is checked, and read from the files again while closed. ``auto``:
-    ``device`` on a GPU; on the CPU, memory that is taken for each version and given back once it is loaded."""
+    large as each GPU's are, out of ``gpu_memory_utilization``; closed for milliseconds. ``host``: in pinned memory, of
+    which a node has one area for all its replicas; closed for as long as PCIe takes, 0.2 s for 10 GB. ``none``: it is
+    checked, and read from the files again while closed. ``auto``: ``device`` if that takes less than a tenth of the KV
+    cache, else ``host``; without the memory for that, ``none``. The engine's log says which, and what each costs; so
+    does ``rollout-service inspect --gpu-gb``. On the CPU, memory that is taken for each version and given back."""
 
     enable_sleep_mode: bool = False
     """``POST /sleep`` has the engines give their memory to a trainer on the same GPUs, and ``POST /wake_up`` take it

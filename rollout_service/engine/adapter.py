@@ -29,7 +29,7 @@ from rollout_service.errors import EngineFailed, InvalidRequest, LogCorrupt, Mem
 from rollout_service.logs import TELL_VLLMS_OWN_PROCESSES
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
-from rollout_service.protocol.fleet import PauseMode
+from rollout_service.protocol.fleet import PauseMode, Staging
 from rollout_service.protocol.kv_scales import KVMeasurement
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span
 from rollout_service.protocol.sampling import Reasoning, Sampling
@@ -54,6 +54,8 @@ class EngineAdapter:
         loggers = [lambda _config, _index: self.scheduler, *([RayStats] if exports else [])]
         os.environ.update(TELL_VLLMS_OWN_PROCESSES)  # noqa: TID251 - they inherit this process's
         self._llm = AsyncLLM.from_engine_args(args, stat_loggers=loggers)
+        self.staging: Staging | None = None
+        """Where its workers stage versions; None before ``connect``."""
         self._half_loaded: str | None = None
         self._has_loaded = False
         self._load_limit_s, self._loading_since = load_limit_s, math.inf
@@ -87,6 +89,7 @@ class EngineAdapter:
     async def connect(self) -> None:
         """Prepare the weight-transfer engine in the workers, and run two steps on the dummy weights."""
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        self.staging, *_ = await self.ask_workers("staging_kind")
         # the first forward passes compile and allocate for seconds; no rollout should wait for that
         warm_up = Sampling(max_tokens=2, ignore_eos=True, top_k=self._least_top_k)
         async for _ in self._stream("warm-up", (0,), vllm_sampling(warm_up)):

@@ -78,9 +78,7 @@ def _staging(config: ServiceConfig, on_cpu: bool) -> dict[str, str]:
     kind = config.engine.staging
     if kind == "auto" and on_cpu:
         return {STAGING_KEY: "memory"}
-    if kind == "auto":
-        kind = "device"
-    if kind != "none" and on_cpu:
+    if kind not in ("auto", "none") and on_cpu:
         raise ValueError(
             f"engine.staging is {kind}, and vLLM's CPU kernels keep packed copies of weights that only its own reload "
             "renews: set it to auto"

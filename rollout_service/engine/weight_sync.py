@@ -33,7 +33,7 @@ from rollout_service.errors import (
 from rollout_service.kv_scales.calibrator import KVScaleSource, NoKVScales
 from rollout_service.metrics import table
 from rollout_service.metrics.process import count_update, record
-from rollout_service.protocol.fleet import EngineLoad, PauseMode, ReplicaStatus, UpdateTimings
+from rollout_service.protocol.fleet import EngineLoad, PauseMode, ReplicaStatus, Staging, UpdateTimings
 from rollout_service.protocol.weight_log import DesiredState, Head
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.node_cache import NodeCache
@@ -52,6 +52,8 @@ class Engine(Protocol):
 
     @property
     def broken(self) -> str | None: ...
+    @property
+    def staging(self) -> Staging | None: ...
     async def pause(self, mode: PauseMode) -> None: ...
     async def resume(self) -> None: ...
     async def stage(self, folder: Path, digest: str | None = None) -> None: ...
@@ -150,6 +152,7 @@ class WeightSync:
             running=self._running(),
             error=broken or self._kv_scales.error or life.error,
             update=life.update,
+            staging=self._engine.staging,
             kv_cache=self._kv_scales.status,
             load=None if self._load is None else self._load(),
         )

@@ -9,6 +9,7 @@ from rollout_service.kv_scales.worker import KVScalesWorker
 if TYPE_CHECKING:
     from rollout_service.engine.loading.staging import StagingState
     from rollout_service.engine.loading.transfer import LoadReport, LogWeightTransferEngine
+    from rollout_service.protocol.fleet import Staging
 
 
 class VersionStaging(KVScalesWorker, SleepingWorker):
@@ -24,6 +25,10 @@ class VersionStaging(KVScalesWorker, SleepingWorker):
     def staging_state(self) -> "StagingState":
         """How far it is; see ``Stager.state``."""
         return self.weight_transfer_engine.staging_state()
+
+    def staging_kind(self) -> "Staging":
+        """Where versions are staged."""
+        return self.weight_transfer_engine.staging
 
     def load_report(self) -> "LoadReport":
         """How the last version was loaded; see ``LogWeightTransferEngine.report``."""

@@ -7,6 +7,9 @@ from pydantic import Field
 from rollout_service.protocol.base import Frozen
 
 PauseMode = Literal["keep", "wait", "abort"]
+Staging = Literal["device", "host", "memory", "none"]
+"""Where a version is read to, and checked, before an engine closes for it: memory of the GPU, pinned memory of the
+host, plain memory, or nowhere."""
 ReplicaState = Literal["starting", "syncing", "ready", "stale", "asleep", "draining", "failed"]
 SleepTag = Literal["weights", "kv_cache"]
 """vLLM's names of what an engine's memory is for."""
@@ -87,6 +90,8 @@ class ReplicaStatus(Frozen):
     error: str | None = None
     update: UpdateTimings | None = None
     """Timings of its last update."""
+    staging: Staging | None = None
+    """What ``engine.staging`` has come to; None until its engine runs."""
     kv_cache: KVCacheStatus | None = None
     """None until its engine runs."""
     load: EngineLoad | None = None

@@ -35,7 +35,7 @@ OF_A_TRAINER = {"client/verl": {"omegaconf", "ray", "verl"}}
 """Folder of a trainer's plugin → what is there because it is the trainer that imports the plugin."""
 LAYERS = (
     *("errors", "connections", "private_names", "threads", "drain", "logs", "tasks"),
-    *("ray_internals", "transformers_internals", "protocol", "rpc", "vllm_internals", "vllm_serving"),
+    *("ray_internals", "transformers_internals", "protocol", "memory", "rpc", "vllm_internals", "vllm_serving"),
     *("config", "quant", "model", "store", "metrics", "fleet", "kv_scales", "engine"),
     *("correction", "background_sender", "web", "ingest", "monitor", "shadow", "sessions", "client", "gateway"),
     *("app", "local", "cli"),

@@ -6,6 +6,7 @@ of rows, that a rank of a tensor-parallel engine copies, packed together, so tha
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 from rollout_service.protocol.tensors import STORED_DTYPE_BYTES
@@ -67,6 +68,11 @@ class Placement:
     def whole(cls, manifest: Manifest) -> "Placement":
         """Every tensor."""
         return cls(whole_span(tensor) for tensors in manifest.files().values() for tensor in tensors)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for placements of equal spans at equal places."""
+        return hashlib.sha256(repr(list(self.places.items())).encode()).hexdigest()
 
     def chunks(self, manifest: Manifest, *, every: bool) -> Iterator[tuple[StoredTensor, Chunk]]:
         """The chunks that hold its bytes, or all of the version's, in the order of the files."""

@@ -5,6 +5,7 @@ all others, so that the whole version was checked before the engine closes. A ve
 checked by rank 0 alone, and checked again as each worker reads it while the engine is closed.
 """
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -18,7 +19,9 @@ from pydantic import ValidationError
 
 from rollout_service.engine.loading.copy_plan import CopyPlan
 from rollout_service.engine.loading.placement import Move, Placement, layout_of, whole_span
+from rollout_service.engine.loading.shared_memory import Busy, Content, SharedMemory
 from rollout_service.errors import LogCorrupt
+from rollout_service.memory import memory
 from rollout_service.protocol.tensors import StoredDtype
 from rollout_service.store.log import verify_tensors
 from rollout_service.store.manifest import Manifest, StoredTensor, read_manifest
@@ -28,8 +31,8 @@ from rollout_service.threads import in_threads, io_threads
 logger = logging.getLogger(__name__)
 
 StagingKind = Literal["device", "host", "memory"]
-"""``device`` memory, from which a version is loaded at the GPU's speed; pinned ``host`` memory; for engines on a CPU,
-plain ``memory``, which is taken for each version anew."""
+"""``device`` memory, from which a version is loaded at the GPU's speed; pinned ``host`` memory, which the replicas of a
+node share; for engines on a CPU, plain ``memory``, which is taken for each version anew."""
 PIECE_BYTES = 8 << 20
 """Of a file, that one thread reads at a time. On its way to a device it goes through pinned memory, of which each
 thread has four times as much: one half is read into and checked while the other is copied."""
@@ -154,18 +157,20 @@ class Stager:
 class StagingBuffer:
     """Holds what one worker needs of one version."""
 
-    def __init__(self, kind: StagingKind, model: torch.nn.Module, device: torch.device, workers: int = 1) -> None:
-        """``workers``: how many of this engine's share the machine's cores. Raises CannotStage without memory."""
-        parameters = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
+    def __init__(
+        self, kind: StagingKind, model: torch.nn.Module, device: torch.device, rank: int = 0, workers: int = 1
+    ) -> None:
+        """``rank`` of ``workers`` of one engine, who share the machine's cores. Raises CannotStage without memory."""
         self._device, self._threads = device, max(1, io_threads() // workers)
+        self._shard = f"{rank}of{workers}"
         self._taken_anew = kind == "memory"
-        self.limit_bytes: int | None = None
+        self._shared: SharedMemory | None = None
+        self.limit_bytes = None if self._taken_anew else area_bytes(model)
         """How large it is; None: as large as the version."""
         self.memory = torch.empty(0, dtype=torch.uint8)
-        """uint8 [bytes]."""
-        if not self._taken_anew:
-            self.limit_bytes = sum(parameters.values()) + _SLACK_BYTES
-            self.memory = _taken(self.limit_bytes, device if kind == "device" else None, pinned=device.type == "cuda")
+        """uint8 [bytes]. In host memory it is taken for the first version: who follows the same log shares it."""
+        if kind == "device":
+            self.memory = _taken(area_bytes(model), device, pinned=False)
 
     def fill(self, folder: Path, manifest: Manifest, placement: Placement, *, every: bool) -> None:
         """Read what ``placement`` holds, and check it in the memory that it is copied from, or stays in.
@@ -173,13 +178,47 @@ class StagingBuffer:
         ``every``: check all other bytes of the version, too. Raises CannotStage, LogCorrupt naming tensor, chunk and
         file, or OSError.
         """
-        if self._taken_anew:
+        if self.limit_bytes is None:
             self.memory = _taken(placement.nbytes, None, pinned=False)
-        elif self.limit_bytes is not None and placement.nbytes > self.limit_bytes:
+        elif placement.nbytes > self.limit_bytes:
             raise CannotStage(
                 f"{placement.nbytes} bytes of version {manifest.version} would lie in the staging area, which has "
                 f"{self.limit_bytes}"
             )
+        elif not self.memory.numel():
+            self._take_host_memory(folder.parent, self.limit_bytes)
+        if self._shared is None:
+            self._read(folder, manifest, placement, every=every)
+            return
+        wanted = Content(digest=manifest.digest, placement=placement.digest, every=every)
+        try:
+            self._shared.hold(wanted, lambda: self._read(folder, manifest, placement, every=every))
+        except Busy as reason:
+            raise CannotStage(str(reason)) from reason
+
+    @property
+    def is_shared(self) -> bool:
+        """Other processes write into it after ``release``."""
+        return self._shared is not None
+
+    def _take_host_memory(self, log: Path, nbytes: int) -> None:
+        """The node's, shared by all replicas that follow the log; if that cannot be had, memory of this worker."""
+        free = memory().free_bytes
+        name = f"{hashlib.sha256(str(log).encode()).hexdigest()[:16]}-{self._shard}"
+        try:
+            self._shared = SharedMemory(name, nbytes)
+        except OSError as error:
+            logger.warning("this worker stages in memory of its own, not in its node's: %s", error)
+            self.memory = _taken(nbytes, None, pinned=self._device.type == "cuda")
+            return
+        if self._shared.is_new and nbytes > free:
+            self._shared = None
+            raise CannotStage(f"there are no {nbytes} bytes of memory to stage in: {free} are free on this machine")
+        self.memory = self._shared.area
+        if self._device.type == "cuda":
+            _pin(self.memory, self._device)
+
+    def _read(self, folder: Path, manifest: Manifest, placement: Placement, *, every: bool) -> None:
         found = list(pieces(placement.chunks(manifest, every=every), PIECE_BYTES))
         if any(piece.nbytes > PIECE_BYTES for piece in found) and not self._taken_anew:
             raise CannotStage(
@@ -197,9 +236,11 @@ class StagingBuffer:
             return _Bounce(self.memory, self._device)
 
     def release(self) -> None:
-        """Its content is not needed any more."""
+        """Its content is not needed any more. No GPU may still read it, since other processes may write there now."""
         if self._taken_anew:
             self.memory = torch.empty(0, dtype=torch.uint8)
+        if self._shared is not None:
+            self._shared.release()
 
     def tensors(self, manifest: Manifest, placement: Placement) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors of a version that lies here whole, as views."""
@@ -207,6 +248,12 @@ class StagingBuffer:
             for tensor in tensors:
                 start = placement.places[whole_span(tensor)]
                 yield tensor.name, tensor_view(self.memory[start : start + tensor.nbytes], tensor)
+
+
+def area_bytes(model: torch.nn.Module) -> int:
+    """Of the area that takes what one worker loads: as much as its parameters, shared ones once."""
+    parameters = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
+    return sum(parameters.values()) + _SLACK_BYTES
 
 
 def tensor_view(memory: torch.Tensor, tensor: StoredTensor) -> torch.Tensor:
@@ -327,6 +374,14 @@ def _rows(memory: np.ndarray, start: int, move: Move, stride_bytes: int) -> np.n
 
 def _pinned(nbytes: int) -> torch.Tensor:
     return _taken(nbytes, None, pinned=True)
+
+
+def _pin(memory: torch.Tensor, device: torch.device) -> None:
+    """So that the GPU can read it."""
+    with torch.cuda.device(device):
+        failed = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(failed):
+        raise CannotStage(f"CUDA pins no {memory.nbytes} bytes of shared memory: error {int(failed)}")
 
 
 def _taken(nbytes: int, device: torch.device | None, *, pinned: bool) -> torch.Tensor:

@@ -30,12 +30,22 @@ from rollout_service.engine.loading.rebind import (
     held_tensors,
     require_same_buffers,
 )
-from rollout_service.engine.loading.staging import CannotStage, Staged, Stager, StagingBuffer, StagingState
+from rollout_service.engine.loading.staging import (
+    CannotStage,
+    Staged,
+    Stager,
+    StagingBuffer,
+    StagingState,
+    area_bytes,
+)
+from rollout_service.engine.loading.staging_choice import StagingChoice, choose
 from rollout_service.engine.loading.stored_tensors import stored_tensors
 from rollout_service.engine.plugin import STAGING_KEY
 from rollout_service.engine.sleeping import staging_memory
 from rollout_service.errors import LogCorrupt
 from rollout_service.kv_scales.worker import load_kv_scales
+from rollout_service.memory import memory
+from rollout_service.protocol.fleet import Staging
 from rollout_service.store.manifest import read_manifest
 from rollout_service.vllm_internals import (
     VocabParallelEmbedding,
@@ -62,6 +72,8 @@ class LoadReport(TypedDict, total=False):
     """How many tensors outside the model were bound to parameters: ``bind_to_parameters``."""
     kv_scales: int
     """How many were changed."""
+    staging: str
+    """Where the staging area is: ``device`` or ``host``."""
     area_bytes: int
     """Of the staging area."""
     staged_bytes: int
@@ -101,13 +113,20 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         kind, parallel = vllm_config.additional_config.get(STAGING_KEY), vllm_config.parallel_config
         self._area: StagingBuffer | None = None
         refused = None
-        if kind is not None:
+        if kind == "auto":
+            choice = _choose(vllm_config, device, model)
+            kind = choice.kind
+            if parallel.rank == 0:
+                logger.log(logging.WARNING if kind == "none" else logging.INFO, "%s", choice)
+        self.staging: Staging = kind or "none"
+        """Where versions are staged."""
+        if self.staging != "none":
             try:
                 # now, before vLLM measures how much memory is left for the KV cache
                 with staging_memory(vllm_config, device):
-                    self._area = StagingBuffer(kind, model, device, parallel.world_size)
+                    self._area = StagingBuffer(self.staging, model, device, parallel.rank, parallel.world_size)
             except CannotStage as error:
-                refused = str(error)
+                self.staging, refused = "none", str(error)
                 logger.warning("versions are loaded layer by layer from their files: %s", error)
         self._stager = Stager(self._area, parallel.rank, refused)
         self._buffers = buffer_digests(model) if self._area is not None else {}
@@ -170,10 +189,12 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
             finalize_layerwise_reload(self.model, self.model_config)
             self._learn(self._layerwise)
             self._layerwise = None
+        if self._area is not None and self._area.is_shared and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the copies are only queued
         self._stager.forget()
         if self._area is not None and self._area.limit_bytes is not None:
             staged_bytes = 0 if self._plan is None else self._plan.placement.nbytes
-            self.report |= {"area_bytes": self._area.limit_bytes, "staged_bytes": staged_bytes}
+            self.report |= {"staging": self.staging, "area_bytes": self._area.limit_bytes, "staged_bytes": staged_bytes}
         self.report["kv_scales"] = load_kv_scales(self.model, self.model_config, self._kv_scales)
 
     def shutdown(self) -> None:
@@ -248,6 +269,14 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
     def _without_plan(self, reason: Exception) -> None:
         logger.warning("versions are loaded by vLLM's layerwise reload: %s", reason)
         self.report["no_plan"] = str(reason)
+
+
+def _choose(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> StagingChoice:
+    """For a model whose weights, and nothing else yet, lie on the device."""
+    _, total = torch.cuda.mem_get_info(device)
+    usable = int(total * vllm_config.cache_config.gpu_memory_utilization)
+    left = usable - torch.cuda.memory_allocated(device)
+    return choose(area_bytes(model), left, memory().free_bytes, vllm_config.parallel_config.world_size)
 
 
 def incomplete_modules(model: torch.nn.Module) -> list[str]:

@@ -8,9 +8,10 @@ from packaging.requirements import Requirement
 
 from rollout_service.cli import checks
 from rollout_service.cli.checks import Finding, Plan
-from rollout_service.cli.machine import Disk, Gpu, Memory, TorchCuda
+from rollout_service.cli.machine import Disk, Gpu, TorchCuda
 from rollout_service.config import ServiceConfig
 from rollout_service.config.deployment_file import CPU, GPU, read_document
+from rollout_service.memory import Memory
 from tests.support.models import make_model
 
 GB = 10**9

@@ -69,41 +69,6 @@ class TestGpus:
         assert machine.nvcc() is None
 
 
-class TestMemory:
-    def test_it_is_the_machine_s(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-        has = machine.memory()
-        assert has.total_bytes == psutil.virtual_memory().total and 0 < has.used_bytes < has.total_bytes
-        assert has.kill_at == 0.95
-
-    def test_ray_s_threshold_is_the_environment_s(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("RAY_memory_usage_threshold", "0.8")
-        assert machine.memory().kill_at == 0.8
-
-    @pytest.mark.parametrize(
-        ("folder", "limit", "usage", "reclaimable"),
-        [
-            (".", "memory.max", "memory.current", "inactive_file"),
-            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ],
-    )
-    def test_a_container_s_limit_counts(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str, limit: str, usage: str, reclaimable: str
-    ) -> None:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        for name, text in (
-            (limit, "1000000\n"),
-            (usage, "900000\n"),
-            ("memory.stat", f"anon 1\n{reclaimable} 300000\n"),
-        ):
-            (tmp_path / folder / name).write_text(text)
-        monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-        assert (machine.memory().total_bytes, machine.memory().used_bytes) == (1_000_000, 600_000)
-        if limit == "memory.max":
-            (tmp_path / limit).write_text("max\n")
-            assert machine.memory().total_bytes == psutil.virtual_memory().total
-
-
 class TestDisks:
     def test_a_folder_that_is_not_there_yet(self, tmp_path: Path) -> None:
         disk = machine.disk(tmp_path / "out" / "weights")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed, MemoryTaken
-from rollout_service.protocol.fleet import PauseMode, ReplicaStatus
+from rollout_service.protocol.fleet import PauseMode, ReplicaStatus, Staging
 from rollout_service.protocol.weight_log import DesiredState
 from rollout_service.store.log import WeightLog, verify_tensors
 from rollout_service.store.manifest import read_manifest
@@ -40,6 +40,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.broken: str | None = None
+        self.staging: Staging | None = "memory"
         self.calls: list[str] = []
         self.paused = False
         self.fail_load: str | None = None
