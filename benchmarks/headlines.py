@@ -12,6 +12,15 @@ def throughput(result: Json) -> str:
     return f"over HTTP {result['ratios']['http_to_bare']:.2f} of the bare engine's tokens/s, or more"
 
 
+def memory(result: Json) -> str:
+    """Of ``rollout.memory``: the first model with ``engine.staging: auto``."""
+    case = one(result["cases"], staging="auto")
+    return (
+        f"{case['model']} in {case['gpu_gb']:.0f} GB, staged on the {case['staged']}: {case['kv_tokens'] / 1000:.0f} k "
+        f"tokens of KV cache, {case['tokens_per_s']:.0f} tokens/s, closed for {max(case['closed_s']):.2f} s"
+    )
+
+
 def overhead(result: Json) -> str:
     """Of ``rollout.overhead``."""
     return f"over HTTP {result['ratio']:.2f} of the bare engine's tokens/s"

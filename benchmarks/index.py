@@ -57,6 +57,7 @@ class Benchmark:
 
 BENCHMARKS = (
     Benchmark("rollout.throughput", headlines.throughput),
+    Benchmark("rollout.memory", headlines.memory),
     Benchmark("rollout.overhead", headlines.overhead),
     Benchmark("rollout.reply_json", headlines.reply_json),
     Benchmark("rollout.chat", headlines.chat),

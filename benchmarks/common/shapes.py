@@ -11,6 +11,7 @@ class Shape(StrEnum):
 
     QWEN3_8B = "qwen3-8b"
     QWEN3_30B_A3B = "qwen3-30b-a3b"
+    QWEN3_32B = "qwen3-32b"
 
 
 _QWEN3: dict[str, Any] = {
@@ -38,6 +39,14 @@ SHAPES: dict[Shape, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
+    Shape.QWEN3_32B: _QWEN3
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
     Shape.QWEN3_30B_A3B: _QWEN3
     | {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -55,7 +64,7 @@ SHAPES: dict[Shape, dict[str, Any]] = {
         "mlp_only_layers": [],
     },
 }
-"""As in the config.json of Qwen/Qwen3-8B and Qwen/Qwen3-30B-A3B."""
+"""As in the config.json of Qwen/Qwen3-8B, Qwen/Qwen3-32B and Qwen/Qwen3-30B-A3B."""
 
 
 def write_config(name: Shape, folder: Path, layers: int | None = None) -> Path:

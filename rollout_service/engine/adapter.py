@@ -89,7 +89,9 @@ class EngineAdapter:
     async def connect(self) -> None:
         """Prepare the weight-transfer engine in the workers, and run two steps on the dummy weights."""
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
-        self.staging, *_ = await self.ask_workers("staging_kind")
+        (self.staging, why), *_ = await self.ask_workers("staging_kind")
+        if why is not None:
+            logger.log(logging.WARNING if self.staging == "none" else logging.INFO, "%s", why)
         # the first forward passes compile and allocate for seconds; no rollout should wait for that
         warm_up = Sampling(max_tokens=2, ignore_eos=True, top_k=self._least_top_k)
         async for _ in self._stream("warm-up", (0,), vllm_sampling(warm_up)):

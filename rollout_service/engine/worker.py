@@ -26,9 +26,9 @@ class VersionStaging(KVScalesWorker, SleepingWorker):
         """How far it is; see ``Stager.state``."""
         return self.weight_transfer_engine.staging_state()
 
-    def staging_kind(self) -> "Staging":
-        """Where versions are staged."""
-        return self.weight_transfer_engine.staging
+    def staging_kind(self) -> "tuple[Staging, str | None]":
+        """Where versions are staged, and why, if that was not configured."""
+        return self.weight_transfer_engine.staging, self.weight_transfer_engine.why_there
 
     def load_report(self) -> "LoadReport":
         """How the last version was loaded; see ``LogWeightTransferEngine.report``."""

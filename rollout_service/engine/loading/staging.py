@@ -204,9 +204,8 @@ class StagingBuffer:
     def _take_host_memory(self, log: Path, nbytes: int) -> None:
         """The node's, shared by all replicas that follow the log; if that cannot be had, memory of this worker."""
         free = memory().free_bytes
-        name = f"{hashlib.sha256(str(log).encode()).hexdigest()[:16]}-{self._shard}"
         try:
-            self._shared = SharedMemory(name, nbytes)
+            self._shared = SharedMemory(f"{shared_name(log)}-{self._shard}", nbytes)
         except OSError as error:
             logger.warning("this worker stages in memory of its own, not in its node's: %s", error)
             self.memory = _taken(nbytes, None, pinned=self._device.type == "cuda")
@@ -254,6 +253,11 @@ def area_bytes(model: torch.nn.Module) -> int:
     """Of the area that takes what one worker loads: as much as its parameters, shared ones once."""
     parameters = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
     return sum(parameters.values()) + _SLACK_BYTES
+
+
+def shared_name(log: Path) -> str:
+    """What the names of areas begin with that those have in common who follow a log."""
+    return hashlib.sha256(str(log).encode()).hexdigest()[:16]
 
 
 def tensor_view(memory: torch.Tensor, tensor: StoredTensor) -> torch.Tensor:

@@ -113,11 +113,11 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         kind, parallel = vllm_config.additional_config.get(STAGING_KEY), vllm_config.parallel_config
         self._area: StagingBuffer | None = None
         refused = None
+        self.why_there: str | None = None
+        """What each place would cost, if it was chosen here."""
         if kind == "auto":
             choice = _choose(vllm_config, device, model)
-            kind = choice.kind
-            if parallel.rank == 0:
-                logger.log(logging.WARNING if kind == "none" else logging.INFO, "%s", choice)
+            kind, self.why_there = choice.kind, str(choice)
         self.staging: Staging = kind or "none"
         """Where versions are staged."""
         if self.staging != "none":
