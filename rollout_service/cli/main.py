@@ -185,7 +185,7 @@ def inspect(
 
     if fp8_kv:
         if tp != 1 or skip or indivisible != Indivisible.error or gpu_gb is not None:
-            fail("--fp8-kv measures keys and values: leave --tp, --skip, --indivisible and --gpu-gb out")
+            fail("--tp, --skip, --indivisible and --gpu-gb are not for --fp8-kv, which measures: leave them out")
         _inspect_kv(model, revision, prompts, device, json)
         return
     if prompts is not None or device != Device.auto:

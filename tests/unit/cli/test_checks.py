@@ -134,11 +134,18 @@ class TestGpus:
 
     def test_weights_that_do_not_fit(self) -> None:
         h100 = gpu(memory=80 * GB, free=79 * GB)
-        found = only(checks.gpu_findings([h100], WITH_CUDA, plan(version_bytes=35 * GB)), "gpu 0")
-        assert found.level == "problem" and "twice with the staging area take 70.0 GB of the 68.0 GB" in found.found
+        for large, says in (
+            (
+                plan(version_bytes=35 * GB, engine={"staging": "device"}),
+                "twice with the staging area take 70.0 GB of the 68",
+            ),
+            (plan(version_bytes=70 * GB), "the weights alone take 70.0 GB of the 68.0 GB"),
+        ):
+            found = only(checks.gpu_findings([h100], WITH_CUDA, large), "gpu 0")
+            assert found.level == "problem" and says in found.found
         for fits in (
-            plan(version_bytes=35 * GB, engine={"staging": "host"}),
-            plan(version_bytes=35 * GB, engine={"tensor_parallel_size": 2}, scaling={"num_gpus": 2}),
+            plan(version_bytes=35 * GB),
+            plan(version_bytes=70 * GB, engine={"tensor_parallel_size": 2}, scaling={"num_gpus": 2}),
         ):
             assert set(levels(checks.gpu_findings([h100, gpu(1)], WITH_CUDA, fits)).values()) == {"ok"}
 
