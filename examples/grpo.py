@@ -89,8 +89,7 @@ def train(
     """
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    version = client.fleet().latest_version + 1
-    client.push_weights(version, pushed(model))
+    version = client.push_weights("next", pushed(model)).version
     for step in range(steps):
         set_learning_rate(optimizer, step, steps)
 
@@ -116,9 +115,9 @@ def train(
 
         # 5. New weights, quantized once by the ingest; push_weights returns when every replica serves them.
         started = time.perf_counter()
-        client.push_weights(version + 1, pushed(model))
+        newer = client.push_weights("next", pushed(model), label=f"grpo/step-{step + 1}").version
         yield Step(version, batch, logprobs, metrics, rollout_s, time.perf_counter() - started)
-        version += 1
+        version = newer
 
 
 def make_batch(prompts: list[str], rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase) -> Batch:

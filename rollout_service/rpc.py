@@ -22,6 +22,7 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from rollout_service.errors import DeploymentFailed, EngineFailed, NotReady, RolloutServiceError
+from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.fleet import Fleet, KVCacheChoice, PauseMode, ReplicaStatus, SleepTag
 from rollout_service.protocol.kv_scales import CalibrationLease, KVMeasurement, KVScaleResult
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchSource, MismatchTable, Suspicion
@@ -31,7 +32,7 @@ from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.protocol.scoring import ScoreCall
 from rollout_service.protocol.sessions import Message, OpenSession, Prefix, Session, Turn
 from rollout_service.protocol.state import ServiceState
-from rollout_service.protocol.upload import BeginUpload, CommitUpload, Listener, TrainerRecipe, UploadPlan
+from rollout_service.protocol.upload import Announcement, CommitUpload, Listener, RollBack, TrainerRecipe, UploadPlan
 from rollout_service.protocol.weight_log import DesiredState, LogFile, Newest
 from rollout_service.protocol.weight_transfer import TransferInit, TransferStatus
 from rollout_service.protocol.weights import TensorDigests, WeightStatus
@@ -52,16 +53,22 @@ class IngestCalls(Protocol):
 
     # trainers, through a gateway
     async def recipe(self) -> TrainerRecipe: ...
-    async def begin(self, begin: BeginUpload, reached: str | None = None) -> UploadPlan: ...
+    async def begin(self, begin: Announcement, reached: str | None = None) -> UploadPlan: ...
     async def listener(self, version: int, node_id: str | None) -> Listener: ...
     async def push_refs(
         self,
-        version: int,
+        version: NewVersion,
         buckets: Sequence[Bucket],
         request: CommitUpload,
         kv_scales: dict[str, float] | None = None,
+        label: str | None = None,
+        uploader: str = "",
     ) -> WeightStatus: ...
-    async def push_folder(self, path: Path, request: CommitUpload, number: int | None = None) -> WeightStatus: ...
+    async def push_folder(
+        self, path: Path, request: CommitUpload, number: int | None = None, label: str | None = None
+    ) -> WeightStatus: ...
+    async def roll_back(self, request: RollBack) -> WeightStatus: ...
+    async def version_of(self, label: str) -> int: ...
     async def commit(self, version: int, request: CommitUpload) -> WeightStatus: ...
     async def discard(self, version: int) -> None: ...
     async def status(self, version: int) -> WeightStatus: ...

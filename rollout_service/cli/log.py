@@ -1,4 +1,4 @@
-"""``rollout-service log``: look at a log of weight versions on disk, check it, make room in it."""
+"""``rollout-service log``: look at a log of weight versions on disk, check it, make room in it, go back in it."""
 
 from functools import partial
 from pathlib import Path
@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollout_service.cli.output import complain, fail
+from rollout_service.cli.output import complain, fail, read_token
 
 if TYPE_CHECKING:
+    from rollout_service.protocol.weights import WeightStatus
     from rollout_service.store.log import WeightLog
+    from rollout_service.store.manifest import Manifest
 
 app = typer.Typer(
-    help="List, check and prune a log of weight versions on disk: weights.root of a service.",
+    help="List, check and prune a log of weight versions on disk, weights.root of a service, or go back in it.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -34,13 +36,14 @@ def ls(path: Root) -> None:
             newest = "*" if head is not None and head.version == version else " "
             typer.echo(
                 f"{newest} {version:>10}  committed  {manifest.digest}  {manifest.total_bytes / 1e6:>10.1f} MB  "
-                f"{len(manifest.tensors)} tensors"
+                f"{len(manifest.tensors)} tensors{_named(manifest)}"
             )
         for parts in sorted(path.glob("staging/*.parts")):
             record = read_record(parts)
             if record is not None:
                 present = len(list(parts.glob("part-*")))
-                typer.echo(f"  {record.begin.version:>10}  staged     {present} of {record.num_parts} parts")
+                label = "" if record.begin.label is None else f"  {record.begin.label}"
+                typer.echo(f"  {record.begin.version:>10}  staged     {present} of {record.num_parts} parts{label}")
     except (RolloutServiceError, OSError) as error:
         fail(error)
 
@@ -100,6 +103,88 @@ def gc(
             typer.echo(f"{len(versions[-keep:])} versions are kept")
     except (RolloutServiceError, OSError) as error:
         fail(error)
+
+
+@app.command()
+def rollback(
+    log: Annotated[
+        str, typer.Argument(metavar="PATH or URL", help="Folder of the log, or address of the service that writes it.")
+    ],
+    to: Annotated[str, typer.Option(metavar="VERSION", help="Number or label of a version that is kept.")],
+    token_file: Annotated[Path | None, typer.Option(help="With a URL: file that holds the bearer token.")] = None,
+) -> None:
+    """Make an older version the newest again, under a new number; where files can be linked, nothing is copied.
+
+    With a URL the service does it, and every replica serves that version when the command ends. With a PATH no service
+    may be running: the next one begins with it.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    from rollout_service.protocol.base import KnownVersion
+
+    try:
+        wanted: int | str = TypeAdapter(KnownVersion).validate_python(to)
+    except ValidationError:
+        fail(f"--to {to!r} is neither the number of a version nor a label")
+    if log.startswith(("http://", "https://")):
+        _roll_back_at(log, wanted, token_file)
+    else:
+        _roll_back_in(Path(log), wanted)
+
+
+def _roll_back_at(url: str, to: int | str, token_file: Path | None) -> None:
+    import httpx
+
+    from rollout_service.client import SyncRolloutClient
+    from rollout_service.errors import RolloutServiceError
+
+    try:
+        with SyncRolloutClient(url, token=read_token(token_file), retries=1) as client:
+            status = client.rollback(to)
+    except (RolloutServiceError, ValueError) as error:
+        fail(error)
+    except httpx.TransportError as error:
+        fail("\n".join([f"{url}: {error or type(error).__name__}", *getattr(error, "__notes__", [])]))
+    typer.echo(f"version {status.version} is the newest: {len(status.replicas)} replicas know{_named(status)}")
+
+
+def _roll_back_in(path: Path, to: int | str) -> None:
+    from rollout_service.errors import LogLocked, RolloutServiceError
+    from rollout_service.kv_scales.coordinator import read_result, with_result
+    from rollout_service.store.durable_io import WriterLock
+    from rollout_service.store.labels import VersionLabels
+    from rollout_service.store.rollback import require_kept, stage_again
+    from rollout_service.store.upload_record import read_record
+
+    log = _opened(path)
+    try:
+        with WriterLock(path).acquire(0):
+            log.remove_uncommitted()
+            labels = VersionLabels(log)
+            labels.load()
+            number = labels.number_of(to)
+            require_kept(log, number, labels)
+            source = with_result(log.manifest(number), read_result(log.folder(number)))
+            newest = log.versions()[-1]
+            if source.digest == with_result(log.manifest(newest), read_result(log.folder(newest))).digest:
+                typer.echo(f"version {newest} is the newest, and has these weights already")
+                return
+            version, record = newest + 1, read_record(log.folder(number))
+            while log.staging(version).with_name(f"{version}.parts").exists():
+                version += 1
+            manifest = stage_again(log, source, version)
+            log.commit(manifest, "keep", record and record.model_copy(update={"begin": record.begin.numbered(version)}))
+            labels.note(version, manifest.label)
+    except LogLocked as error:
+        fail(f"{error}; or have the service that runs do it: rollout-service log rollback URL --to {to}")
+    except (RolloutServiceError, OSError) as error:
+        fail(error)
+    typer.echo(f"version {version} is the newest{_named(manifest)}")
+
+
+def _named(version: "Manifest | WeightStatus") -> str:
+    label = "" if version.label is None else f"  {version.label}"
+    return label if version.rollback_of is None else f"{label}  rollback of {version.rollback_of}"
 
 
 def _opened(path: Path) -> "WeightLog":

@@ -8,7 +8,7 @@ import typer
 
 import rollout_service
 from rollout_service.cli import log
-from rollout_service.cli.output import complain, fail
+from rollout_service.cli.output import complain, fail, read_token
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -298,7 +298,7 @@ def fleet(
     from rollout_service.errors import RolloutServiceError
 
     try:
-        with SyncRolloutClient(url, token=_token(token_file), retries=1) as client:
+        with SyncRolloutClient(url, token=read_token(token_file), retries=1) as client:
             table = _fleet_table(client.fleet())
     except (RolloutServiceError, ValueError) as error:
         fail(error)
@@ -341,24 +341,13 @@ def _fields_beside(location: tuple[int | str, ...]) -> str:
     return f"; there are {', '.join(section.model_fields)}"
 
 
-def _token(file: Path | None) -> str | None:
-    if file is None:
-        return None
-    try:
-        token = file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        fail(f"cannot read the token: {error}")
-    if not token:
-        fail(f"the token file {file} is empty")
-    return token
-
-
 def _fleet_table(fleet: "Fleet") -> "Table":
     from rich.markup import escape
     from rich.table import Table
 
     paused = ", asleep" if fleet.asleep else ", paused" if fleet.paused else ""
-    table = Table(title=f"{len(fleet.replicas)} replicas; newest version {fleet.latest_version}{paused}")
+    newest = escape(_named(fleet.latest_version, fleet.latest_label))
+    table = Table(title=f"{len(fleet.replicas)} replicas; newest version {newest}{paused}")
     for name in ("replica", "state", "version"):
         table.add_column(name)
     for name in ("sequences", "closed s", "load s", "seen s ago"):
@@ -368,6 +357,10 @@ def _fleet_table(fleet: "Fleet") -> "Table":
         table.add_row(*_fleet_row(replica))
     table.caption = escape("\n".join([*_kv_caches(fleet), *_failed_starts(fleet)]))
     return table
+
+
+def _named(version: int, label: str | None) -> str:
+    return str(version) if label is None else f"{version} ({label})"
 
 
 def _kv_caches(fleet: "Fleet") -> list[str]:
@@ -388,7 +381,7 @@ def _failed_starts(fleet: "Fleet") -> list[str]:
 def _fleet_row(replica: "ReplicaStatus") -> list[str]:
     from rich.markup import escape
 
-    serving = "-" if replica.version is None else str(replica.version)
+    serving = "-" if replica.version is None else escape(_named(replica.version, replica.label))
     update = replica.update
     return [
         escape(replica.replica_id),

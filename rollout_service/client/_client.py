@@ -16,11 +16,12 @@ from rollout_service.client._mismatch import MismatchCalls
 from rollout_service.client._retry import Repeat
 from rollout_service.client._sessions import AgentSession
 from rollout_service.client._tensors import TensorSource, TensorThread, drain
-from rollout_service.client._upload import Progress, Quantize, Uploader, named_scales
+from rollout_service.client._upload import Progress, Quantize, Uploader, announcement, named_scales
+from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.rollout import OnAbort, Rollout
 from rollout_service.protocol.sessions import OpenSession
-from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, UploadTensor
+from rollout_service.protocol.upload import CommitUpload, PathSource, RollBack, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.tasks import raise_first_failure
 
@@ -112,7 +113,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
         min_tokens: int = 0,
-        min_weight_version: int | None = None,
+        min_weight_version: int | str | None = None,
         session_id: str | None = None,
         priority: int = 0,
         on_abort: OnAbort = "continue",
@@ -127,7 +128,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
             top_p, top_k, min_p, min_tokens: Cut off a part of the vocabulary. Logprobs are renormalized over what is
                 left, and the rollout is marked ``truncated_sampling``: see docs/correction.md before training on it.
             stop: Strings that end a completion; they need a tokenizer.
-            min_weight_version: Sample from this weight version or a newer one; the service waits a while for it.
+            min_weight_version: Sample from this weight version or one that was committed later; the service waits a
+                while for it. By its number, or by its label, for which each request asks the ingest.
             session_id: Calls of one session go to one replica while it lives, whose prefix cache has what they share.
             priority: Lower is scheduled earlier.
             on_abort: When an update, a pause or a lost replica cuts a completion short: ``continue`` on another
@@ -137,6 +139,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         Raises:
             InvalidRequest: A parameter or token that the service does not take.
             TooEarly: No replica reached ``min_weight_version`` in time.
+            NotFound: No version has that label.
             Overloaded, NotReady: Still, after all retries.
         """
         sampling = sampling_of(
@@ -201,9 +204,10 @@ class RolloutClient(ControlCalls, MismatchCalls):
     @overload
     def push_weights(
         self,
-        version: int,
+        version: NewVersion,
         named_tensors: NamedTensors,
         *,
+        label: str | None = None,
         tensor_table: Sequence[UploadTensor] | None = None,
         quantize: Quantize = "service",
         kv_scales: KVScales | None = None,
@@ -218,9 +222,10 @@ class RolloutClient(ControlCalls, MismatchCalls):
     @overload
     def push_weights(
         self,
-        version: int,
+        version: NewVersion,
         named_tensors: NamedTensors,
         *,
+        label: str | None = None,
         tensor_table: Sequence[UploadTensor] | None = None,
         quantize: Quantize = "service",
         kv_scales: KVScales | None = None,
@@ -234,9 +239,10 @@ class RolloutClient(ControlCalls, MismatchCalls):
 
     def push_weights(
         self,
-        version: int,
+        version: NewVersion,
         named_tensors: NamedTensors,
         *,
+        label: str | None = None,
         tensor_table: Sequence[UploadTensor] | None = None,
         quantize: Quantize = "service",
         kv_scales: KVScales | None = None,
@@ -259,11 +265,18 @@ class RolloutClient(ControlCalls, MismatchCalls):
         fails, rank 0 still takes part in the gathers that are left before it raises, so that no other rank hangs;
         tell the others about the failure yourself.
 
-        A push that failed may be repeated: parts that this client has sent already are not sent again, and
+        A push of a number that failed may be repeated: parts that this client has sent already are not sent again, and
         VersionConflict says so if their bytes have changed since.
 
         Args:
-            version: Larger than any before; usually the trainer's step.
+            version: A number larger than any before, such as the trainer's step. Or ``"next"``: the service gives it
+                the next number, which stands in the reply, whatever the trainer's own count: that one goes back when a
+                training resumes from an older checkpoint.
+            label: What the trainer calls it, such as ``run-7/step-300``: letters, digits and ``._:/@+=-``, at most 128,
+                of them at least one letter. Replies show it beside the number, and ``min_weight_version`` takes either.
+                Of several versions with one label the newest is meant. A push of ``"next"`` that failed, repeated under
+                its label, has the same number, also after a restart of the trainer, and goes on where it was; parts
+                whose bytes have changed since are replaced.
             named_tensors: A module (its ``state_dict``), a mapping, or pairs. A generator is consumed once, one
                 tensor at a time, if ``tensor_table`` is given. Without, it is first read to its end to learn names
                 and shapes: parameters and ``DTensor`` are held as they are, other tensors in host memory.
@@ -301,21 +314,22 @@ class RolloutClient(ControlCalls, MismatchCalls):
                 if not send:
                     await thread.call(drain, source)
                     return None
-                sent = await self._uploader.send_tensors(
-                    version, source, thread, quantize=quantize, kv_scales=scales, parallel_parts=parallel_parts,
-                    progress=progress,
+                number, sent = await self._uploader.send_tensors(
+                    version, source, thread, label=label, quantize=quantize, kv_scales=scales,
+                    parallel_parts=parallel_parts, progress=progress,
                 )  # fmt: skip
             finally:
                 thread.close()
-            return await self._uploader.commit(version, commit.model_copy(update={"upload_digest": sent}))
+            return await self._uploader.commit(number, commit.model_copy(update={"upload_digest": sent}))
 
         return push()
 
     async def push_path(
         self,
-        version: int,
+        version: NewVersion,
         path: str | Path,
         *,
+        label: str | None = None,
         kv_scales: KVScales | None = None,
         mode: PauseMode = "keep",
         wait: Literal["none", "all"] = "all",
@@ -327,8 +341,33 @@ class RolloutClient(ControlCalls, MismatchCalls):
         """
         commit = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s)
         source = PathSource(path=Path(path).absolute())
-        await self._uploader.begin(BeginUpload(version=version, source=source, kv_scales=named_scales(kv_scales)))
-        return await self._uploader.commit(version, commit)
+        scales = named_scales(kv_scales)
+        plan = await self._uploader.begin(announcement(version, source=source, kv_scales=scales, label=label))
+        return await self._uploader.commit(plan.version, commit)
+
+    async def rollback(
+        self,
+        to: int | str,
+        *,
+        mode: PauseMode = "keep",
+        wait: Literal["none", "all"] = "all",
+        timeout_s: float = 600.0,
+    ) -> WeightStatus:
+        """Make an older version the newest again, under a new number, and wait until every live replica serves it.
+
+        Nothing is uploaded, and where the log's file system has hard links, nothing copied. The new version has the
+        label of the old one. If the newest version has these weights already, it is returned as it is.
+
+        Args:
+            to: A version that the service keeps (``weights()`` lists them), by number or label.
+            mode, wait, timeout_s: As for ``push_weights``.
+
+        Raises:
+            NotFound: No such version, or it is not on disk any more: the error names those that are.
+            LogCorrupt: Its files are damaged.
+            CommitTimeout: It is the newest, but some replica was not live in time.
+        """
+        return await self._uploader.roll_back(RollBack(to=to, mode=mode, wait=wait, timeout_s=timeout_s))
 
 
 def _prompt_list(prompts: Iterable[Prompt]) -> list[Prompt]:

@@ -31,7 +31,7 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     min_tokens: int
-    min_weight_version: int | None
+    min_weight_version: int | str | None
     session_id: str | None
     priority: int
     on_abort: OnAbort

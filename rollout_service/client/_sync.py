@@ -66,6 +66,7 @@ class SyncRolloutClient:
     generate_batch = _blocking(RolloutClient.generate_batch)
     push_weights = _blocking(RolloutClient.push_weights)
     push_path = _blocking(RolloutClient.push_path)
+    rollback = _blocking(RolloutClient.rollback)
     report_mismatch = _blocking(RolloutClient.report_mismatch)
     mismatch = _blocking(RolloutClient.mismatch)
     discard = _blocking(RolloutClient.discard)

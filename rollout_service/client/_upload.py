@@ -13,18 +13,29 @@ from typing import TYPE_CHECKING, Literal
 
 import httpx
 import xxhash
+from pydantic import ValidationError
 
 from rollout_service.client._http import Http, http_timeout, parse
 from rollout_service.client._retry import Repeat
 from rollout_service.client._tensors import TensorSource, TensorThread, bytes_of_each, drain, other_ranks_gather
-from rollout_service.errors import CommitTimeout, QuantizationError, RolloutServiceError, VersionConflict
+from rollout_service.errors import (
+    CommitTimeout,
+    InvalidRequest,
+    QuantizationError,
+    RolloutServiceError,
+    VersionConflict,
+)
+from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.upload import (
     PART_DIGEST_HEADER,
     UPLOAD_KEY_HEADER,
     UPLOADER_HEADER,
+    Announcement,
     BeginUpload,
     CommitUpload,
+    HowToLoad,
     ListenerProof,
+    RollBack,
     TrainerRecipe,
     UploadPlan,
     listener_proof,
@@ -89,8 +100,17 @@ def cut_parts(stream: Iterable[memoryview], part_bytes: int, free: list[memoryvi
 
 
 def named_scales(kv_scales: KVScales | None) -> dict[str, float] | None:
-    """As ``BeginUpload.kv_scales`` takes them."""
+    """As ``Announcement.kv_scales`` takes them."""
     return None if kv_scales is None else kv_scales.named()
+
+
+def announcement(version: NewVersion, **what: object) -> Announcement:
+    """Of one push, which is known again by it. Raises InvalidRequest for a version or a label that cannot be."""
+    try:
+        return Announcement.model_validate({"version": version, "uploader": uuid.uuid4().hex, **what})
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)[:4]]
+        raise InvalidRequest(f"version={version!r}, label={what.get('label')!r}: {'; '.join(problems)}") from error
 
 
 class Uploader:
@@ -101,42 +121,50 @@ class Uploader:
         self._http, self._direct = http, direct
         self._given_up: set[str] = set()
 
-    async def begin(self, begin: BeginUpload) -> UploadPlan:
+    async def begin(self, begin: Announcement) -> UploadPlan:
         """Announce a version. Raises InvalidManifest, VersionConflict."""
         body = begin.model_dump(mode="json", exclude_defaults=True)
         return parse(UploadPlan, await self._http.send("POST", "/v1/weights", json=body, repeat=Repeat.IDEMPOTENT))
 
     async def commit(self, version: int, commit: CommitUpload) -> WeightStatus:
         """Make a version the newest. Raises UploadIncomplete, QuantizationError, CommitTimeout."""
-        limit_s = commit.timeout_s + COMMIT_GRACE_S
+        route, what = f"/v1/weights/{version}/commit", f"the commit of version {version}"
+        return await self._awaited(route, commit, what, f"GET /v1/weights/{version} tells whether it is committed")
+
+    async def roll_back(self, request: RollBack) -> WeightStatus:
+        """Make a kept version the newest again. Raises NotFound, CommitTimeout."""
+        route, what = "/v1/weights/rollback", f"the rollback to {request.to}"
+        return await self._awaited(route, request, what, "the same call again does no harm")
+
+    async def _awaited(self, route: str, body: HowToLoad, what: str, instead: str) -> WeightStatus:
+        limit_s = body.timeout_s + COMMIT_GRACE_S
         try:
             async with asyncio.timeout(limit_s):
                 response = await self._http.send(
                     "POST",
-                    f"/v1/weights/{version}/commit",
-                    json=commit.model_dump(mode="json"),
+                    route,
+                    json=body.model_dump(mode="json"),
                     repeat=Repeat.IDEMPOTENT,
                     timeout=http_timeout(None),
                 )
         except TimeoutError:
-            raise CommitTimeout(
-                f"the service has not answered the commit of version {version} within {limit_s:g} s: "
-                f"GET /v1/weights/{version} tells whether it is committed"
-            ) from None
+            raise CommitTimeout(f"the service has not answered {what} within {limit_s:g} s: {instead}") from None
         return parse(WeightStatus, response)
 
     async def send_tensors(
         self,
-        version: int,
+        version: NewVersion,
         source: TensorSource,
         thread: TensorThread,
         *,
+        label: str | None,
         quantize: Quantize,
         kv_scales: dict[str, float] | None,
         parallel_parts: int,
         progress: Progress | None,
-    ) -> str:
-        """Announce a version and upload what the service lacks of it. Returns the digest of the whole upload.
+    ) -> tuple[int, str]:
+        """Announce a version and upload what the service lacks of it. Returns its number, and the digest of the whole
+        upload.
 
         Raises VersionConflict, InvalidManifest, or QuantizationError for weights that the trainer is to quantize.
         """
@@ -146,12 +174,14 @@ class Uploader:
             if quantize == "trainer":
                 converter = await thread.call(_converter, await self._recipe())
                 table, stored = tuple(converter.table(table)), converter.convert(tensors)
-            begin = BeginUpload(version=version, tensors=table, kv_scales=kv_scales, uploader=uuid.uuid4().hex)
-            plan = await self.begin(begin)
+            announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
+            plan = await self.begin(announced)
+            version = plan.version
+            begin = announced.numbered(version)
             listener = await self._listener(plan)
             sender = PartSender(self._http, listener, begin, plan, progress)
             parts = cut_parts(bytes_of_each(stored), plan.part_bytes, sender.free)
-            return await sender.send(parts, thread, parallel_parts)
+            return version, await sender.send(parts, thread, parallel_parts)
         except QuantizationError as error:
             raise QuantizationError(
                 f"{error.message}. Version {version} stays staged with the parts that were sent, and is not committed: "
@@ -274,6 +304,8 @@ class PartSender:
     def _is_wanted(self, part: Part) -> bool:
         """Whether to send a part: one that the service has, from whichever client, is the same or a conflict."""
         known = self._plan.digests.get(part.index)
+        if known is not None and known != part.digest and self._plan.replaces:
+            return True
         if known is not None and known != part.digest:
             raise VersionConflict(
                 f"part {part.index} of version {self._begin.version} was uploaded with other bytes before: push the "

@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
     from rollout_service.kv_scales import KVScales
+    from rollout_service.protocol.base import NewVersion
 
 
 async def push_refs(
     ingest: DeploymentHandle,
-    version: int,
+    version: NewVersion,
     refs: Mapping[str, ObjectRef] | Iterable[ObjectRef] | ObjectRef,
     *,
+    label: str | None = None,
     kv_scales: KVScales | None = None,
     mode: PauseMode = "keep",
     wait: Literal["none", "all"] = "all",
@@ -41,7 +43,8 @@ async def push_refs(
     ``ingest``: handle of the ingest's deployment. ``refs``: ``{name: ray.ObjectRef of a tensor}``, or one
     ``ObjectRef`` of a dict of tensors, or several of such dicts, each a bucket. Names are Hugging Face's, tensors are
     those of ``RolloutClient.push_weights``. The ingest holds one bucket in memory at a time; the process that put the
-    objects must live until the answer. ``kv_scales``, ``mode``, ``wait`` and ``timeout_s`` as for ``push_weights``.
+    objects must live until the answer. ``version``, ``label``, ``kv_scales``, ``mode``, ``wait`` and ``timeout_s`` as
+    for ``push_weights``.
 
     Raises ValueError if ``refs`` are not references; NotFound for a lost object, by the name of its bucket;
     InvalidManifest, QuantizationError, VersionConflict, InsufficientStorage, CommitTimeout; NotReady if the ingest died
@@ -50,4 +53,4 @@ async def push_refs(
     from rollout_service.ingest.sources.ray_objects import buckets_of, push
 
     request = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s)
-    return await push(ingest, version, buckets_of(refs), request, named_scales(kv_scales))
+    return await push(ingest, version, buckets_of(refs), request, named_scales(kv_scales), label)

@@ -39,12 +39,12 @@ POLL_S = 0.5
 class RolloutServiceWeightTransfer:
     """Satisfies ``WeightTransferProtocol`` of TRL 1.16.0, trl/experimental/async_grpo/async_grpo_trainer.py.
 
-    Each sync of TRL becomes one weight version: the newest of the service plus one at the first sync, and one more at
-    each that follows. ``send_weights`` returns once every live replica serves it, so that what TRL samples afterwards
-    is of that version or a newer one. Until then the engines go on with the version before, and close for the moment
-    of the change only: ``pause`` and ``resume`` have nothing to do. A rollout that runs across the change goes on with
-    the new weights (``mode="keep"``, as TRL asks of vLLM): TRL labels its group with the version that it began with,
-    and the logprob of each token is that of the version which sampled it.
+    Each sync of TRL becomes one weight version, whose number the service gives. ``send_weights`` returns once every
+    live replica serves it, so that what TRL samples afterwards is of that version or a newer one. Until then the
+    engines go on with the version before, and close for the moment of the change only: ``pause`` and ``resume``
+    have nothing to do. A rollout that runs across the change goes on with the new weights (``mode="keep"``, as TRL
+    asks of vLLM): TRL labels its group with the version that it began with, and the logprob of each token is that
+    of the version which sampled it.
 
     TRL makes one on every rank and calls that of the main process. The client is opened when it is first needed and
     closed by ``destroy``; after that, the same object may be used again.
@@ -74,7 +74,6 @@ class RolloutServiceWeightTransfer:
         self._timeout_s, self._server_timeout_s = timeout_s, server_timeout_s
         self._client: SyncRolloutClient | None = None
         self._table: list[UploadTensor] | None = None
-        self._next_version: int | None = None
         self._status: WeightStatus | None = None
 
     @property
@@ -95,7 +94,7 @@ class RolloutServiceWeightTransfer:
                     "there? Its GET /health says why; a model that takes longer needs a larger server_timeout_s"
                 )
             time.sleep(POLL_S)
-        self._next_version = self._after_the_newest()
+        self._opened().weights()  # who may not see versions may not push one either
 
     def pause(self) -> None:
         """Nothing: engines serve the version before while the next one is sent."""
@@ -115,7 +114,7 @@ class RolloutServiceWeightTransfer:
         try:
             self._status = self._push(iterator)
         except Exception:
-            self._table = self._next_version = None  # the next attempt learns both anew
+            self._table = None  # the next attempt learns it anew
             if other_ranks_gather():
                 drain(iterator)
             raise
@@ -131,26 +130,21 @@ class RolloutServiceWeightTransfer:
         """Close every connection."""
         if self._client is not None:
             self._client.close()
-        self._client = self._table = self._next_version = None
+        self._client = self._table = None
 
     def _push(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> WeightStatus:
-        version = self._after_the_newest() if self._next_version is None else self._next_version
         table = self._table
         learnt: list[UploadTensor] = []
         status = self._opened().push_weights(
-            version,
+            "next",
             iterator if table is not None else described(iterator, learnt),
             tensor_table=table,
             quantize=self._quantize,
             mode=self._mode,
             timeout_s=self._timeout_s,
         )
-        self._table, self._next_version = table or learnt, version + 1
+        self._table = table or learnt
         return status
-
-    def _after_the_newest(self) -> int:
-        """One more than any version of the service, staged ones too: one that a dead trainer left is not ours."""
-        return max((known.version for known in self._opened().weights()), default=0) + 1
 
     def _opened(self) -> SyncRolloutClient:
         if self._client is None:

@@ -147,7 +147,7 @@ class EngineReplica:
         rollout = Rollout(
             request_id=call.request_id,
             prompt_token_ids=call.prompt_token_ids,
-            completions=completions,
+            completions=self._weight_sync.labels.on(completions),
             replica_id=self._replica_id,
             returned=self._weight_sync.returns > returns,
         )

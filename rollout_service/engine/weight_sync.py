@@ -20,6 +20,7 @@ from rollout_service.config import WeightsConfig
 from rollout_service.engine.followed_log import FollowedLog
 from rollout_service.engine.pausing import Pausing
 from rollout_service.engine.replica_state import ReplicaLife
+from rollout_service.engine.served_labels import ServedLabels
 from rollout_service.engine.startup import REPORTS
 from rollout_service.errors import (
     EngineFailed,
@@ -108,6 +109,8 @@ class WeightSync:
         self._staged: tuple[Head, Manifest, float] | None = None
         """A version that lies beside the model and waits for its KV scales, and the seconds that this took."""
         self._corrupt = _CorruptVersion(2 * config.poll_s)
+        self.labels = ServedLabels()
+        """Of the versions that were served here."""
 
     @property
     def version(self) -> int | None:
@@ -144,6 +147,7 @@ class WeightSync:
             sequence=next(REPORTS),
             version=self.version,
             digest=None if life.served is None else life.served.digest,
+            label=None if life.served is None else life.served.label,
             log=None if origin is None else origin.log,
             state="failed" if broken else "draining" if self._draining() else life.state,
             target=life.target,
@@ -295,6 +299,7 @@ class WeightSync:
         folder = self._log.folder(head.version)
         self._life.loads()
         load_s = await self._engine.load(folder, head.version, kv_scales)
+        self.labels.serve(head)
         await self._kv_scales.loaded(manifest)
         self._life.loaded()
         await self._pausing.open()

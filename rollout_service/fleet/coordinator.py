@@ -62,6 +62,7 @@ class FleetCoordinator:
             order=control.order,
             digest=head.digest,
             origin=self._origin,
+            label=head.label,
         )
 
     def require_followed(self) -> None:
@@ -108,6 +109,7 @@ class FleetCoordinator:
         desired = self._require_desired()
         return Fleet(
             latest_version=desired.version,
+            latest_label=desired.label,
             paused=desired.paused,
             asleep=desired.asleep,
             replicas=self.table.live(),

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from rollout_service.errors import CommitTimeout, DeploymentFailed, InvalidRequest, NotReady, RolloutServiceError
 from rollout_service.gateway.dependencies import Services
+from rollout_service.protocol.base import is_label
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.upload import CommitUpload
 from rollout_service.protocol.weights import WeightStatus
@@ -38,6 +39,7 @@ async def update_from_folder(
     folder: str,
     *,
     number: int | None = None,
+    label: str | None = None,
     mode: PauseMode = "keep",
     timeout_s: float = UPDATE_S,
 ) -> WeightStatus:
@@ -51,6 +53,7 @@ async def update_from_folder(
         number: what the trainer calls the version; None: the folder's name may tell it. Where it is not newer than the
             newest version, the version has the next number: what is told is served, whatever its number, so that a
             trainer may go back to an earlier checkpoint.
+        label: another name of the version; None: the folder's own, where that may be a label.
         mode: what becomes of running rollouts.
         timeout_s: for all of it.
 
@@ -60,10 +63,12 @@ async def update_from_folder(
     if not Path(folder).is_absolute():
         raise InvalidRequest(f"{folder!r} is a relative path, and the ingest runs elsewhere: send an absolute one")
     number = number_of(folder) if number is None else number
+    name = Path(folder).name
+    label = name if label is None and is_label(name) else label
     request = CommitUpload(mode=mode, wait="all", timeout_s=timeout_s)
     try:
         async with asyncio.timeout(timeout_s):
-            return await services.ingest.push_folder(Path(folder), request, number)
+            return await services.ingest.push_folder(Path(folder), request, number, label)
     except TimeoutError as error:
         raise CommitTimeout(
             f"{folder} is still being read and converted after {timeout_s:g} s, which goes on: send the same call again"

@@ -91,9 +91,10 @@ def prompt_logprobs(rollout: Rollout) -> list[dict[str, dict[str, float]] | None
 
 
 def spans(completion: Completion) -> list[dict[str, object]]:
-    """vLLM's form of the spans, whose versions are strings, and the replica of each."""
+    """vLLM's form of the spans, whose versions are strings, with the replica of each, and the label if it has one."""
     return [
         {"version": str(s.version), "start": s.start, "end": s.end, "replica_id": s.replica_id}
+        | ({} if s.label is None else {"label": s.label})
         for s in completion.spans
     ]
 

@@ -154,6 +154,11 @@ def _check_mask(sampling: Sampling) -> None:
         )
 
 
+async def _number_of(version: int | str | None, services: Services) -> int | None:
+    """Of a version that may be given by its label. Raises NotFound for one that no version has."""
+    return await services.ingest.version_of(version) if isinstance(version, str) else version
+
+
 @counted_rollout
 async def roll_out(
     prompt: tuple[int, ...],
@@ -170,7 +175,7 @@ async def roll_out(
         request_id=options.request_id or uuid.uuid4().hex,
         prompt_token_ids=prompt,
         sampling=sampling,
-        min_weight_version=options.min_weight_version,
+        min_weight_version=await _number_of(options.min_weight_version, services),
         session_id=options.session_id,
         priority=options.priority,
         cache_salt=options.cache_salt,

@@ -25,9 +25,10 @@ from rollout_service.protocol.upload import (
     PART_DIGEST_HEADER,
     UPLOAD_KEY_HEADER,
     UPLOADER_HEADER,
-    BeginUpload,
+    Announcement,
     CommitUpload,
     PartReceipt,
+    RollBack,
     TrainerRecipe,
     UploadPlan,
 )
@@ -67,7 +68,7 @@ async def recipe(services: Here) -> TrainerRecipe:
 
 
 @router.post("", responses=documented(InvalidManifest, VersionConflict, InsufficientStorage, NotFound))
-async def begin(body: BeginUpload, request: Request, services: Here) -> UploadPlan:
+async def begin(body: Announcement, request: Request, services: Here) -> UploadPlan:
     """Start or resume the upload of a version."""
     reached = request.scope.get("server")  # where the proxy took the connection
     return await services.ingest.begin(body, reached and reached[0])
@@ -121,6 +122,14 @@ async def put_part(version: WeightVersion, part: int, request: Request, services
 async def commit(version: WeightVersion, services: Here, body: CommitUpload | None = None) -> WeightStatus:
     """Make a complete upload the newest version."""
     return await services.ingest.commit(version, body or CommitUpload())
+
+
+@router.post(
+    "/rollback", responses=documented(InvalidRequest, NotFound, VersionConflict, CommitTimeout, InsufficientStorage)
+)
+async def roll_back(body: RollBack, services: Here) -> WeightStatus:
+    """Make a kept version the newest again, under a new number. The same call again changes nothing."""
+    return await services.ingest.roll_back(body)
 
 
 @router.get("")

@@ -34,15 +34,17 @@ from rollout_service.metrics.process import counted_commit
 from rollout_service.metrics.state import FleetHistory
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
-from rollout_service.protocol.base import MAX_VERSION
+from rollout_service.protocol.base import MAX_VERSION, NewVersion, is_label
 from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus, SleepTag
 from rollout_service.protocol.rollout import OnAbort
 from rollout_service.protocol.state import KVScalesState, ServiceState
 from rollout_service.protocol.upload import (
+    Announcement,
     BeginUpload,
     CommitUpload,
     Listener,
     PathSource,
+    RollBack,
     TrainerRecipe,
     UploadPlan,
     UploadTensor,
@@ -52,9 +54,11 @@ from rollout_service.protocol.weight_transfer import WIRE_DTYPE_BYTES
 from rollout_service.protocol.weights import TensorDigests, WeightStatus
 from rollout_service.rpc import Bucket
 from rollout_service.store.chunk_server import ChunkServer
-from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room
+from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remove_tree
+from rollout_service.store.labels import VersionLabels
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
+from rollout_service.store.rollback import require_kept, stage_again
 from rollout_service.store.unquantized import UnquantizedLog, remove_unquantized
 from rollout_service.store.upload_record import UploadRecord
 from rollout_service.store.version_summary import VersionSummary, unconfirmed
@@ -81,8 +85,11 @@ class Ingest:
             experts=self._model.experts,
         )
         converter = Converter(self._trainer_recipe, device=config.quant.device)
-        unquantized = UnquantizedLog(self._log.root, self._model) if config.shadow.share else None
-        self._uploads = Uploads(config.weights, self._log, self._model, self._plan, converter, unquantized)
+        self._unquantized = UnquantizedLog(self._log.root, self._model) if config.shadow.share else None
+        self._labels = VersionLabels(self._log)
+        self._uploads = Uploads(
+            config.weights, self._log, self._model, self._plan, converter, self._unquantized, self._labels
+        )
         self._lock = WriterLock(self._log.root)
         self._chunks = ChunkServer(self._log)
         self._changes, self._writing = Changes(), Turns()
@@ -141,6 +148,7 @@ class Ingest:
             return
         _, manifest = newest
         self._kv_scales.restore(manifest)
+        await asyncio.to_thread(self._labels.load)
         await asyncio.to_thread(self._log.remove_uncommitted)
         await self._uploads.recover()
         self._fleet.follow_log()
@@ -151,14 +159,14 @@ class Ingest:
         """What becomes of each tensor of a version."""
         return self._trainer_recipe
 
-    async def begin(self, begin: BeginUpload, reached: str | None = None) -> UploadPlan:
+    async def begin(self, begin: Announcement, reached: str | None = None) -> UploadPlan:
         """Start or resume the upload of a version, or be told that it is committed; see ``protocol/upload.py``.
 
         ``reached``: the address at which the trainer's call came to the service, if it is known.
         Raises VersionConflict, InvalidManifest, InsufficientStorage, Forbidden or NotFound.
         """
         plan = await self._shielded.run(self._begin(begin))
-        direct = self.upload_address and self.upload_address.announced(begin.version, reached)
+        direct = self.upload_address and self.upload_address.announced(plan.version, reached)
         return plan.model_copy(update={"upload_url": direct.url, "upload_key": direct.key}) if direct else plan
 
     async def listener(self, version: int, node_id: str | None) -> Listener:
@@ -166,7 +174,7 @@ class Ingest:
         assert self.upload_address is not None, "asked before there is a listener"
         return self.upload_address.within(version, node_id)
 
-    async def _begin(self, begin: BeginUpload, objects: WeightSource | None = None) -> UploadPlan:
+    async def _begin(self, begin: Announcement, objects: WeightSource | None = None) -> UploadPlan:
         self._kv_scales.check(begin.kv_scales)
         async with self._writing:
             self._fleet.require_followed()
@@ -174,10 +182,12 @@ class Ingest:
 
     async def push_refs(
         self,
-        version: int,
+        version: NewVersion,
         buckets: Sequence[Bucket],
         request: CommitUpload,
         kv_scales: dict[str, float] | None = None,
+        label: str | None = None,
+        uploader: str = "",
     ) -> WeightStatus:
         """Take weights from Ray's object store and commit them; trainers call ``rollout_service.client.ray_refs``.
 
@@ -185,23 +195,25 @@ class Ingest:
         raise.
         """
         source = await asyncio.to_thread(RefSource, buckets)
-        begin, meant = source.announced(version, kv_scales)
-        await self._shielded.run(self._begin(begin, source))
-        return await self.commit(version, request.model_copy(update={"upload_digest": meant}))
+        begin, meant = source.announced(version, kv_scales, label, uploader)
+        plan = await self._shielded.run(self._begin(begin, source))
+        return await self.commit(plan.version, request.model_copy(update={"upload_digest": meant}))
 
-    async def push_folder(self, path: Path, request: CommitUpload, number: int | None = None) -> WeightStatus:
+    async def push_folder(
+        self, path: Path, request: CommitUpload, number: int | None = None, label: str | None = None
+    ) -> WeightStatus:
         """Make what lies in a folder the next version; see ``Uploads.begin_folder``. When it returns, all is read.
 
         The same folder again joins what is under way, or is answered at once. Raises what ``begin_folder`` and
         ``commit`` raise.
         """
-        version = await self._shielded.run(self._begin_folder(path, number))
+        version = await self._shielded.run(self._begin_folder(path, number, label))
         return await self.commit(version, request)
 
-    async def _begin_folder(self, path: Path, number: int | None) -> int:
+    async def _begin_folder(self, path: Path, number: int | None, label: str | None) -> int:
         async with self._writing:
             self._fleet.require_followed()
-            return await self._uploads.begin_folder(path, number)
+            return await self._uploads.begin_folder(path, number, label)
 
     async def begin_broadcast(self) -> UploadSession:
         """Lay out the next version for what a trainer broadcasts. Raises InsufficientStorage, LogCorrupt."""
@@ -220,8 +232,8 @@ class Ingest:
     async def commit_broadcast(self, staged: UploadSession, label: str | None) -> WeightStatus:
         """Commit a broadcast that has come as a whole, and wait until every live replica serves it.
 
-        ``label``: names the version, if it is an integer above the newest one; it is the next one otherwise. Raises as
-        ``commit`` does.
+        ``label``: the version's number, if it is an integer above the newest one; the number is the next one otherwise,
+        and any other name that has the form of a label is its label. Raises as ``commit`` does.
         """
         version = await self._shielded.run(self._number_broadcast(staged, label))
         staged.all_came()
@@ -250,6 +262,22 @@ class Ingest:
             await self.wait_live(version, request.timeout_s)
         return await self.status(version)
 
+    async def roll_back(self, request: RollBack) -> WeightStatus:
+        """Make a kept version the newest again, under a new number. If the newest has these weights, that one is
+        answered: the same call again changes nothing.
+
+        Raises NotFound, with the kept versions, for one that is not on disk; LogCorrupt, InsufficientStorage,
+        RolloutServiceError, or CommitTimeout.
+        """
+        version = await self._shielded.run(self._roll_back(request))
+        if request.wait == "all":
+            await self.wait_live(version, request.timeout_s)
+        return await self.status(version)
+
+    async def version_of(self, label: str) -> int:
+        """The newest version that has a label. Raises NotFound, with the newest labels."""
+        return self._labels.number_of(label)
+
     async def wait_live(self, version: int, timeout_s: float) -> None:
         """Return once every live replica serves ``version`` or newer. Raises CommitTimeout with their table.
 
@@ -272,6 +300,8 @@ class Ingest:
         summary = await self._summary(version)
         return WeightStatus(
             version=version,
+            label=summary.label,
+            rollback_of=summary.rollback_of,
             state="live" if self._fleet.table.all_serve(version, summary.log_digest) else "committed",
             digest=summary.digest,
             total_bytes=summary.total_bytes,
@@ -384,22 +414,61 @@ class Ingest:
             self._uploads.require_newer(version)
             staged = self._uploads.staged(version)
             tensors = await staged.finish(request.upload_digest)
-            bare = Manifest(version=version, fingerprint=self._model.fingerprint, recipe=self._recipe, tensors=tensors)
+            bare = Manifest(
+                version=version,
+                fingerprint=self._model.fingerprint,
+                recipe=self._recipe,
+                tensors=tensors,
+                label=staged.begin.label,
+            )
             manifest = self._kv_scales.added_to(bare, staged.begin.kv_scales)
             await self._append(manifest, staged.complete_record(), request.mode)
             await self._uploads.committed_now(version, manifest.digest)
             await self._remove_old()
 
-    async def _append(self, manifest: Manifest, record: UploadRecord, mode: PauseMode) -> None:
+    @counted_commit
+    async def _roll_back(self, request: RollBack) -> int:
+        """Returns the version that has these weights now."""
+        async with self._writing:
+            self._fleet.require_followed()
+            to = self._labels.number_of(request.to)
+            require_kept(self._log, to, self._labels)
+            found = await asyncio.to_thread(self._log.manifest, to)
+            source = await asyncio.to_thread(self._kv_scales.with_published, found)
+            newest = self._log.versions()[-1]
+            if source.digest == (await self._summary(newest)).digest:
+                return newest
+            record = await self._uploads.committed(to)
+            try:
+                manifest = await asyncio.to_thread(stage_again, self._log, source, self._uploads.free_number())
+            except OSError as error:
+                raise RolloutServiceError(f"version {to} cannot be made the newest again: {error}") from error
+            version = manifest.version
+            if record is not None:
+                record = record.model_copy(update={"begin": record.begin.numbered(version)})
+            try:
+                await self._append(manifest, record, request.mode)
+            except RolloutServiceError:
+                await asyncio.to_thread(remove_tree, self._log.staging(version))
+                raise
+            logger.info("version %d is version %d again", version, to)
+            if self._unquantized is not None:
+                await asyncio.to_thread(self._unquantized.roll_back, to, version, manifest.digest)
+            await self._uploads.overtaken_by(version)
+            await self._remove_old()
+            return version
+
+    async def _append(self, manifest: Manifest, record: UploadRecord | None, mode: PauseMode) -> None:
         try:
             head = await asyncio.to_thread(self._log.commit, manifest, mode, record)
         except OSError as error:
             if error.errno in DISK_FULL:
-                what = f"the manifest of version {manifest.version}, which is staged still,"
+                what = f"the manifest of version {manifest.version}, which is not committed,"
                 raise no_room(what, self._log.root, 2 * len(manifest.model_dump_json(indent=1))) from error
             raise RolloutServiceError(
-                f"version {manifest.version} was not committed: {error}; it is staged still: commit it again"
+                f"version {manifest.version} was not committed: {error}: commit it again"
             ) from error
+        await asyncio.to_thread(self._labels.note, manifest.version, manifest.label)
         self._kv_scales.committed(manifest)
         self._summaries.pop(head.version, None)
         if not manifest.awaits_kv_scales:
@@ -437,9 +506,11 @@ class Ingest:
                 wanted = int(label) if _INTEGER.fullmatch(label) else -1
                 if head.version < wanted <= MAX_VERSION:
                     await self._uploads.renumber(staged, wanted)
+                elif is_label(label):
+                    await self._uploads.label(staged, label)
                 else:
                     logger.info(
-                        "the weight version %r is no integer above %d: it is version %d here",
+                        "the weight version %r is neither an integer above %d nor a label: it is version %d here",
                         label, head.version, staged.begin.version,
                     )  # fmt: skip
             return staged.begin.version

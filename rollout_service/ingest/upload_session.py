@@ -243,6 +243,20 @@ class UploadSession:
         self.begin, self.record, self._folders = begin, record, folders
         self._conversion.renumber(version)
 
+    def taken_over(self, uploader: str) -> None:
+        """Another push of the same tensors goes on with this one: its parts count from now on. Raises OSError."""
+        self._rename({"uploader": uploader})
+
+    def labelled(self, label: str) -> None:
+        """Have its trainer's name. Raises OSError."""
+        self._rename({"label": label})
+
+    def _rename(self, changes: dict[str, object]) -> None:
+        begin = self.begin.model_copy(update=changes)
+        record = self.record.model_copy(update={"begin": begin})
+        write_record(self._folders[1], record)
+        self.begin, self.record = begin, record
+
     def _convert(self, names: list[str], replaced: Path | None = None) -> None:
         self._conversion.begin_replaceable(
             names, self._parts.files.read, self._parts.converted, None if replaced is None else replaced.unlink
@@ -289,6 +303,7 @@ class UploadSession:
         failure = self.failure
         return WeightStatus(
             version=self.begin.version,
+            label=self.begin.label,
             state="staged",
             total_bytes=self.begin.nbytes,
             missing_parts=tuple(sorted(self.missing)),

@@ -25,8 +25,9 @@ from rollout_service.ingest.upload_session import UploadSession, parts_folder
 from rollout_service.model.convert import Converter
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import ServedModel
-from rollout_service.protocol.base import MAX_VERSION
+from rollout_service.protocol.base import MAX_VERSION, NEXT
 from rollout_service.protocol.upload import (
+    Announcement,
     BeginUpload,
     BroadcastSource,
     ObjectSource,
@@ -36,6 +37,7 @@ from rollout_service.protocol.upload import (
 )
 from rollout_service.store.direct_io import BufferPool
 from rollout_service.store.durable_io import remove_tree
+from rollout_service.store.labels import VersionLabels
 from rollout_service.store.log import WeightLog
 from rollout_service.store.unquantized import UnquantizedLog
 from rollout_service.store.upload_record import UploadRecord, read_record, source_stamp
@@ -61,9 +63,14 @@ class Uploads:
         plan: QuantPlan,
         converter: Converter,
         unquantized: UnquantizedLog | None = None,
+        labels: VersionLabels | None = None,
     ) -> None:
-        """``unquantized``: None if no shadow will ask for versions as they came."""
-        self._unquantized = unquantized
+        """
+        Args:
+            unquantized: None if no shadow will ask for versions as they came.
+            labels: of the log, for messages.
+        """
+        self._unquantized, self._labels = unquantized, labels or VersionLabels(log)
         self._config, self._log, self._model, self._plan, self._converter = config, log, model, plan, converter
         self._executor = ThreadPoolExecutor(io_threads(), thread_name_prefix="quantize")
         self._part_memory = BufferPool(_PART_MEMORY_BYTES)
@@ -107,18 +114,70 @@ class Uploads:
             self._committed = {version: record, **dict(list(self._committed.items())[:3])}
         return self._committed[version]
 
-    async def begin(self, begin: BeginUpload, objects: WeightSource | None = None) -> UploadPlan:
+    async def begin(self, announced: Announcement, objects: WeightSource | None = None) -> UploadPlan:
         """Start or resume an upload; the plan of a staged or committed one if it is the same.
+
+        The version ``next`` is given a number: see ``protocol/upload.py``.
 
         ``objects``: what a trainer has put into Ray's object store, of which ``begin`` has the digest.
 
         Raises VersionConflict, InvalidManifest, InsufficientStorage, Forbidden or NotFound.
         """
+        begin = await self._numbered(announced)
         if objects is not None:
-            return await self._begin(begin, lambda: self.stage(begin, objects))
-        return await self._begin(begin, lambda: self._stage_announced(begin))
+            plan = await self._begin(begin, lambda: self.stage(begin, objects))
+        else:
+            plan = await self._begin(begin, lambda: self._stage_announced(begin))
+        return plan.model_copy(update={"replaces": announced.version == NEXT and plan.state == "staged"})
 
-    async def begin_folder(self, path: Path, number: int | None = None) -> int:
+    async def _numbered(self, announced: Announcement) -> BeginUpload:
+        """With the number that it names, or that this push was given before, or the next one."""
+        if announced.version != NEXT:
+            return announced.numbered(announced.version)
+        for version, staged in self._staged.items():
+            if announced.uploader and announced.uploader == staged.begin.uploader:
+                return announced.numbered(version)
+        for version, staged in self._staged.items():
+            if announced.label is not None and announced.label == staged.begin.label:
+                begin = announced.numbered(version)
+                await self._give_way(staged, begin)
+                return begin
+        return announced.numbered(self._next_number())
+
+    async def _give_way(self, staged: UploadSession, begin: BeginUpload) -> None:
+        """An upload that was not finished is begun by another trainer, or by the same one after a restart: it goes on
+        with the parts that are there, if they are of the same tensors."""
+        if staged.failure is None and begin.source is None and staged.begin.describes_what(begin):
+            try:
+                await asyncio.to_thread(staged.taken_over, begin.uploader)
+            except OSError as error:
+                raise RolloutServiceError(f"version {begin.version} cannot be begun again: {error}") from error
+        else:
+            await self.discard(begin.version)
+
+    def _next_number(self) -> int:
+        """The first above all that are committed or staged. Raises VersionConflict if there is none."""
+        head = self._log.head()
+        taken = [version for version, staged in self._staged.items() if staged.failure is None]
+        number = max([-1 if head is None else head.version, *taken]) + 1
+        if number > MAX_VERSION:
+            raise VersionConflict(
+                f"version {MAX_VERSION} is the last that there can be: name another weights.root, which begins anew",
+                {"version": number},
+            )
+        return number
+
+    def free_number(self) -> int:
+        """The first above the newest version that nobody stages: for a version that is committed at once."""
+        head = self._log.head()
+        number = 0 if head is None else head.version + 1
+        while number in self._staged:
+            number += 1
+        if number > MAX_VERSION:
+            raise VersionConflict(f"version {MAX_VERSION} is the last that there can be", {"version": number})
+        return number
+
+    async def begin_folder(self, path: Path, number: int | None = None, label: str | None = None) -> int:
         """Stage what lies in a folder as the next version, unless that is staged or is the newest version already.
 
         Whether it is, its path says, with links followed, and names, sizes and times of its files, of which the log
@@ -127,7 +186,7 @@ class Uploads:
 
         ``number``: what the trainer calls it. It is taken if it is newer than the newest version and free; a number
         that is not, as after a trainer has gone back to an earlier checkpoint, says nothing of what is in the folder,
-        and the version then has the next number after all that are committed or staged.
+        and the version then has the next number after all that are committed or staged. ``label``: another name of it.
 
         Returns the version. Raises Forbidden, NotFound, InvalidRequest, InvalidManifest, InsufficientStorage or
         VersionConflict.
@@ -148,10 +207,8 @@ class Uploads:
             return newest
         taken = [version for version, staged in self._staged.items() if staged.failure is None]
         if number is None or number <= newest or number in taken:
-            number = max(newest, *taken) + 1 if taken else newest + 1
-        if number > MAX_VERSION:
-            raise VersionConflict(f"version {newest} is the last that there can be, and {folder} would be the next one")
-        await self.stage(BeginUpload(version=number, source=same), source)
+            number = self._next_number()
+        await self.stage(BeginUpload(version=number, source=same, label=label), source)
         return number
 
     async def _begin(self, begin: BeginUpload, stage: Callable[[], Awaitable[UploadSession]]) -> UploadPlan:
@@ -172,9 +229,7 @@ class Uploads:
 
         Its table is not known yet: whoever converts tensors checks it. Raises InsufficientStorage.
         """
-        head = self._log.head()
-        version = max([-1 if head is None else head.version, *self._staged]) + 1
-        begin = BeginUpload(version=version, source=BroadcastSource(transfer=uuid.uuid4().hex))
+        begin = BeginUpload(version=self._next_number(), source=BroadcastSource(transfer=uuid.uuid4().hex))
         return await self.stage(begin, None)
 
     async def renumber(self, staged: UploadSession, version: int) -> None:
@@ -196,6 +251,13 @@ class Uploads:
         except OSError as error:
             raise RolloutServiceError(f"version {before} cannot be made version {version}: {error}") from error
         self._staged[version] = self._staged.pop(before)
+
+    async def label(self, staged: UploadSession, label: str) -> None:
+        """Give a staged version its trainer's name. Raises RolloutServiceError if the disk does not take it."""
+        try:
+            await asyncio.to_thread(staged.labelled, label)
+        except OSError as error:
+            raise RolloutServiceError(f"version {staged.begin.version} cannot be labelled: {error}") from error
 
     async def stage(self, begin: BeginUpload, source: WeightSource | None) -> UploadSession:
         """Lay a version out and expect its parts, or convert the tensors of ``source``, in place of what failed.
@@ -231,8 +293,13 @@ class Uploads:
         staged = self._staged.pop(version)
         await asyncio.to_thread(staged.committed, digest)
         self._part_memory.trim()
+        await self.overtaken_by(version)
+
+    async def overtaken_by(self, version: int) -> None:
+        """A version has been committed: drop what is staged under a lower number."""
         for older in [v for v in self._staged if v < version]:
-            self._note_dropped(older, f"version {version} is committed, and versions only grow")
+            why = f"version {version} is committed, and versions only grow: push it again as version {NEXT!r}"
+            self._note_dropped(older, why)
             await self._staged.pop(older).discard()
 
     async def recover(self) -> None:
@@ -275,10 +342,19 @@ class Uploads:
         """Raises VersionConflict for a version that is not newer than the newest committed one."""
         head = self._log.head()
         if head is not None and version <= head.version:
+            kept = self._log.versions()
             raise VersionConflict(
                 f"version {version} is not newer than the newest committed version {head.version} "
-                f"(digest {head.digest}): versions only grow",
-                {"version": version, "latest_version": head.version, "latest_digest": head.digest},
+                f"(digest {head.digest}), and versions only grow. A trainer that has gone back pushes the version "
+                f"{NEXT!r}, with a label of its own such as 'run/step-{version}'; client.rollback(to=…), POST "
+                "/v1/weights/rollback or `rollout-service log rollback` make a kept version the newest again, of "
+                f"{self._labels.spelled(kept)}",
+                {
+                    "version": version,
+                    "latest_version": head.version,
+                    "latest_digest": head.digest,
+                    "kept_versions": kept,
+                },
             )
 
     async def _stage_announced(self, begin: BeginUpload) -> UploadSession:
@@ -342,6 +418,12 @@ class Uploads:
 
     def _require_same(self, known: UploadRecord, begin: BeginUpload, state: str) -> None:
         """Raises VersionConflict if ``begin`` announces something else than is staged or committed."""
+        if begin.label is not None and begin.label != known.begin.label:
+            raise VersionConflict(
+                f"version {begin.version} is {state} with {_spelled(known.begin.label)}, and {_spelled(begin.label)} "
+                f"now: leave the label out, or push version {NEXT!r}",
+                {"version": begin.version, "labels": [known.begin.label, begin.label]},
+            )
         mine, theirs = _announced_digest(known.begin), _announced_digest(begin)
         if known.begin.describes_what(begin) and isinstance(begin.source, PathSource):
             mine, theirs = known.source_stamp, source_stamp(self._folder_of(begin.source))
@@ -377,6 +459,10 @@ def _announced_digest(begin: BeginUpload) -> str:
         return with_kv_scales(begin.source.digest, begin.kv_scales)
     text = begin.model_dump_json(include={"tensors", "source"})
     return with_kv_scales(xxhash.xxh3_128_hexdigest(text.encode()), begin.kv_scales)
+
+
+def _spelled(label: str | None) -> str:
+    return "no label" if label is None else f"the label {label!r}"
 
 
 def _difference(known: BeginUpload, begin: BeginUpload) -> str:

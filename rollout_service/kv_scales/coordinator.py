@@ -199,11 +199,7 @@ class VersionScales:
 
     def with_published(self, manifest: Manifest) -> Manifest:
         """A committed version with the scales that it awaited, if they are published. Raises LogCorrupt."""
-        result = self.published(manifest.version) if manifest.awaits_kv_scales else None
-        if result is None:
-            return manifest
-        came_from = "unit" if result.scales is None else "calibrate"
-        return manifest.model_copy(update={"kv_scales": result.scales, "kv_scales_from": came_from})
+        return with_result(manifest, self.published(manifest.version) if manifest.awaits_kv_scales else None)
 
     def _result(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> KVScaleResult:
         before = KVScaleResult(
@@ -353,6 +349,14 @@ def read_result(folder: Path) -> KVScaleResult | None:
         return KVScaleResult.model_validate({name: value for name, value in fields.items() if name not in _OF_BEFORE})
     except ValidationError as error:
         raise LogCorrupt(f"{folder / KV_SCALES_FILE} does not parse: {error}") from error
+
+
+def with_result(manifest: Manifest, result: KVScaleResult | None) -> Manifest:
+    """A committed version with what was measured of it, if it awaited that; None: nothing was yet."""
+    if result is None or not manifest.awaits_kv_scales:
+        return manifest
+    came_from = "unit" if result.scales is None else "calibrate"
+    return manifest.model_copy(update={"kv_scales": result.scales, "kv_scales_from": came_from})
 
 
 def drift(before: Mapping[str, float] | None, now: Mapping[str, float] | None) -> float | None:

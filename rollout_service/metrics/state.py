@@ -1,7 +1,9 @@
 """What the ingest tells of the whole when it is asked for metrics."""
 
 import asyncio
+import os
 import shutil
+import stat
 import time
 from pathlib import Path
 
@@ -73,19 +75,21 @@ class FleetHistory:
         found = {}
         for version in versions:
             if version not in self._committed_at:
-                stat = _stat(self._log.folder(version) / MANIFEST_FILE)
-                found.update({} if stat is None else {version: stat[0]})
+                written = _stat(self._log.folder(version) / MANIFEST_FILE)
+                found.update({} if written is None else {version: written.st_mtime})
         return found
 
 
 def _folder_bytes(folder: Path) -> int:
-    return sum(stat[1] for path in folder.rglob("*") if (stat := _stat(path)) is not None)
+    """Of all files, each once: a version that was rolled back to shares its files with its successor."""
+    found = (file for path in folder.rglob("*") if (file := _stat(path)) is not None)
+    return sum({(file.st_dev, file.st_ino): file.st_size for file in found}.values())
 
 
-def _stat(path: Path) -> tuple[float, int] | None:
-    """Time of the last change and bytes of a file; None if it is gone, or no file."""
+def _stat(path: Path) -> os.stat_result | None:
+    """None if it is gone, or no file."""
     try:
         found = path.stat()
     except FileNotFoundError:
         return None
-    return (found.st_mtime, found.st_size) if path.is_file() else None
+    return found if stat.S_ISREG(found.st_mode) else None

@@ -72,6 +72,8 @@ class ReplicaStatus(Frozen):
     """Grows with each report of a replica, so that one overtaken on its way is not taken for news."""
     version: int | None
     """The version it serves; None until it has loaded its first, and while it is asleep."""
+    label: str | None = None
+    """Of that version."""
     digest: str | None = None
     """What the log said of that version when it was loaded: a log that is restored from a backup may give its number to
     other weights."""
@@ -124,6 +126,7 @@ class Fleet(Frozen):
     """The table of live replicas beside the newest committed version."""
 
     latest_version: int
+    latest_label: str | None = None
     paused: bool
     asleep: bool = False
     """The engines were asked to give their memory back: ``POST /sleep``."""

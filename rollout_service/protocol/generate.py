@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, FiniteFloat, StrictInt, model_validator
 
 from rollout_service.errors import InvalidRequest
-from rollout_service.protocol.base import Frozen, WeightVersion
+from rollout_service.protocol.base import Frozen, KnownVersion
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, OnAbort, Span
 from rollout_service.protocol.sampling import Sampling, refuse_many_unknown, without_idle_nulls
 
@@ -19,8 +19,9 @@ class RolloutOptions(Frozen):
 
     request_id: str | None = Field(default=None, min_length=1, max_length=256)
     """The rollout's name in logs."""
-    min_weight_version: WeightVersion | None = None
-    """Only weights at least this new may answer; they are waited for ``engine.version_wait_s``, then 425."""
+    min_weight_version: KnownVersion | None = None
+    """Only weights committed with this version, given by number or label, or later may answer; they are waited for
+    ``engine.version_wait_s``, then 425. A label that no version has yet is 404."""
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
     """Requests of one session go to one replica while it lives. Or as header ``X-Session-Id``."""
     priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)

@@ -23,6 +23,8 @@ class Span(Frozen):
     end: int
     replica_id: str | None = None
     """The replica that sampled them; None: the rollout's."""
+    label: str | None = None
+    """What the trainer calls that version, if it was pushed with a label."""
 
     @model_validator(mode="after")
     def _not_empty(self) -> "Span":

@@ -9,10 +9,11 @@ cut into parts of ``part_bytes``; the last part is what is left. Part ``i`` ther
 ``[i * part_bytes, (i + 1) * part_bytes)`` of the stream, and either side can work that out from the tensor table.
 
     GET  /v1/weights/recipe                              -> TrainerRecipe
-    POST /v1/weights                        BeginUpload  -> UploadPlan
+    POST /v1/weights                        Announcement -> UploadPlan
     PUT  /v1/weights/{version}/parts/{i}    raw bytes, header X-Part-Digest: xxh3-128 in hex -> PartReceipt
     GET  /v1/weights/{version}/listener?nonce=…                                              -> ListenerProof
     POST /v1/weights/{version}/commit       CommitUpload -> WeightStatus
+    POST /v1/weights/rollback               RollBack     -> WeightStatus
 
 Parts go to the service's own address, with the bearer token, or to ``UploadPlan.upload_url`` with the header
 X-Upload-Key and no token, once that address has proved itself (the last of these routes, which only it has).
@@ -22,6 +23,13 @@ that a client sends what is missing and can tell whether the rest is what it wou
 bytes gets 409 with both digests. When two clients upload the same version at once, the one that began first (by its
 ``X-Uploader``) has its way until the other has committed, and ``CommitUpload.upload_digest`` keeps either from
 committing a mixture.
+
+A version has a number, which only grows, and may have a label, the trainer's own name of it. A trainer whose count goes
+back, as when it resumes from an older checkpoint, announces the version ``next``: the ingest gives it the first number
+above all that are committed or staged, and ``UploadPlan.version`` says which. Announced again by the same ``uploader``
+it has the same number. Under the same label another uploader, such as a trainer that was restarted, takes the place of
+one that has not committed: it goes on with the parts that are there, and may replace them. What nobody goes on with is
+dropped by the next commit, or after ``weights.staged_ttl_s``.
 """
 
 import functools
@@ -31,12 +39,12 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import xxhash
 from pydantic import Field, model_validator
 
-from rollout_service.protocol.base import Frozen, WeightVersion
+from rollout_service.protocol.base import NEXT, Frozen, KnownVersion, NewVersion, VersionLabel, WeightVersion
 from rollout_service.protocol.experts import ExpertNaming
 from rollout_service.protocol.fleet import PauseMode
 
@@ -101,28 +109,43 @@ class BroadcastSource(Frozen):
     """A name that no other update has: what was broadcast cannot be read again."""
 
 
-class BeginUpload(Frozen):
+class Announcement(Frozen):
     """Body of ``POST /v1/weights``: either a tensor table to be followed by parts, or a source."""
 
-    version: WeightVersion
+    version: NewVersion
+    """``next``: the ingest gives it a number."""
     tensors: tuple[UploadTensor, ...] = ()
     source: PathSource | ObjectSource | BroadcastSource | None = None
     kv_scales: dict[str, float] | None = None
     """Scales of the FP8 KV cache that go with these weights, as ``KVScales.named()`` gives them: all of q, k and v of
     every attention layer. None: the service's ``kv_cache.scales_policy`` says which."""
-    uploader: str = ""
+    uploader: str = Field(default="", max_length=256)
     """A name that no other push has; empty: none."""
+    label: VersionLabel | None = None
 
     @model_validator(mode="after")
-    def _tensors_or_source(self) -> "BeginUpload":
+    def _tensors_or_source(self) -> Self:
         if bool(self.tensors) == (self.source is not None):
             raise ValueError("give either tensors (then upload their parts) or source, not both and not neither")
+        if self.version == NEXT and not self.uploader and self.label is None:
+            raise ValueError("version next needs an uploader or a label, by which the same push is known again")
         return self
 
     @functools.cached_property
     def nbytes(self) -> int:
         """Length of the whole stream. Asked for at each part, and a version of 37 000 tensors may have 500."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    def numbered(self, version: int) -> "BeginUpload":
+        """The same, as that version."""
+        fields = {name: getattr(self, name) for name in Announcement.model_fields}
+        return BeginUpload.model_validate({**fields, "version": version})
+
+
+class BeginUpload(Announcement):
+    """An announcement whose version has its number."""
+
+    version: WeightVersion
 
     def describes_what(self, other: "BeginUpload") -> bool:
         """Whether the same stream or source is announced, with the same KV scales, whoever announces it."""
@@ -140,6 +163,8 @@ class UploadPlan(Frozen):
     missing_parts: tuple[int, ...]
     digests: dict[int, str] = Field(default_factory=dict)
     """xxh3-128 in hex of each part that the ingest has."""
+    replaces: bool = False
+    """Whether the caller may send other parts than those: it has taken the place of an earlier push of its label."""
     upload_url: str | None = None
     """Address that takes the parts directly, with one hop less than the service's own; None: there is none that the
     caller is known to reach."""
@@ -163,8 +188,8 @@ class PartReceipt(Frozen):
     digest: str
 
 
-class CommitUpload(Frozen):
-    """Body of ``POST /v1/weights/{version}/commit``."""
+class HowToLoad(Frozen):
+    """How replicas come to serve a version, and whether its caller waits for that."""
 
     mode: PauseMode = "keep"
     """What happens to running rollouts: ``keep`` recomputes their KV cache and goes on with the new weights, ``wait``
@@ -173,6 +198,18 @@ class CommitUpload(Frozen):
     """``all``: answer when every live replica serves this version."""
     timeout_s: float = Field(default=600.0, gt=0)
     """How long ``wait="all"`` waits before 504."""
+
+
+class RollBack(HowToLoad):
+    """Body of ``POST /v1/weights/rollback``."""
+
+    to: KnownVersion
+    """A version that is still on disk."""
+
+
+class CommitUpload(HowToLoad):
+    """Body of ``POST /v1/weights/{version}/commit``."""
+
     upload_digest: str | None = None
     """``upload_digest`` of the parts that the caller means, ``with_kv_scales``; 409 if the ingest has others. None:
     whatever is there."""

@@ -12,6 +12,8 @@ class Head(Frozen):
     digest: str
     mode: PauseMode = "keep"
     """How replicas close for this version."""
+    label: str | None = None
+    """What its trainer calls it."""
 
 
 class Control(Frozen):
@@ -69,3 +71,5 @@ class DesiredState(Frozen):
     """Of that version: the same number may come to mean other weights, if the log is restored from a backup."""
     origin: Origin | None = None
     """Of the log that the version is in."""
+    label: str | None = None
+    """Of that version."""

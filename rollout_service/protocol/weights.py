@@ -22,6 +22,10 @@ class WeightStatus(Frozen):
     """State of one weight version, from upload to live."""
 
     version: int
+    label: str | None = None
+    """What its trainer calls it."""
+    rollback_of: int | None = None
+    """The version whose weights these are again; None: they were pushed."""
     state: VersionState
     """``live``: every live replica serves this version or a newer one."""
     digest: str | None = None

@@ -1,6 +1,6 @@
 """The log of weight versions: the truth that every replica follows.
 
-    <root>/LATEST                      {"version", "digest", "mode"}, replaced by atomic rename
+    <root>/LATEST                      {"version", "digest", "mode", "label"}, replaced by atomic rename
     <root>/<version>/manifest.json     beside the safetensors files it lists; immutable
     <root>/<version>/upload.json       digests of the parts it came in
     <root>/<version>/kv_scales.json    KV scales, if the service measures them; written after the commit, once
@@ -9,6 +9,7 @@
     <root>/kv_scales.json              what was measured last: its version may have been dropped since
     <root>/KV_CACHE                    {"dtype", "why", "judged_by"}: of the KV cache, once it was measured
     <root>/FLEET                       {"replicas"}: who was live, for an ingest that starts anew
+    <root>/LABELS                      {"through", "labels"}: which version each label means, those of dropped ones too
     <root>/ORIGIN                      {"log", "writer"}: who reads what the ingest names here shares its log
     <root>/copies/<log>/               on a node that does not: a log of the versions that it has fetched
     <root>/LOCK                        held by the one process that writes
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import xxhash
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from rollout_service.errors import LogCorrupt, NotFound
 from rollout_service.protocol.base import Frozen
@@ -47,6 +48,14 @@ class KnownFleet(Frozen):
     """What FLEET says."""
 
     replicas: frozenset[str] = frozenset()
+
+
+class KnownLabels(Frozen):
+    """What LABELS says; see ``store/labels.py``."""
+
+    through: int = -1
+    """The last version that was noted; of newer ones, only their manifests say."""
+    labels: dict[str, int] = Field(default_factory=dict)
 
 
 _Model = TypeVar("_Model", bound=Frozen)
@@ -97,6 +106,14 @@ class WeightLog:
         origin = Origin(log=known.log if known else uuid.uuid4().hex, writer=uuid.uuid4().hex)
         self._replace("ORIGIN", origin)
         return origin
+
+    def labels(self) -> KnownLabels:
+        """Which version each label means, as far as it was noted. Raises LogCorrupt."""
+        return self._read("LABELS", KnownLabels) or KnownLabels()
+
+    def set_labels(self, labels: KnownLabels) -> None:
+        """Note them, durably."""
+        self._replace("LABELS", labels)
 
     def set_fleet(self, replicas: frozenset[str]) -> None:
         """Note who is live, durably: an ingest that starts waits for them before it says what all serve."""
@@ -159,7 +176,7 @@ class WeightLog:
         sync_folder(staged)
         self.remove_uncommitted()
         os.rename(staged, folder)
-        head = Head(version=manifest.version, digest=manifest.digest, mode=mode)
+        head = Head(version=manifest.version, digest=manifest.digest, mode=mode, label=manifest.label)
         try:
             sync_folder(self.root)
             unconfirmed = self._replace("LATEST", head)
@@ -220,7 +237,8 @@ class WeightLog:
         if not left:
             (self.root / "LATEST").unlink()
         elif head is not None and head.version == version:
-            self._replace("LATEST", Head(version=left[-1], digest=read_manifest(self.folder(left[-1])).digest))
+            manifest = read_manifest(self.folder(left[-1]))
+            self._replace("LATEST", Head(version=left[-1], digest=manifest.digest, label=manifest.label))
         self.remove_uncommitted()
 
     def verify(

@@ -109,6 +109,10 @@ class Manifest(Frozen):
     version before. ``unit``: it came without, and has none."""
     delta_of: int | None = None
     """The version this one is a delta of; None: complete by itself."""
+    label: str | None = None
+    """What the trainer calls it; not part of ``digest``, nor is the next."""
+    rollback_of: int | None = None
+    """The version whose files these are again."""
 
     @property
     def awaits_kv_scales(self) -> bool:

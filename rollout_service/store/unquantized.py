@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from rollout_service.errors import LogCorrupt
+from rollout_service.errors import LogCorrupt, RolloutServiceError
 from rollout_service.model.convert import Converter, Named, tensor_bytes
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import TrainerRecipe, UploadTensor
@@ -19,6 +19,7 @@ from rollout_service.quant.blockwise import CODES
 from rollout_service.store.durable_io import read_sealed, write_sealed
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest, Recipe
+from rollout_service.store.rollback import stage_again
 from rollout_service.store.writer import VersionWriter
 
 logger = logging.getLogger(__name__)
@@ -140,6 +141,22 @@ class UnquantizedLog:
         if version not in quantized.versions():  # dropped since: no rollout can be of it
             return True
         return read_sealed(self._log.folder(version) / _TWIN_FILE) == quantized.manifest(version).digest
+
+    def roll_back(self, source: int, version: int, digest: str) -> None:
+        """A kept version was committed again under that number and digest: its copy too, if it is here still."""
+        try:
+            if source not in self._log.versions():
+                logger.warning(
+                    "version %d is %d again, which is not kept unquantized any more: it has no shadow", version, source
+                )
+                return
+            manifest = stage_again(self._log, self._log.manifest(source), version)
+            write_sealed(self._log.staging(version) / _TWIN_FILE, digest)
+            self._log.commit(manifest, "wait")
+            for older in self._log.versions()[:-_KEPT]:
+                self._log.drop(older)
+        except (RolloutServiceError, OSError) as error:
+            logger.warning("version %d is not kept unquantized, and has no shadow: %s", version, error)
 
     def begin(self, version: int, table: Iterable[UploadTensor]) -> UnquantizedCopy | None:
         """A copy of a version that comes in these tensors; None if there is nothing to copy, or no room."""

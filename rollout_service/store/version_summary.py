@@ -17,11 +17,21 @@ class VersionSummary(NamedTuple):
     kv_scales_from: KVScalesFrom
     kv_scales: dict[str, float] | None
     """As in the manifest, or as they were published since."""
+    label: str | None
+    rollback_of: int | None
 
     @classmethod
     def of(cls, manifest: Manifest, digest: str, log_digest: str) -> "VersionSummary":
         """``digest``: the manifest's, which takes a while to compute."""
-        return cls(digest, log_digest, manifest.total_bytes, manifest.kv_scales_from, manifest.kv_scales)
+        return cls(
+            digest,
+            log_digest,
+            manifest.total_bytes,
+            manifest.kv_scales_from,
+            manifest.kv_scales,
+            manifest.label,
+            manifest.rollback_of,
+        )
 
 
 def unconfirmed(error: OSError | None) -> Failure | None:

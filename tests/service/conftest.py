@@ -37,6 +37,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Iterator
             "source_roots": [sources],
             "poll_s": 1.0,
             "dead_after_s": 5.0,
+            "keep_versions": 4,
         },
         "monitor": {"min_tokens": 50},
         "auth": {"token_file": token},

@@ -104,6 +104,7 @@ class RolloutServiceCheckpointEngine(CheckpointEngine):
                 version,
                 iterator if table is not None else described(iterator, learnt),
                 tensor_table=table,
+                label=None if global_steps is None else f"global_step_{global_steps}",
                 quantize=self._settings.quantize,
                 timeout_s=self._settings.timeout_s,
             )

@@ -1,6 +1,6 @@
 """New weights by SGLang's routes: from a folder; its NCCL and in-memory routes are refused by name."""
 
-from typing import Literal
+from typing import Literal, TypedDict
 
 from fastapi import APIRouter
 
@@ -8,7 +8,7 @@ from rollout_service.errors import CommitTimeout, InvalidRequest, MalformedReque
 from rollout_service.gateway.dependencies import Here
 from rollout_service.gateway.folder_updates import FolderPath, update_from_folder
 from rollout_service.gateway.sglang.replies import ControlRoute, Success
-from rollout_service.protocol.base import MAX_VERSION, Frozen
+from rollout_service.protocol.base import MAX_VERSION, Frozen, is_label
 from rollout_service.web.errors import documented
 
 router = APIRouter(tags=["sglang"], route_class=ControlRoute)
@@ -20,7 +20,8 @@ class UpdateWeightsFromDisk(Frozen):
     model_path: FolderPath
     """A Hugging Face folder of safetensors below ``weights.source_roots``."""
     weight_version: str | None = None
-    """A decimal number. It becomes the version's if it is newer than the newest; None: the folder's name may tell."""
+    """A decimal number, which becomes the version's if it is newer than the newest, or a label. None: the folder's name
+    may tell."""
     load_format: Literal["auto", "safetensors"] | None = None
     abort_all_requests: bool = False
     """Return what runs as it is. Otherwise it goes on with the new weights."""
@@ -50,7 +51,7 @@ async def update_weights_from_disk(body: UpdateWeightsFromDisk, services: Here) 
     status = await update_from_folder(
         services,
         body.model_path,
-        number=None if body.weight_version is None else _number(body.weight_version),
+        **_named(body.weight_version),
         mode="abort" if body.abort_all_requests else "keep",
     )
     return UpdatedFromDisk(
@@ -60,10 +61,22 @@ async def update_weights_from_disk(body: UpdateWeightsFromDisk, services: Here) 
     )
 
 
-def _number(weight_version: str) -> int:
-    if not (weight_version.isdecimal() and weight_version.isascii() and len(weight_version) <= len(str(MAX_VERSION))):
-        raise InvalidRequest(f"weight_version {weight_version[:64]!r} is no decimal number, which versions are here")
-    return int(weight_version)
+class _Named(TypedDict, total=False):
+    number: int
+    label: str
+
+
+def _named(weight_version: str | None) -> _Named:
+    if weight_version is None:
+        return {}
+    if weight_version.isdecimal() and weight_version.isascii() and len(weight_version) <= len(str(MAX_VERSION)):
+        return {"number": int(weight_version)}
+    if is_label(weight_version):
+        return {"label": weight_version}
+    raise InvalidRequest(
+        f"weight_version {weight_version[:64]!r} is neither a decimal number nor a label: letters, digits and "
+        "._:/@+=-, of them at least one letter, and at most 128"
+    )
 
 
 async def refuse(body: dict[str, object] | None = None) -> Success:

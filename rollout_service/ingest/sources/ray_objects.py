@@ -5,6 +5,7 @@ the next, twice: once for names, shapes, dtypes and digests, by which a version 
 convert them. Objects are Ray's, and whoever holds the ingest's handle is inside the cluster already.
 """
 
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import TypeAlias
@@ -13,6 +14,7 @@ import numpy as np
 import ray
 import torch
 import xxhash
+from pydantic import ValidationError
 from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
@@ -23,10 +25,10 @@ from rollout_service.errors import (
     VersionConflict,
 )
 from rollout_service.model.convert import tensor_bytes
-from rollout_service.protocol.base import MAX_VERSION
+from rollout_service.protocol.base import MAX_VERSION, NewVersion
 from rollout_service.protocol.upload import (
     DTYPE_BYTES,
-    BeginUpload,
+    Announcement,
     CommitUpload,
     ObjectSource,
     SourceDtype,
@@ -60,14 +62,29 @@ class RefSource:
         lines = sorted(f"{t.name}\0{t.dtype}\0{list(t.shape)}\0{self._digests[t.name]}" for t in self.table)
         return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
-    def announced(self, version: int, kv_scales: dict[str, float] | None = None) -> tuple[BeginUpload, str]:
+    def announced(
+        self,
+        version: NewVersion,
+        kv_scales: dict[str, float] | None = None,
+        label: str | None = None,
+        uploader: str = "",
+    ) -> tuple[Announcement, str]:
         """A version of these weights and KV scales, and the digest that its commit means. Raises InvalidRequest."""
-        if not 0 <= version <= MAX_VERSION:
+        if isinstance(version, int) and not 0 <= version <= MAX_VERSION:
             raise InvalidRequest(
                 f"version is {version}: versions are 0 to {MAX_VERSION}, which is what a double holds exactly"
             )
-        begin = BeginUpload(version=version, source=ObjectSource(digest=self.stamp), kv_scales=kv_scales)
-        return begin, with_kv_scales(self.stamp, kv_scales)
+        try:
+            announcement = Announcement(
+                version=version,
+                source=ObjectSource(digest=self.stamp),
+                kv_scales=kv_scales,
+                label=label,
+                uploader=uploader,
+            )
+        except ValidationError as error:
+            raise InvalidRequest(f"version={version!r}, label={label!r}: {error.errors()[0]['msg']}") from error
+        return announcement, with_kv_scales(self.stamp, kv_scales)
 
     def batches(self, batch_bytes: int) -> Iterator[list[str]]:
         """The names in each bucket; how large those are, their trainer has chosen."""
@@ -152,15 +169,16 @@ def buckets_of(refs: Refs) -> tuple[Bucket, ...]:
 
 async def push(
     ingest: DeploymentHandle,
-    version: int,
+    version: NewVersion,
     buckets: tuple[Bucket, ...],
     request: CommitUpload,
     kv_scales: dict[str, float] | None = None,
+    label: str | None = None,
 ) -> WeightStatus:
     """Call ``Ingest.push_refs`` through its handle; errors of the service come as they were raised there."""
     if not buckets:
         raise ValueError("refs is empty: give the weights of the whole model")
-    return await ingest_client(ingest).push_refs(version, buckets, request, kv_scales)
+    return await ingest_client(ingest).push_refs(version, buckets, request, kv_scales, label, uuid.uuid4().hex)
 
 
 def _ref(value: object, where: str) -> ray.ObjectRef:

@@ -26,6 +26,7 @@ from rollout_service.errors import (
 )
 from rollout_service.protocol.upload import (
     PART_DIGEST_HEADER,
+    Announcement,
     BeginUpload,
     CommitUpload,
     PartReceipt,
@@ -50,6 +51,8 @@ class Upload:
         self.digests: dict[int, str] = {}
         self.state = "staged"
         self.commit: CommitUpload | None = None
+        self.may_be_replaced = False
+        """Its trainer has begun it again as the next version."""
 
     @property
     def stream(self) -> bytes:
@@ -143,8 +146,10 @@ class Service:
         return JSONResponse(self.recipe.model_dump(mode="json"))
 
     async def _begin(self, request: Request) -> Response:
-        begin = BeginUpload.model_validate_json(await request.body())
+        announced = Announcement.model_validate_json(await request.body())
+        begin = announced.numbered(self._number_of(announced))
         upload = self.uploads.setdefault(begin.version, Upload(begin))
+        upload.may_be_replaced = announced.version == "next"
         if not upload.begin.describes_what(begin):
             raise VersionConflict(f"version {begin.version} was announced with other tensors")
         total = num_parts(begin.nbytes, self.part_bytes)
@@ -155,10 +160,19 @@ class Service:
             num_parts=total,
             missing_parts=tuple(part for part in range(total) if part not in upload.parts),
             digests=upload.digests,
+            replaces=announced.version == "next" and upload.state == "staged",
             upload_url=self.upload_url,
             upload_key=self.upload_url and self.upload_key,
         )
         return JSONResponse(plan.model_dump(mode="json"), 201)
+
+    def _number_of(self, announced: Announcement) -> int:
+        if announced.version != "next":
+            return announced.version
+        for version, upload in self.uploads.items():
+            if upload.state == "staged" and announced.label is not None and upload.begin.label == announced.label:
+                return version
+        return max(self.uploads, default=0) + 1
 
     async def _prove(self, request: Request) -> Response:
         return JSONResponse({"proof": listener_proof(self.upload_key, request.query_params["nonce"])})
@@ -173,8 +187,9 @@ class Service:
             raise DigestMismatch(f"part {part} does not hash to {digest}")
         if len(data) != part_size(part, upload.begin.nbytes, self.part_bytes):
             raise DigestMismatch(f"part {part} has {len(data)} bytes")
-        if upload.digests.setdefault(part, digest) != digest:
+        if upload.digests.get(part, digest) != digest and not upload.may_be_replaced:
             raise VersionConflict(f"part {part} came with other bytes before")
+        upload.digests[part] = digest
         upload.parts[part] = data
         receipt = PartReceipt(version=upload.begin.version, part=part, nbytes=len(data), digest=digest)
         return JSONResponse(receipt.model_dump(mode="json"))
@@ -207,7 +222,9 @@ class Service:
 
     def _status(self, upload: Upload) -> WeightStatus:
         state = "live" if upload.state == "committed" else "staged"
-        return WeightStatus(version=upload.begin.version, state=state, total_bytes=upload.begin.nbytes)
+        return WeightStatus(
+            version=upload.begin.version, label=upload.begin.label, state=state, total_bytes=upload.begin.nbytes
+        )
 
 
 def generate_reply(body: dict[str, Any]) -> dict[str, Any]:

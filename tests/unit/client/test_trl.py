@@ -150,7 +150,7 @@ def test_a_wrong_token_is_said_before_training_begins(healthy: Service) -> None:
 
 async def test_no_rank_hangs_when_a_sync_fails(healthy: Service, tmp_path: Path) -> None:
     """Before the upload begins, while it is under way, and where the tensors are others than the first time."""
-    healthy.answers["GET", "/v1/weights"].append(InvalidManifest("no list"))
+    healthy.answers["POST", "/v1/weights"].append(InvalidManifest("no list"))
     healthy.answers["PUT", "/v1/weights/2/parts/1"].append(EngineFailed("out of disk"))
     store = str(tmp_path / "store")
     second_rank = await asyncio.create_subprocess_exec(

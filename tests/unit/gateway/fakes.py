@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollout_service.errors import RolloutServiceError
+from rollout_service.errors import NotFound, RolloutServiceError
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.protocol.upload import CommitUpload
@@ -42,14 +42,30 @@ class EchoEngine:
 
 
 @dataclass
+class LabelIngest:
+    """Knows which version each label means."""
+
+    versions: dict[str, int]
+
+    async def version_of(self, label: str) -> int:
+        if label not in self.versions:
+            raise NotFound(f"no version has the label {label!r}")
+        return self.versions[label]
+
+
+@dataclass
 class FolderIngest:
     """Makes a version of every folder, or raises."""
 
     error: RolloutServiceError | None = None
     told: list[tuple[Path, CommitUpload, int | None]] = field(default_factory=list)
+    labels: list[str | None] = field(default_factory=list)
 
-    async def push_folder(self, path: Path, request: CommitUpload, number: int | None = None) -> WeightStatus:
+    async def push_folder(
+        self, path: Path, request: CommitUpload, number: int | None = None, label: str | None = None
+    ) -> WeightStatus:
         self.told.append((path, request, number))
+        self.labels.append(label)
         if self.error is not None:
             raise self.error
         return WeightStatus(version=number or 1, state="live")

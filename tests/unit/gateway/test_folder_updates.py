@@ -60,6 +60,24 @@ async def test_a_folder_is_committed_for_every_replica(services: Services) -> No
     ]
 
 
+@pytest.mark.parametrize(
+    ("folder", "label", "told"),
+    [
+        ("/out/broadcasts/step_7", None, "step_7"),
+        ("/out/broadcasts/7", None, None),
+        ("/out/a folder", None, None),
+        ("/out/" + "x" * 129, None, None),
+        ("/out/step_7", "run-7/step-7", "run-7/step-7"),
+    ],
+)
+async def test_a_version_is_labelled_by_its_folder(
+    services: Services, folder: str, label: str | None, told: str | None
+) -> None:
+    ingest = FolderIngest()
+    await update_from_folder(replace(services, ingest=ingest), folder, label=label)
+    assert ingest.labels == [told]
+
+
 async def test_a_relative_path_is_refused(services: Services) -> None:
     with pytest.raises(InvalidRequest, match="send an absolute one"):
         await update_from_folder(replace(services, ingest=None), "out/step_7")

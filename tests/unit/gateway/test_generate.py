@@ -144,3 +144,9 @@ async def test_a_prompt_as_text_comes_back_as_the_ids_it_became(services: Servic
 async def test_the_prompts_ids_are_repeated_when_asked_for(services: Services) -> None:
     reply = await generate(GenerateRequest(token_ids=(5, 6), return_token_ids=True), services)
     assert reply["prompt_token_ids"] == (5, 6)
+
+
+def test_a_span_names_the_label_of_its_version() -> None:
+    labelled = SPLIT.model_copy(update={"spans": (SPLIT.spans[0], Span(version=5, start=1, end=3, label="run/step-5"))})
+    first, second = spans(labelled)
+    assert "label" not in first and second["label"] == "run/step-5"

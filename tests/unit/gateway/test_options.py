@@ -1,5 +1,7 @@
 """Session, priority and what to do with aborted completions, on both data routes."""
 
+from dataclasses import replace
+
 import httpx
 import pytest
 
@@ -7,7 +9,7 @@ from rollout_service.errors import InvalidRequest
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
 from rollout_service.protocol.generate import RolloutOptions
-from tests.unit.gateway.fakes import EchoEngine
+from tests.unit.gateway.fakes import EchoEngine, LabelIngest
 
 ROUTES = {"/inference/v1/generate": {"token_ids": [5, 6]}, "/v1/completions": {"prompt": [5, 6]}}
 
@@ -54,6 +56,27 @@ async def test_what_is_out_of_range_is_refused_by_name(
 ) -> None:
     reply = await post(services, path, **{field: value})
     assert reply.status_code == 422 and field in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(("asked", "version"), [(3, 3), ("3", 3), ("run-7/step-300", 12)])
+async def test_a_version_is_asked_for_by_number_or_label(
+    services: Services, engine: EchoEngine, path: str, asked: int | str, version: int
+) -> None:
+    services = replace(services, ingest=LabelIngest({"run-7/step-300": 12}))
+    assert (await post(services, path, min_weight_version=asked)).status_code == 200
+    assert engine.calls[0].min_weight_version == version
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(
+    ("asked", "status"), [("run-7/step-9", 404), ("next", 422), ("a b", 422), ("-3", 422), ("x" * 129, 422), (-1, 422)]
+)
+async def test_a_version_that_there_is_not_is_refused(
+    services: Services, engine: EchoEngine, path: str, asked: int | str, status: int
+) -> None:
+    reply = await post(replace(services, ingest=LabelIngest({})), path, min_weight_version=asked)
+    assert reply.status_code == status and engine.calls == []
 
 
 async def test_a_session_in_a_header_that_is_too_long_is_refused(services: Services) -> None:

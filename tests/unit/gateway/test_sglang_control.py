@@ -71,6 +71,15 @@ async def test_slime_s_update_by_disk(services: Services) -> None:
     }
     assert ingest.orders == [(True, "abort", "return"), (False, "keep", "continue")]
     assert ingest.told == [(Path("/out/weight_v000009"), CommitUpload(mode="keep", wait="all", timeout_s=600.0), 9)]
+    assert ingest.labels == ["weight_v000009"]
+
+
+async def test_a_weight_version_that_is_no_number_is_a_label(services: Services) -> None:
+    ingest = Ingest()
+    async with http_to(services, ingest) as http:
+        body = {"model_path": "/out/weight_v000009", "weight_version": "run-7/step-9"}
+        assert (await http.post("/update_weights_from_disk", json=body)).status_code == 200
+    assert ingest.labels == ["run-7/step-9"] and [number for *_, number in ingest.told] == [9]
 
 
 async def test_areal_s_sglang_backend_updates_and_aborts(services: Services) -> None:
@@ -129,7 +138,7 @@ async def test_an_update_that_fails_says_so_in_sglang_s_form(
     ("path", "body", "says"),
     [
         ("/update_weights_from_disk", {}, "model_path"),
-        ("/update_weights_from_disk", {"model_path": "/a", "weight_version": "default"}, "'default' is no decimal"),
+        ("/update_weights_from_disk", {"model_path": "/a", "weight_version": "a b"}, "'a b' is neither a decimal"),
         ("/update_weights_from_disk", {"model_path": "/a", "load_format": "flash_rl"}, "load_format"),
         ("/update_weights_from_disk", {"model_path": "/a", "keep_pause": False}, "keep_pause"),
         ("/update_weights_from_disk", {"model_path": "a"}, "send an absolute one"),

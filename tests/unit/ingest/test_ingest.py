@@ -123,7 +123,12 @@ class TestUpload:
         newest = await trainer.push(5, weights)
         with pytest.raises(VersionConflict, match=f"version {version} is not newer than .* version 5") as refused:
             await ingest.begin(begin_of(version, weights))
-        assert refused.value.detail == {"version": version, "latest_version": 5, "latest_digest": newest.digest}
+        assert refused.value.detail == {
+            "version": version,
+            "latest_version": 5,
+            "latest_digest": newest.digest,
+            "kept_versions": [0, 5],
+        }
 
     async def test_a_staged_version_older_than_a_commit_is_dropped(
         self, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog

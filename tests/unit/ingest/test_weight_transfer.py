@@ -103,6 +103,7 @@ async def test_a_label_that_is_a_newer_integer_is_the_version(
     version = newest + more
     status = await push(ingest, joined, weights, None if label is None else label.format(version))
     assert status.version == version == (await ingest.versions())[-1].version
+    assert status.label == ("step-9" if label == "step-9" else None)
 
 
 # --- requests that come again

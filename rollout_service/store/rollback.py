@@ -1,0 +1,62 @@
+"""A kept version's files once more, under a new number: a rollback copies no bytes where the file system can link.
+
+The files are hard links: each version's folder is whole by itself, and dropping one takes nothing from the other.
+"""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+from rollout_service.errors import NotFound
+from rollout_service.store.durable_io import DISK_FULL, no_room, remove_tree
+from rollout_service.store.labels import VersionLabels
+from rollout_service.store.log import WeightLog
+from rollout_service.store.manifest import Manifest
+
+_CANNOT_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES})
+"""What file systems answer that have no hard links, or allow no more of them."""
+
+
+def require_kept(log: WeightLog, version: int, labels: VersionLabels) -> None:
+    """Raises NotFound, with those that are there, for a version that is not on disk."""
+    kept = log.versions()
+    if version not in kept:
+        raise NotFound(
+            f"version {labels.spelled([version])} cannot be made the newest again, because it is not in the log "
+            f"{'any more' if kept and version < kept[-1] else 'yet'}: kept are {labels.spelled(kept)}. "
+            "weights.keep_versions says how many stay; push older weights as a new version",
+            {"version": version, "versions": kept},
+        )
+
+
+def stage_again(log: WeightLog, source: Manifest, version: int) -> Manifest:
+    """Lay out the files of a kept version as ``version``, and return its manifest, ready for ``WeightLog.commit``.
+
+    ``source``: the kept version's manifest, with the KV scales that the new one is to have. Every byte is read and
+    compared with its digest first. Raises LogCorrupt, InsufficientStorage or OSError, and leaves nothing behind then.
+    """
+    folder, staged = log.folder(source.version), log.staging(version)
+    log.verify(source)
+    remove_tree(staged)
+    try:
+        staged.mkdir(parents=True)
+        for file in source.files():
+            _link(folder / file, staged / file)
+    except OSError as error:
+        remove_tree(staged)
+        if error.errno in DISK_FULL:
+            raise no_room(f"version {version}, a copy of {source.version},", log.root, source.total_bytes) from error
+        raise
+    return source.model_copy(update={"version": version, "rollback_of": source.version})
+
+
+def _link(file: Path, path: Path) -> None:
+    try:
+        os.link(file, path)
+    except OSError as error:
+        if error.errno not in _CANNOT_LINK:
+            raise
+        shutil.copyfile(file, path)
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())

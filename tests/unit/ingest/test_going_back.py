@@ -1,0 +1,263 @@
+"""A trainer whose count goes back: versions that the ingest numbers, labels, and rollbacks."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rollout_service.config import ServiceConfig
+from rollout_service.errors import NotFound, QuantizationError, VersionConflict
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.protocol.upload import Announcement, CommitUpload, PathSource, RollBack, UploadPlan
+from rollout_service.protocol.weights import WeightStatus
+from rollout_service.store.log import WeightLog
+from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, replica, stream_of
+from tests.unit.kv_scales.measured import measured
+
+
+@pytest.fixture
+def config(model: Path, tmp_path: Path) -> ServiceConfig:
+    return config_of(model, tmp_path / "log", weights={"keep_versions": 4}).resolved()
+
+
+def announced(weights: Weights, label: str | None = None, uploader: str = "one") -> Announcement:
+    return Announcement(version="next", tensors=begin_of(0, weights).tensors, label=label, uploader=uploader)
+
+
+async def send(trainer: Trainer, plan: UploadPlan, weights: Weights, parts: list[int], uploader: str = "one") -> None:
+    stream = stream_of(weights)
+    for part in parts:
+        data = stream[part * plan.part_bytes : (part + 1) * plan.part_bytes]
+        reply = await trainer.put(plan.version, part, data, **{"X-Uploader": uploader})
+        assert reply.status_code == 200, reply.text
+
+
+async def push(
+    ingest: Ingest, trainer: Trainer, weights: Weights, label: str | None = None, uploader: str = "one"
+) -> WeightStatus:
+    """A whole push of the next version."""
+    plan = await ingest.begin(announced(weights, label, uploader))
+    await send(trainer, plan, weights, list(plan.missing_parts), uploader)
+    return await ingest.commit(plan.version, CommitUpload())
+
+
+class TestNext:
+    async def test_each_push_has_the_number_after_the_newest(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        await trainer.push(7, weights)
+        first = await push(ingest, trainer, changed(weights, 1.0), "run/step-3")
+        second = await push(ingest, trainer, changed(weights, 2.0), "run/step-4")
+        assert [(s.version, s.label) for s in (first, second)] == [(8, "run/step-3"), (9, "run/step-4")]
+        assert [s.label for s in await ingest.versions()] == [None, None, "run/step-3", "run/step-4"]
+        assert (await ingest.fleet()).latest_label == "run/step-4"
+        assert await ingest.version_of("run/step-3") == 8
+
+    async def test_a_begin_that_is_repeated_has_the_same_number(
+        self, ingest: Ingest, weights: Weights, config: ServiceConfig
+    ) -> None:
+        first = await ingest.begin(announced(weights))
+        assert await ingest.begin(announced(weights)) == first
+        await ingest.stop()
+        again = Ingest(config)
+        await again.start()
+        assert (await again.begin(announced(weights))).version == first.version == 1
+        assert (await again.begin(announced(weights, uploader="another"))).version == 2
+        await again.stop()
+
+    async def test_a_number_that_is_being_uploaded_is_passed_over(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        await trainer.upload(5, weights, order=[0])
+        assert (await ingest.begin(announced(weights))).version == 6
+
+    async def test_what_nobody_goes_on_with_is_dropped_by_the_next(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        abandoned = await ingest.begin(announced(weights, uploader="gone"))
+        status = await push(ingest, trainer, weights)
+        assert (abandoned.version, status.version) == (1, 2)
+        with pytest.raises(VersionConflict, match="version 1 is not newer .* pushes the version 'next'"):
+            await ingest.commit(1, CommitUpload())
+        with pytest.raises(NotFound, match="push it again as version 'next'"):
+            ingest.staged(1)
+
+    async def test_a_label_goes_on_with_what_a_trainer_left(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        first = await ingest.begin(announced(weights, "run/step-3"))
+        await send(trainer, first, weights, [0, 1])
+        second = await ingest.begin(announced(weights, "run/step-3", "restarted"))
+        assert second.version == first.version and set(second.digests) == {0, 1} and second.replaces
+        await send(trainer, second, weights, list(second.missing_parts), "restarted")
+        assert (await ingest.commit(first.version, CommitUpload())).label == "run/step-3"
+
+    async def test_parts_that_have_changed_since_are_replaced(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        other = changed(weights, 1.0)
+        plan = await ingest.begin(announced(weights, "run/step-3"))
+        await send(trainer, plan, weights, list(plan.missing_parts))
+        await ingest.begin(announced(other, "run/step-3", "restarted"))
+        await send(trainer, plan, other, list(range(plan.num_parts)), "restarted")
+        late = await trainer.put(plan.version, 0, stream_of(weights)[: plan.part_bytes], **{"X-Uploader": "one"})
+        assert late.status_code == 409
+        digest = (await ingest.commit(plan.version, CommitUpload())).digest
+        assert digest == (await trainer.push(9, other)).digest
+
+    async def test_other_tensors_under_a_label_begin_anew(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        first = await ingest.begin(announced(weights, "run/step-3"))
+        await send(trainer, first, weights, [0])
+        wider = {name: tensor.float() for name, tensor in weights.items()}
+        second = await ingest.begin(announced(wider, "run/step-3", "restarted"))
+        assert second.version == first.version and second.digests == {}
+
+    async def test_a_version_that_failed_leaves_its_number(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        broken = changed(weights, 0.0)
+        next(iter(broken.values()))[0, 0] = float("nan")
+        with pytest.raises(QuantizationError):
+            await push(ingest, trainer, broken, "run/step-3")
+        assert (await push(ingest, trainer, weights, "run/step-3", "restarted")).version == 1
+
+    async def test_a_label_may_come_again_once_committed(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        await push(ingest, trainer, weights, "run/step-3")
+        assert (await push(ingest, trainer, changed(weights, 1.0), "run/step-3", "restarted")).version == 2
+        assert await ingest.version_of("run/step-3") == 2
+
+    async def test_another_label_under_one_number_conflicts(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        begin = begin_of(4, weights).model_copy(update={"label": "a"})
+        await ingest.begin(begin)
+        assert (await ingest.begin(begin_of(4, weights))).version == 4
+        with pytest.raises(VersionConflict, match="staged with the label 'a', and the label 'b' now"):
+            await ingest.begin(begin.model_copy(update={"label": "b"}))
+
+    async def test_a_number_that_is_not_newer_says_the_ways_out(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        await trainer.push(5, weights)
+        await push(ingest, trainer, weights, "run/step-6")
+        with pytest.raises(
+            VersionConflict, match=r"'next'.*'run/step-3'.*rollback.*of 0, 5, 6 \(run/step-6\)"
+        ) as refused:
+            await ingest.begin(begin_of(3, weights))
+        assert refused.value.detail["kept_versions"] == [0, 5, 6]
+
+    async def test_a_folder_told_as_next_is_read_once(self, model: Path, tmp_path: Path) -> None:
+        ingest = Ingest(config_of(model, tmp_path / "log", weights={"source_roots": [model]}).resolved())
+        await ingest.start()
+        body = Announcement(version="next", source=PathSource(path=model), label="run/start", uploader="one")
+        plan = await ingest.begin(body)
+        assert (await ingest.begin(body)).version == plan.version == 1
+        assert (await ingest.commit(1, CommitUpload())).label == "run/start"
+        await ingest.stop()
+
+
+class TestRollback:
+    async def test_an_older_version_becomes_the_newest(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog
+    ) -> None:
+        pushed = [await push(ingest, trainer, changed(weights, step), f"run/step-{step}") for step in (1, 2, 3)]
+        status = await ingest.roll_back(RollBack(to=1))
+        assert (status.version, status.label, status.rollback_of) == (4, "run/step-1", 1)
+        assert status.digest == pushed[0].digest and (await ingest.fleet()).latest_version == 4
+        manifest = log.manifest(4)
+        assert all(os.path.samefile(log.folder(1) / file, log.folder(4) / file) for file in manifest.files())
+        log.verify(manifest)
+        after = await push(ingest, trainer, changed(weights, 5.0), "run/step-2")
+        assert after.version == 5 and await ingest.version_of("run/step-2") == 5
+
+    async def test_the_same_rollback_again_changes_nothing(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        for step in (1, 2):
+            await push(ingest, trainer, changed(weights, step), f"run/step-{step}")
+        first = await ingest.roll_back(RollBack(to="run/step-1"))
+        assert await ingest.roll_back(RollBack(to="run/step-1")) == first
+        assert await ingest.roll_back(RollBack(to=1)) == first
+        assert (await ingest.roll_back(RollBack(to=2))).version == 4
+
+    async def test_the_files_stay_when_the_older_version_goes(
+        self, model: Path, tmp_path: Path, weights: Weights
+    ) -> None:
+        ingest = Ingest(config_of(model, tmp_path / "log", weights={"keep_versions": 2}).resolved())
+        await ingest.start()
+        trainer, log = Trainer(ingest), WeightLog(tmp_path / "log")
+        await push(ingest, trainer, changed(weights, 1.0))
+        await ingest.roll_back(RollBack(to=0))
+        await push(ingest, trainer, changed(weights, 2.0))
+        assert log.versions() == [2, 3]
+        log.verify(log.manifest(2))
+        with pytest.raises(NotFound, match=r"version 1 cannot .* not in the log any more: kept are 2, 3"):
+            await ingest.roll_back(RollBack(to=1))
+        await ingest.stop()
+
+    async def test_a_version_that_replicas_serve_is_waited_for(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        status = await push(ingest, trainer, changed(weights, 1.0))
+        await ingest.report(replica("a", 1, digest=status.digest))
+        back = await ingest.roll_back(RollBack(to=0))
+        assert back.state == "committed"
+        await ingest.report(replica("a", back.version, 1, digest=back.digest))
+        assert (await ingest.roll_back(RollBack(to=0, wait="all", timeout_s=5.0))).state == "live"
+
+    async def test_an_upload_under_way_keeps_its_number(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        await push(ingest, trainer, changed(weights, 1.0))
+        await trainer.upload(9, weights)
+        assert (await ingest.roll_back(RollBack(to=0))).version == 2
+        assert (await ingest.commit(9, CommitUpload())).version == 9
+
+    async def test_an_upload_of_the_very_next_number_is_dropped(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        await push(ingest, trainer, changed(weights, 1.0))
+        await trainer.upload(2, weights)
+        assert (await ingest.roll_back(RollBack(to=0))).version == 3
+        with pytest.raises(NotFound, match="version 3 is committed"):
+            ingest.staged(2)
+
+    async def test_a_restarted_ingest_knows_labels_and_rollbacks(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights, config: ServiceConfig
+    ) -> None:
+        for step in (1, 2):
+            await push(ingest, trainer, changed(weights, step), f"run/step-{step}")
+        back = await ingest.roll_back(RollBack(to="run/step-1"))
+        await ingest.stop()
+        again = Ingest(config)
+        await again.start()
+        assert await again.status(back.version) == back
+        assert await again.version_of("run/step-1") == back.version
+        assert (await again.begin(begin_of(back.version, changed(weights, 1)))).state == "committed"
+        await again.stop()
+
+    async def test_an_unknown_label_names_those_there_are(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        await push(ingest, trainer, weights, "run/step-1")
+        with pytest.raises(NotFound, match="newest labels are run/step-1"):
+            await ingest.roll_back(RollBack(to="run/step-2"))
+
+    async def test_measured_kv_scales_go_with_the_weights(self, model: Path, tmp_path: Path, weights: Weights) -> None:
+        kv_cache = {"scales_policy": "calibrate", "calibration": {"margin": 1.0, "power_of_two": False}}
+        ingest, log = Ingest(config_of(model, tmp_path / "log", kv_cache=kv_cache)), WeightLog(tmp_path / "log")
+        await ingest.start()
+        first = await ingest.kv.publish_result(0, "a", [measured((448, 896, 224))])
+        await push(ingest, Trainer(ingest), changed(weights, 1.0))
+        await ingest.kv.publish_result(1, "a", [measured((448, 448, 448))])
+        back = await ingest.roll_back(RollBack(to=0))
+        manifest = log.manifest(back.version)
+        assert first.scales and manifest.kv_scales == first.scales and not manifest.awaits_kv_scales
+        assert await ingest.roll_back(RollBack(to=0)) == back
+        again = await ingest.roll_back(RollBack(to=1))
+        assert (again.version, again.kv_scales_from) == (back.version + 1, "calibrate")
+        await ingest.stop()

@@ -1,0 +1,137 @@
+"""Going back in a log: a kept version under a new number, and which version a label means."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from rollout_service.errors import LogCorrupt, NotFound
+from rollout_service.store import labels
+from rollout_service.store.labels import VersionLabels
+from rollout_service.store.log import WeightLog
+from rollout_service.store.rollback import require_kept, stage_again
+from tests.unit.store.versions import FIRST, commit, flip_a_byte, stage
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> WeightLog:
+    """Versions 1 to 3."""
+    log = WeightLog(tmp_path / "log")
+    for version in (1, 2, 3):
+        commit_labelled(log, version, f"run/step-{version}")
+    return log
+
+
+def commit_labelled(log: WeightLog, version: int, label: str | None) -> None:
+    log.commit(stage(log, version).model_copy(update={"label": label}), "keep")
+
+
+def roll_back(log: WeightLog, source: int, version: int) -> None:
+    log.commit(stage_again(log, log.manifest(source), version), "keep")
+
+
+class TestFiles:
+    def test_a_rollback_shares_files_and_has_the_digest(self, log: WeightLog) -> None:
+        roll_back(log, 1, 4)
+        head, first, again = log.head(), log.manifest(1), log.manifest(4)
+        assert head is not None and (head.version, head.label, head.digest) == (4, "run/step-1", first.digest)
+        assert (again.rollback_of, again.label, again.tensors) == (1, "run/step-1", first.tensors)
+        for file in first.files():
+            assert os.path.samefile(log.folder(1) / file, log.folder(4) / file)
+        log.verify(again)
+
+    def test_dropping_the_older_version_leaves_the_newer_whole(self, log: WeightLog) -> None:
+        roll_back(log, 1, 4)
+        log.drop(1)
+        assert log.versions() == [2, 3, 4]
+        log.verify(log.manifest(4))
+
+    @pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP])
+    def test_without_hard_links_the_files_are_copied(
+        self, log: WeightLog, monkeypatch: pytest.MonkeyPatch, code: int
+    ) -> None:
+        def no_links(*_: object) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(os, "link", no_links)
+        roll_back(log, 2, 4)
+        log.verify(log.manifest(4))
+        assert not os.path.samefile(
+            log.folder(2) / "weights-00001.safetensors", log.folder(4) / "weights-00001.safetensors"
+        )
+
+    def test_a_disk_that_fails_leaves_nothing_staged(self, log: WeightLog, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(*_: object) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "link", broken)
+        with pytest.raises(OSError, match="Input/output"):
+            stage_again(log, log.manifest(1), 4)
+        assert not log.staging(4).exists() and log.versions() == [1, 2, 3]
+
+    def test_a_damaged_version_is_not_gone_back_to(self, log: WeightLog) -> None:
+        flip_a_byte(log, 1, FIRST)
+        with pytest.raises(LogCorrupt, match=FIRST):
+            stage_again(log, log.manifest(1), 4)
+        assert not log.staging(4).exists()
+
+    @pytest.mark.parametrize(("version", "when"), [(0, "any more"), (9, "yet")])
+    def test_a_version_that_is_not_kept_is_refused(self, log: WeightLog, version: int, when: str) -> None:
+        known = VersionLabels(log)
+        known.load()
+        with pytest.raises(NotFound, match=f"not in the log {when}: kept are 1 \\(run/step-1\\), 2 ") as refused:
+            require_kept(log, version, known)
+        assert refused.value.detail == {"version": version, "versions": [1, 2, 3]}
+
+
+class TestLabels:
+    def test_of_several_versions_the_newest_is_meant(self, log: WeightLog) -> None:
+        known = VersionLabels(log)
+        known.load()
+        assert [known.number_of(name) for name in ("run/step-1", "run/step-3", 7)] == [1, 3, 7]
+        known.note(4, "run/step-1")
+        known.note(5, None)
+        assert known.number_of("run/step-1") == 4
+
+    def test_labels_outlive_their_versions_and_the_process(self, log: WeightLog) -> None:
+        first = VersionLabels(log)
+        first.load()
+        first.note(3, "run/step-3")
+        log.drop(1)
+        commit_labelled(log, 4, "run/step-4")  # committed, and the process died before it was noted
+        again = VersionLabels(log)
+        again.load()
+        assert [again.number_of(f"run/step-{step}") for step in (1, 2, 3, 4)] == [1, 2, 3, 4]
+
+    def test_a_log_that_was_set_back_forgets_later_labels(self, log: WeightLog) -> None:
+        known = VersionLabels(log)
+        known.load()
+        known.note(9, "run/step-9")
+        again = VersionLabels(log)
+        again.load()
+        assert again.number_of("run/step-3") == 3
+        with pytest.raises(NotFound, match="run/step-9"):
+            again.number_of("run/step-9")
+
+    def test_an_unknown_label_names_the_newest(self, log: WeightLog) -> None:
+        known = VersionLabels(log)
+        known.load()
+        with pytest.raises(NotFound, match="newest labels are run/step-3, run/step-2, run/step-1") as refused:
+            known.number_of("run/step-8")
+        assert refused.value.detail == {"label": "run/step-8", "labels": ["run/step-3", "run/step-2", "run/step-1"]}
+
+    def test_only_so_many_are_kept(self, log: WeightLog, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(labels, "MOST_LABELS", 2)
+        known = VersionLabels(log)
+        known.load()
+        known.note(4, "run/step-4")
+        assert set(log.labels().labels) == {"run/step-3", "run/step-4"}
+
+    def test_a_log_without_labels_has_none(self, tmp_path: Path) -> None:
+        log = WeightLog(tmp_path / "log")
+        commit(log, 0)
+        known = VersionLabels(log)
+        known.load()
+        with pytest.raises(NotFound, match="the newest labels are none"):
+            known.number_of("a")
