@@ -162,10 +162,9 @@ def _roll_back_in(path: Path, to: int | str) -> None:
             log.remove_uncommitted()
             labels = VersionLabels(log)
             labels.load()
-            number = labels.number_of(to)
+            number, newest = labels.number_of(to), log.versions()[-1]
             require_kept(log, number, labels)
             source = with_result(log.manifest(number), read_result(log.folder(number)))
-            newest = log.versions()[-1]
             if source.digest == with_result(log.manifest(newest), read_result(log.folder(newest))).digest:
                 typer.echo(f"version {newest} is the newest, and has these weights already")
                 return

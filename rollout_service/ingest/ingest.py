@@ -431,11 +431,13 @@ class Ingest:
         """Returns the version that has these weights now."""
         async with self._writing:
             self._fleet.require_followed()
-            to = self._labels.number_of(request.to)
+            to, newest = self._labels.number_of(request.to), self._log.versions()[-1]
+            # asked again, because the answer was lost: the older one may have been removed since
+            if newest == to or (await self._summary(newest)).rollback_of == to:
+                return newest
             require_kept(self._log, to, self._labels)
             found = await asyncio.to_thread(self._log.manifest, to)
             source = await asyncio.to_thread(self._kv_scales.with_published, found)
-            newest = self._log.versions()[-1]
             if source.digest == (await self._summary(newest)).digest:
                 return newest
             record = await self._uploads.committed(to)

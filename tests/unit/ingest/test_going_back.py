@@ -77,7 +77,7 @@ class TestNext:
         abandoned = await ingest.begin(announced(weights, uploader="gone"))
         status = await push(ingest, trainer, weights)
         assert (abandoned.version, status.version) == (1, 2)
-        with pytest.raises(VersionConflict, match="version 1 is not newer .* pushes the version 'next'"):
+        with pytest.raises(VersionConflict, match=r"version 1 is not newer .* pushes the version 'next'"):
             await ingest.commit(1, CommitUpload())
         with pytest.raises(NotFound, match="push it again as version 'next'"):
             ingest.staged(1)
@@ -191,7 +191,9 @@ class TestRollback:
         await ingest.start()
         trainer, log = Trainer(ingest), WeightLog(tmp_path / "log")
         await push(ingest, trainer, changed(weights, 1.0))
-        await ingest.roll_back(RollBack(to=0))
+        back = await ingest.roll_back(RollBack(to=0))
+        assert log.versions() == [1, 2]
+        assert await ingest.roll_back(RollBack(to=0)) == back  # the answer was lost, and 0 is gone
         await push(ingest, trainer, changed(weights, 2.0))
         assert log.versions() == [2, 3]
         log.verify(log.manifest(2))
@@ -258,6 +260,7 @@ class TestRollback:
         manifest = log.manifest(back.version)
         assert first.scales and manifest.kv_scales == first.scales and not manifest.awaits_kv_scales
         assert await ingest.roll_back(RollBack(to=0)) == back
+        assert back.digest == (await ingest.status(back.version)).digest
         again = await ingest.roll_back(RollBack(to=1))
         assert (again.version, again.kv_scales_from) == (back.version + 1, "calibrate")
         await ingest.stop()
