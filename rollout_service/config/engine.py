@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 
 class Config(BaseModel):
@@ -152,6 +152,15 @@ class EngineConfig(Config):
     """Each completion comes with the token ids that ``top_k``, ``top_p`` and ``min_p`` left for each of its tokens, so
     that a trainer can renormalize over them (docs/correction.md). It holds for every request: all need ``top_k`` of at
     least 1 and a temperature above 0, and others are refused. Not on the CPU."""
+
+    extra: dict[str, JsonValue] = Field(default_factory=dict)
+    """More arguments of vLLM, by the names of its AsyncEngineArgs: docs/vllm_settings.md. What the service decides
+    itself is refused, with the setting to use instead. ``hf_overrides`` may set what changes no tensor, above all RoPE
+    scaling."""
+
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the engines' processes, e.g. ``{"NCCL_SOCKET_IFNAME": "eth0"}``. Those that the service
+    sets are refused. Ray logs them: no secrets."""
 
     seed: int = 0
     """Seeds the engine; requests may carry their own."""

@@ -18,11 +18,22 @@ from rollout_service.protocol.upload import LARGEST_PART_BYTES
 _REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 
+def expanded(setting: str, path: Path) -> Path:
+    """An absolute path, with the environment variables of this node. Raises ValueError for one that is not set here."""
+    found = os.path.expandvars(path)
+    if "$" in found:
+        raise ValueError(
+            f"{setting} is {path}, and on {os.uname().nodename} that is {found}: set the variable where Ray is started"
+        )
+    return Path(found).absolute()
+
+
 class ModelConfig(Config):
     """Which model is served."""
 
     path: Path = Path("models/tiny-qwen3")
-    """Folder in Hugging Face's layout: config.json, safetensors, tokenizer. Version 0 is read from it.
+    """Folder in Hugging Face's layout: config.json, safetensors, tokenizer. Version 0 is read from it. Environment
+    variables in it, such as ``$SCRATCH/model``, are those of each node, as they were when Ray was started there.
 
     Or a repository on the Hugging Face hub, such as ``Qwen/Qwen3-8B``, where there is no folder of that name: every
     node downloads what it needs, into ``HF_HOME`` as it was when Ray was started there."""
@@ -49,6 +60,18 @@ class ModelConfig(Config):
                 "hub, such as Qwen/Qwen3-8B: leave it out"
             )
         return self
+
+    @model_validator(mode="after")
+    def _name_is_the_same_on_every_node(self) -> "ModelConfig":
+        if self.served_name is None and "$" in self.path.name:
+            raise ValueError(f"model.path is {self.path}, of which each node makes another name: set model.served_name")
+        return self
+
+    def here(self) -> "ModelConfig":
+        """With ``path`` as this node spells it. Raises ValueError if it names a variable that is not set here."""
+        if "$" not in str(self.path):
+            return self
+        return self.model_copy(update={"path": expanded("model.path", self.path), "served_name": self.name})
 
     @property
     def repo_id(self) -> str | None:
@@ -93,6 +116,10 @@ class ScalingConfig(Config):
     num_gpus: float = Field(default=0, ge=0)
     """GPUs that Ray reserves for a replica: ``engine.tensor_parallel_size`` on a GPU host, 0 on the CPU."""
 
+    resources: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
+    """More that Ray reserves for a replica, by which nodes are chosen: of nodes that were started with it, e.g.
+    ``{"rollout_node": 1}``, or of a kind of GPU, ``{"accelerator_type:H100": 0.001}``."""
+
     gateways: int = Field(default=1, ge=1)
     """Processes that answer HTTP; each uses one core at most (docs/performance.md says what a rollout costs one)."""
 
@@ -100,6 +127,13 @@ class ScalingConfig(Config):
     """How long a process has that is to end: SIGTERM, scaling down, a node being drained. What runs goes on for two
     thirds of it; other replicas then continue the rollouts that still run, and in the rest answers are sent and engines
     end. At most the notice that your machines get; a pod gets 30 s by default."""
+
+    @model_validator(mode="after")
+    def _resources_are_other_ones(self) -> "ScalingConfig":
+        own = {"CPU": "scaling.num_cpus", "GPU": "scaling.num_gpus"}
+        if twice := sorted(own.keys() & self.resources.keys()):
+            raise ValueError(f"scaling.resources.{twice[0]}: set {own[twice[0]]}")
+        return self
 
     @model_validator(mode="after")
     def _max_not_below_min(self) -> "ScalingConfig":
@@ -168,13 +202,7 @@ class WeightsConfig(Config):
 
     def root_here(self) -> Path:
         """``root`` on this node. Raises ValueError if it names an environment variable that is not set here."""
-        expanded = os.path.expandvars(self.root)
-        if "$" in expanded:
-            raise ValueError(
-                f"weights.root is {self.root}, and on {os.uname().nodename} that is {expanded}: set the variable where "
-                "Ray is started"
-            )
-        return Path(expanded).absolute()
+        return expanded("weights.root", self.root)
 
     @model_validator(mode="after")
     def _polls_before_declared_dead(self) -> "WeightsConfig":
@@ -377,7 +405,8 @@ class ServiceConfig(Config):
         """The same with absolute paths, fit to be sent to other processes."""
         root, calibration = self.weights.root, self.kv_cache.calibration
         prompts = calibration.prompts and calibration.prompts.absolute()
-        model = self.model.path if self.model.repo_id is not None else self.model.path.absolute()
+        of_node = self.model.repo_id is not None or str(self.model.path).startswith("$")
+        model = self.model.path if of_node else self.model.path.absolute()
         template = self.chat.chat_template and self.chat.chat_template.absolute()
         return self.model_copy(
             update={

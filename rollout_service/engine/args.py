@@ -7,11 +7,12 @@ from vllm.config import LoggingConfig, WeightTransferConfig
 from vllm.platforms import current_platform
 
 from rollout_service.config import ServiceConfig
+from rollout_service.engine.extra import refuse_batch_invariance, with_env, with_extra
 from rollout_service.engine.plugin import CPU_BF16, CPU_BLOCK_FP8, STAGING_KEY, TRANSFER_BACKEND
 from rollout_service.engine.worker import VersionStaging
 from rollout_service.logs import TELL_VLLM
 from rollout_service.model.quant_plan import QuantPlan
-from rollout_service.model.served_model import ServedModel
+from rollout_service.model.served_model import EXPERT_COUNTS, ServedModel
 from rollout_service.quant.blockwise import BLOCK
 
 BLOCK_FP8 = {"activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
@@ -28,7 +29,8 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
     """
     engine = config.engine
     on_cpu = current_platform.is_cpu()
-    return AsyncEngineArgs(
+    refuse_batch_invariance(config, on_cpu, _has(config, *EXPERT_COUNTS))
+    owned = _named(
         model=str(config.model.path),
         load_format="dummy",
         skip_tokenizer_init=not has_tokenizer,
@@ -63,6 +65,11 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         **_attention(config, on_cpu),
         **({} if on_cpu or config.quant.weights == "none" else _kernels(config)),
     )
+    return AsyncEngineArgs(**with_extra(owned, config))
+
+
+def _named(**arguments: object) -> dict[str, object]:
+    return arguments
 
 
 def not_converted(model: ServedModel, plan: QuantPlan) -> tuple[str, ...]:
@@ -124,7 +131,13 @@ def _kv_cache_dtype(config: ServiceConfig, on_cpu: bool) -> str:
 
 
 def _has_latent_attention(config: ServiceConfig) -> bool:
-    return "kv_lora_rank" in json.loads((config.model.path / "config.json").read_text())
+    return _has(config, "kv_lora_rank")
+
+
+def _has(config: ServiceConfig, *keys: str) -> bool:
+    """Whether the model's config.json has one of these."""
+    found = json.loads((config.model.path / "config.json").read_text())
+    return not found.keys().isdisjoint(keys)
 
 
 def _attention(config: ServiceConfig, on_cpu: bool) -> dict[str, object]:
@@ -145,8 +158,8 @@ def _kernels(config: ServiceConfig) -> dict[str, object]:
 
 
 def engine_environment(config: ServiceConfig) -> dict[str, str]:
-    """Environment variables that vLLM reads in the replica's processes."""
-    return TELL_VLLM | {
+    """Environment variables of the replica's processes. Raises ValueError for one of ours in ``engine.env``."""
+    owned = TELL_VLLM | {
         "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_kv_cache_gib),
         "VLLM_NO_USAGE_STATS": "1",
         # FlashInfer is not installed: it compiles for minutes on first use
@@ -156,3 +169,4 @@ def engine_environment(config: ServiceConfig) -> dict[str, str]:
         # tensors cannot cross our RPCs, so nothing needs pickle
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
     }
+    return with_env(owned, config)

@@ -92,11 +92,12 @@ def with_model_here(config: ServiceConfig, *, weights: bool = False) -> ServiceC
     """The same with ``model.path`` a folder of this node. ``weights``: the safetensors are needed there, too.
 
     ``model.revision`` stays the commit and ``model.name`` what it was. A model that is in a folder anyway stays as it
-    is. Blocks for as long as a download takes. Raises ModelNotDownloaded.
+    is, but for environment variables in its path. Blocks for as long as a download takes. Raises ModelNotDownloaded, or
+    ValueError for a variable that is not set here.
     """
-    model = config.model
+    model = config.model.here()
     if model.repo_id is None:
-        return config
+        return config if model is config.model else config.model_copy(update={"model": model})
     folder = model_folder(model, weights=weights)
     here = model.model_copy(update={"path": folder, "served_name": model.name})
     return config.model_copy(update={"model": here})

@@ -247,3 +247,16 @@ class TestPorts:
         assert len(list(checks.ports(plan()))) == 2
         fixed = list(checks.ports(plan(weights={"upload_port": 9000})))
         assert [finding.check for finding in fixed][-1] == "port 9000"
+
+
+class TestEngineSettings:
+    def test_what_is_given_is_listed(self) -> None:
+        given = plan(engine={"extra": {"max_logprobs": 40}, "env": {"NCCL_DEBUG": "INFO"}})
+        [found] = checks.engine_settings(given)
+        assert (found.level, found.found) == ("ok", "goes to vLLM: max_logprobs, NCCL_DEBUG")
+        assert list(checks.engine_settings(plan())) == []
+
+    @pytest.mark.parametrize("engine", [{"extra": {"seed": 1}}, {"env": {"VLLM_NO_USAGE_STATS": "0"}}])
+    def test_what_the_service_sets_is_a_problem(self, engine: dict[str, Any]) -> None:
+        [found] = checks.engine_settings(plan(engine=engine))
+        assert found.level == "problem" and "is not taken" in found.found

@@ -1,0 +1,212 @@
+"""``engine.extra`` and ``engine.env``: what of vLLM a configuration may set beside our own settings.
+
+What is ours to decide is refused with the setting to use instead, as is what would break an update, and a name that
+vLLM does not know with those that are near. Read in vLLM 0.32, ``engine/arg_utils.py``; ``tests/unit/engine/
+test_extra.py`` holds ``INSTEAD`` to what ``args.py`` passes.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+
+from transformers import AutoConfig
+from vllm import AsyncEngineArgs
+
+from rollout_service.config import ServiceConfig
+
+_OTHER_FILES = "all processes read the model that model.path and model.revision name"
+_PARALLEL = "which GPU holds which weights is what updates are planned by: set engine.tensor_parallel_size"
+_NODES = "an engine lives in one replica on one node: set engine.tensor_parallel_size and scaling.max_replicas"
+_ON_THE_DEVICE = "versions are copied into parameters on the device, which stay there"
+_OLD_KV = "keys and values kept outside of the engine would outlive the weights that made them"
+_DRAFT = "give speculative_config"
+_LOGS = "vLLM's lines go where Ray Serve's go: set Serve's logging_config"
+
+INSTEAD: dict[str, str] = {
+    "additional_config": "set engine.staging",
+    "attention_backend": "set engine.attention_backend",
+    "block_size": "set engine.block_size",
+    "cudagraph_capture_sizes": "set engine.cuda_graph_sizes",
+    "disable_log_stats": "the service counts by itself, see docs/metrics.md",
+    "distributed_executor_backend": _NODES,
+    "dtype": "versions are stored in BF16 and FP8",
+    "enable_prefix_caching": "it is on, and emptied by each version",
+    "enable_sleep_mode": "set engine.enable_sleep_mode",
+    "enforce_eager": "set engine.enforce_eager",
+    "generation_config": "requests alone say how to sample",
+    "gpu_memory_utilization": "set engine.gpu_memory_utilization",
+    "kernel_config": "set engine.linear_backend; experts run on Triton's kernels, which read new weights",
+    "kv_cache_dtype": "set kv_cache.dtype",
+    "load_format": "engines load versions of the log",
+    "logging_config": _LOGS,
+    "logprobs_mode": "logprobs are those of the distribution that was sampled from",
+    "max_model_len": "set engine.max_model_len",
+    "max_num_batched_tokens": "set engine.max_num_batched_tokens",
+    "max_num_seqs": "set engine.max_num_seqs",
+    "model": "set model.path",
+    "reasoning_parser": "set chat.reasoning_parser",
+    "return_sampling_mask": "set engine.return_sampling_mask",
+    "scheduling_policy": "requests have a priority",
+    "seed": "set engine.seed",
+    "skip_tokenizer_init": "it is skipped where the model has no tokenizer",
+    "tensor_parallel_size": "set engine.tensor_parallel_size",
+    "weight_transfer_config": "versions come from the log",
+    "worker_extension_cls": "it is the service's",
+    # the same by other names
+    "allow_deprecated_quantization": "set quant.weights",
+    "linear_backend": "set engine.linear_backend",
+    "log_config_file": _LOGS,
+    "log_level": _LOGS,
+    "max_cudagraph_capture_size": "set engine.cuda_graph_sizes",
+    "moe_backend": "experts run on Triton's kernels, which read new weights after an update (vLLM issue 41670)",
+    "override_generation_config": "requests alone say how to sample",
+    "quantization": "set quant.weights",
+    "quantization_config": "set quant.weights",
+    "spec_method": _DRAFT,
+    "spec_model": _DRAFT,
+    "spec_tokens": _DRAFT,
+    # what the other processes would not know of
+    **dict.fromkeys(("code_revision", "config_format", "hf_config_path", "hf_token", "model_weights"), _OTHER_FILES),
+    **dict.fromkeys(("revision", "tokenizer", "tokenizer_mode", "tokenizer_revision"), _OTHER_FILES),
+    "served_model_name": "set model.served_name and model.aliases",
+    "trust_remote_code": "code that comes with a model is not run here: the ingest, the gateways and the engines know "
+    "models by the classes of transformers and vLLM. Use a model of theirs",
+    # what would break an update
+    **dict.fromkeys(("enable_elastic_ep", "enable_ep_weight_filter", "enable_eplb", "eplb_config"), _PARALLEL),
+    **dict.fromkeys(("enable_expert_parallel", "expert_placement_strategy"), _PARALLEL),
+    **dict.fromkeys(("master_addr", "master_port", "nnodes", "node_rank", "pipeline_parallel_size"), _NODES),
+    **dict.fromkeys(
+        ("cpu_offload_gb", "cpu_offload_params", "offload_backend", "offload_group_size", "offload_num_in_group"),
+        _ON_THE_DEVICE,
+    ),
+    **dict.fromkeys(("offload_params", "offload_prefetch_step"), _ON_THE_DEVICE),
+    **dict.fromkeys(("kv_offloading_backend", "kv_offloading_size", "kv_transfer_config"), _OLD_KV),
+    "convert": "engines generate",
+    "enable_lora": "a version is whole: merge adapters before they are pushed",
+    "runner": "engines generate",
+    "worker_cls": "the worker is vLLM's own, with the service's extension",
+}
+"""Argument of vLLM that ``engine.extra`` may not give → what to do instead."""
+
+WEIGHTLESS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculative decoding that have no weights of their own."""
+POSITIONS = frozenset(
+    {
+        "max_position_embeddings",
+        "max_window_layers",
+        "rope_parameters",
+        "sliding_window",
+        "use_sliding_window",
+    }
+)
+"""Keys of a model's config.json that change none of its tensors, by their names in transformers 5. Of its older names,
+``rope_scaling`` given alone would lose ``rope_theta``."""
+_DATA_PARALLEL = "data_parallel_"
+_NOT_OURS_EITHER = re.compile("(CUDA|HIP|ROCR)_VISIBLE_DEVICES|RAY_.*")
+_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+
+
+def check_extra(config: ServiceConfig) -> None:
+    """Raise ValueError for what ``engine.extra`` may not give, as far as no engine is needed to know it."""
+    extra = config.engine.extra
+    known = [field.name for field in fields(AsyncEngineArgs) if not field.name.startswith("_")]
+    for name in extra:
+        if name not in known:
+            near = get_close_matches(name, known, n=3)
+            raise ValueError(
+                f"engine.extra.{name}: vLLM's AsyncEngineArgs has no such field"
+                + (f"; near are {', '.join(near)}" if near else ", and none of a name near it")
+            )
+        if name.startswith(_DATA_PARALLEL):
+            raise ValueError(f"engine.extra.{name} is not taken: {_NODES}")
+        if name in INSTEAD:
+            raise ValueError(f"engine.extra.{name} is not taken: {INSTEAD[name]}")
+    _check_speculation(extra.get("speculative_config"))
+    overrides = extra.get("hf_overrides", {})
+    if not isinstance(overrides, dict):
+        raise ValueError(f"engine.extra.hf_overrides is {overrides!r}: give an object with keys of config.json")
+    if not isinstance(overrides.get("rope_parameters", {}), dict):
+        raise ValueError("engine.extra.hf_overrides.rope_parameters: give an object, such as {rope_type: yarn, …}")
+    if others := sorted(overrides.keys() - POSITIONS):
+        raise ValueError(
+            f"engine.extra.hf_overrides.{others[0]} is not taken: the tensors of a version are those of the model's "
+            f"own config.json. What changes none is taken: {', '.join(sorted(POSITIONS))}"
+        )
+
+
+def _check_speculation(given: object) -> None:
+    if given is None:
+        return
+    method = given.get("method") if isinstance(given, dict) else None
+    if method not in WEIGHTLESS:
+        raise ValueError(
+            f"engine.extra.speculative_config.method is {method!r}: a draft model and heads of EAGLE, MTP or Medusa "
+            "have weights of their own, which no version brings and no update reaches. Methods without weights are "
+            f"{', '.join(WEIGHTLESS)}"
+        )
+
+
+def with_extra(owned: dict[str, object], config: ServiceConfig) -> dict[str, object]:
+    """The arguments of an engine: ours, and ``engine.extra``. Raises ValueError as ``check_extra``."""
+    check_extra(config)
+    extra = dict(config.engine.extra)
+    overrides = {**_mapping(extra.pop("hf_overrides", {})), **_mapping(owned["hf_overrides"])}
+    if "rope_parameters" in overrides:
+        overrides["rope_parameters"] = _rope_parameters(config, _mapping(overrides["rope_parameters"]))
+    if twice := sorted(owned.keys() & extra.keys()):
+        raise ValueError(f"engine.extra.{twice[0]} is not taken: the service sets it")
+    return {**owned, **extra, "hf_overrides": overrides}
+
+
+def _rope_parameters(config: ServiceConfig, given: Mapping[str, object]) -> dict[str, object]:
+    """The model's own, such as its ``rope_theta``, with those that are given in their place: vLLM replaces them all."""
+    own = AutoConfig.from_pretrained(config.model.path).get_text_config().rope_parameters or {}
+    if any(isinstance(value, dict) for value in own.values()):
+        raise ValueError(
+            f"engine.extra.hf_overrides.rope_parameters: {config.model.name} has some for each kind of layer "
+            f"({', '.join(own)}), and such models keep theirs here: leave it out"
+        )
+    return {**own, **given}
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    assert isinstance(value, Mapping)
+    return value
+
+
+def with_env(owned: dict[str, str], config: ServiceConfig) -> dict[str, str]:
+    """The environment of an engine's processes: ours, and ``engine.env``. Raises ValueError for a variable of ours."""
+    for name in config.engine.env:
+        if _NAME.fullmatch(name) is None:
+            raise ValueError(f"engine.env.{name}: no name of an environment variable")
+        if name in owned:
+            raise ValueError(f"engine.env.{name} is not taken: the service sets it to {owned[name]!r}")
+        if _NOT_OURS_EITHER.fullmatch(name):
+            raise ValueError(f"engine.env.{name} is not taken: Ray sets it, see scaling.num_gpus and scaling.resources")
+    return {**config.engine.env, **owned}
+
+
+def is_batch_invariant(config: ServiceConfig) -> bool:
+    """Whether vLLM is to compute each sequence alike whatever else is in its batch."""
+    return config.engine.env.get(BATCH_INVARIANT, "0") != "0"
+
+
+def refuse_batch_invariance(config: ServiceConfig, on_cpu: bool, has_experts: bool) -> None:
+    """Raise ValueError if vLLM 0.32 would not keep it.
+
+    Attention is FlashAttention's or Triton's, which do (``supports_batch_invariance``); where the model has latent
+    attention, vLLM picks a kernel that does, or refuses.
+    """
+    if not is_batch_invariant(config):
+        return
+    if on_cpu:
+        raise ValueError(
+            f"engine.env.{BATCH_INVARIANT} is set, and vLLM has no batch-invariant kernels for the CPU: leave it out"
+        )
+    if has_experts and config.quant.weights == "fp8_block":
+        raise ValueError(
+            f"engine.env.{BATCH_INVARIANT} is set, and vLLM does not keep it for experts in FP8 (its issues 57016 and "
+            "57092): set quant.weights: none, or leave it out"
+        )
