@@ -8,7 +8,7 @@ or a disk that is full, is read from the manifests by the next process.
 import logging
 from collections.abc import Iterable
 
-from rollout_service.errors import NotFound
+from rollout_service.errors import LogCorrupt, NotFound
 from rollout_service.store.log import KnownLabels, WeightLog
 
 logger = logging.getLogger(__name__)
@@ -26,24 +26,33 @@ class VersionLabels:
         self._versions: dict[str, int] = {}
 
     def load(self) -> None:
-        """Take up what the log has. Raises LogCorrupt."""
+        """Take up what the log has. What is damaged of it, beside LATEST, only loses labels. Raises LogCorrupt."""
         head = self._log.head()
         newest = -1 if head is None else head.version
-        known = self._log.labels()
+        try:
+            known = self._log.labels()
+        except LogCorrupt as error:
+            logger.warning("labels of versions that are not on disk any more are lost: %s", error)
+            known = KnownLabels()
         # a log that was restored from a backup has versions of its own under numbers that LABELS names
         through = min(known.through, newest)
-        self._versions = {label: version for label, version in known.labels.items() if version <= newest}
-        for version in self._log.versions():
-            if version > through and (label := self._log.manifest(version).label) is not None:
-                self._versions[label] = version
+        found = {label: version for label, version in known.labels.items() if version <= newest}
+        for version in (version for version in self._log.versions() if version > through):
+            try:
+                label = self._log.manifest(version).label
+            except LogCorrupt as error:
+                logger.warning("the label of version %d is lost, if it had one: %s", version, error)
+            else:
+                found |= {} if label is None else {label: version}
+        self._versions = found
 
     def note(self, version: int, label: str | None) -> None:
-        """A version was committed."""
+        """A version was committed. Another thread may read meanwhile."""
         if label is None:
             return
-        self._versions[label] = version
-        newest = sorted(self._versions, key=self._versions.__getitem__)[-MOST_LABELS:]
-        self._versions = {label: self._versions[label] for label in newest}
+        versions = {**self._versions, label: version}
+        newest = sorted(versions, key=versions.__getitem__)[-MOST_LABELS:]
+        self._versions = {label: versions[label] for label in newest}  # replaced at once: others read it meanwhile
         try:
             self._log.set_labels(KnownLabels(through=version, labels=self._versions))
         except OSError as error:  # the version is committed, and its manifest has the label
@@ -53,14 +62,15 @@ class VersionLabels:
         """The newest version that has a label; a number is its own. Raises NotFound, with the newest labels."""
         if isinstance(version, int):
             return version
-        if version not in self._versions:
-            newest = sorted(self._versions, key=self._versions.__getitem__, reverse=True)[:_NAMED]
+        versions = self._versions
+        if version not in versions:
+            newest = sorted(versions, key=versions.__getitem__, reverse=True)[:_NAMED]
             raise NotFound(
                 f"no version has the label {version!r}; the newest labels are {', '.join(newest) or 'none'}: give a "
                 "number, or push a version with that label",
                 {"label": version, "labels": newest},
             )
-        return self._versions[version]
+        return versions[version]
 
     def spelled(self, versions: Iterable[int]) -> str:
         """For messages: numbers, each with the label by which it can be asked for."""

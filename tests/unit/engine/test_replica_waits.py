@@ -9,6 +9,7 @@ from rollout_service.drain import Drain
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.handover import HandOver
 from rollout_service.engine.replica import EngineReplica
+from rollout_service.engine.served_labels import ServedLabels
 from rollout_service.errors import TooEarly
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall, Sampling
@@ -21,6 +22,7 @@ class WaitingWeightSync:
 
     def __init__(self) -> None:
         self.waiting, self.let_go = asyncio.Event(), asyncio.Event()
+        self.labels = ServedLabels()
 
     async def wait_version(self, version: int, timeout_s: float) -> bool:
         if version > self.version:

@@ -114,6 +114,15 @@ class TestLabels:
         with pytest.raises(NotFound, match="run/step-9"):
             again.number_of("run/step-9")
 
+    def test_a_damaged_file_loses_labels_and_no_more(self, log: WeightLog) -> None:
+        (log.root / "LABELS").write_text("{")
+        (log.folder(2) / "manifest.json").write_text("{")
+        known = VersionLabels(log)
+        known.load()
+        assert [known.number_of(f"run/step-{step}") for step in (1, 3)] == [1, 3]
+        with pytest.raises(NotFound, match="newest labels are run/step-3, run/step-1:"):
+            known.number_of("run/step-2")
+
     def test_an_unknown_label_names_the_newest(self, log: WeightLog) -> None:
         known = VersionLabels(log)
         known.load()
