@@ -65,7 +65,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         **_attention(config, on_cpu),
         **({} if on_cpu or config.quant.weights == "none" else _kernels(config)),
     )
-    return AsyncEngineArgs(**with_extra(owned, config))
+    return AsyncEngineArgs(**with_extra(owned, config, on_cpu))
 
 
 def _named(**arguments: object) -> dict[str, object]:

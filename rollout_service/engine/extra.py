@@ -148,10 +148,18 @@ def _check_speculation(given: object) -> None:
         )
 
 
-def with_extra(owned: dict[str, object], config: ServiceConfig) -> dict[str, object]:
-    """The arguments of an engine: ours, and ``engine.extra``. Raises ValueError as ``check_extra``."""
+def with_extra(owned: dict[str, object], config: ServiceConfig, on_cpu: bool) -> dict[str, object]:
+    """The arguments of an engine: ours, and ``engine.extra``.
+
+    Raises ValueError as ``check_extra``, and for speculation on the CPU.
+    """
     check_extra(config)
     extra = dict(config.engine.extra)
+    if on_cpu and extra.get("speculative_config") is not None:
+        raise ValueError(
+            "engine.extra.speculative_config: on the CPU vLLM 0.32 returns logprobs with it that are not numbers: "
+            "leave it out"
+        )
     overrides = {**_mapping(extra.pop("hf_overrides", {})), **_mapping(owned["hf_overrides"])}
     if "rope_parameters" in overrides:
         overrides["rope_parameters"] = _rope_parameters(config, _mapping(overrides["rope_parameters"]))

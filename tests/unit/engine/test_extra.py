@@ -11,7 +11,7 @@ from rollout_service.app import build
 from rollout_service.config import ServiceConfig
 from rollout_service.engine import args
 from rollout_service.engine.args import engine_args, engine_environment
-from rollout_service.engine.extra import INSTEAD, check_extra, refuse_batch_invariance
+from rollout_service.engine.extra import INSTEAD, check_extra, refuse_batch_invariance, with_extra
 from rollout_service.shadow.deployment import shadow_config
 from tests.support.models import make_model
 
@@ -32,7 +32,7 @@ class TestExtra:
         make_model(tmp_path, "llama")
         owned: set[str] = set()
 
-        def noted(arguments: dict[str, object], _: ServiceConfig) -> dict[str, object]:
+        def noted(arguments: dict[str, object], *_: object) -> dict[str, object]:
             owned.update(arguments)
             return {"model": arguments["model"]}
 
@@ -46,9 +46,8 @@ class TestExtra:
 
     def test_other_arguments_reach_the_engine(self, tmp_path: Path) -> None:
         make_model(tmp_path, "llama")
-        config = config_of(tmp_path, extra={"max_logprobs": 40, "speculative_config": NGRAM})
-        made = engine_args(config, (), has_tokenizer=False)
-        assert made.max_logprobs == 40 and made.speculative_config == NGRAM
+        made = engine_args(config_of(tmp_path, extra={"max_logprobs": 40}), (), has_tokenizer=False)
+        assert made.max_logprobs == 40
 
     @pytest.mark.parametrize(
         ("name", "instead"),
@@ -86,6 +85,13 @@ class TestExtra:
     def test_speculation_with_weights_of_its_own_is_refused(self, method: str | None) -> None:
         with pytest.raises(ValueError, match=f"speculative_config.method is {method!r}: .*no update reaches"):
             check_extra(config_of(extra={"speculative_config": {"method": method, "model": "draft"}}))
+
+    def test_speculation_without_weights_is_for_gpus(self) -> None:
+        config = config_of(extra={"speculative_config": NGRAM})
+        owned: dict[str, object] = {"hf_overrides": {}}
+        assert with_extra(owned, config, on_cpu=False)["speculative_config"] == NGRAM
+        with pytest.raises(ValueError, match=r"on the CPU vLLM 0\.32 returns logprobs with it that are not numbers"):
+            with_extra(owned, config, on_cpu=True)
 
 
 class TestOverrides:
