@@ -25,7 +25,7 @@ from rollout_service.errors import (
     RolloutServiceError,
     VersionConflict,
 )
-from rollout_service.protocol.base import NewVersion
+from rollout_service.protocol.base import NEXT, NewVersion
 from rollout_service.protocol.upload import (
     PART_DIGEST_HEADER,
     UPLOAD_KEY_HEADER,
@@ -309,8 +309,12 @@ class PartSender:
         if known is not None and known != part.digest:
             raise VersionConflict(
                 f"part {part.index} of version {self._begin.version} was uploaded with other bytes before: push the "
-                "changed weights as a newer version"
-                + ("" if self._plan.state == "committed" else ", or discard() the staged one first"),
+                f"changed weights as a newer version, such as {NEXT!r}"
+                + (
+                    ", or make older weights that are kept the newest again with rollback(to=…)"
+                    if self._plan.state == "committed"
+                    else ", or discard() the staged one first"
+                ),
                 {"part": part.index, "digests": [known, part.digest]},
             )
         return known is None

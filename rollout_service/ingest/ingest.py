@@ -524,7 +524,9 @@ class Ingest:
     async def _discard(self, version: int) -> None:
         async with self._writing:
             if version in self._log.versions():
-                raise VersionConflict(f"version {version} is committed; a commit is final: push a newer version")
+                raise VersionConflict(
+                    f"version {version} is committed; a commit is final: push a newer version, or roll back"
+                )
             await self._uploads.discard(version)
 
     async def _expire(self) -> None:

@@ -429,7 +429,8 @@ class Uploads:
             mine, theirs = known.source_stamp, source_stamp(self._folder_of(begin.source))
         if mine == theirs:
             return
-        instead = "push a newer version" if state == "committed" else "DELETE it to begin anew"
+        newer = f"push a newer version, such as {NEXT!r}, or go back to a kept one by POST /v1/weights/rollback"
+        instead = newer if state == "committed" else "DELETE it to begin anew"
         head = self._log.head()
         raise VersionConflict(
             f"version {begin.version} is {state} with {_difference(known.begin, begin)} ({mine}, and {theirs} now): "

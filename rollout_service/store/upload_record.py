@@ -10,7 +10,7 @@ import xxhash
 from pydantic import ValidationError
 
 from rollout_service.errors import LogCorrupt, VersionConflict
-from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.base import NEXT, Frozen
 from rollout_service.protocol.upload import BeginUpload, num_parts, upload_digest, with_kv_scales
 from rollout_service.store.durable_io import read_sealed, write_sealed
 
@@ -47,7 +47,7 @@ class UploadRecord(Frozen):
         if digest not in (None, self.upload_digest):
             raise VersionConflict(
                 f"version {self.begin.version} is committed with parts that hash to {self.upload_digest}, and not to "
-                f"the {digest} of this commit: push a newer version",
+                f"the {digest} of this commit: push a newer version, such as {NEXT!r}",
                 {"version": self.begin.version, "digests": [self.upload_digest, digest]},
             )
 

@@ -34,7 +34,7 @@ async def test_a_trainer_goes_back_and_on(
         assert {(s.version, s.label) for s in completion.spans} == {(numbers[step - 1], LABEL.format(step))}
 
     # the trainer's own count begins again, and is in the way
-    with pytest.raises(VersionConflict, match=r"pushes the version 'next'.*client\.rollback"):
+    with pytest.raises(VersionConflict, match=r"such as 'next', .* rollback\(to=…\)"):
         await client.push_weights(first + 1, canary_weights(model, first + 9))
 
     back = await client.rollback(to=LABEL.format(1))
