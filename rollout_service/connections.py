@@ -19,9 +19,11 @@ class ManyConnections(httpx.AsyncBaseTransport):
     every request, and for every idle one again: at a thousand, that costs the client more than a generation does.
     """
 
-    def __init__(self, max_connections: int) -> None:
+    def __init__(self, max_connections: int, tls: ssl.SSLContext | None = None) -> None:
+        """``tls``: whom to trust; None: who is signed by an authority of this machine."""
         if max_connections < 1:
             raise ValueError(f"max_connections={max_connections}: at least one connection is needed")
+        self._given_tls = tls
         self._free = asyncio.Semaphore(max_connections)
         self._all: list[httpx.AsyncHTTPTransport] = []
         self._idle: list[httpx.AsyncHTTPTransport] = []
@@ -51,7 +53,8 @@ class ManyConnections(httpx.AsyncBaseTransport):
 
     def _open(self) -> httpx.AsyncHTTPTransport:
         limits = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=KEEPALIVE_S)
-        transport = httpx.AsyncHTTPTransport(verify=_tls(), limits=limits, socket_options=_tcp_keepalive())
+        tls = self._given_tls or _tls()
+        transport = httpx.AsyncHTTPTransport(verify=tls, limits=limits, socket_options=_tcp_keepalive())
         self._all.append(transport)
         return transport
 

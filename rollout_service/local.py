@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray import serve
 
 from rollout_service.app import build
 from rollout_service.config import ServiceConfig
-from rollout_service.config.deployment_file import application_args, controller_options
+from rollout_service.config.deployment_file import application_args, read_document, start_options
 from rollout_service.fleet.serve_status import not_running
 
 APPLICATION = "rollout"
@@ -75,26 +76,27 @@ def running_service(
     if not verbose:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
-        with deployed(config, {"host": "127.0.0.1", "port": port}, controller_options(path)):
-            url = f"http://127.0.0.1:{port}"
+        options = start_options(read_document(path))
+        http = {**options.get("http_options", {}), "host": "127.0.0.1", "port": port}
+        with deployed(config, {**options, "http_options": http}):
+            url = f"{'https' if http.get('ssl_certfile') else 'http'}://127.0.0.1:{port}"
             yield LocalService(url=url, config=config.resolved(), metrics_targets=(f"{url}/metrics", *_agents()))
     finally:
         ray.shutdown()
 
 
 @contextmanager
-def deployed(
-    config: ServiceConfig, http_options: dict[str, object], controller_options: dict[str, object] | None
-) -> Iterator[None]:
+def deployed(config: ServiceConfig, options: Mapping[str, Any]) -> Iterator[None]:
     """Serve, with the service as its application, in the Ray cluster that this process is in, until the block ends.
 
-    Options as in a Serve config. Returns when the service answers. Raises ServiceNotStarted, with the reason, once
-    Serve has given up.
+    ``options``: see ``start_options``. Returns when the service answers. Raises ServiceNotStarted, with the reason,
+    once Serve has given up.
     """
     try:
-        serve.start(http_options=http_options, controller_options=controller_options)
+        serve.start(**options)
         try:
-            serve.run(build(config), name=APPLICATION, route_prefix="/")
+            logging_config = options.get("logging_config")
+            serve.run(build(config), name=APPLICATION, route_prefix="/", logging_config=logging_config)
         except RuntimeError as error:  # says which deployment, but not why
             said = "; ".join(f"{name}: {why}" for name, why in sorted(not_running(APPLICATION).items()))
             raise ServiceNotStarted(f"{error} {said}") from error

@@ -18,6 +18,7 @@ from rollout_service.config.deployment_file import Document, args_of
 from rollout_service.memory import Memory
 from rollout_service.memory import memory as memory_here
 from rollout_service.protocol.base import Frozen
+from rollout_service.tls import require_certificate
 
 DASHBOARD_PORT = 8265
 """Ray's own page, if the port is free."""
@@ -58,13 +59,18 @@ class Plan:
     port: int
     version_bytes: int = 0
     """Of one weight version; 0: not known, since the model is not here."""
+    certificate: tuple[Path, Path] | None = None
+    """Files of the certificate that Serve shows, and of its key; None: it speaks plain HTTP."""
 
     @classmethod
     def of(cls, document: Document, version_bytes: int = 0) -> "Plan":
         """What a Serve config says. Raises pydantic.ValidationError."""
         config = ServiceConfig.model_validate(args_of(document)).resolved()
         options = document.get("http_options") or {}
-        return cls(config, str(options.get("host", "0.0.0.0")), int(options.get("port", 8000)), version_bytes)
+        certfile, keyfile = options.get("ssl_certfile"), options.get("ssl_keyfile")
+        certificate = None if certfile is None else (Path(certfile), Path(keyfile))
+        host, port = str(options.get("host", "0.0.0.0")), int(options.get("port", 8000))
+        return cls(config, host, port, version_bytes, certificate)
 
     @property
     def on_gpus(self) -> bool:
@@ -374,7 +380,34 @@ def engine_settings(plan: Plan) -> Iterator[Finding]:
         yield Finding(check="engine.extra", level="ok", found=f"goes to vLLM: {', '.join(given)}")
 
 
-CHECKS = (packages, gpus, compiler, memory, weights, hub_cache, ports, engine_settings)
+# --- TLS
+
+
+def tls(plan: Plan) -> Iterator[Finding]:
+    """The certificates of the service and of uploads, where there are any."""
+    upload = plan.config.weights.upload_certificate
+    if plan.certificate is not None:
+        settings = "http_options.ssl_certfile and ssl_keyfile"
+        yield certificate_finding("certificate", *plan.certificate, settings)
+    if upload is not None:
+        settings = "weights.upload_ssl_certfile and upload_ssl_keyfile"
+        yield certificate_finding("certificate of uploads", *upload, settings)
+    elif plan.certificate is not None:
+        found = "none, so trainers, who reach the service by https, send parts through the gateway"
+        advice = "weights.upload_ssl_certfile and upload_ssl_keyfile: a self-signed one is enough"
+        yield Finding(check="certificate of uploads", level="warning", found=found, advice=advice)
+
+
+def certificate_finding(check: str, certfile: Path, keyfile: Path, settings: str) -> Finding:
+    """Whether a listener on this machine could show it."""
+    try:
+        require_certificate(certfile, keyfile, settings)
+    except ValueError as error:
+        return Finding(check=check, level="problem", found=str(error), advice=f"{settings}: files on this machine")
+    return Finding(check=check, level="ok", found=str(certfile))
+
+
+CHECKS = (packages, gpus, compiler, memory, weights, hub_cache, ports, engine_settings, tls)
 """Each asks the machine. None takes long, unless what it asks hangs."""
 
 

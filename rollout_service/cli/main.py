@@ -289,6 +289,7 @@ def doctor(
 def fleet(
     url: Annotated[str, typer.Option(help="Address of the service.")] = "http://127.0.0.1:8000",
     token_file: Annotated[Path | None, typer.Option(help="File that holds the bearer token.")] = None,
+    ca_file: Annotated[Path | None, typer.Option(help="File of the authorities to trust an https address by.")] = None,
 ) -> None:
     """Show the replicas: which weight version each serves, its load, and how long its last update took."""
     import httpx
@@ -298,7 +299,7 @@ def fleet(
     from rollout_service.errors import RolloutServiceError
 
     try:
-        with SyncRolloutClient(url, token=read_token(token_file), retries=1) as client:
+        with SyncRolloutClient(url, token=read_token(token_file), retries=1, ca_file=ca_file) as client:
             table = _fleet_table(client.fleet())
     except (RolloutServiceError, ValueError) as error:
         fail(error)

@@ -15,7 +15,7 @@ from rollout_service.cli.checks import Finding, Plan, with_model
 from rollout_service.cli.doctor import examine
 from rollout_service.cli.output import fail
 from rollout_service.config import ModelConfig
-from rollout_service.config.deployment_file import CPU, GPU, Document, args_of, read_document
+from rollout_service.config.deployment_file import CPU, GPU, Document, args_of, read_document, start_options
 from rollout_service.errors import RolloutServiceError
 from rollout_service.ingest.own_log import own_newest, recipe_of
 from rollout_service.model.hub import pinned, require_room, with_model_here
@@ -142,7 +142,7 @@ def run(document: Document) -> NoReturn:
                 f"Ray Serve runs on this machine already, with {', '.join(running)}: end it (serve shutdown), or put "
                 "what rollout-service serve --print-config prints into its Serve config"
             )
-        with deployed(plan.config, document["http_options"], document.get("controller_options")):
+        with deployed(plan.config, start_options(document)):
             typer.echo(how_to_call(plan, context.dashboard_url))
             status = 0
             threading.Event().wait()

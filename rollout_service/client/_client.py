@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,7 @@ from rollout_service.protocol.sessions import OpenSession
 from rollout_service.protocol.upload import CommitUpload, PathSource, RollBack, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.tasks import raise_first_failure
+from rollout_service.tls import PinnedCertificates, trusting
 
 if TYPE_CHECKING:
     from rollout_service.client._tensors import NamedTensors
@@ -46,6 +48,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
         timeout_s: Longest wait for the reply to one generation; None: as long as it takes.
         retries: Attempts after the first, with exponential backoff and jitter, or after the wait the service asks for.
             8 outlive an outage of 16 s, 12 one of 32 s.
+        ca_file: File in PEM with the authorities, or the certificate itself, by which to trust an https ``url``; None:
+            those of this machine, or of ``SSL_CERT_FILE``.
         transport: Takes the place of the network, for tests or for a proxy; connection limits are then its own.
     """
 
@@ -57,9 +61,18 @@ class RolloutClient(ControlCalls, MismatchCalls):
         max_connections: int = 1024,
         timeout_s: float | None = None,
         retries: int = 8,
+        ca_file: Path | str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        def pool(num_connections: int, read_timeout_s: float | None, token: str | None = token) -> Http:
+        tls = None if ca_file is None else trusting(ca_file)
+        pinned = PinnedCertificates()
+
+        def pool(
+            num_connections: int,
+            read_timeout_s: float | None,
+            token: str | None = token,
+            tls: ssl.SSLContext | None = tls,
+        ) -> Http:
             return Http(
                 url,
                 token=token,
@@ -67,13 +80,14 @@ class RolloutClient(ControlCalls, MismatchCalls):
                 max_connections=num_connections,
                 read_timeout_s=read_timeout_s,
                 transport=transport,
+                tls=tls,
             )
 
         super().__init__(pool(CONTROL_CONNECTIONS, CONTROL_READ_S))
         self._max_connections = max_connections
         self._data = pool(max_connections, timeout_s)
-        self._parts = pool(CONTROL_CONNECTIONS, CONTROL_READ_S, token=None)
-        self._uploader = Uploader(self._control, self._parts)
+        self._parts = pool(CONTROL_CONNECTIONS, CONTROL_READ_S, token=None, tls=pinned.context)
+        self._uploader = Uploader(self._control, self._parts, pinned)
 
     async def __aenter__(self) -> Self:
         return self

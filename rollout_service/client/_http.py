@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import ssl
 from collections.abc import AsyncIterable, Mapping
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from rollout_service.client._retry import Repeat, error_of, retrying
 from rollout_service.connections import ManyConnections
 from rollout_service.errors import RolloutServiceError
+from rollout_service.tls import untrusted
 
 CONNECT_S = 10.0
 WRITE_S = 60.0
@@ -34,7 +36,9 @@ class Http:
         max_connections: int,
         read_timeout_s: float | None,
         transport: httpx.AsyncBaseTransport | None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        """``tls``: whom to trust; None: who is signed by an authority of this machine."""
         self.url = _checked_url(url)
         self._retries = retries
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -42,7 +46,7 @@ class Http:
             base_url=self.url,
             headers={"Authorization": f"Bearer {token}"} if token else {},
             timeout=http_timeout(read_timeout_s),
-            transport=transport or ManyConnections(max_connections),
+            transport=transport or ManyConnections(max_connections, tls),
         )
 
     async def send(
@@ -123,6 +127,8 @@ def _checked_url(url: str) -> str:
 
 def _explain(error: httpx.TransportError, method: str, url: str, service: str, repeat: Repeat) -> str:
     where = f"{method} {url} at {service}"
+    if (why := untrusted(error)) is not None:
+        return f"{where}: {why.verify_message}. If its certificate is not signed for this machine, give ca_file."
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return f"{where}: no connection. Is the service running there, and is the address right?"
     if repeat is Repeat.IF_NOT_ACCEPTED:

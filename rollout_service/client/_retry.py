@@ -16,6 +16,7 @@ from tenacity import (
 )
 
 from rollout_service.errors import CommitTimeout, NotReady, Overloaded, RolloutServiceError, from_wire
+from rollout_service.tls import untrusted
 
 logger = logging.getLogger("rollout_service.client")
 
@@ -59,6 +60,8 @@ def may_retry(outcome: Outcome, repeat: Repeat) -> bool:
     if repeat is Repeat.NEVER:
         return False
     if isinstance(outcome, _NEVER_SENT):
+        if untrusted(outcome) is not None:  # it will not be trusted next time either
+            return False
         return repeat is not Repeat.IDEMPOTENT_ONCE_CONNECTED
     idempotent = repeat in (Repeat.IDEMPOTENT, Repeat.IDEMPOTENT_ONCE_CONNECTED)
     if not isinstance(outcome, httpx.Response):

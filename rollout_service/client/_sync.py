@@ -5,6 +5,7 @@ import functools
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -45,6 +46,7 @@ class SyncRolloutClient:
         max_connections: int = 1024,
         timeout_s: float | None = None,
         retries: int = 8,
+        ca_file: Path | str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._client = RolloutClient(
@@ -53,6 +55,7 @@ class SyncRolloutClient:
             max_connections=max_connections,
             timeout_s=timeout_s,
             retries=retries,
+            ca_file=ca_file,
             transport=transport,
         )
         running: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()

@@ -45,6 +45,7 @@ from rollout_service.protocol.upload import (
 )
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.tasks import raise_first_failure
+from rollout_service.tls import PinnedCertificates
 
 if TYPE_CHECKING:
     from rollout_service.kv_scales import KVScales
@@ -116,9 +117,9 @@ def announcement(version: NewVersion, **what: object) -> Announcement:
 class Uploader:
     """Begins, fills and commits weight versions over the control connections of one client."""
 
-    def __init__(self, http: Http, direct: Http) -> None:
-        """``direct``: sends no token."""
-        self._http, self._direct = http, direct
+    def __init__(self, http: Http, direct: Http, pinned: PinnedCertificates) -> None:
+        """``direct``: sends no token, and trusts whom ``pinned`` does."""
+        self._http, self._direct, self._pinned = http, direct, pinned
         self._given_up: set[str] = set()
 
     async def begin(self, begin: Announcement) -> UploadPlan:
@@ -207,8 +208,10 @@ class Uploader:
         try:
             if httpx.URL(self._http.url).scheme == "https" and httpx.URL(listener.url).scheme != "https":
                 raise RolloutServiceError("it is not encrypted, as the connection to the service is")
+            if plan.upload_certificate is not None:
+                self._pinned.add(plan.upload_certificate)
             await listener.prove(plan.version)
-        except (httpx.TransportError, RolloutServiceError) as error:
+        except (httpx.TransportError, RolloutServiceError, ValueError) as error:
             self._given_up.add(plan.upload_url)
             logger.warning("parts go through %s, not directly to %s: %s", self._http.url, listener.url, error)
             return None

@@ -11,6 +11,10 @@ SHIPPED = Path(__file__).parents[1] / "deployments"
 """The project's ``deployments/``, which a wheel brings inside the package."""
 CPU, GPU = SHIPPED / "cpu_rollout.yaml", SHIPPED / "fp8_rollout.yaml"
 
+_OF_SERVE = (
+    *("proxy_location", "http_options", "grpc_options", "controller_options"),
+    *("logging_config", "tracing_config"),
+)
 Document = dict[str, Any]
 """A whole Serve config."""
 Sections = dict[str, dict[str, Any]]
@@ -35,6 +39,7 @@ def read_document(path: Path) -> Document:
         raise ValueError(f"{path} has {len(ours)} applications with `import_path: {BUILDER}`; it must have one")
     if not isinstance(ours[0].get("args", {}), dict):
         raise ValueError(f"{path}: `args` of the application must be a mapping of sections, not {ours[0]['args']!r}")
+    _require_certificate_and_key(path, document.get("http_options"))
     read: Document = document
     return read
 
@@ -51,10 +56,16 @@ def application_args(path: Path) -> Sections:
     return args_of(read_document(path))
 
 
-def controller_options(path: Path) -> dict[str, object] | None:
-    """What the file sets for Serve's controller, to be given to ``serve.start``; None: nothing.
+def start_options(document: Document) -> dict[str, Any]:
+    """What a Serve config sets for Serve as a whole, as ``serve.start`` takes it."""
+    return {name: document[name] for name in _OF_SERVE if document.get(name) is not None}
 
-    Raises ValueError as ``read_document``.
-    """
-    options: dict[str, object] | None = read_document(path).get("controller_options")
-    return options
+
+def _require_certificate_and_key(path: Path, http_options: object) -> None:
+    """Serve takes a key without a certificate in silence, and speaks plain HTTP (Ray 2.60.0)."""
+    given = http_options if isinstance(http_options, dict) else {}
+    names = ("ssl_certfile", "ssl_keyfile")
+    missing = [name for name in names if given.get(name) is None]
+    if len(missing) == 1:
+        [there] = set(names) - set(missing)
+        raise ValueError(f"{path}: http_options.{there} is set, but not http_options.{missing[0]}: TLS needs both")

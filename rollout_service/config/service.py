@@ -10,12 +10,30 @@ from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rollout_service.config.engine import Config, EngineConfig, KVCacheConfig, QuantConfig
 from rollout_service.protocol.upload import LARGEST_PART_BYTES
 
 _REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_HOST_AND_PORT = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?))(?::(\d{1,5}))?")
+
+
+def host_and_port(address: str) -> tuple[str, int | None]:
+    """``host``, ``host:port`` or ``[::1]:port``, taken apart. Raises ValueError for anything else."""
+    match = _HOST_AND_PORT.fullmatch(address)
+    port = int(match[3]) if match is not None and match[3] else None
+    if match is None or (port is not None and not 0 < port <= 65535):
+        raise ValueError(f"{address!r} is no address: write a host such as 10.1.0.7 or rollouts.example, or host:port")
+    return match[1] or match[2], port
+
+
+def _advertised(address: str) -> str:
+    host, _ = host_and_port(address)
+    if host in (*_LOOPBACK, "0.0.0.0", "::"):
+        raise ValueError(f"{address!r} is no address at which another machine reaches this one")
+    return address
 
 
 def expanded(setting: str, path: Path) -> Path:
@@ -188,6 +206,19 @@ class WeightsConfig(Config):
     upload_port: int = Field(default=0, ge=0, le=65535)
     """Its port, for a firewall to let through. 0: any that is free."""
 
+    upload_advertise_address: Annotated[str, AfterValidator(_advertised)] | None = None
+    """The host, or host:port, at which trainers reach the listener, if that is none of its node's own addresses: a
+    name, a load balancer, a NodePort. None: what ``upload_host`` says. Trainers that do not reach it send parts through
+    the gateway. Gateways use the listener's own address."""
+
+    upload_ssl_certfile: Path | None = None
+    """File in PEM, on the ingest's node, with the certificate that the listener shows; None: it speaks plain HTTP, and
+    trainers that reach the service by https send parts through the gateway. It may be self-signed, and for any name:
+    the gateway tells trainers which one it is."""
+
+    upload_ssl_keyfile: Path | None = None
+    """File in PEM with its key, unencrypted."""
+
     poll_s: float = Field(default=5.0, gt=0)
     """Longest time until a replica re-reads the log when no wake-up call reached it."""
 
@@ -203,6 +234,38 @@ class WeightsConfig(Config):
     def root_here(self) -> Path:
         """``root`` on this node. Raises ValueError if it names an environment variable that is not set here."""
         return expanded("weights.root", self.root)
+
+    @property
+    def upload_certificate(self) -> tuple[Path, Path] | None:
+        """Files of the listener's certificate and its key; None: it has none."""
+        if self.upload_ssl_certfile is None or self.upload_ssl_keyfile is None:
+            return None
+        return self.upload_ssl_certfile, self.upload_ssl_keyfile
+
+    @model_validator(mode="after")
+    def _certificate_with_its_key(self) -> "WeightsConfig":
+        given = {"upload_ssl_certfile": self.upload_ssl_certfile, "upload_ssl_keyfile": self.upload_ssl_keyfile}
+        missing = [name for name, file in given.items() if file is None]
+        if len(missing) == 1:
+            [there] = given.keys() - missing
+            raise ValueError(f"weights.{there} is set, but not weights.{missing[0]}: TLS needs both, or leave both out")
+        return self
+
+    @model_validator(mode="after")
+    def _advertised_address_is_listened_on(self) -> "WeightsConfig":
+        if self.upload_advertise_address is None:
+            return self
+        if self.upload_host in _LOOPBACK:
+            raise ValueError(
+                f"weights.upload_advertise_address is {self.upload_advertise_address}, but weights.upload_host is "
+                f"{self.upload_host}, which only programs on the ingest's machine reach: set it to 0.0.0.0"
+            )
+        if self.upload_port == 0:
+            raise ValueError(
+                f"weights.upload_advertise_address is {self.upload_advertise_address}, but weights.upload_port is 0, "
+                "so that each start takes another port: choose one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _polls_before_declared_dead(self) -> "WeightsConfig":
@@ -393,7 +456,7 @@ class ServiceConfig(Config):
 
     @model_validator(mode="after")
     def _remote_uploads_need_a_token_or_trust(self) -> "ServiceConfig":
-        loopback = self.weights.upload_host in ("127.0.0.1", "localhost", "::1")
+        loopback = self.weights.upload_host in _LOOPBACK
         if not loopback and self.auth.token_file is None and not self.auth.trusted_networks:
             raise ValueError(
                 f"weights.upload_host={self.weights.upload_host} is reachable from other machines, but no token is "
@@ -408,6 +471,7 @@ class ServiceConfig(Config):
         of_node = self.model.repo_id is not None or str(self.model.path).startswith("$")
         model = self.model.path if of_node else self.model.path.absolute()
         template = self.chat.chat_template and self.chat.chat_template.absolute()
+        certfile, keyfile = self.weights.upload_ssl_certfile, self.weights.upload_ssl_keyfile
         return self.model_copy(
             update={
                 "model": self.model.model_copy(update={"path": model}),
@@ -415,6 +479,8 @@ class ServiceConfig(Config):
                 "weights": self.weights.model_copy(
                     update={
                         "root": root if str(root).startswith("$") else root.absolute(),
+                        "upload_ssl_certfile": certfile and certfile.absolute(),
+                        "upload_ssl_keyfile": keyfile and keyfile.absolute(),
                         "source_roots": tuple(p.resolve() for p in self.weights.source_roots),
                     }
                 ),

@@ -30,6 +30,7 @@ from rollout_service.rpc import (
 )
 from rollout_service.sessions.store import Sessions
 from rollout_service.shadow.feed import ShadowFeed
+from rollout_service.tls import PinnedCertificates
 from rollout_service.web.auth import Authorizer
 
 MAX_FORWARDED_PARTS = 64
@@ -63,6 +64,8 @@ class Services:
     """Tells the monitor of rollouts."""
     shadow: ShadowFeed
     """Has some of them scored."""
+    pinned: PinnedCertificates = field(default_factory=PinnedCertificates)
+    """Whom ``http`` trusts."""
     aliases: tuple[str, ...] = ()
     """More names for it."""
     chats: "Chats | None" = None
@@ -98,6 +101,7 @@ class Services:
         """
         model = ServedModel.of(config.model)
         calls_ingest, calls_monitor = ingest_client(ingest), monitor_client(monitor)
+        pinned = PinnedCertificates()
         return cls(
             name=config.model.name,
             vocab_size=model.vocab_size,
@@ -107,8 +111,10 @@ class Services:
             ingest=calls_ingest,
             authorizer=Authorizer(config.auth.secret(), config.auth.trusted_networks),
             http=httpx.AsyncClient(  # callers go away in the middle of a part, and none may take a connection along
-                timeout=httpx.Timeout(300.0, connect=10.0), transport=ManyConnections(MAX_FORWARDED_PARTS)
+                timeout=httpx.Timeout(300.0, connect=10.0),
+                transport=ManyConnections(MAX_FORWARDED_PARTS, pinned.context),
             ),
+            pinned=pinned,
             monitor=calls_monitor,
             feed=RolloutFeed(calls_monitor, config.monitor.remember_tokens, config.scaling.gateways),
             shadow=ShadowFeed(None if shadow is None else shadow_client(shadow), config.shadow),

@@ -95,6 +95,8 @@ async def put_part(version: WeightVersion, part: int, request: Request, services
             {"limit_bytes": LARGEST_PART_BYTES},
         )
     listener = await services.ingest.listener(version, services.node_id)
+    if listener.certificate is not None:
+        services.pinned.add(listener.certificate)
     headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
     try:
         reply = await services.http.put(

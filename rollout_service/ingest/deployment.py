@@ -33,11 +33,18 @@ class IngestReplica(Ingest):
         config = await asyncio.to_thread(with_model_here, config, weights=empty)
         super().__init__(config)
         app = create_upload_app(self, Authorizer(config.auth.secret(), config.auth.trusted_networks))
-        self._listener = UploadServer(app, config.weights.upload_host, config.weights.upload_port)
+        self._listener = UploadServer(
+            app, config.weights.upload_host, config.weights.upload_port, config.weights.upload_certificate
+        )
         self._listener.start()
         node = ray.get_runtime_context().get_node_id()
         self.upload_address = UploadAddress(
-            self._listener.host, self._listener.port, ray.util.get_node_ip_address(), node
+            self._listener.host,
+            self._listener.port,
+            ray.util.get_node_ip_address(),
+            node,
+            advertised=config.weights.upload_advertise_address,
+            certificate=self._listener.certificate,
         )
         await self.start()
         self._drain.serves(self._end)

@@ -167,7 +167,10 @@ class Ingest:
         """
         plan = await self._shielded.run(self._begin(begin))
         direct = self.upload_address and self.upload_address.announced(plan.version, reached)
-        return plan.model_copy(update={"upload_url": direct.url, "upload_key": direct.key}) if direct else plan
+        if not direct:
+            return plan
+        told = {"upload_url": direct.url, "upload_key": direct.key, "upload_certificate": direct.certificate}
+        return plan.model_copy(update=told)
 
     async def listener(self, version: int, node_id: str | None) -> Listener:
         """Where a gateway on a node sends the parts that it is given. Raises RolloutServiceError."""
@@ -478,6 +481,7 @@ class Ingest:
         logger.info(
             "version %d committed: %.1f MB, digest %s, KV scales: %s",
             head.version, manifest.total_bytes / 1e6, head.digest, manifest.kv_scales_from,
+            extra={"weight_version": head.version},
         )  # fmt: skip
         self._fleet.follow_log()
         await self._changes.notify()

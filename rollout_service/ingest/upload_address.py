@@ -13,6 +13,7 @@ import secrets
 import socket
 from contextlib import suppress
 
+from rollout_service.config.service import host_and_port
 from rollout_service.errors import RolloutServiceError
 from rollout_service.protocol.upload import Listener, listener_proof
 
@@ -20,13 +21,30 @@ from rollout_service.protocol.upload import Listener, listener_proof
 class UploadAddress:
     """Of one listener, for as long as it listens."""
 
-    def __init__(self, host: str, port: int, node_ip: str | None = None, node_id: str | None = None) -> None:
-        """``host``: what it is bound to. ``node_ip``, ``node_id``: of its node in the Ray cluster, if it is in one."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        node_ip: str | None = None,
+        node_id: str | None = None,
+        *,
+        advertised: str | None = None,
+        certificate: str | None = None,
+    ) -> None:
+        """
+        Args:
+            host: What it is bound to.
+            node_ip, node_id: Of its node in the Ray cluster, if it is in one.
+            advertised: ``weights.upload_advertise_address``: the host, or host:port, that trainers are told.
+            certificate: What it shows, in PEM; None: it speaks plain HTTP.
+        """
         self._host, self._port, self._node_ip, self._node_id = host, port, node_ip, node_id
+        self._certificate = certificate
+        self._advertised = None if advertised is None else host_and_port(advertised)
         self._secret = secrets.token_bytes(32)
 
     def __str__(self) -> str:
-        return _url(self._host, self._port)
+        return self._url(self._host)
 
     def key(self, version: int) -> str:
         """Opens the listener to the parts of one version."""
@@ -45,8 +63,10 @@ class UploadAddress:
 
         None if it is not known to reach the listener: its parts then go through the gateway.
         """
+        if self._advertised is not None:
+            return self._listener(version, *self._advertised)
         host = self._host_for(reached)
-        return None if host is None else Listener(url=_url(host, self._port), key=self.key(version))
+        return None if host is None else self._listener(version, host)
 
     def within(self, version: int, node_id: str | None) -> Listener:
         """What the gateway on a node uses. Raises RolloutServiceError if it cannot reach the listener."""
@@ -59,7 +79,14 @@ class UploadAddress:
         host = self._host
         if _is_wildcard(host):
             host = (self._node_ip if elsewhere else None) or ("::1" if ":" in host else "127.0.0.1")
-        return Listener(url=_url(host, self._port), key=self.key(version))
+        return self._listener(version, host)
+
+    def _listener(self, version: int, host: str, port: int | None = None) -> Listener:
+        return Listener(url=self._url(host, port), key=self.key(version), certificate=self._certificate)
+
+    def _url(self, host: str, port: int | None = None) -> str:
+        scheme = "http" if self._certificate is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port or self._port}"
 
     def _host_for(self, reached: str | None) -> str | None:
         if _is_loopback(self._host):
@@ -69,10 +96,6 @@ class UploadAddress:
         if reached is not None and not _is_loopback(reached) and _is_of_this_machine(reached):
             return reached
         return self._node_ip
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _is_wildcard(host: str) -> bool:

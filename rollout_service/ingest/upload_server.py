@@ -7,6 +7,7 @@ chunks, with back-pressure from the socket. It runs in the ingest's event loop.
 import asyncio
 import logging
 import socket
+from pathlib import Path
 from typing import Annotated
 
 import uvicorn
@@ -38,6 +39,7 @@ from rollout_service.store.direct_io import DirectFile, block_buffer
 from rollout_service.store.durable_io import DISK_FULL, no_room
 from rollout_service.store.upload_record import UploadRecord
 from rollout_service.threads import to_thread_and_back
+from rollout_service.tls import require_certificate
 from rollout_service.web.auth import Authorizer
 from rollout_service.web.errors import install_error_handlers
 
@@ -186,8 +188,20 @@ async def _read(
 class UploadServer:
     """The listener. ``port`` is what it is bound to."""
 
-    def __init__(self, app: FastAPI, host: str, port: int = 0) -> None:
-        """``port`` 0: any that is free. Raises OSError if another process has it."""
+    def __init__(self, app: FastAPI, host: str, port: int = 0, certificate: tuple[Path, Path] | None = None) -> None:
+        """
+        Args:
+            port: 0: any that is free.
+            certificate: Files with its certificate and key; None: plain HTTP.
+
+        Raises OSError if another process has the port, ValueError if the certificate or its key cannot be used.
+        """
+        certfile, keyfile = certificate or (None, None)
+        self.certificate: str | None = None
+        """What it shows, in PEM; None: it speaks plain HTTP."""
+        if certfile is not None and keyfile is not None:
+            settings = "weights.upload_ssl_certfile and weights.upload_ssl_keyfile"
+            self.certificate = require_certificate(certfile, keyfile, settings)
         # bound here, not by uvicorn, so that the port is known before the server runs
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # asyncio turns Nagle's delay off only for sockets that say they are TCP
@@ -208,6 +222,8 @@ class UploadServer:
                 lifespan="off",
                 proxy_headers=False,  # who calls is who is connected, not whom a header names
                 timeout_graceful_shutdown=_STOP_S,
+                ssl_certfile=certfile,
+                ssl_keyfile=keyfile,
             )
         )
         self._serving: asyncio.Task[None] | None = None
@@ -215,7 +231,8 @@ class UploadServer:
     def start(self) -> None:
         """Serve in the running event loop."""
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-        logger.info("taking parts on %s, port %d", self.host, self.port)
+        encrypted = "" if self.certificate is None else ", with TLS"
+        logger.info("taking parts on %s, port %d%s", self.host, self.port, encrypted)
 
     async def stop(self) -> None:
         """Take no more connections, let the parts on their way end for a moment, and close the socket."""

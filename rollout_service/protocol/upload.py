@@ -170,6 +170,9 @@ class UploadPlan(Frozen):
     caller is known to reach."""
     upload_key: str | None = None
     """By which that address and the caller know each other; valid for the parts of this version."""
+    upload_certificate: str | None = None
+    """The certificate that it shows, in PEM, if ``upload_url`` is https: whoever shows another one is somebody else.
+    It need not be signed by an authority that the caller knows, nor be for that address."""
 
 
 class ListenerProof(Frozen):
@@ -255,3 +258,5 @@ class Listener(Frozen):
 
     url: str
     key: str
+    certificate: str | None = None
+    """What it shows, in PEM, if ``url`` is https."""

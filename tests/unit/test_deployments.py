@@ -12,12 +12,13 @@ from zipfile import ZipFile
 import pytest
 import ray
 import yaml
+from ray import serve
 from ray.serve.deployment import Application
 from ray.serve.schema import ServeDeploySchema
 
 from rollout_service.app import build
 from rollout_service.config import ServiceConfig
-from rollout_service.config.deployment_file import CPU, GPU, controller_options
+from rollout_service.config.deployment_file import CPU, GPU, read_document, start_options
 
 PROJECT = Path(__file__).parents[2]
 YAMLS = sorted((PROJECT / "deployments").glob("*.yaml"))
@@ -84,7 +85,7 @@ class TestShipped:
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         options = ServeDeploySchema.model_validate(document(path)).controller_options
-        assert controller_options(path) == options.model_dump(exclude_unset=True)
+        assert start_options(document(path))["controller_options"] == options.model_dump(exclude_unset=True)
         assert options.runtime_env is not None
         variables = options.runtime_env["env_vars"]
         monkeypatch.delitem(sys.modules, "ray.serve._private.constants")
@@ -96,6 +97,26 @@ class TestShipped:
             "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": 4,
             "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": 60,
         }
+
+
+class TestOfServe:
+    @pytest.mark.parametrize(("there", "missing"), [("certfile", "keyfile"), ("keyfile", "certfile")])
+    def test_a_certificate_and_its_key_are_given_together(self, there: str, missing: str, tmp_path: Path) -> None:
+        with_half = document(CPU)
+        with_half["http_options"][f"ssl_{there}"] = "tls"
+        path = tmp_path / "half.yaml"
+        path.write_text(yaml.safe_dump(with_half))
+        with pytest.raises(ValueError, match=f"http_options.ssl_{there} is set, but not http_options.ssl_{missing}"):
+            read_document(path)
+
+    def test_all_that_a_file_sets_for_serve_is_what_serve_start_takes(self) -> None:
+        options = {"http_options": {"port": 1}, "logging_config": {"encoding": "JSON"}, "tracing_config": None}
+        assert start_options({**options, "applications": []}) == {
+            "http_options": {"port": 1},
+            "logging_config": {"encoding": "JSON"},
+        }
+        of_serve = {name for name in ServeDeploySchema.model_fields if name in signature(serve.start).parameters}
+        assert start_options(dict.fromkeys(ServeDeploySchema.model_fields, 1)).keys() == of_serve
 
 
 def _is_bound(argument: object) -> bool:

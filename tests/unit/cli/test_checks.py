@@ -1,5 +1,6 @@
 """What the facts of machines that are not at hand mean for a deployment."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rollout_service.cli.machine import Disk, Gpu, TorchCuda
 from rollout_service.config import ServiceConfig
 from rollout_service.config.deployment_file import CPU, GPU, read_document
 from rollout_service.memory import Memory
+from tests.support.certificates import make_certificate
 from tests.support.models import make_model
 
 GB = 10**9
@@ -260,3 +262,21 @@ class TestEngineSettings:
     def test_what_the_service_sets_is_a_problem(self, engine: dict[str, Any]) -> None:
         [found] = checks.engine_settings(plan(engine=engine))
         assert found.level == "problem" and "is not taken" in found.found
+
+
+class TestTls:
+    def test_without_certificates_there_is_nothing_to_say(self) -> None:
+        assert list(checks.tls(plan())) == []
+
+    def test_certificates_of_both_are_looked_at(self, tmp_path: Path) -> None:
+        made = make_certificate(tmp_path / "one", "rollouts.example")
+        upload = {"upload_ssl_certfile": made.certfile, "upload_ssl_keyfile": tmp_path / "missing.key"}
+        both = replace(plan(weights=upload), certificate=(made.certfile, made.keyfile))
+        assert levels(list(checks.tls(both))) == {"certificate": "ok", "certificate of uploads": "problem"}
+
+    def test_uploads_in_plain_http_to_an_https_service_are_a_warning(self, tmp_path: Path) -> None:
+        made = make_certificate(tmp_path, "rollouts.example")
+        document = read_document(CPU)
+        document["http_options"] |= {"ssl_certfile": str(made.certfile), "ssl_keyfile": str(made.keyfile)}
+        found = only(list(checks.tls(Plan.of(document))), "certificate of uploads")
+        assert found.level == "warning" and "through the gateway" in found.found

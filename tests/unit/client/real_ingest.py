@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -13,7 +13,9 @@ from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_server import create_upload_app
 from rollout_service.store.log import WeightLog
+from rollout_service.tls import PinnedCertificates
 from rollout_service.web.auth import Authorizer
+from tests.support.certificates import Certificate
 from tests.support.without_ray import services_of
 from tests.unit.client.service import serving
 from tests.unit.ingest.trainer import config_of
@@ -38,16 +40,27 @@ class RealIngest:
 
 @asynccontextmanager
 async def real_ingest(
-    model: Path, root: Path, *, token: str | None = None, **sections: dict[str, object]
+    model: Path,
+    root: Path,
+    *,
+    token: str | None = None,
+    certificate: Certificate | None = None,
+    **sections: dict[str, object],
 ) -> AsyncIterator[RealIngest]:
-    """Version 0 is made from ``model``; there are no replicas, so pushes are to ``wait="none"``."""
+    """Version 0 is made from ``model``; there are no replicas, so pushes are to ``wait="none"``.
+
+    ``certificate``: of the gateway and of the listener; None: plain HTTP.
+    """
     config = config_of(model, root, **sections)
     ingest = Ingest(config)
     await ingest.start()
-    authorizer = Authorizer(token)
-    async with serving(App(create_upload_app(ingest, authorizer))) as uploads, httpx.AsyncClient() as http:
-        ingest.upload_address = UploadAddress("127.0.0.1", httpx.URL(uploads.url).port or 0)
-        services = services_of(ingest, config, authorizer, http)
-        async with serving(App(create_app(services))) as gateway:
+    authorizer, pinned = Authorizer(token), PinnedCertificates()
+    http = httpx.AsyncClient(verify=pinned.context)
+    async with serving(App(create_upload_app(ingest, authorizer)), certificate) as uploads, http:
+        ingest.upload_address = UploadAddress(
+            "127.0.0.1", httpx.URL(uploads.url).port or 0, certificate=certificate and certificate.pem
+        )
+        services = replace(services_of(ingest, config, authorizer, http), pinned=pinned)
+        async with serving(App(create_app(services)), certificate) as gateway:
             yield RealIngest(gateway.url, ingest, WeightLog(root))
     await ingest.stop()

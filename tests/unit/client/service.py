@@ -38,6 +38,7 @@ from rollout_service.protocol.upload import (
     upload_digest,
 )
 from rollout_service.protocol.weights import WeightStatus
+from tests.support.certificates import Certificate
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -66,6 +67,8 @@ class Service:
         self.url = ""
         self.upload_url: str | None = None
         """Address announced for parts; None: none."""
+        self.upload_certificate: str | None = None
+        """Announced with it."""
         self.upload_key = "key"
         """What proves that a listener is the service's; two with the same are one service."""
         self.headers: list[tuple[str, Mapping[str, str]]] = []
@@ -163,6 +166,7 @@ class Service:
             replaces=announced.version == "next" and upload.state == "staged",
             upload_url=self.upload_url,
             upload_key=self.upload_url and self.upload_key,
+            upload_certificate=self.upload_certificate,
         )
         return JSONResponse(plan.model_dump(mode="json"), 201)
 
@@ -313,15 +317,16 @@ AnyServed = TypeVar("AnyServed", bound=Served)
 
 
 @asynccontextmanager
-async def serving(service: AnyServed) -> AsyncIterator[AnyServed]:
-    """Serve on a free port of this machine, in the running event loop."""
+async def serving(service: AnyServed, certificate: Certificate | None = None) -> AsyncIterator[AnyServed]:
+    """Serve on a free port of this machine, in the running event loop. ``certificate``: None: plain HTTP."""
     # asyncio turns Nagle's algorithm off only on a socket that names its protocol; with it on, a reply takes 40 ms.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(2048)  # connections queue from here on: no wait for the start
-        service.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        scheme, files = ("http", {}) if certificate is None else ("https", certificate.files)
+        service.url = f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
         # Server.serve() without its loop, which looks for signals, and for the end, ten times a second.
-        config = uvicorn.Config(service.app, log_level="warning", lifespan="off")
+        config = uvicorn.Config(service.app, log_level="warning", lifespan="off", **files)
         config.load()
         server = uvicorn.Server(config)
         server.lifespan = config.lifespan_class(config)

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ValidationError
 
 from rollout_service.config import AuthConfig, ServiceConfig
 from rollout_service.config.engine import Config
+from rollout_service.config.service import host_and_port
 
 SECTIONS = [name for name, field in ServiceConfig.model_fields.items()]
 
@@ -191,6 +192,49 @@ class TestAuth:
     def test_a_token_file_that_is_not_there_is_an_error(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match="token"):
             AuthConfig(token_file=tmp_path / "token").secret()
+
+
+class TestUploadListener:
+    @pytest.mark.parametrize(
+        ("address", "host", "port"),
+        [
+            ("rollouts.example", "rollouts.example", None),
+            ("10.1.0.7:7443", "10.1.0.7", 7443),
+            ("[fd00:1::7]:7443", "fd00:1::7", 7443),
+            ("ingest-0", "ingest-0", None),
+        ],
+    )
+    def test_an_advertised_address_is_a_host_and_perhaps_a_port(
+        self, address: str, host: str, port: int | None
+    ) -> None:
+        weights = {"upload_host": "0.0.0.0", "upload_port": 7000, "upload_advertise_address": address}
+        config = ServiceConfig.model_validate({"weights": weights, "auth": {"token_file": "token"}})
+        assert host_and_port(config.weights.upload_advertise_address or "") == (host, port)
+
+    @pytest.mark.parametrize(
+        "address", ["", "http://a", "a b", "a:", "a:0", "a:65536", "fd00::1", "a/b", "0.0.0.0", "localhost:7000", "a@b"]
+    )
+    def test_what_no_other_machine_reaches_is_no_address(self, address: str) -> None:
+        message = message_of({"weights": {"upload_advertise_address": address}})
+        assert "weights.upload_advertise_address" in message and repr(address) in message
+
+    def test_an_advertised_address_needs_a_listener_and_a_port_there(self) -> None:
+        advertised = {"upload_advertise_address": "rollouts.example", "upload_port": 7000}
+        assert "set it to 0.0.0.0" in message_of({"weights": advertised})
+        message = message_of({"weights": advertised | {"upload_host": "0.0.0.0", "upload_port": 0}})
+        assert "weights.upload_port is 0" in message
+
+    @pytest.mark.parametrize(("there", "missing"), [("certfile", "keyfile"), ("keyfile", "certfile")])
+    def test_a_certificate_and_its_key_are_given_together(self, there: str, missing: str) -> None:
+        message = message_of({"weights": {f"upload_ssl_{there}": "tls"}})
+        assert f"weights.upload_ssl_{there} is set, but not weights.upload_ssl_{missing}" in message
+
+    def test_a_resolved_certificate_has_absolute_paths(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        weights = {"upload_ssl_certfile": "tls.crt", "upload_ssl_keyfile": "tls.key"}
+        resolved = ServiceConfig.model_validate({"weights": weights}).resolved()
+        assert resolved.weights.upload_certificate == (tmp_path / "tls.crt", tmp_path / "tls.key")
+        assert ServiceConfig().resolved().weights.upload_certificate is None
 
 
 class TestModel:

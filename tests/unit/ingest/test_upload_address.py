@@ -61,6 +61,23 @@ def test_a_trainer_is_given_the_address_at_which_it_connected() -> None:
     assert told("0.0.0.0", reached) == f"http://{reached}:7000"
 
 
+def test_a_trainer_is_told_the_advertised_address_wherever_it_is() -> None:
+    for advertised, url in (
+        ("rollouts.example", "https://rollouts.example:7000"),
+        ("rollouts.example:30443", "https://rollouts.example:30443"),
+        ("[fd00:1::7]:30443", "https://[fd00:1::7]:30443"),
+    ):
+        address = UploadAddress(
+            "0.0.0.0", 7000, node_ip="10.1.2.3", node_id="head", advertised=advertised, certificate="PEM"
+        )
+        for reached in ("127.0.0.1", ELSEWHERE, None):
+            listener = address.announced(1, reached)
+            assert listener is not None and (listener.url, listener.certificate) == (url, "PEM")
+        # gateways need not leave the cluster
+        assert address.within(1, "worker").url == "https://10.1.2.3:7000"
+        assert address.within(1, "head").url == "https://127.0.0.1:7000"
+
+
 def test_a_gateway_gets_a_reachable_address_or_a_helpful_error() -> None:
     everywhere = UploadAddress("0.0.0.0", 7000, node_ip="10.1.2.3", node_id="head")
     assert everywhere.within(1, "head").url == "http://127.0.0.1:7000"

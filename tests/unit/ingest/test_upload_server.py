@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import xxhash
+from fastapi import FastAPI
 
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.upload_server import UploadServer, create_upload_app
@@ -26,7 +27,9 @@ from rollout_service.protocol.upload import (
 )
 from rollout_service.store.direct_io import DirectFile
 from rollout_service.store.log import WeightLog
+from rollout_service.tls import trusting
 from rollout_service.web.auth import Authorizer
+from tests.support.certificates import make_certificate
 from tests.unit.ingest.trainer import (
     Trainer,
     Weights,
@@ -376,3 +379,24 @@ class TestBadMoments:
                 await http.get(f"http://127.0.0.1:{server.port}")
         with pytest.raises(RuntimeError, match="has stopped"):
             await server.check_health()
+
+    async def test_a_listener_with_a_certificate_takes_parts_over_tls_only(
+        self, ingest: Ingest, parts: list[bytes], tmp_path: Path
+    ) -> None:
+        made = make_certificate(tmp_path / "tls", "127.0.0.1")
+        app = create_upload_app(ingest, Authorizer(None))
+        server = UploadServer(app, "127.0.0.1", certificate=(made.certfile, made.keyfile))
+        server.start()
+        digest = {PART_DIGEST_HEADER: xxhash.xxh3_128_hexdigest(parts[0])}
+        route = f"127.0.0.1:{server.port}/v1/weights/1/parts/0"
+        async with httpx.AsyncClient(verify=trusting(made.certfile)) as http:
+            assert (await http.put(f"https://{route}", content=parts[0], headers=digest)).status_code == 200
+            with pytest.raises(httpx.RemoteProtocolError):
+                await http.put(f"http://{route}", content=parts[0], headers=digest)
+        await server.stop()
+        assert server.certificate == made.pem
+
+    def test_a_listener_whose_key_is_another_s_does_not_start(self, tmp_path: Path) -> None:
+        made, other = make_certificate(tmp_path / "one", "a"), make_certificate(tmp_path / "two", "a")
+        with pytest.raises(ValueError, match=r"^weights\.upload_ssl_certfile and weights\.upload_ssl_keyfile: "):
+            UploadServer(FastAPI(), "127.0.0.1", certificate=(made.certfile, other.keyfile))
