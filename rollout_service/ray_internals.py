@@ -24,14 +24,27 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 async def controller_answers(within_s: float) -> bool:
     """Whether Serve's controller answers a call in time. True, too, while Ray is starting it anew."""
     try:
-        controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-        async with asyncio.timeout(within_s):
-            await controller.check_alive.remote()
+        await _ask_controller(within_s)
     except TimeoutError:
         return False
     except (RayError, ValueError):  # it has died, or Serve is being shut down: neither is for us to mend
         return True
     return True
+
+
+async def controller_answered(within_s: float) -> bool:
+    """Whether Serve's controller has answered a call in time, and is neither dead nor being started."""
+    try:
+        await _ask_controller(within_s)
+    except (TimeoutError, RayError, ValueError):
+        return False
+    return True
+
+
+async def _ask_controller(within_s: float) -> None:
+    controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    async with asyncio.timeout(within_s):
+        await controller.check_alive.remote()
 
 
 def restart_controller() -> None:

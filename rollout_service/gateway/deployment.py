@@ -30,7 +30,7 @@ from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.openai import routes as openai
 from rollout_service.gateway.openai import sessions
 from rollout_service.gateway.openai.serving import LazyServing
-from rollout_service.gateway.overdue import OpenRequests
+from rollout_service.gateway.overdue import OpenRequests, Removal
 from rollout_service.gateway.sglang import routers as sglang
 from rollout_service.logs import log_with_serve
 from rollout_service.model.hub import with_model_here
@@ -83,7 +83,8 @@ class GatewayReplica:
         self._services = replace(made, chats=chats)
         chats.make_if_configured(self._services)
         self._open = OpenRequests()
-        self._watching = asyncio.create_task(watch_controller())
+        self._removal = Removal(self._open, self._drain.work_s)
+        self._watching = [asyncio.create_task(watch()) for watch in (watch_controller, self._removal.watch)]
         self._drain.serves(self._end)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -93,6 +94,7 @@ class GatewayReplica:
 
     async def check_health(self) -> None:
         """Serve's health check: fails when this process is to end."""
+        self._removal.asked()
         self._drain.check_health()
 
     async def _end(self) -> None:

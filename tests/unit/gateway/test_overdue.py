@@ -1,12 +1,14 @@
 """A gateway that must end answers what is still open."""
 
 import asyncio
+from collections.abc import Callable
 
 import httpx
+import pytest
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
-from rollout_service.gateway.overdue import OpenRequests
+from rollout_service.gateway.overdue import OpenRequests, Removal
 from rollout_service.web.errors import install_error_handlers
 
 LONG_S = 30.0
@@ -80,3 +82,80 @@ async def test_an_answer_that_has_begun_is_not_mixed_with_another_one() -> None:
     gateway.open.refuse()
     await asyncio.wait([asking])
     assert asking.cancelled()
+
+
+async def test_an_answer_that_says_503_is_not_cut_off_by_a_second_refusal() -> None:
+    gateway = Gateway()
+    asking = asyncio.create_task(gateway.http.get("/slow"))
+    await asyncio.wait_for(gateway.asked.wait(), LONG_S)
+    gateway.open.refuse()
+    gateway.open.refuse()
+    assert (await asyncio.wait_for(asking, LONG_S)).status_code == 503
+
+
+class End(Exception):
+    """Of the test."""
+
+
+class Watched:
+    """A gateway with an open request, in a time of its own, which passes only when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now, self.answers, self.refused_at = 0.0, True, None
+        self.any = True
+        self.at: dict[float, Callable[[], None]] = {}
+        """What happens in the first sleep that ends after this time."""
+        self.removal = Removal(self, 20.0, self._answered, lambda: self.now, self._sleep)  # type: ignore[arg-type]
+
+    def refuse(self) -> None:
+        self.refused_at = self.now
+        raise End
+
+    def controller(self, answers: bool) -> None:
+        self.answers = answers
+
+    async def until(self, end_s: float) -> float | None:
+        """When what is open was refused; None: not before ``end_s``."""
+        self.at[end_s] = self._end
+        with pytest.raises(End):
+            await self.removal.watch()
+        return self.refused_at
+
+    def _end(self) -> None:
+        raise End
+
+    async def _answered(self, within_s: float) -> bool:
+        return self.answers
+
+    async def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for due in [time for time in self.at if time <= self.now]:
+            self.at.pop(due)()
+
+
+async def test_a_gateway_that_serve_removed_refuses_in_time() -> None:
+    watched = Watched()
+    watched.at[4.0] = watched.removal.asked  # for the last time
+    assert await watched.until(60) == 25
+
+
+async def test_a_gateway_that_is_asked_for_its_health_refuses_nothing() -> None:
+    watched = Watched()
+    watched.at = {float(second): watched.removal.asked for second in range(100)}
+    assert await watched.until(100) is None
+
+
+async def test_without_a_controller_nobody_is_removed() -> None:
+    watched = Watched()
+    watched.at[5.0] = lambda: watched.controller(False)
+    watched.at[60.0] = lambda: watched.controller(True)  # it has yet to find this gateway
+    watched.at[75.0] = watched.removal.asked
+    watched.at[76.0] = watched.removal.asked
+    assert await watched.until(90) is None
+
+
+async def test_a_request_that_comes_late_to_a_removed_gateway_is_refused() -> None:
+    watched = Watched()
+    watched.any = False
+    watched.at[40.0] = lambda: setattr(watched, "any", True)
+    assert await watched.until(60) == 40
