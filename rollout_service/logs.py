@@ -3,9 +3,13 @@
 ``logging.config.dictConfig`` closes every handler there is, and Serve's file handler does not open again: lines are
 lost, and Serve's controller, which asks each replica for its log file when it starts anew, stops all those that cannot
 say (Ray 2.60.0). vLLM calls it when it is imported and uvicorn when it is configured, unless they are told not to.
+
+With ``logging_config: {encoding: JSON}`` in the Serve config the file has JSON, these lines' ``extra`` fields in it.
 """
 
 import logging
+
+from rollout_service.tracing import name_the_trace
 
 TELL_VLLM = {"VLLM_CONFIGURE_LOGGING": "0"}
 """In the environment of a process that Serve has made."""
@@ -20,6 +24,8 @@ def log_with_serve() -> None:
     ``ray.serve`` is the logger that Serve tells deployments to use.
     """
     serves = logging.getLogger("ray.serve")
+    for handler in serves.handlers:
+        handler.addFilter(name_the_trace)  # a second time changes nothing
     for ours in map(logging.getLogger, _OURS):
         ours.handlers, ours.propagate = list(serves.handlers), False
         ours.setLevel(serves.level)

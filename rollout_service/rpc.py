@@ -9,7 +9,6 @@ its class) and every caller. What a call raises, whatever the deployment:
 """
 
 import asyncio
-import contextvars
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from rollout_service.protocol.upload import Announcement, CommitUpload, Listener
 from rollout_service.protocol.weight_log import DesiredState, LogFile, Newest
 from rollout_service.protocol.weight_transfer import TransferInit, TransferStatus
 from rollout_service.protocol.weights import TensorDigests, WeightStatus
+from rollout_service.tracing import only_the_trace
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class EngineClient:
         """
         # Serve gives all calls of one HTTP request one id, by which its router tells pending calls apart; outside of
         # the request's context each has its own
-        response = contextvars.Context().run(self._handle.generate.remote, call)
+        response = only_the_trace().run(self._handle.generate.remote, call)
         with _translated("engine"):
             try:
                 rollout: Rollout = await response

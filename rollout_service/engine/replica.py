@@ -36,6 +36,7 @@ from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.rpc import EngineCalls, ingest_client
 from rollout_service.store.node_cache import NodeCache, node_cache_for
+from rollout_service.tracing import describe
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +153,7 @@ class EngineReplica:
             returned=self._weight_sync.returns > returns,
         )
         self._batch.add(rollout)
+        describe(rollout)
         return rollout
 
     async def status(self) -> ReplicaStatus:

@@ -309,7 +309,8 @@ class WeightSync:
             self._moved.notify_all()
         count_update(update, folder)
         self._log.release_all_but(head.version)
-        logger.info("version %d: staged %.3f s, closed %.3f s", head.version, stage_s, update.closed_s)
+        told = {"weight_version": head.version}
+        logger.info("version %d: staged %.3f s, closed %.3f s", head.version, stage_s, update.closed_s, extra=told)
 
     async def _closed_for(self, head: Head) -> bool:
         """Close the engine for a version; False if before the last rollout has finished the log has another one, or the

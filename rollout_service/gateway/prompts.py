@@ -20,6 +20,7 @@ from rollout_service.metrics.process import counted_rollout
 from rollout_service.protocol.generate import RolloutOptions
 from rollout_service.protocol.rollout import Completion, Rollout
 from rollout_service.protocol.sampling import GenerateCall, Reasoning, Sampling
+from rollout_service.tracing import describe
 from rollout_service.web.errors import documented
 
 DATA_ERRORS = documented(
@@ -184,6 +185,7 @@ async def roll_out(
     rollout = await services.dispatcher.complete(request, options.on_abort)
     if sampling.is_truncated:
         rollout = rollout.model_copy(update={"truncated_sampling": True})
+    describe(rollout)
     services.feed.note(rollout)
     services.shadow.note(rollout, sampling)
     return rollout

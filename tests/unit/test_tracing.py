@@ -1,0 +1,110 @@
+"""What becomes of a span between processes, and what it and the log lines within it say."""
+
+import contextvars
+import logging
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.tracing import describe, name_the_trace, only_the_trace, otlp_exporter
+from tests.support.collector import collecting
+
+OTHER: contextvars.ContextVar[str] = contextvars.ContextVar("other", default="nothing")
+ROLLOUT = Rollout(
+    request_id="r",
+    prompt_token_ids=(1, 2, 3),
+    completions=(
+        Completion(
+            index=0,
+            token_ids=(4, 5),
+            logprobs=(-1.0, -2.0),
+            finish_reason="length",
+            spans=(Span(version=7, start=0, end=1), Span(version=9, start=1, end=2)),
+        ),
+    ),
+    replica_id="engine#one",
+    attempts=2,
+)
+
+
+@pytest.fixture
+def spans() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+def tracer(spans: InMemorySpanExporter) -> trace.Tracer:
+    """One of its own: a process has one provider, and other tests have none."""
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    return provider.get_tracer("test")
+
+
+def only(spans: InMemorySpanExporter) -> ReadableSpan:
+    [span] = spans.get_finished_spans()
+    return span
+
+
+class TestContext:
+    def test_it_has_the_span_and_nothing_else(self, tracer: trace.Tracer) -> None:
+        OTHER.set("something")
+        with tracer.start_as_current_span("request") as span:
+            made = only_the_trace()
+        assert made.run(trace.get_current_span) is span
+        assert made.run(OTHER.get) == "nothing"
+
+    def test_without_a_span_it_is_empty(self) -> None:
+        assert len(only_the_trace()) == 0
+
+
+class TestAttributes:
+    def test_a_span_says_which_weights_made_its_rollout(
+        self, tracer: trace.Tracer, spans: InMemorySpanExporter
+    ) -> None:
+        with tracer.start_as_current_span("request"):
+            describe(ROLLOUT)
+        assert dict(only(spans).attributes or {}) == {
+            "gen_ai.response.id": "r",
+            "gen_ai.usage.input_tokens": 3,
+            "gen_ai.usage.output_tokens": 2,
+            "gen_ai.response.finish_reasons": ("length",),
+            "rollout.weight_versions": (7, 9),
+            "rollout.replica_id": "engine#one",
+            "rollout.attempts": 2,
+        }
+
+    def test_without_a_span_nothing_is_said(self) -> None:
+        describe(ROLLOUT)
+
+
+class TestLogLines:
+    @pytest.fixture
+    def record(self) -> logging.LogRecord:
+        return logging.LogRecord("rollout_service", logging.INFO, "file.py", 1, "told", (), None)
+
+    def test_a_line_within_a_span_names_it(self, record: logging.LogRecord, tracer: trace.Tracer) -> None:
+        with tracer.start_as_current_span("request") as span:
+            assert name_the_trace(record)
+        context = span.get_span_context()
+        assert record.trace_id == f"{context.trace_id:032x}"  # type: ignore[attr-defined]
+        assert record.span_id == f"{context.span_id:016x}"  # type: ignore[attr-defined]
+
+    def test_a_line_outside_names_none(self, record: logging.LogRecord) -> None:
+        assert name_the_trace(record) and not hasattr(record, "trace_id")
+
+
+def test_spans_are_sent_to_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    provider = TracerProvider()
+    with collecting() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        [processor] = otlp_exporter()
+        provider.add_span_processor(processor)
+        with provider.get_tracer("test").start_as_current_span("request") as span:
+            describe(ROLLOUT)
+        provider.shutdown()
+    [sent] = collector.of(trace.format_trace_id(span.get_span_context().trace_id))
+    assert sent.name == "request" and sent.attributes["rollout.weight_versions"] == (7, 9)
