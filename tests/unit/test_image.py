@@ -1,0 +1,70 @@
+"""The Dockerfile, which cannot be built where these tests run: what it copies is there, and what it runs is ours."""
+
+import re
+import shlex
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+
+PROJECT = Path(__file__).parents[2]
+INSTRUCTIONS = {"ARG", "CMD", "COPY", "ENV", "FROM", "RUN", "USER", "WORKDIR"}
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Each with what follows it, as one line."""
+    text = re.sub(r"^#.*\n", "", (PROJECT / "Dockerfile").read_text(), flags=re.MULTILINE)
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    return [(line.partition(" ")[0], line.partition(" ")[2].strip()) for line in lines if line.strip()]
+
+
+def values(instruction: str) -> list[str]:
+    return [value for name, value in instructions() if name == instruction]
+
+
+def copied() -> list[str]:
+    """Sources of COPY."""
+    words = [[word for word in shlex.split(line) if not word.startswith("--")] for line in values("COPY")]
+    return [source for line in words for source in line[:-1]]
+
+
+def test_it_has_only_instructions_that_are_looked_at_here() -> None:
+    assert {name for name, _ in instructions()} <= INSTRUCTIONS
+
+
+def test_both_stacks_have_a_stage_and_pins() -> None:
+    stages = dict(re.fullmatch(r"(\S+) AS (\S+)", line).groups()[::-1] for line in values("FROM")[:-1])  # type: ignore[union-attr]
+    assert stages.keys() == {"cpu", "gpu"}
+    for stack, image in stages.items():
+        assert re.fullmatch(r"python:3\.1[123]-slim-bookworm", image), image
+        assert (PROJECT / "requirements" / f"{stack}.txt").is_file()
+    assert values("FROM")[-1] == "${STACK}" and "STACK=gpu" in values("ARG")
+
+
+def test_what_it_copies_is_there_and_sent_to_the_builder() -> None:
+    sent = [line.removeprefix("!") for line in (PROJECT / ".dockerignore").read_text().split() if line[0] == "!"]
+    assert copied()
+    for source in copied():
+        assert list(PROJECT.glob(source)), source
+        assert any(fnmatch(source, pattern) for pattern in sent), source
+
+
+def test_all_that_the_installation_reads_is_copied() -> None:
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    for needed in (
+        "pyproject.toml",
+        "scripts/setup.sh",
+        "rollout_service",
+        project["readme"],
+        *project["license-files"],
+    ):
+        assert needed in copied(), needed
+
+
+def test_setup_makes_the_stack_of_the_image() -> None:
+    [setup] = [line for line in values("RUN") if "scripts/setup.sh" in line]
+    assert "STACK=${STACK} scripts/setup.sh" in setup
+    assert "nvidia-smi" not in setup, "the machine that builds the image may have no GPU"
+
+
+def test_it_does_not_run_as_root() -> None:
+    assert values("USER")[-1] == "ray"
