@@ -67,8 +67,9 @@ class Plan:
         """What a Serve config says. Raises pydantic.ValidationError."""
         config = ServiceConfig.model_validate(args_of(document)).resolved()
         options = document.get("http_options") or {}
-        certfile, keyfile = options.get("ssl_certfile"), options.get("ssl_keyfile")
-        certificate = None if certfile is None else (Path(certfile), Path(keyfile))
+        certificate = None
+        if options.get("ssl_certfile") is not None:
+            certificate = Path(options["ssl_certfile"]), Path(options["ssl_keyfile"])
         host, port = str(options.get("host", "0.0.0.0")), int(options.get("port", 8000))
         return cls(config, host, port, version_bytes, certificate)
 
