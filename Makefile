@@ -5,19 +5,19 @@ export VLLM_NO_USAGE_STATS ?= 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo serve bench dashboards dashboards-check test test-unit test-live test-gpu test-slow clients test-clients check format clean distclean
+.PHONY: help setup demo serve bench dashboards dashboards-check test test-unit test-live test-gpu test-slow test-newest-vllm clients test-clients check format clean distclean
 
 help: ## say what each target does
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## make .venv: the GPU stack where there is a GPU, else the CPU stack; again only when the pins change
 	@scripts/setup.sh
 
-demo: setup ## train a small model with GRPO through the service, on the CPU; report in out/demo/
+demo: setup ## train a small model with GRPO through the service, with its engine on a GPU if any; report in out/demo/
 	@$(PYTHON_VENV) -m examples.grpo_digits
 
-serve: setup ## run the service of deployments/cpu_rollout.yaml until Ctrl-C
-	@.venv/bin/serve run deployments/cpu_rollout.yaml
+serve: setup ## run the service until Ctrl-C: deployments/fp8_rollout.yaml on GPUs, else deployments/cpu_rollout.yaml
+	@scripts/serve.sh
 
 bench: setup ## measure the service against the bare engine, and the quantizer; results in benchmarks/results/
 	@$(PYTHON_VENV) -m benchmarks.rollout.overhead
@@ -49,6 +49,9 @@ test-gpu: setup ## tests that only a GPU can decide
 test-slow: setup ## an engine of every family, autoscaling, two nodes, the ablation (half an hour more)
 	@$(PYTHON_VENV) -m pytest tests/engine tests/service tests/own_service -m slow
 
+test-newest-vllm: setup ## the tests against the newest vLLM that pip finds; what breaks, by name, in out/newest_vllm/
+	@scripts/newest_vllm.sh
+
 clients: setup ## install trainers' released packages into .clients/, for the tests that drive the service with them
 	@scripts/clients.sh
 
@@ -71,4 +74,4 @@ clean: ## remove out/, the models made here (models/tiny-*) and caches; stop a r
 	@find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv and .clients too
-	@rm -rf .venv .venv.old .clients
+	@rm -rf .venv .venv.old .clients .newest

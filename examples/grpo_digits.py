@@ -1,10 +1,10 @@
-"""GRPO on the CPU, with rollouts from the service: what ``make demo`` runs.
+"""GRPO with rollouts from the service: what ``make demo`` runs.
 
     make demo          or          python -m examples.grpo_digits --help
 
 The service runs on this machine: Ray Serve, a vLLM engine with blockwise FP8 weights and FP8 KV cache, and the ingest
-that quantizes what we push. The trainer is this process; it knows the service's address and nothing else. Its loop is
-the tutorial in ``grpo``.
+that quantizes what we push. Where the GPU stack is installed the engine and the ingest share a GPU. The trainer is this
+process, on the CPU; it knows the service's address and nothing else. Its loop is the tutorial in ``grpo``.
 """
 
 import time
@@ -19,22 +19,34 @@ from transformers.utils.logging import disable_progress_bar
 from examples.digits_task import warm_start
 from examples.grpo import train
 from examples.report import Report, StepRecord
+from rollout_service.cli import checks, machine
 from rollout_service.client import SyncRolloutClient
-from rollout_service.local import running_service
+from rollout_service.config import ServiceConfig
+from rollout_service.local import load_config, running_service
+
+DEPLOYMENT = Path("deployments/cpu_rollout.yaml")
+"""For a machine without a GPU; on one, ``on_a_gpu`` says what is set otherwise."""
 
 
 def main(
     steps: Annotated[int, typer.Option(help="GRPO steps.", min=10)] = 40,
     seed: Annotated[int, typer.Option(help="Of the prompts and the warm start.")] = 0,
-    config: Annotated[Path, typer.Option(help="Deployment to run.")] = Path("deployments/cpu_rollout.yaml"),
+    config: Annotated[Path, typer.Option(help="Deployment to run.")] = DEPLOYMENT,
     out: Annotated[Path, typer.Option(help="Folder for summary.json and report.png.")] = Path("out/demo"),
 ) -> None:
     """Train a small model to write digits backwards, with rollouts from an FP8 service, and report how it went."""
     report = Report(out, steps)
     disable_progress_bar()  # transformers' own
+    sections: dict[str, dict[str, object]] = {"weights": {"root": out / "weights"}}
+    if config == DEPLOYMENT and machine.installed("vllm") is not None:
+        sections = on_a_gpu(sections)
+        if why_not := no_gpu(load_config(config, sections)):
+            report.say("not started, since the GPU stack is installed, which has no engine for the CPU:")
+            report.say("; ".join([*why_not, "on the CPU: STACK=cpu make demo"]))
+            raise typer.Exit(1)
     try:
         report.say("starting the service: Ray Serve, the ingest and a vLLM engine (about a minute)")
-        with running_service(config, {"weights": {"root": out / "weights"}}) as service:
+        with running_service(config, sections) as service:
             report.say(f"the service answers at {service.url}")
             with SyncRolloutClient(service.url) as client:
                 demonstrate(client, service.config.model.path, steps, seed, report)
@@ -42,6 +54,19 @@ def main(
         report.say("interrupted: the service is stopped")
         raise typer.Exit(130) from None
     raise typer.Exit(report.finish())
+
+
+def on_a_gpu(sections: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
+    """The same on a GPU that the engine shares with the ingest."""
+    engine = {"linear_backend": "cutlass", "gpu_memory_utilization": 0.2}
+    weights = sections.get("weights", {}) | {"ingest_num_gpus": 0.1}
+    return sections | {"engine": engine, "scaling": {"num_gpus": 0.9}, "weights": weights}
+
+
+def no_gpu(config: ServiceConfig) -> list[str]:
+    """Why the deployment cannot run on this machine's GPUs; empty: it can."""
+    findings = checks.gpus(checks.Plan(config, "127.0.0.1", 0))
+    return [f"{each.check}: {each.found} ({each.advice})" for each in findings if each.level == "problem"]
 
 
 def demonstrate(client: SyncRolloutClient, model_path: Path, steps: int, seed: int, report: Report) -> None:
