@@ -58,7 +58,11 @@ def build(config: ServiceConfig) -> Application:
     shadow = _shadow(config).bind(config, ingest, monitor) if config.shadow.share else None
     several = config.scaling.gateways > 1  # a single one keeps sessions itself
     sessions = _deployment(config, SessionsReplica, "sessions").bind(config) if several else None
-    gateway = _deployment(config, GatewayReplica, "gateway", num_replicas=config.scaling.gateways)
+    # when another configuration is deployed, the next gateways serve before these are removed; engines and the ingest
+    # would wait for GPUs, or for the log, that the old ones hold
+    gateway = _deployment(
+        config, GatewayReplica, "gateway", num_replicas=config.scaling.gateways, max_surge_percent=100
+    )
     return gateway.bind(config, engine, ingest, monitor, shadow, sessions)
 
 

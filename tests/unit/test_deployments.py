@@ -129,6 +129,14 @@ class TestApplication:
             gateway = build(ServiceConfig.model_validate({"scaling": scaling, "model": {"path": "anywhere"}}))
             assert gateway._bound_deployment.num_replicas == expected
 
+    def test_only_gateways_are_replaced_before_they_are_removed(self) -> None:
+        gateway = build(ServiceConfig.model_validate({"model": {"path": "anywhere"}}))
+        bound = [gateway, *(argument for argument in gateway._bound_deployment.init_args if _is_bound(argument))]
+        surges = {
+            each._bound_deployment.name: each._bound_deployment._deployment_config.max_surge_percent for each in bound
+        }
+        assert surges == {"gateway": 100, "engine": 0, "ingest": 0, "monitor": 0}
+
     def test_ingest_gpu_share_is_as_configured_and_none_by_default(self) -> None:
         for share in (0, 0.1):
             config = ServiceConfig.model_validate(
