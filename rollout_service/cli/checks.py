@@ -102,7 +102,8 @@ def with_model(plan: Plan) -> tuple[Plan, Finding]:
     from rollout_service.cli.inspect_model import inspect_model  # seconds, for torch and transformers
 
     try:
-        report = inspect_model(model, plan.config.quant, plan.config.engine.tensor_parallel_size)
+        engine = plan.config.engine
+        report = inspect_model(model, plan.config.quant, engine.tensor_parallel_size, engine.expert_parallel)
     except (OSError, ValueError) as error:
         return plan, Finding(check=name, level="problem", found=str(error))
     found = (

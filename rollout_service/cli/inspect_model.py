@@ -51,6 +51,8 @@ class ModelReport(Frozen):
     parameters: int
     """Numbers that the model has; an output head that is the embedding is not counted again."""
     tensor_parallel_size: int
+    experts_per_gpu: tuple[int, int] | None
+    """Routed experts that a GPU has whole, of each layer: fewest and most; None: it has a slice of every one."""
     kinds: tuple[TensorKind, ...]
     not_converted: tuple[str, ...]
     """What could be quantized and is not, by the names that vLLM compares with."""
@@ -68,7 +70,9 @@ class ModelReport(Frozen):
         return sum(row.stored_bytes for row in self.kinds)
 
 
-def inspect_model(source: ModelConfig, quant: QuantConfig, tensor_parallel_size: int = 1) -> ModelReport:
+def inspect_model(
+    source: ModelConfig, quant: QuantConfig, tensor_parallel_size: int = 1, expert_parallel: bool = False
+) -> ModelReport:
     """Read config.json, which ``source.path`` is, or which is in that folder or repository; decide for each tensor.
 
     Raises FileNotFoundError, ModelNotDownloaded, or ValueError for a model that cannot be served so, as ``ServedModel``
@@ -82,13 +86,14 @@ def inspect_model(source: ModelConfig, quant: QuantConfig, tensor_parallel_size:
             "the Hugging Face hub, such as Qwen/Qwen3-8B"
         )
     model = ServedModel.load(folder)
-    plan = model.plan(quant, tensor_parallel_size)
+    plan = model.plan(quant, tensor_parallel_size, expert_parallel)
     return ModelReport(
         model=source.repo_id or folder.absolute().name,
         model_type=model.config.model_type,
         parameters=sum(math.prod(s) for name, s in model.shapes.items() if not (model.tied and name == LM_HEAD)),
         tensor_parallel_size=tensor_parallel_size,
-        kinds=tuple(_kinds(model, plan, tensor_parallel_size)),
+        experts_per_gpu=_experts_per_gpu(model.num_experts, tensor_parallel_size) if expert_parallel else None,
+        kinds=tuple(_kinds(model, plan, tensor_parallel_size, expert_parallel)),
         not_converted=plan.not_converted,
         kv_bytes_per_token=_kv_bytes_per_token(model, tensor_parallel_size),
     )
@@ -149,7 +154,12 @@ def _columns(report: ModelReport) -> list[tuple[str, str, list[str]]]:
     ]
 
 
-def _kinds(model: ServedModel, plan: QuantPlan, tensor_parallel_size: int) -> list[TensorKind]:
+def _experts_per_gpu(experts: int, gpus: int) -> tuple[int, int]:
+    """As vLLM 0.32 shares them out: the first GPUs have one more where they do not divide (expert_map_manager.py)."""
+    return experts // gpus, -(-experts // gpus)
+
+
+def _kinds(model: ServedModel, plan: QuantPlan, tensor_parallel_size: int, expert_parallel: bool) -> list[TensorKind]:
     groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
     for name, shape in model.shapes.items():
         alike = (kind(_module(name)), shape, _why_not(name, model, plan))
@@ -160,7 +170,7 @@ def _kinds(model: ServedModel, plan: QuantPlan, tensor_parallel_size: int) -> li
             count=len(names),
             layers=ranges(int(name.split(".")[2]) for name in names if name.startswith("model.layers.")),
             shape=shape,
-            shard=_shard(names[0], model, tensor_parallel_size),
+            shard=_shard(names[0], model, tensor_parallel_size, expert_parallel),
             bf16_bytes=2 * math.prod(shape) * len(names),
             stored_bytes=_stored_bytes(names[0], model, plan) * len(names),
             dtype=_dtype(names[0], model, plan),
@@ -197,9 +207,13 @@ def _why_not(name: str, model: ServedModel, plan: QuantPlan) -> str:
     return plan.kept.get(_module(name)) or ("bias" if name.endswith(".bias") else "norm")
 
 
-def _shard(name: str, model: ServedModel, tensor_parallel_size: int) -> tuple[int, int] | None:
-    shape = model.linears.get(_module(name))
-    return None if shape is None else shard_shape(_module(name), shape, tensor_parallel_size, model.heads)
+def _shard(name: str, model: ServedModel, tensor_parallel_size: int, expert_parallel: bool) -> tuple[int, int] | None:
+    module = _module(name)
+    if module not in model.linears:
+        return None
+    return shard_shape(
+        module, model.linears[module], tensor_parallel_size, model.heads, expert_parallel=expert_parallel
+    )
 
 
 def _stored_bytes(name: str, model: ServedModel, plan: QuantPlan) -> int:
@@ -221,6 +235,9 @@ def _module(tensor: str) -> str:
 
 def _title(report: ModelReport) -> str:
     gpus = f", cut for {report.tensor_parallel_size} GPUs" if report.tensor_parallel_size > 1 else ""
+    if report.experts_per_gpu is not None:
+        fewest, most = report.experts_per_gpu
+        gpus += f" with {fewest if fewest == most else f'{fewest} or {most}'} whole experts each"
     return f"{report.model}: {report.model_type}, {report.parameters / 1e9:.2f} billion parameters{gpus}"
 
 

@@ -45,6 +45,9 @@ def main(
 def serve(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="On the Hugging Face hub, or a folder in its layout.")],
     tp: Annotated[int, typer.Option(min=1, help="GPUs that share one replica: engine.tensor_parallel_size.")] = 1,
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="With --tp, whole experts on each GPU: engine.expert_parallel.")
+    ] = False,
     replicas: Annotated[
         str | None, typer.Option(metavar="N or A-B", help="How many, or the fewest and the most.")
     ] = None,
@@ -75,6 +78,7 @@ def serve(
                 ModelConfig(path=model, revision=revision, served_name=name),
                 on_gpus=machine.is_gpu_host(),
                 tensor_parallel_size=tp,
+                expert_parallel=expert_parallel,
                 replicas=None if replicas is None else serve.replica_bounds(replicas),
                 port=port,
             )
@@ -135,6 +139,9 @@ def inspect(
         Path, typer.Argument(metavar="MODEL", help="On the Hugging Face hub, a folder, or its config.json alone.")
     ],
     tp: Annotated[int, typer.Option(min=1, help="GPUs that share one replica: engine.tensor_parallel_size.")] = 1,
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="With --tp, whole experts on each GPU: engine.expert_parallel.")
+    ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub: model.revision.")] = None,
     skip: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="As in quant.skip; may be given again.")
@@ -184,12 +191,15 @@ def inspect(
     from rich.console import Console
 
     if fp8_kv:
-        if tp != 1 or skip or indivisible != Indivisible.error or gpu_gb is not None:
-            fail("--tp, --skip, --indivisible and --gpu-gb are not for --fp8-kv, which measures: leave them out")
+        if tp != 1 or expert_parallel or skip or indivisible != Indivisible.error or gpu_gb is not None:
+            others = "--tp, --expert-parallel, --skip, --indivisible and --gpu-gb"
+            fail(f"{others} are not for --fp8-kv, which measures: leave them out")
         _inspect_kv(model, revision, prompts, device, json)
         return
     if prompts is not None or device != Device.auto:
         fail("--prompts and --device say how --fp8-kv measures: add it, or leave them out")
+    if expert_parallel and tp == 1:
+        fail("--expert-parallel shares out experts over GPUs: say over how many with --tp, or leave it out")
 
     from rollout_service.config import ModelConfig, QuantConfig
 
@@ -200,7 +210,8 @@ def inspect(
         fail(f"inspect needs {error.name}, which comes with an engine: install rollout-service[cpu] or [gpu]")
     try:
         source = ModelConfig(path=model, revision=revision)
-        report = inspect_model(source, QuantConfig(skip=tuple(skip or ()), indivisible=indivisible.value), tp)
+        quant = QuantConfig(skip=tuple(skip or ()), indivisible=indivisible.value)
+        report = inspect_model(source, quant, tp, expert_parallel)
     except ValidationError as error:
         fail("; ".join(_problems(error)))
     except (OSError, ValueError) as error:

@@ -42,6 +42,7 @@ def deployment(
     *,
     on_gpus: bool,
     tensor_parallel_size: int = 1,
+    expert_parallel: bool = False,
     replicas: tuple[int, int] | None = None,
     port: int | None = None,
 ) -> Document:
@@ -62,6 +63,8 @@ def deployment(
         if on_gpus:  # whole ones: Ray gives shares of one GPU only, so the ingest quantizes on the CPU
             args["scaling"]["num_gpus"] = tensor_parallel_size
             args["weights"]["ingest_num_gpus"] = 0
+    if expert_parallel:
+        args["engine"]["expert_parallel"] = True
     if port is not None:
         document["http_options"]["port"] = port
     return document
@@ -109,7 +112,8 @@ class Prepared:
         config, model = self.plan.config, ServedModel.of(self.plan.config.model)
         log = WeightLog(config.weights.root_here())
         try:
-            recipe = recipe_of(config.quant, model.plan(config.quant, config.engine.tensor_parallel_size))
+            plan = model.plan(config.quant, config.engine.tensor_parallel_size, config.engine.expert_parallel)
+            recipe = recipe_of(config.quant, plan)
             if own_newest(log, model, recipe, config) is None:
                 require_room(Plan.of(self.document).config.model)
         except (RolloutServiceError, OSError) as error:

@@ -106,6 +106,11 @@ class EngineConfig(Config):
     tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs of one replica; the shards live inside the replica (vLLM's ``mp`` executor)."""
 
+    expert_parallel: bool = False
+    """Each GPU of a replica has some of a mixture's experts, whole, and not a slice of every one; attention and all
+    else are cut by ``tensor_parallel_size`` as before. For experts whose slices would be no whole FP8 blocks. vLLM's
+    ``enable_expert_parallel``."""
+
     max_num_seqs: int = Field(default=256, ge=1)
     """Sequences that vLLM decodes at once."""
 
@@ -180,6 +185,15 @@ class EngineConfig(Config):
 
     admission_limit: int = Field(default=1024, ge=1)
     """Sequences (a request counts ``n``) that a replica holds, queued ones included, before it answers 503."""
+
+    @model_validator(mode="after")
+    def _experts_need_several_gpus(self) -> "EngineConfig":
+        if self.expert_parallel and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "engine.expert_parallel shares out experts over the GPUs of a replica, and engine.tensor_parallel_size "
+                "is 1: raise it, or leave expert_parallel out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _graphs_are_not_eager(self) -> "EngineConfig":

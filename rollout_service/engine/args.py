@@ -42,6 +42,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         kv_cache_dtype=_kv_cache_dtype(config, on_cpu),
         block_size=engine.block_size,
         tensor_parallel_size=engine.tensor_parallel_size,
+        enable_expert_parallel=engine.expert_parallel,
         distributed_executor_backend="mp" if engine.tensor_parallel_size > 1 else None,
         # torch.compile on the CPU keeps the packed weights of before an update (notes/vllm, §3)
         enforce_eager=engine.enforce_eager or on_cpu,

@@ -75,7 +75,8 @@ class Ingest:
         self._config = config
         self._log = WeightLog(config.weights.root_here())
         self._model = ServedModel.of(config.model)
-        self._plan = self._model.plan(config.quant, config.engine.tensor_parallel_size)
+        engine = config.engine
+        self._plan = self._model.plan(config.quant, engine.tensor_parallel_size, engine.expert_parallel)
         self._recipe = recipe_of(config.quant, self._plan)
         self._trainer_recipe = TrainerRecipe(
             weights=config.quant.weights,

@@ -95,11 +95,17 @@ def _engine_module(name: str, members: list[str]) -> EngineModule:
     return EngineModule(name, tuple(sorted(members, key=lambda member: order.index(member.rpartition(".")[2]))))
 
 
-def shard_shape(name: str, shape: tuple[int, int], ways: int, heads: Heads | None = None) -> tuple[int, int]:
+def shard_shape(
+    name: str, shape: tuple[int, int], ways: int, heads: Heads | None = None, *, expert_parallel: bool = False
+) -> tuple[int, int]:
     """What one of ``ways`` GPUs holds of the weight ``shape`` [N, K] of a linear module.
+
+    ``expert_parallel``: a routed expert is whole, on the one GPU that has it.
 
     Raises ValueError if the module is of an unknown kind or cannot be divided evenly.
     """
+    if expert_parallel and _EXPERT.match(name):
+        return shape
     leaf = name.rpartition(".")[2]
     if leaf not in CUTS:
         raise ValueError(f"{name}: it is not known how vLLM divides a module called {leaf} between GPUs")

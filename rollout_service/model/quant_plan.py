@@ -39,13 +39,19 @@ class QuantPlan:
 
 
 def plan(
-    linears: Mapping[str, Shape], config: QuantConfig, tensor_parallel_size: int = 1, heads: Heads | None = None
+    linears: Mapping[str, Shape],
+    config: QuantConfig,
+    tensor_parallel_size: int = 1,
+    heads: Heads | None = None,
+    *,
+    expert_parallel: bool = False,
 ) -> QuantPlan:
     """Decide for each linear module (name → weight shape ``[N, K]``; lm_head and routers are not among them).
 
-    ``heads``: None if each GPU has KV heads of its own. Raises ValueError naming every module whose shard does not
-    divide into 128×128 blocks (unless ``config.indivisible`` keeps it in BF16) or cannot be cut at all, every pattern
-    of ``config.skip`` that matches nothing, or every module that is skipped without the others it is fused with.
+    ``heads``: None if each GPU has KV heads of its own. ``expert_parallel``: routed experts are not cut. Raises
+    ValueError naming every module whose shard does not divide into 128×128 blocks (unless ``config.indivisible`` keeps
+    it in BF16) or cannot be cut at all, every pattern of ``config.skip`` that matches nothing, or every module that is
+    skipped without the others it is fused with.
     """
     if config.weights == "none":
         return QuantPlan(frozenset())
@@ -53,11 +59,11 @@ def plan(
         require_whole_heads(heads, tensor_parallel_size)
     modules = engine_modules(linears)
     kept = _skipped(modules, config.skip)
-    ragged = _ragged(
-        [module for module in modules if module.parts[0] not in kept], linears, tensor_parallel_size, heads
-    )
+    candidates = [module for module in modules if module.parts[0] not in kept]
+    ragged = _ragged(candidates, linears, tensor_parallel_size, heads, expert_parallel)
     if ragged and config.indivisible == "error":
-        raise ValueError(_refusal(ragged, tensor_parallel_size))
+        ways_out = _ways_out(candidates, linears, tensor_parallel_size, heads, expert_parallel)
+        raise ValueError(_refusal(ragged, tensor_parallel_size, ways_out))
     for module in modules:
         if not ragged.keys().isdisjoint(module.parts):
             kept |= {part: _indivisible(module, part, ragged) for part in module.parts}
@@ -104,13 +110,17 @@ def _match(names: Iterable[str], patterns: Iterable[str]) -> str | None:
 
 
 def _ragged(
-    modules: Iterable[EngineModule], linears: Mapping[str, Shape], ways: int, heads: Heads | None
+    modules: Iterable[EngineModule],
+    linears: Mapping[str, Shape],
+    ways: int,
+    heads: Heads | None,
+    expert_parallel: bool,
 ) -> dict[str, Shape]:
     """Modules of which a GPU's shard is not a whole number of blocks → that shard."""
     found = {}
     for module in modules:
         for part in module.parts:
-            rows, columns = shard_shape(part, linears[part], ways, heads)
+            rows, columns = shard_shape(part, linears[part], ways, heads, expert_parallel=expert_parallel)
             # DeepSeek's kv_a_proj_with_mqa has 576 rows in its published FP8 format; nothing follows them in the layer.
             may_end_ragged = CUTS[part.rpartition(".")[2]] == "none" and part == module.parts[-1]
             if columns % BLOCK or (rows % BLOCK and not may_end_ragged):
@@ -118,15 +128,40 @@ def _ragged(
     return found
 
 
-def _refusal(ragged: Mapping[str, Shape], ways: int) -> str:
+def _ways_out(
+    modules: list[EngineModule],
+    linears: Mapping[str, Shape],
+    ways: int,
+    heads: Heads | None,
+    expert_parallel: bool,
+) -> list[str]:
+    """What to set so that every shard is a whole number of blocks; each by itself is enough."""
+
+    def divides(fewer: int, whole_experts: bool) -> bool:
+        try:
+            if heads is not None:
+                require_whole_heads(heads, fewer)
+            return not _ragged(modules, linears, fewer, heads, whole_experts)
+        except ValueError:
+            return False
+
+    found = []
+    if ways > 1 and not expert_parallel and divides(ways, True):
+        found.append("engine.expert_parallel: true, so that each GPU has whole experts")
+    sizes = [str(fewer) for fewer in range(1, ways) if ways % fewer == 0 and divides(fewer, expert_parallel)]
+    if sizes:
+        found.append(f"engine.tensor_parallel_size: {' or '.join(sizes)}")
+    return [*found, "quant.indivisible: keep_bf16, which leaves them in BF16"]
+
+
+def _refusal(ragged: Mapping[str, Shape], ways: int, ways_out: list[str]) -> str:
     by_shard: dict[Shape, list[str]] = {}
     for name, shard in ragged.items():
         by_shard.setdefault(shard, []).append(name)
     lines = [f"{line} {list(shard)}" for shard, names in by_shard.items() for line in collapse(names)]
-    lower = "lower tensor_parallel_size, or " if ways > 1 else ""
     return (
         f"{len(ragged)} linear modules do not divide into {BLOCK}×{BLOCK} blocks with tensor_parallel_size={ways}; "
-        f"each GPU's shard would be: {', '.join(lines)}: {lower}leave them in BF16 through quant.indivisible: keep_bf16"
+        f"each GPU's shard would be: {', '.join(lines)}: set {'; or '.join(ways_out)}"
     )
 
 

@@ -92,8 +92,14 @@ class ServedModel:
             tied=bool(config.tie_word_embeddings),
         )
 
-    def plan(self, quant: QuantConfig, tensor_parallel_size: int = 1) -> QuantPlan:
-        """Which weights are quantized. Raises ValueError as ``quant.recipe.plan`` does, or for an unknown family."""
+    def plan(self, quant: QuantConfig, tensor_parallel_size: int = 1, expert_parallel: bool = False) -> QuantPlan:
+        """Which weights are quantized.
+
+        Raises ValueError as ``quant_plan.plan`` does, for an unknown family, or for fewer experts than GPUs that are to
+        share them out.
+        """
+        if expert_parallel:
+            self._require_experts_for(tensor_parallel_size)
         if quant.weights == "none":
             return QuantPlan(frozenset())
         if self.config.model_type not in FAMILIES:
@@ -101,13 +107,30 @@ class ServedModel:
                 f"{self.path}: FP8 is not supported for {self.config.model_type}, only for {', '.join(FAMILIES)}: set "
                 "quant.weights: none to serve it in BF16"
             )
-        return plan(self.linears, quant, tensor_parallel_size, self.heads)
+        return plan(self.linears, quant, tensor_parallel_size, self.heads, expert_parallel=expert_parallel)
+
+    def _require_experts_for(self, gpus: int) -> None:
+        if not self.num_experts:
+            raise ValueError(
+                f"engine.expert_parallel is true, and {self.name} is a dense model, with no experts to share out: set "
+                "it to false"
+            )
+        if self.num_experts < gpus:
+            raise ValueError(
+                f"engine.expert_parallel shares out the {self.num_experts} experts of {self.name}, and "
+                f"engine.tensor_parallel_size={gpus} leaves GPUs without any: set it to {self.num_experts} at most"
+            )
 
     @cached_property
     def routers(self) -> frozenset[str]:
         """Modules that are never quantized and in no plan: they choose experts, or scale the shared one."""
         modules = (name.removesuffix(".weight") for name in self.shapes if name.endswith(".weight"))
         return frozenset(module for module in modules if module.rpartition(".")[2] in ROUTERS)
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer; 0: a dense model."""
+        return next((int(count) for key in EXPERT_COUNTS if (count := getattr(self.config, key, None))), 0)
 
     @property
     def heads(self) -> Heads:

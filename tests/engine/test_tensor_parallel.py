@@ -8,7 +8,7 @@ import pytest
 
 from rollout_service.errors import LogCorrupt
 from rollout_service.store.log import WeightLog
-from tests.support.models import random_weights
+from tests.support.models import NUM_EXPERTS, random_weights
 from tests.support.one_engine import PROMPTS, mean_difference, running
 from tests.unit.store.versions import flip_a_byte
 
@@ -21,21 +21,35 @@ TOKENS = [tuple((5 * i + 7 * j) % 120 + 3 for j in range(40)) for i in range(len
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # two engines, one after the other
-@pytest.mark.parametrize("family", ["qwen3_tp", "qwen3_moe_tp"])
+@pytest.mark.parametrize(
+    ("family", "quant", "expert_parallel"),
+    [
+        ("qwen3_tp", "fp8_block", False),
+        ("qwen3_moe_tp", "fp8_block", False),
+        ("qwen3_moe_ep", "fp8_block", True),
+        ("qwen3_moe_ep", "none", True),
+    ],
+)
 async def test_two_ranks_follow_versions_and_agree_with_one(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, quant: str, expert_parallel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, *_ = sorted(os.sched_getaffinity(0))
+    fp8 = quant == "fp8_block"
+    engine = {"tensor_parallel_size": 2, "expert_parallel": expert_parallel}
     with monkeypatch.context() as bound:
         bound.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{first}|{second}")  # vLLM wants a NUMA node for each rank else
-        async with running(family, tmp_path, bound, tensor_parallel_size=2) as two:
+        async with running(family, tmp_path, bound, quant=quant, **engine) as two:
             for version in (1, 2, 3):
                 weights = random_weights(two.config.model.path, seed=version)
                 folder = await two.update(version, weights)
                 reports = await two.load_reports()
                 assert [report["way"] for report in reports] == ["layerwise", "layerwise"]
                 assert not any("unstaged" in report for report in reports)
-            assert await mean_difference(two, folder, fp8=True) < FP8_MEAN
+            assert await mean_difference(two, folder, fp8=fp8) < FP8_MEAN
+            if expert_parallel:
+                for rank, held in enumerate(await two.engine.ask_workers("expert_ids")):
+                    half = NUM_EXPERTS // 2
+                    assert set(map(tuple, held.values())) == {tuple(range(rank * half, (rank + 1) * half))}
             of_two = await two.logprobs(TOKENS)
 
             # a version that is damaged where only one rank reads it is refused before the engine is closed
@@ -49,7 +63,7 @@ async def test_two_ranks_follow_versions_and_agree_with_one(
 
     again = tmp_path / "one"
     again.mkdir()
-    async with running(family, again, monkeypatch) as one:
+    async with running(family, again, monkeypatch, quant=quant) as one:
         await one.load(folder, 3)
         assert (await one.logprobs(TOKENS) - of_two).abs().mean() < BETWEEN_RANKS_MEAN
         await one.load(before, 2)

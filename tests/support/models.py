@@ -45,7 +45,7 @@ _DIVISIBLE = {
     "head_dim": 64,
 }
 """For tensor parallelism of 2: halves of these dimensions are multiples of the FP8 block, and the whole model is larger
-than a half of it and the slack of a staging area."""
+than a half of it and the slack of a staging area. Halves of ``qwen3_moe_ep``'s experts are not."""
 
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_SHAPE),
@@ -62,6 +62,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3_moe_tp": lambda: Qwen3MoeConfig(
         **_DIVISIBLE, num_experts_per_tok=2, moe_intermediate_size=256, num_experts=NUM_EXPERTS, norm_topk_prob=True
     ),
+    "qwen3_moe_ep": lambda: Qwen3MoeConfig(**_DIVISIBLE, **_MOE, num_experts=NUM_EXPERTS, norm_topk_prob=True),
     "deepseek_v3": lambda: DeepseekV3Config(
         **{**_SHAPE, "num_key_value_heads": 4},
         **_MOE,

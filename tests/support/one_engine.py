@@ -158,7 +158,7 @@ async def engine_of(config: ServiceConfig, monkeypatch: pytest.MonkeyPatch) -> A
         monkeypatch.setenv(name, value)
     register()
     model = ServedModel.load(config.model.path)
-    plan = model.plan(config.quant, config.engine.tensor_parallel_size)
+    plan = model.plan(config.quant, config.engine.tensor_parallel_size, config.engine.expert_parallel)
     args = engine_args(config, not_converted(model, plan), model.has_tokenizer)
     args.worker_extension_cls = "tests.support.probe.Probe"
     if torch.cuda.is_available():

@@ -3,6 +3,7 @@
 import torch
 import xxhash
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -48,6 +49,15 @@ class Probe(VersionStaging):
             for name, module in model.named_modules()
             if isinstance(module, Attention)
             for x, copies in held_scales(module).items()
+        }
+
+    def expert_ids(self) -> dict[str, list[int]]:
+        """Which routed experts of each layer this rank has."""
+        model: torch.nn.Module = self.get_model()  # type: ignore[attr-defined]  # the worker's
+        return {
+            name: module.expert_map_manager.get_local_expert_ids()
+            for name, module in model.named_modules()
+            if isinstance(module, RoutedExperts)
         }
 
 

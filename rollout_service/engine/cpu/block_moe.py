@@ -80,12 +80,16 @@ class CpuBlockMoEMethod(Fp8MoEMethod):
     ) -> torch.Tensor:
         """BF16 [M, H] from ``x`` BF16 [M, H] and each token's experts, weights and ids [M, top_k].
 
-        Shared experts are not added: vLLM runs them before, because this method reports no kernel that overlaps them.
+        With expert parallelism it is this rank's part of the sum, which vLLM adds up over ranks. Shared experts are not
+        added: vLLM runs them before, because this method reports no kernel that overlaps them.
         """
         inputs = self._through_e4m3(x)
         output = torch.zeros_like(inputs)
-        for expert in topk_ids.unique().tolist():
-            tokens, choice = (topk_ids == expert).nonzero(as_tuple=True)
+        chosen = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
+        for expert in chosen.unique().tolist():
+            if expert < 0:  # another rank has it
+                continue
+            tokens, choice = (chosen == expert).nonzero(as_tuple=True)
             gate, up = (inputs[tokens] @ self.w13[expert].T).to(x.dtype).float().chunk(2, dim=-1)
             hidden = (_ACTIVATIONS[layer.activation](gate) * up).to(x.dtype)
             expert_output = self._through_e4m3(hidden) @ self.w2[expert].T
@@ -103,7 +107,6 @@ def _require_computable(layer: RoutedExperts, quant_config: Fp8Config) -> None:
         "biases": layer.moe_config.has_bias,
         "a clamped SwiGLU": layer.swiglu_limit is not None,
         "router weights on the input": layer.apply_router_weight_on_input,
-        "expert parallelism": layer.use_ep,
     }
     found = [what for what, present in refused.items() if present]
     if found:

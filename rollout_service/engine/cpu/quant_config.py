@@ -24,17 +24,38 @@ from rollout_service.vllm_internals import (
 )
 
 
-class RepackedMoEMethod(UnquantizedFusedMoEMethod):
-    """vLLM's BF16 experts on the CPU, packed for its kernel again at every load.
+class CpuMoEMethod(UnquantizedFusedMoEMethod):
+    """vLLM's BF16 experts on the CPU, packed for its kernel again at every load, and whole ones on each rank if asked.
 
     vLLM 0.32 packs them at the first load only. An update would put unpacked weights where the kernel reads packed
-    ones, without an error.
+    ones, without an error. And its kernel ignores the map of expert parallelism: it would take an expert's number among
+    all for its place on the rank.
     """
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Pack what was loaded."""
         forget_kernel(self)
         super().process_weights_after_loading(layer)
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: object,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """BF16 [M, H] from ``x`` BF16 [M, H] and each token's experts, weights and ids [M, top_k].
+
+        Experts of other ranks count as this rank's first one with weight 0; vLLM adds up the ranks' outputs.
+        """
+        if layer.expert_map is not None:
+            held = layer.expert_map[topk_ids.long()]
+            topk_weights = topk_weights.masked_fill(held < 0, 0)
+            topk_ids = held.clamp(min=0).to(topk_ids.dtype)
+        output: torch.Tensor = super().apply(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
+        return output
 
 
 @register_quantization_config(CPU_BLOCK_FP8)
@@ -55,7 +76,7 @@ class CpuBlockFp8Config(Fp8Config):
 
 @register_quantization_config(CPU_BF16)
 class CpuBf16Config(QuantizationConfig):
-    """No quantization of weights: it exists for ``RepackedMoEMethod`` and the scales of an FP8 KV cache."""
+    """No quantization of weights: it exists for ``CpuMoEMethod`` and the scales of an FP8 KV cache."""
 
     @classmethod
     def get_name(cls) -> str:
@@ -90,4 +111,4 @@ class CpuBf16Config(QuantizationConfig):
 
 
 def _unquantized(layer: LinearBase | RoutedExperts) -> QuantizeMethodBase:
-    return RepackedMoEMethod(layer.moe_config) if isinstance(layer, RoutedExperts) else UnquantizedLinearMethod()
+    return CpuMoEMethod(layer.moe_config) if isinstance(layer, RoutedExperts) else UnquantizedLinearMethod()

@@ -79,6 +79,27 @@ def test_no_terminal_is_so_narrow_that_words_are_cut(qwen3_30b_a3b: Path, width:
     assert ("in BF16" in lines[1]) is ("too narrow for: in BF16" not in text)
 
 
+def test_whole_experts_on_each_gpu_are_counted_and_not_cut(qwen3_30b_a3b: Path) -> None:
+    report = inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig(), 4, expert_parallel=True)
+    assert report.experts_per_gpu == (32, 32)
+    assert all(row.dtype == "FP8" for row in report.kinds if row.shard is not None)
+    shards = {row.name: row.shard for row in report.kinds}
+    assert shards["mlp.experts.*.up_proj"] == (768, 2048) and shards["self_attn.o_proj"] == (2048, 1024)
+    title = " ".join(" ".join(printed(report, 200)).split())
+    assert "billion parameters, cut for 4 GPUs with 32 whole experts each" in title
+    with pytest.raises(ValueError, match=r"set engine\.expert_parallel: true.*tensor_parallel_size: 1 or 2;"):
+        inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig(), 4)
+
+
+def test_experts_that_gpus_cannot_have_as_many_of_are_told(tmp_path: Path) -> None:
+    config = FAMILIES["mixtral"]()
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 12, 3, 128
+    config.save_pretrained(tmp_path)
+    report = inspect_model(ModelConfig(path=tmp_path), QuantConfig(), 3, expert_parallel=True)
+    assert report.experts_per_gpu == (2, 3)
+    assert "cut for 3 GPUs with 2 or 3 whole experts each" in " ".join(" ".join(printed(report, 200)).split())
+
+
 def test_a_wide_terminal_shows_every_column(qwen3_30b_a3b: Path) -> None:
     heading = " ".join(printed(inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig(), 2), 200)[1].split())
     assert heading == "tensors count shape shard in BF16 stored stored as"

@@ -251,6 +251,13 @@ class TestInspect:
         assert rows["layers.0.self_attn.o_proj"].endswith("BF16: quant.skip *.layers.0.*.o_proj")
         assert rows["layers.1.self_attn.o_proj"].endswith(" FP8")
 
+    def test_inspect_shows_whole_experts_where_they_are_asked_for(self, moe_config: Path) -> None:
+        result = run("inspect", moe_config, "--tp", "2", "--expert-parallel", "--indivisible", "keep_bf16")
+        assert result.exit_code == 0, result.stderr
+        assert rows_of(result.stdout)["mlp.experts.*.up_proj"] == "16 128×256 128×256 1.05 MB 524 kB FP8"
+        assert "with 4 whole experts each" in result.stdout
+        assert "over how many with --tp" in run("inspect", moe_config, "--expert-parallel").stderr
+
     def test_inspect_gives_the_same_as_json(self, moe_config: Path) -> None:
         result = run("inspect", moe_config, "--json", "--skip", "*.layers.1.mlp.experts")
         report = json.loads(result.stdout)

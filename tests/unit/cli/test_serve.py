@@ -89,6 +89,11 @@ class TestDeployment:
         assert alone.scaling.num_gpus + alone.weights.ingest_num_gpus == 1
         assert Plan.of(deployment(QWEN, on_gpus=False, tensor_parallel_size=4)).config.scaling.num_gpus == 0
 
+    def test_experts_are_left_whole_where_that_is_asked_for(self) -> None:
+        made = deployment(QWEN, on_gpus=True, tensor_parallel_size=4, expert_parallel=True)
+        assert Plan.of(made).config.engine.expert_parallel
+        assert not Plan.of(deployment(QWEN, on_gpus=True, tensor_parallel_size=4)).config.engine.expert_parallel
+
     def test_a_name_and_a_revision_are_the_model_s(self) -> None:
         model = QWEN.model_copy(update={"revision": "v1", "served_name": "policy"})
         config = Plan.of(deployment(model, on_gpus=True)).config

@@ -130,6 +130,11 @@ class TestFieldsThatGoTogether:
         message = message_of({"weights": {"poll_s": 10, "dead_after_s": 20}})
         assert "dead_after_s=20" in message and "poll_s=10" in message
 
+    def test_experts_are_shared_out_over_several_gpus_only(self) -> None:
+        message = message_of({"engine": {"expert_parallel": True}})
+        assert "engine.expert_parallel" in message and "engine.tensor_parallel_size is 1" in message
+        ServiceConfig.model_validate({"engine": {"expert_parallel": True, "tensor_parallel_size": 2}})
+
     def test_quantizing_on_a_gpu_needs_one_for_the_ingest(self) -> None:
         assert "weights.ingest_num_gpus is 0" in message_of({"quant": {"device": "cuda"}})
 

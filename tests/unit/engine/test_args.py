@@ -36,6 +36,14 @@ def test_a_skipped_module_is_named_to_the_engine(tmp_path: Path) -> None:
     assert told["weight_block_size"] == [128, 128] and told["activation_scheme"] == "dynamic"
 
 
+def test_whole_experts_on_each_rank_are_vllms_expert_parallelism(tmp_path: Path) -> None:
+    make_model(tmp_path, "qwen3_moe")
+    for whole in (True, False):
+        engine = {"tensor_parallel_size": 2, "expert_parallel": whole}
+        args = engine_args(_config(tmp_path, engine=engine), (), has_tokenizer=False)
+        assert args.enable_expert_parallel is whole and args.tensor_parallel_size == 2
+
+
 def test_without_quantization_nothing_is_said_of_blocks(tmp_path: Path) -> None:
     make_model(tmp_path, "llama")
     args = engine_args(_config(tmp_path, quant={"weights": "none"}), (), has_tokenizer=False)

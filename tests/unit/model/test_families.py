@@ -81,6 +81,13 @@ class TestTensorParallel:
         assert shard_shape("x.v_proj", (512, 256), ways, heads) == (rows, 256)
         assert shard_shape("x.q_proj", (2048, 256), ways, heads) == (2048 // ways, 256)
 
+    def test_expert_parallelism_leaves_routed_experts_whole(self) -> None:
+        cut = {
+            name: shard_shape(f"model.layers.0.mlp.{name}", (768, 2048), 4, expert_parallel=True)
+            for name in ("experts.7.up_proj", "shared_experts.up_proj", "up_proj")
+        }
+        assert cut == {"experts.7.up_proj": (768, 2048), "shared_experts.up_proj": (192, 2048), "up_proj": (192, 2048)}
+
     def test_what_cannot_be_divided_evenly_is_named(self) -> None:
         with pytest.raises(ValueError, match=r"x\.down_proj: its dimension of 256 cannot be divided between 3 GPUs"):
             shard_shape("x.down_proj", (512, 256), 3)

@@ -129,7 +129,35 @@ class TestIndivisible:
         message = str(refused.value)
         assert "model.layers.{0-47}.mlp.experts.{0-127}.up_proj [96, 2048]" in message
         assert "model.layers.{0-47}.mlp.experts.{0-127}.down_proj [2048, 96]" in message
-        assert "lower tensor_parallel_size" in message and len(message) < 600
+        assert "set engine.expert_parallel: true" in message and "engine.tensor_parallel_size: 1 or 2;" in message
+        assert len(message) < 600
+
+    @pytest.mark.parametrize(
+        ("linears", "ways", "expert_parallel", "ways_out"),
+        [
+            (moe(768), 4, False, "engine.expert_parallel: true, so that each GPU has whole experts; or "
+             "engine.tensor_parallel_size: 1 or 2; or quant.indivisible: keep_bf16"),
+            (moe(700), 4, True, "quant.indivisible: keep_bf16"),
+            (moe(128) | {"mlp.up_proj": (384, 128)}, 2, False,
+             "engine.tensor_parallel_size: 1; or quant.indivisible: keep_bf16"),
+            (moe(128) | {"mlp.up_proj": (768, 128)}, 4, True,
+             "engine.tensor_parallel_size: 1 or 2; or quant.indivisible: keep_bf16"),
+        ],
+        ids=["experts", "whole experts", "also others", "others alone"],
+    )  # fmt: skip
+    def test_a_refusal_says_what_would_divide(
+        self, linears: Linears, ways: int, expert_parallel: bool, ways_out: str
+    ) -> None:
+        with pytest.raises(ValueError, match="do not divide") as refused:
+            plan(linears, QuantConfig(), ways, expert_parallel=expert_parallel)
+        assert f": set {ways_out}, which leaves them in BF16" in str(refused.value)
+
+    def test_whole_experts_need_no_shards_that_divide(self) -> None:
+        linears = LINEARS | moe(768)
+        assert len(plan(linears, QuantConfig(), 2, expert_parallel=True).quantized) == len(linears)
+        assert len(plan(moe(768), QuantConfig(), 8, expert_parallel=True).quantized) == len(moe())
+        with pytest.raises(ValueError, match=r"mlp\.up_proj \[192, 256\].*set engine\.tensor_parallel_size: 1 or 2;"):
+            plan(linears, QuantConfig(), 4, expert_parallel=True)
 
     @pytest.mark.parametrize(
         ("name", "shape"), [("mlp.up_proj", (256, 128)), ("x.o_proj", (128, 256)), ("x.down_proj", (128, 256))]

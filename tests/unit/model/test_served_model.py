@@ -203,6 +203,18 @@ class TestFamilies:
         with pytest.raises(ValueError, match="cannot share out 8 attention heads and 2 KV heads"):
             model.plan(QuantConfig(), 3)
 
+    def test_experts_are_shared_out_over_no_more_gpus_than_there_are(self, moe: ServedModel) -> None:
+        assert moe.num_experts == NUM_EXPERTS
+        assert moe.plan(QuantConfig(indivisible="keep_bf16"), 2, expert_parallel=True).quantized
+        for quant in (QuantConfig(), QuantConfig(weights="none")):
+            with pytest.raises(ValueError, match=r"8 experts.*engine\.tensor_parallel_size=16 .*set it to 8 at most"):
+                moe.plan(quant, 16, expert_parallel=True)
+
+    def test_a_dense_model_has_no_experts_to_share_out(self, tmp_path: Path) -> None:
+        FAMILIES["llama"]().save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=r"engine\.expert_parallel is true.*is a dense model.*set it to false"):
+            ServedModel.load(tmp_path).plan(QuantConfig(weights="none"), 2, expert_parallel=True)
+
 
 class TestExperts:
     def test_an_expert_sent_both_stacked_and_alone_is_a_duplicate(self, moe: ServedModel) -> None:

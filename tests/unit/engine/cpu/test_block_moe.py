@@ -26,7 +26,7 @@ def _layer(**changes: object) -> torch.nn.Module:
         "activation": MoEActivation.SILU,
         "swiglu_limit": None,
         "apply_router_weight_on_input": False,
-        "use_ep": False,
+        "expert_map": None,
     }
     for name, value in (settings | changes).items():
         setattr(layer, name, value)
@@ -106,6 +106,26 @@ def test_swapping_two_experts_changes_the_output() -> None:
     assert (output - swapped).abs().mean() > 10 * TOLERANCE * output.abs().mean()
 
 
+def test_the_parts_of_ranks_with_whole_experts_add_up() -> None:
+    layer = _layer()
+    w13, w2 = _load(layer, seed=0)
+    held = {name: parameter.data for name, parameter in layer.named_parameters()}
+    inputs, weights, ids = _tokens()
+    total = torch.zeros(TOKENS, HIDDEN)
+    for expert_map in ([-1, -1, 0, 1], [0, 1, -1, -1]):
+        rank = _layer(expert_map=torch.tensor(expert_map, dtype=torch.int32))
+        for name, tensor in held.items():
+            local = tensor[torch.tensor(expert_map) >= 0]
+            setattr(rank, name, torch.nn.Parameter(local, requires_grad=False))
+        method = _method(rank)
+        method.process_weights_after_loading(rank)
+        part = method.apply(rank, inputs, weights, ids, None, None).float()
+        assert part.abs().sum() > 0
+        total += part
+    expected = _expected(inputs, weights, ids, w13, w2)
+    assert (total - expected).abs().mean() < 2 * TOLERANCE * expected.abs().mean()
+
+
 def test_gelu_experts_are_computed_with_gelu() -> None:
     layer = _layer(activation=MoEActivation.GELU)
     method = _method(layer)
@@ -136,7 +156,6 @@ def test_codes_and_scales_stay_as_they_were_loaded() -> None:
         ({"moe_config": SimpleNamespace(has_bias=True)}, "biases"),
         ({"swiglu_limit": 7.0}, "a clamped SwiGLU"),
         ({"apply_router_weight_on_input": True}, "router weights on the input"),
-        ({"use_ep": True}, "expert parallelism"),
     ],
 )
 def test_unsupported_experts_are_refused_by_name(changes: dict[str, object], complaint: str) -> None:
