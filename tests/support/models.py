@@ -100,15 +100,22 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def random_weights(folder: Path, seed: int) -> dict[str, torch.Tensor]:
+def random_weights(folder: Path, seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Weights for the model in ``folder``, under its names on disk, whose distributions are far from uniform.
 
     Routers are decisive, or a rounding would change the choice of experts and with it a logprob by any amount: a token
     is large on one of ``NUM_EXPERTS`` channels, and each channel has two experts far above the others.
+
+    ``device``: where they are made, other numbers on each; they come on the CPU.
     """
-    generator = torch.Generator().manual_seed(seed)
+    with torch.device(device):
+        generator = torch.Generator(device).manual_seed(seed)
+        return {name: weight.cpu() for name, weight in _random_weights(stored_shapes(folder), generator).items()}
+
+
+def _random_weights(shapes: dict[str, tuple[int, ...]], generator: torch.Generator) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = {}
-    for name, shape in stored_shapes(folder).items():
+    for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator)
         if name.endswith("norm.weight"):
             noise = 1 + 0.1 * noise
@@ -119,7 +126,7 @@ def random_weights(folder: Path, seed: int) -> dict[str, torch.Tensor]:
         elif name.endswith(("down_proj.weight", ".w2.weight")):
             noise *= 4 * shape[-1] ** -0.5
         elif name == "lm_head.weight":
-            noise *= 0.12
+            noise *= 1.92 * shape[-1] ** -0.5
         else:
             noise *= 0.5 * shape[-1] ** -0.5
         weights[name] = 0.1 * noise if name.endswith("e_score_correction_bias") else noise.bfloat16()
@@ -130,7 +137,7 @@ def random_weights(folder: Path, seed: int) -> dict[str, torch.Tensor]:
 
 def _decisive_router(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     router = 0.02 * torch.randn(shape, generator=generator)
-    order = torch.randperm(NUM_EXPERTS, generator=generator)
+    order = torch.randperm(shape[0], generator=generator)
     for channel in range(NUM_EXPERTS):
         router[order[channel], channel] = 1.0
         router[order[(channel + 3) % NUM_EXPERTS], channel] = 0.85
