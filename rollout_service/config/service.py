@@ -4,6 +4,7 @@ Every field has a default that works on one machine; unknown fields are an error
 directory that the service is started from.
 """
 
+import math
 import os
 import re
 from ipaddress import IPv4Network, IPv6Network, ip_network
@@ -16,6 +17,8 @@ from rollout_service.config.engine import Config, EngineConfig, KVCacheConfig, Q
 from rollout_service.protocol.upload import LARGEST_PART_BYTES
 
 _REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_INGEST_SHARE = 0.1
+"""Of a GPU that an engine and the ingest have together. Ray only counts with it; the ingest takes little."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HOST_AND_PORT = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?))(?::(\d{1,5}))?")
 
@@ -131,8 +134,9 @@ class ScalingConfig(Config):
     num_cpus: float = Field(default=1, ge=0)
     """CPUs that Ray reserves for a replica."""
 
-    num_gpus: float = Field(default=0, ge=0)
-    """GPUs that Ray reserves for a replica: ``engine.tensor_parallel_size`` on a GPU host, 0 on the CPU."""
+    num_gpus: float | None = Field(default=None, ge=0)
+    """GPUs that Ray reserves for a replica. None: where vLLM is built for GPUs ``engine.tensor_parallel_size``, less
+    the ingest's share if that is 1; else 0. Ray shares out a single GPU only, so more than one are whole ones."""
 
     resources: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
     """More that Ray reserves for a replica, by which nodes are chosen: of nodes that were started with it, e.g.
@@ -160,6 +164,11 @@ class ScalingConfig(Config):
         return self
 
     @property
+    def on_gpus(self) -> bool:
+        """Whether replicas ask for GPUs."""
+        return bool(self.num_gpus)
+
+    @property
     def autoscaled(self) -> bool:
         """Whether the number of replicas may change."""
         return self.max_replicas > self.min_replicas
@@ -184,9 +193,10 @@ class WeightsConfig(Config):
     part_bytes: int = Field(default=16 << 20, ge=1 << 10, le=LARGEST_PART_BYTES)
     """Size of an upload's parts that the ingest asks trainers for."""
 
-    ingest_num_gpus: float = Field(default=0, ge=0)
+    ingest_num_gpus: float | None = Field(default=None, ge=0)
     """GPUs, or a share of one such as 0.1, that Ray reserves for the ingest to quantize on; 0: it uses the CPU. If an
-    engine is to sit on the same GPU, ``scaling.num_gpus`` must leave that share free."""
+    engine is to sit on the same GPU, ``scaling.num_gpus`` must leave that share free. None: 0.1 where a replica has one
+    GPU and ``scaling.num_gpus`` is left out, too; else 0."""
 
     ingest_resources: dict[str, float] = Field(default_factory=dict)
     """Ray resources that the ingest needs, to keep it on the node that has the log when ``root`` is a local disk of a
@@ -310,8 +320,8 @@ class ShadowConfig(Config):
     num_cpus: float = Field(default=1, ge=0)
     """CPUs that Ray reserves for the shadow."""
 
-    num_gpus: float = Field(default=0, ge=0)
-    """GPUs that Ray reserves for it: ``engine.tensor_parallel_size`` on a GPU host, 0 on the CPU."""
+    num_gpus: float | None = Field(default=None, ge=0)
+    """GPUs that Ray reserves for it. None: ``engine.tensor_parallel_size`` if the engines are on GPUs, else 0."""
 
     gpu_memory_utilization: float = Field(default=0.8, gt=0, le=1)
     """Share of its GPU's memory for weights and KV cache; the logits of whole prompts come on top. Not used on the
@@ -428,10 +438,27 @@ class ServiceConfig(Config):
 
     @model_validator(mode="after")
     def _cuda_needs_a_gpu(self) -> "ServiceConfig":
-        if self.quant.device == "cuda" and self.weights.ingest_num_gpus == 0:
+        share = self.weights.ingest_num_gpus
+        if self.quant.device == "cuda" and not share and (share is not None or not self._ingest_beside_an_engine):
             raise ValueError(
-                "quant.device is cuda, but weights.ingest_num_gpus is 0, so that Ray shows the ingest no GPU: set it, "
-                "e.g. to 0.1, or quant.device: auto"
+                f"quant.device is cuda, but weights.ingest_num_gpus is {share or 0:g}, so that Ray shows the ingest no "
+                "GPU: set it, e.g. to 0.1, or quant.device: auto"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gpus_are_those_of_an_engine(self) -> "ServiceConfig":
+        engines = self.engine.tensor_parallel_size
+        asked = {"scaling.num_gpus": self.scaling.num_gpus}
+        if self.shadow.share:
+            asked["shadow.num_gpus"] = self.shadow.num_gpus
+        for field, gpus in asked.items():
+            if gpus and (gpus > 1 if engines == 1 else gpus != engines):
+                raise ValueError(_wrong_gpus(field, gpus, engines, self.weights.ingest_num_gpus))
+        share = self.weights.ingest_num_gpus
+        if share and share > 1:
+            raise ValueError(
+                f"weights.ingest_num_gpus={share:g}, and the ingest quantizes on one GPU: set it to 1 at most"
             )
         return self
 
@@ -464,6 +491,37 @@ class ServiceConfig(Config):
             )
         return self
 
+    @property
+    def _ingest_beside_an_engine(self) -> bool:
+        """The ingest may have a share of a GPU that was left out of the configuration."""
+        alone = self.engine.tensor_parallel_size == 1 and self.scaling.num_gpus is None
+        return alone and self.quant.weights != "none"
+
+    def with_gpus(self, on_gpus: bool) -> "ServiceConfig":
+        """The same with the GPUs of each process, where they were left out. ``on_gpus``: vLLM is built for them.
+
+        Raises ValueError if the ingest is to quantize on a GPU and none is used.
+        """
+        engines, share, gpus = self.engine.tensor_parallel_size, self.weights.ingest_num_gpus, self.scaling.num_gpus
+        if share is None:
+            share = _INGEST_SHARE if on_gpus and self._ingest_beside_an_engine else 0
+        if gpus is None and not on_gpus:
+            gpus = 0
+        elif gpus is None:
+            gpus = 1 - share if engines == 1 and share < 1 else engines
+        if self.quant.device == "cuda" and not share:
+            raise ValueError("quant.device is cuda, and vLLM is built for the CPU here: set quant.device: auto")
+        shadow = self.shadow.num_gpus
+        if shadow is None:
+            shadow = engines if gpus else 0
+        return self.model_copy(
+            update={
+                "scaling": self.scaling.model_copy(update={"num_gpus": gpus}),
+                "weights": self.weights.model_copy(update={"ingest_num_gpus": share}),
+                "shadow": self.shadow.model_copy(update={"num_gpus": shadow}),
+            }
+        )
+
     def resolved(self) -> "ServiceConfig":
         """The same with absolute paths, fit to be sent to other processes."""
         root, calibration = self.weights.root, self.kv_cache.calibration
@@ -492,3 +550,18 @@ class ServiceConfig(Config):
                 ),
             }
         )
+
+
+def _wrong_gpus(field: str, gpus: float, engines: int, ingest: float | None) -> str:
+    if engines == 1:
+        return (
+            f"{field}={gpus:g}, and engine.tensor_parallel_size is 1, so that an engine uses one GPU: set it to 1 or a "
+            f"share of one, or engine.tensor_parallel_size: {math.ceil(gpus)}"
+        )
+    message = (
+        f"{field}={gpus:g}, and engine.tensor_parallel_size={engines} takes {engines} whole GPUs, as Ray shares out a "
+        f"single one only: set it to {engines}, or leave it out"
+    )
+    if ingest:
+        message += f"; weights.ingest_num_gpus={ingest:g} is then of another GPU, and with 0 the ingest uses the CPU"
+    return message

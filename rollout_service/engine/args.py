@@ -1,6 +1,7 @@
 """Our configuration in vLLM's terms."""
 
 import json
+from typing import Any
 
 from vllm import AsyncEngineArgs
 from vllm.config import LoggingConfig, WeightTransferConfig
@@ -8,6 +9,7 @@ from vllm.platforms import current_platform
 
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.extra import refuse_batch_invariance, with_env, with_extra
+from rollout_service.engine.hardware import require_fit
 from rollout_service.engine.plugin import CPU_BF16, CPU_BLOCK_FP8, STAGING_KEY, TRANSFER_BACKEND
 from rollout_service.engine.worker import VersionStaging
 from rollout_service.logs import TELL_VLLM
@@ -25,10 +27,13 @@ _NO_CHOICE = "there is one kernel for the CPU, and vLLM picks the one for latent
 def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_tokenizer: bool) -> AsyncEngineArgs:
     """Arguments of one engine. Weights are dummies: the replica loads the newest version before it serves.
 
-    Raises ValueError for a combination that vLLM does not have on this platform.
+    Raises ValueError for a combination that vLLM does not have on this platform or GPU.
     """
     engine = config.engine
     on_cpu = current_platform.is_cpu()
+    if (capability := current_platform.get_device_capability()) is not None:
+        latent = _has_latent_attention(config)
+        require_fit(config, (capability.major, capability.minor), _head_size(config), latent=latent)
     refuse_batch_invariance(config, on_cpu, _has(config, *EXPERT_COUNTS))
     owned = _named(
         model=str(config.model.path),
@@ -137,8 +142,20 @@ def _has_latent_attention(config: ServiceConfig) -> bool:
 
 def _has(config: ServiceConfig, *keys: str) -> bool:
     """Whether the model's config.json has one of these."""
-    found = json.loads((config.model.path / "config.json").read_text())
-    return not found.keys().isdisjoint(keys)
+    return not _model_settings(config).keys().isdisjoint(keys)
+
+
+def _head_size(config: ServiceConfig) -> int | None:
+    """Of attention; None: the model does not say it in the usual words."""
+    settings = _model_settings(config)
+    hidden, heads = settings.get("hidden_size"), settings.get("num_attention_heads")
+    return settings.get("head_dim") or (hidden // heads if hidden and heads else None)
+
+
+def _model_settings(config: ServiceConfig) -> dict[str, Any]:
+    """Of a model's language part, where it has others."""
+    settings: dict[str, Any] = json.loads((config.model.path / "config.json").read_text())
+    return settings.get("text_config") or settings
 
 
 def _attention(config: ServiceConfig, on_cpu: bool) -> dict[str, object]:

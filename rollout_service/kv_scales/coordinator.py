@@ -372,7 +372,7 @@ def _no_use(config: ServiceConfig, model: ServedModel) -> str | None:
         return "kv_cache.dtype is bfloat16, and a BF16 cache has none: leave kv_scales out"
     if not model.attention:
         return f"{model.name} has no attention layers that take them: leave kv_scales out"
-    if config.quant.weights == "none" and config.scaling.num_gpus > 0:
+    if config.quant.weights == "none" and config.scaling.on_gpus:
         return "vLLM on a GPU loads them beside FP8 weights only, and quant.weights is none: leave kv_scales out"
     return None
 

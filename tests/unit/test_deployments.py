@@ -15,6 +15,7 @@ import yaml
 from ray import serve
 from ray.serve.deployment import Application
 from ray.serve.schema import ServeDeploySchema
+from vllm.platforms import current_platform
 
 from rollout_service.app import build
 from rollout_service.config import ServiceConfig
@@ -145,6 +146,20 @@ class TestApplication:
             gateway = build(config)
             ingest = gateway._bound_deployment.init_args[2]._bound_deployment
             assert ingest.ray_actor_options["num_gpus"] == share
+
+    @pytest.mark.parametrize(("engine", "expected"), [({}, (0.9, 0.1)), ({"tensor_parallel_size": 2}, (2, 0))])
+    def test_gpus_are_derived_where_vllm_is_built_for_them(
+        self, engine: dict[str, int], expected: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = ServiceConfig.model_validate({"engine": engine, "model": {"path": "anywhere"}})
+
+        def asked_for() -> tuple[float, float]:
+            engines, ingest = (each._bound_deployment for each in build(config)._bound_deployment.init_args[1:3])
+            return engines.ray_actor_options["num_gpus"], ingest.ray_actor_options["num_gpus"]
+
+        assert asked_for() == (0, 0)
+        monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+        assert asked_for() == expected
 
     def test_deployments_get_1s_health_checks_and_the_drain_timeout(self) -> None:
         sections = {"scaling": {"drain_timeout_s": 12}, "shadow": {"share": 0.1}, "model": {"path": "anywhere"}}

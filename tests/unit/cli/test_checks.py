@@ -18,6 +18,11 @@ from tests.support.models import make_model
 
 GB = 10**9
 WITH_CUDA = TorchCuda(built_for="13.0", devices=8)
+TWO_GPUS: dict[str, Any] = {
+    "engine": {"tensor_parallel_size": 2},
+    "scaling": {"num_gpus": 2},
+    "weights": {"ingest_num_gpus": 0},
+}
 
 
 def gpu(index: int = 0, capability: tuple[int, int] = (9, 0), memory: int = 141 * GB, free: int = 140 * GB) -> Gpu:
@@ -65,7 +70,8 @@ class TestPlan:
 
     def test_says_why_a_model_cannot_be_served(self, tmp_path: Path) -> None:
         path = make_model(tmp_path / "qwen3", "qwen3")
-        _, found = checks.with_model(plan(model={"path": path}, engine={"tensor_parallel_size": 4}))
+        four = {"engine": {"tensor_parallel_size": 4}, "scaling": {"num_gpus": 4}}
+        _, found = checks.with_model(plan(model={"path": path}, **four))
         assert found.level == "problem" and "128" in found.found
 
     def test_a_model_that_is_not_here_is_fetched_or_made(self, tmp_path: Path) -> None:
@@ -120,11 +126,14 @@ class TestGpus:
         bf16 = plan(quant={"weights": "none"}, kv_cache={"dtype": "bfloat16"})
         assert levels(checks.gpu_findings([gpu(capability=(8, 0))], WITH_CUDA, bf16)) == {"gpu 0": "ok", "cuda": "ok"}
 
-    def test_an_ada_reads_fp8_caches_by_triton(self) -> None:
+    def test_an_ada_multiplies_and_reads_fp8_by_triton(self) -> None:
         ada = gpu(capability=(8, 9))
-        found = only(checks.gpu_findings([ada], WITH_CUDA, plan()), "gpu 0")
+        found = only(checks.gpu_findings([ada], WITH_CUDA, plan(engine={"linear_backend": "triton"})), "gpu 0")
         assert found.level == "problem" and "TRITON_ATTN" in found.advice
-        by_triton = plan(engine={"attention_backend": "TRITON_ATTN"})
+        cutlass = only(checks.gpu_findings([ada], WITH_CUDA, plan()), "gpu 0")
+        assert cutlass.found.endswith("cutlass multiplies FP8 blocks from 9.0 on")
+        assert cutlass.advice == "engine.linear_backend: triton, or quant.weights: none"
+        by_triton = plan(engine={"attention_backend": "TRITON_ATTN", "linear_backend": "triton"})
         assert levels(checks.gpu_findings([ada], WITH_CUDA, by_triton)) == {"gpu 0": "ok", "cuda": "ok"}
 
     def test_memory_that_others_use(self) -> None:
@@ -147,15 +156,39 @@ class TestGpus:
             assert found.level == "problem" and says in found.found
         for fits in (
             plan(version_bytes=35 * GB),
-            plan(version_bytes=70 * GB, engine={"tensor_parallel_size": 2}, scaling={"num_gpus": 2}),
+            plan(version_bytes=70 * GB, **TWO_GPUS),
         ):
             assert set(levels(checks.gpu_findings([h100, gpu(1)], WITH_CUDA, fits)).values()) == {"ok"}
 
     def test_too_few_for_the_first_replicas(self) -> None:
-        four = plan(engine={"tensor_parallel_size": 2}, scaling={"num_gpus": 2, "min_replicas": 2})
+        four = plan(**TWO_GPUS | {"scaling": {"num_gpus": 2, "min_replicas": 2}})
         found = only(checks.gpu_findings([gpu(i) for i in range(3)], WITH_CUDA, four), "gpus")
         assert found.found == "3 can be used, and 2 replicas of 2 GPUs each need 4"
         assert "gpus" not in levels(checks.gpu_findings([gpu(i) for i in range(4)], WITH_CUDA, four))
+
+    @pytest.mark.parametrize(
+        ("sections", "needed"),
+        [
+            ({}, 1),
+            ({"scaling": {"num_gpus": 1}}, 2),
+            ({"scaling": {"min_replicas": 3}}, 3),
+            ({"shadow": {"share": 0.1, "num_gpus": 1}}, 2),
+            ({"scaling": {"num_gpus": 0.5}, "shadow": {"share": 0.1, "num_gpus": 0.4}}, 1),
+            ({"engine": {"tensor_parallel_size": 2}, "scaling": {"num_gpus": 2}}, 3),
+            (TWO_GPUS, 2),
+        ],
+        ids=["shared", "whole", "several", "shadow", "all on one", "beside two", "two"],
+    )
+    def test_what_the_ingest_and_a_shadow_need_counts(self, sections: dict[str, Any], needed: int) -> None:
+        wanted = plan(**sections)
+        assert wanted.gpus_at_start == needed
+        assert "gpus" not in levels(checks.gpu_findings([gpu(i) for i in range(needed)], WITH_CUDA, wanted))
+
+    def test_a_gpu_that_only_the_ingest_lacks_is_told(self) -> None:
+        beside = plan(engine={"tensor_parallel_size": 2}, scaling={"num_gpus": 2})
+        found = only(checks.gpu_findings([gpu(), gpu(1)], WITH_CUDA, beside), "gpus")
+        assert found.found.endswith("need 2; what the ingest or the shadow asks for needs 1 more")
+        assert found.advice.startswith("weights.ingest_num_gpus: 0")
 
     def test_a_torch_without_cuda(self) -> None:
         findings = checks.gpu_findings([gpu()], TorchCuda(built_for=None, devices=0), plan())
@@ -167,7 +200,7 @@ class TestGpus:
         assert found.level == "problem" and "570.86.15" in found.found and "too old" in found.found
 
     def test_devices_that_are_hidden(self) -> None:
-        two = plan(engine={"tensor_parallel_size": 2}, scaling={"num_gpus": 2})
+        two = plan(**TWO_GPUS)
         for seen in (0, 1):
             torch = TorchCuda(built_for="13.0", devices=seen)
             found = only(checks.gpu_findings([gpu(), gpu(1)], torch, two), "cuda")

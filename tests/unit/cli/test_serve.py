@@ -118,7 +118,7 @@ class TestPrintConfig:
         file.write_text(printed.stdout)
         assert [read_document(file)] == started
         config = ServiceConfig.model_validate(args_of(read_document(file)))
-        assert config.resolved() == Plan.of(started[0]).config
+        assert config.resolved().with_gpus(False) == Plan.of(started[0]).config
         assert (config.model.name, config.model.path, config.scaling.max_replicas) == ("policy", tiny_model, 2)
 
     def test_a_shipped_default_is_written_out(self, here: Path, tiny_model: Path) -> None:

@@ -135,8 +135,61 @@ class TestFieldsThatGoTogether:
         assert "engine.expert_parallel" in message and "engine.tensor_parallel_size is 1" in message
         ServiceConfig.model_validate({"engine": {"expert_parallel": True, "tensor_parallel_size": 2}})
 
-    def test_quantizing_on_a_gpu_needs_one_for_the_ingest(self) -> None:
-        assert "weights.ingest_num_gpus is 0" in message_of({"quant": {"device": "cuda"}})
+    @pytest.mark.parametrize(
+        "sections",
+        [
+            {"weights": {"ingest_num_gpus": 0}},
+            {"engine": {"tensor_parallel_size": 2}},
+            {"scaling": {"num_gpus": 0.9}},
+        ],
+        ids=["none", "two GPUs", "given"],
+    )
+    def test_quantizing_on_a_gpu_needs_one_for_the_ingest(self, sections: dict[str, Any]) -> None:
+        assert "weights.ingest_num_gpus is 0" in message_of({"quant": {"device": "cuda"}, **sections})
+
+
+def gpus_of(on_gpus: bool, **sections: dict[str, Any]) -> tuple[float | None, float | None, float | None]:
+    """What an engine, the ingest and a shadow ask Ray for."""
+    config = ServiceConfig.model_validate(sections).with_gpus(on_gpus)
+    return config.scaling.num_gpus, config.weights.ingest_num_gpus, config.shadow.num_gpus
+
+
+class TestGpus:
+    def test_left_out_they_are_those_of_an_engine(self) -> None:
+        assert gpus_of(True) == (0.9, 0.1, 1)
+        assert gpus_of(True, engine={"tensor_parallel_size": 4}) == (4, 0, 4)
+        assert gpus_of(True, quant={"weights": "none"}) == (1, 0, 1)
+
+    def test_on_the_cpu_there_are_none(self) -> None:
+        assert gpus_of(False) == gpus_of(False, engine={"tensor_parallel_size": 2}) == (0, 0, 0)
+        with pytest.raises(ValueError, match=r"quant\.device is cuda, and vLLM is built for the CPU"):
+            gpus_of(False, quant={"device": "cuda"})
+
+    def test_those_that_are_given_stay(self) -> None:
+        assert gpus_of(True, weights={"ingest_num_gpus": 0.25}) == (0.75, 0.25, 1)
+        assert gpus_of(True, weights={"ingest_num_gpus": 1}) == (1, 1, 1)
+        assert gpus_of(True, scaling={"num_gpus": 0.5}, shadow={"num_gpus": 0.4}) == (0.5, 0, 0.4)
+        assert gpus_of(True, scaling={"num_gpus": 0}) == (0, 0, 0)
+        assert gpus_of(False, scaling={"num_gpus": 0.9}, weights={"ingest_num_gpus": 0.1}) == (0.9, 0.1, 1)
+
+    @pytest.mark.parametrize("gpus", [0.9, 1, 1.9, 3])
+    def test_several_gpus_of_an_engine_are_whole_ones(self, gpus: float) -> None:
+        for section in ("scaling", "shadow"):
+            sections = {"engine": {"tensor_parallel_size": 2}, section: {"num_gpus": gpus}}
+            message = message_of(sections | {"shadow": {"share": 0.1, **sections.get("shadow", {})}})
+            assert f"{section}.num_gpus={gpus:g}, and engine.tensor_parallel_size=2 takes 2 whole GPUs" in message
+            assert "set it to 2, or leave it out" in message and "ingest" not in message
+
+    def test_an_ingest_s_share_is_of_another_gpu_then(self) -> None:
+        engine = {"engine": {"tensor_parallel_size": 2}, "weights": {"ingest_num_gpus": 0.1}}
+        message = message_of({**engine, "scaling": {"num_gpus": 1.9}})
+        assert "weights.ingest_num_gpus=0.1 is then of another GPU, and with 0 the ingest uses the CPU" in message
+        ServiceConfig.model_validate({**engine, "scaling": {"num_gpus": 2}})
+
+    def test_one_gpu_is_all_that_an_engine_of_one_uses(self) -> None:
+        message = message_of({"scaling": {"num_gpus": 1.9}})
+        assert "engine.tensor_parallel_size is 1" in message and "or engine.tensor_parallel_size: 2" in message
+        assert "the ingest quantizes on one GPU" in message_of({"weights": {"ingest_num_gpus": 1.5}})
 
 
 class TestAuth:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 
 from rollout_service.config import ServiceConfig
 from rollout_service.config.engine import QuantConfig
@@ -55,6 +56,16 @@ def test_an_fp8_cache_of_latent_attention_is_refused_on_the_cpu(tmp_path: Path) 
     with pytest.raises(ValueError, match=r"latent attention.*kv_cache.dtype: auto"):
         engine_args(_config(tmp_path, kv_cache={"dtype": "fp8_e4m3"}), (), has_tokenizer=False)
     assert engine_args(_config(tmp_path), (), has_tokenizer=False).attention_backend == "CPU_MLA"
+
+
+def test_a_gpu_without_fp8_is_refused_with_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path, "llama")
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda _: DeviceCapability(8, 0))
+    with pytest.raises(ValueError, match=r"compute capability 8\.0: it has no FP8.*set quant\.weights: none"):
+        engine_args(_config(tmp_path), (), has_tokenizer=False)
+    args = engine_args(_config(tmp_path, quant={"weights": "none"}), (), has_tokenizer=False)
+    assert args.kv_cache_dtype == "auto" and args.attention_backend == "FLASH_ATTN"
 
 
 @pytest.mark.parametrize("field", [{"staging": "device"}, {"staging": "host"}, {"attention_backend": "TRITON_ATTN"}])

@@ -1,0 +1,67 @@
+"""Which GPUs fit which configuration, by compute capability."""
+
+from typing import Any
+
+import pytest
+
+from rollout_service.config import ServiceConfig
+from rollout_service.engine.hardware import Capability, require_fit, why_unfit
+
+BF16 = {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16"}}
+BY_TRITON = {"engine": {"linear_backend": "triton", "attention_backend": "TRITON_ATTN"}}
+BF16_CACHE = {"kv_cache": {"dtype": "bfloat16"}}
+
+
+def config(**sections: dict[str, Any]) -> ServiceConfig:
+    return ServiceConfig.model_validate(sections)
+
+
+@pytest.mark.parametrize(
+    ("capability", "sections"),
+    [
+        ((8, 0), BF16),
+        ((8, 9), BF16),
+        ((8, 9), BY_TRITON),
+        ((9, 0), {}),
+        ((9, 0), BY_TRITON),
+        ((10, 0), {}),
+        ((12, 0), BF16_CACHE),
+        ((12, 0), BY_TRITON),
+    ],
+)
+def test_a_gpu_that_has_what_is_asked_for_is_fit(capability: Capability, sections: dict[str, Any]) -> None:
+    assert why_unfit(config(**sections), capability, head_size=128) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "sections", "why", "advice"),
+    [
+        ((7, 5), BF16, "no BF16", "another GPU"),
+        ((8, 0), {}, "no FP8", "quant.weights: none and kv_cache.dtype: bfloat16"),
+        ((8, 6), BF16_CACHE, "no FP8", "quant.weights: none and"),
+        ((8, 6), BF16 | {"kv_cache": {"dtype": "auto"}}, "no FP8", "kv_cache.dtype: bfloat16"),
+        ((8, 9), BF16_CACHE, "Marlin", "engine.linear_backend: triton, or quant.weights: none"),
+        ((8, 9), {"engine": {"linear_backend": "cutlass"}}, "cutlass multiplies FP8 blocks from 9.0 on", "triton"),
+        ((8, 9), {"quant": {"weights": "none"}}, "FlashAttention reads no FP8 cache", "TRITON_ATTN, or kv_cache.dtype"),
+        ((12, 0), {}, "FlashAttention reads no FP8 cache", "TRITON_ATTN"),
+    ],
+)
+def test_a_gpu_that_lacks_something_is_told_apart(
+    capability: Capability, sections: dict[str, Any], why: str, advice: str
+) -> None:
+    unfit = why_unfit(config(**sections), capability)
+    assert unfit is not None and why in unfit[0] and advice in unfit[1]
+    number = ".".join(map(str, capability))
+    with pytest.raises(ValueError, match=f"this GPU has compute capability {number}: .*{why}.*: set "):
+        require_fit(config(**sections), capability, None, latent=False)
+
+
+@pytest.mark.parametrize("size", [100, 1024])
+def test_heads_that_flash_attention_does_not_take_need_triton(size: int) -> None:
+    unfit = why_unfit(config(), (9, 0), head_size=size)
+    assert unfit is not None and f"the model's have {size}" in unfit[0] and "TRITON_ATTN" in unfit[1]
+    assert why_unfit(config(**BY_TRITON), (9, 0), head_size=size) is None
+
+
+def test_the_kernel_of_latent_attention_is_vllms_choice() -> None:
+    assert why_unfit(config(), (12, 0), head_size=100, latent=True) is None
