@@ -9,7 +9,7 @@ from vllm.platforms import current_platform
 
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.extra import refuse_batch_invariance, with_env, with_extra
-from rollout_service.engine.hardware import require_fit
+from rollout_service.engine.hardware import Attention, require_fit
 from rollout_service.engine.plugin import CPU_BF16, CPU_BLOCK_FP8, STAGING_KEY, TRANSFER_BACKEND
 from rollout_service.engine.worker import VersionStaging
 from rollout_service.logs import TELL_VLLM
@@ -32,8 +32,8 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
     engine = config.engine
     on_cpu = current_platform.is_cpu()
     if (capability := current_platform.get_device_capability()) is not None:
-        latent = _has_latent_attention(config)
-        require_fit(config, (capability.major, capability.minor), _head_size(config), latent=latent)
+        attention = Attention(_head_size(config), _has_latent_attention(config))
+        require_fit(config, (capability.major, capability.minor), attention)
     refuse_batch_invariance(config, on_cpu, _has(config, *EXPERT_COUNTS))
     owned = _named(
         model=str(config.model.path),

@@ -5,6 +5,8 @@ v1/attention/backends/flash_attn.py. Needs neither torch nor vllm.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
 
 from rollout_service.config import ServiceConfig
 
@@ -18,37 +20,54 @@ FP8: Capability = (8, 9)
 FP8_BLOCKS: Capability = (9, 0)
 """From which on CUTLASS and DeepGEMM multiply FP8 blocks: Hopper."""
 FLASH_ATTENTION_FP8 = (9, 10)
-"""Major ones for which FlashAttention reads an FP8 cache: Hopper, and Blackwell of data centers."""
+"""Major ones for which FlashAttention reads an FP8 cache: Hopper, by its version 3, and Blackwell of data centers, for
+which vLLM takes version 4."""
+FLASH_ATTENTION_4 = "nvidia-cutlass-dsl"
+"""Package that compiles version 4. ``requirements/gpu.txt`` leaves it out."""
 FLASH_ATTENTION_HEAD = 512
 """Largest head of FlashAttention 4. Where vLLM has 2 or 3 alone it refuses those above 256 itself."""
 
 
+@dataclass(frozen=True)
+class Attention:
+    """Of a model, as far as a kernel's choice hangs on it."""
+
+    head_size: int | None = None
+    """None: not known."""
+    latent: bool = False
+    """It is latent (MLA), and vLLM chooses the kernel."""
+
+
 def why_unfit(
-    config: ServiceConfig, capability: Capability, head_size: int | None = None, *, latent: bool = False
+    config: ServiceConfig,
+    capability: Capability,
+    attention: Attention = Attention(),
+    *,
+    flash_attention_4: bool | None = None,
 ) -> tuple[str, str] | None:
     """Why no engine can start on such a GPU, and what to set; None: one can.
 
-    ``head_size``: of attention; None: not known. ``latent``: attention is latent (MLA), and vLLM chooses its kernel.
+    ``flash_attention_4``: whether what compiles it is installed; None: find out.
     """
-    return next(_reasons(config, capability, head_size, latent), None)
+    if flash_attention_4 is None:
+        flash_attention_4 = _is_installed(FLASH_ATTENTION_4)
+    reasons = (*_of_weights(config, capability), *_of_attention(config, capability, attention, flash_attention_4))
+    return next(iter(reasons), None)
 
 
-def require_fit(config: ServiceConfig, capability: Capability, head_size: int | None, *, latent: bool) -> None:
+def require_fit(config: ServiceConfig, capability: Capability, attention: Attention) -> None:
     """Raise ValueError with what ``why_unfit`` says."""
-    unfit = why_unfit(config, capability, head_size, latent=latent)
+    unfit = why_unfit(config, capability, attention)
     if unfit is not None:
         why, advice = unfit
         raise ValueError(f"this GPU has compute capability {'.'.join(map(str, capability))}: {why}: set {advice}")
 
 
-def _reasons(
-    config: ServiceConfig, capability: Capability, head_size: int | None, latent: bool
-) -> Iterator[tuple[str, str]]:
-    fp8_cache, fp8_weights = config.kv_cache.dtype != "bfloat16", config.quant.weights == "fp8_block"
-    backend, by_flash = config.engine.linear_backend, config.engine.attention_backend != "TRITON_ATTN"
+def _of_weights(config: ServiceConfig, capability: Capability) -> Iterator[tuple[str, str]]:
+    fp8_weights, backend = config.quant.weights == "fp8_block", config.engine.linear_backend
     if capability < BF16:
         yield "it has no BF16, in which all engines compute and which begins with 8.0", "another GPU"
-    if capability < FP8 and (fp8_cache or fp8_weights):
+    if capability < FP8 and (fp8_weights or config.kv_cache.dtype != "bfloat16"):
         yield "it has no FP8, which begins with 8.9", "quant.weights: none and kv_cache.dtype: bfloat16"
     if capability < FP8_BLOCKS and fp8_weights and backend != "triton":
         kernel = (
@@ -57,11 +76,25 @@ def _reasons(
         if backend != "auto":
             kernel = f"{backend} multiplies FP8 blocks from 9.0 on"
         yield kernel, "engine.linear_backend: triton, or quant.weights: none"
-    if fp8_cache and by_flash and not latent and capability[0] not in FLASH_ATTENTION_FP8:
-        advice = "engine.attention_backend: TRITON_ATTN, or kv_cache.dtype: bfloat16"
-        yield "FlashAttention reads no FP8 cache on it", advice
-    if by_flash and not latent and head_size is not None and (head_size % 8 or head_size > FLASH_ATTENTION_HEAD):
-        yield (
-            f"FlashAttention's heads are multiples of 8 up to {FLASH_ATTENTION_HEAD}, and the model's have {head_size}",
-            "engine.attention_backend: TRITON_ATTN",
-        )
+
+
+def _of_attention(
+    config: ServiceConfig, capability: Capability, attention: Attention, flash_attention_4: bool
+) -> Iterator[tuple[str, str]]:
+    size, by_triton = attention.head_size, "engine.attention_backend: TRITON_ATTN"
+    if attention.latent or config.engine.attention_backend == "TRITON_ATTN":
+        return
+    if config.kv_cache.dtype != "bfloat16" and capability[0] not in FLASH_ATTENTION_FP8:
+        yield "FlashAttention reads no FP8 cache on it", f"{by_triton}, or kv_cache.dtype: bfloat16"
+    if capability[0] == 10 and not flash_attention_4:
+        yield f"vLLM takes FlashAttention 4 on it, and {FLASH_ATTENTION_4}, which compiles it, is missing", by_triton
+    if size is not None and (size % 8 or size > FLASH_ATTENTION_HEAD):
+        found = f"FlashAttention's heads are multiples of 8 up to {FLASH_ATTENTION_HEAD}, and the model's have {size}"
+        yield found, by_triton
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        return bool(metadata.version(distribution))
+    except metadata.PackageNotFoundError:
+        return False

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rollout_service.config import ServiceConfig
-from rollout_service.engine.hardware import Capability, require_fit, why_unfit
+from rollout_service.engine.hardware import FLASH_ATTENTION_4, Attention, Capability, require_fit, why_unfit
 
 BF16 = {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16"}}
 BY_TRITON = {"engine": {"linear_backend": "triton", "attention_backend": "TRITON_ATTN"}}
@@ -30,7 +30,7 @@ def config(**sections: dict[str, Any]) -> ServiceConfig:
     ],
 )
 def test_a_gpu_that_has_what_is_asked_for_is_fit(capability: Capability, sections: dict[str, Any]) -> None:
-    assert why_unfit(config(**sections), capability, head_size=128) is None
+    assert why_unfit(config(**sections), capability, Attention(head_size=128), flash_attention_4=True) is None
 
 
 @pytest.mark.parametrize(
@@ -53,15 +53,22 @@ def test_a_gpu_that_lacks_something_is_told_apart(
     assert unfit is not None and why in unfit[0] and advice in unfit[1]
     number = ".".join(map(str, capability))
     with pytest.raises(ValueError, match=f"this GPU has compute capability {number}: .*{why}.*: set "):
-        require_fit(config(**sections), capability, None, latent=False)
+        require_fit(config(**sections), capability, Attention())
 
 
 @pytest.mark.parametrize("size", [100, 1024])
 def test_heads_that_flash_attention_does_not_take_need_triton(size: int) -> None:
-    unfit = why_unfit(config(), (9, 0), head_size=size)
+    unfit = why_unfit(config(), (9, 0), Attention(head_size=size))
     assert unfit is not None and f"the model's have {size}" in unfit[0] and "TRITON_ATTN" in unfit[1]
-    assert why_unfit(config(**BY_TRITON), (9, 0), head_size=size) is None
+    assert why_unfit(config(**BY_TRITON), (9, 0), Attention(head_size=size)) is None
 
 
 def test_the_kernel_of_latent_attention_is_vllms_choice() -> None:
-    assert why_unfit(config(), (12, 0), head_size=100, latent=True) is None
+    assert why_unfit(config(), (12, 0), Attention(head_size=100, latent=True)) is None
+
+
+def test_flash_attention_4_needs_what_compiles_it() -> None:
+    assert why_unfit(config(), (9, 0), flash_attention_4=False) is None
+    unfit = why_unfit(config(), (10, 0), flash_attention_4=False)
+    assert unfit is not None and FLASH_ATTENTION_4 in unfit[0] and "TRITON_ATTN" in unfit[1]
+    assert why_unfit(config(**BY_TRITON), (10, 0), flash_attention_4=False) is None
