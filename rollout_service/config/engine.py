@@ -186,6 +186,18 @@ class EngineConfig(Config):
     admission_limit: int = Field(default=1024, ge=1)
     """Sequences (a request counts ``n``) that a replica holds, queued ones included, before it answers 503."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_on_one_host(cls, data: object) -> object:
+        asked = [name for name in ("pipeline_parallel_size", "distributed") if isinstance(data, dict) and name in data]
+        if asked:
+            raise ValueError(
+                f"engine.{' and engine.'.join(asked)}: an engine is on one host here, and has neither pipeline stages "
+                "nor ranks on other nodes yet: set engine.tensor_parallel_size up to the GPUs of a host, with "
+                "engine.expert_parallel for a mixture of experts; docs/hardware.md says what larger ones would take"
+            )
+        return data
+
     @model_validator(mode="after")
     def _experts_need_several_gpus(self) -> "EngineConfig":
         if self.expert_parallel and self.tensor_parallel_size == 1:

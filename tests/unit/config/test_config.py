@@ -130,6 +130,17 @@ class TestFieldsThatGoTogether:
         message = message_of({"weights": {"poll_s": 10, "dead_after_s": 20}})
         assert "dead_after_s=20" in message and "poll_s=10" in message
 
+    @pytest.mark.parametrize(
+        ("engine", "named"),
+        [
+            ({"pipeline_parallel_size": 2}, "engine.pipeline_parallel_size:"),
+            ({"distributed": "ray", "pipeline_parallel_size": 2}, "engine.distributed:"),
+        ],
+    )
+    def test_an_engine_larger_than_a_host_is_refused(self, engine: dict[str, Any], named: str) -> None:
+        message = message_of({"engine": engine})
+        assert named in message and "an engine is on one host" in message and "docs/hardware.md" in message
+
     def test_experts_are_shared_out_over_several_gpus_only(self) -> None:
         message = message_of({"engine": {"expert_parallel": True}})
         assert "engine.expert_parallel" in message and "engine.tensor_parallel_size is 1" in message
