@@ -8,6 +8,7 @@ import pytest
 
 from rollout_service.errors import LogCorrupt
 from rollout_service.store.log import WeightLog
+from tests.support.engine_layout import expert_digests, quantize
 from tests.support.models import NUM_EXPERTS, random_weights
 from tests.support.one_engine import PROMPTS, mean_difference, running
 from tests.unit.store.versions import flip_a_byte
@@ -46,6 +47,11 @@ async def test_two_ranks_follow_versions_and_agree_with_one(
                 assert [report["way"] for report in reports] == ["layerwise", "layerwise"]
                 assert not any("unstaged" in report for report in reports)
             assert await mean_difference(two, folder, fp8=fp8) < FP8_MEAN
+            if expert_parallel and fp8:
+                held = await two.engine.ask_workers("weight_digests")
+                for rank in range(2):
+                    expected = expert_digests(quantize(weights), rank, ranks=2)
+                    assert {name: held[rank][name] for name in expected} == expected
             if expert_parallel:
                 for rank, held in enumerate(await two.engine.ask_workers("expert_ids")):
                     half = NUM_EXPERTS // 2

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rollout_service.kv_scales.scales import largest_of_ranks
 from rollout_service.model.served_model import ServedModel
 from rollout_service.store.log import WeightLog
 from tests.engine.test_kv_measure import AGREE, BATCH
+from tests.support.engine_layout import expert_digests, quantize
 from tests.support.models import make_model, random_weights
 from tests.support.one_engine import OneEngine, engine_of
 
@@ -42,7 +44,7 @@ def small(folder: Path) -> Path:
     return make_model(folder, "qwen3_moe_ep")
 
 
-def layers_of_30b_a3b(folder: Path, moe_intermediate_size: int) -> Path:
+def layers_of_30b_a3b(moe_intermediate_size: int, folder: Path) -> Path:
     """Two layers, with a small vocabulary: what is staged and computed is attention and experts."""
     write_config(Shape.QWEN3_30B_A3B, folder, layers=2)
     shape = json.loads((folder / "config.json").read_text())
@@ -84,22 +86,31 @@ async def scaled_as_measured(one: OneEngine, scales: dict[str, float] | None) ->
     return {"scales": scales, "largest": largest_of_ranks(ranks)}
 
 
+async def loaded_by_both_ranks(two: OneEngine, version: int, exact: bool) -> list[int]:
+    """Commit and load a version, and look at what each rank did; how many bytes each has staged.
+
+    ``exact``: also that it holds its experts, bit for bit.
+    """
+    weights = random_weights(two.config.model.path, seed=version, device="cuda")
+    await two.update(version, weights)
+    reports = await two.load_reports()
+    # a rank's area is as large as its part: the first version does not fit
+    ways = "plan" if version != VERSIONS[0] else "layerwise"
+    assert [rank["way"] for rank in reports] == [ways] * 2, reports
+    assert ["unstaged" in rank for rank in reports] == [version == VERSIONS[0]] * 2, reports
+    if exact:
+        for rank, held in enumerate(await two.engine.ask_workers("weight_digests")):
+            expected = expert_digests(quantize(weights), rank, ranks=2)
+            assert {name: held[name] for name in expected} == expected
+    return [rank["staged_bytes"] for rank in reports]
+
+
 @pytest.mark.parametrize(
     ("make", "kv_cache", "engine"),
     [
         pytest.param(small, "bfloat16", {"cuda_graph_sizes": (1, 8, 16)}, id="small_graphs"),
-        pytest.param(
-            lambda folder: layers_of_30b_a3b(folder, 768),
-            "fp8_e4m3",
-            {"enforce_eager": True},
-            id="30b_a3b_fp8_kv",
-        ),
-        pytest.param(
-            lambda folder: layers_of_30b_a3b(folder, 384),
-            "bfloat16",
-            {"enforce_eager": True},
-            id="half_no_blocks",
-        ),
+        pytest.param(partial(layers_of_30b_a3b, 768), "fp8_e4m3", {"enforce_eager": True}, id="30b_a3b_fp8_kv"),
+        pytest.param(partial(layers_of_30b_a3b, 384), "bfloat16", {"enforce_eager": True}, id="half_no_blocks"),
     ],
 )
 async def test_two_ranks_with_whole_experts_agree_with_one(
@@ -110,37 +121,27 @@ async def test_two_ranks_with_whole_experts_agree_with_one(
     monkeypatch: pytest.MonkeyPatch,
     record_property: Record,
 ) -> None:
-    model, root = make(tmp_path / "model"), tmp_path / "log"
-    experts = ServedModel.load(model).num_experts
+    model, root, fp8_cache = make(tmp_path / "model"), tmp_path / "log", kv_cache != "bfloat16"
+    half = ServedModel.load(model).num_experts // 2
     config = config_of(model, root, kv_cache, tensor_parallel_size=2, expert_parallel=True, **engine)
     ingest, log = Ingest(config), WeightLog(root)
     await ingest.start()
-    fp8_cache = kv_cache != "bfloat16"
+    of_two, staged, differences = {}, {}, {}
     started = time.perf_counter()
     async with engine_behind(ingest, config, monkeypatch) as two:
         record_property("start_s", round(time.perf_counter() - started, 1))
         for rank, held in enumerate(await two.engine.ask_workers("expert_ids")):
-            half = experts // 2
             assert set(map(tuple, held.values())) == {tuple(range(rank * half, (rank + 1) * half))}
-        of_two, staged = {}, []
-        for version in VERSIONS:
-            await two.update(version, random_weights(model, seed=version, device="cuda"))
-            reports = await two.load_reports()
-            if version == VERSIONS[0]:  # a rank's area is as large as its part: the first version does not fit
-                assert all(rank["way"] == "layerwise" and "unstaged" in rank for rank in reports), reports
-            else:
-                assert [rank["way"] for rank in reports] == ["plan", "plan"], reports
-                staged.append([rank["staged_bytes"] for rank in reports])
+        for version in VERSIONS:  # of more layers, quantizing them once more would take a minute
+            staged[version] = await loaded_by_both_ranks(two, version, exact=make is small)
             if version == VERSIONS[-1] and fp8_cache:
                 measured = await scaled_as_measured(two, None)
             of_two[version] = await two.logprobs(TOKENS)
-            assert all(len(c.token_ids) == 16 for _, c in await two.sample())
+            assert all(len(completion.token_ids) == 16 for _, completion in await two.sample())
         whole = log.manifest(VERSIONS[-1]).total_bytes
-        assert all(nbytes < 0.6 * whole for ranks in staged for nbytes in ranks), (staged, whole)
+        assert all(nbytes < 0.6 * whole for nbytes in staged[VERSIONS[-1]]), (staged, whole)
 
-    alone = config_of(model, root, kv_cache, enforce_eager=True)
-    async with engine_behind(ingest, alone, monkeypatch) as one:
-        differences = {}
+    async with engine_behind(ingest, config_of(model, root, kv_cache, enforce_eager=True), monkeypatch) as one:
         for version in VERSIONS[1:]:
             await one.load(log.folder(version), version)
             if version == VERSIONS[-1] and fp8_cache:
@@ -149,9 +150,9 @@ async def test_two_ranks_with_whole_experts_agree_with_one(
                     assert measured["largest"][layer] == pytest.approx(largest, rel=4 * AGREE)
             of_one = await one.logprobs(TOKENS)
             differences[version] = float((of_one - of_two[version]).abs().mean())
-        other = float((of_one - of_two[VERSIONS[1]]).abs().mean())
+    other = float((of_one - of_two[VERSIONS[1]]).abs().mean())
     await ingest.stop()
-    record_property("staged_bytes", staged[-1])
-    record_property("logprob_difference", {str(v): round(d, 4) for v, d in differences.items()})
+    record_property("staged_bytes", staged[VERSIONS[-1]])
+    record_property("logprob_difference", [round(difference, 4) for difference in differences.values()])
     record_property("logprob_difference_of_another_version", round(other, 4))
     assert max(differences.values()) < BETWEEN_RANKS_MEAN and other > 5 * BETWEEN_RANKS_MEAN

@@ -42,6 +42,12 @@ def engine_digests(stored: dict[str, torch.Tensor]) -> dict[str, str]:
     return {name: digest(tensor) for name, tensor in held.items()}
 
 
+def expert_digests(stored: dict[str, torch.Tensor], rank: int, ranks: int) -> dict[str, str]:
+    """The same of the routed experts alone, of which one of several ranks has its part whole."""
+    experts = {name: tensor for name, tensor in engine_tensors(stored).items() if ".routed_experts." in name}
+    return {name: digest(tensor.tensor_split(ranks)[rank]) for name, tensor in experts.items()}
+
+
 def engine_tensors(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The parameters of vLLM's model, by its names: parts of a fused layer above one another, experts stacked."""
     parts: dict[str, dict[tuple[int, int], torch.Tensor]] = {}
