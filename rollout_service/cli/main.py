@@ -102,7 +102,10 @@ def serve(
 def config(
     path: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="A Serve config, such as those in deployments/.")],
 ) -> None:
-    """Check the configuration in CONFIG.yaml, and print it with every default and path filled in."""
+    """Check the configuration in CONFIG.yaml, and print it with every default and path filled in.
+
+    GPUs that are left out are null: they are those of the machine on which the service is started.
+    """
     import yaml
     from pydantic import ValidationError
 
