@@ -55,7 +55,7 @@ def layers_of_30b_a3b(moe_intermediate_size: int, folder: Path) -> Path:
 
 
 def config_of(model: Path, root: Path, kv_cache: str, **engine: Any) -> ServiceConfig:
-    common = {"max_model_len": 256, "linear_backend": "cutlass", "gpu_memory_utilization": 0.1}
+    common = {"max_model_len": 256, "linear_backend": "cutlass", "gpu_memory_utilization": 0.1, "staging": "device"}
     return ServiceConfig.model_validate(
         {
             "model": {"path": model},
