@@ -15,6 +15,7 @@ NAMES = (
     PrivateName("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", _READ_IN),
     PrivateName("transformers.modeling_utils", "PreTrainedModel._keep_in_fp32_modules_strict", _READ_IN),
     PrivateName("transformers.modeling_utils", "PreTrainedModel.base_model_prefix", _READ_IN),
+    PrivateName("transformers.core_model_loading", "revert_weight_conversion", _READ_IN, ("model", "state_dict")),
     PrivateName("transformers", "PretrainedConfig._attn_implementation", _READ_IN),
     PrivateName(
         "transformers.models.qwen3.modeling_qwen3",  # as in the file of every other model
@@ -28,6 +29,7 @@ require_names(("transformers",), NAMES)  # before the imports below, so that all
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -72,3 +74,11 @@ def eager_attention(module: torch.nn.Module) -> AttentionFunction | None:
 def kept_in_float32(model: PreTrainedModel) -> frozenset[str]:
     """Parts of parameters' names that transformers keeps in fp32 whatever dtype the model is loaded in."""
     return frozenset(model._keep_in_fp32_modules_strict or ())
+
+
+def as_saved(model: PreTrainedModel, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What ``save_pretrained`` would write of parameters: names on disk, experts as the family's checkpoints have them.
+
+    ``held``: some or all of the model's, by their names in memory; their shapes may be others than the model's.
+    """
+    return dict(revert_weight_conversion(model, held))

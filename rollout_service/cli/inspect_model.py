@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+TABLE = "model/families.py, as in vLLM 0.32"
+"""Where it is known from what the engine makes of a family's layers, if vLLM was not asked."""
 DISPENSABLE = ("in BF16", "count", "shape", "shard")
 """Columns that a narrow terminal does without, in the order in which they go."""
 
@@ -54,6 +56,8 @@ class ModelReport(Frozen):
     experts_per_gpu: tuple[int, int] | None
     """Routed experts that a GPU has whole, of each layer: fewest and most; None: it has a slice of every one."""
     kinds: tuple[TensorKind, ...]
+    layout: str
+    """Who says what the engine makes of the model's layers: this release's table, or vLLM."""
     not_converted: tuple[str, ...]
     """What could be quantized and is not, by the names that vLLM compares with."""
     kv_bytes_per_token: int | None
@@ -94,6 +98,7 @@ def inspect_model(
         tensor_parallel_size=tensor_parallel_size,
         experts_per_gpu=_experts_per_gpu(model.num_experts, tensor_parallel_size) if expert_parallel else None,
         kinds=tuple(_kinds(model, plan, tensor_parallel_size, expert_parallel)),
+        layout=TABLE if model.layout is None else model.layout.source,
         not_converted=plan.not_converted,
         kv_bytes_per_token=_kv_bytes_per_token(model, tensor_parallel_size),
     )
@@ -108,6 +113,7 @@ def print_report(report: ModelReport, console: "Console") -> None:
         if Measurement.get(console, console.options.update(width=1000), table).minimum <= console.width:
             break
     console.print(table)
+    console.print(f"How the engine fuses and cuts layers: {report.layout}.", style="dim")
     if left_out:
         missing = ", ".join(DISPENSABLE[:left_out])
         console.print(f"The terminal is too narrow for: {missing}. Widen it, or see --json.", style="dim")
@@ -198,17 +204,29 @@ def _why_not(name: str, model: ServedModel, plan: QuantPlan) -> str:
         return ""
     if _module(name) in model.routers:
         return "router"
-    if name == LM_HEAD:
+    if name == LM_HEAD and name not in plan.not_loaded:
         return "output head, a copy of the embedding" if model.tied else "output head"
     if name == EMBEDDING:
         return "embedding"
     if name in model.keep_float32:
         return "router's bias"
-    return plan.kept.get(_module(name)) or ("bias" if name.endswith(".bias") else "norm")
+    if name in plan.not_loaded:
+        return "output head, which vLLM takes from the embedding"
+    if (why := plan.kept.get(_module(name))) is not None:
+        return why
+    if name.endswith(".bias"):
+        return "bias"
+    return "norm" if len(model.shapes[name]) == 1 else "not a linear layer"
 
 
 def _shard(name: str, model: ServedModel, tensor_parallel_size: int, expert_parallel: bool) -> tuple[int, int] | None:
     module = _module(name)
+    if model.layout is not None:
+        shape = model.layout.linears({name: model.shapes[name]}).get(module)
+        if shape is None:
+            return None
+        shards = model.layout.shards(module, shape, tensor_parallel_size, expert_parallel=expert_parallel)
+        return sum(rows for rows, _ in shards), shards[0][1]
     if module not in model.linears:
         return None
     return shard_shape(
@@ -219,7 +237,7 @@ def _shard(name: str, model: ServedModel, tensor_parallel_size: int, expert_para
 def _stored_bytes(name: str, model: ServedModel, plan: QuantPlan) -> int:
     numbers = math.prod(model.shapes[name])
     if name in plan.quantized:
-        return numbers + 4 * math.prod(scale_shape(model.linears[_module(name)]))
+        return numbers + 4 * math.prod(scale_shape(model.shapes[name]))
     return (4 if name in model.keep_float32 else 2) * numbers
 
 

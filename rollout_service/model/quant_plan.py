@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from rollout_service.config.engine import QuantConfig
+from rollout_service.model.engine_layout import EngineLayout
 from rollout_service.model.families import (
     CUTS,
     EngineModule,
@@ -20,6 +21,8 @@ SCALE_SUFFIX = "_scale_inv"
 """Appended to a weight's name for its block scales."""
 
 Shape = tuple[int, int]
+Shards = tuple[Shape, ...]
+"""What a GPU holds of one module of the checkpoint: several, where several parts of it are cut by themselves."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class QuantPlan:
     """
     kept: Mapping[str, str] = field(default_factory=dict)
     """Linear modules that stay in BF16 although they could be quantized → why."""
+    not_loaded: tuple[str, ...] = ()
+    """Tensors of the model that the engine has no place for: a version must not bring them."""
 
 
 def plan(
@@ -45,38 +50,42 @@ def plan(
     heads: Heads | None = None,
     *,
     expert_parallel: bool = False,
+    layout: EngineLayout | None = None,
 ) -> QuantPlan:
     """Decide for each linear module (name → weight shape ``[N, K]``; lm_head and routers are not among them).
 
-    ``heads``: None if each GPU has KV heads of its own. ``expert_parallel``: routed experts are not cut. Raises
-    ValueError naming every module whose shard does not divide into 128×128 blocks (unless ``config.indivisible`` keeps
-    it in BF16) or cannot be cut at all, every pattern of ``config.skip`` that matches nothing, or every module that is
-    skipped without the others it is fused with.
+    ``heads``: None if each GPU has KV heads of its own. ``expert_parallel``: routed experts are not cut.
+    ``layout``: what vLLM makes of the modules; None: as ``families.py`` says.
+
+    Raises ValueError naming every module whose shard does not divide into 128×128 blocks (unless ``config.indivisible``
+    keeps it in BF16) or cannot be cut at all, every pattern of ``config.skip`` that matches nothing, or every module
+    that is skipped without the others it is fused with.
     """
     if config.weights == "none":
         return QuantPlan(frozenset())
     if heads is not None:
         require_whole_heads(heads, tensor_parallel_size)
-    modules = engine_modules(linears)
+    modules = engine_modules(linears) if layout is None else layout.engine_modules()
     kept = _skipped(modules, config.skip)
     candidates = [module for module in modules if module.parts[0] not in kept]
-    ragged = _ragged(candidates, linears, tensor_parallel_size, heads, expert_parallel)
+    ragged = _ragged(candidates, linears, tensor_parallel_size, heads, expert_parallel, layout)
     if ragged and config.indivisible == "error":
-        ways_out = _ways_out(candidates, linears, tensor_parallel_size, heads, expert_parallel)
+        ways_out = _ways_out(candidates, linears, tensor_parallel_size, heads, expert_parallel, layout)
         raise ValueError(_refusal(ragged, tensor_parallel_size, ways_out))
     for module in modules:
         if not ragged.keys().isdisjoint(module.parts):
             kept |= {part: _indivisible(module, part, ragged) for part in module.parts}
-    return QuantPlan(
-        quantized=frozenset(f"{name}.weight" for name in linears if name not in kept),
-        not_converted=tuple(
-            sorted(name for module in modules if module.parts[0] in kept for name in _known_as(module))
-        ),
-        kept=kept,
-    )
+    not_converted = [name for module in modules if module.parts[0] in kept for name in _known_as(module, layout)]
+    quantized = frozenset(f"{name}.weight" for name in linears if name not in kept)
+    if layout is None:
+        return QuantPlan(quantized, tuple(sorted(not_converted)), kept)
+    not_converted += [name for module in layout.not_converted for name in layout.known_as(module)]
+    return QuantPlan(quantized, tuple(sorted(not_converted)), {**layout.kept, **kept}, layout.not_loaded)
 
 
-def _known_as(module: EngineModule) -> tuple[str, ...]:
+def _known_as(module: EngineModule, layout: EngineLayout | None) -> tuple[str, ...]:
+    if layout is not None:
+        return layout.known_as(module.name)
     if module.holds_experts or len(module.parts) == 1:
         return (module.name,)
     return (module.name, *module.parts)
@@ -115,16 +124,23 @@ def _ragged(
     ways: int,
     heads: Heads | None,
     expert_parallel: bool,
+    layout: EngineLayout | None,
 ) -> dict[str, Shape]:
     """Modules of which a GPU's shard is not a whole number of blocks → that shard."""
-    found = {}
+    found: dict[str, Shape] = {}
     for module in modules:
         for part in module.parts:
-            rows, columns = shard_shape(part, linears[part], ways, heads, expert_parallel=expert_parallel)
+            if layout is None:
+                shards: Shards = (shard_shape(part, linears[part], ways, heads, expert_parallel=expert_parallel),)
+                is_cut = CUTS[part.rpartition(".")[2]] != "none"
+            else:
+                shards = layout.shards(part, linears[part], ways, expert_parallel=expert_parallel)
+                is_cut = layout.is_cut(part)
             # DeepSeek's kv_a_proj_with_mqa has 576 rows in its published FP8 format; nothing follows them in the layer.
-            may_end_ragged = CUTS[part.rpartition(".")[2]] == "none" and part == module.parts[-1]
-            if columns % BLOCK or (rows % BLOCK and not may_end_ragged):
-                found[part] = (rows, columns)
+            may_end_ragged = not is_cut and part == module.parts[-1]
+            for place, (rows, columns) in enumerate(shards, start=1):
+                if columns % BLOCK or (rows % BLOCK and not (may_end_ragged and place == len(shards))):
+                    found.setdefault(part, (rows, columns))
     return found
 
 
@@ -134,6 +150,7 @@ def _ways_out(
     ways: int,
     heads: Heads | None,
     expert_parallel: bool,
+    layout: EngineLayout | None,
 ) -> list[str]:
     """What to set so that every shard is a whole number of blocks; each by itself is enough."""
 
@@ -141,7 +158,7 @@ def _ways_out(
         try:
             if heads is not None:
                 require_whole_heads(heads, fewer)
-            return not _ragged(modules, linears, fewer, heads, whole_experts)
+            return not _ragged(modules, linears, fewer, heads, whole_experts, layout)
         except ValueError:
             return False
 

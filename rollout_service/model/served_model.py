@@ -16,9 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from rollout_service.config import ModelConfig, QuantConfig
 from rollout_service.errors import InvalidManifest
+from rollout_service.model.engine_layout import EngineLayout
 from rollout_service.model.families import FAMILIES, Heads
+from rollout_service.model.naming import naming_of
 from rollout_service.model.quant_plan import QuantPlan, plan
 from rollout_service.model.tensor_table import Expected, differences
+from rollout_service.model.vllm_layout import read_layout
 from rollout_service.protocol.experts import ExpertNaming, Piece, pieces
 from rollout_service.protocol.upload import UploadTensor
 from rollout_service.transformers_internals import kept_in_float32
@@ -28,7 +31,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 ROUTERS = ("gate", "shared_expert_gate")
 """What chooses experts, or scales the shared one; last part of the modules' names."""
 _AT_COMMIT = "@"
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class ServedModel:
                 "hub, such as Qwen/Qwen3-8B, or set model.create: tiny-qwen3 to have a small one made there"
             )
         model = _without_weights(path)
-        config, experts = model.config, _expert_naming(model.config, path)
+        config, experts = model.config, _expert_naming(model, path)
         held = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         stored = {name: pieces(name, shape, experts) for name, shape in held.items()}
         shapes = {piece.name: piece.shape for piece in _experts_together(stored.values())}
@@ -95,19 +98,27 @@ class ServedModel:
     def plan(self, quant: QuantConfig, tensor_parallel_size: int = 1, expert_parallel: bool = False) -> QuantPlan:
         """Which weights are quantized.
 
-        Raises ValueError as ``quant_plan.plan`` does, for an unknown family, or for fewer experts than GPUs that are to
+        Raises ValueError as ``quant_plan.plan`` and ``layout`` do, or for fewer experts than GPUs that are to
         share them out.
         """
         if expert_parallel:
             self._require_experts_for(tensor_parallel_size)
         if quant.weights == "none":
             return QuantPlan(frozenset())
-        if self.config.model_type not in FAMILIES:
-            raise ValueError(
-                f"{self.path}: FP8 is not supported for {self.config.model_type}, only for {', '.join(FAMILIES)}: set "
-                "quant.weights: none to serve it in BF16"
-            )
-        return plan(self.linears, quant, tensor_parallel_size, self.heads, expert_parallel=expert_parallel)
+        if self.layout is None:
+            return plan(self.linears, quant, tensor_parallel_size, self.heads, expert_parallel=expert_parallel)
+        linears = self.layout.linears(self.shapes)
+        return plan(
+            linears, quant, tensor_parallel_size, self.heads, expert_parallel=expert_parallel, layout=self.layout
+        )
+
+    @cached_property
+    def layout(self) -> EngineLayout | None:
+        """What vLLM makes of its modules; None for a family of ``families.FAMILIES``, whose table says the same.
+
+        Asks vLLM, which takes seconds, unless another process has. Raises ValueError as ``vllm_layout.read_layout``.
+        """
+        return None if self.config.model_type in FAMILIES else read_layout(self.path)
 
     def _require_experts_for(self, gpus: int) -> None:
         if not self.num_experts:
@@ -181,7 +192,8 @@ class ServedModel:
 
         ``whole``: False for some of the tensors only, whose names and shapes alone can be judged.
         """
-        wrong = differences(tuple(tensors), Expected(self.shapes, self.in_memory, self.experts, plan.quantized))
+        shapes = {name: shape for name, shape in self.shapes.items() if name not in plan.not_loaded}
+        wrong = differences(tuple(tensors), Expected(shapes, self.in_memory, self.experts, plan.quantized))
         wrong["missing"] = [name for name in wrong["missing"] if not (self.tied and name == LM_HEAD)]
         if not whole:  # codes and their scales may come apart from each other
             wrong["missing"] = wrong["wrong_dtype"] = []
@@ -203,17 +215,13 @@ def _without_weights(path: Path) -> PreTrainedModel:
         ) from error
 
 
-def _expert_naming(config: PretrainedConfig, path: Path) -> ExpertNaming | None:
-    if not any(getattr(config, key, None) for key in EXPERT_COUNTS):
-        return None
-    naming = FAMILIES.get(config.model_type)
-    if naming is None:
-        known = ", ".join(family for family, experts in FAMILIES.items() if experts)
-        raise ValueError(
-            f"{path} is a mixture of experts of a family that this release does not know ({config.model_type}): "
-            f"there are {known}, and dense models"
-        )
-    return naming
+def _expert_naming(model: PreTrainedModel, path: Path) -> ExpertNaming | None:
+    if model.config.model_type in FAMILIES:
+        return FAMILIES[model.config.model_type]
+    try:
+        return naming_of(model)
+    except ValueError as error:
+        raise ValueError(f"{path} is a {model.config.model_type}, which this release cannot serve: {error}") from error
 
 
 def _experts_together(stored: Iterable[tuple[Piece, ...]]) -> Iterable[Piece]:

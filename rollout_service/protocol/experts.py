@@ -7,19 +7,23 @@ transformers 5 holds the experts of a layer as two 3-D parameters, ``…experts.
 
 from dataclasses import dataclass
 
+from pydantic import Field
+
 from rollout_service.protocol.base import Frozen
 
 STACKED_GATE_UP, STACKED_DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
 class ExpertNaming(Frozen):
-    """What a family of models calls the matrices of its routed experts on disk."""
+    """What a family of models calls on disk what it holds under other names: above all its routed experts' matrices."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
     block: str = "mlp"
     """The module that holds ``gate`` and ``experts``; ``mlp`` in memory, whatever it is on disk."""
+    renamed: dict[str, str] = Field(default_factory=dict)
+    """Tensors that have one name in memory and another on disk, and do not follow from the above."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ def pieces(name: str, shape: tuple[int, ...], naming: ExpertNaming | None) -> tu
     """
     if naming is None:
         return (Piece(name, shape),)
+    if name in naming.renamed:
+        return (Piece(naming.renamed[name], shape),)
     if name.endswith(STACKED_GATE_UP):
         return _gate_and_up(_on_disk(name.removesuffix(".gate_up_proj"), naming), name, shape, naming)
     if name.endswith(STACKED_DOWN):

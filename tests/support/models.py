@@ -82,6 +82,14 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
+def config_of(family: str) -> PretrainedConfig:
+    """The configuration of a family of ``FAMILIES``, with the name of its class."""
+    config = FAMILIES[family]()
+    with torch.device("meta"):
+        config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
+    return config
+
+
 def make_model(folder: Path, family: str, *, seed: int = 0) -> Path:
     """Save the BF16 model of a family of ``FAMILIES`` in ``folder``, without a tokenizer; returns the folder."""
     with torch.random.fork_rng(devices=[]):

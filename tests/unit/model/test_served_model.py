@@ -8,10 +8,6 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
-    GPT2Config,
-    GraniteMoeConfig,
-    OlmoeConfig,
-    PretrainedConfig,
     Qwen3ForCausalLM,
 )
 
@@ -284,23 +280,6 @@ class TestCodes:
 
 
 class TestRefusedModels:
-    @pytest.mark.parametrize(
-        "config",
-        [GraniteMoeConfig(num_local_experts=4), OlmoeConfig(num_experts=4)],
-        ids=lambda config: config.model_type,
-    )
-    def test_a_mixture_of_experts_of_another_family_is_refused(self, tmp_path: Path, config: PretrainedConfig) -> None:
-        config.save_pretrained(tmp_path)
-        with pytest.raises(ValueError, match=rf"does not know \({config.model_type}\).*qwen3_moe.*mixtral"):
-            ServedModel.load(tmp_path)
-
-    def test_a_dense_model_of_another_family_is_served_in_bf16_only(self, tmp_path: Path) -> None:
-        GPT2Config(n_layer=1).save_pretrained(tmp_path)
-        model = ServedModel.load(tmp_path)
-        assert model.plan(QuantConfig(weights="none")) == BF16
-        with pytest.raises(ValueError, match=r"FP8 is not supported for gpt2, only for llama, .*quant\.weights: none"):
-            model.plan(QuantConfig())
-
     @pytest.mark.parametrize(
         ("config", "reason"),
         [

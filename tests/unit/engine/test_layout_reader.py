@@ -1,0 +1,118 @@
+"""What vLLM's own models say of their modules: as the table says for the families in it, and right for others."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout_service.config import QuantConfig
+from rollout_service.model.engine_layout import EngineLayout
+from rollout_service.model.families import engine_modules, shard_shape
+from rollout_service.model.quant_plan import plan
+from rollout_service.model.served_model import ServedModel
+from rollout_service.model.vllm_layout import read_layout
+from tests.support import families, models
+
+IN_TABLE = [family for family in models.FAMILIES if not family.endswith(("_tp", "_ep"))]
+OTHERS = ["gemma2", "gpt2", "granitemoe", "phi3"]
+Read = dict[str, tuple[ServedModel, EngineLayout]]
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
+    """Each family's model and what vLLM makes of it; one process imports vllm for all of them."""
+    place = tmp_path_factory.mktemp("layouts")
+    paths = []
+    for family in [*IN_TABLE, *OTHERS]:
+        folder = place / family
+        config = models.config_of(family) if family in IN_TABLE else families.config_of(family)
+        config.save_pretrained(folder)
+        paths += [str(folder), str(place / f"{family}.json")]
+    run = subprocess.run([sys.executable, "-m", "rollout_service.engine.layout_reader", *paths], stderr=subprocess.PIPE)
+    assert run.returncode == 0, [path for path in paths if path.endswith("json") and Path(path).exists()][-1]
+    return {
+        family: (
+            ServedModel.load(place / family),
+            EngineLayout.model_validate_json((place / f"{family}.json").read_bytes()),
+        )
+        for family in [*IN_TABLE, *OTHERS]
+    }
+
+
+@pytest.mark.parametrize("family", IN_TABLE)
+class TestTheTable:
+    def test_vllm_quantizes_the_same_modules(self, read: Read, family: str) -> None:
+        model, layout = read[family]
+        assert layout.linears(model.shapes) == model.linears
+
+    def test_vllm_fuses_the_same_modules_in_the_same_order(self, read: Read, family: str) -> None:
+        model, layout = read[family]
+        of_table = {module.name: module.parts for module in engine_modules(model.linears)}
+        of_vllm = {module.name: module.parts for module in layout.engine_modules()}
+        assert {name: set(parts) for name, parts in of_vllm.items()} == {n: set(p) for n, p in of_table.items()}
+        fused = [name for name in of_vllm if not name.endswith(".experts")]
+        assert [of_vllm[name] for name in fused] == [of_table[name] for name in fused]
+
+    @pytest.mark.parametrize("ways", [1, 2, 4])
+    def test_vllm_cuts_them_alike(self, read: Read, family: str, ways: int) -> None:
+        model, layout = read[family]
+        for name, shape in model.linears.items():
+            for whole in (False, True):
+                expected = shard_shape(name, shape, ways, model.heads, expert_parallel=whole)
+                assert layout.shards(name, shape, ways, expert_parallel=whole) == (expected,), name
+
+    def test_both_make_the_same_plan(self, read: Read, family: str) -> None:
+        model, layout = read[family]
+        of_table = plan(model.linears, QuantConfig(), 1, model.heads)
+        of_vllm = plan(layout.linears(model.shapes), QuantConfig(), 1, model.heads, layout=layout)
+        assert of_vllm.quantized == of_table.quantized
+        assert {*of_vllm.not_converted} <= model.routers
+        assert of_vllm.not_loaded == ()
+
+
+class TestOthers:
+    def test_fused_on_disk_is_cut_by_section(self, read: Read) -> None:
+        model, layout = read["phi3"]
+        name = "model.layers.0.self_attn.qkv_proj"
+        assert layout.shards(name, (512, 256), 2) == ((128, 256), (64, 256), (64, 256))
+        assert layout.shards(name, (512, 256), 4) == ((64, 256), (64, 256), (64, 256))
+        planned = plan(layout.linears(model.shapes), QuantConfig(), 1, model.heads, layout=layout)
+        assert f"{name}.weight" in planned.quantized
+        with pytest.raises(ValueError, match=r"6 linear modules do not divide.*self_attn\.qkv_proj \[64, 256\]"):
+            plan(layout.linears(model.shapes), QuantConfig(), 2, model.heads, layout=layout)
+
+    def test_a_head_that_the_engine_has_no_place_for_is_named(self, read: Read) -> None:
+        _, layout = read["gemma2"]
+        assert layout.not_loaded == ("lm_head.weight",)
+
+    def test_what_is_transposed_as_it_loads_stays_in_bf16(self, read: Read) -> None:
+        _, layout = read["gpt2"]
+        assert layout.modules == ()
+        assert layout.kept["transformer.h.0.mlp.c_fc"] == "vLLM rearranges it as it loads"
+        assert "transformer.h.0.mlp.c_fc" in layout.not_converted
+
+    def test_experts_that_are_stacked_on_disk_stay_in_bf16(self, read: Read) -> None:
+        model, layout = read["granitemoe"]
+        block = "model.layers.0.block_sparse_moe"
+        assert f"{block}.input_linear.weight" in model.shapes
+        assert layout.kept[f"{block}.input_linear"] == "vLLM rearranges it as it loads"
+        assert f"{block}.experts" in layout.not_converted
+        assert f"{block}.router.layer" not in layout.linears(model.shapes)
+        assert "model.layers.0.self_attn.q_proj" in layout.linears(model.shapes)
+
+
+def test_an_answer_is_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    families.config_of("phi3").save_pretrained(folder)
+    first = read_layout(folder)
+    assert first.source.endswith("Phi3ForCausalLM")
+    [kept] = (tmp_path / "cache" / "rollout-service").rglob("*.json")
+    kept.write_text(first.model_copy(update={"source": "the file"}).model_dump_json())
+    assert read_layout(folder) == first.model_copy(update={"source": "the file"})
+
+    # another model has an answer of its own
+    (folder / "config.json").write_text('{"model_type": "phi3", "architectures": ["NoSuchModel"]}')
+    with pytest.raises(ValueError, match=r"vLLM .* cannot build model: .*NoSuchModel"):
+        read_layout(folder)
