@@ -376,14 +376,16 @@ def single_process_world(config: VllmConfig, store: Path) -> Iterator[None]:
 
 def built_model(config: VllmConfig) -> torch.nn.Module:
     """vLLM's model without memory for its parameters, in BF16; inside of ``single_process_world``."""
+    config.load_config.device = "meta"  # where some models make parameters as they load
     with set_default_torch_dtype(torch.bfloat16):
         try:
             with torch.device("meta"):
                 model: torch.nn.Module = initialize_model(config)
         except NotImplementedError:  # a model that looks at numbers which it makes itself
+            config.compilation_config.static_forward_context.clear()  # the layers of the first attempt
             with torch.device("cpu"):
                 model = initialize_model(config)
-    return model
+    return model.to("meta")
 
 
 def load_weights(

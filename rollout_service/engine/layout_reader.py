@@ -2,7 +2,8 @@
 
 vLLM's model class is built on the meta device with the engine's arguments, under a quantization that quantizes nothing
 and notes who asks for it; then its own ``load_weights`` is given the checkpoint's names, and where each tensor arrives
-is noted instead of copied. So fusing, order, renaming and experts are what vLLM does, not what is written down here.
+is noted instead of copied. A second model, quantized as it would be served, is given codes and scales: what it does not
+take as both stays in BF16. So fusing, order, renaming and experts are what vLLM does, not what is written down here.
 """
 
 import bisect
@@ -10,22 +11,24 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from vllm import AsyncEngineArgs
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from rollout_service.config import ServiceConfig
+from rollout_service.config import QuantConfig, ServiceConfig
 from rollout_service.engine.args import engine_args
 from rollout_service.engine.plugin import register
 from rollout_service.model.engine_layout import EngineLayout, LayoutModule, LayoutPart, Section
 from rollout_service.model.families import Cut
+from rollout_service.model.quant_plan import SCALE_SUFFIX, plan
 from rollout_service.model.served_model import LM_HEAD, ServedModel
+from rollout_service.quant.blockwise import scale_shape
 from rollout_service.vllm_internals import (
     ColumnParallelLinear,
     LinearBase,
@@ -51,6 +54,7 @@ _CUTS: tuple[tuple[type[LinearBase], Cut], ...] = (
 _EXPERT_CUTS: dict[object, Cut] = {"w1": "output", "w3": "output", "w2": "input"}
 _EXPERT_ORDER = ("w1", "w3", "w2")
 REARRANGED = "vLLM rearranges it as it loads"
+NO_SCALES = "vLLM loads no block scales for it"
 WITHOUT = "vLLM never quantizes it"
 OUTSIDE = "not of the language model"
 ROUTER = "router"
@@ -111,18 +115,24 @@ class Checkpoint:
             self._starts.append(start)
             start += torch.Size(shape).numel()
         self._memory = torch.empty(start, dtype=torch.bfloat16, device="meta")
+        self.last = ""
+        """Name of the tensor that was asked for last."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All of them."""
         for name, start in zip(self._names, self._starts, strict=True):
-            shape = self._shapes[name]
+            shape, self.last = self._shapes[name], name
             yield name, self._memory[start : start + torch.Size(shape).numel()].view(shape)
 
-    def find(self, loaded: torch.Tensor) -> tuple[str, bool] | None:
-        """Which one ``loaded`` is, or is of, and whether it is that tensor as it is. None: a copy."""
+    def matrices(self) -> Iterator[str]:
+        """Names of those with two dimensions and more."""
+        return (name for name, shape in self._shapes.items() if len(shape) > 1)
+
+    def find(self, loaded: torch.Tensor) -> tuple[str, bool]:
+        """Which one ``loaded`` is, or is made of, and whether it is that tensor as it is."""
         place = bisect.bisect_right(self._starts, loaded.storage_offset()) - 1
-        if place < 0 or loaded.device != self._memory.device:
-            return None
+        if place < 0 or loaded.device != self._memory.device:  # a copy, and most likely of the last
+            return self.last, False
         name, shape = self._names[place], self._shapes[self._names[place]]
         whole = loaded.storage_offset() == self._starts[place] and tuple(loaded.shape) == shape
         return name, whole and loaded.is_contiguous()
@@ -146,23 +156,16 @@ class Recorder:
     checkpoint: Checkpoint
     arrived: dict[str, list[Arrived]] = field(default_factory=dict)
     """Parameter → what it is made of."""
-    copied: set[str] = field(default_factory=set)
-    """Parameters that got a copy of which it is not known what it was copied from."""
 
     def loader(self, parameter: str) -> Callable[..., bool]:
         """What to put in the place of the loader of ``parameter``."""
 
         def note(param: torch.Tensor, loaded_weight: torch.Tensor, *args: object, **named: object) -> bool:
-            found = self.checkpoint.find(loaded_weight)
-            if found is None:
-                self.copied.add(parameter)
-                return True
+            name, whole = self.checkpoint.find(loaded_weight)
+            rows = loaded_weight.shape[0] if loaded_weight.ndim else 0
             shard = named.get("shard_id", named.get("loaded_shard_id", args[0] if len(args) == 1 else None))
             expert = named.get("expert_id")
-            name, whole = found
-            if not loaded_weight.ndim:
-                return True
-            arrived = Arrived(name, len(loaded_weight), whole, shard, expert if isinstance(expert, int) else None)
+            arrived = Arrived(name, rows, whole, shard, expert if isinstance(expert, int) else None)
             self.arrived.setdefault(parameter, []).append(arrived)
             return True
 
@@ -176,35 +179,82 @@ def read_layout(folder: Path) -> EngineLayout:
     """
     register()
     model = ServedModel.load(folder)
-    args = _arguments(folder)
     try:
-        config = args.create_engine_config()
-        with tempfile.TemporaryDirectory() as store, single_process_world(config, Path(store) / "store"):
-            return _read(model, config)
+        config = _vllm_config(folder, {"quant_method": READING})
+        with _world(config):
+            layout = _read(model, config)
+        while refused := _refused(model, layout):
+            layout = _without(layout, refused)
     except Exception as error:  # whatever the code of some model of vLLM makes of this configuration
         reason = textwrap.shorten(str(error), 300, placeholder=" …")
         raise ValueError(f"vLLM {_version()} cannot build {folder.name}: {type(error).__name__}: {reason}") from error
+    return layout
 
 
-def _arguments(folder: Path) -> AsyncEngineArgs:
-    config = ServiceConfig.model_validate(
-        {"model": {"path": folder}, "quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16"}}
-    )
-    args = engine_args(config, (), False)
+def _vllm_config(
+    folder: Path, quantization: dict[str, object] | None, not_converted: tuple[str, ...] = ()
+) -> VllmConfig:
+    """The engine's own arguments, but for the quantization; None: the engine's own, too."""
+    service = ServiceConfig.model_validate({"model": {"path": folder}, "kv_cache": {"dtype": "bfloat16"}})
+    args = engine_args(service, not_converted, False)
     args.max_model_len = None
-    args.hf_overrides = {"quantization_config": {"quant_method": READING}}
-    return args
+    if quantization is not None:
+        args.hf_overrides = {"quantization_config": quantization}
+    return args.create_engine_config()
+
+
+@contextmanager
+def _world(config: VllmConfig) -> Iterator[None]:
+    with tempfile.TemporaryDirectory() as store, single_process_world(config, Path(store) / "store"):
+        yield
 
 
 def _read(model: ServedModel, config: VllmConfig) -> EngineLayout:
     _asked.clear()
     built = built_model(config)
-    tensors = model.shapes if not model.tied else {n: s for n, s in model.shapes.items() if n != LM_HEAD}
+    tensors = _without_tied_head(model)
     recorder = _loaded(built, tensors)
     not_loaded: tuple[str, ...] = ()
     if model.tied and not _takes(built, {**tensors, LM_HEAD: model.shapes[LM_HEAD]}):
         not_loaded = (LM_HEAD,)
     return _layout(built, recorder, not_loaded)
+
+
+def _without_tied_head(model: ServedModel) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, shape in model.shapes.items() if not (model.tied and name == LM_HEAD)}
+
+
+def _refused(model: ServedModel, layout: EngineLayout) -> set[str]:
+    """Modules of the checkpoint whose codes and scales do not both arrive in one layer of the quantized model."""
+    planned = plan(layout.linears(model.shapes), QuantConfig(indivisible="keep_bf16"), layout=layout)
+    if not planned.quantized:
+        return set()
+    tensors: dict[str, tuple[int, ...]] = {}
+    for name, shape in _without_tied_head(model).items():
+        tensors[name] = shape
+        if name in planned.quantized:
+            tensors[name + SCALE_SUFFIX] = scale_shape(shape)
+    config = _vllm_config(model.path, None, planned.not_converted)
+    with _world(config):
+        recorder = _loaded(built_model(config), tensors)
+    arrived = {part.name: parameter for parameter, parts in recorder.arrived.items() for part in parts if part.whole}
+    return {
+        name.removesuffix(".weight")
+        for name in planned.quantized
+        if name not in arrived or arrived.get(name + SCALE_SUFFIX) != arrived[name] + SCALE_SUFFIX
+    }
+
+
+def _without(layout: EngineLayout, refused: set[str]) -> EngineLayout:
+    """Leave the engine's modules that have any of ``refused`` in BF16."""
+    gone = [module for module in layout.modules if not refused.isdisjoint(part.name for part in module.parts)]
+    return layout.model_copy(
+        update={
+            "modules": tuple(module for module in layout.modules if module not in gone),
+            "kept": {**layout.kept, **{part.name: NO_SCALES for module in gone for part in module.parts}},
+            "not_converted": tuple(sorted({*layout.not_converted, *(module.name for module in gone)})),
+        }
+    )
 
 
 def _loaded(built: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Recorder:
@@ -244,6 +294,8 @@ def _layout(built: torch.nn.Module, recorder: Recorder, not_loaded: tuple[str, .
         kept |= {part.name.removesuffix(".weight"): why or WITHOUT for part in arrived}
         if prefix is not None:
             not_converted.append(prefix)
+    arrived_anywhere = {part.name for parts in recorder.arrived.values() for part in parts}
+    kept |= {name: REARRANGED for name in recorder.checkpoint.matrices() if name not in arrived_anywhere}
     return EngineLayout(
         source=f"vLLM {_version()}, {type(built).__name__}",
         modules=tuple(modules),
@@ -326,14 +378,18 @@ def _sections(layer: torch.nn.Module, shard: object) -> tuple[int, tuple[Section
 
 
 def _routers() -> set[str]:
-    """Linear layers beside a layer's routed experts that choose among them, or scale the shared one."""
-    experts = {prefix.rpartition(".")[0]: layer for layer, prefix in _asked if isinstance(layer, RoutedExperts)}
+    """Linear layers in one block with routed experts that choose among them, or scale the shared one."""
+    blocks = {
+        f"{prefix.rpartition('.')[0]}.": layer.moe_config.num_logical_experts
+        for layer, prefix in _asked
+        if isinstance(layer, RoutedExperts)
+    }
     return {
         prefix
         for layer, prefix in _asked
         if isinstance(layer, LinearBase)
-        and (routed := experts.get(prefix.rpartition(".")[0])) is not None
-        and layer.output_size in (routed.moe_config.num_logical_experts, 1)
+        for block, experts in blocks.items()
+        if prefix.startswith(block) and layer.output_size in (experts, 1)
     }
 
 

@@ -15,7 +15,7 @@ from rollout_service.model.vllm_layout import read_layout
 from tests.support import families, models
 
 IN_TABLE = [family for family in models.FAMILIES if not family.endswith(("_tp", "_ep"))]
-OTHERS = ["gemma2", "gpt2", "granitemoe", "phi3"]
+OTHERS = ["falcon", "gemma2", "gpt2", "gpt_oss", "granitemoe", "phi3", "phimoe"]
 Read = dict[str, tuple[ServedModel, EngineLayout]]
 
 
@@ -91,6 +91,20 @@ class TestOthers:
         assert layout.modules == ()
         assert layout.kept["transformer.h.0.mlp.c_fc"] == "vLLM rearranges it as it loads"
         assert "transformer.h.0.mlp.c_fc" in layout.not_converted
+
+    def test_what_is_copied_as_it_loads_stays_in_bf16(self, read: Read) -> None:
+        for family, module in [
+            ("falcon", "transformer.h.1.self_attention.query_key_value"),
+            ("gpt_oss", "model.layers.1.mlp.experts.down_proj"),
+        ]:
+            assert read[family][1].kept[module] == "vLLM rearranges it as it loads"
+
+    def test_a_router_under_another_name_is_found(self, read: Read) -> None:
+        model, layout = read["phimoe"]
+        router = "model.layers.0.block_sparse_moe.gate"
+        assert layout.kept[router] == "router"
+        assert layout.not_converted == ("model.layers.0.mlp.router", "model.layers.1.mlp.router")
+        assert "model.layers.0.block_sparse_moe.experts.7.w2" in layout.linears(model.shapes)
 
     def test_experts_that_are_stacked_on_disk_stay_in_bf16(self, read: Read) -> None:
         model, layout = read["granitemoe"]
