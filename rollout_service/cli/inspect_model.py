@@ -8,7 +8,7 @@ from rollout_service.model.families import shard_shape
 from rollout_service.model.hub import config_file
 from rollout_service.model.names import kind, ranges
 from rollout_service.model.quant_plan import QuantPlan
-from rollout_service.model.served_model import EMBEDDING, LM_HEAD, ServedModel
+from rollout_service.model.served_model import LM_HEAD, ServedModel
 from rollout_service.protocol.base import Frozen
 from rollout_service.quant.blockwise import scale_shape
 
@@ -167,7 +167,7 @@ def _experts_per_gpu(experts: int, gpus: int) -> tuple[int, int]:
 
 def _kinds(model: ServedModel, plan: QuantPlan, tensor_parallel_size: int, expert_parallel: bool) -> list[TensorKind]:
     groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
-    for name, shape in model.shapes.items():
+    for name, shape in model.stored.items():
         alike = (kind(_module(name)), shape, _why_not(name, model, plan))
         groups.setdefault(alike, []).append(name)
     return [
@@ -204,14 +204,12 @@ def _why_not(name: str, model: ServedModel, plan: QuantPlan) -> str:
         return ""
     if _module(name) in model.routers:
         return "router"
-    if name == LM_HEAD and name not in plan.not_loaded:
+    if name == LM_HEAD:
         return "output head, a copy of the embedding" if model.tied else "output head"
-    if name == EMBEDDING:
+    if name == model.embedding:
         return "embedding"
     if name in model.keep_float32:
         return "router's bias"
-    if name in plan.not_loaded:
-        return "output head, which vLLM takes from the embedding"
     if (why := plan.kept.get(_module(name))) is not None:
         return why
     if name.endswith(".bias"):

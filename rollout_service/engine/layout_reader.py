@@ -215,7 +215,7 @@ def _read(model: ServedModel, config: VllmConfig) -> EngineLayout:
     tensors = _without_tied_head(model)
     recorder = _loaded(built, tensors)
     not_loaded: tuple[str, ...] = ()
-    if model.tied and not _takes(built, {**tensors, LM_HEAD: model.shapes[LM_HEAD]}):
+    if model.tied and LM_HEAD in model.shapes and not _takes_head(built, model):
         not_loaded = (LM_HEAD,)
     return _layout(built, recorder, not_loaded)
 
@@ -264,12 +264,13 @@ def _loaded(built: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Re
     return recorder
 
 
-def _takes(built: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def _takes_head(built: torch.nn.Module, model: ServedModel) -> bool:
+    """Whether a tied head has a place of its own, as it has in most models."""
     try:
-        _loaded(built, shapes)
+        recorder = _loaded(built, model.shapes)
     except (ValueError, KeyError):  # how vLLM's loaders say that they know no such name
         return False
-    return True
+    return any(part.name == LM_HEAD for parts in recorder.arrived.values() for part in parts)
 
 
 def _layout(built: torch.nn.Module, recorder: Recorder, not_loaded: tuple[str, ...]) -> EngineLayout:

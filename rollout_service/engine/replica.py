@@ -88,7 +88,8 @@ class EngineReplica:
     ) -> None:
         """Start an engine on the newest version. ``choice``: of its KV cache; None: FP8, if it is accurate enough."""
         config = self._config if choice is None else with_kv_cache(self._config, choice)
-        plan = model.plan(config.quant, config.engine.tensor_parallel_size, config.engine.expert_parallel)
+        sizes = config.engine.tensor_parallel_size, config.engine.expert_parallel
+        plan = await asyncio.to_thread(model.plan, config.quant, *sizes)  # it may ask vLLM, in another process
         left_in_bf16 = not_converted(model, plan)
         args = engine_args(config, left_in_bf16, model.has_tokenizer)
         self._engine = EngineAdapter(args, load_limit_s=config.engine.load_limit_s)

@@ -12,7 +12,7 @@ import torch
 from rollout_service.errors import InvalidManifest, RolloutServiceError
 from rollout_service.metrics.process import counted_conversion
 from rollout_service.model.convert import Converter, Named, tensor_bytes
-from rollout_service.model.served_model import EMBEDDING, LM_HEAD
+from rollout_service.model.served_model import LM_HEAD
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.unquantized import UnquantizedCopy
 from rollout_service.store.writer import VersionWriter
@@ -87,7 +87,7 @@ class Conversion:
         if self._copy is not None:
             self._copy.renumber(version)
 
-    async def finish(self, *, tied: bool = False) -> tuple[StoredTensor, ...]:
+    async def finish(self, *, tied_to: str | None = None) -> tuple[StoredTensor, ...]:
         """Wait until all is converted, and sync the files; once is enough, and again does no harm.
 
         Args:
@@ -98,7 +98,7 @@ class Conversion:
         await asyncio.gather(*map(asyncio.wrap_future, self._tasks))
         if self._stored is None and self.failure is None:
             loop = asyncio.get_running_loop()
-            self._stored = await loop.run_in_executor(self._executor, self._finish, tied)
+            self._stored = await loop.run_in_executor(self._executor, self._finish, tied_to)
         if (failure := self.failure) is not None:
             raise failure
         assert self._stored is not None
@@ -165,20 +165,20 @@ class Conversion:
         for name, tensor in counted_conversion(self._converter.convert, tensors):
             self._writer.write(name, tensor_bytes(tensor))
 
-    def _finish(self, tied: bool) -> tuple[StoredTensor, ...]:
+    def _finish(self, tied_to: str | None) -> tuple[StoredTensor, ...]:
         tensors: tuple[StoredTensor, ...] = ()
         with self._failures_kept():
-            if tied and LM_HEAD in self._writer.unwritten:
+            if tied_to is not None and LM_HEAD in self._writer.unwritten:
                 # a CPU engine packs its own copy of a tied head and never refreshes it from the embedding
-                self._write([(LM_HEAD, self._stored_embedding())])
+                self._write([(LM_HEAD, self._read_back(tied_to))])
             tensors = self._writer.finish()
-            if tied:
-                _require_equal_heads(tensors)
+            if tied_to is not None:
+                _require_equal_heads(tensors, tied_to)
         return tensors
 
-    def _stored_embedding(self) -> torch.Tensor:
-        slot = self._writer.slot(EMBEDDING)
-        stored = torch.frombuffer(self._writer.read(EMBEDDING), dtype=getattr(torch, slot.dtype))
+    def _read_back(self, name: str) -> torch.Tensor:
+        slot = self._writer.slot(name)
+        stored = torch.frombuffer(self._writer.read(name), dtype=getattr(torch, slot.dtype))
         return stored.view(slot.shape)
 
     @contextmanager
@@ -199,11 +199,11 @@ def _after(earlier: Sequence[Future[None]], work: Callable[..., object], *args: 
     work(*args)
 
 
-def _require_equal_heads(tensors: tuple[StoredTensor, ...]) -> None:
+def _require_equal_heads(tensors: tuple[StoredTensor, ...], tied_to: str) -> None:
     # vLLM on a GPU drops the head of a tied model: other weights in it would be lost without a word
-    digests = {tensor.digest for tensor in tensors if tensor.name in (LM_HEAD, EMBEDDING)}
+    digests = {tensor.digest for tensor in tensors if tensor.name in (LM_HEAD, tied_to)}
     if len(digests) > 1:
         raise InvalidManifest(
-            f"{LM_HEAD} differs from {EMBEDDING}, but the model's config.json ties them: send equal ones, or the "
+            f"{LM_HEAD} differs from {tied_to}, but the model's config.json ties them: send equal ones, or the "
             "embedding alone"
         )

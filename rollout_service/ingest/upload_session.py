@@ -23,7 +23,7 @@ from rollout_service.ingest.conversion import Conversion, Read
 from rollout_service.ingest.sources.parts import ReceivedParts
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.model.convert import BATCH_BYTES, Converter
-from rollout_service.model.served_model import ServedModel
+from rollout_service.model.served_model import LM_HEAD, ServedModel
 from rollout_service.protocol.base import Failure
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.protocol.upload import BeginUpload, BroadcastSource, part_size
@@ -80,9 +80,9 @@ class UploadSession:
         record = UploadRecord(begin=begin, part_bytes=part_bytes, source_stamp="" if source is None else source.stamp)
         self.record = self._left_behind(record) or record
         self.begin, self.part_bytes = self.record.begin, self.record.part_bytes
-        self._tied = model.tied
+        self._tied_to = model.embedding if model.tied and LM_HEAD in model.stored else None
         self._may_miss_tensors = isinstance(begin.source, BroadcastSource)
-        writer = self._layout(converter.slots(model.shapes))
+        writer = self._layout(converter.slots(model.stored))
         self._conversion = Conversion(begin.version, writer, converter, executor, copy)
         self._parts = ReceivedParts(self._folders[1], self.begin.tensors, self.part_bytes)
         self.part_memory = part_memory or BufferPool(0)
@@ -280,7 +280,7 @@ class UploadSession:
         self._require_meant(meant)
         if self._phase is Phase.RECEIVING:
             self._phase = Phase.CLOSING
-        return await self._conversion.finish(tied=self._tied)
+        return await self._conversion.finish(tied_to=self._tied_to)
 
     def _require_meant(self, meant: str | None) -> None:
         """Raises VersionConflict if a committer means other parts than these."""

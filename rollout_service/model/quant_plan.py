@@ -39,8 +39,6 @@ class QuantPlan:
     """
     kept: Mapping[str, str] = field(default_factory=dict)
     """Linear modules that stay in BF16 although they could be quantized → why."""
-    not_loaded: tuple[str, ...] = ()
-    """Tensors of the model that the engine has no place for: a version must not bring them."""
 
 
 def plan(
@@ -80,7 +78,7 @@ def plan(
     if layout is None:
         return QuantPlan(quantized, tuple(sorted(not_converted)), kept)
     not_converted += [name for module in layout.not_converted for name in layout.known_as(module)]
-    return QuantPlan(quantized, tuple(sorted(not_converted)), {**layout.kept, **kept}, layout.not_loaded)
+    return QuantPlan(quantized, tuple(sorted(not_converted)), {**layout.kept, **kept})
 
 
 def _known_as(module: EngineModule, layout: EngineLayout | None) -> tuple[str, ...]:

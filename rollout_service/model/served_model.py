@@ -46,7 +46,7 @@ class ServedModel:
     """Of the hub's repository that the folder is a copy of; None: it is no copy."""
     config: PretrainedConfig
     shapes: dict[str, tuple[int, ...]]
-    """Every tensor of a version. A layer's tensors lie together, and so do an expert's."""
+    """Every tensor of the model. A layer's tensors lie together, and so do an expert's."""
     linears: dict[str, tuple[int, int]]
     """Modules that can be quantized → shape [N, K] of their weights."""
     in_memory: dict[str, tuple[int, ...]]
@@ -57,6 +57,8 @@ class ServedModel:
     """Tensors of ``shapes`` that BF16 is too coarse for: they are stored and loaded in fp32."""
     attention: tuple[str, ...]
     """Modules whose k and v have scales in an FP8 cache; none where attention is latent."""
+    embedding: str
+    """The tensor of the tokens' embedding."""
     tied: bool
     """The output head is the embedding: a version need not bring ``lm_head.weight``."""
 
@@ -92,6 +94,7 @@ class ServedModel:
             experts=experts,
             keep_float32=_kept_in_float32(model, shapes),
             attention=_attention_layers(model),
+            embedding=_embedding(model, stored),
             tied=bool(config.tie_word_embeddings),
         )
 
@@ -131,6 +134,13 @@ class ServedModel:
                 f"engine.expert_parallel shares out the {self.num_experts} experts of {self.name}, and "
                 f"engine.tensor_parallel_size={gpus} leaves GPUs without any: set it to {self.num_experts} at most"
             )
+
+    @cached_property
+    def stored(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of a version: ``shapes``, but for a tied head that the engine has no place for."""
+        if not self.tied or self.layout is None:
+            return self.shapes
+        return {name: shape for name, shape in self.shapes.items() if name not in self.layout.not_loaded}
 
     @cached_property
     def routers(self) -> frozenset[str]:
@@ -192,8 +202,7 @@ class ServedModel:
 
         ``whole``: False for some of the tensors only, whose names and shapes alone can be judged.
         """
-        shapes = {name: shape for name, shape in self.shapes.items() if name not in plan.not_loaded}
-        wrong = differences(tuple(tensors), Expected(shapes, self.in_memory, self.experts, plan.quantized))
+        wrong = differences(tuple(tensors), Expected(self.stored, self.in_memory, self.experts, plan.quantized))
         wrong["missing"] = [name for name in wrong["missing"] if not (self.tied and name == LM_HEAD)]
         if not whole:  # codes and their scales may come apart from each other
             wrong["missing"] = wrong["wrong_dtype"] = []
@@ -245,6 +254,12 @@ def _linears(model: torch.nn.Module, stored: dict[str, tuple[Piece, ...]]) -> di
         for piece in group
         if name in weights or piece.index
     }
+
+
+def _embedding(model: PreTrainedModel, stored: dict[str, tuple[Piece, ...]]) -> str:
+    weight = model.get_input_embeddings().weight
+    [piece] = next(stored[name] for name, tensor in model.state_dict(keep_vars=True).items() if tensor is weight)
+    return piece.name
 
 
 def _attention_layers(model: PreTrainedModel) -> tuple[str, ...]:

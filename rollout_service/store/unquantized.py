@@ -53,7 +53,7 @@ class UnquantizedCopy:
         self._folder = log.staging(version)
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
-        self._writer = VersionWriter(self._folder, self._converter.slots(model.shapes))
+        self._writer = VersionWriter(self._folder, self._converter.slots(model.stored))
         self._sound = True
 
     def taken(self, tensors: Iterable[Named]) -> Iterator[Named]:

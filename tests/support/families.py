@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 NUM_EXPERTS = 8
@@ -202,3 +203,25 @@ def make_family(folder: Path, family: str, *, seed: int = 0) -> Path:
         model = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.bfloat16)
     model.save_pretrained(folder)
     return folder
+
+
+def family_weights(folder: Path, seed: int) -> dict[str, torch.Tensor]:
+    """Weights for the model in ``folder``, by its names on disk, whose distributions are far from uniform.
+
+    Vectors stay near what transformers begins with, since families mean different things by them; matrices keep a
+    token's scale; what chooses among experts is decisive, so that no rounding changes the choice.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights: dict[str, torch.Tensor] = {}
+    for name, initial in load_file(folder / "model.safetensors").items():
+        noise = torch.randn(initial.shape, generator=generator)
+        if initial.ndim < 2:
+            weight = initial * (1 + 0.1 * noise)
+        elif initial.shape == (NUM_EXPERTS, 256):
+            weight = noise  # sixteen times what a projection would be
+        elif "embed" in name or ".wte." in name or ".wpe." in name:
+            weight = noise
+        else:
+            weight = noise * initial.shape[-1] ** -0.5
+        weights[name] = weight.to(initial.dtype)
+    return weights
