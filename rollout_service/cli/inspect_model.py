@@ -181,7 +181,7 @@ def _kinds(model: ServedModel, plan: QuantPlan, tensor_parallel_size: int, exper
             stored_bytes=_stored_bytes(names[0], model, plan) * len(names),
             dtype=_dtype(names[0], model, plan),
             why_not=why_not,
-            is_vocabulary=names[0] in (EMBEDDING, LM_HEAD),
+            is_vocabulary=names[0] in (model.embedding, LM_HEAD),
         )
         for (label, shape, why_not), names in groups.items()
     ]
@@ -189,7 +189,7 @@ def _kinds(model: ServedModel, plan: QuantPlan, tensor_parallel_size: int, exper
 
 def _kv_bytes_per_token(model: ServedModel, gpus: int) -> int | None:
     """Keys and values of whole heads, or one latent vector, which every GPU has."""
-    config = model.config
+    config = model.config.get_text_config()
     if latent := getattr(config, "kv_lora_rank", None):
         return int(config.num_hidden_layers * (latent + config.qk_rope_head_dim))
     if len(model.attention) != config.num_hidden_layers:  # some layers have another kind of memory
