@@ -11,11 +11,15 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from rollout_service.app import build
 from rollout_service.config import ServiceConfig
 from rollout_service.config.deployment_file import application_args, read_document, start_options
 from rollout_service.fleet.serve_status import not_running
+
+logger = logging.getLogger(__name__)
 
 APPLICATION = "rollout"
 LOGICAL_CPUS = 64
@@ -100,9 +104,23 @@ def deployed(config: ServiceConfig, options: Mapping[str, Any]) -> Iterator[None
         except RuntimeError as error:  # says which deployment, but not why
             said = "; ".join(f"{name}: {why}" for name, why in sorted(not_running(APPLICATION).items()))
             raise ServiceNotStarted(f"{error} {said}") from error
-        yield
+        try:
+            yield
+        finally:
+            _delete()
     finally:
         serve.shutdown()
+
+
+def _delete() -> None:
+    """End the application while Serve's proxies are there, so that what is open is answered.
+
+    ``serve.shutdown`` kills them first, and waits for what is open all the same (Ray 2.60.0).
+    """
+    try:
+        serve.delete(APPLICATION)
+    except (RayError, RayServeException, TimeoutError) as error:  # a cluster that is ending by itself
+        logger.warning("the application did not end by itself: %s", error)
 
 
 def _agents() -> list[str]:

@@ -1,5 +1,6 @@
 """``rollout-service serve`` with a model of the hub: it downloads it, says how to call it, and ends by Ctrl-C."""
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -95,3 +96,32 @@ async def test_ctrl_c_ends_it_and_leaves_nothing(served: Served) -> None:
     assert served.process.wait() == 0
     assert served.said.rstrip().endswith("stopped")
     assert await gone(MARK, served.mark, within_s=GONE_S) == []
+
+
+async def test_sigterm_answers_what_is_open_and_leaves_nothing(tmp_path: Path) -> None:
+    make_tiny_qwen3(tmp_path / "model")
+    mark, port, output = uuid.uuid4().hex, free_port(), tmp_path / "output"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            ["env", f"{MARK}={mark}", COMMAND, "serve", "model", "--port", str(port)],
+            cwd=tmp_path,
+            stdout=file,
+            stderr=file,
+        )
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None) as http:
+        try:
+            while "Ctrl-C ends it." not in output.read_text():
+                assert process.poll() is None, output.read_text()
+                await asyncio.sleep(0.5)
+            (await http.post("/pause")).raise_for_status()  # what is asked for now is never answered
+            asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "1+1=", "max_tokens": 4}))
+            while not (await http.get("/v1/fleet")).json()["replicas"][0]["running"]:
+                await asyncio.sleep(0.2)
+        finally:
+            process.terminate()
+        answer = await asking
+        status = await asyncio.to_thread(process.wait)
+    assert answer.status_code == 503 and "Retry-After" in answer.headers
+    assert "this gateway ends before" in answer.json()["error"]["message"]
+    assert status == 128 + signal.SIGTERM
+    assert await gone(MARK, mark, within_s=GONE_S) == []
