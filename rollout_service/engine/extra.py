@@ -31,6 +31,7 @@ INSTEAD: dict[str, str] = {
     "disable_log_stats": "the service counts by itself, see docs/metrics.md",
     "distributed_executor_backend": _NODES,
     "dtype": "versions are stored in BF16 and FP8",
+    "enable_expert_parallel": "set engine.expert_parallel",
     "enable_prefix_caching": "it is on, and emptied by each version",
     "enable_sleep_mode": "set engine.enable_sleep_mode",
     "enforce_eager": "set engine.enforce_eager",
@@ -74,7 +75,7 @@ INSTEAD: dict[str, str] = {
     "models by the classes of transformers and vLLM. Use a model of theirs",
     # what would break an update
     **dict.fromkeys(("enable_elastic_ep", "enable_ep_weight_filter", "enable_eplb", "eplb_config"), _PARALLEL),
-    **dict.fromkeys(("enable_expert_parallel", "expert_placement_strategy"), _PARALLEL),
+    "expert_placement_strategy": _PARALLEL,
     **dict.fromkeys(("master_addr", "master_port", "nnodes", "node_rank", "pipeline_parallel_size"), _NODES),
     **dict.fromkeys(
         ("cpu_offload_gb", "cpu_offload_params", "offload_backend", "offload_group_size", "offload_num_in_group"),

@@ -37,7 +37,8 @@ class TestExtra:
             return {"model": arguments["model"]}
 
         monkeypatch.setattr(args, "with_extra", noted)
-        monkeypatch.setattr(args, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
+        platform = SimpleNamespace(is_cpu=lambda: on_cpu, get_device_capability=lambda: None)
+        monkeypatch.setattr(args, "current_platform", platform)
         engine_args(config_of(tmp_path), (), has_tokenizer=False)
         assert owned - INSTEAD.keys() == {"hf_overrides"}
 
