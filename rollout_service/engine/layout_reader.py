@@ -236,7 +236,11 @@ def _refused(model: ServedModel, layout: EngineLayout) -> set[str]:
             tensors[name + SCALE_SUFFIX] = scale_shape(shape)
     config = _vllm_config(model.path, None, planned.not_converted)
     with _world(config):
-        recorder = _loaded(built_model(config), tensors)
+        built = built_model(config)
+        recorder = _loaded(built, tensors)
+    empty = [name for name, _ in built.named_parameters() if name.endswith(SCALE_SUFFIX)]
+    if empty := [name for name in empty if name not in recorder.arrived]:
+        raise ValueError(f"it is quantized in {len(empty)} modules that it is told to leave in BF16: {empty[:4]}")
     arrived = {part.name: parameter for parameter, parts in recorder.arrived.items() for part in parts if part.whole}
     return {
         name.removesuffix(".weight")
@@ -265,17 +269,17 @@ def _loaded(built: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Re
 
 
 def _takes_head(built: torch.nn.Module, model: ServedModel) -> bool:
-    """Whether a tied head has a place of its own, as it has in most models."""
+    """Whether the loader knows a tied head. Many skip it, and a CPU engine takes it from there when it loads anew."""
     try:
-        recorder = _loaded(built, model.shapes)
+        _loaded(built, model.shapes)
     except (ValueError, KeyError):  # how vLLM's loaders say that they know no such name
         return False
-    return any(part.name == LM_HEAD for parts in recorder.arrived.values() for part in parts)
+    return True
 
 
 def _layout(built: torch.nn.Module, recorder: Recorder, not_loaded: tuple[str, ...]) -> EngineLayout:
     asked = {id(layer): prefix for layer, prefix in _asked}
-    routers = _routers()
+    routers = _routers(built)
     language = _language_model(built)
     modules: list[LayoutModule] = []
     kept: dict[str, str] = {}
@@ -310,7 +314,7 @@ def _layout(built: torch.nn.Module, recorder: Recorder, not_loaded: tuple[str, .
 def _why_kept(
     prefix: str | None, parts: tuple[LayoutPart, ...] | None, routers: set[str], path: str, language: str
 ) -> str | None:
-    if prefix in routers:
+    if path in routers:
         return ROUTER
     if not path.startswith(language):
         return OUTSIDE
@@ -378,19 +382,19 @@ def _sections(layer: torch.nn.Module, shard: object) -> tuple[int, tuple[Section
     return order.index(shards[0]), tuple(of[each] for each in shards)
 
 
-def _routers() -> set[str]:
-    """Linear layers in one block with routed experts that choose among them, or scale the shared one."""
+def _routers(built: torch.nn.Module) -> set[str]:
+    """Paths of linear layers in one block with routed experts that choose among them, or scale the shared one."""
     blocks = {
-        f"{prefix.rpartition('.')[0]}.": layer.moe_config.num_logical_experts
-        for layer, prefix in _asked
+        f"{path.rpartition('.experts')[0]}.": layer.moe_config.num_logical_experts
+        for path, layer in built.named_modules()
         if isinstance(layer, RoutedExperts)
     }
     return {
-        prefix
-        for layer, prefix in _asked
+        path
+        for path, layer in built.named_modules()
         if isinstance(layer, LinearBase)
         for block, experts in blocks.items()
-        if prefix.startswith(block) and layer.output_size in (experts, 1)
+        if path.startswith(block) and layer.output_size in (experts, 1)
     }
 
 

@@ -110,10 +110,14 @@ class ServedModel:
             return QuantPlan(frozenset())
         if self.layout is None:
             return plan(self.linears, quant, tensor_parallel_size, self.heads, expert_parallel=expert_parallel)
-        linears = self.layout.linears(self.shapes)
-        return plan(
-            linears, quant, tensor_parallel_size, self.heads, expert_parallel=expert_parallel, layout=self.layout
-        )
+        return self.planned(quant, self.layout, tensor_parallel_size, expert_parallel)
+
+    def planned(
+        self, quant: QuantConfig, layout: EngineLayout, tensor_parallel_size: int = 1, expert_parallel: bool = False
+    ) -> QuantPlan:
+        """The same by what ``layout`` says, of any family. Raises ValueError as ``quant_plan.plan`` does."""
+        linears = layout.linears(self.shapes)
+        return plan(linears, quant, tensor_parallel_size, self.heads, expert_parallel=expert_parallel, layout=layout)
 
     @cached_property
     def layout(self) -> EngineLayout | None:
@@ -154,10 +158,12 @@ class ServedModel:
         return next((int(count) for key in EXPERT_COUNTS if (count := getattr(self.config, key, None))), 0)
 
     @property
-    def heads(self) -> Heads:
-        """Attention heads, which tensor parallelism shares out."""
-        query = int(self.config.num_attention_heads)
-        return Heads(query=query, kv=int(getattr(self.config, "num_key_value_heads", None) or query))
+    def heads(self) -> Heads | None:
+        """Attention heads, which tensor parallelism shares out; None: a model without attention."""
+        query = getattr(self.config, "num_attention_heads", None)
+        if query is None:
+            return None
+        return Heads(query=int(query), kv=int(getattr(self.config, "num_key_value_heads", None) or query))
 
     @cached_property
     def fingerprint(self) -> str:
