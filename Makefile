@@ -58,12 +58,13 @@ clients: setup ## install trainers' released packages into .clients/, for the te
 test-clients: setup ## other people's clients against a running service, and the README's table of them
 	@$(PYTHON_VENV) -m benchmarks.clients
 
-check: setup ## lint, format, types, and the tables of README.md and benchmarks/README.md
+check: setup ## lint, format, types, and the tables of README.md, benchmarks/README.md and docs/models.md
 	@$(PYTHON_VENV) -m ruff check .
 	@$(PYTHON_VENV) -m ruff format --check .
 	@$(PYTHON_VENV) -m mypy
 	@$(PYTHON_VENV) -m benchmarks.index
 	@$(PYTHON_VENV) -m benchmarks.clients.table
+	@$(PYTHON_VENV) -m benchmarks.families.table
 
 format: setup ## reformat the code and sort its imports
 	@$(PYTHON_VENV) -m ruff check --select I --fix --quiet .

@@ -186,6 +186,18 @@ def clients(result: Json) -> str:
     return f"{passed} of {len(result['cases'])} clients pass {sum(case['tests'] for case in result['cases'])} tests"
 
 
+def models(result: Json) -> str:
+    """Of ``models``: the table itself is docs/models.md."""
+    cases = result["cases"]
+    built = [case for case in cases if case["source"]]
+    served = [case for case in built if case["difference"] is not None and not case["failure"]]
+    most = sum(case["fp8"] > 0.9 for case in built)
+    return (
+        f"of {len(cases)} families outside the table vLLM builds {len(built)} on a CPU: {most} with over 90% of their "
+        f"layers in FP8; {len(served)} were served by an engine"
+    )
+
+
 def gpu_tests(result: Json) -> str:
     """Of ``gpu_tests``."""
     return f"{result['passed']} tests passed, {result['failed']} failed"

@@ -79,6 +79,7 @@ BENCHMARKS = (
     Benchmark("faults", headlines.faults),
     Benchmark("soak", headlines.soak),
     Benchmark("clients", headlines.clients),
+    Benchmark("families", headlines.models, result="models"),
     Benchmark("gpu_tests", headlines.gpu_tests, "tests/gpu", result="tests_gpu"),
     Benchmark(
         "gpu_tests",

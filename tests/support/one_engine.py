@@ -1,7 +1,7 @@
 """One real engine and the ingest before it, without Ray: what commits and loads versions, and samples."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -130,13 +130,18 @@ async def running(
     quant: str = "fp8_block",
     skip: tuple[str, ...] = (),
     kv_cache_dtype: str = "bfloat16",
+    make: Callable[[Path, str], Path] = make_model,
+    indivisible: str = "error",
     **engine: Any,
 ) -> AsyncIterator[OneEngine]:
-    """An engine of a small model of the family, with nothing but dummy weights. ``engine``: more of its settings."""
+    """An engine of a small model of the family, with nothing but dummy weights.
+
+    ``make``: saves that model in a folder. ``engine``: more of its settings.
+    """
     config = ServiceConfig.model_validate(
         {
-            "model": {"path": make_model(tmp_path / "model", family)},
-            "quant": {"weights": quant, "skip": skip},
+            "model": {"path": make(tmp_path / "model", family)},
+            "quant": {"weights": quant, "skip": skip, "indivisible": indivisible},
             "engine": {"max_model_len": 256, **engine},
             "kv_cache": {"dtype": kv_cache_dtype},
             "weights": {"root": tmp_path / "log", "source_roots": [tmp_path]},

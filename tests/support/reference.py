@@ -1,9 +1,11 @@
 """What the engine should compute, written again in plain transformers and fp32: the other side of the logprob tests."""
 
 import re
+import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch.nn.functional import linear
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -41,6 +43,29 @@ def reference_model(model_path: Path, version_folder: Path, *, fp8_activations: 
         for name, module in model.named_modules():
             if name.endswith(".experts"):
                 module.forward = _Fp8Experts(module)  # a plain attribute, which hides the method
+    return model.eval()
+
+
+def reference_of_any(model_path: Path, version_folder: Path, scratch: Path) -> PreTrainedModel:
+    """The committed version in fp32, read by transformers from a checkpoint of what its codes stand for.
+
+    Of any family, since the names on disk are transformers' own. Inputs of quantized layers are rounded to FP8 1×128
+    on the way, those of experts as they enter the experts only.
+    """
+    stored = dict(stored_tensors(version_folder, read_manifest(version_folder)))
+    quantized = {name.removesuffix(".weight") for name in stored if name + SCALE_SUFFIX in stored}
+    scratch.mkdir()
+    shutil.copy(model_path / "config.json", scratch)
+    tensors = {name: _dequantized(name, stored).contiguous() for name in stored if not name.endswith(SCALE_SUFFIX)}
+    save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        scratch, dtype=torch.float32, attn_implementation="eager"
+    )
+    experts = {name.rpartition(".experts.")[0] for name in quantized if ".experts." in name}
+    for name, module in model.named_modules():
+        of_experts = name.endswith(".experts") and any(name.split(".")[:3] == block.split(".")[:3] for block in experts)
+        if name in quantized or of_experts:
+            module.register_forward_pre_hook(_quantize_first_input)
     return model.eval()
 
 
@@ -92,6 +117,10 @@ def _as_held(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _quantize_input(module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
     return (_through_groups(inputs[0]),)
+
+
+def _quantize_first_input(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (_through_groups(inputs[0]), *inputs[1:])
 
 
 def _through_groups(tensor: torch.Tensor) -> torch.Tensor:

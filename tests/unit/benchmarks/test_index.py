@@ -13,7 +13,12 @@ from benchmarks.common.marked import write_part
 from benchmarks.common.paths import PROJECT, RESULTS
 from benchmarks.index import BENCHMARKS, PART, README, Benchmark, found_results, problems, table
 
-PARTS_OF_OTHERS = {"benchmarks.index", "benchmarks.clients.table", "benchmarks.faults.nodes"}
+PARTS_OF_OTHERS = {
+    "benchmarks.index",
+    "benchmarks.clients.table",
+    "benchmarks.families.table",
+    "benchmarks.faults.nodes",
+}
 """Modules that can be started and measure nothing by themselves."""
 
 

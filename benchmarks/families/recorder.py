@@ -1,0 +1,29 @@
+"""What ``tests/engine/test_every_family.py`` records of each family."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.common.results import Json
+
+
+class FamilyRecorder:
+    """A pytest plugin that keeps the properties and the outcome of each test that names its family."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, Json] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """pytest's hook: set-up, call and tear-down of one test have each a report."""
+        recorded = dict(report.user_properties)
+        if "family" not in recorded or report.when != "call" or report.skipped:
+            return
+        case = self._families.setdefault(str(recorded["family"]), {"failure": None})
+        case |= recorded
+        if report.failed:
+            case["failure"] = report.longreprtext.strip().splitlines()[-1][:300]
+
+    def cases(self) -> Iterator[Json]:
+        """One for each family whose engine was started."""
+        for case in self._families.values():
+            yield {"family": case["family"], "difference": case.get("difference"), "failure": case["failure"]}

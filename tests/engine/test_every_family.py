@@ -1,0 +1,54 @@
+"""Every family that vLLM builds, small: an engine of it follows an update, and its logprobs are those of a reference.
+
+``python -m benchmarks.families`` keeps what these tests record, and makes docs/models.md of it.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout_service.model.vllm_layout import read_layout
+from tests.support import families
+from tests.support.one_engine import OneEngine, running
+from tests.support.reference import reference_logprobs, reference_of_any
+
+pytestmark = pytest.mark.slow
+Record = Callable[[str, object], None]
+# Bound on the mean of |Δ|, the difference of a token's logprob from the fp32 reference, over 256 tokens: as in
+# test_round_trip.py, and the inputs of experts' second product, which the reference does not round.
+MEAN = 0.1
+
+
+async def difference(one: OneEngine, folder: Path, scratch: Path) -> float:
+    """Mean |Δ| of the engine's logprobs from those of the fp32 reference with the version in ``folder``."""
+    reference = reference_of_any(one.config.model.path, folder, scratch)
+    pairs = await one.sample()
+    found = [reference_logprobs(reference, p, c.token_ids, 1.0) - torch.tensor(c.logprobs) for p, c in pairs]
+    return float(torch.cat(found).abs().mean())
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+async def test_a_family_follows_an_update(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Record
+) -> None:
+    record_property("family", family)
+    folder = families.make_family(tmp_path / "family", family)
+    try:
+        read_layout(folder)
+    except ValueError as refusal:  # vLLM's own
+        pytest.skip(str(refusal))
+
+    def make(place: Path, name: str) -> Path:
+        return families.make_family(place, name)
+
+    async with running(family, tmp_path, monkeypatch, make=make, indivisible="keep_bf16") as one:
+        first = await one.update(1, families.family_weights(folder, 1))
+        assert await difference(one, first, tmp_path / "first") < MEAN
+        second = await one.update(2, families.family_weights(folder, 2))
+        found = await difference(one, second, tmp_path / "second")
+        record_property("difference", found)
+        assert found < MEAN
+        # the bound can fail: the version before is another model
+        assert await difference(one, first, tmp_path / "again") > 2 * MEAN
