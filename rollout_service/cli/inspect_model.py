@@ -192,7 +192,7 @@ def _kv_bytes_per_token(model: ServedModel, gpus: int) -> int | None:
     config = model.config.get_text_config()
     if latent := getattr(config, "kv_lora_rank", None):
         return int(config.num_hidden_layers * (latent + config.qk_rope_head_dim))
-    if len(model.attention) != config.num_hidden_layers:  # some layers have another kind of memory
+    if model.heads is None or len(model.attention) != config.num_hidden_layers:  # some layers have another memory
         return None
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // model.heads.query
     return int(len(model.attention) * 2 * -(-model.heads.kv // gpus) * head_dim)
