@@ -93,6 +93,12 @@ BENCHMARKS = (
         "--name tests_gpu_nccl tests/gpu/test_weight_transfer.py",
         result="tests_gpu_nccl",
     ),
+    Benchmark(
+        "gpu_tests",
+        headlines.gpu_tests,
+        "--name tests_gpu_ep tests/gpu/test_expert_parallel.py",
+        result="tests_gpu_ep",
+    ),
 )
 """In the order of the table."""
 

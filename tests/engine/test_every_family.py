@@ -19,6 +19,8 @@ Record = Callable[[str, object], None]
 # Bound on the mean of |Δ|, the difference of a token's logprob from the fp32 reference, over 256 tokens: as in
 # test_round_trip.py, and the inputs of experts' second product, which the reference does not round.
 MEAN = 0.1
+ON_A_GPU = {"linear_backend": "cutlass", "gpu_memory_utilization": 0.1, "enforce_eager": True}
+"""No compiler and no graphs: what is tested are weights."""
 
 
 async def difference(one: OneEngine, folder: Path, scratch: Path) -> float:
@@ -43,7 +45,8 @@ async def test_a_family_follows_an_update(
     def make(place: Path, name: str) -> Path:
         return families.make_family(place, name)
 
-    async with running(family, tmp_path, monkeypatch, make=make, indivisible="keep_bf16") as one:
+    settings = ON_A_GPU if torch.cuda.is_available() else {}
+    async with running(family, tmp_path, monkeypatch, make=make, indivisible="keep_bf16", **settings) as one:
         first = await one.update(1, families.family_weights(folder, 1))
         assert await difference(one, first, tmp_path / "first") < MEAN
         second = await one.update(2, families.family_weights(folder, 2))
