@@ -25,8 +25,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class SharedServiceScheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            if file.startswith("tests/gpu/"):
-                return nodeid  # each has an engine of its own, and a GPU host has the cores for several
+            if file.startswith(("tests/gpu/", "tests/engine/test_every_family.py")):
+                return nodeid  # each has an engine of its own, and shares nothing
             return next((each for each in ("tests/service/", "tests/engine/") if file.startswith(each)), file)
 
     return SharedServiceScheduling(config, log)

@@ -74,6 +74,22 @@ class Model(torch.nn.Module):
         return loaded
 
 
+class Twice(Model):
+    """With a module in two places, as vLLM's Transformers backend has shared experts and routers of a mixture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules = {"experts_first": self.first, **self._modules}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        loaded = set()
+        for name, tensor in weights:
+            parameters[name].weight_loader(parameters[name], tensor)
+            loaded.add(name)
+        return loaded
+
+
 def serving(model: torch.nn.Module, rank: int = 0, world_size: int = 1) -> LogWeightTransferEngine:
     """As vLLM makes it in a worker whose model has its dummy weights; with a plan, as on a GPU."""
     record_metadata_for_reloading(model)
@@ -128,6 +144,15 @@ def test_kernels_read_what_the_plan_has_copied(log: WeightLog) -> None:
         for scale in (model.first.weight, model.first.quant_method.config.w1_scale):
             assert torch.equal(scale, of_version(version))
     assert set(dict(model.named_parameters())) == {FIRST, SECOND}
+
+
+def test_a_parameter_with_two_names_is_loaded_by_either(log: WeightLog) -> None:
+    model = Twice()
+    assert FIRST not in dict(model.named_parameters())
+    engine = serving(model)
+    for version in (1, 2, 3):
+        update(engine, log.folder(version))
+        assert torch.equal(model.first.weight, of_version(version))
 
 
 def test_a_tensor_derived_from_weights_forces_layerwise_loading(log: WeightLog) -> None:

@@ -213,14 +213,16 @@ def family_weights(folder: Path, seed: int) -> dict[str, torch.Tensor]:
     """
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, torch.Tensor] = {}
-    for name, initial in load_file(folder / "model.safetensors").items():
+    stored = load_file(folder / "model.safetensors")
+    is_tied = not any("lm_head" in name or "embed_out" in name for name in stored)
+    for name, initial in stored.items():
         noise = torch.randn(initial.shape, generator=generator)
         if initial.ndim < 2:
             weight = initial * (1 + 0.1 * noise)
         elif initial.shape == (NUM_EXPERTS, 256):
             weight = noise  # sixteen times what a projection would be
         elif "embed" in name or ".wte." in name or ".wpe." in name:
-            weight = noise
+            weight = noise * initial.shape[-1] ** -0.5 if is_tied else noise  # as a head it would leave one token only
         else:
             weight = noise * initial.shape[-1] ** -0.5
         weights[name] = weight.to(initial.dtype)

@@ -203,6 +203,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
 
     def _load_layerwise(self, staged: Staged) -> None:
         served = {name for name, _ in self.model.named_parameters()}
+        names = _names_of_parameters(self.model)
         self._layerwise = staged
         sources = Sources()
         recording = self._recording(staged, sources)
@@ -212,7 +213,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         expected = served & {name for name, _ in self.model.named_parameters()}
         with recording:
             loaded = self.model.load_weights(self._tensors(staged, sources))
-        missing = sorted(expected - loaded) if loaded is not None else []
+        missing = [] if loaded is None else sorted(name for name in expected if loaded.isdisjoint(names[name]))
         if missing:
             raise RuntimeError(f"{staged.folder} left {len(missing)} parameters without weights: {missing[:5]}")
         incomplete = incomplete_modules(self.model)
@@ -277,6 +278,14 @@ def _choose(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Modul
     usable = int(total * vllm_config.cache_config.gpu_memory_utilization)
     left = usable - torch.cuda.memory_allocated(device)
     return choose(area_bytes(model), left, memory().free_bytes, vllm_config.parallel_config.world_size)
+
+
+def _names_of_parameters(model: torch.nn.Module) -> dict[str, set[str]]:
+    """Every name of a parameter → all names that it has: vLLM's Transformers backend has some modules in two places."""
+    by_identity: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_identity.setdefault(id(parameter), set()).add(name)
+    return {name: names for names in by_identity.values() for name in names}
 
 
 def incomplete_modules(model: torch.nn.Module) -> list[str]:
