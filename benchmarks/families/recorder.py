@@ -7,6 +7,12 @@ import pytest
 from benchmarks.common.results import Json
 
 
+def reason_of(failure: str) -> str:
+    """The last line of what was raised, out of pytest's account of a failure; without one its last line."""
+    lines = failure.strip().splitlines()
+    return next((line[1:].strip() for line in reversed(lines) if line.startswith("E ")), lines[-1])
+
+
 class FamilyRecorder:
     """A pytest plugin that keeps the properties and the outcome of each test that names its family."""
 
@@ -21,7 +27,7 @@ class FamilyRecorder:
         case = self._families.setdefault(str(recorded["family"]), {"failure": None})
         case |= recorded
         if report.failed:
-            case["failure"] = report.longreprtext.strip().splitlines()[-1][:300]
+            case["failure"] = reason_of(report.longreprtext)[:300]
 
     def cases(self) -> Iterator[Json]:
         """One for each family whose engine was started."""

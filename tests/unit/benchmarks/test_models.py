@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common.marked import write_part
-from benchmarks.families.recorder import FamilyRecorder
+from benchmarks.families.recorder import FamilyRecorder, reason_of
 from benchmarks.families.table import DOCUMENT, PART, RESULT, problems, table
 from tests.support import families
 
@@ -16,6 +16,14 @@ CASE = {"family": "a", "source": "vLLM 0.32.0, A", "refusal": None, "fp8": 0.5, 
 
 def test_the_table_is_up_to_date() -> None:
     assert problems(RESULT, DOCUMENT) == []
+
+
+def test_a_failure_is_told_by_what_was_raised() -> None:
+    account = (
+        "    assert found < MEAN\nE       assert 0.5 < 0.1\n\ntests/engine/test_every_family.py:51: AssertionError"
+    )
+    assert reason_of(account) == "assert 0.5 < 0.1"
+    assert reason_of("Timeout >200 s") == "Timeout >200 s"
 
 
 def test_every_family_has_a_row() -> None:
