@@ -180,7 +180,13 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "phimoe": _LOCAL,
     "qwen3_5_moe_text": {**_EXPERTS, **_LINEAR_ATTENTION, "shared_expert_intermediate_size": 128},
     "qwen3_next": {**_EXPERTS, **_LINEAR_ATTENTION, "shared_expert_intermediate_size": 128},
-    "deepseek_v32": {**_LATENT, "index_head_dim": 128, "index_n_heads": 4, "index_topk": 64},
+    "deepseek_v32": {
+        **_LATENT,
+        "index_head_dim": 128,
+        "index_n_heads": 4,
+        "index_topk": 64,
+        "topk_method": "noaux_tc",  # what makes vLLM expect e_score_correction_bias
+    },
     "glm4_moe_lite": _LATENT,
 }
 """Those with routed experts."""
