@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray import serve
@@ -16,7 +15,7 @@ from ray.serve.exceptions import RayServeException
 
 from rollout_service.app import build
 from rollout_service.config import ServiceConfig
-from rollout_service.config.deployment_file import application_args, read_document, start_options
+from rollout_service.config.deployment_file import Document, application_args, read_document, start_options
 from rollout_service.fleet.serve_status import not_running
 
 logger = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ def running_service(
 
 
 @contextmanager
-def deployed(config: ServiceConfig, options: Mapping[str, Any]) -> Iterator[None]:
+def deployed(config: ServiceConfig, options: Document) -> Iterator[None]:
     """Serve, with the service as its application, in the Ray cluster that this process is in, until the block ends.
 
     ``options``: see ``start_options``. Returns when the service answers. Raises ServiceNotStarted, with the reason,

@@ -7,6 +7,7 @@ the replica and in vLLM's own processes. Nothing here replaces code of vLLM.
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +51,7 @@ NAMES = (
     _read(_RELOAD, "finalize_layerwise_reload", takes="args kwargs"),
     _read(_RELOAD, "finalize_layerwise_processing", takes="model model_config"),
     _read(f"{_RELOAD}.layerwise", "get_layerwise_info", takes="layer"),
+    _read(f"{_RELOAD}.layerwise", "make_online_process_loader", takes="layer param_name"),
     _read(f"{_RELOAD}.meta", "SKIP_LOAD_TENSORS"),
     _read(f"{_RELOAD}.types", "LayerReloadingInfo", gives="load_numel"),
     _read(f"{_RELOAD}.utils", "get_tensor_load_numel", takes="tensor"),
@@ -257,10 +259,11 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.parameter import BlockQuantScaleParameter
 from vllm.utils.torch_utils import is_quantized_kv_cache, set_default_torch_dtype
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -326,6 +329,22 @@ def load_progress(module: torch.nn.Module) -> tuple[int, int]:
     parameters = module.named_parameters(recurse=False)
     wanted = sum(get_tensor_load_numel(p) for name, p in parameters if name not in SKIP_LOAD_TENSORS)
     return get_layerwise_info(module).load_numel, wanted
+
+
+def load_whole(module: torch.nn.Module, leaf: str, weight: torch.Tensor) -> None:
+    """During a layerwise reload: take a tensor as all of a parameter, whatever the parameter's own loader expects."""
+    parameter = getattr(module, leaf)
+    parameter.weight_loader = default_weight_loader
+    parameter.weight_loader = make_online_process_loader(module, leaf)
+    parameter.weight_loader(parameter, weight)
+
+
+def name_partial_loaders(model: torch.nn.Module) -> None:
+    """The layerwise reload asks each weight loader for its name, and a ``functools.partial`` has none."""
+    for parameter in model.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
+            loader.__name__ = getattr(loader.func, "__name__", "weight_loader")  # type: ignore[attr-defined]
 
 
 def kv_scale(layer: torch.nn.Module, of: str) -> float:

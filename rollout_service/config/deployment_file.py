@@ -56,7 +56,7 @@ def application_args(path: Path) -> Sections:
     return args_of(read_document(path))
 
 
-def start_options(document: Document) -> dict[str, Any]:
+def start_options(document: Document) -> Document:
     """What a Serve config sets for Serve as a whole, as ``serve.start`` takes it."""
     return {name: document[name] for name in _OF_SERVE if document.get(name) is not None}
 

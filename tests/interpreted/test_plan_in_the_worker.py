@@ -1,5 +1,6 @@
 """A worker's transfer engine from version to version: vLLM's own reload for the first one, a plan for the rest."""
 
+import functools
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -90,6 +91,34 @@ class Twice(Model):
         return loaded
 
 
+class Copying(Model):
+    """Whose ``load_weights`` copies one tensor into the parameter itself, as gpt-oss does."""
+
+    def __init__(self, copies: str) -> None:
+        super().__init__()
+        self._copies = copies
+        # of another signature than the copy, as the loaders of experts are
+        self.first.weight.weight_loader = lambda param, loaded, shard_id, expert_id: param.data.copy_(loaded)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        parameters = dict(self.named_parameters())
+        loaded = set()
+        for name, tensor in weights:
+            parameter = parameters[name]
+            if name != FIRST:
+                parameter.weight_loader(parameter, tensor)
+            elif self._copies == "into the parameter":
+                parameter.copy_(tensor)
+            elif self._copies == "into its data":
+                parameter.data.copy_(tensor)
+            elif self._copies == "of another layout":
+                parameter.data.copy_(tensor.t().contiguous().t())
+            else:
+                parameter.data[:2].copy_(tensor[:2])
+            loaded.add(name)
+        return loaded
+
+
 def serving(model: torch.nn.Module, rank: int = 0, world_size: int = 1) -> LogWeightTransferEngine:
     """As vLLM makes it in a worker whose model has its dummy weights; with a plan, as on a GPU."""
     record_metadata_for_reloading(model)
@@ -151,6 +180,33 @@ def test_a_parameter_with_two_names_is_loaded_by_either(log: WeightLog) -> None:
     assert FIRST not in dict(model.named_parameters())
     engine = serving(model)
     for version in (1, 2, 3):
+        update(engine, log.folder(version))
+        assert torch.equal(model.first.weight, of_version(version))
+
+
+@pytest.mark.parametrize("copies", ["into the parameter", "into its data", "of another layout"])
+def test_what_a_model_copies_into_parameters_itself_is_loaded(copies: str, log: WeightLog) -> None:
+    model = Copying(copies)
+    engine = serving(model)
+    held = model.first.weight.data_ptr()
+    for version in (1, 2, 3):
+        update(engine, log.folder(version))
+        assert torch.equal(model.first.weight, of_version(version))
+        assert torch.equal(model.first.quant_method.config.w1_scale, of_version(version))
+        assert model.first.weight.data_ptr() == held
+
+
+def test_weights_that_a_reload_would_lose_fail_the_version(log: WeightLog) -> None:
+    engine = serving(Copying("into a part of it"))
+    with pytest.raises(RuntimeError, match=r"left 1 modules without weights: \['first'\]. vLLM's Copying loads them"):
+        update(engine, log.folder(1))
+
+
+def test_a_weight_loader_without_a_name_is_called(log: WeightLog) -> None:
+    model = Model()
+    model.first.weight.weight_loader = functools.partial(lambda scale, param, loaded: param.data.copy_(loaded), 1.0)
+    engine = serving(model)
+    for version in (1, 2):
         update(engine, log.folder(version))
         assert torch.equal(model.first.weight, of_version(version))
 

@@ -44,9 +44,9 @@ _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 128,
     "kv_lora_rank": 512,
-    "qk_nope_head_dim": 64,
+    "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
-    "v_head_dim": 64,
+    "v_head_dim": 128,
 }
 _LINEAR_ATTENTION: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -156,7 +156,12 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "expert_layer_period": 2,
         "expert_layer_offset": 1,
     },
-    "lfm2_moe": {**_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm2_moe": {
+        **_EXPERTS,
+        "tie_word_embeddings": True,
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+    },
     "llama4_text": {
         **_HEADS,
         "num_local_experts": NUM_EXPERTS,
@@ -223,7 +228,9 @@ def family_weights(folder: Path, seed: int) -> dict[str, torch.Tensor]:
     is_tied = not any("lm_head" in name or "embed_out" in name for name in stored)
     for name, initial in stored.items():
         noise = torch.randn(initial.shape, generator=generator)
-        if initial.ndim < 2:
+        if name.endswith(".sinks"):
+            weight = noise  # gpt-oss: logits beside those of the keys
+        elif initial.ndim < 2:
             weight = initial * (1 + 0.1 * noise)
         elif initial.shape == (NUM_EXPERTS, 256):
             weight = noise  # sixteen times what a projection would be

@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.platforms import current_platform
 
 from rollout_service.engine.loading.copy_plan import CopyPlan, CopyRecorder, NoPlan, Sources, placement_of
+from rollout_service.engine.loading.direct_copies import DirectCopies, unloaded_modules
 from rollout_service.engine.loading.placement import layout_of
 from rollout_service.engine.loading.rebind import (
     Held,
@@ -53,6 +54,7 @@ from rollout_service.vllm_internals import (
     initialize_layerwise_reload,
     is_deferred_attention_layer,
     load_progress,
+    name_partial_loaders,
 )
 
 logger = logging.getLogger(__name__)
@@ -137,6 +139,8 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         self._recorder: CopyRecorder | None = None
         self._held_before: list[Held] = []
         self._layerwise: Staged | None = None
+        self._copied_directly: list[torch.nn.Module] = []
+        name_partial_loaders(model)
         self._kv_scales: dict[str, float] | None = None
         self.report: LoadReport = {}
         """How the last version was loaded."""
@@ -202,6 +206,23 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         self._stager.finish()
 
     def _load_layerwise(self, staged: Staged) -> None:
+        unloaded = self._load_all(staged)
+        if unloaded and not self._copied_directly:
+            # seen once, known from then on: end this reload, which leaves them as they were, and begin another
+            self._copied_directly = list(unloaded.values())
+            finalize_layerwise_reload(self.model, self.model_config)
+            unloaded = self._load_all(staged)
+        if unloaded:
+            raise RuntimeError(
+                f"{staged.folder} left {len(unloaded)} modules without weights: {sorted(unloaded)[:5]}. vLLM's "
+                f"{type(self.model).__name__} loads them in a way that its layerwise reload does not notice"
+            )
+        incomplete = incomplete_modules(self.model)
+        if incomplete:
+            raise RuntimeError(f"{staged.folder} left {len(incomplete)} modules incomplete: {incomplete[:5]}")
+
+    def _load_all(self, staged: Staged) -> dict[str, torch.nn.Module]:
+        """Begin a layerwise reload and load every tensor; returns the modules that received nothing, by name."""
         served = {name for name, _ in self.model.named_parameters()}
         names = _names_of_parameters(self.model)
         self._layerwise = staged
@@ -211,14 +232,12 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         # what vLLM derives after loading (the absorbed matrices of latent attention) is served but never loaded; a
         # tied head is loaded apart only where it is served apart
         expected = served & {name for name, _ in self.model.named_parameters()}
-        with recording:
+        with recording, DirectCopies(self._copied_directly) if self._copied_directly else nullcontext():
             loaded = self.model.load_weights(self._tensors(staged, sources))
         missing = [] if loaded is None else sorted(name for name in expected if loaded.isdisjoint(names[name]))
         if missing:
             raise RuntimeError(f"{staged.folder} left {len(missing)} parameters without weights: {missing[:5]}")
-        incomplete = incomplete_modules(self.model)
-        if incomplete:
-            raise RuntimeError(f"{staged.folder} left {len(incomplete)} modules incomplete: {incomplete[:5]}")
+        return unloaded_modules(self.model, expected)
 
     def _tensors(self, staged: Staged, sources: Sources) -> Iterator[tuple[str, torch.Tensor]]:
         if self._area is None or staged.placement is None or not staged.is_whole:

@@ -3,7 +3,7 @@
 Imports vLLM's server: see ``vllm_serving.py``.
 """
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
@@ -135,14 +135,14 @@ def sampling_of(params: SamplingParams) -> Sampling:
         raise bad_request("sampling parameters", error) from error
 
 
-def _structured(params: Any) -> StructuredOutputs | None:
+def _structured(params: object | None) -> StructuredOutputs | None:
     if params is None:
         return None
     names = [field.alias or name for name, field in StructuredOutputs.model_fields.items()]
     return StructuredOutputs.model_validate({name: getattr(params, name) for name in names})
 
 
-def _token_ids(prompt: Any) -> tuple[int, ...]:
+def _token_ids(prompt: Mapping[str, Any]) -> tuple[int, ...]:
     if prompt.get("type") != "token":
         raise BadRequest("the messages hold more than text, which is not implemented: send text")
     return tuple(prompt["prompt_token_ids"])

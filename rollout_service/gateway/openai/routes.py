@@ -6,7 +6,7 @@ would take and drop is refused by name. A stream has its text in one piece, when
 """
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
 from typing import Any, cast
 
@@ -174,7 +174,7 @@ def _without_a_store(body: JsonObject) -> JsonObject:
     return taken
 
 
-def _reply_as_text(item: Any) -> Any:
+def _reply_as_text(item: object) -> object:
     """A reply whose content is a string or has no parts, in OpenAI's short form: on the long one vLLM 0.32 fails."""
     if isinstance(item, dict) and item.get("role") == "assistant":
         content = item.get("content")
@@ -214,7 +214,7 @@ def _begin(exchange: Exchange, parsed: Any) -> None:
     current.set(exchange)
 
 
-async def _answer(reply: Any, exchange: Exchange) -> Any:
+async def _answer(reply: Awaitable[Any], exchange: Exchange) -> Any:
     """vLLM's reply. Its refusals become errors of the service; those of the service itself come through as they are."""
     try:
         found = await reply
