@@ -3,8 +3,10 @@
 ``python -m benchmarks.families`` keeps what these tests record, and makes docs/models.md of it.
 """
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +21,10 @@ Record = Callable[[str, object], None]
 # Bound on the mean of |Δ|, the difference of a token's logprob from the fp32 reference, over 256 tokens: as in
 # test_round_trip.py, and the inputs of experts' second product, which the reference does not round.
 MEAN = 0.1
-ON_A_GPU = {"linear_backend": "cutlass", "gpu_memory_utilization": 0.1, "enforce_eager": True}
+ON_A_GPU: dict[str, Any] = {"linear_backend": "cutlass", "gpu_memory_utilization": 0.1, "enforce_eager": True}
 """No compiler and no graphs: what is tested are weights."""
+if importlib.util.find_spec("flashinfer") is None:  # vLLM takes its kernel for linear attention without looking
+    ON_A_GPU["extra"] = {"gdn_prefill_backend": "triton"}
 
 
 async def difference(one: OneEngine, folder: Path, scratch: Path) -> float:
