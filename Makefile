@@ -29,11 +29,13 @@ dashboards: setup ## make dashboards/*.json and alerts.yml anew from dashboards/
 dashboards-check: setup ## every panel and alert against a real Prometheus and a running service (about 5 minutes)
 	@$(PYTHON_VENV) -m dashboards.check
 
+# tests run beside each other: threads that spin while they wait, and engines that vLLM binds to one core, cost minutes
+test: export OMP_NUM_THREADS := 1
+test: export VLLM_CPU_OMP_THREADS_BIND := nobind
 test: check ## lint, types, unit tests and tests with real engines (17 minutes on 2 cores)
 	@TRITON_INTERPRET=1 $(PYTHON_VENV) -m pytest tests/interpreted
-	@# one worker for the service, one for engines alone; unit tests take the cores while those two wait
-	@$(PYTHON_VENV) -m pytest tests/service tests/engine tests/unit -m "not slow" -n 3 --no-loadscope-reorder
-	@$(PYTHON_VENV) -m pytest tests/own_service -m "not slow"
+	@# a worker each for the service, engines alone and a service of its own; unit tests take the cores while those wait
+	@$(PYTHON_VENV) -m pytest tests/service tests/engine tests/own_service tests/unit -m "not slow" -n 3 --no-loadscope-reorder
 
 test-unit: setup ## tests without an engine (5 minutes)
 	@$(PYTHON_VENV) -m pytest tests/unit -n 2

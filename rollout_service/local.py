@@ -17,6 +17,7 @@ from rollout_service.app import build
 from rollout_service.config import ServiceConfig
 from rollout_service.config.deployment_file import Document, application_args, read_document, start_options
 from rollout_service.fleet.serve_status import not_running
+from rollout_service.ray_internals import shut_down_serve
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ def deployed(config: ServiceConfig, options: Document) -> Iterator[None]:
         finally:
             _delete()
     finally:
-        serve.shutdown()
+        shut_down_serve()
 
 
 def _delete() -> None:

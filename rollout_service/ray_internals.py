@@ -4,6 +4,7 @@ The check runs as this file is imported. Nothing here replaces code of Ray.
 """
 
 import asyncio
+import time
 
 from rollout_service.private_names import PrivateName, require_names
 
@@ -12,13 +13,19 @@ NAMES = (
     PrivateName("ray.serve._private.constants", "SERVE_CONTROLLER_NAME", _READ_IN),
     PrivateName("ray.serve._private.constants", "SERVE_NAMESPACE", _READ_IN),
     PrivateName("ray.serve._private.controller", "ServeController.check_alive", _READ_IN, ("self",)),
+    PrivateName("ray.serve._private.controller", "ServeController.graceful_shutdown", _READ_IN, ("self", "wait")),
 )
 
 require_names(("ray",), NAMES)  # before the imports below, so that all that is missing is named at once
 
 import ray
+from ray import serve
 from ray.exceptions import RayError
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+_SHUTDOWN_S = 30.0
+"""As long as ``serve.shutdown`` waits for the controller."""
+_POLL_S = 0.1
 
 
 async def controller_answers(within_s: float) -> bool:
@@ -51,3 +58,21 @@ def restart_controller() -> None:
     """Kill Serve's controller. Ray starts it anew, and it takes over the replicas that it finds."""
     controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
     ray.kill(controller, no_restart=False)
+
+
+def shut_down_serve() -> None:
+    """``serve.shutdown``, without Ray's warning that a task failed because the controller was killed.
+
+    ``serve.shutdown`` waits in a call of the controller until the controller kills itself, and Ray then warns that this
+    call has failed. Here nobody has a call open when that happens.
+    """
+    try:
+        controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+        ray.get(controller.graceful_shutdown.remote(wait=False), timeout=_SHUTDOWN_S)
+        deadline = time.monotonic() + _SHUTDOWN_S
+        while time.monotonic() < deadline:
+            ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)  # ValueError: it has gone
+            time.sleep(_POLL_S)
+    except (ValueError, RayError):  # it has ended, or never started
+        pass
+    serve.shutdown()  # forgets the controller; says so if it is still there

@@ -132,7 +132,8 @@ class ScalingConfig(Config):
     engine's start. Time in which the fleet is paused or a version is rolled out does not count."""
 
     num_cpus: float = Field(default=1, ge=0)
-    """CPUs that Ray reserves for a replica."""
+    """CPUs that Ray reserves for a replica; on a machine without a GPU also the threads of its engine, if there may be
+    several engines. A single one takes all cores but one."""
 
     num_gpus: float | None = Field(default=None, ge=0)
     """GPUs that Ray reserves for a replica. None: where vLLM is built for GPUs ``engine.tensor_parallel_size``, less

@@ -187,4 +187,13 @@ def engine_environment(config: ServiceConfig) -> dict[str, str]:
         # tensors cannot cross our RPCs, so nothing needs pickle
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
     }
-    return with_env(owned, config)
+    return _threads(config) | with_env(owned, config)
+
+
+def _threads(config: ServiceConfig) -> dict[str, str]:
+    """Of a CPU engine that is not alone: as many as Ray reserves CPUs for it (Ray sets ``OMP_NUM_THREADS``), unbound.
+
+    vLLM 0.32 binds each engine of a machine to the same cores: it takes itself for the only one.
+    """
+    alone = config.scaling.max_replicas == 1 and not config.shadow.share
+    return {} if alone else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -95,6 +95,7 @@ async def test_ctrl_c_ends_it_and_leaves_nothing(served: Served) -> None:
     served.process.send_signal(signal.SIGINT)
     assert served.process.wait() == 0
     assert served.said.rstrip().endswith("stopped")
+    assert "killed by `ray.kill`" not in served.said, "a warning that says nothing to a user"
     assert await gone(MARK, served.mark, within_s=GONE_S) == []
 
 

@@ -22,6 +22,13 @@ PROMPT = [5, 6, 7]
 LENGTH = 200
 
 
+def test_engines_are_not_bound_to_the_same_core(service: LocalService) -> None:
+    workers = descendants("VLLM::Worker")
+    assert len(workers) == 2
+    for worker in workers:
+        assert worker.cpu_affinity() == psutil.Process().cpu_affinity()
+
+
 async def test_a_kill_loses_no_request_and_its_successor_is_up_to_date(
     service: LocalService, client: RolloutClient, telltale: int
 ) -> None:

@@ -20,6 +20,9 @@ ASKED: dict[str, object] = {"env": {"VLLM_BATCH_INVARIANT": "1"}}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 
 
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
+
+
 def config_of(path: Path = Path("model"), **engine: object) -> ServiceConfig:
     return ServiceConfig.model_validate({"model": {"path": path}, "kv_cache": {"dtype": "bfloat16"}, "engine": engine})
 
@@ -141,6 +144,15 @@ class TestEnvironment:
     def test_a_variable_that_is_set_elsewhere_is_refused(self, name: str, why: str) -> None:
         with pytest.raises(ValueError, match=f"engine.env.{name}.*{why}"):
             engine_environment(config_of(env={name: "0"}))
+
+    @pytest.mark.parametrize("others", [{"scaling": {"max_replicas": 2}}, {"shadow": {"share": 0.5}}])
+    def test_cpu_engines_of_one_machine_get_no_cores_of_their_own(self, others: dict[str, object]) -> None:
+        alone = config_of()
+        several = ServiceConfig.model_validate({**alone.model_dump(), **others})
+        assert BIND not in engine_environment(alone)
+        assert engine_environment(several)[BIND] == "nobind"
+        chosen = several.model_copy(update={"engine": several.engine.model_copy(update={"env": {BIND: "2-5"}})})
+        assert engine_environment(chosen)[BIND] == "2-5"
 
 
 class TestBatchInvariance:
