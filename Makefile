@@ -38,7 +38,7 @@ test: check ## lint, types, unit tests and tests with real engines (17 minutes o
 	@$(PYTHON_VENV) -m pytest tests/service tests/engine tests/own_service tests/unit -m "not slow" -n 3 --no-loadscope-reorder
 
 test-unit: setup ## tests without an engine (5 minutes)
-	@$(PYTHON_VENV) -m pytest tests/unit -n 2
+	@$(PYTHON_VENV) -m pytest tests/unit -m "not slow" -n 2
 	@TRITON_INTERPRET=1 $(PYTHON_VENV) -m pytest tests/interpreted
 
 test-live: setup ## tests with real engines: alone, in one service that most share, and in services of their own
@@ -49,7 +49,7 @@ test-gpu: setup ## tests that only a GPU can decide
 	@$(PYTHON_VENV) -m pytest tests/gpu
 
 test-slow: setup ## an engine of every family, autoscaling, two nodes, the ablation (half an hour more)
-	@$(PYTHON_VENV) -m pytest tests/engine tests/service tests/own_service -m slow
+	@$(PYTHON_VENV) -m pytest tests/unit tests/engine tests/service tests/own_service -m slow
 
 test-newest-vllm: setup ## the tests against the newest vLLM that pip finds; what breaks, by name, in out/newest_vllm/
 	@scripts/newest_vllm.sh

@@ -23,6 +23,7 @@ async def long_difference(one: OneEngine, model: Path, folder: Path) -> float:
     return float((reference_logprobs(reference, tokens[:1], tokens[1:], 1.0) - engine).abs().mean())
 
 
+@pytest.mark.slow  # an engine of its own
 async def test_rope_scaling_is_the_engine_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = {"rope_parameters": YARN, "max_position_embeddings": 256}
     async with running("llama", tmp_path, monkeypatch, quant="none", extra={"hf_overrides": overrides}) as one:

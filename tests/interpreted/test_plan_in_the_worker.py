@@ -246,9 +246,6 @@ def test_a_buffer_that_weights_do_not_change_is_left_alone(log: WeightLog) -> No
     assert [update(engine, log.folder(version))["way"] for version in (1, 2)] == ["layerwise", "plan"]
 
 
-# --- a rank of a tensor-parallel engine
-
-
 ROWS, COLUMNS = 2048, 640
 """Of each of the two matrices, fp32: 5 chunks, and a chunk ends inside a row."""
 
@@ -293,96 +290,93 @@ def commit_matrices(log: WeightLog, version: int, *, extra: bool = False) -> dic
     return tensors
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_stages_its_shard_alone_and_loads_it_by_a_plan(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging, "_SLACK_BYTES", 64)
-    monkeypatch.setattr(staging, "PIECE_BYTES", 2 << 20)
-    log, model = WeightLog(tmp_path / "log"), Shard(rank)
-    engine = serving(model, rank, world_size=2)
-    shard_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
-    for version, way in ((0, "layerwise"), (1, "plan"), (2, "plan")):
-        tensors = commit_matrices(log, version)
-        report = update(engine, log.folder(version))
-        assert report["way"] == way, report
-        assert ("unstaged" in report) == (version == 0)
-        assert (report["staged_bytes"], report["area_bytes"]) == (shard_bytes, shard_bytes + 64)
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, model.part(name, tensors[name])), name
-    assert report["copies"] <= 3
+class TestTensorParallelRank:
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_rank_stages_its_shard_alone_and_loads_it_by_a_plan(
+        self, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(staging, "_SLACK_BYTES", 64)
+        monkeypatch.setattr(staging, "PIECE_BYTES", 2 << 20)
+        log, model = WeightLog(tmp_path / "log"), Shard(rank)
+        engine = serving(model, rank, world_size=2)
+        shard_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
+        for version, way in ((0, "layerwise"), (1, "plan"), (2, "plan")):
+            tensors = commit_matrices(log, version)
+            report = update(engine, log.folder(version))
+            assert report["way"] == way, report
+            assert ("unstaged" in report) == (version == 0)
+            assert (report["staged_bytes"], report["area_bytes"]) == (shard_bytes, shard_bytes + 64)
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter, model.part(name, tensors[name])), name
+        assert report["copies"] <= 3
 
+    @pytest.mark.parametrize(("rank", "finds_it"), [(0, True), (1, False)])
+    def test_rank_0_checks_bytes_that_only_the_other_rank_loads(
+        self, rank: int, finds_it: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(staging, "_SLACK_BYTES", 64)
+        log = WeightLog(tmp_path / "log")
+        engine = serving(Shard(rank), rank, world_size=2)
+        commit_matrices(log, 0)
+        update(engine, log.folder(0))
+        commit_matrices(log, 1)
+        [matrix] = [tensor for tensor in log.manifest(1).tensors if tensor.name == "rows.weight"]
+        # the first chunk is of rows of rank 0 alone, the last one of rows of rank 1
+        position = matrix.offset + (matrix.nbytes - 1 if rank == 0 else 0)
+        path = log.folder(1) / matrix.file
+        data = bytearray(path.read_bytes())
+        data[position] ^= 1
+        path.write_bytes(data)
+        corrupt = stage(engine, log.folder(1))["corrupt"]
+        assert (corrupt is not None) == finds_it
+        if corrupt is not None:
+            assert "rows.weight" in corrupt[0] and corrupt[1]["chunk"] == 4
 
-@pytest.mark.parametrize(("rank", "finds_it"), [(0, True), (1, False)])
-def test_rank_0_checks_bytes_that_only_the_other_rank_loads(
-    rank: int, finds_it: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging, "_SLACK_BYTES", 64)
-    log = WeightLog(tmp_path / "log")
-    engine = serving(Shard(rank), rank, world_size=2)
-    commit_matrices(log, 0)
-    update(engine, log.folder(0))
-    commit_matrices(log, 1)
-    [matrix] = [tensor for tensor in log.manifest(1).tensors if tensor.name == "rows.weight"]
-    # the first chunk is of rows of rank 0 alone, the last one of rows of rank 1
-    position = matrix.offset + (matrix.nbytes - 1 if rank == 0 else 0)
-    path = log.folder(1) / matrix.file
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
-    corrupt = stage(engine, log.folder(1))["corrupt"]
-    assert (corrupt is not None) == finds_it
-    if corrupt is not None:
-        assert "rows.weight" in corrupt[0] and corrupt[1]["chunk"] == 4
+    def test_a_version_too_big_to_stage_loads_from_files_with_reason(
+        self, log: WeightLog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(staging, "_SLACK_BYTES", -60)
+        model = Model()
+        engine = serving(model)
+        for version in (1, 2):
+            report = update(engine, log.folder(version))
+            assert report["way"] == "layerwise" and "would lie in the staging area, which has 32" in report["unstaged"]
+            assert torch.equal(model.first.weight, of_version(version))
 
+    def test_another_layout_loads_layerwise_and_gets_its_own_plan(self, tmp_path: Path) -> None:
+        log, model = WeightLog(tmp_path / "log"), Shard(rank=1)
+        engine = serving(model, rank=1, world_size=2)
+        cases = ((False, "layerwise"), (False, "plan"), (True, "layerwise"), (True, "plan"), (False, "layerwise"))
+        for version, (extra, way) in enumerate(cases):
+            tensors = commit_matrices(log, version, extra=extra)
+            report = update(engine, log.folder(version))
+            assert report["way"] == way and "unstaged" not in report, report
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter, model.part(name, tensors[name])), name
 
-def test_a_version_too_big_to_stage_loads_from_files_with_reason(
-    log: WeightLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging, "_SLACK_BYTES", -60)
-    model = Model()
-    engine = serving(model)
-    for version in (1, 2):
-        report = update(engine, log.folder(version))
-        assert report["way"] == "layerwise" and "would lie in the staging area, which has 32" in report["unstaged"]
-        assert torch.equal(model.first.weight, of_version(version))
+    def test_a_file_changed_after_its_check_is_detected_on_load(
+        self, log: WeightLog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(staging, "_SLACK_BYTES", -60)
+        engine = serving(Model())
+        assert stage(engine, log.folder(1))["corrupt"] is None
+        flip_a_byte(log, 1, FIRST)
+        engine.start_weight_update()
+        with pytest.raises(LogCorrupt, match=FIRST):
+            engine.receive_weights(LogUpdateInfo(folder=str(log.folder(1))))
 
+    def test_what_is_staged_is_not_read_again_before_it_is_loaded(self, log: WeightLog) -> None:
+        engine = serving(Model())
+        stage(engine, log.folder(1))
+        reading = engine._stager._reading
+        stage(engine, log.folder(1))
+        assert engine._stager._reading is reading
+        update(engine, log.folder(1))
+        stage(engine, log.folder(1))
+        assert engine._stager._reading is not reading
 
-def test_another_layout_loads_layerwise_and_gets_its_own_plan(tmp_path: Path) -> None:
-    log, model = WeightLog(tmp_path / "log"), Shard(rank=1)
-    engine = serving(model, rank=1, world_size=2)
-    cases = ((False, "layerwise"), (False, "plan"), (True, "layerwise"), (True, "plan"), (False, "layerwise"))
-    for version, (extra, way) in enumerate(cases):
-        tensors = commit_matrices(log, version, extra=extra)
-        report = update(engine, log.folder(version))
-        assert report["way"] == way and "unstaged" not in report, report
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, model.part(name, tensors[name])), name
-
-
-def test_a_file_changed_after_its_check_is_detected_on_load(log: WeightLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_SLACK_BYTES", -60)
-    engine = serving(Model())
-    assert stage(engine, log.folder(1))["corrupt"] is None
-    flip_a_byte(log, 1, FIRST)
-    engine.start_weight_update()
-    with pytest.raises(LogCorrupt, match=FIRST):
-        engine.receive_weights(LogUpdateInfo(folder=str(log.folder(1))))
-
-
-def test_what_is_staged_is_not_read_again_before_it_is_loaded(log: WeightLog) -> None:
-    engine = serving(Model())
-    stage(engine, log.folder(1))
-    reading = engine._stager._reading
-    stage(engine, log.folder(1))
-    assert engine._stager._reading is reading
-    update(engine, log.folder(1))
-    stage(engine, log.folder(1))
-    assert engine._stager._reading is not reading
-
-
-def test_a_version_that_is_not_the_one_that_is_meant_is_refused(log: WeightLog) -> None:
-    engine = serving(Model())
-    engine.stage(log.folder(1), log.manifest(2).digest)
-    engine._stager.finish()
-    assert "not " + log.manifest(2).digest in engine.staging_state()["corrupt"][0]
+    def test_a_version_that_is_not_the_one_that_is_meant_is_refused(self, log: WeightLog) -> None:
+        engine = serving(Model())
+        engine.stage(log.folder(1), log.manifest(2).digest)
+        engine._stager.finish()
+        assert "not " + log.manifest(2).digest in engine.staging_state()["corrupt"][0]

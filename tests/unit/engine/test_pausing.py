@@ -31,130 +31,115 @@ async def drains(engine: FakeEngine) -> None:
     engine.draining.reached.clear()
 
 
-# --- a pause that waits
+class TestWaitingPause:
+    async def test_a_waiting_pause_is_obeyed_when_the_last_rollout_ends(
+        self, weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest
+    ) -> None:
+        await pause(ingest, "wait", "first")
+        await drains(running)
+        assert (weight_sync.status().paused, weight_sync.status().obeyed) == (False, "")
+        running.draining.open()
+        assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
+
+    async def test_a_resume_cancels_a_waiting_pause_and_is_then_obeyed(
+        self, weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest
+    ) -> None:
+        await pause(ingest, "wait", "first")
+        await drains(running)
+        await ingest.change(paused=False, order="second")
+        assert not (await ingest.reported(lambda s: s.obeyed == "second")).paused
+        assert running.calls == ["pause wait", "resume"]
+        running.draining.open()
+        await pause(ingest, "wait", "third")
+        assert (await ingest.reported(lambda s: s.obeyed == "third")).paused
+
+    @pytest.mark.parametrize("mode", ["abort", "keep"])
+    async def test_another_mode_takes_a_waiting_pause_over(
+        self, weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest, mode: str
+    ) -> None:
+        await pause(ingest, "wait", "first")
+        await drains(running)
+        await pause(ingest, mode, "second")
+        assert (await ingest.reported(lambda s: s.obeyed == "second")).paused
+        assert running.calls == ["pause wait", f"pause {mode}"]
+
+    async def test_a_pause_changed_from_keep_to_wait_waits_for_what_runs(
+        self, weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest
+    ) -> None:
+        await pause(ingest, "keep", "first")
+        await ingest.reported(lambda s: s.obeyed == "first")
+        await pause(ingest, "wait", "second")
+        await drains(running)
+        assert not weight_sync.status().paused
+        running.draining.open()
+        assert (await ingest.reported(lambda s: s.obeyed == "second")).paused
+
+    async def test_the_same_mode_again_is_obeyed_without_an_engine_call(
+        self, weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
+    ) -> None:
+        for order in ("first", "second"):
+            await pause(ingest, "keep", order)
+            await ingest.reported(lambda s, order=order: s.obeyed == order)
+        assert engine.calls == ["pause keep"]
+
+    async def test_an_engine_death_during_a_waiting_pause_ends_following(
+        self, weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def dies(mode: str) -> None:
+            raise EngineFailed("the engine died")
+
+        monkeypatch.setattr(running, "pause", dies)
+        await pause(ingest, "wait", "first")
+        await asyncio.wait([weight_sync._tasks[1]], timeout=LONG_S)
+        with pytest.raises(EngineFailed, match="stopped following the log: the engine died"):
+            weight_sync.check_health()
 
 
-async def test_a_waiting_pause_is_obeyed_when_the_last_rollout_ends(
-    weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest
-) -> None:
-    await pause(ingest, "wait", "first")
-    await drains(running)
-    assert (weight_sync.status().paused, weight_sync.status().obeyed) == (False, "")
-    running.draining.open()
-    assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
+class TestAborts:
+    async def test_a_pause_that_returns_what_it_aborts_is_counted(
+        self, weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
+    ) -> None:
+        counts = []
+        for order, change in {
+            "aborts": {"paused": True, "pause_mode": "abort"},
+            "resumes": {"paused": False},
+            "returns": {"paused": True, "pause_mode": "abort", "on_abort": "return"},
+            "again": {"paused": True, "pause_mode": "abort", "on_abort": "return"},
+            "holds": {"paused": True, "pause_mode": "keep", "on_abort": "return"},
+        }.items():
+            await ingest.change(order=order, **change)
+            await ingest.reported(lambda s, order=order: s.obeyed == order)
+            counts.append(weight_sync.returns)
+        assert counts == [0, 0, 1, 1, 1]
 
 
-async def test_a_resume_cancels_a_waiting_pause_and_is_then_obeyed(
-    weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest
-) -> None:
-    await pause(ingest, "wait", "first")
-    await drains(running)
-    await ingest.change(paused=False, order="second")
-    assert not (await ingest.reported(lambda s: s.obeyed == "second")).paused
-    assert running.calls == ["pause wait", "resume"]
-    running.draining.open()
-    await pause(ingest, "wait", "third")
-    assert (await ingest.reported(lambda s: s.obeyed == "third")).paused
+class TestVersionDuringAPause:
+    async def test_a_version_with_mode_keep_loads_while_a_pause_waits_on(
+        self, weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
+    ) -> None:
+        await pause(ingest, "wait", "first")
+        await drains(running)
+        commit(log, 1, mode="keep")
+        await ingest.change(version=1)
+        await serving(weight_sync, ingest, 1)
+        await drains(running)
+        assert running.calls == ["pause wait", "pause keep", "load 1", "pause wait"]
+        assert not weight_sync.status().paused
+        running.draining.open()
+        assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
+        assert "resume" not in running.calls
 
-
-@pytest.mark.parametrize("mode", ["abort", "keep"])
-async def test_another_mode_takes_a_waiting_pause_over(
-    weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest, mode: str
-) -> None:
-    await pause(ingest, "wait", "first")
-    await drains(running)
-    await pause(ingest, mode, "second")
-    assert (await ingest.reported(lambda s: s.obeyed == "second")).paused
-    assert running.calls == ["pause wait", f"pause {mode}"]
-
-
-async def test_a_pause_changed_from_keep_to_wait_waits_for_what_runs(
-    weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest
-) -> None:
-    await pause(ingest, "keep", "first")
-    await ingest.reported(lambda s: s.obeyed == "first")
-    await pause(ingest, "wait", "second")
-    await drains(running)
-    assert not weight_sync.status().paused
-    running.draining.open()
-    assert (await ingest.reported(lambda s: s.obeyed == "second")).paused
-
-
-async def test_the_same_mode_again_is_obeyed_without_an_engine_call(
-    weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
-) -> None:
-    for order in ("first", "second"):
-        await pause(ingest, "keep", order)
-        await ingest.reported(lambda s, order=order: s.obeyed == order)
-    assert engine.calls == ["pause keep"]
-
-
-async def test_an_engine_death_during_a_waiting_pause_ends_following(
-    weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def dies(mode: str) -> None:
-        raise EngineFailed("the engine died")
-
-    monkeypatch.setattr(running, "pause", dies)
-    await pause(ingest, "wait", "first")
-    await asyncio.wait([weight_sync._tasks[1]], timeout=LONG_S)
-    with pytest.raises(EngineFailed, match="stopped following the log: the engine died"):
-        weight_sync.check_health()
-
-
-# --- what a pause aborts
-
-
-async def test_a_pause_that_returns_what_it_aborts_is_counted(
-    weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
-) -> None:
-    counts = []
-    for order, change in {
-        "aborts": {"paused": True, "pause_mode": "abort"},
-        "resumes": {"paused": False},
-        "returns": {"paused": True, "pause_mode": "abort", "on_abort": "return"},
-        "again": {"paused": True, "pause_mode": "abort", "on_abort": "return"},
-        "holds": {"paused": True, "pause_mode": "keep", "on_abort": "return"},
-    }.items():
-        await ingest.change(order=order, **change)
-        await ingest.reported(lambda s, order=order: s.obeyed == order)
-        counts.append(weight_sync.returns)
-    assert counts == [0, 0, 1, 1, 1]
-
-
-# --- a version, while a pause waits
-
-
-async def test_a_version_with_mode_keep_loads_while_a_pause_waits_on(
-    weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
-) -> None:
-    await pause(ingest, "wait", "first")
-    await drains(running)
-    commit(log, 1, mode="keep")
-    await ingest.change(version=1)
-    await serving(weight_sync, ingest, 1)
-    await drains(running)
-    assert running.calls == ["pause wait", "pause keep", "load 1", "pause wait"]
-    assert not weight_sync.status().paused
-    running.draining.open()
-    assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
-    assert "resume" not in running.calls
-
-
-async def test_a_version_with_mode_abort_fulfils_a_waiting_pause(
-    weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
-) -> None:
-    await pause(ingest, "wait", "first")
-    await drains(running)
-    commit(log, 1, mode="abort")
-    await ingest.change(version=1)
-    await asyncio.wait_for(running.loading.reached.wait(), LONG_S)
-    running.draining.open()  # nothing runs any more
-    assert (await ingest.reported(lambda s: s.obeyed == "first" and s.version == 1)).paused
-    assert running.calls[:3] == ["pause wait", "pause abort", "load 1"] and "resume" not in running.calls
-
-
-# --- a version that waits
+    async def test_a_version_with_mode_abort_fulfils_a_waiting_pause(
+        self, weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
+    ) -> None:
+        await pause(ingest, "wait", "first")
+        await drains(running)
+        commit(log, 1, mode="abort")
+        await ingest.change(version=1)
+        await asyncio.wait_for(running.loading.reached.wait(), LONG_S)
+        running.draining.open()  # nothing runs any more
+        assert (await ingest.reported(lambda s: s.obeyed == "first" and s.version == 1)).paused
+        assert running.calls[:3] == ["pause wait", "pause abort", "load 1"] and "resume" not in running.calls
 
 
 async def commit_that_waits(log: WeightLog, engine: FakeEngine, ingest: FakeIngest, version: int) -> None:
@@ -163,84 +148,77 @@ async def commit_that_waits(log: WeightLog, engine: FakeEngine, ingest: FakeInge
     await drains(engine)
 
 
-@pytest.mark.parametrize("mode", ["keep", "abort"])
-async def test_a_newer_version_takes_over_from_one_that_waits(
-    weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest, mode: str
-) -> None:
-    await commit_that_waits(log, running, ingest, 1)
-    commit(log, 2, mode=mode)
-    await ingest.change(version=2)
-    await serving(weight_sync, ingest, 2)
-    assert running.calls == ["pause wait", f"pause {mode}", "load 2", "resume"]
+class TestWaitingVersion:
+    @pytest.mark.parametrize("mode", ["keep", "abort"])
+    async def test_a_newer_version_takes_over_from_one_that_waits(
+        self, weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest, mode: str
+    ) -> None:
+        await commit_that_waits(log, running, ingest, 1)
+        commit(log, 2, mode=mode)
+        await ingest.change(version=2)
+        await serving(weight_sync, ingest, 2)
+        assert running.calls == ["pause wait", f"pause {mode}", "load 2", "resume"]
 
+    async def test_between_two_waiting_versions_no_new_rollout_begins(
+        self, weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
+    ) -> None:
+        await commit_that_waits(log, running, ingest, 1)
+        commit(log, 2, mode="wait")
+        await ingest.change(version=2)
+        await ingest.reported(lambda s: s.target == 2)
+        running.draining.open()
+        await serving(weight_sync, ingest, 2)
+        assert running.calls[-2:] == ["load 2", "resume"] and running.calls.count("resume") == 1
 
-async def test_between_two_waiting_versions_no_new_rollout_begins(
-    weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
-) -> None:
-    await commit_that_waits(log, running, ingest, 1)
-    commit(log, 2, mode="wait")
-    await ingest.change(version=2)
-    await ingest.reported(lambda s: s.target == 2)
-    running.draining.open()
-    await serving(weight_sync, ingest, 2)
-    assert running.calls[-2:] == ["load 2", "resume"] and running.calls.count("resume") == 1
+    async def test_a_corrupt_newer_version_lets_the_paused_engine_resume(
+        self, weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
+    ) -> None:
+        await commit_that_waits(log, running, ingest, 1)
+        commit(log, 2, mode="keep")
+        flip_a_byte(log, 2, FIRST)
+        await ingest.change(version=2)
+        await ingest.reported(lambda s: s.state == "stale")
+        assert running.calls == ["pause wait", "resume"] and weight_sync.version == 0
 
+    @pytest.mark.parametrize("mode", ["keep", "abort"])
+    async def test_a_pause_with_another_mode_overrides_a_waiting_version(
+        self, weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest, mode: str
+    ) -> None:
+        await commit_that_waits(log, running, ingest, 1)
+        running.loading.close()
+        await pause(ingest, mode, "first")
+        assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
+        running.loading.open()
+        await serving(weight_sync, ingest, 1)
+        assert running.calls == ["pause wait", f"pause {mode}", "load 1"]
+        await ingest.change(paused=False, order="second")
+        await ingest.reported(lambda s: s.obeyed == "second")
+        assert running.calls[-1] == "resume"
 
-async def test_a_corrupt_newer_version_lets_the_paused_engine_resume(
-    weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
-) -> None:
-    await commit_that_waits(log, running, ingest, 1)
-    commit(log, 2, mode="keep")
-    flip_a_byte(log, 2, FIRST)
-    await ingest.change(version=2)
-    await ingest.reported(lambda s: s.state == "stale")
-    assert running.calls == ["pause wait", "resume"] and weight_sync.version == 0
+    async def test_a_resume_is_obeyed_only_after_a_waiting_version_loads(
+        self, weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
+    ) -> None:
+        await pause(ingest, "keep", "first")
+        await ingest.reported(lambda s: s.paused)
+        await commit_that_waits(log, running, ingest, 1)
+        await ingest.change(paused=False, order="second")
+        await ingest.reported(lambda s: ingest.seen is not None and ingest.seen.order == "second")
+        assert weight_sync.status().obeyed == "first" and "resume" not in running.calls
+        running.draining.open()
+        await ingest.reported(lambda s: s.obeyed == "second")
+        assert running.calls == ["pause keep", "pause wait", "load 1", "resume"]
 
-
-@pytest.mark.parametrize("mode", ["keep", "abort"])
-async def test_a_pause_with_another_mode_overrides_a_waiting_version(
-    weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest, mode: str
-) -> None:
-    await commit_that_waits(log, running, ingest, 1)
-    running.loading.close()
-    await pause(ingest, mode, "first")
-    assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
-    running.loading.open()
-    await serving(weight_sync, ingest, 1)
-    assert running.calls == ["pause wait", f"pause {mode}", "load 1"]
-    await ingest.change(paused=False, order="second")
-    await ingest.reported(lambda s: s.obeyed == "second")
-    assert running.calls[-1] == "resume"
-
-
-async def test_a_resume_is_obeyed_only_after_a_waiting_version_loads(
-    weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
-) -> None:
-    await pause(ingest, "keep", "first")
-    await ingest.reported(lambda s: s.paused)
-    await commit_that_waits(log, running, ingest, 1)
-    await ingest.change(paused=False, order="second")
-    await ingest.reported(lambda s: ingest.seen is not None and ingest.seen.order == "second")
-    assert weight_sync.status().obeyed == "first" and "resume" not in running.calls
-    running.draining.open()
-    await ingest.reported(lambda s: s.obeyed == "second")
-    assert running.calls == ["pause keep", "pause wait", "load 1", "resume"]
-
-
-async def test_a_waiting_version_is_given_up_when_the_log_is_set_back(
-    weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
-) -> None:
-    before = (log.root / "LATEST").read_bytes()
-    await commit_that_waits(log, running, ingest, 1)
-    (log.root / "LATEST").write_bytes(before)
-    await pause(ingest, "keep", "first")
-    await ingest.reported(lambda s: s.obeyed == "first")
-    await ingest.change(paused=False, order="second")
-    await ingest.reported(lambda s: s.obeyed == "second")
-    assert running.calls == ["pause wait", "pause keep", "resume"] and weight_sync.version == 0
-
-
-# --- a version that is loaded and cannot be served
+    async def test_a_waiting_version_is_given_up_when_the_log_is_set_back(
+        self, weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
+    ) -> None:
+        before = (log.root / "LATEST").read_bytes()
+        await commit_that_waits(log, running, ingest, 1)
+        (log.root / "LATEST").write_bytes(before)
+        await pause(ingest, "keep", "first")
+        await ingest.reported(lambda s: s.obeyed == "first")
+        await ingest.change(paused=False, order="second")
+        await ingest.reported(lambda s: s.obeyed == "second")
+        assert running.calls == ["pause wait", "pause keep", "resume"] and weight_sync.version == 0
 
 
 class LateScales:
@@ -278,46 +256,46 @@ async def measuring(
     weight_sync.stop()
 
 
-async def test_a_version_loaded_but_not_served_obeys_no_waiting_pause(
-    measuring: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest, scales: LateScales
-) -> None:
-    await pause(ingest, "wait", "first")
-    await drains(running)
-    running.loading.close()
-    commit(log, 1, mode="keep")
-    await ingest.change(version=1)
-    running.loading.reached.clear()
-    await asyncio.wait_for(running.loading.reached.wait(), LONG_S)
-    commit(log, 2, mode="keep")
-    running.loading.open()
-    await ingest.change(version=2)
-    await ingest.reported(lambda s: s.error is not None and "still measures" in s.error)
-    assert measuring.status().obeyed == ""
-    scales.measured = True
-    await serving(measuring, ingest, 2)
-    await drains(running)
-    running.draining.open()
-    assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
+class TestVersionThatCannotBeServed:
+    async def test_a_version_loaded_but_not_served_obeys_no_waiting_pause(
+        self, measuring: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest, scales: LateScales
+    ) -> None:
+        await pause(ingest, "wait", "first")
+        await drains(running)
+        running.loading.close()
+        commit(log, 1, mode="keep")
+        await ingest.change(version=1)
+        running.loading.reached.clear()
+        await asyncio.wait_for(running.loading.reached.wait(), LONG_S)
+        commit(log, 2, mode="keep")
+        running.loading.open()
+        await ingest.change(version=2)
+        await ingest.reported(lambda s: s.error is not None and "still measures" in s.error)
+        assert measuring.status().obeyed == ""
+        scales.measured = True
+        await serving(measuring, ingest, 2)
+        await drains(running)
+        running.draining.open()
+        assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
 
-
-async def test_an_unservable_version_pauses_the_engine_until_the_next(
-    measuring: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, scales: LateScales
-) -> None:
-    engine.loading.close()
-    engine.loading.reached.clear()
-    commit(log, 1)
-    await ingest.change(version=1)
-    await asyncio.wait_for(engine.loading.reached.wait(), LONG_S)
-    commit(log, 2)
-    engine.loading.open()
-    await ingest.change(version=2)
-    status = await ingest.reported(lambda s: s.error is not None and "still measures" in s.error)
-    assert status.state == "syncing" and engine.paused
-    await pause(ingest, "keep", "first")
-    await ingest.reported(lambda s: s.obeyed == "first")
-    await ingest.change(paused=False, order="second")
-    await ingest.reported(lambda s: ingest.seen is not None and ingest.seen.order == "second")
-    assert engine.paused and "resume" not in engine.calls and measuring.status().obeyed == "first"
-    scales.measured = True
-    await serving(measuring, ingest, 2)
-    assert engine.calls[-2:] == ["load 2", "resume"] and measuring.status().error is None
+    async def test_an_unservable_version_pauses_the_engine_until_the_next(
+        self, measuring: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, scales: LateScales
+    ) -> None:
+        engine.loading.close()
+        engine.loading.reached.clear()
+        commit(log, 1)
+        await ingest.change(version=1)
+        await asyncio.wait_for(engine.loading.reached.wait(), LONG_S)
+        commit(log, 2)
+        engine.loading.open()
+        await ingest.change(version=2)
+        status = await ingest.reported(lambda s: s.error is not None and "still measures" in s.error)
+        assert status.state == "syncing" and engine.paused
+        await pause(ingest, "keep", "first")
+        await ingest.reported(lambda s: s.obeyed == "first")
+        await ingest.change(paused=False, order="second")
+        await ingest.reported(lambda s: ingest.seen is not None and ingest.seen.order == "second")
+        assert engine.paused and "resume" not in engine.calls and measuring.status().obeyed == "first"
+        scales.measured = True
+        await serving(measuring, ingest, 2)
+        assert engine.calls[-2:] == ["load 2", "resume"] and measuring.status().error is None

@@ -148,24 +148,25 @@ async def test_a_start_reports_what_it_reads_and_survives_its_removal(
     weight_sync.stop()
 
 
-# --- an ingest that is away
+class TestIngestAway:
+    @pytest.mark.parametrize(
+        "error", [NotReady("died"), DeploymentFailed("a bug")], ids=lambda error: type(error).__name__
+    )
+    async def test_without_the_ingest_a_replica_still_follows_the_log(
+        self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, error: Exception
+    ) -> None:
+        await ingest.leave(error)
+        commit(log, 1)
+        assert await weight_sync.wait_version(1, timeout_s=LONG_S)
+        weight_sync.check_health()
+        ingest.unreachable = None
+        await serving(weight_sync, ingest, 1)
+        await ingest.change(paused=True)
+        await ingest.reported(lambda s: s.paused)
 
-
-@pytest.mark.parametrize("error", [NotReady("died"), DeploymentFailed("a bug")], ids=lambda error: type(error).__name__)
-async def test_without_the_ingest_a_replica_still_follows_the_log(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, error: Exception
-) -> None:
-    await ingest.leave(error)
-    commit(log, 1)
-    assert await weight_sync.wait_version(1, timeout_s=LONG_S)
-    weight_sync.check_health()
-    ingest.unreachable = None
-    await serving(weight_sync, ingest, 1)
-    await ingest.change(paused=True)
-    await ingest.reported(lambda s: s.paused)
-
-
-async def test_an_unexpected_error_of_the_ingest_ends_following(weight_sync: WeightSync, ingest: FakeIngest) -> None:
-    weight_sync.check_health()
-    await ingest.leave(TypeError("a bug"))
-    assert "a bug" in await why_unhealthy(weight_sync)
+    async def test_an_unexpected_error_of_the_ingest_ends_following(
+        self, weight_sync: WeightSync, ingest: FakeIngest
+    ) -> None:
+        weight_sync.check_health()
+        await ingest.leave(TypeError("a bug"))
+        assert "a bug" in await why_unhealthy(weight_sync)

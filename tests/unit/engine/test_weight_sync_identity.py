@@ -71,9 +71,6 @@ async def test_a_replica_that_starts_compares_contents_too(
     weight_sync.stop()
 
 
-# --- an ingest that writes another log
-
-
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Origin:
     """Of an ingest that was started on another node, where its root was empty."""
@@ -82,52 +79,51 @@ def elsewhere(tmp_path: Path) -> Origin:
     return other.sign()
 
 
-async def test_a_replica_of_the_old_log_is_stale_until_it_comes_back(
-    weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest, elsewhere: Origin
-) -> None:
-    here = log.sign()
-    await ingest.change(origin=here)
-    await push(log, ingest, 7)
-    await serving(weight_sync, ingest, 7)
-    assert weight_sync.status().log == here.log
-    await ingest.change(version=0, origin=elsewhere)
-    status = await ingest.reported(lambda s: s.state == "stale")
-    assert status.version == 7 and status.log == here.log
-    assert status.error is not None and "the ingest writes another log now" in status.error
-    await ingest.change(version=7, origin=here)
-    await ingest.reported(lambda s: s.state == "ready" and s.error is None)
-    await push(log, ingest, 8)
-    await serving(weight_sync, ingest, 8)
-
-
-async def test_nor_is_a_clone_of_the_log_taken_for_the_log(
-    weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
-) -> None:
-    here = log.sign()
-    await ingest.change(origin=here.model_copy(update={"writer": "of the clone"}))
-    status = await ingest.reported(lambda s: s.state == "stale")
-    assert status.error is not None and "bring the ingest back" in status.error
-
-
-async def test_no_replica_is_stale_after_an_ingest_restart_on_its_log(
-    weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
-) -> None:
-    await ingest.change(origin=log.sign())
-    seen = len(ingest.reports)
-    await ingest.reported(lambda _: len(ingest.reports) > seen)
-    await ingest.leave(NotReady("it died with this call"))
-    later = log.sign()
-    for _ in range(3):  # it looks while nobody has told it of the new ingest
-        weight_sync._woken.set()
-        await ingest_is_away(weight_sync)
-    ingest.unreachable = None
-    await ingest.change(origin=later)
-    await push(log, ingest, 1)
-    await serving(weight_sync, ingest, 1)
-    assert "stale" not in {status.state for status in ingest.reports}
-
-
 async def ingest_is_away(weight_sync: WeightSync) -> None:
     """Until it has looked once more."""
     while weight_sync._woken.is_set():
         await settle()
+
+
+class TestAnotherLog:
+    async def test_a_replica_of_the_old_log_is_stale_until_it_comes_back(
+        self, weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest, elsewhere: Origin
+    ) -> None:
+        here = log.sign()
+        await ingest.change(origin=here)
+        await push(log, ingest, 7)
+        await serving(weight_sync, ingest, 7)
+        assert weight_sync.status().log == here.log
+        await ingest.change(version=0, origin=elsewhere)
+        status = await ingest.reported(lambda s: s.state == "stale")
+        assert status.version == 7 and status.log == here.log
+        assert status.error is not None and "the ingest writes another log now" in status.error
+        await ingest.change(version=7, origin=here)
+        await ingest.reported(lambda s: s.state == "ready" and s.error is None)
+        await push(log, ingest, 8)
+        await serving(weight_sync, ingest, 8)
+
+    async def test_nor_is_a_clone_of_the_log_taken_for_the_log(
+        self, weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
+    ) -> None:
+        here = log.sign()
+        await ingest.change(origin=here.model_copy(update={"writer": "of the clone"}))
+        status = await ingest.reported(lambda s: s.state == "stale")
+        assert status.error is not None and "bring the ingest back" in status.error
+
+    async def test_no_replica_is_stale_after_an_ingest_restart_on_its_log(
+        self, weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
+    ) -> None:
+        await ingest.change(origin=log.sign())
+        seen = len(ingest.reports)
+        await ingest.reported(lambda _: len(ingest.reports) > seen)
+        await ingest.leave(NotReady("it died with this call"))
+        later = log.sign()
+        for _ in range(3):  # it looks while nobody has told it of the new ingest
+            weight_sync._woken.set()
+            await ingest_is_away(weight_sync)
+        ingest.unreachable = None
+        await ingest.change(origin=later)
+        await push(log, ingest, 1)
+        await serving(weight_sync, ingest, 1)
+        assert "stale" not in {status.state for status in ingest.reports}

@@ -144,98 +144,89 @@ async def test_in_a_paused_fleet_it_measures_and_stays_paused(
     assert engine.calls == in_order(1)[:-1] and engine.paused
 
 
-# --- while another replica measures
-
-
-async def test_while_another_measures_it_serves_the_old_version(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
-) -> None:
-    kv_scales.fail_scales = WAITS
-    await push(log, ingest, 1)
-    status = await ingest.reported(lambda s: s.error is not None)
-    assert (status.version, status.state, status.target, status.error) == (0, "syncing", 1, str(WAITS))
-    assert engine.calls == [] and not engine.paused
-    weight_sync.check_health()
-    kv_scales.fail_scales = None
-    await serving(weight_sync, ingest, 1)
-    assert engine.calls == in_order(1) and weight_sync.status().error is None
-
-
-async def test_however_long_another_measures_the_version_is_read_once(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
-) -> None:
-    staged = count_stagings(engine)
-    kv_scales.fail_scales = WAITS
-    await push(log, ingest, 1)
-    seen = len(ingest.reports)
-    await ingest.reported(lambda _: len(ingest.reports) > seen + 20)
-    kv_scales.fail_scales = None
-    await serving(weight_sync, ingest, 1)
-    assert [folder.name for folder in staged] == ["1"]
-
-
-async def test_a_newer_version_is_read_in_the_place_of_one_that_waits(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
-) -> None:
-    staged = count_stagings(engine)
-    kv_scales.fail_scales = WAITS
-    await push(log, ingest, 1)
-    await ingest.reported(lambda s: s.error is not None)
-    await push(log, ingest, 2)
-    await ingest.reported(lambda s: s.target == 2 and s.error is not None)
-    kv_scales.fail_scales = None
-    await serving(weight_sync, ingest, 2)
-    assert [folder.name for folder in staged] == ["1", "2"] and "load 1" not in " ".join(engine.calls)
-
-
-async def test_a_replica_that_starts_meanwhile_waits_and_is_not_ready(
-    new: WeightSync, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
-) -> None:
-    kv_scales.fail_scales = WAITS
-    starting = asyncio.create_task(new.start())
-    await ingest.reported(lambda s: s.target == 0)
-    await ingest.reported(lambda _: len(ingest.reports) >= 3)
-    assert not starting.done() and new.status().state == "syncing" and engine.calls == []
-    kv_scales.fail_scales = None
-    await asyncio.wait_for(starting, LONG_S)
-    assert engine.calls == in_order(0)
-
-
-# --- a version that cannot be measured
-
-
-async def test_a_version_removed_while_measured_gives_way_to_a_newer(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
-) -> None:
-    kv_scales.fail_loaded[1] = NotFound("version 1 is not in the log any more")
-    kv_scales.measuring.close()
-    kv_scales.measuring.reached.clear()
-    await push(log, ingest, 1)
-    await asyncio.wait_for(kv_scales.measuring.reached.wait(), LONG_S)
-    commit(log, 2)
-    kv_scales.measuring.open()
-    await ingest.change(version=2)
-    await serving(weight_sync, ingest, 2)
-    assert engine.calls == in_order(1)[:-1] + in_order(2)
-
-
-async def test_an_engine_that_cannot_measure_never_serves_the_version(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
-) -> None:
-    kv_scales.fail_loaded[1] = EngineFailed("keys and values could not be measured")
-    await push(log, ingest, 1)
-    async with asyncio.timeout(LONG_S):
-        while not weight_sync._tasks[1].done():
-            await asyncio.sleep(0.001)
-    with pytest.raises(EngineFailed, match="r1 stopped following the log: keys and values could not be measured"):
+class TestAnotherReplicaMeasures:
+    async def test_while_another_measures_it_serves_the_old_version(
+        self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
+    ) -> None:
+        kv_scales.fail_scales = WAITS
+        await push(log, ingest, 1)
+        status = await ingest.reported(lambda s: s.error is not None)
+        assert (status.version, status.state, status.target, status.error) == (0, "syncing", 1, str(WAITS))
+        assert engine.calls == [] and not engine.paused
         weight_sync.check_health()
-    assert engine.calls == in_order(1)[:-1] and engine.paused and weight_sync.version == 0
+        kv_scales.fail_scales = None
+        await serving(weight_sync, ingest, 1)
+        assert engine.calls == in_order(1) and weight_sync.status().error is None
+
+    async def test_however_long_another_measures_the_version_is_read_once(
+        self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
+    ) -> None:
+        staged = count_stagings(engine)
+        kv_scales.fail_scales = WAITS
+        await push(log, ingest, 1)
+        seen = len(ingest.reports)
+        await ingest.reported(lambda _: len(ingest.reports) > seen + 20)
+        kv_scales.fail_scales = None
+        await serving(weight_sync, ingest, 1)
+        assert [folder.name for folder in staged] == ["1"]
+
+    async def test_a_newer_version_is_read_in_the_place_of_one_that_waits(
+        self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
+    ) -> None:
+        staged = count_stagings(engine)
+        kv_scales.fail_scales = WAITS
+        await push(log, ingest, 1)
+        await ingest.reported(lambda s: s.error is not None)
+        await push(log, ingest, 2)
+        await ingest.reported(lambda s: s.target == 2 and s.error is not None)
+        kv_scales.fail_scales = None
+        await serving(weight_sync, ingest, 2)
+        assert [folder.name for folder in staged] == ["1", "2"] and "load 1" not in " ".join(engine.calls)
+
+    async def test_a_replica_that_starts_meanwhile_waits_and_is_not_ready(
+        self, new: WeightSync, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
+    ) -> None:
+        kv_scales.fail_scales = WAITS
+        starting = asyncio.create_task(new.start())
+        await ingest.reported(lambda s: s.target == 0)
+        await ingest.reported(lambda _: len(ingest.reports) >= 3)
+        assert not starting.done() and new.status().state == "syncing" and engine.calls == []
+        kv_scales.fail_scales = None
+        await asyncio.wait_for(starting, LONG_S)
+        assert engine.calls == in_order(0)
 
 
-async def test_a_model_that_is_unfit_for_fp8_does_not_start(
-    new: WeightSync, engine: FakeEngine, kv_scales: FakeKVScales
-) -> None:
-    kv_scales.fail_loaded[0] = KVCacheUnfit("FP8 is not accurate enough for 2 of 2 layers")
-    with pytest.raises(KVCacheUnfit, match="for 2 of 2 layers"):
-        await new.start()
-    assert "resume" not in engine.calls and new.version is None
+class TestNotMeasurable:
+    async def test_a_version_removed_while_measured_gives_way_to_a_newer(
+        self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
+    ) -> None:
+        kv_scales.fail_loaded[1] = NotFound("version 1 is not in the log any more")
+        kv_scales.measuring.close()
+        kv_scales.measuring.reached.clear()
+        await push(log, ingest, 1)
+        await asyncio.wait_for(kv_scales.measuring.reached.wait(), LONG_S)
+        commit(log, 2)
+        kv_scales.measuring.open()
+        await ingest.change(version=2)
+        await serving(weight_sync, ingest, 2)
+        assert engine.calls == in_order(1)[:-1] + in_order(2)
+
+    async def test_an_engine_that_cannot_measure_never_serves_the_version(
+        self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
+    ) -> None:
+        kv_scales.fail_loaded[1] = EngineFailed("keys and values could not be measured")
+        await push(log, ingest, 1)
+        async with asyncio.timeout(LONG_S):
+            while not weight_sync._tasks[1].done():
+                await asyncio.sleep(0.001)
+        with pytest.raises(EngineFailed, match="r1 stopped following the log: keys and values could not be measured"):
+            weight_sync.check_health()
+        assert engine.calls == in_order(1)[:-1] and engine.paused and weight_sync.version == 0
+
+    async def test_a_model_that_is_unfit_for_fp8_does_not_start(
+        self, new: WeightSync, engine: FakeEngine, kv_scales: FakeKVScales
+    ) -> None:
+        kv_scales.fail_loaded[0] = KVCacheUnfit("FP8 is not accurate enough for 2 of 2 layers")
+        with pytest.raises(KVCacheUnfit, match="for 2 of 2 layers"):
+            await new.start()
+        assert "resume" not in engine.calls and new.version is None

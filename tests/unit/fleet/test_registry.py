@@ -12,158 +12,148 @@ def table(clock: Clock) -> FleetTable:
     return FleetTable(dead_after_s=60)
 
 
-def test_the_table_shows_the_last_report_of_each_replica_by_name(table: FleetTable) -> None:
-    table.report(replica("b", 1))
-    table.report(replica("a", 1, sequence=1))
-    table.report(replica("a", 2, sequence=2))
-    assert [(status.replica_id, status.version) for status in table.live()] == [("a", 2), ("b", 1)]
+class TestReports:
+    def test_the_table_shows_the_last_report_of_each_replica_by_name(self, table: FleetTable) -> None:
+        table.report(replica("b", 1))
+        table.report(replica("a", 1, sequence=1))
+        table.report(replica("a", 2, sequence=2))
+        assert [(status.replica_id, status.version) for status in table.live()] == [("a", 2), ("b", 1)]
+
+    def test_a_report_that_was_overtaken_on_its_way_is_ignored(self, table: FleetTable) -> None:
+        table.report(replica("a", 2, sequence=2))
+        table.report(replica("a", 1, sequence=1))
+        assert table.live()[0].version == 2
+
+    def test_report_sequence_numbers_are_compared_per_replica(self, table: FleetTable) -> None:
+        table.report(replica("a", 2, sequence=9))
+        table.report(replica("b", 1, sequence=1))
+        assert not table.all_serve(2)
+
+    def test_a_replica_that_is_silent_for_too_long_leaves_the_table(self, table: FleetTable, clock: Clock) -> None:
+        table.report(replica("silent", 1))
+        clock.go_on(59)
+        table.report(replica("alive", 2))
+        assert [status.replica_id for status in table.live()] == ["alive", "silent"]
+        clock.go_on(1)
+        assert [status.replica_id for status in table.live()] == ["alive"]
+        assert table.in_use() == {2} and table.all_serve(2)
+
+    def test_a_replica_that_was_silent_may_come_back(self, table: FleetTable, clock: Clock) -> None:
+        table.report(replica("a", 1, sequence=5))
+        clock.go_on(61)
+        assert table.live() == ()
+        table.report(replica("a", 1, sequence=6))
+        assert len(table.live()) == 1
+
+    def test_reports_say_how_old_they_are(self, table: FleetTable, clock: Clock) -> None:
+        table.report(replica("a", 1))
+        clock.go_on(7.5)
+        table.report(replica("b", 1))
+        assert [status.age_s for status in table.live()] == [7.5, 0.0]
 
 
-def test_a_report_that_was_overtaken_on_its_way_is_ignored(table: FleetTable) -> None:
-    table.report(replica("a", 2, sequence=2))
-    table.report(replica("a", 1, sequence=1))
-    assert table.live()[0].version == 2
+class TestWaitedFor:
+    @pytest.mark.parametrize(
+        ("versions", "served"),
+        [([], False), ([1], False), ([2], True), ([3], True), ([2, 1], False), ([2, 3], True)],
+    )
+    def test_a_version_is_live_when_all_replicas_serve_it_or_a_newer(
+        self, table: FleetTable, versions: list[int], served: bool
+    ) -> None:
+        for number, version in enumerate(versions):
+            table.report(replica(f"replica-{number}", version))
+        assert table.all_serve(2) is served
+
+    @pytest.mark.parametrize(
+        ("obeyed", "all_obey"),
+        [([], False), (["new"], True), (["old"], False), (["new", "old"], False), (["new", "new"], True)],
+    )
+    def test_a_pause_or_resume_is_obeyed_when_all_obeyed_that_one(
+        self, table: FleetTable, obeyed: list[str], all_obey: bool
+    ) -> None:
+        for number, order in enumerate(obeyed):
+            table.report(replica(f"replica-{number}", 1, obeyed=order))
+        assert table.all_obey("new") is all_obey
+
+    def test_a_starting_replica_is_in_the_table_but_not_waited_for(self, table: FleetTable) -> None:
+        table.report(replica("newcomer", None, state="starting"))
+        assert [status.state for status in table.live()] == ["starting"]
+        assert not table.all_serve(0) and not table.all_obey("") and not table.all_obey("new")
+        table.report(replica("old", 2, obeyed="new"))
+        assert table.all_serve(2) and table.all_obey("new")
+        table.report(replica("newcomer", 1, sequence=1))
+        assert not table.all_serve(2) and not table.all_obey("new")
+
+    def test_a_replica_that_sleeps_or_wakes_is_waited_for_by_orders_alone(self, table: FleetTable) -> None:
+        table.report(replica("sleeps", None, state="asleep", obeyed="old"))
+        table.report(replica("serves", 2, obeyed="new"))
+        assert table.all_serve(2) and not table.all_obey("new")
+        table.report(replica("sleeps", None, state="asleep", sequence=1, obeyed="new"))
+        assert table.all_obey("new")
+
+    def test_a_draining_replica_is_in_the_table_but_not_waited_for(self, table: FleetTable) -> None:
+        table.report(replica("leaves", 1, state="draining"))
+        assert [status.state for status in table.live()] == ["draining"] and table.in_use() == {1}
+        assert not table.all_serve(1)  # nobody takes requests
+        table.report(replica("stays", 2))
+        assert table.all_serve(2)
+
+    def test_a_replica_that_says_goodbye_leaves_despite_late_reports(self, table: FleetTable) -> None:
+        table.report(replica("gone", 1, sequence=4))
+        table.report(replica("stays", 2))
+        table.leave("gone")
+        assert table.all_serve(2) and table.in_use() == {2}
+        table.report(replica("gone", 1, sequence=5))
+        assert [status.replica_id for status in table.live()] == ["stays"]
+
+    def test_a_replica_known_from_before_that_leaves_is_not_awaited(self) -> None:
+        table = FleetTable(dead_after_s=60, may_be_empty=True)
+        table.wait_for(frozenset({"a", "b"}))
+        table.leave("a")
+        assert not table.is_complete()
+        table.leave("b")
+        assert table.is_complete() and table.all_serve(5)
 
 
-def test_report_sequence_numbers_are_compared_per_replica(table: FleetTable) -> None:
-    table.report(replica("a", 2, sequence=9))
-    table.report(replica("b", 1, sequence=1))
-    assert not table.all_serve(2)
+class TestVersionsInUse:
+    def test_versions_that_are_served_or_being_loaded_are_in_use(self, table: FleetTable) -> None:
+        table.report(replica("a", 1, target=3))
+        table.report(replica("b", None, target=2))
+        assert table.in_use() == {1, 2, 3}
+
+    def test_a_replica_is_loading_only_the_version_it_last_reported(self, table: FleetTable) -> None:
+        table.report(replica("a", 1, target=3))
+        table.report(replica("b", 3))
+        assert table.is_loading("a", 3)
+        assert not table.is_loading("a", 1) and not table.is_loading("b", 3) and not table.is_loading("c", 3)
+        table.report(replica("a", 1, sequence=1, target=4))
+        assert not table.is_loading("a", 3) and table.is_loading("a", 4)
+        table.leave("a")
+        assert not table.is_loading("a", 4)
+
+    def test_a_replica_that_is_silent_too_long_is_loading_nothing(self, table: FleetTable, clock: Clock) -> None:
+        table.report(replica("a", None, target=0))
+        assert table.is_loading("a", 0)
+        clock.go_on(60)
+        assert not table.is_loading("a", 0)
 
 
-def test_a_replica_that_is_silent_for_too_long_leaves_the_table(table: FleetTable, clock: Clock) -> None:
-    table.report(replica("silent", 1))
-    clock.go_on(59)
-    table.report(replica("alive", 2))
-    assert [status.replica_id for status in table.live()] == ["alive", "silent"]
-    clock.go_on(1)
-    assert [status.replica_id for status in table.live()] == ["alive"]
-    assert table.in_use() == {2} and table.all_serve(2)
+class TestComplete:
+    def test_the_fleet_is_complete_once_known_replicas_report_or_die(self, table: FleetTable, clock: Clock) -> None:
+        table.wait_for(frozenset({"a", "b"}))
+        table.report(replica("a", 2))
+        assert not table.all_serve(2) and not table.all_obey("") and not table.is_complete()
+        table.report(replica("b", 2))
+        assert table.all_serve(2) and table.all_obey("") and table.is_complete()
+        table.wait_for(frozenset({"gone"}))
+        clock.go_on(59)
+        assert not table.is_complete()
+        clock.go_on(1)
+        assert table.is_complete()
 
-
-def test_a_replica_that_was_silent_may_come_back(table: FleetTable, clock: Clock) -> None:
-    table.report(replica("a", 1, sequence=5))
-    clock.go_on(61)
-    assert table.live() == ()
-    table.report(replica("a", 1, sequence=6))
-    assert len(table.live()) == 1
-
-
-def test_reports_say_how_old_they_are(table: FleetTable, clock: Clock) -> None:
-    table.report(replica("a", 1))
-    clock.go_on(7.5)
-    table.report(replica("b", 1))
-    assert [status.age_s for status in table.live()] == [7.5, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("versions", "served"),
-    [([], False), ([1], False), ([2], True), ([3], True), ([2, 1], False), ([2, 3], True)],
-)
-def test_a_version_is_live_when_all_replicas_serve_it_or_a_newer(
-    table: FleetTable, versions: list[int], served: bool
-) -> None:
-    for number, version in enumerate(versions):
-        table.report(replica(f"replica-{number}", version))
-    assert table.all_serve(2) is served
-
-
-@pytest.mark.parametrize(
-    ("obeyed", "all_obey"),
-    [([], False), (["new"], True), (["old"], False), (["new", "old"], False), (["new", "new"], True)],
-)
-def test_a_pause_or_resume_is_obeyed_when_all_obeyed_that_one(
-    table: FleetTable, obeyed: list[str], all_obey: bool
-) -> None:
-    for number, order in enumerate(obeyed):
-        table.report(replica(f"replica-{number}", 1, obeyed=order))
-    assert table.all_obey("new") is all_obey
-
-
-def test_a_starting_replica_is_in_the_table_but_not_waited_for(table: FleetTable) -> None:
-    table.report(replica("newcomer", None, state="starting"))
-    assert [status.state for status in table.live()] == ["starting"]
-    assert not table.all_serve(0) and not table.all_obey("") and not table.all_obey("new")
-    table.report(replica("old", 2, obeyed="new"))
-    assert table.all_serve(2) and table.all_obey("new")
-    table.report(replica("newcomer", 1, sequence=1))
-    assert not table.all_serve(2) and not table.all_obey("new")
-
-
-def test_a_replica_that_sleeps_or_wakes_is_waited_for_by_orders_alone(table: FleetTable) -> None:
-    table.report(replica("sleeps", None, state="asleep", obeyed="old"))
-    table.report(replica("serves", 2, obeyed="new"))
-    assert table.all_serve(2) and not table.all_obey("new")
-    table.report(replica("sleeps", None, state="asleep", sequence=1, obeyed="new"))
-    assert table.all_obey("new")
-
-
-def test_a_draining_replica_is_in_the_table_but_not_waited_for(table: FleetTable) -> None:
-    table.report(replica("leaves", 1, state="draining"))
-    assert [status.state for status in table.live()] == ["draining"] and table.in_use() == {1}
-    assert not table.all_serve(1)  # nobody takes requests
-    table.report(replica("stays", 2))
-    assert table.all_serve(2)
-
-
-def test_a_replica_that_says_goodbye_leaves_despite_late_reports(table: FleetTable) -> None:
-    table.report(replica("gone", 1, sequence=4))
-    table.report(replica("stays", 2))
-    table.leave("gone")
-    assert table.all_serve(2) and table.in_use() == {2}
-    table.report(replica("gone", 1, sequence=5))
-    assert [status.replica_id for status in table.live()] == ["stays"]
-
-
-def test_a_replica_known_from_before_that_leaves_is_not_awaited() -> None:
-    table = FleetTable(dead_after_s=60, may_be_empty=True)
-    table.wait_for(frozenset({"a", "b"}))
-    table.leave("a")
-    assert not table.is_complete()
-    table.leave("b")
-    assert table.is_complete() and table.all_serve(5)
-
-
-def test_versions_that_are_served_or_being_loaded_are_in_use(table: FleetTable) -> None:
-    table.report(replica("a", 1, target=3))
-    table.report(replica("b", None, target=2))
-    assert table.in_use() == {1, 2, 3}
-
-
-def test_a_replica_is_loading_only_the_version_it_last_reported(table: FleetTable) -> None:
-    table.report(replica("a", 1, target=3))
-    table.report(replica("b", 3))
-    assert table.is_loading("a", 3)
-    assert not table.is_loading("a", 1) and not table.is_loading("b", 3) and not table.is_loading("c", 3)
-    table.report(replica("a", 1, sequence=1, target=4))
-    assert not table.is_loading("a", 3) and table.is_loading("a", 4)
-    table.leave("a")
-    assert not table.is_loading("a", 4)
-
-
-def test_a_replica_that_is_silent_too_long_is_loading_nothing(table: FleetTable, clock: Clock) -> None:
-    table.report(replica("a", None, target=0))
-    assert table.is_loading("a", 0)
-    clock.go_on(60)
-    assert not table.is_loading("a", 0)
-
-
-def test_the_fleet_is_complete_once_known_replicas_report_or_die(table: FleetTable, clock: Clock) -> None:
-    table.wait_for(frozenset({"a", "b"}))
-    table.report(replica("a", 2))
-    assert not table.all_serve(2) and not table.all_obey("") and not table.is_complete()
-    table.report(replica("b", 2))
-    assert table.all_serve(2) and table.all_obey("") and table.is_complete()
-    table.wait_for(frozenset({"gone"}))
-    clock.go_on(59)
-    assert not table.is_complete()
-    clock.go_on(1)
-    assert table.is_complete()
-
-
-def test_an_empty_table_is_waited_for_unless_zero_is_allowed(table: FleetTable) -> None:
-    assert not table.all_serve(0) and not table.all_obey("new")
-    scaled_to_zero = FleetTable(dead_after_s=60, may_be_empty=True)
-    assert scaled_to_zero.all_serve(0) and scaled_to_zero.all_obey("new")
-    scaled_to_zero.report(replica("a", 1))
-    assert not scaled_to_zero.all_serve(2) and not scaled_to_zero.all_obey("new")
+    def test_an_empty_table_is_waited_for_unless_zero_is_allowed(self, table: FleetTable) -> None:
+        assert not table.all_serve(0) and not table.all_obey("new")
+        scaled_to_zero = FleetTable(dead_after_s=60, may_be_empty=True)
+        assert scaled_to_zero.all_serve(0) and scaled_to_zero.all_obey("new")
+        scaled_to_zero.report(replica("a", 1))
+        assert not scaled_to_zero.all_serve(2) and not scaled_to_zero.all_obey("new")

@@ -31,281 +31,253 @@ async def versions(ingest: Ingest) -> list[int]:
     return [status.version for status in await ingest.versions()]
 
 
-# --- waiting
+class TestWaiting:
+    async def test_a_waiting_commit_answers_once_every_replica_serves_it(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        await ingest.report(replica("a", 0))
+        await ingest.report(replica("b", 0))
+        await trainer.upload(1, weights)
+        commit = asyncio.create_task(ingest.commit(1, CommitUpload(wait="all", timeout_s=LONG_S)))
+        while (await ingest.fleet()).latest_version != 1:
+            await asyncio.sleep(0.001)
+        await ingest.report(replica("a", 1, sequence=1))
+        await settle()
+        assert not commit.done()
+        await ingest.report(replica("b", 1, sequence=1))
+        status = await asyncio.wait_for(commit, LONG_S)
+        assert status.state == "live" and {r.replica_id for r in status.replicas} == {"a", "b"}
+
+    async def test_a_replica_at_a_newer_version_counts_for_the_older_ones(self, ingest: Ingest) -> None:
+        await ingest.report(replica("a", 3))
+        await asyncio.wait_for(ingest.wait_live(2, timeout_s=LONG_S), LONG_S)
+        older = await ingest.status(0)
+        assert older.state == "live" and [r.version for r in older.replicas] == [3]
+
+    async def test_a_version_stays_committed_when_its_wait_times_out(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        await ingest.report(replica("a", 0, state="stale", error="disk on fire"))
+        await trainer.upload(1, weights)
+        with pytest.raises(CommitTimeout, match=r"version 1 is committed, but after 0\.01 s") as late:
+            await ingest.commit(1, CommitUpload(wait="all", timeout_s=0.01))
+        table = late.value.detail["replicas"]
+        assert [(row["replica_id"], row["version"], row["error"]) for row in table] == [("a", 0, "disk on fire")]
+        assert (await ingest.status(1)).state == "committed"
+        assert (await ingest.fleet()).latest_version == 1
+
+    async def test_without_any_replica_nothing_is_live(self, ingest: Ingest) -> None:
+        with pytest.raises(CommitTimeout):
+            await ingest.wait_live(0, timeout_s=0.01)
+        assert (await ingest.status(0)).state == "committed"
 
 
-async def test_a_waiting_commit_answers_once_every_replica_serves_it(
-    ingest: Ingest, trainer: Trainer, weights: Weights
-) -> None:
-    await ingest.report(replica("a", 0))
-    await ingest.report(replica("b", 0))
-    await trainer.upload(1, weights)
-    commit = asyncio.create_task(ingest.commit(1, CommitUpload(wait="all", timeout_s=LONG_S)))
-    while (await ingest.fleet()).latest_version != 1:
-        await asyncio.sleep(0.001)
-    await ingest.report(replica("a", 1, sequence=1))
-    await settle()
-    assert not commit.done()
-    await ingest.report(replica("b", 1, sequence=1))
-    status = await asyncio.wait_for(commit, LONG_S)
-    assert status.state == "live" and {r.replica_id for r in status.replicas} == {"a", "b"}
+class TestWaking:
+    async def test_a_poll_that_has_seen_nothing_is_answered_at_once(self, ingest: Ingest) -> None:
+        desired = await asyncio.wait_for(ingest.sync(replica("a", None), None), LONG_S)
+        assert asked(desired) == (0, False, "keep")
+        assert (desired.digest, desired.origin) == (
+            (await ingest.status(0)).digest,
+            WeightLog(ingest._log.root).origin(),
+        )
+        assert [status.replica_id for status in (await ingest.fleet()).replicas] == ["a"]
+
+    async def test_a_waiting_poll_is_answered_when_a_version_is_committed(
+        self, model: Path, tmp_path: Path, weights: Weights
+    ) -> None:
+        ingest = Ingest(config_of(model, tmp_path / "log", weights={"poll_s": LONG_S, "dead_after_s": 3 * LONG_S}))
+        await ingest.start()
+        poll = asyncio.create_task(ingest.sync(replica("a", 0), await ingest.sync(replica("a", 0), None)))
+        await settle()
+        assert not poll.done()
+        await Trainer(ingest).push(1, weights)
+        desired = await asyncio.wait_for(poll, LONG_S)
+        assert asked(desired) == (1, False, "keep") and desired.digest == (await ingest.status(1)).digest
+
+    async def test_a_poll_is_answered_with_the_same_wish_after_a_while(self, model: Path, tmp_path: Path) -> None:
+        ingest = Ingest(config_of(model, tmp_path / "log", weights={"poll_s": 0.01}))
+        await ingest.start()
+        desired = await ingest.sync(replica("a", 0), None)
+        assert await ingest.sync(replica("a", 0), desired) == desired
+
+    async def test_before_version_0_is_made_a_poll_is_told_to_come_back(self, model: Path, tmp_path: Path) -> None:
+        ingest = Ingest(config_of(model, tmp_path / "log"))
+        with pytest.raises(NotReady, match="version 0 is still being made"):
+            await ingest.sync(replica("a", None), None)
+        with pytest.raises(NotReady, match="version 0 is still being made"):
+            await ingest.fleet()
+
+    async def test_reports_that_were_overtaken_do_not_turn_the_table_back(self, ingest: Ingest) -> None:
+        await ingest.report(replica("a", 1, sequence=2))
+        await ingest.report(replica("a", 0, sequence=1))
+        assert (await ingest.fleet()).replicas[0].version == 1
+
+    async def test_a_silent_replica_is_waited_for_no_more(
+        self, ingest: Ingest, config: ServiceConfig, clock: Clock
+    ) -> None:
+        await ingest.report(replica("dead", 0))
+        clock.go_on(config.weights.dead_after_s)
+        await ingest.report(replica("alive", 1))
+        await asyncio.wait_for(ingest.wait_live(1, timeout_s=LONG_S), LONG_S)
+        assert [status.replica_id for status in (await ingest.fleet()).replicas] == ["alive"]
 
 
-async def test_a_replica_at_a_newer_version_counts_for_the_older_ones(ingest: Ingest) -> None:
-    await ingest.report(replica("a", 3))
-    await asyncio.wait_for(ingest.wait_live(2, timeout_s=LONG_S), LONG_S)
-    older = await ingest.status(0)
-    assert older.state == "live" and [r.version for r in older.replicas] == [3]
-
-
-async def test_a_version_stays_committed_when_its_wait_times_out(
-    ingest: Ingest, trainer: Trainer, weights: Weights
-) -> None:
-    await ingest.report(replica("a", 0, state="stale", error="disk on fire"))
-    await trainer.upload(1, weights)
-    with pytest.raises(CommitTimeout, match=r"version 1 is committed, but after 0\.01 s") as late:
-        await ingest.commit(1, CommitUpload(wait="all", timeout_s=0.01))
-    table = late.value.detail["replicas"]
-    assert [(row["replica_id"], row["version"], row["error"]) for row in table] == [("a", 0, "disk on fire")]
-    assert (await ingest.status(1)).state == "committed"
-    assert (await ingest.fleet()).latest_version == 1
-
-
-async def test_without_any_replica_nothing_is_live(ingest: Ingest) -> None:
-    with pytest.raises(CommitTimeout):
-        await ingest.wait_live(0, timeout_s=0.01)
-    assert (await ingest.status(0)).state == "committed"
-
-
-# --- waking
-
-
-async def test_a_poll_that_has_seen_nothing_is_answered_at_once(ingest: Ingest) -> None:
-    desired = await asyncio.wait_for(ingest.sync(replica("a", None), None), LONG_S)
-    assert asked(desired) == (0, False, "keep")
-    assert (desired.digest, desired.origin) == ((await ingest.status(0)).digest, WeightLog(ingest._log.root).origin())
-    assert [status.replica_id for status in (await ingest.fleet()).replicas] == ["a"]
-
-
-async def test_a_waiting_poll_is_answered_when_a_version_is_committed(
-    model: Path, tmp_path: Path, weights: Weights
-) -> None:
-    ingest = Ingest(config_of(model, tmp_path / "log", weights={"poll_s": LONG_S, "dead_after_s": 3 * LONG_S}))
-    await ingest.start()
-    poll = asyncio.create_task(ingest.sync(replica("a", 0), await ingest.sync(replica("a", 0), None)))
-    await settle()
-    assert not poll.done()
-    await Trainer(ingest).push(1, weights)
-    desired = await asyncio.wait_for(poll, LONG_S)
-    assert asked(desired) == (1, False, "keep") and desired.digest == (await ingest.status(1)).digest
-
-
-async def test_a_poll_is_answered_with_the_same_wish_after_a_while(model: Path, tmp_path: Path) -> None:
-    ingest = Ingest(config_of(model, tmp_path / "log", weights={"poll_s": 0.01}))
-    await ingest.start()
-    desired = await ingest.sync(replica("a", 0), None)
-    assert await ingest.sync(replica("a", 0), desired) == desired
-
-
-async def test_before_version_0_is_made_a_poll_is_told_to_come_back(model: Path, tmp_path: Path) -> None:
-    ingest = Ingest(config_of(model, tmp_path / "log"))
-    with pytest.raises(NotReady, match="version 0 is still being made"):
-        await ingest.sync(replica("a", None), None)
-    with pytest.raises(NotReady, match="version 0 is still being made"):
-        await ingest.fleet()
-
-
-async def test_reports_that_were_overtaken_do_not_turn_the_table_back(ingest: Ingest) -> None:
-    await ingest.report(replica("a", 1, sequence=2))
-    await ingest.report(replica("a", 0, sequence=1))
-    assert (await ingest.fleet()).replicas[0].version == 1
-
-
-async def test_a_silent_replica_is_waited_for_no_more(ingest: Ingest, config: ServiceConfig, clock: Clock) -> None:
-    await ingest.report(replica("dead", 0))
-    clock.go_on(config.weights.dead_after_s)
-    await ingest.report(replica("alive", 1))
-    await asyncio.wait_for(ingest.wait_live(1, timeout_s=LONG_S), LONG_S)
-    assert [status.replica_id for status in (await ingest.fleet()).replicas] == ["alive"]
-
-
-# --- pausing
-
-
-async def test_a_pause_answers_when_every_replica_has_obeyed(ingest: Ingest) -> None:
-    await ingest.report(replica("a", 0))
-    desired = await ingest.sync(replica("a", 0), None)
-    poll = asyncio.create_task(ingest.sync(replica("a", 0, sequence=1), desired))
-    pause = asyncio.create_task(ingest.set_paused(True, "wait", LONG_S))
-    desired = await asyncio.wait_for(poll, LONG_S)
-    assert asked(desired) == (0, True, "wait")
-    assert not pause.done() and not await ingest.is_paused()
-    await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=desired.order))
-    await asyncio.wait_for(pause, LONG_S)
-    assert await ingest.is_paused() and (await ingest.fleet()).paused
-
-
-async def test_a_resume_answers_when_every_replica_has_obeyed(ingest: Ingest) -> None:
-    await order(ingest, True)
-    paused = await told(ingest)
-    resume = asyncio.create_task(ingest.set_paused(False, "keep", LONG_S))
-    desired = await ingest.sync(replica("a", 0, sequence=1, paused=True, obeyed=paused.order), paused)
-    assert not desired.paused and not resume.done()
-    await ingest.report(replica("a", 0, sequence=2, obeyed=desired.order))
-    await asyncio.wait_for(resume, LONG_S)
-    assert not await ingest.is_paused() and not (await ingest.fleet()).paused
-
-
-async def test_a_resume_during_a_pause_waits_until_it_is_obeyed_itself(
-    ingest: Ingest,
-) -> None:
-    running = await told(ingest)
-    pause = asyncio.create_task(ingest.set_paused(True, "wait", LONG_S))
-    await ingest.sync(replica("a", 0), running)
-    resume = asyncio.create_task(ingest.set_paused(False, "keep", LONG_S))
-    with pytest.raises(Overtaken, match="before every replica was paused, something else was asked for"):
+class TestPausing:
+    async def test_a_pause_answers_when_every_replica_has_obeyed(self, ingest: Ingest) -> None:
+        await ingest.report(replica("a", 0))
+        desired = await ingest.sync(replica("a", 0), None)
+        poll = asyncio.create_task(ingest.sync(replica("a", 0, sequence=1), desired))
+        pause = asyncio.create_task(ingest.set_paused(True, "wait", LONG_S))
+        desired = await asyncio.wait_for(poll, LONG_S)
+        assert asked(desired) == (0, True, "wait")
+        assert not pause.done() and not await ingest.is_paused()
+        await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=desired.order))
         await asyncio.wait_for(pause, LONG_S)
-    assert not resume.done()  # the replica says that it runs, but may have begun to pause since
-    desired = await ingest.sync(replica("a", 0, sequence=1), None)
-    await ingest.report(replica("a", 0, sequence=2, obeyed=desired.order))
-    await asyncio.wait_for(resume, LONG_S)
+        assert await ingest.is_paused() and (await ingest.fleet()).paused
+
+    async def test_a_resume_answers_when_every_replica_has_obeyed(self, ingest: Ingest) -> None:
+        await order(ingest, True)
+        paused = await told(ingest)
+        resume = asyncio.create_task(ingest.set_paused(False, "keep", LONG_S))
+        desired = await ingest.sync(replica("a", 0, sequence=1, paused=True, obeyed=paused.order), paused)
+        assert not desired.paused and not resume.done()
+        await ingest.report(replica("a", 0, sequence=2, obeyed=desired.order))
+        await asyncio.wait_for(resume, LONG_S)
+        assert not await ingest.is_paused() and not (await ingest.fleet()).paused
+
+    async def test_a_resume_during_a_pause_waits_until_it_is_obeyed_itself(
+        self,
+        ingest: Ingest,
+    ) -> None:
+        running = await told(ingest)
+        pause = asyncio.create_task(ingest.set_paused(True, "wait", LONG_S))
+        await ingest.sync(replica("a", 0), running)
+        resume = asyncio.create_task(ingest.set_paused(False, "keep", LONG_S))
+        with pytest.raises(Overtaken, match="before every replica was paused, something else was asked for"):
+            await asyncio.wait_for(pause, LONG_S)
+        assert not resume.done()  # the replica says that it runs, but may have begun to pause since
+        desired = await ingest.sync(replica("a", 0, sequence=1), None)
+        await ingest.report(replica("a", 0, sequence=2, obeyed=desired.order))
+        await asyncio.wait_for(resume, LONG_S)
+
+    async def test_a_pause_with_another_mode_waits_until_that_is_obeyed(self, ingest: Ingest) -> None:
+        await order(ingest, True, "keep")
+        keeps = await told(ingest)
+        abort = asyncio.create_task(ingest.set_paused(True, "abort", LONG_S))
+        desired = await ingest.sync(replica("a", 0, sequence=1, paused=True, obeyed=keeps.order), keeps)
+        assert desired.pause_mode == "abort" and not abort.done()
+        await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=desired.order))
+        await asyncio.wait_for(abort, LONG_S)
+
+    async def test_several_ranks_may_ask_for_the_same_pause(self, ingest: Ingest) -> None:
+        running = await told(ingest)
+        ranks = [asyncio.create_task(ingest.set_paused(True, "keep", LONG_S)) for _ in range(3)]
+        desired = await ingest.sync(replica("a", 0, sequence=1), running)
+        await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=desired.order))
+        await asyncio.wait_for(asyncio.gather(*ranks), LONG_S)
+        assert await ingest.is_paused()
+
+    async def test_a_pause_that_times_out_says_so_and_stays_in_effect(self, ingest: Ingest) -> None:
+        await ingest.report(replica("deaf", 0))
+        with pytest.raises(NotReady, match=r"not every replica is paused after 0\.01 s") as late:
+            await ingest.set_paused(True, "keep", timeout_s=0.01)
+        assert late.value.detail["replicas"][0]["replica_id"] == "deaf"
+        assert (await ingest.fleet()).paused and not await ingest.is_paused()
+
+    async def test_a_pause_outlives_a_commit(self, ingest: Ingest, trainer: Trainer, weights: Weights) -> None:
+        ordered = await order(ingest, True, "abort")
+        await trainer.push(1, weights)
+        desired = await ingest.sync(replica("a", 0, sequence=1, paused=True), None)
+        assert (asked(desired), desired.order) == ((1, True, "abort"), ordered)
 
 
-async def test_a_pause_with_another_mode_waits_until_that_is_obeyed(ingest: Ingest) -> None:
-    await order(ingest, True, "keep")
-    keeps = await told(ingest)
-    abort = asyncio.create_task(ingest.set_paused(True, "abort", LONG_S))
-    desired = await ingest.sync(replica("a", 0, sequence=1, paused=True, obeyed=keeps.order), keeps)
-    assert desired.pause_mode == "abort" and not abort.done()
-    await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=desired.order))
-    await asyncio.wait_for(abort, LONG_S)
+class TestKeeping:
+    async def test_old_versions_are_dropped_beyond_those_to_keep(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog
+    ) -> None:
+        for version in (1, 2, 5):
+            await trainer.push(version, weights)
+        assert await versions(ingest) == [2, 5]
+        assert {path.name for path in log.root.iterdir() if path.name.isdigit()} == {"2", "5"}
+
+    async def test_a_version_that_a_live_replica_serves_or_loads_is_kept(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        await ingest.report(replica("slow", 0, target=1))
+        for version in (1, 2, 3, 4):
+            await trainer.push(version, weights)
+        assert await versions(ingest) == [0, 1, 3, 4]
+        await ingest.report(replica("slow", 4, sequence=1))
+        await trainer.push(5, weights)
+        assert await versions(ingest) == [4, 5]
+
+    async def test_a_dead_replica_keeps_nothing(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights, config: ServiceConfig, clock: Clock
+    ) -> None:
+        await ingest.report(replica("dead", 0))
+        clock.go_on(config.weights.dead_after_s)
+        for version in (1, 2):
+            await trainer.push(version, weights)
+        assert await versions(ingest) == [1, 2]
 
 
-async def test_several_ranks_may_ask_for_the_same_pause(ingest: Ingest) -> None:
-    running = await told(ingest)
-    ranks = [asyncio.create_task(ingest.set_paused(True, "keep", LONG_S)) for _ in range(3)]
-    desired = await ingest.sync(replica("a", 0, sequence=1), running)
-    await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=desired.order))
-    await asyncio.wait_for(asyncio.gather(*ranks), LONG_S)
-    assert await ingest.is_paused()
+class TestComingAndGoing:
+    async def test_a_commit_does_not_wait_for_a_replica_that_starts(self, ingest: Ingest) -> None:
+        await ingest.report(replica("old", 1))
+        await ingest.report(replica("newcomer", None, state="starting"))
+        await asyncio.wait_for(ingest.wait_live(1, timeout_s=LONG_S), LONG_S)
+        assert [(r.replica_id, r.state) for r in (await ingest.fleet()).replicas] == [
+            ("newcomer", "starting"),
+            ("old", "ready"),
+        ]
+
+    async def test_a_commit_stops_waiting_for_a_replica_that_says_goodbye(self, ingest: Ingest, log: WeightLog) -> None:
+        await ingest.report(replica("ends", 0))
+        await ingest.report(replica("stays", 1))
+        assert log.fleet() == {"ends", "stays"}
+        waiting = asyncio.create_task(ingest.wait_live(1, timeout_s=LONG_S))
+        await settle()
+        assert not waiting.done()
+        await ingest.goodbye("ends")
+        await asyncio.wait_for(waiting, LONG_S)
+        assert [r.replica_id for r in (await ingest.fleet()).replicas] == ["stays"]
+        assert log.fleet() == {"stays"}
+
+    async def test_a_node_without_the_log_is_told_what_is_newest(self, ingest: Ingest, log: WeightLog) -> None:
+        newest = await ingest.newest()
+        assert newest.head == log.head() and newest.origin == log.origin()
+        assert {file.name for file in await ingest.files(0)} == {path.name for path in log.folder(0).iterdir()}
 
 
-async def test_a_pause_that_times_out_says_so_and_stays_in_effect(ingest: Ingest) -> None:
-    await ingest.report(replica("deaf", 0))
-    with pytest.raises(NotReady, match=r"not every replica is paused after 0\.01 s") as late:
-        await ingest.set_paused(True, "keep", timeout_s=0.01)
-    assert late.value.detail["replicas"][0]["replica_id"] == "deaf"
-    assert (await ingest.fleet()).paused and not await ingest.is_paused()
+class TestMetrics:
+    async def test_metrics_state_has_the_fleet_versions_and_commit_times(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        await ingest.report(replica("a", 0))
+        await trainer.push(1, weights)
+        await ingest.report(replica("a", 1, sequence=1))
+        await ingest.report(replica("b", 0, state="failed"))
+        await ingest.report(replica("a", 1, sequence=2, state="failed"))
+        state = await ingest.state()
+        assert {status.replica_id for status in state.fleet.replicas} == {"a", "b"}
+        assert [status.version for status in state.versions] == [0, 1]
+        assert state.committed_at[0] <= state.committed_at[1] <= state.at
+        assert state.log_bytes > sum(status.total_bytes for status in state.versions)
+        assert (state.replica_starts, state.replica_failures) == (2, 1)
 
-
-async def test_a_pause_outlives_a_commit(ingest: Ingest, trainer: Trainer, weights: Weights) -> None:
-    ordered = await order(ingest, True, "abort")
-    await trainer.push(1, weights)
-    desired = await ingest.sync(replica("a", 0, sequence=1, paused=True), None)
-    assert (asked(desired), desired.order) == ((1, True, "abort"), ordered)
-
-
-# --- keeping
-
-
-async def test_old_versions_are_dropped_beyond_those_to_keep(
-    ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog
-) -> None:
-    for version in (1, 2, 5):
-        await trainer.push(version, weights)
-    assert await versions(ingest) == [2, 5]
-    assert {path.name for path in log.root.iterdir() if path.name.isdigit()} == {"2", "5"}
-
-
-async def test_a_version_that_a_live_replica_serves_or_loads_is_kept(
-    ingest: Ingest, trainer: Trainer, weights: Weights
-) -> None:
-    await ingest.report(replica("slow", 0, target=1))
-    for version in (1, 2, 3, 4):
-        await trainer.push(version, weights)
-    assert await versions(ingest) == [0, 1, 3, 4]
-    await ingest.report(replica("slow", 4, sequence=1))
-    await trainer.push(5, weights)
-    assert await versions(ingest) == [4, 5]
-
-
-async def test_a_dead_replica_keeps_nothing(
-    ingest: Ingest, trainer: Trainer, weights: Weights, config: ServiceConfig, clock: Clock
-) -> None:
-    await ingest.report(replica("dead", 0))
-    clock.go_on(config.weights.dead_after_s)
-    for version in (1, 2):
-        await trainer.push(version, weights)
-    assert await versions(ingest) == [1, 2]
-
-
-# --- coming and going
-
-
-async def test_a_commit_does_not_wait_for_a_replica_that_starts(ingest: Ingest) -> None:
-    await ingest.report(replica("old", 1))
-    await ingest.report(replica("newcomer", None, state="starting"))
-    await asyncio.wait_for(ingest.wait_live(1, timeout_s=LONG_S), LONG_S)
-    assert [(r.replica_id, r.state) for r in (await ingest.fleet()).replicas] == [
-        ("newcomer", "starting"),
-        ("old", "ready"),
-    ]
-
-
-async def test_a_commit_stops_waiting_for_a_replica_that_says_goodbye(ingest: Ingest, log: WeightLog) -> None:
-    await ingest.report(replica("ends", 0))
-    await ingest.report(replica("stays", 1))
-    assert log.fleet() == {"ends", "stays"}
-    waiting = asyncio.create_task(ingest.wait_live(1, timeout_s=LONG_S))
-    await settle()
-    assert not waiting.done()
-    await ingest.goodbye("ends")
-    await asyncio.wait_for(waiting, LONG_S)
-    assert [r.replica_id for r in (await ingest.fleet()).replicas] == ["stays"]
-    assert log.fleet() == {"stays"}
-
-
-async def test_a_node_without_the_log_is_told_what_is_newest(ingest: Ingest, log: WeightLog) -> None:
-    newest = await ingest.newest()
-    assert newest.head == log.head() and newest.origin == log.origin()
-    assert {file.name for file in await ingest.files(0)} == {path.name for path in log.folder(0).iterdir()}
-
-
-# --- metrics
-
-
-async def test_metrics_state_has_the_fleet_versions_and_commit_times(
-    ingest: Ingest, trainer: Trainer, weights: Weights
-) -> None:
-    await ingest.report(replica("a", 0))
-    await trainer.push(1, weights)
-    await ingest.report(replica("a", 1, sequence=1))
-    await ingest.report(replica("b", 0, state="failed"))
-    await ingest.report(replica("a", 1, sequence=2, state="failed"))
-    state = await ingest.state()
-    assert {status.replica_id for status in state.fleet.replicas} == {"a", "b"}
-    assert [status.version for status in state.versions] == [0, 1]
-    assert state.committed_at[0] <= state.committed_at[1] <= state.at
-    assert state.log_bytes > sum(status.total_bytes for status in state.versions)
-    assert (state.replica_starts, state.replica_failures) == (2, 1)
-
-
-async def test_replicas_are_told_what_becomes_of_aborted_completions(ingest: Ingest) -> None:
-    before = await ingest.sync(replica("a", 0), None)
-    assert before.on_abort == "continue"
-    pause = asyncio.create_task(ingest.set_paused(True, "abort", LONG_S, "return"))
-    desired = await ingest.sync(replica("a", 0), before)
-    assert (desired.paused, desired.pause_mode, desired.on_abort) == (True, "abort", "return")
-    await ingest.report(replica("a", 0, paused=True, obeyed=desired.order))
-    await pause
-    again = asyncio.create_task(ingest.set_paused(True, "abort", LONG_S, "continue"))
-    other = await ingest.sync(replica("a", 0), desired)
-    assert other.on_abort == "continue" and other.order != desired.order
-    await ingest.report(replica("a", 0, paused=True, obeyed=other.order))
-    await again
-
-
-# --- sleeping
+    async def test_replicas_are_told_what_becomes_of_aborted_completions(self, ingest: Ingest) -> None:
+        before = await ingest.sync(replica("a", 0), None)
+        assert before.on_abort == "continue"
+        pause = asyncio.create_task(ingest.set_paused(True, "abort", LONG_S, "return"))
+        desired = await ingest.sync(replica("a", 0), before)
+        assert (desired.paused, desired.pause_mode, desired.on_abort) == (True, "abort", "return")
+        await ingest.report(replica("a", 0, paused=True, obeyed=desired.order))
+        await pause
+        again = asyncio.create_task(ingest.set_paused(True, "abort", LONG_S, "continue"))
+        other = await ingest.sync(replica("a", 0), desired)
+        assert other.on_abort == "continue" and other.order != desired.order
+        await ingest.report(replica("a", 0, paused=True, obeyed=other.order))
+        await again
 
 
 async def asleep(ingest: Ingest) -> DesiredState:
@@ -318,51 +290,49 @@ async def asleep(ingest: Ingest) -> DesiredState:
     return desired
 
 
-async def test_a_sleep_answers_once_every_replica_sleeps(ingest: Ingest) -> None:
-    assert not await ingest.is_sleeping() and await ingest.until_awake()
-    desired = await asleep(ingest)
-    assert (desired.paused, desired.pause_mode, desired.asleep) == (True, "abort", True)
-    assert await ingest.is_sleeping() and await ingest.is_paused() and (await ingest.fleet()).asleep
+class TestSleeping:
+    async def test_a_sleep_answers_once_every_replica_sleeps(self, ingest: Ingest) -> None:
+        assert not await ingest.is_sleeping() and await ingest.until_awake()
+        desired = await asleep(ingest)
+        assert (desired.paused, desired.pause_mode, desired.asleep) == (True, "abort", True)
+        assert await ingest.is_sleeping() and await ingest.is_paused() and (await ingest.fleet()).asleep
 
+    async def test_engines_wake_once_all_their_memory_was_asked_back(self, ingest: Ingest) -> None:
+        await asleep(ingest)
+        sleeping = await ingest.sync(replica("a", None, sequence=3, state="asleep"), None)
+        part = asyncio.create_task(ingest.wake_up(["weights"], LONG_S))
+        desired = await ingest.sync(replica("a", None, sequence=4, state="asleep"), sleeping)
+        assert desired.asleep
+        await ingest.report(replica("a", None, sequence=50, state="asleep", paused=True, obeyed=desired.order))
+        assert await asyncio.wait_for(part, LONG_S) is False
+        rest = asyncio.create_task(ingest.wake_up(["kv_cache"], LONG_S))
+        awake = await ingest.sync(replica("a", None, sequence=51, state="asleep"), desired)
+        assert (awake.paused, awake.asleep) == (False, False) and not rest.done()
+        await ingest.report(replica("a", 0, sequence=52, obeyed=awake.order))
+        assert await asyncio.wait_for(rest, LONG_S) is True
+        assert not await ingest.is_sleeping() and not await ingest.is_paused()
 
-async def test_engines_wake_once_all_their_memory_was_asked_back(ingest: Ingest) -> None:
-    await asleep(ingest)
-    sleeping = await ingest.sync(replica("a", None, sequence=3, state="asleep"), None)
-    part = asyncio.create_task(ingest.wake_up(["weights"], LONG_S))
-    desired = await ingest.sync(replica("a", None, sequence=4, state="asleep"), sleeping)
-    assert desired.asleep
-    await ingest.report(replica("a", None, sequence=50, state="asleep", paused=True, obeyed=desired.order))
-    assert await asyncio.wait_for(part, LONG_S) is False
-    rest = asyncio.create_task(ingest.wake_up(["kv_cache"], LONG_S))
-    awake = await ingest.sync(replica("a", None, sequence=51, state="asleep"), desired)
-    assert (awake.paused, awake.asleep) == (False, False) and not rest.done()
-    await ingest.report(replica("a", 0, sequence=52, obeyed=awake.order))
-    assert await asyncio.wait_for(rest, LONG_S) is True
-    assert not await ingest.is_sleeping() and not await ingest.is_paused()
+    async def test_waking_engines_that_do_not_sleep_leaves_a_pause_alone(self, ingest: Ingest) -> None:
+        ordered = await order(ingest, True, "keep")
+        assert await ingest.wake_up(["weights", "kv_cache"], LONG_S) is True
+        assert await ingest.is_paused() and (await told(ingest)).order == ordered
 
+    async def test_engines_asleep_are_paused_and_cannot_be_resumed(self, ingest: Ingest) -> None:
+        desired = await asleep(ingest)
+        await ingest.set_paused(True, "keep", LONG_S)
+        assert (await told(ingest)) == desired
+        with pytest.raises(Asleep, match="POST /wake_up"):
+            await ingest.set_paused(False, "keep", LONG_S)
+        assert await ingest.is_sleeping()
 
-async def test_waking_engines_that_do_not_sleep_leaves_a_pause_alone(ingest: Ingest) -> None:
-    ordered = await order(ingest, True, "keep")
-    assert await ingest.wake_up(["weights", "kv_cache"], LONG_S) is True
-    assert await ingest.is_paused() and (await told(ingest)).order == ordered
+    async def test_a_commit_waits_for_no_engine_that_sleeps(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights
+    ) -> None:
+        await asleep(ingest)
+        await trainer.upload(1, weights)
+        status = await ingest.commit(1, CommitUpload(wait="all", timeout_s=LONG_S))
+        assert (status.state, (await told(ingest)).version) == ("committed", 1)
 
-
-async def test_engines_asleep_are_paused_and_cannot_be_resumed(ingest: Ingest) -> None:
-    desired = await asleep(ingest)
-    await ingest.set_paused(True, "keep", LONG_S)
-    assert (await told(ingest)) == desired
-    with pytest.raises(Asleep, match="POST /wake_up"):
-        await ingest.set_paused(False, "keep", LONG_S)
-    assert await ingest.is_sleeping()
-
-
-async def test_a_commit_waits_for_no_engine_that_sleeps(ingest: Ingest, trainer: Trainer, weights: Weights) -> None:
-    await asleep(ingest)
-    await trainer.upload(1, weights)
-    status = await ingest.commit(1, CommitUpload(wait="all", timeout_s=LONG_S))
-    assert (status.state, (await told(ingest)).version) == ("committed", 1)
-
-
-async def test_sleep_outlives_a_restart_of_the_ingest(ingest: Ingest, log: WeightLog) -> None:
-    await asleep(ingest)
-    assert log.control().asleep == ("weights", "kv_cache") and log.control().paused
+    async def test_sleep_outlives_a_restart_of_the_ingest(self, ingest: Ingest, log: WeightLog) -> None:
+        await asleep(ingest)
+        assert log.control().asleep == ("weights", "kv_cache") and log.control().paused

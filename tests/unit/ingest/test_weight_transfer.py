@@ -60,207 +60,191 @@ def fingerprint(model: Path) -> str:
     return ServedModel.load(model).fingerprint
 
 
-# --- whole updates
+class TestWholeUpdates:
+    async def test_each_broadcast_becomes_the_version_of_an_upload(
+        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights, fingerprint: str
+    ) -> None:
+        for version in (newest + 1, newest + 2):
+            sent = changed(weights, version / 8)
+            status = await push(ingest, joined, sent)
+            assert (status.version, status.state) == (version, "live")
+            assert status.digest == expected.digest(sent, fingerprint)
+        assert ingest.transfer.status().state == "joined"
+
+    async def test_tensors_may_be_broadcast_one_by_one(
+        self, ingest: Ingest, joined: GlooTrainer, weights: Weights, fingerprint: str
+    ) -> None:
+        await ingest.transfer.start()
+        plain = {**update_info(weights), "packed": False}  # where trainers for vLLM below 0.28 say it
+        receiving = asyncio.create_task(ingest.transfer.update(plain))
+        await asyncio.to_thread(joined.broadcast, weights.items(), packed=False)
+        await receiving
+        assert (await ingest.transfer.finish(None)).digest == expected.digest(weights, fingerprint)
+
+    async def test_tensors_may_come_in_several_requests(
+        self, ingest: Ingest, joined: GlooTrainer, weights: Weights, fingerprint: str
+    ) -> None:
+        await ingest.transfer.start()
+        for name, tensor in weights.items():
+            await send(ingest, joined, {name: tensor})
+        assert (await ingest.transfer.finish(None)).digest == expected.digest(weights, fingerprint)
+
+    @pytest.mark.parametrize(
+        ("label", "more"), [("{}", 5), (None, 1), ("0", 1), ("step-9", 1), ("9" * 16, 1), ("-3", 1), ("", 1)]
+    )
+    async def test_a_label_that_is_a_newer_integer_is_the_version(
+        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights, label: str | None, more: int
+    ) -> None:
+        version = newest + more
+        status = await push(ingest, joined, weights, None if label is None else label.format(version))
+        assert status.version == version == (await ingest.versions())[-1].version
+        assert status.label == ("step-9" if label == "step-9" else None)
 
 
-async def test_each_broadcast_becomes_the_version_of_an_upload(
-    ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights, fingerprint: str
-) -> None:
-    for version in (newest + 1, newest + 2):
-        sent = changed(weights, version / 8)
-        status = await push(ingest, joined, sent)
-        assert (status.version, status.state) == (version, "live")
-        assert status.digest == expected.digest(sent, fingerprint)
-    assert ingest.transfer.status().state == "joined"
-
-
-async def test_tensors_may_be_broadcast_one_by_one(
-    ingest: Ingest, joined: GlooTrainer, weights: Weights, fingerprint: str
-) -> None:
-    await ingest.transfer.start()
-    plain = {**update_info(weights), "packed": False}  # where trainers for vLLM below 0.28 say it
-    receiving = asyncio.create_task(ingest.transfer.update(plain))
-    await asyncio.to_thread(joined.broadcast, weights.items(), packed=False)
-    await receiving
-    assert (await ingest.transfer.finish(None)).digest == expected.digest(weights, fingerprint)
-
-
-async def test_tensors_may_come_in_several_requests(
-    ingest: Ingest, joined: GlooTrainer, weights: Weights, fingerprint: str
-) -> None:
-    await ingest.transfer.start()
-    for name, tensor in weights.items():
-        await send(ingest, joined, {name: tensor})
-    assert (await ingest.transfer.finish(None)).digest == expected.digest(weights, fingerprint)
-
-
-@pytest.mark.parametrize(
-    ("label", "more"), [("{}", 5), (None, 1), ("0", 1), ("step-9", 1), ("9" * 16, 1), ("-3", 1), ("", 1)]
-)
-async def test_a_label_that_is_a_newer_integer_is_the_version(
-    ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights, label: str | None, more: int
-) -> None:
-    version = newest + more
-    status = await push(ingest, joined, weights, None if label is None else label.format(version))
-    assert status.version == version == (await ingest.versions())[-1].version
-    assert status.label == ("step-9" if label == "step-9" else None)
-
-
-# --- requests that come again
-
-
-async def test_an_update_and_a_finish_may_come_again(
-    ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights, fingerprint: str
-) -> None:
-    await ingest.transfer.start()
-    await ingest.transfer.start()
-    again = asyncio.create_task(ingest.transfer.update(update_info(weights)))
-    await send(ingest, joined, weights)
-    await again  # while the first was received
-    await ingest.transfer.update(update_info(weights))  # and after it
-    first, second = await asyncio.gather(ingest.transfer.finish(None), ingest.transfer.finish(None))
-    assert first == second and first.version == newest + 1
-    assert (await ingest.transfer.finish(None)).version == newest + 1
-    assert first.digest == expected.digest(weights, fingerprint)
-
-
-async def test_a_caller_that_goes_away_changes_nothing(
-    ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-) -> None:
-    await ingest.transfer.start()
-    gone = await receive_nothing(ingest, weights)
-    gone.cancel()
-    await send(ingest, joined, weights)
-    assert (await ingest.transfer.finish(None)).version == newest + 1
-
-
-async def test_a_version_that_is_lost_is_in_nobodys_way(
-    ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-) -> None:
-    """A trainer that was refused may never come back; its version's number is free at once."""
-    await ingest.transfer.start()
-    with pytest.raises(InvalidManifest, match=r"unknown: model\.extra\.weight"):
-        await send(ingest, joined, {"model.extra.weight": torch.zeros(2), **weights})
-    assert (await Trainer(ingest).push(newest + 1, weights)).version == newest + 1
-    with pytest.raises(InvalidManifest, match=r"unknown: model\.extra\.weight"):
-        await ingest.transfer.finish(None)
-    assert (await ingest.fleet()).latest_version == newest + 1
-
-
-async def test_an_incomplete_version_fails_by_name_each_time(
-    ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-) -> None:
-    await ingest.transfer.start()
-    await send(ingest, joined, {UP_PROJ: weights[UP_PROJ]})
-    for _ in range(2):
-        with pytest.raises(InvalidManifest, match=f"{len(weights) - 1} missing") as refused:
-            await ingest.transfer.finish(None)
-        assert len(refused.value.detail["missing"]) == len(weights) - 1
-    assert [status.version for status in await ingest.versions()][-1] == newest
-    assert (await push(ingest, joined, weights)).version == newest + 1
-
-
-# --- wrong announcements: received, then refused
-
-
-@pytest.mark.parametrize(
-    ("wrong", "problem"),
-    [
-        ({"model.extra.weight": torch.zeros(3, 5)}, "unknown: model.extra.weight"),
-        ({UP_PROJ: torch.zeros(3, 5)}, rf"wrong_shape: {UP_PROJ} is \[3, 5\]"),
-        ({"model.norm.weight": torch.zeros(256, dtype=torch.int64)}, "'model.norm.weight' is int64; the ingest takes"),
-        ({"": torch.zeros(256)}, "'' is float32"),
-    ],
-    ids=["name", "shape", "dtype", "no name"],
-)
-async def test_a_wrong_tensor_is_received_and_then_refused(
-    ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights, wrong: Weights, problem: str
-) -> None:
-    await ingest.transfer.start()
-    with pytest.raises(InvalidManifest, match=problem):
-        await send(ingest, joined, {**weights, **wrong})
-    with pytest.raises(InvalidManifest, match=problem):
-        await ingest.transfer.finish(None)
-    assert (await push(ingest, joined, weights)).version == newest + 1  # the group is sound still
-
-
-async def test_a_tensor_that_comes_twice_is_refused(ingest: Ingest, joined: GlooTrainer, weights: Weights) -> None:
-    await ingest.transfer.start()
-    await send(ingest, joined, weights)
-    with pytest.raises(InvalidManifest, match=f"came twice in one update: {UP_PROJ}"):
-        await send(ingest, joined, {UP_PROJ: weights[UP_PROJ]})
-
-
-async def test_a_nan_fails_the_version_by_name(
-    ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-) -> None:
-    broken = {name: tensor.clone() for name, tensor in weights.items()}
-    broken[UP_PROJ][3, 5] = float("nan")
-    with pytest.raises(QuantizationError, match=rf"{UP_PROJ}\[3, 5\] is nan"):
-        await push(ingest, joined, broken)
-    assert (await push(ingest, joined, weights)).version == newest + 1
-
-
-async def test_an_update_without_a_start_is_received_and_refused(
-    ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-) -> None:
-    await push(ingest, joined, weights)
-    with pytest.raises(WeightTransferFailed, match="POST /start_weight_update first"):
+class TestRepeatedRequests:
+    async def test_an_update_and_a_finish_may_come_again(
+        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights, fingerprint: str
+    ) -> None:
+        await ingest.transfer.start()
+        await ingest.transfer.start()
+        again = asyncio.create_task(ingest.transfer.update(update_info(weights)))
         await send(ingest, joined, weights)
-    assert (await push(ingest, joined, weights)).version == newest + 2
+        await again  # while the first was received
+        await ingest.transfer.update(update_info(weights))  # and after it
+        first, second = await asyncio.gather(ingest.transfer.finish(None), ingest.transfer.finish(None))
+        assert first == second and first.version == newest + 1
+        assert (await ingest.transfer.finish(None)).version == newest + 1
+        assert first.digest == expected.digest(weights, fingerprint)
+
+    async def test_a_caller_that_goes_away_changes_nothing(
+        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
+    ) -> None:
+        await ingest.transfer.start()
+        gone = await receive_nothing(ingest, weights)
+        gone.cancel()
+        await send(ingest, joined, weights)
+        assert (await ingest.transfer.finish(None)).version == newest + 1
+
+    async def test_a_version_that_is_lost_is_in_nobodys_way(
+        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
+    ) -> None:
+        """A trainer that was refused may never come back; its version's number is free at once."""
+        await ingest.transfer.start()
+        with pytest.raises(InvalidManifest, match=r"unknown: model\.extra\.weight"):
+            await send(ingest, joined, {"model.extra.weight": torch.zeros(2), **weights})
+        assert (await Trainer(ingest).push(newest + 1, weights)).version == newest + 1
+        with pytest.raises(InvalidManifest, match=r"unknown: model\.extra\.weight"):
+            await ingest.transfer.finish(None)
+        assert (await ingest.fleet()).latest_version == newest + 1
+
+    async def test_an_incomplete_version_fails_by_name_each_time(
+        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
+    ) -> None:
+        await ingest.transfer.start()
+        await send(ingest, joined, {UP_PROJ: weights[UP_PROJ]})
+        for _ in range(2):
+            with pytest.raises(InvalidManifest, match=f"{len(weights) - 1} missing") as refused:
+                await ingest.transfer.finish(None)
+            assert len(refused.value.detail["missing"]) == len(weights) - 1
+        assert [status.version for status in await ingest.versions()][-1] == newest
+        assert (await push(ingest, joined, weights)).version == newest + 1
 
 
-# --- out of order
+class TestWrongAnnouncements:
+    @pytest.mark.parametrize(
+        ("wrong", "problem"),
+        [
+            ({"model.extra.weight": torch.zeros(3, 5)}, "unknown: model.extra.weight"),
+            ({UP_PROJ: torch.zeros(3, 5)}, rf"wrong_shape: {UP_PROJ} is \[3, 5\]"),
+            (
+                {"model.norm.weight": torch.zeros(256, dtype=torch.int64)},
+                "'model.norm.weight' is int64; the ingest takes",
+            ),
+            ({"": torch.zeros(256)}, "'' is float32"),
+        ],
+        ids=["name", "shape", "dtype", "no name"],
+    )
+    async def test_a_wrong_tensor_is_received_and_then_refused(
+        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights, wrong: Weights, problem: str
+    ) -> None:
+        await ingest.transfer.start()
+        with pytest.raises(InvalidManifest, match=problem):
+            await send(ingest, joined, {**weights, **wrong})
+        with pytest.raises(InvalidManifest, match=problem):
+            await ingest.transfer.finish(None)
+        assert (await push(ingest, joined, weights)).version == newest + 1  # the group is sound still
+
+    async def test_a_tensor_that_comes_twice_is_refused(
+        self, ingest: Ingest, joined: GlooTrainer, weights: Weights
+    ) -> None:
+        await ingest.transfer.start()
+        await send(ingest, joined, weights)
+        with pytest.raises(InvalidManifest, match=f"came twice in one update: {UP_PROJ}"):
+            await send(ingest, joined, {UP_PROJ: weights[UP_PROJ]})
+
+    async def test_a_nan_fails_the_version_by_name(
+        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
+    ) -> None:
+        broken = {name: tensor.clone() for name, tensor in weights.items()}
+        broken[UP_PROJ][3, 5] = float("nan")
+        with pytest.raises(QuantizationError, match=rf"{UP_PROJ}\[3, 5\] is nan"):
+            await push(ingest, joined, broken)
+        assert (await push(ingest, joined, weights)).version == newest + 1
+
+    async def test_an_update_without_a_start_is_received_and_refused(
+        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
+    ) -> None:
+        await push(ingest, joined, weights)
+        with pytest.raises(WeightTransferFailed, match="POST /start_weight_update first"):
+            await send(ingest, joined, weights)
+        assert (await push(ingest, joined, weights)).version == newest + 2
 
 
-async def test_while_tensors_come_nothing_else_begins(
-    ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-) -> None:
-    await ingest.transfer.start()
-    receiving = await receive_nothing(ingest, weights)
-    for request, problem in (
-        (ingest.transfer.start(), "are being received"),
-        (ingest.transfer.finish(None), "still being received"),
-        (ingest.transfer.update(update_info({UP_PROJ: weights[UP_PROJ]})), "another POST /update_weights"),
-    ):
-        with pytest.raises(WeightTransferFailed, match=problem):
-            await request
-    await asyncio.to_thread(joined.broadcast, weights.items())
-    await receiving
-    assert (await ingest.transfer.finish(None)).version == newest + 1
+class TestOutOfOrder:
+    async def test_while_tensors_come_nothing_else_begins(
+        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
+    ) -> None:
+        await ingest.transfer.start()
+        receiving = await receive_nothing(ingest, weights)
+        for request, problem in (
+            (ingest.transfer.start(), "are being received"),
+            (ingest.transfer.finish(None), "still being received"),
+            (ingest.transfer.update(update_info({UP_PROJ: weights[UP_PROJ]})), "another POST /update_weights"),
+        ):
+            with pytest.raises(WeightTransferFailed, match=problem):
+                await request
+        await asyncio.to_thread(joined.broadcast, weights.items())
+        await receiving
+        assert (await ingest.transfer.finish(None)).version == newest + 1
 
+    async def test_a_start_drops_what_was_not_finished(
+        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
+    ) -> None:
+        await ingest.transfer.start()
+        await send(ingest, joined, {UP_PROJ: weights[UP_PROJ]})
+        assert (await push(ingest, joined, weights)).version == newest + 1
 
-async def test_a_start_drops_what_was_not_finished(
-    ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-) -> None:
-    await ingest.transfer.start()
-    await send(ingest, joined, {UP_PROJ: weights[UP_PROJ]})
-    assert (await push(ingest, joined, weights)).version == newest + 1
+    async def test_a_newer_upload_overtakes_a_broadcast(
+        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
+    ) -> None:
+        await ingest.transfer.start()
+        await send(ingest, joined, weights)
+        assert (await Trainer(ingest).push(newest + 2, weights)).version == newest + 2
+        with pytest.raises(VersionConflict, match=f"not newer than the newest committed version {newest + 2}"):
+            await ingest.transfer.finish(None)
 
+    async def test_a_label_of_a_staged_version_is_refused(
+        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
+    ) -> None:
+        await Trainer(ingest).upload(newest + 3, weights, order=[0])
+        with pytest.raises(VersionConflict, match=f"version {newest + 3} is being uploaded by somebody else"):
+            await push(ingest, joined, weights, str(newest + 3))
+        await ingest.discard(newest + 3)
 
-async def test_a_newer_upload_overtakes_a_broadcast(
-    ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-) -> None:
-    await ingest.transfer.start()
-    await send(ingest, joined, weights)
-    assert (await Trainer(ingest).push(newest + 2, weights)).version == newest + 2
-    with pytest.raises(VersionConflict, match=f"not newer than the newest committed version {newest + 2}"):
-        await ingest.transfer.finish(None)
-
-
-async def test_a_label_of_a_staged_version_is_refused(
-    ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-) -> None:
-    await Trainer(ingest).upload(newest + 3, weights, order=[0])
-    with pytest.raises(VersionConflict, match=f"version {newest + 3} is being uploaded by somebody else"):
-        await push(ingest, joined, weights, str(newest + 3))
-    await ingest.discard(newest + 3)
-
-
-async def test_a_broadcast_is_committed_by_finish_alone(
-    ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-) -> None:
-    await ingest.transfer.start()
-    await send(ingest, joined, {UP_PROJ: weights[UP_PROJ]})
-    with pytest.raises(UploadIncomplete, match="POST /finish_weight_update commits it"):
-        await ingest.commit(newest + 1, CommitUpload())
+    async def test_a_broadcast_is_committed_by_finish_alone(
+        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
+    ) -> None:
+        await ingest.transfer.start()
+        await send(ingest, joined, {UP_PROJ: weights[UP_PROJ]})
+        with pytest.raises(UploadIncomplete, match="POST /finish_weight_update commits it"):
+            await ingest.commit(newest + 1, CommitUpload())

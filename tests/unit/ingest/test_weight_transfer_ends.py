@@ -41,168 +41,152 @@ async def joined(ingest: Ingest) -> GlooTrainer:
     return trainer
 
 
-# --- other models
+class TestOtherModels:
+    async def test_a_tied_model_may_broadcast_no_output_head(self, tied_model: Path, tmp_path: Path) -> None:
+        ingest = Ingest(config_of(tied_model, tmp_path / "log", scaling={"min_replicas": 0}))
+        await ingest.start()
+        sent = folder_weights(tied_model)
+        assert LM_HEAD not in sent
+        await another_trainer_pushes(ingest, sent)
+        digests = (await ingest.tensor_digests()).digests
+        assert digests[LM_HEAD] == digests[EMBEDDING]
+        await ingest.stop()
+
+    async def test_stacked_experts_are_taken_apart(self, moe_model: Path, tmp_path: Path) -> None:
+        ingest = Ingest(config_of(moe_model, tmp_path / "log", scaling={"min_replicas": 0}))
+        await ingest.start()
+        model = AutoModelForCausalLM.from_pretrained(moe_model, dtype=torch.bfloat16)
+        sent = {name: parameter.data for name, parameter in model.named_parameters()}
+        assert any(name.endswith("experts.gate_up_proj") for name in sent)
+        before = (await ingest.tensor_digests()).digests
+        await another_trainer_pushes(ingest, sent)
+        assert (await ingest.tensor_digests()).digests == before
+        await ingest.stop()
 
 
-async def test_a_tied_model_may_broadcast_no_output_head(tied_model: Path, tmp_path: Path) -> None:
-    ingest = Ingest(config_of(tied_model, tmp_path / "log", scaling={"min_replicas": 0}))
-    await ingest.start()
-    sent = folder_weights(tied_model)
-    assert LM_HEAD not in sent
-    await another_trainer_pushes(ingest, sent)
-    digests = (await ingest.tensor_digests()).digests
-    assert digests[LM_HEAD] == digests[EMBEDDING]
-    await ingest.stop()
+class TestNoGroup:
+    async def test_nothing_goes_without_a_group(self, ingest: Ingest) -> None:
+        for request in (ingest.transfer.start(), ingest.transfer.update(update_info({"a": torch.zeros(1)}))):
+            with pytest.raises(WeightTransferFailed, match="POST /init_weight_transfer_engine first"):
+                await request
+        with pytest.raises(WeightTransferFailed, match="POST /start_weight_update first"):
+            await ingest.transfer.finish(None)
+        await ingest.transfer.shutdown()
+        assert ingest.transfer.status().state == "no group"
 
+    @pytest.mark.parametrize(
+        "announced",
+        [
+            {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[1 << 40]]},
+            {"names": ["a"], "dtype_names": ["quaternion"], "shapes": [[1]]},
+            {"ipc_handles_pickled": "gASVAAA="},
+            [],
+            None,
+        ],
+        ids=["too large", "no dtype", "another backend", "no rank", "nothing"],
+    )
+    async def test_what_cannot_be_received_is_refused(self, ingest: Ingest, announced: object) -> None:
+        with pytest.raises(InvalidRequest, match="POST /update_weights"):
+            await ingest.transfer.update(announced)
 
-async def test_stacked_experts_are_taken_apart(moe_model: Path, tmp_path: Path) -> None:
-    ingest = Ingest(config_of(moe_model, tmp_path / "log", scaling={"min_replicas": 0}))
-    await ingest.start()
-    model = AutoModelForCausalLM.from_pretrained(moe_model, dtype=torch.bfloat16)
-    sent = {name: parameter.data for name, parameter in model.named_parameters()}
-    assert any(name.endswith("experts.gate_up_proj") for name in sent)
-    before = (await ingest.tensor_digests()).digests
-    await another_trainer_pushes(ingest, sent)
-    assert (await ingest.tensor_digests()).digests == before
-    await ingest.stop()
-
-
-# --- no group, or one that cannot be
-
-
-async def test_nothing_goes_without_a_group(ingest: Ingest) -> None:
-    for request in (ingest.transfer.start(), ingest.transfer.update(update_info({"a": torch.zeros(1)}))):
-        with pytest.raises(WeightTransferFailed, match="POST /init_weight_transfer_engine first"):
-            await request
-    with pytest.raises(WeightTransferFailed, match="POST /start_weight_update first"):
-        await ingest.transfer.finish(None)
-    await ingest.transfer.shutdown()
-    assert ingest.transfer.status().state == "no group"
-
-
-@pytest.mark.parametrize(
-    "announced",
-    [
-        {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[1 << 40]]},
-        {"names": ["a"], "dtype_names": ["quaternion"], "shapes": [[1]]},
-        {"ipc_handles_pickled": "gASVAAA="},
-        [],
-        None,
-    ],
-    ids=["too large", "no dtype", "another backend", "no rank", "nothing"],
-)
-async def test_what_cannot_be_received_is_refused(ingest: Ingest, announced: object) -> None:
-    with pytest.raises(InvalidRequest, match="POST /update_weights"):
-        await ingest.transfer.update(announced)
-
-
-async def test_what_cannot_be_received_ends_the_group(ingest: Ingest, joined: GlooTrainer) -> None:
-    await ingest.transfer.start()
-    with pytest.raises(InvalidRequest, match="POST /update_weights: update_info"):
-        await ingest.transfer.update({"names": ["a"]})
-    with pytest.raises(RuntimeError):  # a trainer that broadcasts all the same is told at once
-        await asyncio.to_thread(joined.broadcast_bytes, torch.zeros(1 << 24, dtype=torch.uint8))
-    with pytest.raises(WeightTransferFailed, match="POST /init_weight_transfer_engine first"):
+    async def test_what_cannot_be_received_ends_the_group(self, ingest: Ingest, joined: GlooTrainer) -> None:
         await ingest.transfer.start()
+        with pytest.raises(InvalidRequest, match="POST /update_weights: update_info"):
+            await ingest.transfer.update({"names": ["a"]})
+        with pytest.raises(RuntimeError):  # a trainer that broadcasts all the same is told at once
+            await asyncio.to_thread(joined.broadcast_bytes, torch.zeros(1 << 24, dtype=torch.uint8))
+        with pytest.raises(WeightTransferFailed, match="POST /init_weight_transfer_engine first"):
+            await ingest.transfer.start()
+
+    async def test_an_init_may_come_again(self, ingest: Ingest, joined: GlooTrainer, weights: Weights) -> None:
+        pid = receiver_pid()
+        await ingest.transfer.init(TransferInit.model_validate(joined.init_info))
+        assert receiver_pid() == pid
+        assert (await push(ingest, joined, weights)).version == 1
+
+    async def test_a_trainer_that_speaks_nccl_is_not_joined(self, ingest: Ingest) -> None:
+        trainer = GlooTrainer(speaks_gloo=False)
+        with pytest.raises(WeightTransferFailed, match=r"set weights\.ingest_num_gpus.*nothing was joined"):
+            await ingest.transfer.init(TransferInit.model_validate(trainer.init_info))
+        assert ingest.transfer.status().state == "no group"
 
 
-async def test_an_init_may_come_again(ingest: Ingest, joined: GlooTrainer, weights: Weights) -> None:
-    pid = receiver_pid()
-    await ingest.transfer.init(TransferInit.model_validate(joined.init_info))
-    assert receiver_pid() == pid
-    assert (await push(ingest, joined, weights)).version == 1
+class TestGoingAway:
+    async def test_a_receiver_that_is_killed_fails_the_update_by_name(
+        self, ingest: Ingest, joined: GlooTrainer, weights: Weights
+    ) -> None:
+        await ingest.transfer.start()
+        receiving = await receive_nothing(ingest, weights)
+        os.kill(pid := receiver_pid(), signal.SIGKILL)
+        with pytest.raises(WeightTransferFailed, match=f"the receiver process {pid} .*ended"):
+            await receiving
+        with pytest.raises(WeightTransferFailed, match=f"the receiver process {pid} .*ended"):
+            await ingest.transfer.finish(None)
+        status = ingest.transfer.status()
+        assert status.state == "no group" and str(pid) in str(status.error)
+        await ingest.transfer.shutdown()
+        assert [status.version for status in await ingest.versions()] == [0]
 
+    async def test_a_trainer_that_vanishes_fails_the_update_by_name(
+        self, ingest: Ingest, joined: GlooTrainer, weights: Weights
+    ) -> None:
+        await ingest.transfer.start()
+        receiving = await receive_nothing(ingest, weights)
+        joined.close()
+        with pytest.raises(WeightTransferFailed, match="POST /init_weight_transfer_engine"):
+            await receiving
+        await another_trainer_pushes(ingest, weights)
 
-async def test_a_trainer_that_speaks_nccl_is_not_joined(ingest: Ingest) -> None:
-    trainer = GlooTrainer(speaks_gloo=False)
-    with pytest.raises(WeightTransferFailed, match=r"set weights\.ingest_num_gpus.*nothing was joined"):
-        await ingest.transfer.init(TransferInit.model_validate(trainer.init_info))
-    assert ingest.transfer.status().state == "no group"
+    async def test_a_silent_trainer_is_given_up(
+        self, ingest: Ingest, joined: GlooTrainer, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("rollout_service.ingest.receiver.receiver.SILENCE_TIMEOUT_S", 0.2)
+        await ingest.transfer.start()
+        with pytest.raises(WeightTransferFailed, match=r"nothing was broadcast for 0\.2 s"):
+            await ingest.transfer.update(update_info(weights))
+        assert ingest.transfer.status().state == "no group"
 
+    async def test_a_trainer_started_anew_takes_the_place_of_the_old_one(
+        self, ingest: Ingest, joined: GlooTrainer, weights: Weights
+    ) -> None:
+        await ingest.transfer.start()
+        await send(ingest, joined, {UP_PROJ: weights[UP_PROJ]})
+        pid = receiver_pid()
+        await another_trainer_pushes(ingest, weights)
+        assert not psutil.pid_exists(pid)
+        assert [status.version for status in await ingest.versions()] == [0, 1]
 
-# --- those that go away
+    async def test_the_same_address_after_a_restart_is_no_repeat(
+        self, ingest: Ingest, joined: GlooTrainer, weights: Weights
+    ) -> None:
+        port = joined.port
+        joined.close()
+        again = await asyncio.to_thread(GlooTrainer, port)
+        await join(ingest, again)
+        assert (await push(ingest, again, weights)).version == 1
+        again.close()
 
+    async def test_shutdown_leaves_the_group(self, ingest: Ingest, joined: GlooTrainer) -> None:
+        await ingest.transfer.start()
+        pid = receiver_pid()
+        await ingest.transfer.shutdown()
+        await ingest.transfer.shutdown()
+        assert not psutil.pid_exists(pid)
+        assert [status.version for status in await ingest.versions()] == [0]
 
-async def test_a_receiver_that_is_killed_fails_the_update_by_name(
-    ingest: Ingest, joined: GlooTrainer, weights: Weights
-) -> None:
-    await ingest.transfer.start()
-    receiving = await receive_nothing(ingest, weights)
-    os.kill(pid := receiver_pid(), signal.SIGKILL)
-    with pytest.raises(WeightTransferFailed, match=f"the receiver process {pid} .*ended"):
-        await receiving
-    with pytest.raises(WeightTransferFailed, match=f"the receiver process {pid} .*ended"):
-        await ingest.transfer.finish(None)
-    status = ingest.transfer.status()
-    assert status.state == "no group" and str(pid) in str(status.error)
-    await ingest.transfer.shutdown()
-    assert [status.version for status in await ingest.versions()] == [0]
+    async def test_the_receiver_ends_with_the_ingest(
+        self, ingest: Ingest, joined: GlooTrainer, weights: Weights
+    ) -> None:
+        await ingest.transfer.start()
+        receiving = await receive_nothing(ingest, weights)
+        pid = receiver_pid()
+        await ingest.stop()
+        assert not psutil.pid_exists(pid)
+        with pytest.raises(WeightTransferFailed, match="the ingest ends"):
+            await receiving
 
-
-async def test_a_trainer_that_vanishes_fails_the_update_by_name(
-    ingest: Ingest, joined: GlooTrainer, weights: Weights
-) -> None:
-    await ingest.transfer.start()
-    receiving = await receive_nothing(ingest, weights)
-    joined.close()
-    with pytest.raises(WeightTransferFailed, match="POST /init_weight_transfer_engine"):
-        await receiving
-    await another_trainer_pushes(ingest, weights)
-
-
-async def test_a_silent_trainer_is_given_up(
-    ingest: Ingest, joined: GlooTrainer, weights: Weights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rollout_service.ingest.receiver.receiver.SILENCE_TIMEOUT_S", 0.2)
-    await ingest.transfer.start()
-    with pytest.raises(WeightTransferFailed, match=r"nothing was broadcast for 0\.2 s"):
-        await ingest.transfer.update(update_info(weights))
-    assert ingest.transfer.status().state == "no group"
-
-
-async def test_a_trainer_started_anew_takes_the_place_of_the_old_one(
-    ingest: Ingest, joined: GlooTrainer, weights: Weights
-) -> None:
-    await ingest.transfer.start()
-    await send(ingest, joined, {UP_PROJ: weights[UP_PROJ]})
-    pid = receiver_pid()
-    await another_trainer_pushes(ingest, weights)
-    assert not psutil.pid_exists(pid)
-    assert [status.version for status in await ingest.versions()] == [0, 1]
-
-
-async def test_the_same_address_after_a_restart_is_no_repeat(
-    ingest: Ingest, joined: GlooTrainer, weights: Weights
-) -> None:
-    port = joined.port
-    joined.close()
-    again = await asyncio.to_thread(GlooTrainer, port)
-    await join(ingest, again)
-    assert (await push(ingest, again, weights)).version == 1
-    again.close()
-
-
-async def test_shutdown_leaves_the_group(ingest: Ingest, joined: GlooTrainer) -> None:
-    await ingest.transfer.start()
-    pid = receiver_pid()
-    await ingest.transfer.shutdown()
-    await ingest.transfer.shutdown()
-    assert not psutil.pid_exists(pid)
-    assert [status.version for status in await ingest.versions()] == [0]
-
-
-async def test_the_receiver_ends_with_the_ingest(ingest: Ingest, joined: GlooTrainer, weights: Weights) -> None:
-    await ingest.transfer.start()
-    receiving = await receive_nothing(ingest, weights)
-    pid = receiver_pid()
-    await ingest.stop()
-    assert not psutil.pid_exists(pid)
-    with pytest.raises(WeightTransferFailed, match="the ingest ends"):
-        await receiving
-
-
-def test_the_receiver_ends_with_an_ingest_that_is_killed() -> None:
-    code = """
+    def test_the_receiver_ends_with_an_ingest_that_is_killed(self) -> None:
+        code = """
 import asyncio
 from rollout_service.ingest.receiver.receiver import Receiver
 
@@ -213,30 +197,28 @@ async def start():
 if __name__ == "__main__":
     asyncio.run(start())
 """
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    receiver = psutil.Process(int(parent.stdout.readline()))
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    gone, _ = psutil.wait_procs([receiver], timeout=120)
-    assert gone == [receiver]
+        parent = subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT, stdout=subprocess.PIPE, text=True)
+        assert parent.stdout is not None
+        receiver = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+        gone, _ = psutil.wait_procs([receiver], timeout=120)
+        assert gone == [receiver]
 
+    async def test_a_broadcast_is_no_source_of_an_upload(self, ingest: Ingest) -> None:
+        with pytest.raises(InvalidRequest, match="begun by POST /start_weight_update: give a path or tensors"):
+            await ingest.begin(BeginUpload(version=1, source=BroadcastSource(transfer="a")))
 
-async def test_a_broadcast_is_no_source_of_an_upload(ingest: Ingest) -> None:
-    with pytest.raises(InvalidRequest, match="begun by POST /start_weight_update: give a path or tensors"):
-        await ingest.begin(BeginUpload(version=1, source=BroadcastSource(transfer="a")))
-
-
-async def test_a_broadcast_is_not_taken_up_after_a_restart(
-    ingest: Ingest, config: ServiceConfig, joined: GlooTrainer, weights: Weights
-) -> None:
-    await ingest.transfer.start()
-    await send(ingest, joined, weights)
-    await ingest.stop()
-    successor = Ingest(config)
-    await successor.start()
-    with pytest.raises(NotFound, match="what a trainer broadcasts cannot be read again"):
-        await successor.status(1)
-    await another_trainer_pushes(successor, weights)
-    await successor.stop()
+    async def test_a_broadcast_is_not_taken_up_after_a_restart(
+        self, ingest: Ingest, config: ServiceConfig, joined: GlooTrainer, weights: Weights
+    ) -> None:
+        await ingest.transfer.start()
+        await send(ingest, joined, weights)
+        await ingest.stop()
+        successor = Ingest(config)
+        await successor.start()
+        with pytest.raises(NotFound, match="what a trainer broadcasts cannot be read again"):
+            await successor.status(1)
+        await another_trainer_pushes(successor, weights)
+        await successor.stop()
