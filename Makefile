@@ -32,7 +32,7 @@ dashboards-check: setup ## every panel and alert against a real Prometheus and a
 # tests run beside each other: threads that spin while they wait, and engines that vLLM binds to one core, cost minutes
 test: export OMP_NUM_THREADS := 1
 test: export VLLM_CPU_OMP_THREADS_BIND := nobind
-test: check ## lint, types, unit tests and tests with real engines (17 minutes on 2 cores)
+test: check ## lint, types, unit tests and tests with real engines (15 minutes on 2 cores)
 	@TRITON_INTERPRET=1 $(PYTHON_VENV) -m pytest tests/interpreted
 	@# a worker each for the service, engines alone and a service of its own; unit tests take the cores while those wait
 	@$(PYTHON_VENV) -m pytest tests/service tests/engine tests/own_service tests/unit -m "not slow" -n 3 --no-loadscope-reorder
@@ -48,7 +48,7 @@ test-live: setup ## tests with real engines: alone, in one service that most sha
 test-gpu: setup ## tests that only a GPU can decide
 	@$(PYTHON_VENV) -m pytest tests/gpu
 
-test-slow: setup ## an engine of every family, autoscaling, two nodes, the ablation (half an hour more)
+test-slow: setup ## an engine of every family, autoscaling, two nodes, a shadow, the ablation (an hour more)
 	@$(PYTHON_VENV) -m pytest tests/unit tests/engine tests/service tests/own_service -m slow
 
 test-newest-vllm: setup ## the tests against the newest vLLM that pip finds; what breaks, by name, in out/newest_vllm/

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import psutil
 import pytest
@@ -20,6 +20,8 @@ from tests.support.telltale import assert_pure, canary_weights
 
 PROMPT = [5, 6, 7]
 LENGTH = 200
+EASED_S = 4.0
+"""Between the rollouts of an eased load: an engine that computes takes the cores on which another one starts."""
 
 
 def test_engines_are_not_bound_to_the_same_core(service: LocalService) -> None:
@@ -96,14 +98,17 @@ def _replica_processes() -> set[int]:
 async def _load(service: LocalService, workers: int, eased: asyncio.Event) -> AsyncIterator[list[Rollout]]:
     """Rollouts one after the other in each worker until the block ends; the client sends none of them twice.
 
-    Once ``eased`` is set, two workers go on.
+    Once ``eased`` is set, one worker goes on, and waits after each.
     """
     rollouts: list[Rollout] = []
     done = asyncio.Event()
 
     async def work(client: RolloutClient, number: int) -> None:
-        while not done.is_set() and not (eased.is_set() and number >= 2):
+        while not done.is_set() and not (eased.is_set() and number > 0):
             rollouts.append(await client.generate(PROMPT, max_tokens=LENGTH, temperature=0.0, ignore_eos=True))
+            if eased.is_set():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(done.wait(), EASED_S)
 
     async with RolloutClient(service.url, retries=0) as client, asyncio.TaskGroup() as group:
         for number in range(workers):
