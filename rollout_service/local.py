@@ -17,7 +17,7 @@ from rollout_service.app import build
 from rollout_service.config import ServiceConfig
 from rollout_service.config.deployment_file import Document, application_args, read_document, start_options
 from rollout_service.fleet.serve_status import not_running
-from rollout_service.ray_internals import shut_down_serve
+from rollout_service.ray_internals import serve_controller, shut_down_serve
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +96,10 @@ def deployed(config: ServiceConfig, options: Document) -> Iterator[None]:
     ``options``: see ``start_options``. Returns when the service answers. Raises ServiceNotStarted, with the reason,
     once Serve has given up.
     """
+    controller = None
     try:
         serve.start(**options)
+        controller = serve_controller()
         try:
             logging_config = options.get("logging_config")
             serve.run(build(config), name=APPLICATION, route_prefix="/", logging_config=logging_config)
@@ -109,7 +111,7 @@ def deployed(config: ServiceConfig, options: Document) -> Iterator[None]:
         finally:
             _delete()
     finally:
-        shut_down_serve()
+        shut_down_serve(controller)
 
 
 def _delete() -> None:

@@ -5,6 +5,7 @@ The check runs as this file is imported. Nothing here replaces code of Ray.
 
 import asyncio
 import time
+from contextlib import suppress
 
 from rollout_service.private_names import PrivateName, require_names
 
@@ -20,11 +21,13 @@ require_names(("ray",), NAMES)  # before the imports below, so that all that is 
 
 import ray
 from ray import serve
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
+_ANSWER_S = 5.0
 _SHUTDOWN_S = 30.0
-"""As long as ``serve.shutdown`` waits for the controller."""
+"""As long as ``serve.shutdown`` waits for the controller to answer, and to end."""
 _POLL_S = 0.1
 
 
@@ -49,30 +52,33 @@ async def controller_answered(within_s: float) -> bool:
 
 
 async def _ask_controller(within_s: float) -> None:
-    controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    controller = serve_controller()
     async with asyncio.timeout(within_s):
         await controller.check_alive.remote()
 
 
 def restart_controller() -> None:
     """Kill Serve's controller. Ray starts it anew, and it takes over the replicas that it finds."""
-    controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    controller = serve_controller()
     ray.kill(controller, no_restart=False)
 
 
-def shut_down_serve() -> None:
+def serve_controller() -> ActorHandle[object]:
+    """Serve's controller. Raises ValueError if Serve does not run."""
+    return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+
+
+def shut_down_serve(controller: ActorHandle[object] | None) -> None:
     """``serve.shutdown``, without Ray's warning that a task failed because the controller was killed.
 
     ``serve.shutdown`` waits in a call of the controller until the controller kills itself, and Ray then warns that this
-    call has failed. Here nobody has a call open when that happens.
+    call has failed. Here nobody has a call open when that happens. ``controller``: None if there may be none.
     """
-    try:
-        controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-        ray.get(controller.graceful_shutdown.remote(wait=False), timeout=_SHUTDOWN_S)
-        deadline = time.monotonic() + _SHUTDOWN_S
-        while time.monotonic() < deadline:
-            ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)  # ValueError: it has gone
-            time.sleep(_POLL_S)
-    except (ValueError, RayError):  # it has ended, or never started
-        pass
+    if controller is not None:
+        with suppress(ValueError, RayError):  # it has ended, or is out of reach: the cluster is ending by itself
+            ray.get(controller.graceful_shutdown.remote(wait=False), timeout=_ANSWER_S)
+            deadline = time.monotonic() + _SHUTDOWN_S
+            while time.monotonic() < deadline:
+                serve_controller()  # ValueError: it has gone
+                time.sleep(_POLL_S)
     serve.shutdown()  # forgets the controller; says so if it is still there

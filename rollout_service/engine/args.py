@@ -1,7 +1,7 @@
 """Our configuration in vLLM's terms."""
 
 import json
-from typing import Any
+from typing import TypedDict
 
 from vllm import AsyncEngineArgs
 from vllm.config import LoggingConfig, WeightTransferConfig
@@ -152,9 +152,18 @@ def _head_size(config: ServiceConfig) -> int | None:
     return settings.get("head_dim") or (hidden // heads if hidden and heads else None)
 
 
-def _model_settings(config: ServiceConfig) -> dict[str, Any]:
+class _ModelSettings(TypedDict, total=False):
+    """What is read here of a config.json."""
+
+    hidden_size: int
+    num_attention_heads: int
+    head_dim: int
+    text_config: "_ModelSettings"
+
+
+def _model_settings(config: ServiceConfig) -> _ModelSettings:
     """Of a model's language part, where it has others."""
-    settings: dict[str, Any] = json.loads((config.model.path / "config.json").read_text())
+    settings: _ModelSettings = json.loads((config.model.path / "config.json").read_text())
     return settings.get("text_config") or settings
 
 

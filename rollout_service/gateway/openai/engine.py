@@ -3,7 +3,7 @@
 Imports vLLM's server: see ``vllm_serving.py``.
 """
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
@@ -142,10 +142,12 @@ def _structured(params: object | None) -> StructuredOutputs | None:
     return StructuredOutputs.model_validate({name: getattr(params, name) for name in names})
 
 
-def _token_ids(prompt: Mapping[str, Any]) -> tuple[int, ...]:
+def _token_ids(prompt: Mapping[str, object]) -> tuple[int, ...]:
     if prompt.get("type") != "token":
         raise BadRequest("the messages hold more than text, which is not implemented: send text")
-    return tuple(prompt["prompt_token_ids"])
+    ids = prompt["prompt_token_ids"]
+    assert isinstance(ids, Sequence)
+    return tuple(ids)
 
 
 def _output(rollout: Rollout, sampling: Sampling, params: SamplingParams, services: Services) -> RequestOutput:

@@ -6,9 +6,9 @@ would take and drop is refused by name. A stream has its text in one piece, when
 """
 
 import json
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -183,7 +183,13 @@ def _reply_as_text(item: object) -> object:
     return item
 
 
-def _refuse_tools_that_nobody_runs(tools: list[Any]) -> None:
+class _Tool(Protocol):
+    """Of any of the APIs' requests."""
+
+    type: str
+
+
+def _refuse_tools_that_nobody_runs(tools: Sequence[_Tool]) -> None:
     """vLLM would leave them out of the prompt and say nothing. Raises BadRequest."""
     unknown = sorted({tool.type for tool in tools} - TOOLS_OF_AGENTS)
     if unknown:
