@@ -75,10 +75,13 @@ def shut_down_serve(controller: ActorHandle[object] | None) -> None:
     call has failed. Here nobody has a call open when that happens. ``controller``: None if there may be none.
     """
     if controller is not None:
-        with suppress(ValueError, RayError):  # it has ended, or is out of reach: the cluster is ending by itself
+        with suppress(RayError):  # it is out of reach: the cluster is ending by itself
             ray.get(controller.graceful_shutdown.remote(wait=False), timeout=_ANSWER_S)
             deadline = time.monotonic() + _SHUTDOWN_S
             while time.monotonic() < deadline:
-                serve_controller()  # ValueError: it has gone
+                try:
+                    serve_controller()
+                except ValueError:
+                    return  # it has ended; serve.shutdown would say that it died
                 time.sleep(_POLL_S)
-    serve.shutdown()  # forgets the controller; says so if it is still there
+    serve.shutdown()
