@@ -5,7 +5,6 @@ The check runs as this file is imported. Nothing here replaces code of Ray.
 
 import asyncio
 import time
-from contextlib import suppress
 
 from rollout_service.private_names import PrivateName, require_names
 
@@ -59,8 +58,7 @@ async def _ask_controller(within_s: float) -> None:
 
 def restart_controller() -> None:
     """Kill Serve's controller. Ray starts it anew, and it takes over the replicas that it finds."""
-    controller = serve_controller()
-    ray.kill(controller, no_restart=False)
+    ray.kill(serve_controller(), no_restart=False)
 
 
 def serve_controller() -> ActorHandle[object]:
@@ -74,14 +72,23 @@ def shut_down_serve(controller: ActorHandle[object] | None) -> None:
     ``serve.shutdown`` waits in a call of the controller until the controller kills itself, and Ray then warns that this
     call has failed. Here nobody has a call open when that happens. ``controller``: None if there may be none.
     """
-    if controller is not None:
-        with suppress(RayError):  # it is out of reach: the cluster is ending by itself
-            ray.get(controller.graceful_shutdown.remote(wait=False), timeout=_ANSWER_S)
-            deadline = time.monotonic() + _SHUTDOWN_S
-            while time.monotonic() < deadline:
-                try:
-                    serve_controller()
-                except ValueError:
-                    return  # it has ended; serve.shutdown would say that it died
-                time.sleep(_POLL_S)
-    serve.shutdown()
+    if controller is None or not _ended(controller):
+        serve.shutdown()  # would also say of one that has ended that it died
+
+
+def _ended(controller: ActorHandle[object]) -> bool:
+    """Have Serve's controller end everything, and then itself.
+
+    False: it has not in time, or is out of reach, since the cluster is ending by itself.
+    """
+    try:
+        ray.get(controller.graceful_shutdown.remote(wait=False), timeout=_ANSWER_S)
+        deadline = time.monotonic() + _SHUTDOWN_S
+        while time.monotonic() < deadline:
+            serve_controller()
+            time.sleep(_POLL_S)
+    except ValueError:  # there is none any more
+        return True
+    except RayError:
+        pass
+    return False

@@ -156,6 +156,14 @@ async def push(log: WeightLog, ingest: FakeIngest, version: int) -> None:
     await ingest.change(version=version)
 
 
+async def push_and_hold(log: WeightLog, ingest: FakeIngest, engine: FakeEngine, version: int) -> None:
+    """Push a version; returns while the engine loads it, which it does until ``engine.loading.open()``."""
+    engine.loading.close()
+    engine.loading.reached.clear()
+    await push(log, ingest, version)
+    await asyncio.wait_for(engine.loading.reached.wait(), LONG_S)
+
+
 async def serving(weight_sync: WeightSync, ingest: FakeIngest, version: int) -> None:
     await ingest.reported(lambda s: s.version == version and s.state == "ready")
     assert weight_sync.version == version

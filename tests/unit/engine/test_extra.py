@@ -18,8 +18,6 @@ from tests.support.models import make_model
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 ASKED: dict[str, object] = {"env": {"VLLM_BATCH_INVARIANT": "1"}}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
-
-
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 
 
@@ -166,6 +164,7 @@ class TestBatchInvariance:
             refuse_batch_invariance(config_of(**ASKED), on_cpu=False, has_experts=True)
 
     def test_it_is_taken_where_vllm_keeps_it(self) -> None:
+        """None of these raises."""
         config = config_of(**ASKED)
         refuse_batch_invariance(config, on_cpu=False, has_experts=False)
         bf16 = ServiceConfig.model_validate({**config.model_dump(), "quant": {"weights": "none"}})

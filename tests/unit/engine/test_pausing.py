@@ -10,7 +10,7 @@ from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed, NotFound, NotReady
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
-from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, serving
+from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push_and_hold, serving
 from tests.unit.store.versions import FIRST, commit, flip_a_byte
 
 
@@ -281,11 +281,7 @@ class TestVersionThatCannotBeServed:
     async def test_an_unservable_version_pauses_the_engine_until_the_next(
         self, measuring: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, scales: LateScales
     ) -> None:
-        engine.loading.close()
-        engine.loading.reached.clear()
-        commit(log, 1)
-        await ingest.change(version=1)
-        await asyncio.wait_for(engine.loading.reached.wait(), LONG_S)
+        await push_and_hold(log, ingest, engine, 1)
         commit(log, 2)
         engine.loading.open()
         await ingest.change(version=2)

@@ -10,7 +10,7 @@ from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import LogCorrupt
 from rollout_service.protocol.weight_log import Control, Head
 from rollout_service.store.log import WeightLog
-from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push, serving
+from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push, push_and_hold, serving
 from tests.unit.store.versions import FIRST, commit, flip_a_byte
 
 
@@ -86,10 +86,7 @@ class TestUpdates:
     async def test_while_loading_a_replica_reports_target_and_old_version(
         self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
     ) -> None:
-        engine.loading.close()
-        engine.loading.reached.clear()
-        await push(log, ingest, 1)
-        await asyncio.wait_for(engine.loading.reached.wait(), LONG_S)
+        await push_and_hold(log, ingest, engine, 1)
         status = ingest.reports[-1]
         assert (status.version, status.state, status.target) == (0, "syncing", 1)
         assert not await weight_sync.wait_version(1, timeout_s=0.01)
@@ -116,10 +113,7 @@ class TestUpdates:
     async def test_a_version_committed_during_an_update_is_loaded_next(
         self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
     ) -> None:
-        engine.loading.close()
-        engine.loading.reached.clear()
-        await push(log, ingest, 1)
-        await asyncio.wait_for(engine.loading.reached.wait(), LONG_S)
+        await push_and_hold(log, ingest, engine, 1)
         await push(log, ingest, 2)
         engine.loading.open()
         await serving(weight_sync, ingest, 2)
