@@ -34,21 +34,20 @@ test: export OMP_NUM_THREADS := 1
 test: export VLLM_CPU_OMP_THREADS_BIND := nobind
 test: check ## lint, types, unit tests and tests with real engines (16 minutes on 2 cores)
 	@TRITON_INTERPRET=1 $(PYTHON_VENV) -m pytest tests/interpreted
-	@# a worker each for the service, engines alone and a service of its own; unit tests take the cores while those wait
-	@$(PYTHON_VENV) -m pytest tests/service tests/engine tests/own_service tests/unit -m "not slow" -n 3 --no-loadscope-reorder
+	@# a worker each for the service and engines alone; unit tests take the cores while those wait
+	@$(PYTHON_VENV) -m pytest tests/service tests/engine tests/unit -m "not slow" -n 3 --no-loadscope-reorder
 
 test-unit: setup ## tests without an engine (5 minutes)
 	@$(PYTHON_VENV) -m pytest tests/unit -m "not slow" -n 2
 	@TRITON_INTERPRET=1 $(PYTHON_VENV) -m pytest tests/interpreted
 
-test-live: setup ## tests with real engines: alone, in one service that most share, and in services of their own
+test-live: setup ## tests with real engines: alone, and in one service that they share
 	@$(PYTHON_VENV) -m pytest tests/service tests/engine -m "not slow" -n 2
-	@$(PYTHON_VENV) -m pytest tests/own_service -m "not slow"
 
 test-gpu: setup ## tests that only a GPU can decide
 	@$(PYTHON_VENV) -m pytest tests/gpu
 
-test-slow: setup ## an engine of every family, autoscaling, two nodes, a shadow, the ablation (an hour more)
+test-slow: setup ## an engine of every family, and services of their own: autoscaling, two nodes, TLS (an hour more)
 	@$(PYTHON_VENV) -m pytest tests/unit tests/engine tests/service tests/own_service -m slow
 
 test-newest-vllm: setup ## the tests against the newest vLLM that pip finds; what breaks, by name, in out/newest_vllm/

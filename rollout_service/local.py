@@ -69,7 +69,20 @@ def running_service(
     """
     config = load_config(path, overrides)
     port = port or free_port()
-    ray.init(
+    with local_ray(verbose=verbose):
+        if not verbose:
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        options = start_options(read_document(path))
+        http = {**options.get("http_options", {}), "host": "127.0.0.1", "port": port}
+        with deployed(config, {**options, "http_options": http}):
+            url = f"{'https' if http.get('ssl_certfile') else 'http'}://127.0.0.1:{port}"
+            yield LocalService(url=url, config=config.resolved(), metrics_targets=metrics_targets(url))
+
+
+@contextmanager
+def local_ray(*, verbose: bool = False) -> Iterator[str]:
+    """A Ray cluster of this machine alone, until the block ends: its address. ``verbose``: see ``running_service``."""
+    context = ray.init(
         "local",  # never a cluster that happens to run on this machine
         num_cpus=LOGICAL_CPUS,
         namespace="serve",
@@ -77,14 +90,8 @@ def running_service(
         log_to_driver=verbose,
         logging_level=logging.INFO if verbose else logging.ERROR,
     )
-    if not verbose:
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
-        options = start_options(read_document(path))
-        http = {**options.get("http_options", {}), "host": "127.0.0.1", "port": port}
-        with deployed(config, {**options, "http_options": http}):
-            url = f"{'https' if http.get('ssl_certfile') else 'http'}://127.0.0.1:{port}"
-            yield LocalService(url=url, config=config.resolved(), metrics_targets=(f"{url}/metrics", *_agents()))
+        yield str(context.address_info["gcs_address"])
     finally:
         ray.shutdown()
 
@@ -125,8 +132,10 @@ def _delete() -> None:
         logger.warning("the application did not end by itself: %s", error)
 
 
-def _agents() -> list[str]:
-    return [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in ray.nodes()]
+def metrics_targets(url: str) -> tuple[str, ...]:
+    """What Prometheus scrapes of a service at ``url`` in the Ray cluster that this process is in."""
+    agents = [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in ray.nodes()]
+    return (f"{url}/metrics", *agents)
 
 
 def free_port() -> int:

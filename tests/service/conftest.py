@@ -1,5 +1,6 @@
 """One real cluster for the whole session: Ray, Serve, and two vLLM CPU engines in FP8."""
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -8,10 +9,12 @@ import pytest
 
 from benchmarks.faults.update_marker import marked_updates
 from rollout_service.client import RolloutClient
-from rollout_service.local import LocalService, running_service
+from rollout_service.config import ServiceConfig
+from rollout_service.config.deployment_file import CPU, args_of, read_document
+from rollout_service.local import LocalService, load_config, local_ray, metrics_targets
+from tests.support.serve_run import ServeRun, serve_run
 from tests.support.telltale import canary_weights
 
-PROJECT = Path(__file__).parents[2]
 TOKEN = "a-token-for-the-tests"
 
 
@@ -22,7 +25,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def service(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Iterator[LocalService]:
+def config(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> ServiceConfig:
     """The shipped CPU deployment with a token, two replicas, and small parts so that uploads have many."""
     folder = tmp_path_factory.mktemp("service")
     token = folder / "token"
@@ -43,8 +46,24 @@ def service(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Iterator
         "auth": {"token_file": token},
         "chat": {"tool_parser": "hermes"},
     }
-    with marked_updates(), running_service(PROJECT / "deployments/cpu_rollout.yaml", overrides) as running:
-        yield running
+    return load_config(CPU, overrides)
+
+
+@pytest.fixture(scope="session")
+def served(config: ServiceConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeRun]:
+    """``serve run`` of it. Ctrl-C ends it when all tests have run, after all that they did to it."""
+    document = read_document(CPU)
+    args_of(document).update(json.loads(config.model_dump_json(exclude_unset=True)))
+    with marked_updates(), local_ray() as address:
+        with serve_run(document, tmp_path_factory.mktemp("serve-run"), address=address) as run:
+            yield run
+        assert run.process.returncode == 0, run.said
+
+
+@pytest.fixture(scope="session")
+def service(config: ServiceConfig, served: ServeRun) -> LocalService:
+    """The running service."""
+    return LocalService(url=served.url, config=config.resolved(), metrics_targets=metrics_targets(served.url))
 
 
 @pytest.fixture
