@@ -32,7 +32,7 @@ dashboards-check: setup ## every panel and alert against a real Prometheus and a
 # tests run beside each other: threads that spin while they wait, and engines that vLLM binds to one core, cost minutes
 test: export OMP_NUM_THREADS := 1
 test: export VLLM_CPU_OMP_THREADS_BIND := nobind
-test: check ## lint, types, unit tests and tests with real engines (16 minutes on 2 cores)
+test: check ## lint, types, unit tests and tests with real engines (12 minutes on 2 cores)
 	@TRITON_INTERPRET=1 $(PYTHON_VENV) -m pytest tests/interpreted
 	@# a worker each for the service and engines alone; unit tests take the cores while those wait
 	@$(PYTHON_VENV) -m pytest tests/service tests/engine tests/unit -m "not slow" -n 3 --no-loadscope-reorder
