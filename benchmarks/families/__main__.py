@@ -5,7 +5,7 @@
     python -m benchmarks.families --read        what vLLM's classes say alone; no engine is started
 
 Runs ``tests/engine/test_every_family.py``. Writes benchmarks/results/<machine>/models.json and the table of
-docs/models.md, which is of one machine. What is not served now keeps what came of it before. Exits as pytest does.
+docs/models.md. Families that are not tested now keep what came of them before. Exits as pytest does.
 """
 
 from typing import Annotated
@@ -16,7 +16,7 @@ import typer
 from benchmarks.common import results
 from benchmarks.common.command import run
 from benchmarks.families.recorder import FamilyRecorder
-from benchmarks.families.table import RESULT, write_table
+from benchmarks.families.table import write_table
 
 TESTS = "tests/engine/test_every_family.py"
 
@@ -27,17 +27,18 @@ def main(
 ) -> None:
     """Serve and read them; write the result and the table."""
     from benchmarks.families.reading import readings
+    from tests.support.families import FAMILIES
 
     recorder = FamilyRecorder()
     code = 0 if read else pytest.main([TESTS, "-m", "slow", *(options or [])], plugins=[recorder])
-    served = {case["family"]: case for case in results.cases("models") if "difference" in case}
-    served |= {case["family"]: case for case in recorder.cases()}
+    earlier = {case["family"]: case for case in results.cases("models")}
+    served = earlier | {case["family"]: case for case in recorder.cases()}
     cases = []
-    for case in readings():
+    for case in readings(sorted(FAMILIES if read else recorder.seen)):
         of_engine = served.get(case["family"], {})
         cases.append(case | {key: of_engine.get(key) for key in ("difference", "failure")})
-    if results.write("models", {"cases": cases}) == RESULT:
-        write_table()
+    results.write("models", {"cases": results.joined(earlier.values(), cases, ("family",))})
+    write_table()
     raise typer.Exit(int(code))
 
 

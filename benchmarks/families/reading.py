@@ -2,21 +2,21 @@
 
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from benchmarks.common.results import Json
 from rollout_service.config import QuantConfig
 from rollout_service.engine.layout_reader import read_layout
-from rollout_service.model.served_model import LM_HEAD, ServedModel
+from rollout_service.model.served_model import ServedModel
 from tests.support import families
 
 KEEP = QuantConfig(indivisible="keep_bf16")
 
 
-def readings() -> Iterator[Json]:
-    """One for each family, by name. Imports vllm, and is one rank of a distributed group for each in turn."""
-    for family in sorted(families.FAMILIES):
+def readings(of: Iterable[str]) -> Iterator[Json]:
+    """One for each family. Imports vllm, and is one rank of a distributed group for each in turn."""
+    for family in of:
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place) / family
             families.config_of(family).save_pretrained(folder)
@@ -30,7 +30,7 @@ def _reading(folder: Path) -> Json:
     except ValueError as refusal:
         return {"refusal": str(refusal).partition(f"{folder.name}: ")[2], "source": None, "fp8": None, "kept": []}
     plan = model.planned(KEEP, layout)
-    outside = {LM_HEAD, model.embedding}
+    outside = {model.head, model.embedding}
     sizes = {n: math.prod(s) for n, s in model.shapes.items() if len(s) > 1 and n not in outside}
     share = sum(sizes[name] for name in plan.quantized) / sum(sizes.values())
     kept = sorted(set(plan.kept.values()) - {"router"})

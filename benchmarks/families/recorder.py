@@ -18,16 +18,22 @@ class FamilyRecorder:
 
     def __init__(self) -> None:
         self._families: dict[str, Json] = {}
+        self.seen: set[str] = set()
+        """Families of all tests, skipped ones too."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """pytest's hook: set-up, call and tear-down of one test have each a report."""
         recorded = dict(report.user_properties)
-        if "family" not in recorded or report.when != "call" or report.skipped:
+        if "family" not in recorded or report.when != "call":
+            return
+        self.seen.add(str(recorded["family"]))
+        expected = getattr(report, "wasxfail", None)  # pytest calls a failure that was expected skipped
+        if report.skipped and expected is None:
             return
         case = self._families.setdefault(str(recorded["family"]), {"failure": None})
         case |= recorded
-        if report.failed:
-            case["failure"] = reason_of(report.longreprtext)[:300]
+        if report.failed or report.skipped:
+            case["failure"] = expected or reason_of(report.longreprtext)[:300]
 
     def cases(self) -> Iterator[Json]:
         """One for each family whose engine was started."""

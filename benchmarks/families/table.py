@@ -1,6 +1,6 @@
 """The table of docs/models.md: what ``python -m benchmarks.families`` found.
 
-python -m benchmarks.families.table            says what is wrong and exits with 1 if table and result do not agree
+python -m benchmarks.families.table            says what is wrong and exits with 1 if table and results do not agree
 python -m benchmarks.families.table --write    makes the table anew
 """
 
@@ -15,24 +15,27 @@ from benchmarks.common.paths import PROJECT, RESULTS
 from benchmarks.common.results import Json
 
 DOCUMENT = PROJECT / "docs/models.md"
-RESULT = RESULTS / "cpu-2-cores/models.json"
+ON_CPU, ON_GPU = (RESULTS / machine / "models.json" for machine in ("cpu-2-cores", "h100-80gb-hbm3"))
 PART = "python -m benchmarks.families.table --write"
 
 
-def table(cases: list[Json]) -> str:
-    """A row for each family, in the order of their names."""
+def table(on_cpu: list[Json], on_gpu: list[Json]) -> str:
+    """A row for each family, in the order of their names, of what two machines found."""
     lines = [
-        "| `model_type` | vLLM's class | of its layers in FP8 | why not all | served on the CPU |",
-        "|---|---|---|---|---|",
+        "| `model_type` | vLLM's class | of its layers in FP8 | why not all | served on the CPU | on an H100 |",
+        "|---|---|---|---|---|---|",
     ]
-    for case in sorted(cases, key=lambda case: str(case["family"])):
-        cells = (f"`{case['family']}`", _built_as(case), _share(case), _why(case), _served(case))
-        lines.append(f"| {' | '.join(cells)} |")
+    gpu = {case["family"]: case for case in on_gpu}
+    for case in sorted(on_cpu, key=lambda case: str(case["family"])):
+        other = gpu.get(case["family"])
+        built = case if case["source"] or other is None else other
+        read = (f"`{case['family']}`", _built_as(built), _share(built), _why(built))
+        lines.append(f"| {' | '.join((*read, _served(case), 'not tried' if other is None else _served(other)))} |")
     return "\n".join(lines) + "\n"
 
 
 def _built_as(case: Json) -> str:
-    return f"`{str(case['source']).rpartition(', ')[2]}`" if case["source"] else "not built on the CPU"
+    return f"`{str(case['source']).rpartition(', ')[2]}`" if case["source"] else "not built"
 
 
 def _share(case: Json) -> str:
@@ -50,19 +53,23 @@ def _served(case: Json) -> str:
         return f"**fails**: {_cell(case['failure'])}"
     if case["difference"] is None:
         return "not tried"
-    return f"yes: logprobs differ from fp32's by {case['difference']:.3f}"
+    return f"yes: {case['difference']:.3f}"
 
 
 def _cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
 
 
-def problems(result: Path, document: Path) -> list[str]:
-    """What is wrong with the table in ``document``, in words; nothing if it is as the result says."""
-    cases = json.loads(result.read_text())["cases"]
+def cases(result: Path) -> list[Json]:
+    """Those of a result file; none if there is no such file."""
+    return list(json.loads(result.read_text())["cases"]) if result.exists() else []
+
+
+def problems(document: Path) -> list[str]:
+    """What is wrong with the table in ``document``, in words; nothing if it is as the results say."""
     try:
-        if with_part(document.read_text(), PART, table(cases)) != document.read_text():
-            return [f"{document}: the table of models is not what the result says. Run: {PART}"]
+        if with_part(document.read_text(), PART, table(cases(ON_CPU), cases(ON_GPU))) != document.read_text():
+            return [f"{document}: the table of models is not what the results say. Run: {PART}"]
     except ValueError as error:
         return [f"{document}: {error}"]
     return []
@@ -70,14 +77,14 @@ def problems(result: Path, document: Path) -> list[str]:
 
 def write_table() -> None:
     """Make it anew."""
-    write_part(DOCUMENT, PART, table(json.loads(RESULT.read_text())["cases"]))
+    write_part(DOCUMENT, PART, table(cases(ON_CPU), cases(ON_GPU)))
 
 
 def main(write: Annotated[bool, typer.Option("--write", help="Make the table anew.")] = False) -> None:
-    """Check that the table is what the result says; exit with 1 and say why if it is not."""
+    """Check that the table is what the results say; exit with 1 and say why if it is not."""
     if write:
         write_table()
-    found = problems(RESULT, DOCUMENT)
+    found = problems(DOCUMENT)
     for problem in found:
         typer.echo(problem.replace(f"{PROJECT}/", ""), err=True)
     raise typer.Exit(1 if found else 0)

@@ -8,7 +8,7 @@ from rollout_service.model.families import shard_shape
 from rollout_service.model.hub import config_file
 from rollout_service.model.names import kind, ranges
 from rollout_service.model.quant_plan import QuantPlan
-from rollout_service.model.served_model import LM_HEAD, ServedModel
+from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.base import Frozen
 from rollout_service.quant.blockwise import scale_shape
 
@@ -94,7 +94,7 @@ def inspect_model(
     return ModelReport(
         model=source.repo_id or folder.absolute().name,
         model_type=model.config.model_type,
-        parameters=sum(math.prod(s) for name, s in model.shapes.items() if not (model.tied and name == LM_HEAD)),
+        parameters=sum(math.prod(s) for name, s in model.shapes.items() if not (model.tied and name == model.head)),
         tensor_parallel_size=tensor_parallel_size,
         experts_per_gpu=_experts_per_gpu(model.num_experts, tensor_parallel_size) if expert_parallel else None,
         kinds=tuple(_kinds(model, plan, tensor_parallel_size, expert_parallel)),
@@ -181,7 +181,7 @@ def _kinds(model: ServedModel, plan: QuantPlan, tensor_parallel_size: int, exper
             stored_bytes=_stored_bytes(names[0], model, plan) * len(names),
             dtype=_dtype(names[0], model, plan),
             why_not=why_not,
-            is_vocabulary=names[0] in (model.embedding, LM_HEAD),
+            is_vocabulary=names[0] in (model.embedding, model.head),
         )
         for (label, shape, why_not), names in groups.items()
     ]
@@ -204,7 +204,7 @@ def _why_not(name: str, model: ServedModel, plan: QuantPlan) -> str:
         return ""
     if _module(name) in model.routers:
         return "router"
-    if name == LM_HEAD:
+    if name == model.head:
         return "output head, a copy of the embedding" if model.tied else "output head"
     if name == model.embedding:
         return "embedding"

@@ -41,6 +41,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         skip_tokenizer_init=not has_tokenizer,
         dtype="bfloat16",
         seed=engine.seed,
+        language_model_only=True,  # of a multimodal model; others know nothing of it
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,

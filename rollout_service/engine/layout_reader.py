@@ -27,7 +27,7 @@ from rollout_service.engine.plugin import register
 from rollout_service.model.engine_layout import EngineLayout, LayoutModule, LayoutPart, Section
 from rollout_service.model.families import Cut
 from rollout_service.model.quant_plan import SCALE_SUFFIX, plan
-from rollout_service.model.served_model import LM_HEAD, ServedModel
+from rollout_service.model.served_model import ServedModel
 from rollout_service.quant.blockwise import scale_shape
 from rollout_service.vllm_internals import (
     ColumnParallelLinear,
@@ -215,13 +215,13 @@ def _read(model: ServedModel, config: VllmConfig) -> EngineLayout:
     tensors = _without_tied_head(model)
     recorder = _loaded(built, tensors)
     not_loaded: tuple[str, ...] = ()
-    if model.tied and LM_HEAD in model.shapes and not _takes_head(built, model):
-        not_loaded = (LM_HEAD,)
+    if model.tied and not _takes_head(built, model):
+        not_loaded = (model.head,)
     return _layout(built, recorder, not_loaded)
 
 
 def _without_tied_head(model: ServedModel) -> dict[str, tuple[int, ...]]:
-    return {name: shape for name, shape in model.shapes.items() if not (model.tied and name == LM_HEAD)}
+    return {name: shape for name, shape in model.shapes.items() if not (model.tied and name == model.head)}
 
 
 def _refused(model: ServedModel, layout: EngineLayout) -> set[str]:
@@ -300,7 +300,10 @@ def _layout(built: torch.nn.Module, recorder: Recorder, not_loaded: tuple[str, .
         if prefix is not None:
             not_converted.append(prefix)
     arrived_anywhere = {part.name for parts in recorder.arrived.values() for part in parts}
-    kept |= {name: REARRANGED for name in recorder.checkpoint.matrices() if name not in arrived_anywhere}
+    # a vision tower is not built where only the language model is served
+    elsewhere = OUTSIDE if language else REARRANGED
+    missing = (name for name in recorder.checkpoint.matrices() if name not in arrived_anywhere)
+    kept |= {name.removesuffix(".weight"): elsewhere for name in missing}
     return EngineLayout(
         source=f"vLLM {_version()}, {type(built).__name__}",
         modules=tuple(modules),

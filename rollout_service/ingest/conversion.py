@@ -5,14 +5,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from rollout_service.errors import InvalidManifest, RolloutServiceError
 from rollout_service.metrics.process import counted_conversion
 from rollout_service.model.convert import Converter, Named, tensor_bytes
-from rollout_service.model.served_model import LM_HEAD
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.unquantized import UnquantizedCopy
 from rollout_service.store.writer import VersionWriter
@@ -22,6 +21,13 @@ FAILURES = (RolloutServiceError, OSError, RuntimeError)
 
 Read: TypeAlias = Callable[[Sequence[str]], Iterable[Named]]
 """The tensors of these names, one after the other."""
+
+
+class TiedHead(NamedTuple):
+    """Names of two tensors that are the same one."""
+
+    head: str
+    embedding: str
 
 
 class Conversion:
@@ -87,18 +93,18 @@ class Conversion:
         if self._copy is not None:
             self._copy.renumber(version)
 
-    async def finish(self, *, tied_to: str | None = None) -> tuple[StoredTensor, ...]:
+    async def finish(self, *, tied: TiedHead | None = None) -> tuple[StoredTensor, ...]:
         """Wait until all is converted, and sync the files; once is enough, and again does no harm.
 
         Args:
-            tied: the output head is the embedding, and need not have come.
+            tied: these two are the same, and the head need not have come.
 
         Raises what the first failed conversion raised.
         """
         await asyncio.gather(*map(asyncio.wrap_future, self._tasks))
         if self._stored is None and self.failure is None:
             loop = asyncio.get_running_loop()
-            self._stored = await loop.run_in_executor(self._executor, self._finish, tied_to)
+            self._stored = await loop.run_in_executor(self._executor, self._finish, tied)
         if (failure := self.failure) is not None:
             raise failure
         assert self._stored is not None
@@ -165,15 +171,15 @@ class Conversion:
         for name, tensor in counted_conversion(self._converter.convert, tensors):
             self._writer.write(name, tensor_bytes(tensor))
 
-    def _finish(self, tied_to: str | None) -> tuple[StoredTensor, ...]:
+    def _finish(self, tied: TiedHead | None) -> tuple[StoredTensor, ...]:
         tensors: tuple[StoredTensor, ...] = ()
         with self._failures_kept():
-            if tied_to is not None and LM_HEAD in self._writer.unwritten:
+            if tied is not None and tied.head in self._writer.unwritten:
                 # a CPU engine packs its own copy of a tied head and never refreshes it from the embedding
-                self._write([(LM_HEAD, self._read_back(tied_to))])
+                self._write([(tied.head, self._read_back(tied.embedding))])
             tensors = self._writer.finish()
-            if tied_to is not None:
-                _require_equal_heads(tensors, tied_to)
+            if tied is not None:
+                _require_equal_heads(tensors, tied)
         return tensors
 
     def _read_back(self, name: str) -> torch.Tensor:
@@ -199,11 +205,11 @@ def _after(earlier: Sequence[Future[None]], work: Callable[..., object], *args: 
     work(*args)
 
 
-def _require_equal_heads(tensors: tuple[StoredTensor, ...], tied_to: str) -> None:
+def _require_equal_heads(tensors: tuple[StoredTensor, ...], tied: TiedHead) -> None:
     # vLLM on a GPU drops the head of a tied model: other weights in it would be lost without a word
-    digests = {tensor.digest for tensor in tensors if tensor.name in (LM_HEAD, tied_to)}
+    digests = {tensor.digest for tensor in tensors if tensor.name in tied}
     if len(digests) > 1:
         raise InvalidManifest(
-            f"{LM_HEAD} differs from {tied_to}, but the model's config.json ties them: send equal ones, or the "
-            "embedding alone"
+            f"{tied.head} differs from {tied.embedding}, but the model's config.json ties them: send equal ones, or "
+            "the embedding alone"
         )

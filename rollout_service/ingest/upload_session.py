@@ -19,11 +19,11 @@ from enum import Enum
 from pathlib import Path
 
 from rollout_service.errors import LogCorrupt, NotFound, RolloutServiceError, UploadIncomplete, VersionConflict
-from rollout_service.ingest.conversion import Conversion, Read
+from rollout_service.ingest.conversion import Conversion, Read, TiedHead
 from rollout_service.ingest.sources.parts import ReceivedParts
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.model.convert import BATCH_BYTES, Converter
-from rollout_service.model.served_model import LM_HEAD, ServedModel
+from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.base import Failure
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.protocol.upload import BeginUpload, BroadcastSource, part_size
@@ -80,7 +80,7 @@ class UploadSession:
         record = UploadRecord(begin=begin, part_bytes=part_bytes, source_stamp="" if source is None else source.stamp)
         self.record = self._left_behind(record) or record
         self.begin, self.part_bytes = self.record.begin, self.record.part_bytes
-        self._tied_to = model.embedding if model.tied and LM_HEAD in model.stored else None
+        self._tied = TiedHead(model.head, model.embedding) if model.tied and model.head in model.stored else None
         self._may_miss_tensors = isinstance(begin.source, BroadcastSource)
         writer = self._layout(converter.slots(model.stored))
         self._conversion = Conversion(begin.version, writer, converter, executor, copy)
@@ -280,7 +280,7 @@ class UploadSession:
         self._require_meant(meant)
         if self._phase is Phase.RECEIVING:
             self._phase = Phase.CLOSING
-        return await self._conversion.finish(tied_to=self._tied_to)
+        return await self._conversion.finish(tied=self._tied)
 
     def _require_meant(self, meant: str | None) -> None:
         """Raises VersionConflict if a committer means other parts than these."""

@@ -211,6 +211,13 @@ def starting_choice(dtype: str, model: ServedModel, known: KVCacheChoice | None)
     """
     if dtype == "bfloat16":
         return KVCacheChoice(dtype="bfloat16", why="kv_cache.dtype says so")
+    if model.is_multimodal:
+        if dtype == "fp8_e4m3":
+            raise ValueError(
+                f"kv_cache.dtype is fp8_e4m3, and {model.name} is multimodal, whose KV scales are not known here: set "
+                "it to auto, which keeps its cache in BF16"
+            )
+        return KVCacheChoice(dtype="bfloat16", why="KV scales of multimodal models are not known here")
     if not model.attention:
         why = "latent attention keeps neither keys nor values, and what FP8 costs it is not measured"
         return KVCacheChoice(dtype="bfloat16" if dtype == "auto" else "fp8_e4m3", why=why)

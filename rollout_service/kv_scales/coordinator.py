@@ -71,7 +71,9 @@ class VersionScales:
         """
         self._config, self._model, self._log, self._is_loading = config.kv_cache, model, log, is_loading
         self._no_use = _no_use(config, model)
-        if self._config.scales_policy == "calibrate" and self._no_use:
+        # with dtype auto the cache of a model without such layers is BF16, and there is nothing to measure
+        in_bf16 = self._config.dtype == "auto" and not model.attention
+        if self._config.scales_policy == "calibrate" and self._no_use and not in_bf16:
             raise ValueError(f"kv_cache.scales_policy is calibrate, but {self._no_use}")
         self._leases: dict[int, str] = {}
         """Version → the replica that measures it."""
@@ -117,7 +119,7 @@ class VersionScales:
         policy = self._config.scales_policy
         if scales is not None:
             return manifest.model_copy(update={"kv_scales": scales, "kv_scales_from": "trainer"})
-        if policy == "calibrate" and not self._fell_back():
+        if policy == "calibrate" and not self._no_use and not self._fell_back():
             return manifest.model_copy(update={"kv_scales_from": "calibrate"})
         if policy != "unit" and self.newest is not None and not self._no_use:
             return manifest.model_copy(update={"kv_scales": self.newest, "kv_scales_from": "reuse"})

@@ -12,7 +12,13 @@ from pathlib import Path
 
 import torch
 import xxhash
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from rollout_service.config import ModelConfig, QuantConfig
 from rollout_service.errors import InvalidManifest
@@ -56,11 +62,13 @@ class ServedModel:
     keep_float32: frozenset[str]
     """Tensors of ``shapes`` that BF16 is too coarse for: they are stored and loaded in fp32."""
     attention: tuple[str, ...]
-    """Modules whose k and v have scales in an FP8 cache; none where attention is latent."""
+    """Modules whose k and v have scales in an FP8 cache; none where attention is latent, or in a multimodal model."""
     embedding: str
     """The tensor of the tokens' embedding."""
+    head: str
+    """The tensor of the output head."""
     tied: bool
-    """The output head is the embedding: a version need not bring ``lm_head.weight``."""
+    """The output head is the embedding: a version need not bring ``head``."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> "ServedModel":
@@ -94,7 +102,8 @@ class ServedModel:
             experts=experts,
             keep_float32=_kept_in_float32(model, shapes),
             attention=_attention_layers(model),
-            embedding=_embedding(model, stored),
+            embedding=_stored_weight(model, model.get_input_embeddings(), stored),
+            head=_stored_weight(model, model.get_output_embeddings(), stored),
             tied=bool(config.tie_word_embeddings),
         )
 
@@ -153,17 +162,27 @@ class ServedModel:
         return frozenset(module for module in modules if module.rpartition(".")[2] in ROUTERS)
 
     @property
+    def text_config(self) -> PretrainedConfig:
+        """Of the language model, which is all of most models."""
+        return _text_config(self.config)
+
+    @property
+    def is_multimodal(self) -> bool:
+        """The language model is a part of it, beside a vision tower or others."""
+        return self.text_config is not self.config
+
+    @property
     def num_experts(self) -> int:
         """Routed experts of a layer; 0: a dense model."""
-        return next((int(count) for key in EXPERT_COUNTS if (count := getattr(self.config, key, None))), 0)
+        return next((int(count) for key in EXPERT_COUNTS if (count := getattr(self.text_config, key, None))), 0)
 
     @property
     def heads(self) -> Heads | None:
         """Attention heads, which tensor parallelism shares out; None: a model without attention."""
-        query = getattr(self.config, "num_attention_heads", None)
+        query = getattr(self.text_config, "num_attention_heads", None)
         if query is None:
             return None
-        return Heads(query=int(query), kv=int(getattr(self.config, "num_key_value_heads", None) or query))
+        return Heads(query=int(query), kv=int(getattr(self.text_config, "num_key_value_heads", None) or query))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -193,7 +212,7 @@ class ServedModel:
     @property
     def vocab_size(self) -> int:
         """Token ids are ``[0, vocab_size)``."""
-        return int(self.config.vocab_size)
+        return int(self.text_config.vocab_size)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -209,7 +228,7 @@ class ServedModel:
         ``whole``: False for some of the tensors only, whose names and shapes alone can be judged.
         """
         wrong = differences(tuple(tensors), Expected(self.stored, self.in_memory, self.experts, plan.quantized))
-        wrong["missing"] = [name for name in wrong["missing"] if not (self.tied and name == LM_HEAD)]
+        wrong["missing"] = [name for name in wrong["missing"] if not (self.tied and name == self.head)]
         if not whole:  # codes and their scales may come apart from each other
             wrong["missing"] = wrong["wrong_dtype"] = []
         wrong = {what: items for what, items in wrong.items() if items}
@@ -221,13 +240,18 @@ class ServedModel:
 def _without_weights(path: Path) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        kind = AutoModelForCausalLM if _text_config(config) is config else AutoModelForImageTextToText
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return kind.from_config(config)
     except Exception as error:  # whatever the code of some model makes of a configuration that does not fit it
         raise ValueError(
             f"{path / 'config.json'} describes no causal language model that transformers can build: "
             f"{textwrap.shorten(str(error), 240, placeholder=' …')}"
         ) from error
+
+
+def _text_config(config: PretrainedConfig) -> PretrainedConfig:
+    return config.get_text_config(decoder=True)
 
 
 def _expert_naming(model: PreTrainedModel, path: Path) -> ExpertNaming | None:
@@ -262,15 +286,15 @@ def _linears(model: torch.nn.Module, stored: dict[str, tuple[Piece, ...]]) -> di
     }
 
 
-def _embedding(model: PreTrainedModel, stored: dict[str, tuple[Piece, ...]]) -> str:
-    weight = model.get_input_embeddings().weight
-    [piece] = next(stored[name] for name, tensor in model.state_dict(keep_vars=True).items() if tensor is weight)
+def _stored_weight(model: PreTrainedModel, layer: torch.nn.Module, stored: dict[str, tuple[Piece, ...]]) -> str:
+    path = next(path for path, module in model.named_modules() if module is layer)
+    [piece] = stored[f"{path}.weight"]
     return piece.name
 
 
 def _attention_layers(model: PreTrainedModel) -> tuple[str, ...]:
-    if getattr(model.config, "kv_lora_rank", None):
-        return ()
+    if getattr(model.config, "kv_lora_rank", None) or _text_config(model.config) is not model.config:
+        return ()  # vLLM's names of a multimodal model's layers are others than the checkpoint's
     return tuple(n for n, module in model.named_modules() if hasattr(module, "k_proj") and hasattr(module, "v_proj"))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 NUM_EXPERTS = 8
 _TOKENS: dict[str, Any] = {"vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -196,22 +196,100 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 """Those with routed experts."""
 
-FAMILIES = DENSE | STATE_SPACE | MIXTURES
+_SPECIAL: dict[str, Any] = {
+    "image_token_id": 3,
+    "video_token_id": 4,
+    "vision_start_token_id": 5,
+    "vision_end_token_id": 6,
+    "tie_word_embeddings": False,
+}
+_MROPE: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [8, 12, 12]}
+}
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_heads": 2,
+    "out_hidden_size": 256,
+}
+_VISION: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": {**_TIED, "query_pre_attn_scalar": 64, "sliding_window": 512},
+        "vision_config": {**_VISION, "model_type": "siglip_vision_model"},
+        "mm_tokens_per_image": 4,
+        "tie_word_embeddings": True,
+    },
+    "glm4v": {
+        **_SPECIAL,
+        "text_config": {**_HEADS, **_MROPE, "partial_rotary_factor": 1.0},
+        "vision_config": {**_QWEN_VISION, "image_size": 28},
+    },
+    "llava": {
+        "text_config": {**_HEADS, "model_type": "llama"},
+        "vision_config": {**_VISION, "model_type": "clip_vision_model"},
+        "image_token_index": 3,
+        "tie_word_embeddings": False,
+    },
+    "mistral3": {
+        "text_config": {**_HEADS, "model_type": "mistral", "sliding_window": None},
+        "vision_config": {**_VISION, "model_type": "pixtral"},
+        "image_token_index": 3,
+        "tie_word_embeddings": False,
+    },
+    "qwen2_vl": {
+        **_SPECIAL,
+        "text_config": {**_SHAPE, **_MROPE},
+        "vision_config": {"depth": 1, "embed_dim": 128, "hidden_size": 256, "num_heads": 2, "mlp_ratio": 2},
+    },
+    "qwen2_5_vl": {
+        **_SPECIAL,
+        "text_config": {**_SHAPE, **_MROPE},
+        "vision_config": {**_QWEN_VISION, "fullatt_block_indexes": [0]},
+    },
+    "qwen3_vl": {
+        **_SPECIAL,
+        "text_config": {**_HEADS, **_MROPE},
+        "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    },
+    "qwen3_vl_moe": {
+        **_SPECIAL,
+        "text_config": {**_EXPERTS, **_MROPE, "norm_topk_prob": True},
+        "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    },
+}
+"""Those with a vision tower, of which the language model is served."""
+
+FAMILIES = DENSE | STATE_SPACE | MIXTURES | MULTIMODAL
 
 
 def config_of(family: str) -> PretrainedConfig:
     """The small configuration of a family of ``FAMILIES``, with the name of its class."""
     config = AutoConfig.for_model(family, **FAMILIES[family])
     with torch.device("meta"):
-        config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
+        config.architectures = [type(class_of(family).from_config(config)).__name__]
     return config
+
+
+def class_of(family: str) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """Which of transformers' classes makes models of the family."""
+    return AutoModelForImageTextToText if family in MULTIMODAL else AutoModelForCausalLM
 
 
 def make_family(folder: Path, family: str, *, seed: int = 0) -> Path:
     """Save a random BF16 model of a family in ``folder``, without a tokenizer; returns the folder."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.bfloat16)
+        model = class_of(family).from_config(config_of(family), dtype=torch.bfloat16)
     model.save_pretrained(folder)
     return folder
 

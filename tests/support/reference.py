@@ -12,11 +12,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rollout_service.engine.loading.stored_tensors import stored_tensors
 from rollout_service.model.quant_plan import SCALE_SUFFIX
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.experts import pieces
 from rollout_service.quant.blockwise import BLOCK, E4M3_MAX, dequantize_blockwise
 from rollout_service.store.manifest import read_manifest
+from tests.support.families import class_of
 
 FP8_KV = "sdpa_with_fp8_kv"
 _EXPERT = re.compile(r"(?P<layer>.*)\.(mlp|block_sparse_moe)\.experts\.(?P<expert>\d+)\.(?P<leaf>\w+)\.weight")
+_LAYER = re.compile(r"\.layers\.\d+\.")
 _STACKED = {"gate_proj": "gate_up_proj", "w1": "gate_up_proj", "up_proj": "gate_up_proj", "w3": "gate_up_proj"}
 
 
@@ -46,25 +50,30 @@ def reference_model(model_path: Path, version_folder: Path, *, fp8_activations: 
     return model.eval()
 
 
-def reference_of_any(model_path: Path, version_folder: Path, scratch: Path) -> PreTrainedModel:
-    """The committed version in fp32, read by transformers from a checkpoint of what its codes stand for.
+def reference_of_any(
+    model_path: Path, version_folder: Path, scratch: Path, *, dtype: torch.dtype, fp8_activations: bool
+) -> PreTrainedModel:
+    """The committed version in ``dtype``, read by transformers from a checkpoint of what its codes stand for.
 
-    Of any family, since the names on disk are transformers' own. Inputs of quantized layers are rounded to FP8 1×128
-    on the way, those of experts as they enter the experts only.
+    Of any family, since the names on disk are transformers' own. ``fp8_activations``: inputs of quantized layers are
+    rounded to FP8 1×128 on the way, those of experts as they enter the experts only.
     """
     stored = dict(stored_tensors(version_folder, read_manifest(version_folder)))
     quantized = {name.removesuffix(".weight") for name in stored if name + SCALE_SUFFIX in stored}
-    scratch.mkdir()
+    scratch.mkdir(parents=True)
     shutil.copy(model_path / "config.json", scratch)
     tensors = {name: _dequantized(name, stored).contiguous() for name in stored if not name.endswith(SCALE_SUFFIX)}
     save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        scratch, dtype=torch.float32, attn_implementation="eager"
-    )
-    experts = {name.rpartition(".experts.")[0] for name in quantized if ".experts." in name}
+    kind = class_of(AutoConfig.from_pretrained(scratch).model_type)
+    model: PreTrainedModel = kind.from_pretrained(scratch, dtype=dtype, attn_implementation="eager")
+    if not fp8_activations:
+        return model.eval()
+    naming = ServedModel.load(scratch).experts
+    with_experts = {_LAYER.search(name)[0] for name in quantized if ".experts." in name}  # type: ignore[index]
     for name, module in model.named_modules():
-        of_experts = name.endswith(".experts") and any(name.split(".")[:3] == block.split(".")[:3] for block in experts)
-        if name in quantized or of_experts:
+        [weight] = pieces(f"{name}.weight", (), naming)
+        of_experts = name.endswith(".experts") and any(layer in name for layer in with_experts)
+        if weight.name.removesuffix(".weight") in quantized or of_experts:
             module.register_forward_pre_hook(_quantize_first_input)
     return model.eval()
 
@@ -120,7 +129,7 @@ def _quantize_input(module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tup
 
 
 def _quantize_first_input(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return (_through_groups(inputs[0]), *inputs[1:])
+    return (_through_groups(inputs[0]).to(inputs[0].dtype), *inputs[1:])
 
 
 def _through_groups(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """docs/models.md is what serving and reading every family has found."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +7,14 @@ import pytest
 
 from benchmarks.common.marked import write_part
 from benchmarks.families.recorder import FamilyRecorder, reason_of
-from benchmarks.families.table import DOCUMENT, PART, RESULT, problems, table
+from benchmarks.families.table import DOCUMENT, ON_CPU, ON_GPU, PART, cases, problems, table
 from tests.support import families
 
 CASE = {"family": "a", "source": "vLLM 0.32.0, A", "refusal": None, "fp8": 0.5, "kept": ["b"]}
 
 
 def test_the_table_is_up_to_date() -> None:
-    assert problems(RESULT, DOCUMENT) == []
+    assert problems(DOCUMENT) == []
 
 
 def test_a_failure_is_told_by_what_was_raised() -> None:
@@ -27,45 +26,61 @@ def test_a_failure_is_told_by_what_was_raised() -> None:
 
 
 def test_every_family_has_a_row() -> None:
-    assert {case["family"] for case in json.loads(RESULT.read_text())["cases"]} == families.FAMILIES.keys()
+    assert {case["family"] for case in cases(ON_CPU)} == families.FAMILIES.keys()
 
 
 def test_a_table_that_is_not_what_was_found_is_named(tmp_path: Path) -> None:
     page = tmp_path / "models.md"
     page.write_text(f"<!-- made by {PART} -->\n<!-- end of {PART} -->\n")
-    write_part(page, PART, table(json.loads(RESULT.read_text())["cases"]))
-    assert problems(RESULT, page) == []
+    write_part(page, PART, table(cases(ON_CPU), cases(ON_GPU)))
+    assert problems(page) == []
     page.write_text(page.read_text().replace("100%", "99%", 1))
-    assert [PART in problem for problem in problems(RESULT, page)] == [True]
+    assert [PART in problem for problem in problems(page)] == [True]
 
 
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ({"difference": 0.0314, "failure": None}, "yes: logprobs differ from fp32's by 0.031"),
+        ({"difference": 0.0314, "failure": None}, "yes: 0.031"),
         ({"difference": None, "failure": None}, "not tried"),
         ({"difference": 0.5, "failure": "assert 0.5 < 0.1"}, "**fails**: assert 0.5 < 0.1"),
         ({"difference": None, "failure": None, "refusal": "a | b"}, "no: a \\| b"),
     ],
 )
 def test_a_row_says_what_came_of_it(case: dict[str, Any], said: str) -> None:
-    assert table([CASE | case]).splitlines()[-1] == f"| `a` | `A` | 50% | b | {said} |"
+    served = CASE | {"difference": 0.5, "failure": None}
+    for on_cpu, on_gpu, last in (
+        ([CASE | case], [], f"{said} | not tried"),
+        ([served], [CASE | case], f"yes: 0.500 | {said}"),
+    ):
+        assert table(on_cpu, on_gpu).splitlines()[-1] == f"| `a` | `A` | 50% | b | {last} |"
 
 
-def test_a_test_that_is_skipped_is_no_case() -> None:
+def test_what_only_the_gpu_builds_is_read_there() -> None:
+    refused = CASE | {"source": None, "fp8": None, "kept": [], "refusal": "no torchvision", "difference": None}
+    served = CASE | {"difference": 0.02, "failure": None}
+    assert table([refused], [served]).splitlines()[-1] == "| `a` | `A` | 50% | b | no: no torchvision | yes: 0.020 |"
+
+
+def test_a_skipped_test_is_no_case_and_an_expected_failure_is_one() -> None:
     recorder = FamilyRecorder()
-    for family, outcome in (("gone", "skipped"), ("there", "passed")):
+    for family, outcome, expected in (("gone", "skipped", None), ("there", "passed", None), ("no", "skipped", "why")):
         properties = [("family", family), ("difference", 0.01)]
         for when in ("setup", "call", "teardown"):
-            recorder.pytest_runtest_logreport(
-                pytest.TestReport(
-                    family,
-                    ("", 0, ""),
-                    {},
-                    outcome if when == "call" else "passed",
-                    None,
-                    when,
-                    user_properties=properties,
-                )
+            report = pytest.TestReport(
+                family,
+                ("", 0, ""),
+                {},
+                outcome if when == "call" else "passed",
+                None,
+                when,
+                user_properties=properties,
             )
-    assert list(recorder.cases()) == [{"family": "there", "difference": 0.01, "failure": None}]
+            if expected is not None:
+                report.wasxfail = expected
+            recorder.pytest_runtest_logreport(report)
+    assert list(recorder.cases()) == [
+        {"family": "there", "difference": 0.01, "failure": None},
+        {"family": "no", "difference": 0.01, "failure": "why"},
+    ]
+    assert recorder.seen == {"gone", "there", "no"}

@@ -31,6 +31,7 @@ from rollout_service.kv_scales.calibrator import (
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import KVCacheChoice, KVCacheStatus
 from rollout_service.store.manifest import Manifest, Recipe
+from tests.support.families import make_family
 from tests.support.models import make_model
 from tests.unit.engine.measuring import LAYERS, FakeCoordinator, FakeMeasuringEngine, all_scales, loud, ordinary, uneven
 
@@ -404,7 +405,9 @@ UNFIT = KVCacheUnfit("not for 1 of 2 layers", {"layers": {"l.0": "why"}, "judged
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ServedModel]:
     families = {"keys and values": "llama", "latent": "deepseek_v3"}
     folder = tmp_path_factory.mktemp("models")
-    return {kind: ServedModel.load(make_model(folder / kind, family)) for kind, family in families.items()}
+    made = {kind: make_model(folder / kind, family) for kind, family in families.items()}
+    made["multimodal"] = make_family(folder / "multimodal", "qwen3_vl")
+    return {kind: ServedModel.load(path) for kind, path in made.items()}
 
 
 class TestCacheDtype:
@@ -425,7 +428,7 @@ class TestCacheDtype:
         assert starting_choice(dtype, models["keys and values"], known) == expected
 
     @pytest.mark.parametrize("known", [None, FOUND_FP8, FOUND_BF16])
-    @pytest.mark.parametrize("attention", ["keys and values", "latent"])
+    @pytest.mark.parametrize("attention", ["keys and values", "latent", "multimodal"])
     def test_bf16_holds_where_it_is_asked_for(
         self, models: dict[str, ServedModel], attention: str, known: KVCacheChoice | None
     ) -> None:
@@ -440,6 +443,12 @@ class TestCacheDtype:
         choice = starting_choice(dtype, models["latent"], known)
         assert choice is not None and choice.dtype == expected
         assert "latent attention" in choice.why and choice.judged_by == ""
+
+    def test_a_multimodal_model_keeps_bf16_and_fp8_by_name_is_refused(self, models: dict[str, ServedModel]) -> None:
+        choice = starting_choice("auto", models["multimodal"], None)
+        assert choice is not None and choice.dtype == "bfloat16" and "multimodal" in choice.why
+        with pytest.raises(ValueError, match="multimodal is multimodal, whose KV scales are not known here: set it to"):
+            starting_choice("fp8_e4m3", models["multimodal"], None)
 
     async def test_bf16_is_noted_for_all_with_the_reasons(self) -> None:
         coordinator = FakeCoordinator()

@@ -95,8 +95,8 @@ class TestPolicy:
     @pytest.mark.parametrize(
         ("family", "sections", "reason"),
         [
-            ("deepseek_v3", {}, "has no attention layers that take them"),
-            ("llama", {"quant": {"weights": "none"}, "scaling": {"num_gpus": 1}}, "quant.weights is none"),
+            ("deepseek_v3", {"kv_cache": {"dtype": "fp8_e4m3"}}, "has no attention layers that take them"),
+            ("llama", {"quant": {"weights": "none"}, "scaling": {"num_gpus": 1}, "kv_cache": {}}, "weights is none"),
         ],
         ids=["latent attention", "BF16 weights on a GPU"],
     )
@@ -104,10 +104,17 @@ class TestPolicy:
         self, tmp_path: Path, family: str, sections: dict[str, Any], reason: str
     ) -> None:
         model = make_model(tmp_path / "model", family)
-        config = config_of(model, tmp_path / "log", kv_cache={"scales_policy": "calibrate"}, **sections)
+        kv_cache = sections["kv_cache"] | {"scales_policy": "calibrate"}
         with pytest.raises(ValueError, match=f"kv_cache.scales_policy is calibrate, but .*{reason}"):
-            Ingest(config)
+            Ingest(config_of(model, tmp_path / "log", **sections | {"kv_cache": kv_cache}))
         Ingest(config_of(model, tmp_path / "log", **sections))
+
+    def test_the_shipped_policy_leaves_a_cache_alone_that_is_bf16(self, tmp_path: Path) -> None:
+        model = make_model(tmp_path / "model", "deepseek_v3")
+        shipped = {"dtype": "auto", "scales_policy": "calibrate"}
+        scales = version_scales(config_of(model, tmp_path / "log", kv_cache=shipped), model)
+        bare = Manifest(version=0, fingerprint="model", recipe=Recipe(weights="none"), tensors=())
+        assert scales.added_to(bare, None) == bare
 
     @pytest.mark.parametrize(
         ("sections", "reason"),

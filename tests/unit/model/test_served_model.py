@@ -13,10 +13,12 @@ from transformers import (
 
 from rollout_service.config.engine import QuantConfig
 from rollout_service.errors import InvalidManifest
+from rollout_service.model.families import Heads
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import EMBEDDING, LM_HEAD, ServedModel
 from rollout_service.protocol.experts import pieces
 from rollout_service.protocol.upload import UploadTensor
+from tests.support.families import MULTIMODAL, make_family
 from tests.support.models import FAMILIES, NUM_EXPERTS, make_model, stored_shapes
 
 BF16 = QuantPlan(frozenset())
@@ -123,6 +125,14 @@ class TestFamilies:
         stored = stored_shapes(tmp_path)
         assert model.shapes == stored | ({LM_HEAD: stored[EMBEDDING]} if model.tied else {})
         assert model.tied is (LM_HEAD not in stored)
+
+    @pytest.mark.parametrize("family", MULTIMODAL)
+    def test_shapes_of_a_multimodal_model_are_what_transformers_saves(self, family: str, tmp_path: Path) -> None:
+        model = ServedModel.load(make_family(tmp_path / family, family))
+        stored = stored_shapes(tmp_path / family)
+        assert model.shapes == stored | ({model.head: stored[model.embedding]} if model.tied else {})
+        assert model.is_multimodal and model.attention == ()
+        assert (model.vocab_size, model.heads) == (128, Heads(query=4, kv=2))
 
     def test_shapes_of_deepseek_v2_are_what_transformers_saves(self, tmp_path: Path) -> None:
         config = FAMILIES["deepseek_v3"]().to_dict()
