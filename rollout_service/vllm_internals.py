@@ -56,6 +56,7 @@ NAMES = (
     _read(f"{_RELOAD}.types", "LayerReloadingInfo", gives="load_numel"),
     _read(f"{_RELOAD}.utils", "get_tensor_load_numel", takes="tensor"),
     _read(f"{_LAYERS}.vocab_parallel_embedding", "VocabParallelEmbedding"),
+    _read(f"{_LAYERS}.vocab_parallel_embedding", "ParallelLMHead"),
     # attention: its geometry, its cache and the copies of its scales
     _read(
         f"{_LAYERS}.attention",
@@ -254,7 +255,7 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     validate_fp8_block_shape,
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, is_layer_skipped
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -287,6 +288,7 @@ __all__ = [
     "LinearBase",
     "MergedColumnParallelLinear",
     "MoEActivation",
+    "ParallelLMHead",
     "QKVParallelLinear",
     "QuantFP8",
     "RayPrometheusStatLogger",

@@ -41,6 +41,7 @@ from rollout_service.engine.loading.staging import (
 )
 from rollout_service.engine.loading.staging_choice import StagingChoice, choose
 from rollout_service.engine.loading.stored_tensors import stored_tensors
+from rollout_service.engine.loading.tied_head import renew_tied_head
 from rollout_service.engine.plugin import STAGING_KEY
 from rollout_service.engine.sleeping import staging_memory
 from rollout_service.errors import LogCorrupt
@@ -191,6 +192,8 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         """
         if self._layerwise is not None:
             finalize_layerwise_reload(self.model, self.model_config)
+            if self.model_config.hf_text_config.tie_word_embeddings:
+                renew_tied_head(self.model)
             self._learn(self._layerwise)
             self._layerwise = None
         if self._area is not None and self._area.is_shared and self.device.type == "cuda":
