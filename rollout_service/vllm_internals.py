@@ -57,6 +57,7 @@ NAMES = (
     _read(f"{_RELOAD}.utils", "get_tensor_load_numel", takes="tensor"),
     _read(f"{_LAYERS}.vocab_parallel_embedding", "VocabParallelEmbedding"),
     _read(f"{_LAYERS}.vocab_parallel_embedding", "ParallelLMHead"),
+    _read(f"{_LAYERS}.mamba.abstract", "MambaBase.mamba_type"),
     # attention: its geometry, its cache and the copies of its scales
     _read(
         f"{_LAYERS}.attention",
@@ -246,6 +247,7 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
     register_weight_loader_v2_supported_method,
 )
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
@@ -286,6 +288,7 @@ __all__ = [
     "GroupShape",
     "IterationStats",
     "LinearBase",
+    "MambaBase",
     "MergedColumnParallelLinear",
     "MoEActivation",
     "ParallelLMHead",

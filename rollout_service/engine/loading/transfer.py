@@ -50,6 +50,7 @@ from rollout_service.memory import memory
 from rollout_service.protocol.fleet import Staging
 from rollout_service.store.manifest import read_manifest
 from rollout_service.vllm_internals import (
+    MambaBase,
     VocabParallelEmbedding,
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -118,6 +119,8 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         refused = None
         self.why_there: str | None = None
         """What each place would cost, if it was chosen here."""
+        if current_platform.is_cpu():
+            _refuse_state_space(model)
         if kind == "auto":
             choice = _choose(vllm_config, device, model)
             kind, self.why_there = choice.kind, str(choice)
@@ -300,6 +303,16 @@ def _choose(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Modul
     usable = int(total * vllm_config.cache_config.gpu_memory_utilization)
     left = usable - torch.cuda.memory_allocated(device)
     return choose(area_bytes(model), left, memory().free_bytes, vllm_config.parallel_config.world_size)
+
+
+def _refuse_state_space(model: torch.nn.Module) -> None:
+    """On the CPU engines of Mamba 2, Falcon H1 and Jamba were wrong after an update, or died; not so on a GPU."""
+    kinds = {module.mamba_type.name for module in model.modules() if isinstance(module, MambaBase)}
+    if not kinds.isdisjoint(("MAMBA1", "MAMBA2")):
+        raise ValueError(
+            f"{type(model).__name__} has state-space layers (Mamba), with which vLLM's CPU engine computes other "
+            "logprobs than it should after an update of weights: serve it on a GPU"
+        )
 
 
 def _names_of_parameters(model: torch.nn.Module) -> dict[str, set[str]]:
