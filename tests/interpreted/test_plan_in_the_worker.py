@@ -127,7 +127,7 @@ def serving(model: torch.nn.Module, rank: int = 0, world_size: int = 1) -> LogWe
     config = SimpleNamespace(
         additional_config={STAGING_KEY: "host"},
         parallel_config=SimpleNamespace(rank=rank, world_size=world_size),
-        model_config=SimpleNamespace(dtype=torch.float32, enable_sleep_mode=False),
+        model_config=SimpleNamespace(dtype=torch.float32, enable_sleep_mode=False, hf_text_config=SimpleNamespace()),
     )
     engine = LogWeightTransferEngine(None, config, torch.device("cpu"), model)
     engine.plan_loads(True)

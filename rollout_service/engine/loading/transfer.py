@@ -195,7 +195,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         """
         if self._layerwise is not None:
             finalize_layerwise_reload(self.model, self.model_config)
-            if self.model_config.hf_text_config.tie_word_embeddings:
+            if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
                 renew_tied_head(self.model)
             self._learn(self._layerwise)
             self._layerwise = None
