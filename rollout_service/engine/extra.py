@@ -39,6 +39,7 @@ INSTEAD: dict[str, str] = {
     "gpu_memory_utilization": "set engine.gpu_memory_utilization",
     "kernel_config": "set engine.linear_backend; experts run on Triton's kernels, which read new weights",
     "kv_cache_dtype": "set kv_cache.dtype",
+    "language_model_only": "of a multimodal model the language model alone is served",
     "load_format": "engines load versions of the log",
     "logging_config": _LOGS,
     "logprobs_mode": "logprobs are those of the distribution that was sampled from",
