@@ -39,9 +39,9 @@ def path(name: str, *, machine_name: str | None = None) -> Path:
     return RESULTS / (machine_name or machine()) / f"{name}.json"
 
 
-def cases(name: str) -> list[Json]:
-    """Those of an earlier result of that name on this machine."""
-    file = path(name)
+def cases(name: str, *, machine_name: str | None = None) -> list[Json]:
+    """Those of an earlier result of that name on this machine, or on another; none if there is none."""
+    file = path(name, machine_name=machine_name)
     return list(json.loads(file.read_text())["cases"]) if file.exists() else []
 
 

@@ -4,29 +4,28 @@ python -m benchmarks.families.table            says what is wrong and exits with
 python -m benchmarks.families.table --write    makes the table anew
 """
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from benchmarks.common import results
 from benchmarks.common.marked import with_part, write_part
-from benchmarks.common.paths import PROJECT, RESULTS
+from benchmarks.common.paths import PROJECT
 from benchmarks.common.results import Json
 
 DOCUMENT = PROJECT / "docs/models.md"
-ON_CPU, ON_GPU = (RESULTS / machine / "models.json" for machine in ("cpu-2-cores", "h100-80gb-hbm3"))
 PART = "python -m benchmarks.families.table --write"
 
 
-def table(on_cpu: list[Json], on_gpu: list[Json]) -> str:
+def table(cpu_cases: list[Json], gpu_cases: list[Json]) -> str:
     """A row for each family, in the order of their names, of what two machines found."""
     lines = [
         "| `model_type` | vLLM's class | of its layers in FP8 | why not all | served on the CPU | on an H100 |",
         "|---|---|---|---|---|---|",
     ]
-    gpu = {case["family"]: case for case in on_gpu}
-    for case in sorted(on_cpu, key=lambda case: str(case["family"])):
+    gpu = {case["family"]: case for case in gpu_cases}
+    for case in sorted(cpu_cases, key=lambda case: str(case["family"])):
         other = gpu.get(case["family"])
         built = case if case["source"] or other is None else other
         read = (f"`{case['family']}`", _built_as(built), _share(built), _why(built))
@@ -60,15 +59,20 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
 
 
-def cases(result: Path) -> list[Json]:
-    """Those of a result file; none if there is no such file."""
-    return list(json.loads(result.read_text())["cases"]) if result.exists() else []
+def on_cpu() -> list[Json]:
+    """What was found on this project's machine without a GPU."""
+    return results.cases("models", machine_name="cpu-2-cores")
+
+
+def on_gpu() -> list[Json]:
+    """What was found on an H100."""
+    return results.cases("models", machine_name="h100-80gb-hbm3")
 
 
 def problems(document: Path) -> list[str]:
     """What is wrong with the table in ``document``, in words; nothing if it is as the results say."""
     try:
-        if with_part(document.read_text(), PART, table(cases(ON_CPU), cases(ON_GPU))) != document.read_text():
+        if with_part(document.read_text(), PART, table(on_cpu(), on_gpu())) != document.read_text():
             return [f"{document}: the table of models is not what the results say. Run: {PART}"]
     except ValueError as error:
         return [f"{document}: {error}"]
@@ -77,7 +81,7 @@ def problems(document: Path) -> list[str]:
 
 def write_table() -> None:
     """Make it anew."""
-    write_part(DOCUMENT, PART, table(cases(ON_CPU), cases(ON_GPU)))
+    write_part(DOCUMENT, PART, table(on_cpu(), on_gpu()))
 
 
 def main(write: Annotated[bool, typer.Option("--write", help="Make the table anew.")] = False) -> None:

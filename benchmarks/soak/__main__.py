@@ -37,13 +37,11 @@ from benchmarks.soak.schedule import strikes
 from benchmarks.soak.strike import Blow, Striker, send
 from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService, running_service
-from tests.support.processes import gone, marked
+from tests.support.processes import MARK, gone, marked
 
 CALLERS = 6
 LAST_ANSWERS_S = 120.0
 """What is not answered so long after the last strike was recovered from is lost."""
-GONE_S = 60.0
-MARK = "ROLLOUT_SERVICE_SOAK"
 OUT = PROJECT / "out/soak"
 
 console = Console(soft_wrap=True)
@@ -147,8 +145,8 @@ def run(seed: int, minutes: float, diary: Diary) -> Json | None:
                 end_as_by_ctrl_c()  # in place of the handler that Ray has put there
                 case = asyncio.run(soak(service, seed, minutes, diary))
     finally:
-        left = asyncio.run(gone(MARK, mark, within_s=GONE_S))
-        for process in marked(MARK, mark):
+        left = asyncio.run(gone(mark))
+        for process in marked(mark):
             send(process, "SIGKILL")
         diary.note("service ended", left=left)
         if left:

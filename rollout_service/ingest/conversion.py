@@ -175,7 +175,7 @@ class Conversion:
         tensors: tuple[StoredTensor, ...] = ()
         with self._failures_kept():
             if tied is not None and tied.head in self._writer.unwritten:
-                # a CPU engine packs its own copy of a tied head and never refreshes it from the embedding
+                # a CPU engine computes with a packed copy of the head, which it makes anew when a head is loaded
                 self._write([(tied.head, self._read_back(tied.embedding))])
             tensors = self._writer.finish()
             if tied is not None:

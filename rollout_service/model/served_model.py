@@ -32,7 +32,6 @@ from rollout_service.protocol.experts import ExpertNaming, Piece, pieces
 from rollout_service.protocol.upload import UploadTensor
 from rollout_service.transformers_internals import kept_in_float32
 
-LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 ROUTERS = ("gate", "shared_expert_gate")
 """What chooses experts, or scales the shared one; last part of the modules' names."""

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from rollout_service.errors import EngineFailed
-from rollout_service.model.served_model import LM_HEAD
 from rollout_service.store.manifest import MANIFEST_FILE, read_manifest
 from tests.support.engine_layout import engine_digests, quantize
-from tests.support.models import random_weights
+from tests.support.models import LM_HEAD, random_weights
 from tests.support.one_engine import KV_CACHE_BYTES, OneEngine, mean_difference, running
 
 UPDATES = 20

@@ -27,14 +27,12 @@ from rollout_service.local import free_port
 from rollout_service.protocol.rollout import Rollout
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.collector import Collector, collecting
-from tests.support.processes import gone
+from tests.support.processes import MARK, gone
 
 pytestmark = pytest.mark.slow
 
 DEPLOYMENT = Path(__file__).parents[2] / "deployments/cpu_rollout.yaml"
 SERVE = str(Path(sys.executable).with_name("serve"))
-MARK = "ROLLOUT_SERVICE_TEST_RUN"
-GONE_S = 60.0
 BY_PROXY = "proxy_http_request gateway POST /inference/v1/generate"
 BY_GATEWAY, BY_ROUTER = "replica_handle_request gateway __call__", "route_to_replica engine generate"
 BY_ENGINE = "replica_handle_request engine generate"
@@ -223,4 +221,4 @@ async def test_serve_deploy_of_another_configuration_loses_nothing(served: Serve
 async def test_ctrl_c_ends_it_and_leaves_nothing(served: Served) -> None:
     served.process.send_signal(signal.SIGINT)
     await asyncio.to_thread(served.process.wait)
-    assert await gone(MARK, served.mark, within_s=GONE_S) == []
+    assert await gone(served.mark) == []

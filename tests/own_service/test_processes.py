@@ -11,11 +11,9 @@ import pytest
 import yaml
 
 from rollout_service.local import free_port
-from tests.support.processes import gone, marked, titles
+from tests.support.processes import MARK, gone, marked, titles
 
 PROJECT = Path(__file__).parents[2]
-MARK = "ROLLOUT_SERVICE_TEST_RUN"
-GONE_S = 60.0
 RAYS_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 AGENTS_GONE_S = 120.0
 """They outlive a raylet that was killed: they try for up to 60 s to tell the GCS, which is dead, too, and end then.
@@ -38,7 +36,7 @@ def ended() -> Iterator[list[str]]:
     marks: list[str] = []
     yield marks
     for mark in marks:
-        assert asyncio.run(gone(MARK, mark, within_s=AGENTS_GONE_S)) == []
+        assert asyncio.run(gone(mark, within_s=AGENTS_GONE_S)) == []
 
 
 @pytest.fixture
@@ -69,15 +67,15 @@ async def test_a_local_service_leaves_nothing_behind(
             sys.executable, "-c", RUN_LOCALLY, str(deployment), cwd=deployment.parent, stdout=file, stderr=file
         )
     if while_it_starts:
-        await _until(lambda: any(title.startswith("VLLM::EngineCore") for title in titles(MARK, mark)), process)
+        await _until(lambda: any(title.startswith("VLLM::EngineCore") for title in titles(mark)), process)
         assert READY not in output.read_text()
     else:
         await _until(lambda: READY in output.read_text(), process)
-    assert len(marked(MARK, mark)) > 5
+    assert len(marked(mark)) > 5
     process.send_signal(how)
     await process.wait()
     ended.append(mark)
-    assert await gone(MARK, mark, within_s=GONE_S, besides=RAYS_AGENTS) == []
+    assert await gone(mark, besides=RAYS_AGENTS) == []
 
 
 async def _until(reached: Callable[[], bool], process: asyncio.subprocess.Process) -> None:

@@ -18,14 +18,12 @@ from rollout_service.local import free_port
 from rollout_service.model.tiny import make_tiny_qwen3
 from rollout_service.store.log import WeightLog
 from tests.support.hub_server import hub_server
-from tests.support.processes import gone
+from tests.support.processes import MARK, gone
 
 pytestmark = pytest.mark.slow
 
 REPO = "some-org/tiny-qwen3"
 COMMAND = str(Path(sys.executable).with_name("rollout-service"))
-MARK = "ROLLOUT_SERVICE_TEST_RUN"
-GONE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ async def test_ctrl_c_ends_it_and_leaves_nothing(served: Served) -> None:
     assert served.process.wait() == 0
     assert served.said.rstrip().endswith("stopped")
     assert "killed by `ray.kill`" not in served.said, "a warning that says nothing to a user"
-    assert await gone(MARK, served.mark, within_s=GONE_S) == []
+    assert await gone(served.mark) == []
 
 
 async def test_sigterm_answers_what_is_open_and_leaves_nothing(tmp_path: Path) -> None:
@@ -125,4 +123,4 @@ async def test_sigterm_answers_what_is_open_and_leaves_nothing(tmp_path: Path) -
     assert answer.status_code == 503 and "Retry-After" in answer.headers
     assert "this gateway ends before" in answer.json()["error"]["message"]
     assert status == 128 + signal.SIGTERM
-    assert await gone(MARK, mark, within_s=GONE_S) == []
+    assert await gone(mark) == []

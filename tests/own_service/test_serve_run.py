@@ -1,6 +1,5 @@
 """``serve run`` starts Ray by itself, and ends with it; the tests of tests/service start theirs by it, too."""
 
-import uuid
 from collections.abc import Iterator
 
 import httpx
@@ -8,22 +7,15 @@ import pytest
 
 from rollout_service.config.deployment_file import CPU, read_document
 from tests.support.processes import gone
-from tests.support.serve_run import MARK, ServeRun, serve_run
+from tests.support.serve_run import ServeRun, serve_run
 
 pytestmark = pytest.mark.slow
 
-GONE_S = 60.0
-
 
 @pytest.fixture(scope="module")
-def mark() -> str:
-    return uuid.uuid4().hex
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, mark: str) -> Iterator[ServeRun]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeRun]:
     """The shipped CPU deployment in an empty folder."""
-    with serve_run(read_document(CPU), tmp_path_factory.mktemp("serve-run"), mark=mark) as run:
+    with serve_run(read_document(CPU), tmp_path_factory.mktemp("serve-run")) as run:
         yield run
 
 
@@ -33,6 +25,6 @@ def test_serve_run_makes_its_model_and_serves(served: ServeRun) -> None:
     assert (served.output.parent / "models/tiny-qwen3/model.safetensors").is_file()
 
 
-async def test_ctrl_c_ends_serve_run_and_leaves_nothing(served: ServeRun, mark: str) -> None:
+async def test_ctrl_c_ends_serve_run_and_leaves_nothing(served: ServeRun) -> None:
     assert served.interrupt() == 0
-    assert await gone(MARK, mark, within_s=GONE_S) == []
+    assert await gone(served.mark) == []

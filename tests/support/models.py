@@ -22,6 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 NUM_EXPERTS = 8
 _SHAPE = {
     "vocab_size": 128,
@@ -133,13 +134,13 @@ def _random_weights(shapes: dict[str, tuple[int, ...]], generator: torch.Generat
             noise[:, :NUM_EXPERTS] = 16 * torch.eye(NUM_EXPERTS).repeat(len(noise) // NUM_EXPERTS, 1)
         elif name.endswith(("down_proj.weight", ".w2.weight")):
             noise *= 4 * shape[-1] ** -0.5
-        elif name == "lm_head.weight":
+        elif name == LM_HEAD:
             noise *= 1.92 * shape[-1] ** -0.5
         else:
             noise *= 0.5 * shape[-1] ** -0.5
         weights[name] = 0.1 * noise if name.endswith("e_score_correction_bias") else noise.bfloat16()
-    if "lm_head.weight" not in weights:
-        weights["model.embed_tokens.weight"] *= 0.12  # it is the head, too
+    if LM_HEAD not in weights:
+        weights[EMBEDDING] *= 0.12  # it is the head, too
     return weights
 
 

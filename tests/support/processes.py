@@ -6,6 +6,11 @@ from collections.abc import Collection
 
 import psutil
 
+MARK = "ROLLOUT_SERVICE_MARK"
+"""An environment variable: whoever starts a service sets it to a value of its own, and every process inherits it."""
+GONE_S = 60.0
+"""Processes of a service that has ended are gone within this time."""
+
 
 def descendants(title: str) -> list[psutil.Process]:
     """Processes below this one whose title starts with ``title``, e.g. ``VLLM::EngineCore``."""
@@ -17,24 +22,24 @@ def titled() -> list[tuple[psutil.Process, str]]:
     return [(process, _title(process)) for process in psutil.Process().children(recursive=True)]
 
 
-def marked(name: str, value: str) -> list[psutil.Process]:
-    """Processes anywhere on the machine that inherited the environment variable ``name`` with ``value``."""
-    return [process for process in psutil.process_iter() if _environment(process).get(name) == value]
+def marked(mark: str) -> list[psutil.Process]:
+    """Processes anywhere on the machine that inherited ``MARK`` with that value."""
+    return [process for process in psutil.process_iter() if _environment(process).get(MARK) == mark]
 
 
-def titles(name: str, value: str) -> list[str]:
+def titles(mark: str) -> list[str]:
     """Of the marked processes."""
-    return [_title(process) for process in marked(name, value)]
+    return [_title(process) for process in marked(mark)]
 
 
-async def gone(name: str, value: str, within_s: float, besides: Collection[str] = ()) -> list[str]:
+async def gone(mark: str, *, within_s: float = GONE_S, besides: Collection[str] = ()) -> list[str]:
     """Wait until no marked process is left but those titled as one of ``besides``.
 
     Returns the titles of those that are left after ``within_s``.
     """
 
     def left() -> list[str]:
-        return [title for title in titles(name, value) if title not in besides]
+        return [title for title in titles(mark) if title not in besides]
 
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within_s):

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.common.marked import write_part
 from benchmarks.families.recorder import FamilyRecorder, reason_of
-from benchmarks.families.table import DOCUMENT, ON_CPU, ON_GPU, PART, cases, problems, table
+from benchmarks.families.table import DOCUMENT, PART, on_cpu, on_gpu, problems, table
 from tests.support import families
 
 CASE = {"family": "a", "source": "vLLM 0.32.0, A", "refusal": None, "fp8": 0.5, "kept": ["b"]}
@@ -26,13 +26,13 @@ def test_a_failure_is_told_by_what_was_raised() -> None:
 
 
 def test_every_family_has_a_row() -> None:
-    assert {case["family"] for case in cases(ON_CPU)} == families.FAMILIES.keys()
+    assert {case["family"] for case in on_cpu()} == families.FAMILIES.keys()
 
 
 def test_a_table_that_is_not_what_was_found_is_named(tmp_path: Path) -> None:
     page = tmp_path / "models.md"
     page.write_text(f"<!-- made by {PART} -->\n<!-- end of {PART} -->\n")
-    write_part(page, PART, table(cases(ON_CPU), cases(ON_GPU)))
+    write_part(page, PART, table(on_cpu(), on_gpu()))
     assert problems(page) == []
     page.write_text(page.read_text().replace("100%", "99%", 1))
     assert [PART in problem for problem in problems(page)] == [True]
@@ -49,11 +49,11 @@ def test_a_table_that_is_not_what_was_found_is_named(tmp_path: Path) -> None:
 )
 def test_a_row_says_what_came_of_it(case: dict[str, Any], said: str) -> None:
     served = CASE | {"difference": 0.5, "failure": None}
-    for on_cpu, on_gpu, last in (
+    for cpu_cases, gpu_cases, last in (
         ([CASE | case], [], f"{said} | not tried"),
         ([served], [CASE | case], f"yes: 0.500 | {said}"),
     ):
-        assert table(on_cpu, on_gpu).splitlines()[-1] == f"| `a` | `A` | 50% | b | {last} |"
+        assert table(cpu_cases, gpu_cases).splitlines()[-1] == f"| `a` | `A` | 50% | b | {last} |"
 
 
 def test_what_only_the_gpu_builds_is_read_there() -> None:

@@ -26,9 +26,10 @@ from rollout_service.ingest.sources.folder import FolderSource
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_session import UploadSession, spread
 from rollout_service.model.convert import Converter
-from rollout_service.model.served_model import EMBEDDING, LM_HEAD, ServedModel
+from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe
 from rollout_service.store.manifest import StoredTensor
+from tests.support.models import EMBEDDING, LM_HEAD
 from tests.unit.ingest.trainer import Weights, begin_of, folder_weights, open_files, settle, stream_of
 
 PART_BYTES = 64 << 10

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import InvalidRequest, NotFound, WeightTransferFailed
 from rollout_service.ingest.ingest import Ingest
-from rollout_service.model.served_model import EMBEDDING, LM_HEAD
 from rollout_service.protocol.upload import BeginUpload, BroadcastSource
 from rollout_service.protocol.weight_transfer import TransferInit
 from tests.support.gloo_trainer import GlooTrainer, update_info
+from tests.support.models import EMBEDDING, LM_HEAD
 from tests.unit.ingest.broadcasting import another_trainer_pushes, join, push, receive_nothing, receiver_pid, send
 from tests.unit.ingest.trainer import Weights, config_of, folder_weights
 

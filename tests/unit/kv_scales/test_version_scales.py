@@ -96,7 +96,11 @@ class TestPolicy:
         ("family", "sections", "reason"),
         [
             ("deepseek_v3", {"kv_cache": {"dtype": "fp8_e4m3"}}, "has no attention layers that take them"),
-            ("llama", {"quant": {"weights": "none"}, "scaling": {"num_gpus": 1}, "kv_cache": {}}, "weights is none"),
+            (
+                "llama",
+                {"quant": {"weights": "none"}, "scaling": {"num_gpus": 1}, "kv_cache": {}},
+                "quant.weights is none",
+            ),
         ],
         ids=["latent attention", "BF16 weights on a GPU"],
     )

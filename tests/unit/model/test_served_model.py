@@ -15,11 +15,11 @@ from rollout_service.config.engine import QuantConfig
 from rollout_service.errors import InvalidManifest
 from rollout_service.model.families import Heads
 from rollout_service.model.quant_plan import QuantPlan
-from rollout_service.model.served_model import EMBEDDING, LM_HEAD, ServedModel
+from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.experts import pieces
 from rollout_service.protocol.upload import UploadTensor
 from tests.support.families import MULTIMODAL, make_family
-from tests.support.models import FAMILIES, NUM_EXPERTS, make_model, stored_shapes
+from tests.support.models import EMBEDDING, FAMILIES, LM_HEAD, NUM_EXPERTS, make_model, stored_shapes
 
 BF16 = QuantPlan(frozenset())
 EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
