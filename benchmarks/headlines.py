@@ -193,7 +193,7 @@ def models(result: Json) -> str:
     served = [case for case in built if case["difference"] is not None and not case["failure"]]
     most = sum(case["fp8"] > 0.9 for case in built)
     return (
-        f"of {len(cases)} families outside the table vLLM builds {len(built)} on a CPU: {most} with over 90% of their "
+        f"of {len(cases)} families outside the table vLLM builds {len(built)}: {most} with over 90% of their "
         f"layers in FP8; {len(served)} were served by an engine"
     )
 

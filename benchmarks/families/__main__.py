@@ -15,10 +15,13 @@ import typer
 
 from benchmarks.common import results
 from benchmarks.common.command import run
+from benchmarks.common.results import Json
 from benchmarks.families.recorder import FamilyRecorder
 from benchmarks.families.table import write_table
 
 TESTS = "tests/engine/test_every_family.py"
+UNREAD: Json = {"refusal": None, "source": None, "fp8": None, "kept": []}
+"""What is known of a family before vLLM's class of it is read."""
 
 
 def main(
@@ -29,17 +32,26 @@ def main(
     from benchmarks.families.reading import readings
     from tests.support.families import FAMILIES
 
-    recorder = FamilyRecorder()
+    def keep(case: Json) -> None:
+        read_before = {key: _kept(case["family"]).get(key, value) for key, value in UNREAD.items()}
+        _add(read_before | case)
+
+    recorder = FamilyRecorder(keep)
     code = 0 if read else pytest.main([TESTS, "-m", "slow", *(options or [])], plugins=[recorder])
-    earlier = {case["family"]: case for case in results.cases("models")}
-    served = earlier | {case["family"]: case for case in recorder.cases()}
-    cases = []
+    of_engine = {"difference": None, "failure": None}
     for case in readings(sorted(FAMILIES if read else recorder.seen)):
-        of_engine = served.get(case["family"], {})
-        cases.append(case | {key: of_engine.get(key) for key in ("difference", "failure")})
-    results.write("models", {"cases": results.joined(earlier.values(), cases, ("family",))})
+        _add(of_engine | _kept(case["family"]) | case)
     write_table()
     raise typer.Exit(int(code))
+
+
+def _kept(family: str) -> Json:
+    """What the result says of it; nothing if it has no case there."""
+    return next((case for case in results.cases("models") if case["family"] == family), {})
+
+
+def _add(case: Json) -> None:
+    results.write("models", {"cases": results.joined(results.cases("models"), [case], ("family",))})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What ``tests/engine/test_every_family.py`` records of each family."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -14,10 +14,13 @@ def reason_of(failure: str) -> str:
 
 
 class FamilyRecorder:
-    """A pytest plugin that keeps the properties and the outcome of each test that names its family."""
+    """A pytest plugin that keeps the properties and the outcome of each test that names its family.
 
-    def __init__(self) -> None:
-        self._families: dict[str, Json] = {}
+    ``keep`` is called with each case as soon as its test is over: a run of many families takes long.
+    """
+
+    def __init__(self, keep: Callable[[Json], None]) -> None:
+        self._keep = keep
         self.seen: set[str] = set()
         """Families of all tests, skipped ones too."""
 
@@ -30,12 +33,6 @@ class FamilyRecorder:
         expected = getattr(report, "wasxfail", None)  # pytest calls a failure that was expected skipped
         if report.skipped and expected is None:
             return
-        case = self._families.setdefault(str(recorded["family"]), {"failure": None})
-        case |= recorded
-        if report.failed or report.skipped:
-            case["failure"] = expected or reason_of(report.longreprtext)[:300]
-
-    def cases(self) -> Iterator[Json]:
-        """One for each family whose engine was started."""
-        for case in self._families.values():
-            yield {"family": case["family"], "difference": case.get("difference"), "failure": case["failure"]}
+        failed = report.failed or report.skipped
+        failure = expected or reason_of(report.longreprtext)[:300] if failed else None
+        self._keep({"family": recorded["family"], "difference": recorded.get("difference"), "failure": failure})

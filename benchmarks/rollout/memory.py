@@ -16,6 +16,7 @@ import json
 import math
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -125,6 +126,11 @@ class Case:
     """Of it, loading."""
 
 
+def say(what: str) -> None:
+    """A line of progress: a whole case takes many minutes."""
+    print(f"{time.strftime('%H:%M:%S')} {what}", flush=True)
+
+
 def write_fp8(folder: Path) -> None:
     """Random weights as codes and scales, as published FP8 checkpoints have them, beside the model's config.json."""
     model = ServedModel.load(folder)
@@ -136,6 +142,7 @@ def write_fp8(folder: Path) -> None:
             held |= {name: codes, name + SCALE_SUFFIX: scales}
         held |= {name: gaussian(model.shapes[name]).cpu() for name in names if name not in quantized}
         save_file(held, folder / f"model-{number:05d}.safetensors")
+        say(f"wrote {number * FILE_BYTES / 1e9:.0f} GB of weights")
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -169,10 +176,12 @@ async def measure_service(url: str, folder: Path, work: Work, case: Case) -> Non
         async def generate(prompt: list[int], how: Sampling) -> object:
             return await client.generate(prompt, **how.model_dump(include={"n", "max_tokens", "ignore_eos"}))
 
+        say("the service is up; a short run, then the whole one")
         await take_turns(work, 1, {"http": generate}, {"http": turns})
         [replica] = (await client.fleet()).replicas
         _note(turns, case, replica.load and replica.load.kv_cache_tokens)
         case.staged = replica.staging or case.staged
+        say(f"{case.tokens_per_s:,.0f} tokens/s; now an update")
         update = Update(case.model, Transport.PATH, case.layers)
         async with rollouts(client, 64):
             await push(client, 1, folder, update)
@@ -232,6 +241,7 @@ def main(options: MemoryOptions, work: MemoryWork) -> None:
                 with tempfile.TemporaryDirectory(dir=options.log) as log:
                     settings = settings_of(mode, folder, Path(log), section | {"staging": staging})
                     case = case_of(model, mode, "http", staging)
+                    say(f"the service starts: {model}, {mode}, staging {staging}")
                     with serving(settings, Path(log), options.verbose) as service:
                         asyncio.run(measure_service(service.url, folder, work.make(), case))
                     keep(case)

@@ -297,8 +297,8 @@ def make_family(folder: Path, family: str, *, seed: int = 0) -> Path:
 def family_weights(folder: Path, seed: int) -> dict[str, torch.Tensor]:
     """Weights for the model in ``folder``, by its names on disk, whose distributions are far from uniform.
 
-    Vectors stay near what transformers begins with, since families mean different things by them; matrices keep a
-    token's scale; what chooses among experts is decisive, so that no rounding changes the choice.
+    Vectors stay near what transformers begins with, since families mean different things by them. Matrices keep a
+    token's scale, routers among them: of large logits a sigmoid leaves equal scores, which every kernel orders its way.
     """
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, torch.Tensor] = {}
@@ -310,8 +310,6 @@ def family_weights(folder: Path, seed: int) -> dict[str, torch.Tensor]:
             weight = noise  # gpt-oss: logits beside those of the keys
         elif initial.ndim < 2:
             weight = initial * (1 + 0.1 * noise)
-        elif initial.shape == (NUM_EXPERTS, 256):
-            weight = noise  # sixteen times what a projection would be
         elif "embed" in name or ".wte." in name or ".wpe." in name:
             weight = noise * initial.shape[-1] ** -0.5 if is_tied else noise  # as a head it would leave one token only
         else:
