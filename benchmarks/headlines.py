@@ -198,6 +198,17 @@ def models(result: Json) -> str:
     )
 
 
+def published(result: Json) -> str:
+    """Of ``published``: the table itself is in docs/models.md."""
+    cases = result["cases"]
+    sizes = sorted({way["gpus"] for case in cases for way in case["ways"]})
+    counts = [
+        sum(any(way["gpus"] == size and way["fp8"] > 0.9 for way in case["ways"]) for case in cases) for size in sizes
+    ]
+    said = ", ".join(f"{count} by engines of {size}" for count, size in zip(counts, sizes, strict=True))
+    return f"of {len(cases)} published models over 90% of the layers become FP8: {said} GPUs"
+
+
 def gpu_tests(result: Json) -> str:
     """Of ``gpu_tests``."""
     return f"{result['passed']} tests passed, {result['failed']} failed"

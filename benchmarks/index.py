@@ -80,6 +80,7 @@ BENCHMARKS = (
     Benchmark("soak", headlines.soak),
     Benchmark("clients", headlines.clients),
     Benchmark("families", headlines.models, result="models"),
+    Benchmark("families.published", headlines.published, result="published"),
     Benchmark("gpu_tests", headlines.gpu_tests, "tests/gpu", result="tests_gpu"),
     Benchmark(
         "gpu_tests",

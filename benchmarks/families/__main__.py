@@ -17,7 +17,7 @@ from benchmarks.common import results
 from benchmarks.common.command import run
 from benchmarks.common.results import Json
 from benchmarks.families.recorder import FamilyRecorder
-from benchmarks.families.table import write_table
+from benchmarks.families.table import write_tables
 
 TESTS = "tests/engine/test_every_family.py"
 UNREAD: Json = {"refusal": None, "source": None, "fp8": None, "kept": []}
@@ -41,7 +41,7 @@ def main(
     of_engine = {"difference": None, "failure": None}
     for case in readings(sorted(FAMILIES if read else recorder.seen)):
         _add(of_engine | _kept(case["family"]) | case)
-    write_table()
+    write_tables()
     raise typer.Exit(int(code))
 
 

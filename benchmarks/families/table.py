@@ -1,7 +1,7 @@
-"""The table of docs/models.md: what ``python -m benchmarks.families`` found.
+"""The tables of docs/models.md: what ``python -m benchmarks.families`` and ``benchmarks.families.published`` found.
 
-python -m benchmarks.families.table            says what is wrong and exits with 1 if table and results do not agree
-python -m benchmarks.families.table --write    makes the table anew
+python -m benchmarks.families.table            says what is wrong and exits with 1 if tables and results do not agree
+python -m benchmarks.families.table --write    makes the tables anew
 """
 
 from pathlib import Path
@@ -10,12 +10,16 @@ from typing import Annotated
 import typer
 
 from benchmarks.common import results
-from benchmarks.common.marked import with_part, write_part
+from benchmarks.common.marked import with_part
 from benchmarks.common.paths import PROJECT
 from benchmarks.common.results import Json
 
 DOCUMENT = PROJECT / "docs/models.md"
-PART = "python -m benchmarks.families.table --write"
+PART = "python -m benchmarks.families"
+PUBLISHED_PART = "python -m benchmarks.families.published"
+CPU, GPU = "cpu-2-cores", "h100-80gb-hbm3"
+"""The machines of the results."""
+WRITE = "python -m benchmarks.families.table --write"
 
 
 def table(cpu_cases: list[Json], gpu_cases: list[Json]) -> str:
@@ -61,33 +65,59 @@ def _cell(text: str) -> str:
 
 def on_cpu() -> list[Json]:
     """What was found on this project's machine without a GPU."""
-    return results.cases("models", machine_name="cpu-2-cores")
+    return results.cases("models", machine_name=CPU)
 
 
 def on_gpu() -> list[Json]:
     """What was found on an H100."""
-    return results.cases("models", machine_name="h100-80gb-hbm3")
+    return results.cases("models", machine_name=GPU)
+
+
+def published_table(cases: list[Json]) -> str:
+    """A row for each published model: what becomes FP8 of it, by how many GPUs an engine has."""
+    sizes = sorted({way["gpus"] for case in cases for way in case["ways"]})
+    lines = [
+        f"| | parameters | {' | '.join('1 GPU' if size == 1 else f'{size} GPUs' for size in sizes)} |",
+        f"|---|---|{'---|' * len(sizes)}",
+    ]
+    for case in cases:
+        cells = [_best([way for way in case["ways"] if way["gpus"] == size]) for size in sizes]
+        lines.append(f"| {case['model']} | {case['parameters'] / 1e9:.1f} B | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _best(ways: list[Json]) -> str:
+    """Of an engine of one size: the more in FP8 the better, and expert parallelism only where it helps."""
+    way = max(ways, key=lambda way: (round(way["fp8"], 2), not way["expert_parallel"]))
+    if way["refusal"]:
+        return f"no: {_cell(way['refusal'].partition(':')[0])}"
+    return f"{way['fp8']:.0%}{', `expert_parallel`' if way['expert_parallel'] else ''}"
 
 
 def problems(document: Path) -> list[str]:
-    """What is wrong with the table in ``document``, in words; nothing if it is as the results say."""
+    """What is wrong with the tables in ``document``, in words; nothing if they are as the results say."""
     try:
-        if with_part(document.read_text(), PART, table(on_cpu(), on_gpu())) != document.read_text():
-            return [f"{document}: the table of models is not what the results say. Run: {PART}"]
+        if _page(document.read_text()) != document.read_text():
+            return [f"{document}: its tables are not what the results say. Run: {WRITE}"]
     except ValueError as error:
         return [f"{document}: {error}"]
     return []
 
 
-def write_table() -> None:
-    """Make it anew."""
-    write_part(DOCUMENT, PART, table(on_cpu(), on_gpu()))
+def write_tables() -> None:
+    """Make them anew."""
+    DOCUMENT.write_text(_page(DOCUMENT.read_text()))
 
 
-def main(write: Annotated[bool, typer.Option("--write", help="Make the table anew.")] = False) -> None:
-    """Check that the table is what the results say; exit with 1 and say why if it is not."""
+def _page(page: str) -> str:
+    page = with_part(page, PUBLISHED_PART, published_table(results.cases("published", machine_name=CPU)))
+    return with_part(page, PART, table(on_cpu(), on_gpu()))
+
+
+def main(write: Annotated[bool, typer.Option("--write", help="Make the tables anew.")] = False) -> None:
+    """Check that the tables are what the results say; exit with 1 and say why if it is not."""
     if write:
-        write_table()
+        write_tables()
     found = problems(DOCUMENT)
     for problem in found:
         typer.echo(problem.replace(f"{PROJECT}/", ""), err=True)

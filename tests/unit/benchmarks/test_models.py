@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.marked import write_part
 from benchmarks.common.results import Json
 from benchmarks.families.recorder import FamilyRecorder, reason_of
-from benchmarks.families.table import DOCUMENT, PART, on_cpu, on_gpu, problems, table
+from benchmarks.families.table import DOCUMENT, PART, PUBLISHED_PART, WRITE, on_cpu, problems, published_table, table
 from tests.support import families
 
 CASE = {"family": "a", "source": "vLLM 0.32.0, A", "refusal": None, "fp8": 0.5, "kept": ["b"]}
@@ -30,13 +29,24 @@ def test_every_family_has_a_row() -> None:
     assert {case["family"] for case in on_cpu()} == families.FAMILIES.keys()
 
 
-def test_a_table_that_is_not_what_was_found_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", [PART, PUBLISHED_PART])
+def test_a_table_that_is_not_what_was_found_is_named(tmp_path: Path, part: str) -> None:
     page = tmp_path / "models.md"
-    page.write_text(f"<!-- made by {PART} -->\n<!-- end of {PART} -->\n")
-    write_part(page, PART, table(on_cpu(), on_gpu()))
-    assert problems(page) == []
-    page.write_text(page.read_text().replace("100%", "99%", 1))
-    assert [PART in problem for problem in problems(page)] == [True]
+    text = DOCUMENT.read_text()
+    made = text.index(f"<!-- made by {part} -->")
+    page.write_text(text[:made] + text[made:].replace("100%", "99%", 1))
+    assert [WRITE in problem for problem in problems(page)] == [True]
+
+
+def test_expert_parallelism_is_named_where_it_makes_more_fp8() -> None:
+    def way(gpus: int, fp8: float, *, experts: bool = False, refusal: str | None = None) -> Json:
+        return {"gpus": gpus, "fp8": fp8, "expert_parallel": experts, "refusal": refusal}
+
+    ways = [way(1, 0.999), way(2, 1.0), way(2, 0.999, experts=True), way(4, 0.03), way(4, 0.991, experts=True)]
+    refused = way(8, 0.0, refusal="28 heads: no")
+    rows = published_table([{"model": "a", "parameters": 7.61e9, "ways": [*ways, refused]}]).splitlines()
+    assert rows[0] == "| | parameters | 1 GPU | 2 GPUs | 4 GPUs | 8 GPUs |"
+    assert rows[-1] == "| a | 7.6 B | 100% | 100% | 99%, `expert_parallel` | no: 28 heads |"
 
 
 @pytest.mark.parametrize(
