@@ -8,6 +8,7 @@ pass in fp32 with the unquantized BF16 weights scores the same tokens, and the f
 to the same file, in place of earlier ones of the same model and mode.
 
 - ``bf16``: nothing is quantized;
+- ``bf16_fp32_head``, ``fp8_fp32_head``: as the rows without, with ``engine.lm_head: float32``;
 - ``fp8``: weights and activations, by CUTLASS on a GPU as in ``deployments/fp8_rollout.yaml``, by our own kernel on the
   CPU;
 - ``fp8kv``: the KV cache, too, with scales of 1;
@@ -55,7 +56,9 @@ class Arithmetic(StrEnum):
     """Of an engine: see the list above."""
 
     BF16 = "bf16"
+    BF16_FP32_HEAD = "bf16_fp32_head"
     FP8 = "fp8"
+    FP8_FP32_HEAD = "fp8_fp32_head"
     FP8KV = "fp8kv"
     FP8KV_CALIBRATED = "fp8kv_calibrated"
     DEEP_GEMM = "deep_gemm"
@@ -65,7 +68,13 @@ class Arithmetic(StrEnum):
 ON_A_GPU = (Arithmetic.DEEP_GEMM, Arithmetic.DEEP_GEMM_E8M0)
 SECTIONS: dict[Arithmetic, dict[str, dict[str, Any]]] = {
     Arithmetic.BF16: {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16"}},
+    Arithmetic.BF16_FP32_HEAD: {
+        "quant": {"weights": "none"},
+        "kv_cache": {"dtype": "bfloat16"},
+        "engine": {"lm_head": "float32"},
+    },
     Arithmetic.FP8: {"kv_cache": {"dtype": "bfloat16"}},
+    Arithmetic.FP8_FP32_HEAD: {"kv_cache": {"dtype": "bfloat16"}, "engine": {"lm_head": "float32"}},
     Arithmetic.FP8KV: {"kv_cache": {"dtype": "fp8_e4m3"}},
     Arithmetic.FP8KV_CALIBRATED: {"kv_cache": {"dtype": "fp8_e4m3"}},
     Arithmetic.DEEP_GEMM: {"kv_cache": {"dtype": "bfloat16"}, "engine": {"linear_backend": "deep_gemm"}},

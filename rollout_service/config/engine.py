@@ -22,6 +22,12 @@ class QuantConfig(Config):
     """More modules to leave in BF16, as ``fnmatch`` patterns over Hugging Face module names, e.g. ``*.layers.0.*``.
     What vLLM fuses goes together: ``*.qkv_proj`` or ``*.[qkv]_proj``, and ``*.mlp.experts`` for a layer's experts."""
 
+    num_first_layers_in_bf16: int = Field(default=0, ge=0)
+    """So many layers at the beginning of the model stay in BF16, whole. NeMo-RL's name for it."""
+
+    num_last_layers_in_bf16: int = Field(default=0, ge=0)
+    """Likewise at its end."""
+
     scales: Literal["fp32", "power_of_two"] = "fp32"
     """``fp32``: a block's largest weight becomes exactly the largest code. ``power_of_two``: scales rounded up to a
     power of two (UE8M0), which Blackwell's kernels and DeepGEMM want and which costs some precision."""
@@ -137,6 +143,10 @@ class EngineConfig(Config):
 
     attention_backend: Literal["auto", "FLASH_ATTN", "TRITON_ATTN"] = "auto"
     """vLLM's attention kernels on a GPU; ``auto``: FlashAttention. Both read live KV scales; others freeze them."""
+
+    lm_head: Literal["bfloat16", "float32"] = "bfloat16"
+    """In what the output head computes logits. ``float32``: nothing is rounded off them, as in trainers whose logits
+    are fp32 (MiniMax-M1's report, arXiv 2506.13585); its weights are BF16 in any case. vLLM's ``head_dtype``."""
 
     block_size: int | None = Field(default=None, ge=16)
     """Tokens of a page of the KV cache; None: vLLM's own choice."""

@@ -55,7 +55,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         cudagraph_capture_sizes=_graph_sizes(config, on_cpu),
         gpu_memory_utilization=engine.gpu_memory_utilization,
         enable_sleep_mode=engine.enable_sleep_mode and not on_cpu,  # engine/sleeping.py needs no allocator there
-        hf_overrides=_quantization(config, not_converted, on_cpu),
+        hf_overrides=_quantization(config, not_converted, on_cpu) | _head(config),
         # importance ratios need the distribution that was sampled from, temperature included
         logprobs_mode="processed_logprobs",
         return_sampling_mask=_returns_masks(config, on_cpu),
@@ -122,6 +122,10 @@ def _quantization(config: ServiceConfig, not_converted: tuple[str, ...], on_cpu:
     method = CPU_BLOCK_FP8 if on_cpu else "fp8"
     scheme = {"quant_method": method, "modules_to_not_convert": list(not_converted), **BLOCK_FP8}
     return {"quantization_config": scheme}
+
+
+def _head(config: ServiceConfig) -> dict[str, object]:
+    return {} if config.engine.lm_head == "bfloat16" else {"head_dtype": config.engine.lm_head}
 
 
 def _kv_cache_dtype(config: ServiceConfig, on_cpu: bool) -> str:

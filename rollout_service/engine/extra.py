@@ -131,6 +131,8 @@ def check_extra(config: ServiceConfig) -> None:
         raise ValueError(f"engine.extra.hf_overrides is {overrides!r}: give an object with keys of config.json")
     if not isinstance(overrides.get("rope_parameters", {}), dict):
         raise ValueError("engine.extra.hf_overrides.rope_parameters: give an object, such as {rope_type: yarn, …}")
+    if "head_dtype" in overrides:
+        raise ValueError("engine.extra.hf_overrides.head_dtype is not taken: set engine.lm_head")
     if others := sorted(overrides.keys() - POSITIONS):
         raise ValueError(
             f"engine.extra.hf_overrides.{others[0]} is not taken: the tensors of a version are those of the model's "

@@ -5,9 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.support.models import random_weights
-from tests.support.one_engine import OneEngine, running
+from tests.support.models import EMBEDDING, random_weights
+from tests.support.one_engine import OneEngine, mean_difference, running
 from tests.support.reference import reference_logprobs, reference_model
 
 BF16_MEAN = 0.02
@@ -37,3 +38,36 @@ async def test_rope_scaling_is_the_engine_s(tmp_path: Path, monkeypatch: pytest.
             with_scaling = await long_difference(one, scaled, folder)
             assert with_scaling < BF16_MEAN
             assert await long_difference(one, plain, folder) > 2 * with_scaling
+
+
+def head_alone(model: Path, seed: int) -> dict[str, torch.Tensor]:
+    """Weights with which layers add nothing and norms change nothing: what is rounded are logits alone."""
+    weights = random_weights(model, seed=seed)
+    for name, weight in weights.items():
+        if name == EMBEDDING:
+            weight.copy_(torch.where(weight < 0, -1, 1))
+        elif name.endswith("norm.weight"):
+            weight.fill_(1)
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+    return weights
+
+
+@pytest.mark.slow  # two engines
+async def test_logits_in_fp32_are_not_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for head in ("bfloat16", "float32"):
+        async with running("llama", tmp_path / head, monkeypatch, quant="none", lm_head=head) as one:
+            for version in (1, 2):
+                folder = await one.update(version, head_alone(one.config.model.path, version))
+                found[head, version] = await mean_difference(one, folder, fp8=False)
+    assert max(found["float32", 1], found["float32", 2]) < 1e-4
+    assert min(found["bfloat16", 1], found["bfloat16", 2]) > 1e-3
+
+
+@pytest.mark.slow  # an engine of its own
+async def test_a_tied_head_in_fp32_follows_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running("qwen2", tmp_path, monkeypatch, quant="none", lm_head="float32") as one:
+        for version in (1, 2):
+            folder = await one.update(version, random_weights(one.config.model.path, seed=version))
+            assert await mean_difference(one, folder, fp8=False) < BF16_MEAN

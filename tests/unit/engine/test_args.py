@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
@@ -49,6 +50,18 @@ def test_without_quantization_nothing_is_said_of_blocks(tmp_path: Path) -> None:
     make_model(tmp_path, "llama")
     args = engine_args(_config(tmp_path, quant={"weights": "none"}), (), has_tokenizer=False)
     assert "weight_block_size" not in args.hf_overrides.get("quantization_config", {})
+
+
+@pytest.mark.parametrize("quant", ["fp8_block", "none"])
+def test_logits_in_fp32_are_vllms_head_dtype(tmp_path: Path, quant: str) -> None:
+    make_model(tmp_path, "llama")
+
+    def head_dtype(**engine: object) -> torch.dtype:
+        config = _config(tmp_path, quant={"weights": quant}, engine={"max_model_len": 512, **engine})
+        return engine_args(config, (), has_tokenizer=False).create_model_config().head_dtype
+
+    assert head_dtype(lm_head="float32") is torch.float32
+    assert head_dtype() is torch.bfloat16
 
 
 def test_an_fp8_cache_of_latent_attention_is_refused_on_the_cpu(tmp_path: Path) -> None:

@@ -116,6 +116,10 @@ class TestOverrides:
         with pytest.raises(ValueError, match=f"hf_overrides.{name} is not taken.*rope_parameters"):
             check_extra(config_of(extra={"hf_overrides": {name: 1}}))
 
+    def test_the_head_s_dtype_has_a_setting_of_its_own(self) -> None:
+        with pytest.raises(ValueError, match=r"head_dtype is not taken: set engine\.lm_head"):
+            check_extra(config_of(extra={"hf_overrides": {"head_dtype": "float32"}}))
+
     def test_what_is_no_object_is_refused(self) -> None:
         with pytest.raises(ValueError, match="give an object"):
             check_extra(config_of(extra={"hf_overrides": "yarn"}))
