@@ -1,11 +1,14 @@
-"""How far an engine's logprobs are from those of the same weights in BF16, by the arithmetic that it uses.
+"""How far an engine's logprobs are from a trainer's of the same weights, by the arithmetic that both use.
 
     python -m benchmarks.mismatch.logprobs [--family qwen3] [--family qwen3_moe] [--mode bf16 --mode fp8 …]
 
-Small models trained on the spot (``repeating.py``). Each engine samples ``--prompts`` sequences; a forward
-pass in fp32 with the unquantized BF16 weights scores the same tokens, and the formulas are those of
-``rollout_service.correction``. The row ``bf16`` is what engine and reference differ by anyway. Each run adds its cases
-to the same file, in place of earlier ones of the same model and mode.
+Small models trained on the spot (``repeating.py``). Each engine samples ``--prompts`` sequences; forward passes with
+the unquantized BF16 weights score the same tokens, and the formulas are those of ``rollout_service.correction``. The
+row ``bf16`` is what engine and trainer differ by anyway. Each run adds its cases to the same file, in place of earlier
+ones of the same model, mode and trainer.
+
+Trainers compute in ``fp32`` or in ``bf16``; ``fake_quant`` is ``bf16`` with the engine's FP8 in its layers
+(``rollout_service.quant.fake_quant``), for engines with FP8 weights. Engines:
 
 - ``bf16``: nothing is quantized;
 - ``bf16_fp32_head``, ``fp8_fp32_head``: as the rows without, with ``engine.lm_head: float32``;
@@ -38,13 +41,15 @@ from rollout_service.config import ServiceConfig
 from rollout_service.correction.metrics import mismatch_metrics
 from rollout_service.correction.ratios import compare
 from rollout_service.kv_scales.observer import observe_qkv
+from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import Sampling
-from rollout_service.protocol.upload import BeginUpload, PathSource
+from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe
+from rollout_service.quant.fake_quant import fake_quant
 from rollout_service.store.log import WeightLog
 
 RESULT = "mismatch_logprobs"
-SAME = ("family", "mode")
+SAME = ("family", "mode", "trainer")
 """Fields in which two cases agree that measured the same."""
 BATCH = 16
 """Sequences in a step of training."""
@@ -112,25 +117,27 @@ class Case:
 
     family: str
     mode: str
+    trainer: str
     tokens: int
     k1: float
-    """Mean of engine − reference, nats a token."""
+    """Mean of engine − trainer, nats a token."""
     k3: float
-    """Mean of exp(lr) − 1 − lr, lr = reference − engine, nats a token."""
+    """Mean of exp(lr) − 1 − lr, lr = trainer − engine, nats a token."""
     prob_error: float
     """Mean of exp |lr|."""
     abs_mean: float
     abs_max: float
     nll: float
-    """Of the sampled tokens by the reference, nats a token: how sure the model is."""
+    """Of the sampled tokens by the trainer, nats a token: how sure the model is."""
 
 
-def mismatch(family: str, mode: str, reference: torch.Tensor, engine: torch.Tensor) -> Case:
+def mismatch(family: str, mode: str, trainer: str, scored: torch.Tensor, engine: torch.Tensor) -> Case:
     """Of logprobs [completions, tokens] of the same sampled tokens."""
-    metrics = mismatch_metrics(compare(reference, engine, torch.ones_like(engine, dtype=torch.bool)))
+    metrics = mismatch_metrics(compare(scored, engine, torch.ones_like(engine, dtype=torch.bool)))
     return Case(
         family=family,
         mode=mode,
+        trainer=trainer,
         tokens=engine.numel(),
         k1=metrics["kl"],
         k3=metrics["k3_kl"],
@@ -146,7 +153,7 @@ def score(model: PreTrainedModel, sampled: Sampled) -> torch.Tensor:
     tokens = torch.tensor([[*prompt, *completion.token_ids] for prompt, completion in sampled])
     first = len(sampled[0][0])
     with torch.no_grad():
-        logits = torch.cat([model(rows).logits[:, first - 1 : -1] for rows in tokens.split(16)])
+        logits = torch.cat([model(rows).logits[:, first - 1 : -1].float() for rows in tokens.split(16)])
     return logits.log_softmax(-1).gather(-1, tokens[:, first:, None])[..., 0]
 
 
@@ -180,12 +187,24 @@ async def sample(
 def measure(family: str, folder: Path, options: SampleOptions) -> Iterator[Case]:
     """All modes of one trained model, which is in ``folder``."""
     reference = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32).eval()
+    in_bf16 = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.bfloat16).eval()
     for mode in options.mode:
         config = config_of(folder / family, folder / f"log-{family}-{mode}", mode)
         scales = measured_scales(reference) if mode == Arithmetic.FP8KV_CALIBRATED else None
         sampled = asyncio.run(sample(config, mode, options, scales))
         engines = torch.tensor([completion.logprobs for _, completion in sampled])
-        yield mismatch(family, mode, score(reference, sampled), engines)
+        yield mismatch(family, mode, "fp32", score(reference, sampled), engines)
+        yield mismatch(family, mode, "bf16", score(in_bf16, sampled), engines)
+        if config.quant.weights != "none":
+            with fake_quant(in_bf16, recipe_of(config)):
+                yield mismatch(family, mode, "fake_quant", score(in_bf16, sampled), engines)
+
+
+def recipe_of(config: ServiceConfig) -> TrainerRecipe:
+    """What the ingest of a service with that configuration tells its trainer."""
+    model = ServedModel.load(config.model.path)
+    plan = model.plan(config.quant)
+    return TrainerRecipe(weights=config.quant.weights, quantized=tuple(plan.quantized), experts=model.experts)
 
 
 def config_of(model: Path, root: Path, mode: Arithmetic) -> ServiceConfig:
@@ -206,12 +225,12 @@ def config_of(model: Path, root: Path, mode: Arithmetic) -> ServiceConfig:
 
 def table_of(cases: list[Case]) -> Table:
     """For people."""
-    table = Table(title=f"engine against an fp32 forward pass with BF16 weights, on {results.machine()}")
-    for column in ("model", "mode", "k1", "k3", "mean exp|lr|", "mean |lr|", "max |lr|", "nll"):
-        table.add_column(column, justify="left" if column in ("model", "mode") else "right")
+    table = Table(title=f"engine against a forward pass of a trainer with BF16 weights, on {results.machine()}")
+    for column in ("model", "mode", "trainer", "k1", "k3", "mean exp|lr|", "mean |lr|", "max |lr|", "nll"):
+        table.add_column(column, justify="left" if column in ("model", "mode", "trainer") else "right")
     for c in cases:
         numbers = (f"{c.k1:+.1e}", f"{c.k3:.1e}", f"{c.prob_error:.4f}", f"{c.abs_mean:.4f}", f"{c.abs_max:.2f}")
-        table.add_row(c.family, c.mode, *numbers, f"{c.nll:.2f}")
+        table.add_row(c.family, c.mode, c.trainer, *numbers, f"{c.nll:.2f}")
     return table
 
 
@@ -229,7 +248,7 @@ def main(options: SampleOptions) -> None:
 
 
 def keep(case: Case, options: SampleOptions, loss: float) -> Path:
-    """In place of an earlier one of the same model and mode. ``loss``: the last one of the model's training."""
+    """In place of an earlier one with the same ``SAME``. ``loss``: the last one of the model's training."""
     new = asdict(case) | {"steps": options.steps, "prompts": options.prompts, "loss": loss}
     return results.write(RESULT, {"cases": results.joined(results.cases(RESULT), [new], SAME)})
 

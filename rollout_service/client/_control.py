@@ -10,6 +10,7 @@ from rollout_service.client._http import Http, http_timeout, parse
 from rollout_service.client._retry import Repeat
 from rollout_service.errors import CommitTimeout, NotFound, RolloutServiceError
 from rollout_service.protocol.fleet import Fleet, PauseMode
+from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.protocol.weights import WeightStatus
 
 CONTROL_CONNECTIONS = 64
@@ -45,6 +46,10 @@ class ControlCalls:
         except TimeoutError:
             raise _not_live(version, timeout_s, status) from None
         return status
+
+    async def recipe(self) -> TrainerRecipe:
+        """What the service makes of each tensor, for ``rollout_service.quant.fake_quant``."""
+        return parse(TrainerRecipe, await self._control.send("GET", "/v1/weights/recipe", repeat=Repeat.IDEMPOTENT))
 
     @overload
     async def weights(self, version: int) -> WeightStatus: ...

@@ -75,6 +75,7 @@ class SyncRolloutClient:
     discard = _blocking(RolloutClient.discard)
     wait_live = _blocking(RolloutClient.wait_live)
     weights = _blocking(RolloutClient.weights)
+    recipe = _blocking(RolloutClient.recipe)
     pause = _blocking(RolloutClient.pause)
     resume = _blocking(RolloutClient.resume)
     is_paused = _blocking(RolloutClient.is_paused)

@@ -1,0 +1,144 @@
+"""A trainer's model in FP8 computes what the engines compute, and its gradients pass straight through."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.protocol.upload import TrainerRecipe
+from rollout_service.quant.blockwise import dequantize_blockwise, quantize_blockwise
+from rollout_service.quant.fake_quant import fake_quant, through_groups
+from rollout_service.store.log import WeightLog
+from tests.support.models import make_model
+from tests.support.reference import reference_model
+from tests.unit.ingest.trainer import config_of
+
+TOKENS = torch.randint(3, 128, (2, 24), generator=torch.Generator().manual_seed(0))
+LINEAR = TrainerRecipe(weights="fp8_block", quantized=("weight",))
+
+
+async def recipe_of(folder: Path, log: Path, **quant: object) -> TrainerRecipe:
+    """Of a service of that model; its version 0 is in ``log``."""
+    ingest = Ingest(config_of(folder, log, quant=quant))
+    await ingest.start()
+    try:
+        return await ingest.recipe()
+    finally:
+        await ingest.stop()
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits.float()
+
+
+def through_blocks(weight: torch.Tensor) -> torch.Tensor:
+    return dequantize_blockwise(*quantize_blockwise(weight.detach()))
+
+
+class TestForward:
+    @pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "mixtral"])
+    async def test_logits_are_those_of_the_version_in_fp8(self, tmp_path: Path, family: str) -> None:
+        folder = make_model(tmp_path / "model", family)
+        recipe = await recipe_of(folder, tmp_path / "log")
+        expected = reference_model(folder, WeightLog(tmp_path / "log").folder(0), fp8_activations=True, fp8_kv=False)
+        trainer = loaded(folder)
+        in_bf16, in_fp8 = logits(trainer), logits(expected)
+        with fake_quant(trainer, recipe):
+            differences = (logits(trainer) - in_fp8).abs()
+        # sums of another order end in another last bit, and now and then in another code of what comes after
+        assert differences.median() < 1e-5
+        assert differences.mean() < 0.1 * (in_bf16 - in_fp8).abs().mean()
+        assert torch.equal(logits(trainer), in_bf16)
+
+    async def test_what_the_service_keeps_in_bf16_stays_so(self, tmp_path: Path) -> None:
+        folder = make_model(tmp_path / "model", "qwen3")
+        recipe = await recipe_of(folder, tmp_path / "log", num_first_layers_in_bf16=1)
+        trainer = loaded(folder)
+        with fake_quant(trainer, recipe) as quantized:
+            names = {name for name, module in trainer.named_modules() if module in quantized.layers}
+        assert names and all(name.startswith("model.layers.1.") for name in names)
+
+    def test_the_result_has_the_dtype_of_autocast(self) -> None:
+        layer = nn.Linear(128, 128, bias=True)
+        with fake_quant(layer, LINEAR):
+            assert layer(torch.ones(2, 128)).dtype == torch.float32
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                assert layer(torch.ones(2, 128)).dtype == torch.bfloat16
+
+
+class TestBackward:
+    def test_gradients_pass_straight_through(self) -> None:
+        torch.manual_seed(0)
+        layer, hidden = nn.Linear(256, 128), torch.randn(2, 5, 256, requires_grad=True)
+        rounded = nn.Linear(256, 128)
+        rounded.weight.data, rounded.bias.data = through_blocks(layer.weight), layer.bias.detach().clone()
+        inputs = through_groups(hidden.detach()).requires_grad_()
+        coefficients = torch.randn(2, 5, 128)
+        with fake_quant(layer, LINEAR):
+            (layer(hidden) * coefficients).sum().backward()
+        (rounded(inputs) * coefficients).sum().backward()
+        for found, expected in (
+            (hidden.grad, inputs.grad),
+            (layer.weight.grad, rounded.weight.grad),
+            (layer.bias.grad, rounded.bias.grad),
+        ):
+            torch.testing.assert_close(found, expected)
+
+    async def test_every_weight_of_a_mixture_learns(self, tmp_path: Path) -> None:
+        folder = make_model(tmp_path / "model", "qwen3_moe")
+        recipe = await recipe_of(folder, tmp_path / "log")
+        trainer, plain = loaded(folder), loaded(folder)
+        with fake_quant(trainer, recipe):
+            trainer(TOKENS, labels=TOKENS).loss.backward()
+        plain(TOKENS, labels=TOKENS).loss.backward()
+        for (name, parameter), other in zip(trainer.named_parameters(), plain.parameters(), strict=True):
+            assert (parameter.grad is None) == (other.grad is None), name
+            if parameter.grad is not None and other.grad is not None and other.grad.any():
+                angle = torch.cosine_similarity(parameter.grad.flatten(), other.grad.flatten(), dim=0)
+                assert angle > 0.8, (name, angle)
+
+    def test_a_frozen_weight_gets_no_gradient(self) -> None:
+        layer = nn.Linear(128, 128)
+        layer.weight.requires_grad_(False)
+        with fake_quant(layer, LINEAR):
+            layer(torch.ones(2, 128)).sum().backward()
+        assert layer.weight.grad is None and layer.bias.grad is not None
+
+
+class TestRefused:
+    def test_a_service_that_quantizes_nothing(self) -> None:
+        with pytest.raises(ValueError, match="quantizes nothing"):
+            fake_quant(nn.Linear(128, 128), TrainerRecipe(weights="none"))
+
+    def test_a_model_that_lacks_what_is_quantized(self) -> None:
+        recipe = TrainerRecipe(weights="fp8_block", quantized=("weight", "model.b.weight", "model.a.weight"))
+        with pytest.raises(ValueError, match=r"quantizes 2 weights that this model has not, such as model\.a\.weight"):
+            fake_quant(nn.Linear(128, 128), recipe)
+
+    async def test_a_part_of_stacked_experts(self, tmp_path: Path) -> None:
+        folder = make_model(tmp_path / "model", "qwen3_moe")
+        recipe = await recipe_of(folder, tmp_path / "log")
+        lost = recipe.model_copy(update={"quantized": tuple(n for n in recipe.quantized if ".experts.3.down" not in n)})
+        model = loaded(folder)
+        with pytest.raises(ValueError, match=r"experts\.down_proj: the service quantizes 7 of its 8 matrices"):
+            fake_quant(model, lost)
+        assert not any("forward" in vars(module) for module in model.modules())
+
+    def test_a_layer_of_an_unknown_kind(self) -> None:
+        with pytest.raises(ValueError, match="is a Conv1d with weight in FP8"):
+            fake_quant(nn.Conv1d(4, 4, 3), LINEAR)
+
+
+def test_wrapped_models_are_known_by_their_own_names() -> None:
+    wrapped = nn.Sequential()
+    wrapped.add_module("_orig_mod", nn.Linear(128, 128))
+    with fake_quant(wrapped, LINEAR) as quantized:
+        assert quantized.layers == (wrapped.get_submodule("_orig_mod"),)
