@@ -58,6 +58,8 @@ NAMES = (
     _read(f"{_LAYERS}.vocab_parallel_embedding", "VocabParallelEmbedding"),
     _read(f"{_LAYERS}.vocab_parallel_embedding", "ParallelLMHead"),
     _read(f"{_LAYERS}.mamba.abstract", "MambaBase.mamba_type"),
+    _read(f"{_LAYERS}.mamba.mamba_mixer2", "MambaMixer2", gives="conv1d conv_weights", only_source=True),
+    _read(f"{_LAYERS}.utils", "dispatch_cpu_unquantized_gemm", gives="_cpu_unpacked_conv_weight", only_source=True),
     # attention: its geometry, its cache and the copies of its scales
     _read(
         f"{_LAYERS}.attention",
@@ -374,6 +376,12 @@ def kv_caches(vllm_config: VllmConfig) -> list[torch.Tensor]:
     held = [getattr(layer, "kv_cache", None) for layer in layers]
     flat = [cache for each in held for cache in (each if isinstance(each, list | tuple) else [each])]
     return [cache for cache in flat if isinstance(cache, torch.Tensor) and cache.numel()]
+
+
+def unpacked_convolution(layer: torch.nn.Module | torch.Tensor) -> torch.Tensor | None:
+    """The weight [channels, width] of a causal convolution as it was loaded; None: no CPU kernel has packed it."""
+    found: torch.Tensor | None = getattr(layer, "_cpu_unpacked_conv_weight", None)
+    return found
 
 
 def block_weight(kernel: Fp8BlockScaledMMLinearKernel, layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:

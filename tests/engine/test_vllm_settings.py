@@ -1,4 +1,4 @@
-"""Engines with arguments of vLLM's that have no setting of ours: each serves versions as others do."""
+"""Engines that compute otherwise by a setting of vLLM's: each serves versions as others do."""
 
 import json
 import shutil

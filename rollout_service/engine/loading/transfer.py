@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.platforms import current_platform
 
 from rollout_service.engine.loading.copy_plan import CopyPlan, CopyRecorder, NoPlan, Sources, placement_of
+from rollout_service.engine.loading.cpu_copies import renew_convolutions, renew_tied_head
 from rollout_service.engine.loading.direct_copies import DirectCopies, unloaded_modules
 from rollout_service.engine.loading.placement import layout_of
 from rollout_service.engine.loading.rebind import (
@@ -41,7 +42,6 @@ from rollout_service.engine.loading.staging import (
 )
 from rollout_service.engine.loading.staging_choice import StagingChoice, choose
 from rollout_service.engine.loading.stored_tensors import stored_tensors
-from rollout_service.engine.loading.tied_head import renew_tied_head
 from rollout_service.engine.plugin import STAGING_KEY
 from rollout_service.engine.sleeping import staging_memory
 from rollout_service.errors import LogCorrupt
@@ -50,6 +50,7 @@ from rollout_service.memory import memory
 from rollout_service.protocol.fleet import Staging
 from rollout_service.store.manifest import read_manifest
 from rollout_service.vllm_internals import (
+    Attention,
     MambaBase,
     VocabParallelEmbedding,
     finalize_layerwise_reload,
@@ -197,6 +198,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
             finalize_layerwise_reload(self.model, self.model_config)
             if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
                 renew_tied_head(self.model)
+            renew_convolutions(self.model)
             self._learn(self._layerwise)
             self._layerwise = None
         if self._area is not None and self._area.is_shared and self.device.type == "cuda":
@@ -306,12 +308,13 @@ def _choose(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Modul
 
 
 def _refuse_state_space(model: torch.nn.Module) -> None:
-    """On the CPU engines of Mamba 2, Falcon H1 and Jamba were wrong after an update, or died; not so on a GPU."""
-    kinds = {module.mamba_type.name for module in model.modules() if isinstance(module, MambaBase)}
-    if not kinds.isdisjoint(("MAMBA1", "MAMBA2")):
+    """What dies on the CPU in vLLM 0.32.0: Mamba 1, whose packed convolutions it cannot read, and Mamba 2 alone."""
+    layers = list(model.modules())
+    kinds = {module.mamba_type.name for module in layers if isinstance(module, MambaBase)}
+    if "MAMBA1" in kinds or ("MAMBA2" in kinds and not any(isinstance(module, Attention) for module in layers)):
         raise ValueError(
-            f"{type(model).__name__} has state-space layers (Mamba), with which vLLM's CPU engine computes other "
-            "logprobs than it should after an update of weights: serve it on a GPU"
+            f"{type(model).__name__} has state-space layers that vLLM's CPU engine does not compute: Mamba of the "
+            "first kind, or of the second without attention layers beside it. Serve it on a GPU"
         )
 
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from rollout_service.client import RolloutClient
 from rollout_service.errors import CommitTimeout, NotFound, NotReady, Overloaded, RolloutServiceError, Unauthorized
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
-from rollout_service.protocol.upload import BeginUpload, PathSource
+from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe
 from rollout_service.protocol.weights import WeightStatus
 from tests.unit.client.service import Service, Upload, until_disconnected
 
@@ -49,6 +49,11 @@ async def test_wait_live_for_an_unknown_version_fails_at_once(service: Service, 
     with pytest.raises(NotFound, match="no version 9"):
         await client.wait_live(9)
     assert service.calls("GET", "/v1/weights/9") == 1
+
+
+async def test_the_recipe_is_the_service_s(service: Service, client: RolloutClient) -> None:
+    service.recipe = TrainerRecipe(weights="fp8_block", scales="power_of_two", quantized=("a.weight",))
+    assert await client.recipe() == service.recipe
 
 
 async def test_versions_are_listed(service: Service, client: RolloutClient) -> None:
