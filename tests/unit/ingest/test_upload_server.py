@@ -79,7 +79,7 @@ class TestPart:
         for number, data in enumerate(parts[1:], start=1):
             await trainer.put(1, number, data)
         assert len(parts) > 5
-        assert added < 5 * len(weights)
+        assert added < len(parts) * len(weights) / 2  # how many parts are converted at once depends on threads
 
     async def test_a_part_gets_a_receipt_and_is_missing_no_more(
         self, trainer: Trainer, ingest: Ingest, parts: list[bytes], log: WeightLog
