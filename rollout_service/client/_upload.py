@@ -15,6 +15,7 @@ import httpx
 import xxhash
 from pydantic import ValidationError
 
+from rollout_service.client._control import ControlCalls
 from rollout_service.client._http import Http, http_timeout, parse
 from rollout_service.client._retry import Repeat
 from rollout_service.client._tensors import TensorSource, TensorThread, bytes_of_each, drain, other_ranks_gather
@@ -173,7 +174,7 @@ class Uploader:
         try:
             table, stored = source.table, tensors
             if quantize == "trainer":
-                converter = await thread.call(_converter, await self._recipe())
+                converter = await thread.call(_converter, await ControlCalls(self._http).recipe())
                 table, stored = tuple(converter.table(table)), converter.convert(tensors)
             announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
             plan = await self.begin(announced)
@@ -216,9 +217,6 @@ class Uploader:
             logger.warning("parts go through %s, not directly to %s: %s", self._http.url, listener.url, error)
             return None
         return listener
-
-    async def _recipe(self) -> TrainerRecipe:
-        return parse(TrainerRecipe, await self._http.send("GET", "/v1/weights/recipe", repeat=Repeat.IDEMPOTENT))
 
 
 class DirectListener:
