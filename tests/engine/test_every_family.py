@@ -4,6 +4,7 @@
 """
 
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,5 +88,31 @@ async def test_a_family_follows_an_update(
         record_property("difference", found)
         assert found < bound
         # the version before is another model, however sharp or flat a family's distributions are
+        of_another, _ = await difference(one, first, tmp_path / "again")
+        assert of_another > 2 * found
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="an engine of two ranks wants two GPUs")
+@pytest.mark.parametrize("family", ["glm4", "glm4_moe", "olmoe", "phi3"])
+async def test_two_ranks_of_a_family_follow_an_update(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Record
+) -> None:
+    """Families that are in no table of ours: vLLM's classes say how layers are cut; all shards are whole FP8 blocks."""
+    settings = dict(ON_A_GPU)
+    if not torch.cuda.is_available():
+        cores = sorted(os.sched_getaffinity(0))[:2]  # vLLM wants a NUMA node for each rank else
+        settings = {"env": {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores))}}
+
+    def make(place: Path, name: str) -> Path:
+        return families.make_family(place, name, changes=families.HALVES_DIVIDE)
+
+    async with running(family, tmp_path, monkeypatch, make=make, tensor_parallel_size=2, **settings) as one:
+        folder = one.config.model.path
+        first = await one.update(1, families.family_weights(folder, 1))
+        second = await one.update(2, families.family_weights(folder, 2))
+        found, bound = await difference(one, second, tmp_path / "second")
+        record_property("difference", found)
+        assert found < bound
         of_another, _ = await difference(one, first, tmp_path / "again")
         assert of_another > 2 * found

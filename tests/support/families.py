@@ -4,6 +4,7 @@ Dimensions are multiples of 128 (the FP8 block) where a family lets them be, so 
 family's own doing. ``models.py`` has those that ``model/families.py`` knows by a table.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -272,9 +273,26 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
 FAMILIES = DENSE | STATE_SPACE | MIXTURES | MULTIMODAL
 
 
-def config_of(family: str) -> PretrainedConfig:
-    """The small configuration of a family of ``FAMILIES``, with the name of its class."""
-    config = AutoConfig.for_model(family, **FAMILIES[family])
+HALVES_DIVIDE: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "moe_intermediate_size": 256,
+}
+"""Settings for tensor parallelism of 2: halves of these dimensions are multiples of the FP8 block."""
+
+
+def config_of(family: str, changes: Mapping[str, Any] | None = None) -> PretrainedConfig:
+    """The small configuration of a family of ``FAMILIES``, with the name of its class.
+
+    ``changes``: of its settings; those that the family does not have are left out.
+    """
+    settings = FAMILIES[family]
+    known = AutoConfig.for_model(family, **settings).to_dict().keys()
+    taken = {name: value for name, value in (changes or {}).items() if name in known}
+    config = AutoConfig.for_model(family, **settings | taken)
     with torch.device("meta"):
         config.architectures = [type(class_of(family).from_config(config)).__name__]
     return config
@@ -285,11 +303,14 @@ def class_of(family: str) -> type[AutoModelForCausalLM] | type[AutoModelForImage
     return AutoModelForImageTextToText if family in MULTIMODAL else AutoModelForCausalLM
 
 
-def make_family(folder: Path, family: str, *, seed: int = 0) -> Path:
-    """Save a random BF16 model of a family in ``folder``, without a tokenizer; returns the folder."""
+def make_family(folder: Path, family: str, *, seed: int = 0, changes: Mapping[str, Any] | None = None) -> Path:
+    """Save a random BF16 model of a family in ``folder``, without a tokenizer; returns the folder.
+
+    ``changes``: see ``config_of``.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = class_of(family).from_config(config_of(family), dtype=torch.bfloat16)
+        model = class_of(family).from_config(config_of(family, changes), dtype=torch.bfloat16)
     model.save_pretrained(folder)
     return folder
 
