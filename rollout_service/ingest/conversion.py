@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -168,8 +169,13 @@ class Conversion:
     def _write(self, tensors: Iterable[Named]) -> None:
         if self._copy is not None:
             tensors = self._copy.taken(tensors)
-        for name, tensor in counted_conversion(self._converter.convert, tensors):
-            self._writer.write(name, tensor_bytes(tensor))
+        convert = partial(self._converter.convert, to_cpu=not self._writer.has_rooms)
+        for name, tensor in counted_conversion(convert, tensors):
+            if self._writer.has_rooms:
+                _fill(self._writer.room(name), tensor)
+                self._writer.filled(name)
+            else:
+                self._writer.write(name, tensor_bytes(tensor))
 
     def _finish(self, tied: TiedHead | None) -> tuple[StoredTensor, ...]:
         tensors: tuple[StoredTensor, ...] = ()
@@ -198,6 +204,13 @@ class Conversion:
         if isinstance(error, RolloutServiceError):
             return error
         return RolloutServiceError(f"version {self._version} could not be stored: {error}")
+
+
+def _fill(room: memoryview, tensor: torch.Tensor) -> None:
+    if not room.nbytes:
+        return
+    target = torch.frombuffer(room, dtype=torch.uint8)
+    target.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
 
 
 def _after(earlier: Sequence[Future[None]], work: Callable[..., object], *args: object) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +34,7 @@ from rollout_service.metrics.process import counted_commit
 from rollout_service.metrics.state import FleetHistory
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
+from rollout_service.pinning import pin
 from rollout_service.protocol.base import MAX_VERSION, NewVersion, is_label
 from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus, SleepTag
 from rollout_service.protocol.rollout import OnAbort
@@ -62,6 +63,7 @@ from rollout_service.store.rollback import require_kept, stage_again
 from rollout_service.store.unquantized import UnquantizedLog, remove_unquantized
 from rollout_service.store.upload_record import UploadRecord
 from rollout_service.store.version_summary import VersionSummary, unconfirmed
+from rollout_service.store.writer import LogMemory
 from rollout_service.tasks import Changes, ShieldedTasks, Turns
 
 logger = logging.getLogger(__name__)
@@ -85,11 +87,11 @@ class Ingest:
             keep_float32=tuple(sorted(self._model.keep_float32)),
             experts=self._model.experts,
         )
-        converter = Converter(self._trainer_recipe, device=config.quant.device)
+        self._converter = Converter(self._trainer_recipe, device=config.quant.device)
         self._unquantized = UnquantizedLog(self._log.root, self._model) if config.shadow.share else None
         self._labels = VersionLabels(self._log)
         self._uploads = Uploads(
-            config.weights, self._log, self._model, self._plan, converter, self._unquantized, self._labels
+            config.weights, self._log, self._model, self._plan, self._converter, self._unquantized, self._labels
         )
         self._lock = WriterLock(self._log.root)
         self._chunks = ChunkServer(self._log)
@@ -138,6 +140,8 @@ class Ingest:
     async def _start(self) -> None:
         if not self._config.shadow.share:
             await asyncio.to_thread(remove_unquantized, self._log.root)
+        registered = _pinned_if_it_can_be if self._converter.uses_gpu else None
+        self._uploads.memory = await asyncio.to_thread(LogMemory.of, self._log.root, registered)
         newest = own_newest(self._log, self._model, self._recipe, self._config)
         self._fleet.start()
         if newest is None:
@@ -497,9 +501,15 @@ class Ingest:
             if version not in in_use:
                 self._summaries.pop(version, None)
                 try:
-                    await asyncio.to_thread(self._log.drop, version)
+                    await asyncio.to_thread(self._drop, version)
                 except OSError as error:  # what has just been committed is committed; the next commit tries again
                     logger.warning("version %d is not needed any more and cannot be removed yet: %s", version, error)
+
+    def _drop(self, version: int) -> None:
+        memory = self._uploads.memory
+        self._log.drop(version, None if memory is None else memory.spare)
+        if memory is not None:
+            memory.mapped.prune()
 
     async def _begin_broadcast(self) -> UploadSession:
         async with self._writing:
@@ -542,3 +552,11 @@ class Ingest:
         while True:
             await asyncio.sleep(min(60.0, self._config.weights.staged_ttl_s / 4))
             await self._shielded.run(self._expire())
+
+
+def _pinned_if_it_can_be(memory: memoryview) -> Callable[[], None]:
+    try:
+        return pin(memory)
+    except OSError as error:
+        logger.warning("the GPU writes versions by way of other memory, which takes longer: %s", error)
+        return lambda: None

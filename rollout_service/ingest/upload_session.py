@@ -33,7 +33,7 @@ from rollout_service.store.durable_io import DISK_FULL, no_room, remove_tree
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.unquantized import UnquantizedCopy
 from rollout_service.store.upload_record import UploadRecord, read_record, write_record
-from rollout_service.store.writer import VersionWriter
+from rollout_service.store.writer import LogMemory, VersionWriter
 from rollout_service.threads import io_threads
 
 logger = logging.getLogger(__name__)
@@ -66,12 +66,14 @@ class UploadSession:
         source: WeightSource | None = None,
         part_memory: BufferPool | None = None,
         copy: UnquantizedCopy | None = None,
+        memory: LogMemory | None = None,
     ) -> None:
         """
         Args:
             source: has all tensors; None: they come in parts, or through ``convert``.
             part_memory: where parts may lie until their tensors are converted, beside their files.
             copy: takes the tensors as they came, for a shadow.
+            memory: of a log in memory.
 
         Raises InsufficientStorage if the disk has no room, or OSError for a part of an earlier process that can neither
         be read nor removed; every file is closed then.
@@ -82,7 +84,7 @@ class UploadSession:
         self.begin, self.part_bytes = self.record.begin, self.record.part_bytes
         self._tied = TiedHead(model.head, model.embedding) if model.tied and model.head in model.stored else None
         self._may_miss_tensors = isinstance(begin.source, BroadcastSource)
-        writer = self._layout(converter.slots(model.stored))
+        writer = self._layout(converter.slots(model.stored), memory)
         self._conversion = Conversion(begin.version, writer, converter, executor, copy)
         self._parts = ReceivedParts(self._folders[1], self.begin.tensors, self.part_bytes)
         self.part_memory = part_memory or BufferPool(0)
@@ -113,12 +115,12 @@ class UploadSession:
             return None
         return known
 
-    def _layout(self, slots: Iterable[TensorSlot]) -> VersionWriter:
+    def _layout(self, slots: Iterable[TensorSlot], memory: LogMemory | None) -> VersionWriter:
         folder, parts = self._folders
         slots, written = list(slots), sum(path.lstat().st_size for path in parts.glob("part-*"))
         stored_bytes, part_bytes = sum(slot.nbytes for slot in slots), self.begin.nbytes - written
         try:
-            writer = VersionWriter(folder, slots)
+            writer = VersionWriter(folder, slots, memory=memory)
             try:
                 if shutil.disk_usage(parts).free < part_bytes:
                     raise OSError(errno.ENOSPC, "no room for the parts")

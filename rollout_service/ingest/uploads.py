@@ -41,6 +41,7 @@ from rollout_service.store.labels import VersionLabels
 from rollout_service.store.log import WeightLog
 from rollout_service.store.unquantized import UnquantizedLog
 from rollout_service.store.upload_record import UploadRecord, read_record, source_stamp
+from rollout_service.store.writer import LogMemory
 from rollout_service.threads import io_threads
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,8 @@ class Uploads:
         self._config, self._log, self._model, self._plan, self._converter = config, log, model, plan, converter
         self._executor = ThreadPoolExecutor(io_threads(), thread_name_prefix="quantize")
         self._part_memory = BufferPool(_PART_MEMORY_BYTES)
+        self.memory: LogMemory | None = None
+        """Of a log in memory; None: the log is on a disk."""
         self._staged: dict[int, UploadSession] = {}
         self._committed: dict[int, UploadRecord] = {}
         self._dropped: dict[int, str] = {}
@@ -393,6 +396,7 @@ class Uploads:
             source,
             self._part_memory,
             None if self._unquantized is None else self._unquantized.begin(begin.version, table),
+            self.memory,
         )
 
     async def _recover(self, parts: Path) -> None:
