@@ -78,13 +78,13 @@ class UploadSession:
         Raises InsufficientStorage if the disk has no room, or OSError for a part of an earlier process that can neither
         be read nor removed; every file is closed then.
         """
-        self._folders = folder, parts_folder(folder)
+        self._folders, self._memory = (folder, parts_folder(folder)), memory
         record = UploadRecord(begin=begin, part_bytes=part_bytes, source_stamp="" if source is None else source.stamp)
         self.record = self._left_behind(record) or record
         self.begin, self.part_bytes = self.record.begin, self.record.part_bytes
         self._tied = TiedHead(model.head, model.embedding) if model.tied and model.head in model.stored else None
         self._may_miss_tensors = isinstance(begin.source, BroadcastSource)
-        writer = self._layout(converter.slots(model.stored), memory)
+        writer = self._layout(converter.slots(model.stored))
         self._conversion = Conversion(begin.version, writer, converter, executor, copy)
         self._parts = ReceivedParts(self._folders[1], self.begin.tensors, self.part_bytes)
         self.part_memory = part_memory or BufferPool(0)
@@ -115,12 +115,12 @@ class UploadSession:
             return None
         return known
 
-    def _layout(self, slots: Iterable[TensorSlot], memory: LogMemory | None) -> VersionWriter:
+    def _layout(self, slots: Iterable[TensorSlot]) -> VersionWriter:
         folder, parts = self._folders
         slots, written = list(slots), sum(path.lstat().st_size for path in parts.glob("part-*"))
         stored_bytes, part_bytes = sum(slot.nbytes for slot in slots), self.begin.nbytes - written
         try:
-            writer = VersionWriter(folder, slots, memory=memory)
+            writer = VersionWriter(folder, slots, memory=self._memory)
             try:
                 if shutil.disk_usage(parts).free < part_bytes:
                     raise OSError(errno.ENOSPC, "no room for the parts")
@@ -130,6 +130,7 @@ class UploadSession:
                 raise
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
+            self._unmap_removed()
             if not written:
                 shutil.rmtree(parts, ignore_errors=True)
             what = f"version {self.begin.version} ({stored_bytes} bytes as stored, {part_bytes} of parts to come)"
@@ -151,6 +152,7 @@ class UploadSession:
             self._phase = Phase.LEFT
             self._conversion.stop_and_wait()
             remove_tree(self._folders[0])
+            self._unmap_removed()
             self._conversion.remove_copy()
             raise
         if self._parts.digests:  # only the files tell how long ago their ingest took them in
@@ -325,7 +327,13 @@ class UploadSession:
     def _remove_files(self) -> None:
         for path in self._folders:
             remove_tree(path)
+        self._unmap_removed()
         self._conversion.remove_copy()
+
+    def _unmap_removed(self) -> None:
+        """A file that was removed is memory for as long as it is mapped."""
+        if self._memory is not None:
+            self._memory.mapped.prune()
 
 
 def spread(batches: list[list[str]], threads: int) -> list[list[str]]:

@@ -340,6 +340,8 @@ class Uploads:
         for staged in self._staged.values():
             await staged.leave()
         self._executor.shutdown()
+        if self.memory is not None:
+            self.memory.mapped.close()
 
     def require_newer(self, version: int) -> None:
         """Raises VersionConflict for a version that is not newer than the newest committed one."""

@@ -174,7 +174,7 @@ class VersionWriter:
         self._syncer.shutdown()
         for fd in self._fds.values():
             os.close(fd)
-        self._fds = {}
+        self._fds, self._mapped = {}, {}
 
     def _open_file(self, file: str, group: list[TensorSlot]) -> tuple[int, int]:
         """Its descriptor and size; it holds its header."""
