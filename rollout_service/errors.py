@@ -13,6 +13,7 @@
     ├── NotFound                  404  no such version, part or route
     ├── VersionConflict           409  other bytes under the same version, or a version that is not newer
     ├── UploadIncomplete          409  commit before every part arrived
+    ├── NotShared                 409  a trainer's memory that the ingest cannot reach: send the bytes instead
     ├── Overtaken                 409  a pause, resume, sleep or wake-up after which another one was asked for
     ├── Asleep                    409  the engines gave their memory back: wake them first
     ├── WeightTransferFailed      409  a broadcast that cannot be received or committed: join a group, or start, again
@@ -124,6 +125,12 @@ class VersionConflict(RolloutServiceError):
 
 class UploadIncomplete(RolloutServiceError):
     """Commit before every part arrived."""
+
+    http_status = 409
+
+
+class NotShared(RolloutServiceError):
+    """A trainer's memory that the ingest cannot reach: another machine, container or user. Send the bytes instead."""
 
     http_status = 409
 

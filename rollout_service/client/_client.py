@@ -17,7 +17,7 @@ from rollout_service.client._mismatch import MismatchCalls
 from rollout_service.client._retry import Repeat
 from rollout_service.client._sessions import AgentSession
 from rollout_service.client._tensors import TensorSource, TensorThread, drain
-from rollout_service.client._upload import Progress, Quantize, Uploader, announcement, named_scales
+from rollout_service.client._upload import Progress, Quantize, Transport, Uploader, announcement, named_scales
 from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.rollout import OnAbort, Rollout
@@ -102,6 +102,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         await self._data.aclose()
         await self._control.aclose()
         await self._parts.aclose()
+        self._uploader.close()
 
     def session(self, session_id: str | None = None, *, ttl_s: float = 3600.0) -> AgentSession:
         """A conversation of an agent that chats by itself: ``async with client.session() as session:``.
@@ -224,6 +225,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         label: str | None = None,
         tensor_table: Sequence[UploadTensor] | None = None,
         quantize: Quantize = "service",
+        transport: Transport = "auto",
         kv_scales: KVScales | None = None,
         mode: PauseMode = "keep",
         wait: Literal["none", "all"] = "all",
@@ -242,6 +244,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         label: str | None = None,
         tensor_table: Sequence[UploadTensor] | None = None,
         quantize: Quantize = "service",
+        transport: Transport = "auto",
         kv_scales: KVScales | None = None,
         mode: PauseMode = "keep",
         wait: Literal["none", "all"] = "all",
@@ -259,6 +262,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         label: str | None = None,
         tensor_table: Sequence[UploadTensor] | None = None,
         quantize: Quantize = "service",
+        transport: Transport = "auto",
         kv_scales: KVScales | None = None,
         mode: PauseMode = "keep",
         wait: Literal["none", "all"] = "all",
@@ -298,6 +302,10 @@ class RolloutClient(ControlCalls, MismatchCalls):
             quantize: ``service``: send tensors as they are. ``trainer``: quantize them here, on the device they are
                 on, and send codes and scales: the same version, byte for byte, in half the bytes. Up to 256 MiB of
                 tensors are quantized at once, so a generator may not reuse a tensor's memory for the next.
+            transport: ``shared_memory``: through memory that this process and the ingest share, which they can on one
+                machine, as one user and outside of separate containers. It holds three batches, of 512 MiB or the
+                largest tensor each, and is kept for the next push. ``http``: in parts, which outlive the ingest.
+                ``auto``: through shared memory where that can be and there are 256 MiB at least.
             kv_scales: Scales of an FP8 KV cache for these weights, from ``rollout_service.kv_scales``; they are part
                 of the version. None: ``kv_cache.scales_policy`` of the service says which it gets.
             mode: What happens to rollouts that are running, see ``CommitUpload.mode``.
@@ -312,6 +320,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
             InvalidManifest: Names or shapes are not the served model's, or KV scales not those of its layers.
             QuantizationError: A weight is NaN or infinite. Nothing is committed.
             VersionConflict: The version is not newer than the newest, or was uploaded with other bytes.
+            NotShared: With ``transport="shared_memory"``, the ingest cannot reach this process's memory.
             CommitTimeout: Committed, but some replica was not live in time: ``detail`` says which.
         """
         # Not a coroutine function: SyncRolloutClient runs this part in the caller's thread, whose CUDA stream counts.
@@ -319,6 +328,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
             raise ValueError(f"parallel_parts={parallel_parts}: at least one upload at a time is needed")
         if quantize not in get_args(Quantize):
             raise ValueError(f"quantize={quantize!r}: the service or the trainer quantizes, say which")
+        if transport not in get_args(Transport):
+            raise ValueError(f"transport={transport!r}: it is one of {', '.join(get_args(Transport))}")
         commit = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s)
         thread, scales = TensorThread(), named_scales(kv_scales)
 
@@ -329,7 +340,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
                     await thread.call(drain, source)
                     return None
                 number, sent = await self._uploader.send_tensors(
-                    version, source, thread, label=label, quantize=quantize, kv_scales=scales,
+                    version, source, thread, label=label, quantize=quantize, transport=transport, kv_scales=scales,
                     parallel_parts=parallel_parts, progress=progress,
                 )  # fmt: skip
             finally:

@@ -31,6 +31,11 @@ class TensorSource:
         self._pairs = _pairs(named_tensors, known=table is not None)
         self.table = tuple(table) if table is not None else _table(self._pairs)
 
+    @property
+    def can_be_read_again(self) -> bool:
+        """Whether iterating anew yields all of them, with no other rank that would have to gather anew, too."""
+        return iter(self._pairs) is not self._pairs and not other_ranks_gather()
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         expected = iter(self.table)
         for name, tensor in self._pairs:

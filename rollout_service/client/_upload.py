@@ -9,6 +9,7 @@ import secrets
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import httpx
@@ -18,10 +19,13 @@ from pydantic import ValidationError
 from rollout_service.client._control import ControlCalls
 from rollout_service.client._http import Http, http_timeout, parse
 from rollout_service.client._retry import Repeat
+from rollout_service.client._shared_memory import SharedRing, send_shared, slot_bytes
 from rollout_service.client._tensors import TensorSource, TensorThread, bytes_of_each, drain, other_ranks_gather
 from rollout_service.errors import (
     CommitTimeout,
     InvalidRequest,
+    NotFound,
+    NotShared,
     QuantizationError,
     RolloutServiceError,
     VersionConflict,
@@ -37,8 +41,10 @@ from rollout_service.protocol.upload import (
     HowToLoad,
     ListenerProof,
     RollBack,
+    SharedMemorySource,
     TrainerRecipe,
     UploadPlan,
+    UploadTensor,
     listener_proof,
     num_parts,
     upload_digest,
@@ -49,6 +55,8 @@ from rollout_service.tasks import raise_first_failure
 from rollout_service.tls import PinnedCertificates
 
 if TYPE_CHECKING:
+    import torch
+
     from rollout_service.kv_scales import KVScales
     from rollout_service.model.convert import Converter
 
@@ -63,6 +71,9 @@ COMMIT_GRACE_S = 120.0
 
 Progress = Callable[[int, int], None]
 Quantize = Literal["service", "trainer"]
+Transport = Literal["auto", "http", "shared_memory"]
+LEAST_SHARED_BYTES = 256 << 20
+"""A version that is smaller goes through sockets, as fast, unless it is told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +133,13 @@ class Uploader:
         """``direct``: sends no token, and trusts whom ``pinned`` does."""
         self._http, self._direct, self._pinned = http, direct, pinned
         self._given_up: set[str] = set()
+        self._ring: SharedRing | None = None
+        self._reached = True
+        """Whether the ingest can read this process's memory, as far as it is known."""
+
+    def close(self) -> None:
+        """Let go of the memory that is kept for the next push."""
+        self._give_up_ring()
 
     async def begin(self, begin: Announcement) -> UploadPlan:
         """Announce a version. Raises InvalidManifest, VersionConflict."""
@@ -161,6 +179,7 @@ class Uploader:
         *,
         label: str | None,
         quantize: Quantize,
+        transport: Transport,
         kv_scales: dict[str, float] | None,
         parallel_parts: int,
         progress: Progress | None,
@@ -168,7 +187,8 @@ class Uploader:
         """Announce a version and upload what the service lacks of it. Returns its number, and the digest of the whole
         upload.
 
-        Raises VersionConflict, InvalidManifest, or QuantizationError for weights that the trainer is to quantize.
+        Raises VersionConflict, InvalidManifest, NotShared if it has to go through shared memory, or QuantizationError
+        for weights that the trainer is to quantize.
         """
         tensors = iter(source)
         try:
@@ -176,6 +196,14 @@ class Uploader:
             if quantize == "trainer":
                 converter = await thread.call(_converter, await ControlCalls(self._http).recipe())
                 table, stored = tuple(converter.table(table)), converter.convert(tensors)
+            if transport != "http" and self._may_share(table, transport):
+                shared = partial(announcement, version, kv_scales=kv_scales, label=label)
+                number = await self._send_shared(shared, table, stored, source, thread, transport, progress)
+                if number is not None:
+                    return number
+                tensors = stored = iter(source)
+                if quantize == "trainer":
+                    stored = converter.convert(tensors)
             announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
             plan = await self.begin(announced)
             version = plan.version
@@ -196,6 +224,56 @@ class Uploader:
         finally:
             if other_ranks_gather():
                 await thread.call(drain, tensors)
+
+    def _may_share(self, table: tuple[UploadTensor, ...], transport: Transport) -> bool:
+        nbytes = sum(tensor.nbytes for tensor in table)
+        return transport == "shared_memory" or (self._reached and nbytes >= LEAST_SHARED_BYTES)
+
+    async def _send_shared(
+        self,
+        shared: Callable[..., Announcement],
+        table: tuple[UploadTensor, ...],
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        source: TensorSource,
+        thread: TensorThread,
+        transport: Transport,
+        progress: Progress | None,
+    ) -> tuple[int, str] | None:
+        """Through memory that this process and the ingest share; None: the tensors of ``source`` are to be sent in
+        parts, from the first on.
+
+        Raises NotShared, if there is no other way, and what the service refuses tensors with.
+        """
+        try:
+            if self._ring is None or self._ring.slot_bytes < slot_bytes(table):
+                self._give_up_ring()
+                self._ring = SharedRing(slot_bytes(table))
+            ring, announced = self._ring, shared(source=self._ring.source(table))
+            assert isinstance(announced.source, SharedMemorySource)
+            plan = await self.begin(announced)
+        except (NotShared, OSError) as error:
+            self._give_up_ring()
+            self._reached = False
+            if transport == "shared_memory":
+                raise
+            logger.info("weights go through sockets, not through shared memory: %s", error)
+            return None
+        try:
+            total = sum(tensor.nbytes for tensor in table)
+            transfer = announced.source.transfer
+            await send_shared(self._http, ring, plan.version, transfer, tensors, total, thread, progress)
+        except BaseException as error:
+            self._give_up_ring()  # the ingest may be reading what the next push would write
+            if not isinstance(error, NotFound) or transport == "shared_memory" or not source.can_be_read_again:
+                raise
+            logger.warning("the weights are sent again, in parts: %s", error)
+            return None
+        return plan.version, with_kv_scales(transfer, announced.kv_scales)
+
+    def _give_up_ring(self) -> None:
+        if self._ring is not None:
+            self._ring.close()
+        self._ring = None
 
     async def _listener(self, plan: UploadPlan) -> DirectListener | None:
         """The address that takes parts directly, if it is the service's; None: they go through the gateway.

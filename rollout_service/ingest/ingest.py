@@ -24,6 +24,7 @@ from rollout_service.fleet.coordinator import FleetCoordinator
 from rollout_service.ingest.own_log import own_newest, recipe_of
 from rollout_service.ingest.sources.folder import FolderSource
 from rollout_service.ingest.sources.ray_objects import RefSource
+from rollout_service.ingest.sources.shared_memory import TrainerMemory
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_session import UploadSession
@@ -46,6 +47,7 @@ from rollout_service.protocol.upload import (
     Listener,
     PathSource,
     RollBack,
+    SharedTensors,
     TrainerRecipe,
     UploadPlan,
     UploadTensor,
@@ -142,6 +144,7 @@ class Ingest:
             await asyncio.to_thread(remove_unquantized, self._log.root)
         registered = _pinned_if_it_can_be if self._converter.uses_gpu else None
         self._uploads.memory = await asyncio.to_thread(LogMemory.of, self._log.root, registered)
+        self._uploads.trainer_memory = TrainerMemory(registered)
         newest = own_newest(self._log, self._model, self._recipe, self._config)
         self._fleet.start()
         if newest is None:
@@ -250,6 +253,10 @@ class Ingest:
     async def drop_broadcast(self, staged: UploadSession) -> None:
         """Drop a broadcast, if it is staged still."""
         await self._shielded.run(self._drop_broadcast(staged))
+
+    async def take_shared(self, version: int, batch: SharedTensors) -> None:
+        """See ``Uploads.take_shared``."""
+        await self._uploads.take_shared(version, batch)
 
     def staged(self, version: int) -> UploadSession:
         """The upload of ``version``. Raises NotFound."""

@@ -1,7 +1,8 @@
 """A version between ``begin`` and ``commit``.
 
 its tensors come from   parts that a trainer sends (sources/parts.py), a source that has all of them
-                        (sources/source.py): a folder, objects of Ray; or a broadcast, a few at a time (convert)
+                        (sources/source.py): a folder, objects of Ray; or a few at a time, by a broadcast or through
+                        memory that a trainer shares (sources/shared_memory.py)
 each is converted       in the background as soon as it is whole (conversion.py)
 the session's life      receiving → closing → committed, or failed, or left: discarded, or taken up by the next
                         process, which finds the parts and the record on disk
@@ -21,12 +22,13 @@ from pathlib import Path
 from rollout_service.errors import LogCorrupt, NotFound, RolloutServiceError, UploadIncomplete, VersionConflict
 from rollout_service.ingest.conversion import Conversion, Read, TiedHead
 from rollout_service.ingest.sources.parts import ReceivedParts
+from rollout_service.ingest.sources.shared_memory import SharedBatch
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.model.convert import BATCH_BYTES, Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.base import Failure
 from rollout_service.protocol.tensors import TensorSlot
-from rollout_service.protocol.upload import BeginUpload, BroadcastSource, part_size
+from rollout_service.protocol.upload import BeginUpload, BroadcastSource, SharedMemorySource, part_size
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.direct_io import BufferPool
 from rollout_service.store.durable_io import DISK_FULL, no_room, remove_tree
@@ -37,6 +39,10 @@ from rollout_service.store.writer import LogMemory, VersionWriter
 from rollout_service.threads import io_threads
 
 logger = logging.getLogger(__name__)
+
+
+_SHARED_BYTES = 32 << 20
+"""Of a trainer's memory, what one thread converts at a time: hashing is what takes longest."""
 
 
 class Phase(Enum):
@@ -79,11 +85,18 @@ class UploadSession:
         be read nor removed; every file is closed then.
         """
         self._folders, self._memory = (folder, parts_folder(folder)), memory
-        record = UploadRecord(begin=begin, part_bytes=part_bytes, source_stamp="" if source is None else source.stamp)
+        stamp = "" if source is None else source.stamp
+        if isinstance(begin.source, SharedMemorySource):
+            stamp = begin.source.transfer
+        record = UploadRecord(begin=begin, part_bytes=part_bytes, source_stamp=stamp)
         self.record = self._left_behind(record) or record
         self.begin, self.part_bytes = self.record.begin, self.record.part_bytes
         self._tied = TiedHead(model.head, model.embedding) if model.tied and model.head in model.stored else None
         self._may_miss_tensors = isinstance(begin.source, BroadcastSource)
+        self._to_come: set[str] = set()
+        self._batches: dict[int, asyncio.Task[None]] = {}
+        if isinstance(begin.source, SharedMemorySource):
+            self._to_come = {tensor.name for tensor in begin.source.tensors}
         writer = self._layout(converter.slots(model.stored))
         self._conversion = Conversion(begin.version, writer, converter, executor, copy)
         self._parts = ReceivedParts(self._folders[1], self.begin.tensors, self.part_bytes)
@@ -230,6 +243,26 @@ class UploadSession:
         self.touched_at = time.monotonic()
         return self._conversion.begin(names, read)
 
+    async def convert_shared(self, number: int, batch: SharedBatch) -> None:
+        """Take in a batch of tensors from a trainer's memory, and return when nobody reads them there any more.
+
+        The same number again awaits the same. Raises NotFound if the version was discarded meanwhile, or what the
+        first failed conversion raised.
+        """
+        if number not in self._batches:
+            self._batches[number] = asyncio.create_task(self._convert_shared(batch))
+        await asyncio.shield(self._batches[number])
+        if (failure := self.failure) is not None:
+            raise failure
+
+    async def _convert_shared(self, batch: SharedBatch) -> None:
+        groups = list(batch.groups(_SHARED_BYTES))
+        try:
+            await asyncio.gather(*(asyncio.wrap_future(self.convert(names, batch.read)) for names in groups))
+        except asyncio.CancelledError:
+            raise NotFound(f"version {self.begin.version} was dropped while its tensors came: begin anew") from None
+        self._to_come.difference_update(*groups)
+
     def all_came(self) -> None:
         """A broadcast has brought every tensor: from now on the version can be committed."""
         self._may_miss_tensors = False
@@ -280,6 +313,12 @@ class UploadSession:
         if self._may_miss_tensors:
             raise self.failure or UploadIncomplete(
                 f"version {self.begin.version} is being broadcast: POST /finish_weight_update commits it"
+            )
+        if self._to_come:
+            raise self.failure or UploadIncomplete(
+                f"version {self.begin.version} lacks {len(self._to_come)} tensors, which its trainer has not sent: "
+                f"{', '.join(sorted(self._to_come)[:4])}",
+                {"missing_tensors": sorted(self._to_come)[:1000]},
             )
         self._require_meant(meant)
         if self._phase is Phase.RECEIVING:

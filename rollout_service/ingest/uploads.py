@@ -20,6 +20,7 @@ from rollout_service.errors import (
     VersionConflict,
 )
 from rollout_service.ingest.sources.folder import FolderSource, allowed_path
+from rollout_service.ingest.sources.shared_memory import SharedBatch, TrainerMemory
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_session import UploadSession, parts_folder
 from rollout_service.model.convert import Converter
@@ -32,6 +33,8 @@ from rollout_service.protocol.upload import (
     BroadcastSource,
     ObjectSource,
     PathSource,
+    SharedMemorySource,
+    SharedTensors,
     UploadPlan,
     with_kv_scales,
 )
@@ -77,6 +80,7 @@ class Uploads:
         self._part_memory = BufferPool(_PART_MEMORY_BYTES)
         self.memory: LogMemory | None = None
         """Of a log in memory; None: the log is on a disk."""
+        self.trainer_memory = TrainerMemory()
         self._staged: dict[int, UploadSession] = {}
         self._committed: dict[int, UploadRecord] = {}
         self._dropped: dict[int, str] = {}
@@ -127,11 +131,24 @@ class Uploads:
         Raises VersionConflict, InvalidManifest, InsufficientStorage, Forbidden or NotFound.
         """
         begin = await self._numbered(announced)
+        if isinstance(begin.source, SharedMemorySource):
+            await asyncio.to_thread(self.trainer_memory.open, begin.source)  # refused before anything is dropped
+        await self._drop_unshared(begin)
         if objects is not None:
             plan = await self._begin(begin, lambda: self.stage(begin, objects))
         else:
             plan = await self._begin(begin, lambda: self._stage_announced(begin))
         return plan.model_copy(update={"replaces": announced.version == NEXT and plan.state == "staged"})
+
+    async def _drop_unshared(self, begin: BeginUpload) -> None:
+        """Drop what was staged from a trainer's memory that is not read any more: nobody can go on with it."""
+        staged = self._staged.get(begin.version)
+        if staged is None or not isinstance(staged.begin.source, SharedMemorySource):
+            return
+        before, now = staged.begin.source, begin.source
+        is_trainers_own = isinstance(now, SharedMemorySource) and now.process == before.process
+        if before != now and (is_trainers_own or not self.trainer_memory.is_there(before)):
+            await self.discard(begin.version)
 
     async def _numbered(self, announced: Announcement) -> BeginUpload:
         """With the number that it names, or that this push was given before, or the next one."""
@@ -319,8 +336,25 @@ class Uploads:
             if path.name not in kept and not (path.name.endswith(".parts") and path.is_dir()):
                 await asyncio.to_thread(remove_tree, path)
 
+    async def take_shared(self, version: int, batch: SharedTensors) -> None:
+        """Convert tensors that lie in a trainer's memory now. Raises NotFound, VersionConflict, InvalidRequest, or what
+        the first failed conversion raised.
+        """
+        staged = self.staged(version)
+        source = staged.begin.source
+        if not isinstance(source, SharedMemorySource) or source.transfer != batch.transfer:
+            raise VersionConflict(
+                f"version {version} is staged by another push than {batch.transfer}: push version {NEXT!r}",
+                {"version": version},
+            )
+        memory = await asyncio.to_thread(self.trainer_memory.open, source)
+        await staged.convert_shared(batch.batch, SharedBatch(source, batch, memory))
+
     async def expire(self) -> None:
-        """Drop what nobody has touched for too long."""
+        """Drop what nobody has touched for too long, and let go of the memory of trainers that have ended."""
+        sources = [staged.begin.source for staged in self._staged.values()]
+        used = {source.memory for source in sources if isinstance(source, SharedMemorySource)}
+        await asyncio.to_thread(self.trainer_memory.prune, used)
         for version, staged in list(self._staged.items()):
             now = time.monotonic()
             # what an earlier ingest took in is as old as its files are by the wall clock, which may have been set since
@@ -342,6 +376,7 @@ class Uploads:
         self._executor.shutdown()
         if self.memory is not None:
             self.memory.mapped.close()
+        self.trainer_memory.close()
 
     def require_newer(self, version: int) -> None:
         """Raises VersionConflict for a version that is not newer than the newest committed one."""
@@ -377,7 +412,7 @@ class Uploads:
                 "what a trainer broadcasts cannot be read again, and is begun by POST /start_weight_update: give a "
                 "path or tensors"
             )
-        if begin.source is None:
+        if begin.source is None or isinstance(begin.source, SharedMemorySource):
             return None
         return FolderSource(self._folder_of(begin.source), self._config.source_roots)
 
@@ -386,6 +421,8 @@ class Uploads:
 
     def _stage(self, begin: BeginUpload, source: WeightSource | None) -> UploadSession:
         table = begin.tensors if source is None else source.table
+        if isinstance(begin.source, SharedMemorySource):
+            table = begin.source.tensors
         if not isinstance(begin.source, BroadcastSource):
             self._model.check_table(table, self._plan)
         return UploadSession(
@@ -409,6 +446,8 @@ class Uploads:
                 raise LogCorrupt(f"{parts} holds no record")
             version = record.begin.version
             self.require_newer(version)
+            if isinstance(record.begin.source, SharedMemorySource):
+                raise InvalidRequest("what a trainer has shared cannot be read again: push it anew")
             staged = await self._stage_announced(record.begin)
         except (RolloutServiceError, OSError) as error:  # one that cannot be read is no reason not to start
             if isinstance(error, InsufficientStorage):

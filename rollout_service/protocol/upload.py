@@ -12,11 +12,15 @@ cut into parts of ``part_bytes``; the last part is what is left. Part ``i`` ther
     POST /v1/weights                        Announcement -> UploadPlan
     PUT  /v1/weights/{version}/parts/{i}    raw bytes, header X-Part-Digest: xxh3-128 in hex -> PartReceipt
     GET  /v1/weights/{version}/listener?nonce=…                                              -> ListenerProof
+    POST /v1/weights/{version}/shared       SharedTensors -> 204
     POST /v1/weights/{version}/commit       CommitUpload -> WeightStatus
     POST /v1/weights/rollback               RollBack     -> WeightStatus
 
 Parts go to the service's own address, with the bearer token, or to ``UploadPlan.upload_url`` with the header
 X-Upload-Key and no token, once that address has proved itself (the last of these routes, which only it has).
+
+A trainer on the ingest's own machine may announce memory that both share, instead of a table that parts follow, and
+then says which tensors lie in it, batch by batch. NotShared says that the ingest cannot reach it.
 
 All of them may be repeated. ``UploadPlan.digests`` lists the parts that the ingest has, of a committed version too, so
 that a client sends what is missing and can tell whether the rest is what it would send. Who sends one part with other
@@ -109,13 +113,46 @@ class BroadcastSource(Frozen):
     """A name that no other update has: what was broadcast cannot be read again."""
 
 
+class SharedMemorySource(Frozen):
+    """Memory of a trainer on the ingest's own machine, which the trainer fills again and again: ``SharedTensors``."""
+
+    transfer: str = Field(pattern="^[0-9a-f]{32}$")
+    """A name that no other push has: what was in the memory cannot be read again."""
+    machine: str = Field(max_length=64)
+    """``shared_memory.machine()`` of the trainer."""
+    process: int = Field(ge=1)
+    descriptor: int = Field(ge=0)
+    """Of the trainer's process."""
+    memory: str = Field(pattern="^[0-9a-f]{32}$")
+    """Its name."""
+    tensors: tuple[UploadTensor, ...] = Field(min_length=1)
+    """All that will come."""
+
+
+class SharedTensor(Frozen):
+    """A tensor that lies in shared memory: its raw bytes, little-endian and contiguous."""
+
+    name: str
+    offset: int = Field(ge=0)
+    """Of its first byte, a multiple of 64."""
+
+
+class SharedTensors(Frozen):
+    """Body of ``POST /v1/weights/{version}/shared``: tensors that may be read now. Answered when they have been."""
+
+    transfer: str
+    batch: int = Field(ge=0)
+    """Counts the bodies of one transfer: the same again is answered as it was."""
+    tensors: tuple[SharedTensor, ...] = Field(min_length=1, max_length=100_000)
+
+
 class Announcement(Frozen):
     """Body of ``POST /v1/weights``: either a tensor table to be followed by parts, or a source."""
 
     version: NewVersion
     """``next``: the ingest gives it a number."""
     tensors: tuple[UploadTensor, ...] = ()
-    source: PathSource | ObjectSource | BroadcastSource | None = None
+    source: PathSource | ObjectSource | BroadcastSource | SharedMemorySource | None = None
     kv_scales: dict[str, float] | None = None
     """Scales of the FP8 KV cache that go with these weights, as ``KVScales.named()`` gives them: all of q, k and v of
     every attention layer. None: the service's ``kv_cache.scales_policy`` says which."""
