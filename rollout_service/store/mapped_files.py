@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 """File systems whose pages are the files: nothing is written back, or read again, behind a mapping."""
 
@@ -24,12 +26,12 @@ Registered = Callable[[memoryview], Callable[[], None]]
 
 def is_in_memory(path: Path) -> bool:
     """Whether a file or folder lies on a tmpfs. Raises OSError if it does not exist."""
-    device = os.stat(path).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
-        # "36 35 98:0 / /mnt rw,noatime master:1 - ext3 /dev/root rw": proc(5)
-        found = [line.partition(" - ")[2].split() for line in mounts if line.split()[2] == number]
-    return any(fields and fields[0] in IN_MEMORY for fields in found)
+    place = path.resolve(strict=True)
+    while not place.is_mount():
+        place = place.parent
+    # of several on one place, the last one is seen
+    kinds = [mount.fstype for mount in psutil.disk_partitions(all=True) if mount.mountpoint == str(place)]
+    return bool(kinds) and kinds[-1] in IN_MEMORY
 
 
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
