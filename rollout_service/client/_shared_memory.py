@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rollout_service.client._http import Http
@@ -22,8 +22,6 @@ from rollout_service.tasks import raise_first_failure
 
 if TYPE_CHECKING:
     import torch
-
-    from rollout_service.client._upload import Progress
 
 logger = logging.getLogger("rollout_service.client")
 BATCH_BYTES = 512 << 20
@@ -130,7 +128,7 @@ async def send_shared(
     tensors: Iterable[tuple[str, torch.Tensor]],
     total_bytes: int,
     thread: TensorThread,
-    progress: Progress | None,
+    progress: Callable[[int, int], None] | None,
 ) -> None:
     """Send the tensors of a version that was announced with ``ring.source``; all have been read when this returns.
 
