@@ -303,7 +303,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
                 on, and send codes and scales: the same version, byte for byte, in half the bytes. Up to 256 MiB of
                 tensors are quantized at once, so a generator may not reuse a tensor's memory for the next.
             transport: ``shared_memory``: through memory that this process and the ingest share, which they can on one
-                machine, as one user and outside of separate containers. It holds three batches, of 512 MiB or the
+                machine, as one user and outside of separate containers. It holds four batches, of 256 MiB or the
                 largest tensor each, and is kept for the next push. ``http``: in parts, which outlive the ingest.
                 ``auto``: through shared memory where that can be and there are 256 MiB at least.
             kv_scales: Scales of an FP8 KV cache for these weights, from ``rollout_service.kv_scales``; they are part

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger("rollout_service.client")
-BATCH_BYTES = 512 << 20
+BATCH_BYTES = 256 << 20
 """Of one batch, unless a tensor is larger."""
-BATCHES = 3
-"""One is copied while two are read."""
+BATCHES = 4
+"""One is copied while the others are read."""
 _ALIGNMENT = 64
 _MOST_TENSORS = 10_000
 """Of one batch."""
@@ -74,11 +74,13 @@ class SharedRing:
         """
         import torch
 
-        start, end = slot * self.slot_bytes, (slot + 1) * self.slot_bytes
+        start = slot * self.slot_bytes
+        end = start + min(self.slot_bytes, BATCH_BYTES)
         placed: list[SharedTensor] = []
         is_on_gpu = False
         while (found := held.take() or next(tensors, None)) is not None:
             name, tensor = found
+            # the first one fits in any case: a slot is as large as the largest tensor
             if placed and (start + tensor.nbytes > end or len(placed) == _MOST_TENSORS):
                 held.keep(name, tensor)
                 break

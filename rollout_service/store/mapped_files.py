@@ -6,6 +6,7 @@ Linux makes the pages of new files in a tmpfs at 2.4 GB/s, and CUDA registers 3.
 55 GB/s (2 H200 of one host, November 2026): neither is worth it for a file that is used once.
 """
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -93,6 +94,14 @@ def _unmap(held: _Mapping) -> None:
     if held.unregister is not None:
         held.unregister()
     os.close(held.fd)  # the memory is unmapped when its last view is gone
+
+
+def close_version_file(fd: int) -> None:
+    """Close what ``open_version_file`` has opened: it may be written again."""
+    # the lock belongs to whatever shares the descriptor, and so does a mapping that was made of it
+    with contextlib.suppress(OSError):  # of a file system that has no locks
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def open_version_file(path: Path, *, writable: bool = False) -> int:

@@ -13,7 +13,7 @@ import xxhash
 
 from rollout_service.errors import LogCorrupt
 from rollout_service.store.manifest import CHUNK_BYTES, Chunk, Manifest, StoredTensor
-from rollout_service.store.mapped_files import MappedFiles, open_version_file
+from rollout_service.store.mapped_files import MappedFiles, close_version_file, open_version_file
 
 
 class Piece(NamedTuple):
@@ -104,8 +104,8 @@ class VersionReader:
     def close(self) -> None:
         """Close the files."""
         for fd in self._fds.values():
-            os.close(fd)
-        self._fds = {}
+            close_version_file(fd)
+        self._fds, self._mapped = {}, {}
 
     def __enter__(self) -> Self:
         return self

@@ -177,6 +177,21 @@ def test_a_view_is_checked_where_the_file_is_mapped(log: WeightLog, memory: LogM
             reader.view(piece)
 
 
+def test_a_file_that_a_reader_has_mapped_is_written_again_once_it_is_closed(log: WeightLog, memory: LogMemory) -> None:
+    first, mapped = commit(log, memory, 1), MappedFiles()
+    inodes = set(files_of(log, 1).values())
+    VersionReader(log.folder(1), first, mapped).close()
+    commit(log, memory, 2)
+    log.drop(1, memory.spare)
+    third = commit(log, memory, 3)
+    assert inodes == set(files_of(log, 3).values())
+    [piece, *_] = pieces([(t, c) for t in third.tensors for c in t.chunks()], 1 << 20)
+    held = len(mapped._held)
+    with VersionReader(log.folder(3), third, mapped) as reader:
+        assert (np.frombuffer(reader.view(piece), np.float32)[:1000] == numbers(3, "a")[:1000]).all()
+    assert len(mapped._held) == held
+
+
 class Registrations:
     """Counts what is registered and what is given back."""
 
