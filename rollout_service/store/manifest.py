@@ -2,10 +2,11 @@
 
 import base64
 import binascii
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import xxhash
 from pydantic import Field, model_validator
@@ -128,7 +129,13 @@ class Manifest(Frozen):
         """Whether its scales are not in it, but beside it once they are measured."""
         return self.kv_scales is None and self.kv_scales_from == "calibrate"
 
-    @property
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """See pydantic."""
+        copy = super().model_copy(update=update, deep=deep)
+        copy.__dict__.pop("digest", None)  # pydantic copies what was computed, too
+        return copy
+
+    @functools.cached_property
     def digest(self) -> str:
         """xxh3-128 over what the engines get: equal for equal content, whatever the version or the file layout."""
         content = {

@@ -50,8 +50,9 @@ class TestDigest:
         assert MANIFEST.model_copy(update=SAME_CONTENT[what]).digest == MANIFEST.digest
 
     def test_the_digest_depends_on_each_part_of_the_content(self) -> None:
+        known = MANIFEST.digest  # computed once, and not for the copies
         digests = {what: MANIFEST.model_copy(update=change).digest for what, change in OTHER_CONTENT.items()}
-        assert len({MANIFEST.digest, *digests.values()}) == 1 + len(OTHER_CONTENT), digests
+        assert len({known, *digests.values()}) == 1 + len(OTHER_CONTENT), digests
 
     def test_the_digest_is_xxh3_of_the_content_as_sorted_json(self) -> None:
         content = (
