@@ -499,10 +499,10 @@ class Ingest:
         await self._changes.notify()
 
     async def _remove_old(self) -> None:
-        """Drop the versions that no replica needs."""
+        """Drop the versions that no replica and no staged delta needs."""
         if not self._fleet.table.is_complete():
             return
-        versions, in_use = self._log.versions(), self._fleet.table.in_use()
+        versions, in_use = self._log.versions(), self._fleet.table.in_use() | self._uploads.needed
         # a replica that starts reads the newest, or the one before if a commit has just overtaken it
         for version in versions[: -max(2, self._config.weights.keep_versions)]:
             if version not in in_use:
