@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,18 +79,22 @@ class SentWeights:
         None if it has more than ``LARGEST_SHARE`` of their bytes: these are ``stored`` then, and no version.
         """
         changes: Changes = []
-        waiting: deque[tuple[int, Future[str], list[Future[bytes]]]] = deque()
-        rest, sent_bytes, most_bytes = zip(self.table, stored, strict=True), 0, LARGEST_SHARE * self.nbytes
+        waiting: deque[tuple[int, Callable[[], Changed | None]]] = deque()
+        rest, waiting_bytes = zip(self.table, stored, strict=True), 0
+        changed_bytes, most_bytes = 0, LARGEST_SHARE * self.nbytes
         with ThreadPoolExecutor(io_threads(), "delta") as pool:
             for tensor, (_, new) in rest:
-                waiting.append((tensor.nbytes, *self._compare(tensor, tensor_bytes(new), pool)))
+                waiting.append((tensor.nbytes, self._compare(tensor, tensor_bytes(new), pool)))
+                waiting_bytes += tensor.nbytes
                 del new
-                while sum(nbytes for nbytes, *_ in waiting) > _COMPARED_AT_ONCE_BYTES:
-                    changes.append(_found(*waiting.popleft()[1:]))
-                    sent_bytes += nbytes_of(changes[-1:])
-                if sent_bytes > most_bytes:
+                while waiting and waiting_bytes > _COMPARED_AT_ONCE_BYTES:
+                    nbytes, found = waiting.popleft()
+                    waiting_bytes -= nbytes
+                    changes.append(found())
+                    changed_bytes += nbytes_of(changes[-1:])
+                if changed_bytes > most_bytes:
                     break
-            changes += [_found(*compared[1:]) for compared in waiting]
+            changes += [found() for _, found in waiting]
         if nbytes_of(changes) <= most_bytes and len(changes) == len(self.table):
             return changes
         self.change(changes)
@@ -124,13 +128,15 @@ class SentWeights:
             self.change(changes)
             self.version = version
 
-    def _compare(
-        self, tensor: UploadTensor, new: memoryview, pool: ThreadPoolExecutor
-    ) -> tuple[Future[str], list[Future[bytes]]]:
+    def _compare(self, tensor: UploadTensor, new: memoryview, pool: ThreadPoolExecutor) -> Callable[[], Changed | None]:
+        """What waits for the comparison. One task a tensor, of which there may be 40 000; several if it is large."""
         old, itemsize = self._data[tensor.name], DTYPE_BYTES[tensor.dtype]
+        if tensor.nbytes <= delta.SEGMENT_BYTES:
+            return pool.submit(lambda: _changed(delta.encode(old, new, itemsize), lambda: _digest(new))).result
         parts = delta.segments(tensor.nbytes)
         encoded = [pool.submit(delta.encode_segment, old[part], new[part], itemsize) for part in parts]
-        return pool.submit(lambda: tensor_digests(new)[0]), encoded
+        digest = pool.submit(_digest, new)
+        return lambda: _changed(delta.joined([segment.result() for segment in encoded]), digest.result)
 
     def _change(self, tensor: UploadTensor, changed: Changed | None) -> None:
         if changed is not None:
@@ -138,7 +144,7 @@ class SentWeights:
             self._digests[tensor.name] = changed.digest
 
     def _hashed(self, name: str) -> memoryview:
-        self._digests[name] = tensor_digests(self._data[name])[0]
+        self._digests[name] = _digest(self._data[name])
         return self._data[name]
 
 
@@ -146,6 +152,9 @@ def _announced(changed: Changed | None) -> TensorChange | None:
     return None if changed is None else TensorChange(nbytes=len(changed.encoded), digest=changed.digest)
 
 
-def _found(digest: Future[str], encoded: list[Future[bytes]]) -> Changed | None:
-    changes = delta.joined([segment.result() for segment in encoded])
-    return Changed(changes, digest.result()) if changes else None
+def _changed(encoded: bytes, digest: Callable[[], str]) -> Changed | None:
+    return Changed(encoded, digest()) if encoded else None
+
+
+def _digest(data: memoryview) -> str:
+    return tensor_digests(data)[0]

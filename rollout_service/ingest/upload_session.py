@@ -365,6 +365,7 @@ class UploadSession:
         return WeightStatus(
             version=self.begin.version,
             label=self.begin.label,
+            delta_of=self.needs,
             state="staged",
             total_bytes=self.begin.nbytes,
             missing_parts=tuple(sorted(self.missing)),
