@@ -223,6 +223,8 @@ def _fill(room: memoryview, tensor: torch.Tensor) -> None:
         return
     target = torch.frombuffer(room, dtype=torch.uint8)
     source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if source.data_ptr() == target.data_ptr():  # it was made there
+        return
     if source.is_cuda or source.nbytes <= _STRETCH_BYTES:
         target.copy_(source)
         return

@@ -106,7 +106,9 @@ class UploadSession:
         self._conversion = Conversion(begin.version, writer, converter, executor, copy)
         self._parts = ReceivedParts(self._folders[1], self.begin.stream, self.part_bytes)
         self._delta = delta
-        self._read: Read = self._parts.files.read if delta is None else delta.reading(self._parts.files.read)
+        self._read: Read = self._parts.files.read
+        if delta is not None:
+            self._read = delta.reading(self._parts.files.read, writer.room if writer.has_rooms else None)
         self.part_memory = part_memory or BufferPool(0)
         self.touched_at = time.monotonic()
         """When something last came, on this process's own clock: the wall clock may be set."""

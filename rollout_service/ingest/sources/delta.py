@@ -1,6 +1,7 @@
 """The tensors of a delta: those of its base, read from the log, with the changes that a trainer has sent."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from rollout_service.ingest.sources.source import TORCH_DTYPES
 from rollout_service.model.convert import Named, tensor_bytes
 from rollout_service.protocol import delta
 from rollout_service.protocol.upload import DTYPE_BYTES, BeginUpload, UploadTensor, base_digest
-from rollout_service.store.direct_io import BLOCK_BYTES, ThreadBuffers, round_up
+from rollout_service.store.direct_io import ThreadBuffers, round_up
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.reading import VersionReader, pieces
@@ -88,29 +89,38 @@ class DeltaOfVersion:
             yield batch
 
     def reading(
-        self, changes: Callable[[Sequence[str]], Iterable[Named]]
+        self, changes: Callable[[Sequence[str]], Iterable[Named]], room: Callable[[str], memoryview] | None
     ) -> Callable[[Sequence[str]], Iterator[Named]]:
-        """A function that reads tensors of the new version; ``changes`` reads those of changed ones, as bytes."""
+        """A function that reads tensors of the new version.
+
+        Args:
+            changes: reads what came of changed tensors, as bytes.
+            room: where the new version has a tensor of that name, which is then made there; None: it has no memory.
+        """
 
         def read(names: Sequence[str]) -> Iterator[Named]:
             tensors = [self._tensors[name] for name in names]
             came = iter(changes([tensor.stored.name for tensor in tensors if tensor.changed]))
-            sizes = [round_up(tensor.stored.nbytes) for tensor in tensors]
-            # in one buffer, which this thread's next call uses again, as for the parts themselves
-            buffer, start = self._buffers.take(sum(sizes) or BLOCK_BYTES), 0
-            for size, tensor in zip(sizes, tensors, strict=True):
-                data = buffer[start : start + tensor.stored.nbytes]
+            for tensor, data in zip(tensors, self._places(tensors, room), strict=True):
                 self._read_base(tensor.stored, data)
                 if tensor.changed:
                     self._apply(tensor, tensor_bytes(next(came)[1]), data)
                 yield tensor.stored.name, _as_tensor(tensor.announced, data)
-                start += size
 
         return read
 
     def close(self) -> None:
         """Close the base's files."""
         self._reader.close()
+
+    def _places(self, tensors: Sequence[_Tensor], room: Callable[[str], memoryview] | None) -> list[memoryview]:
+        """Where each of these is made: in its room, or in one buffer, which this thread's next call uses again."""
+        if room is not None:
+            return [room(tensor.stored.name) for tensor in tensors]
+        ends = list(accumulate(round_up(tensor.stored.nbytes) for tensor in tensors))
+        buffer = self._buffers.take(ends[-1])
+        starts = (end - round_up(tensor.stored.nbytes) for end, tensor in zip(ends, tensors, strict=True))
+        return [buffer[start : start + each.stored.nbytes] for start, each in zip(starts, tensors, strict=True)]
 
     def _read_base(self, stored: StoredTensor, data: memoryview) -> None:
         try:
