@@ -5,6 +5,7 @@
     │   ├── InvalidManifest       422  names, shapes, dtypes or layout differ from the served model's
     │   ├── QuantizationError     422  a tensor that cannot be quantized (NaN, infinity)
     │   ├── DigestMismatch        422  bytes do not hash to the digest sent with them
+    │   ├── InvalidDelta          422  changes of a tensor that do not decode, or make another one than was announced
     │   └── BadRequest            400  the same, on routes that OpenAI or Anthropic define, where it is a 400
     │       └── ContextTooLong    400  a prompt and its completion do not fit the model's context
     ├── MalformedRequest          400  not JSON, or cut off
@@ -12,6 +13,7 @@
     ├── Forbidden                 403  not from here: non-loopback without a token, path outside the allowed roots
     ├── NotFound                  404  no such version, part or route
     ├── VersionConflict           409  other bytes under the same version, or a version that is not newer
+    ├── DeltaBaseGone             409  the version that a delta changes is not in the log, or is another: push all
     ├── UploadIncomplete          409  commit before every part arrived
     ├── NotShared                 409  a trainer's memory that the ingest cannot reach: send the bytes instead
     ├── Overtaken                 409  a pause, resume, sleep or wake-up after which another one was asked for
@@ -79,6 +81,10 @@ class DigestMismatch(InvalidRequest):
     """Bytes that do not hash to the digest sent with them."""
 
 
+class InvalidDelta(InvalidRequest):
+    """Changes of a tensor that cannot be decoded, or do not make the tensor that was announced."""
+
+
 class BadRequest(InvalidRequest):
     """Not something the service can do, asked on a route that OpenAI or Anthropic define."""
 
@@ -119,6 +125,12 @@ class NotFound(RolloutServiceError):
 
 class VersionConflict(RolloutServiceError):
     """Other bytes under the same version, or a version that is not newer than the newest."""
+
+    http_status = 409
+
+
+class DeltaBaseGone(RolloutServiceError):
+    """The version that a delta changes is not in the log, cannot be read, or is another one: push a whole version."""
 
     http_status = 409
 

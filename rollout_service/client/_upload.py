@@ -20,7 +20,7 @@ from rollout_service.client._control import ControlCalls
 from rollout_service.client._http import Http, http_timeout, parse
 from rollout_service.client._retry import Repeat
 from rollout_service.client._shared_memory import SharedRing, send_shared, slot_bytes
-from rollout_service.client._tensors import TensorSource, TensorThread, bytes_of_each, drain, other_ranks_gather
+from rollout_service.client._tensors import TensorSource, TensorThread, bytes_of_each, every_rank_gathers
 from rollout_service.errors import (
     CommitTimeout,
     InvalidRequest,
@@ -71,7 +71,7 @@ COMMIT_GRACE_S = 120.0
 
 Progress = Callable[[int, int], None]
 Quantize = Literal["service", "trainer"]
-Transport = Literal["auto", "http", "shared_memory"]
+Transport = Literal["auto", "http", "shared_memory", "delta"]
 LEAST_SHARED_BYTES = 256 << 20
 """A version that is smaller goes through sockets, as fast, unless it is told otherwise."""
 
@@ -190,40 +190,51 @@ class Uploader:
         Raises VersionConflict, InvalidManifest, NotShared if it has to go through shared memory, or QuantizationError
         for weights that the trainer is to quantize.
         """
-        tensors = iter(source)
-        try:
-            table, stored = source.table, tensors
+        async with every_rank_gathers(source, thread) as gathering:
+            table, stored = source.table, gathering.begin()
             if quantize == "trainer":
-                converter = await thread.call(_converter, await ControlCalls(self._http).recipe())
-                table, stored = tuple(converter.table(table)), converter.convert(tensors)
+                converter = await thread.call(converter_of, await ControlCalls(self._http).recipe())
+                table, stored = tuple(converter.table(table)), converter.convert(stored)
             if transport != "http" and self._may_share(table, transport):
                 shared = partial(announcement, version, kv_scales=kv_scales, label=label)
-                number = await self._send_shared(shared, table, stored, source, thread, transport, progress)
+                try:
+                    number = await self._send_shared(shared, table, stored, source, thread, transport, progress)
+                except QuantizationError as error:
+                    raise _staged_still(version, error) from error
                 if number is not None:
                     return number
-                tensors = stored = iter(source)
+                stored = gathering.begin()
                 if quantize == "trainer":
-                    stored = converter.convert(tensors)
+                    stored = converter.convert(stored)
             announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
+            return await self.send_stream(
+                announced, bytes_of_each(stored), thread, parallel_parts=parallel_parts, progress=progress
+            )
+
+    async def send_stream(
+        self,
+        announced: Announcement,
+        stream: Iterable[memoryview],
+        thread: TensorThread,
+        *,
+        parallel_parts: int,
+        progress: Progress | None,
+    ) -> tuple[int, str]:
+        """Announce a version and upload what the service lacks of its stream. Returns and raises as ``send_tensors``.
+
+        ``thread``: in which ``stream`` is iterated.
+        """
+        version = announced.version
+        try:
             plan = await self.begin(announced)
             version = plan.version
             begin = announced.numbered(version)
             listener = await self._listener(plan)
             sender = PartSender(self._http, listener, begin, plan, progress)
-            parts = cut_parts(bytes_of_each(stored), plan.part_bytes, sender.free)
+            parts = cut_parts(stream, plan.part_bytes, sender.free)
             return version, await sender.send(parts, thread, parallel_parts)
         except QuantizationError as error:
-            raise QuantizationError(
-                f"{error.message}. Version {version} stays staged with the parts that were sent, and is not committed: "
-                f"mend the weights and push it again, or discard({version})",
-                error.detail,
-            ) from error
-        except asyncio.CancelledError:
-            tensors = iter(())  # who cancels does not wait for other ranks
-            raise
-        finally:
-            if other_ranks_gather():
-                await thread.call(drain, tensors)
+            raise _staged_still(version, error) from error
 
     def _may_share(self, table: tuple[UploadTensor, ...], transport: Transport) -> bool:
         nbytes = sum(tensor.nbytes for tensor in table)
@@ -423,7 +434,16 @@ async def _put(http: Http, url: str, part: Part, headers: dict[str, str], repeat
     )
 
 
-def _converter(recipe: TrainerRecipe) -> Converter:
+def _staged_still(version: NewVersion, error: QuantizationError) -> QuantizationError:
+    return QuantizationError(
+        f"{error.message}. Version {version} stays staged with the parts that were sent, and is not committed: "
+        f"mend the weights and push it again, or discard({version})",
+        error.detail,
+    )
+
+
+def converter_of(recipe: TrainerRecipe) -> Converter:
+    """Makes of a trainer's tensors what the service would; on the CPU of what is there. Imports torch."""
     from rollout_service.model.convert import Converter  # needs torch
 
     return Converter(recipe, device="cpu")  # what is on the CPU stays there: the trainer's GPU may have no room

@@ -73,7 +73,7 @@ class Conversion:
 
     def begin_replaceable(
         self,
-        names: Sequence[str],
+        batches: Sequence[Sequence[str]],
         read: Read,
         converted: Callable[[Sequence[str]], None],
         instead_of: Callable[[], object] | None = None,
@@ -81,6 +81,7 @@ class Conversion:
         """Convert tensors whose bytes may come again: a failure holds until they are converted anew.
 
         Args:
+            batches: tensors that are read at once.
             converted: called from a thread when nobody reads the tensors any more; one call at a time.
             instead_of: removes what these bytes replace. What may be reading that ends before, and so cannot write
                 after those that read the bytes anew.
@@ -89,7 +90,7 @@ class Conversion:
         if instead_of is not None:
             before = list(self._tasks)
             self._tasks.append(self._executor.submit(_after, before, instead_of))
-        if names:
+        for names in batches:
             self._submit(_after, before, self._convert_replaceable, names, read, converted)
 
     def renumber(self, version: int) -> None:
@@ -98,18 +99,21 @@ class Conversion:
         if self._copy is not None:
             self._copy.renumber(version)
 
-    async def finish(self, *, tied: TiedHead | None = None) -> tuple[StoredTensor, ...]:
+    async def finish(
+        self, *, tied: TiedHead | None = None, check: Callable[[Iterable[StoredTensor]], None] | None = None
+    ) -> tuple[StoredTensor, ...]:
         """Wait until all is converted, and sync the files; once is enough, and again does no harm.
 
         Args:
             tied: these two are the same, and the head need not have come.
+            check: raises RolloutServiceError for tensors that are not what they are to be.
 
         Raises what the first failed conversion raised.
         """
         await asyncio.gather(*map(asyncio.wrap_future, self._tasks))
         if self._stored is None and self.failure is None:
             loop = asyncio.get_running_loop()
-            self._stored = await loop.run_in_executor(self._executor, self._finish, tied)
+            self._stored = await loop.run_in_executor(self._executor, self._finish, tied, check)
         if (failure := self.failure) is not None:
             raise failure
         assert self._stored is not None
@@ -181,13 +185,17 @@ class Conversion:
             else:
                 self._writer.write(name, tensor_bytes(tensor))
 
-    def _finish(self, tied: TiedHead | None) -> tuple[StoredTensor, ...]:
+    def _finish(
+        self, tied: TiedHead | None, check: Callable[[Iterable[StoredTensor]], None] | None
+    ) -> tuple[StoredTensor, ...]:
         tensors: tuple[StoredTensor, ...] = ()
         with self._failures_kept():
             if tied is not None and tied.head in self._writer.unwritten:
                 # a CPU engine computes with a packed copy of the head, which it makes anew when a head is loaded
                 self._write([(tied.head, self._read_back(tied.embedding))])
             tensors = self._writer.finish()
+            if check is not None:
+                check(tensors)
             if tied is not None:
                 _require_equal_heads(tensors, tied)
         return tensors
@@ -215,6 +223,8 @@ def _fill(room: memoryview, tensor: torch.Tensor) -> None:
         return
     target = torch.frombuffer(room, dtype=torch.uint8)
     source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if source.data_ptr() == target.data_ptr():  # it was made there
+        return
     if source.is_cuda or source.nbytes <= _STRETCH_BYTES:
         target.copy_(source)
         return

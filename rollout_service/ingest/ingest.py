@@ -16,6 +16,7 @@ from ray import ObjectRef
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import (
+    LogCorrupt,
     NotFound,
     RolloutServiceError,
     VersionConflict,
@@ -31,7 +32,7 @@ from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.ingest.uploads import Uploads
 from rollout_service.ingest.weight_transfer import WeightTransfer
 from rollout_service.kv_scales.coordinator import KVScaleCoordinator, VersionScales
-from rollout_service.metrics.process import counted_commit
+from rollout_service.metrics.process import count_delta, counted_commit
 from rollout_service.metrics.state import FleetHistory
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
@@ -317,6 +318,8 @@ class Ingest:
             version=version,
             label=summary.label,
             rollback_of=summary.rollback_of,
+            delta_of=summary.delta_of,
+            uploaded_bytes=summary.uploaded_bytes,
             state="live" if self._fleet.table.all_serve(version, summary.log_digest) else "committed",
             digest=summary.digest,
             total_bytes=summary.total_bytes,
@@ -412,11 +415,18 @@ class Ingest:
             committed = await asyncio.to_thread(self._log.manifest, version)
             manifest, log_digest = self._kv_scales.with_published(committed), committed.digest
             digest = log_digest if manifest is committed else manifest.digest
-            summary = VersionSummary.of(manifest, digest, log_digest)
+            summary = VersionSummary.of(manifest, digest, log_digest, await self._record(version))
             if manifest.awaits_kv_scales:
                 return summary
             self._summaries[version] = summary
         return self._summaries[version]
+
+    async def _record(self, version: int) -> UploadRecord | None:
+        try:
+            return await self._uploads.committed(version)
+        except LogCorrupt as error:  # whoever verifies or repeats the version is told; what it holds is known
+            logger.warning("how version %d came is not shown: %s", version, error)
+            return None
 
     @counted_commit
     async def _commit(self, version: int, request: CommitUpload) -> None:
@@ -438,6 +448,8 @@ class Ingest:
             )
             manifest = self._kv_scales.added_to(bare, staged.begin.kv_scales)
             await self._append(manifest, staged.complete_record(), request.mode)
+            if staged.needs is not None:
+                count_delta(staged.begin.nbytes, manifest.total_bytes)
             await self._uploads.committed_now(version, manifest.digest)
             await self._remove_old()
 
@@ -489,7 +501,7 @@ class Ingest:
         self._kv_scales.committed(manifest)
         self._summaries.pop(head.version, None)
         if not manifest.awaits_kv_scales:
-            self._summaries[head.version] = VersionSummary.of(manifest, head.digest, head.digest)
+            self._summaries[head.version] = VersionSummary.of(manifest, head.digest, head.digest, record)
         logger.info(
             "version %d committed: %.1f MB, digest %s, KV scales: %s",
             head.version, manifest.total_bytes / 1e6, head.digest, manifest.kv_scales_from,
@@ -499,10 +511,10 @@ class Ingest:
         await self._changes.notify()
 
     async def _remove_old(self) -> None:
-        """Drop the versions that no replica needs."""
+        """Drop the versions that no replica and no staged delta needs."""
         if not self._fleet.table.is_complete():
             return
-        versions, in_use = self._log.versions(), self._fleet.table.in_use()
+        versions, in_use = self._log.versions(), self._fleet.table.in_use() | self._uploads.needed
         # a replica that starts reads the newest, or the one before if a commit has just overtaken it
         for version in versions[: -max(2, self._config.weights.keep_versions)]:
             if version not in in_use:

@@ -2,7 +2,8 @@
 
 its tensors come from   parts that a trainer sends (sources/parts.py), a source that has all of them
                         (sources/source.py): a folder, objects of Ray; or a few at a time, by a broadcast or through
-                        memory that a trainer shares (sources/shared_memory.py)
+                        memory that a trainer shares (sources/shared_memory.py); or from an older version in the log,
+                        with changes that come in parts (sources/delta.py)
 each is converted       in the background as soon as it is whole (conversion.py)
 the session's life      receiving → closing → committed, or failed, or left: discarded, or taken up by the next
                         process, which finds the parts and the record on disk
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from rollout_service.errors import LogCorrupt, NotFound, RolloutServiceError, UploadIncomplete, VersionConflict
 from rollout_service.ingest.conversion import Conversion, Read, TiedHead
+from rollout_service.ingest.sources.delta import DeltaOfVersion
 from rollout_service.ingest.sources.parts import ReceivedParts
 from rollout_service.ingest.sources.shared_memory import SharedBatch
 from rollout_service.ingest.sources.source import WeightSource
@@ -73,6 +75,7 @@ class UploadSession:
         part_memory: BufferPool | None = None,
         copy: UnquantizedCopy | None = None,
         memory: LogMemory | None = None,
+        delta: DeltaOfVersion | None = None,
     ) -> None:
         """
         Args:
@@ -80,6 +83,8 @@ class UploadSession:
             part_memory: where parts may lie until their tensors are converted, beside their files.
             copy: takes the tensors as they came, for a shadow.
             memory: of a log in memory.
+            delta: makes the tensors out of what the parts hold, and is closed when the session ends; None: they hold
+                the tensors.
 
         Raises InsufficientStorage if the disk has no room, or OSError for a part of an earlier process that can neither
         be read nor removed; every file is closed then.
@@ -99,7 +104,11 @@ class UploadSession:
             self._to_come = {tensor.name for tensor in begin.source.tensors}
         writer = self._layout(converter.slots(model.stored))
         self._conversion = Conversion(begin.version, writer, converter, executor, copy)
-        self._parts = ReceivedParts(self._folders[1], self.begin.tensors, self.part_bytes)
+        self._parts = ReceivedParts(self._folders[1], self.begin.stream, self.part_bytes)
+        self._delta = delta
+        self._read: Read = self._parts.files.read
+        if delta is not None:
+            self._read = delta.reading(self._parts.files.read, writer.room if writer.has_rooms else None)
         self.part_memory = part_memory or BufferPool(0)
         self.touched_at = time.monotonic()
         """When something last came, on this process's own clock: the wall clock may be set."""
@@ -156,6 +165,9 @@ class UploadSession:
         """Convert each tensor once its last part is there, together with the others of which that part is the last."""
         if self._parts.empty:
             self._convert(self._parts.empty)
+        if self._delta is not None:
+            for names in spread(list(self._delta.batches(self._delta.unchanged, BATCH_BYTES)), io_threads()):
+                self._conversion.begin(names, self._read)
         try:
             found = [self._folders[1].stat().st_mtime]
             for number, digest, path in self._parts.files.left_behind():
@@ -170,6 +182,11 @@ class UploadSession:
             raise
         if self._parts.digests:  # only the files tell how long ago their ingest took them in
             self.touched_at = time.monotonic() - max(0.0, time.time() - max(found))
+
+    @property
+    def needs(self) -> int | None:
+        """The version in the log that this one is made from; None: from none."""
+        return None if self._delta is None else self._delta.base
 
     @property
     def num_parts(self) -> int:
@@ -295,8 +312,9 @@ class UploadSession:
         self.begin, self.record = begin, record
 
     def _convert(self, names: list[str], replaced: Path | None = None) -> None:
+        batches = [names] if self._delta is None else list(self._delta.batches(names, BATCH_BYTES))
         self._conversion.begin_replaceable(
-            names, self._parts.files.read, self._parts.converted, None if replaced is None else replaced.unlink
+            batches if names else [], self._read, self._parts.converted, None if replaced is None else replaced.unlink
         )
 
     async def finish(self, meant: str | None = None) -> tuple[StoredTensor, ...]:
@@ -323,7 +341,8 @@ class UploadSession:
         self._require_meant(meant)
         if self._phase is Phase.RECEIVING:
             self._phase = Phase.CLOSING
-        return await self._conversion.finish(tied=self._tied)
+        check = None if self._delta is None else self._delta.require_announced
+        return await self._conversion.finish(tied=self._tied, check=check)
 
     def _require_meant(self, meant: str | None) -> None:
         """Raises VersionConflict if a committer means other parts than these."""
@@ -338,6 +357,7 @@ class UploadSession:
     def committed(self, digest: str) -> None:
         """The version is in the log under that digest: keep its unquantized copy, remove the trainer's bytes."""
         self.in_log = True
+        self._close_delta()
         self._conversion.committed(digest)
         self._remove_files()
 
@@ -347,6 +367,7 @@ class UploadSession:
         return WeightStatus(
             version=self.begin.version,
             label=self.begin.label,
+            delta_of=self.needs,
             state="staged",
             total_bytes=self.begin.nbytes,
             missing_parts=tuple(sorted(self.missing)),
@@ -357,11 +378,16 @@ class UploadSession:
         """Stop converting, and leave the parts to the next process."""
         self._phase = Phase.LEFT
         await self._conversion.stop()
+        self._close_delta()
 
     async def discard(self) -> None:
         """Stop converting and remove the files."""
         await self.leave()
         await asyncio.to_thread(self._remove_files)
+
+    def _close_delta(self) -> None:
+        if self._delta is not None:
+            self._delta.close()
 
     def _remove_files(self) -> None:
         for path in self._folders:

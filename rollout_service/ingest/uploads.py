@@ -19,6 +19,7 @@ from rollout_service.errors import (
     RolloutServiceError,
     VersionConflict,
 )
+from rollout_service.ingest.sources.delta import DeltaOfVersion
 from rollout_service.ingest.sources.folder import FolderSource, allowed_path
 from rollout_service.ingest.sources.shared_memory import SharedBatch, TrainerMemory
 from rollout_service.ingest.sources.source import WeightSource
@@ -90,6 +91,11 @@ class Uploads:
     def staged_versions(self) -> list[int]:
         """Those that are staged, in no order."""
         return list(self._staged)
+
+    @property
+    def needed(self) -> set[int]:
+        """Versions in the log that staged ones are deltas of."""
+        return {staged.needs for staged in self._staged.values() if staged.needs is not None}
 
     def staged(self, version: int) -> UploadSession:
         """The upload of ``version``. Raises NotFound, with the reason if the service has dropped it."""
@@ -425,18 +431,25 @@ class Uploads:
             table = begin.source.tensors
         if not isinstance(begin.source, BroadcastSource):
             self._model.check_table(table, self._plan)
-        return UploadSession(
-            begin,
-            self._log.staging(begin.version),
-            self._model,
-            self._converter,
-            self._config.part_bytes,
-            self._executor,
-            source,
-            self._part_memory,
-            None if self._unquantized is None else self._unquantized.begin(begin.version, table),
-            self.memory,
-        )
+        delta = None if begin.delta is None else DeltaOfVersion(self._log, begin)
+        try:
+            return UploadSession(
+                begin,
+                self._log.staging(begin.version),
+                self._model,
+                self._converter,
+                self._config.part_bytes,
+                self._executor,
+                source,
+                self._part_memory,
+                None if self._unquantized is None else self._unquantized.begin(begin.version, table),
+                self.memory,
+                delta,
+            )
+        except BaseException:
+            if delta is not None:
+                delta.close()
+            raise
 
     async def _recover(self, parts: Path) -> None:
         number = parts.name.removesuffix(".parts")
@@ -503,7 +516,7 @@ class Uploads:
 def _announced_digest(begin: BeginUpload) -> str:
     if isinstance(begin.source, ObjectSource):
         return with_kv_scales(begin.source.digest, begin.kv_scales)
-    text = begin.model_dump_json(include={"tensors", "source"})
+    text = begin.model_dump_json(include={"tensors", "source", "delta"})
     return with_kv_scales(xxhash.xxh3_128_hexdigest(text.encode()), begin.kv_scales)
 
 
@@ -517,4 +530,6 @@ def _difference(known: BeginUpload, begin: BeginUpload) -> str:
         return "another content under that path"
     if known.describes_what(begin.model_copy(update={"kv_scales": known.kv_scales})):
         return "other KV scales"
+    if begin.source is None and known.tensors == begin.tensors:
+        return "a delta of other bytes" if known.delta and begin.delta else "tensors where one has a delta"
     return "another content" if isinstance(begin.source, ObjectSource) else "another tensor table"

@@ -117,8 +117,9 @@ class Manifest(Frozen):
     """Where they come from, see kv_scales/coordinator.py. ``trainer``: with the version. ``calibrate``: measured by the
     first replica that loads it, and kept beside the manifest. ``reuse``: it came without, and these are those of the
     version before. ``unit``: it came without, and has none."""
-    delta_of: int | None = None
-    """The version this one is a delta of; None: complete by itself."""
+    delta_of: None = None
+    """Every version in a log is complete by itself: of one that came as a delta, the upload's record tells what it was
+    applied to. The field stays, because it is part of every digest."""
     label: str | None = None
     """What the trainer calls it; not part of ``digest``, nor is the next."""
     rollback_of: int | None = None
