@@ -10,7 +10,10 @@ Transports:
 - ``path``: the service reads a folder of BF16 files and quantizes; the last byte was there before it was told;
 - ``parts``: BF16 over HTTP, quantized by the service, parts as they come;
 - ``trainer``: codes and scales over HTTP, quantized by this process;
-- ``shared_memory``: BF16 through memory that this process and the ingest share, quantized by the service.
+- ``shared_memory``: BF16 through memory that this process and the ingest share, quantized by the service;
+- ``delta``: what has changed in codes, scales and BF16 tensors over HTTP, quantized and compared by this process. Of 2%
+  of the BF16 weights the last bit changes between two versions (``benchmarks.update.delta`` measures steps of an
+  optimizer); for all other transports every weight does. The first push, of everything, is not measured.
 
 This process is the trainer: it has its weights on a GPU, the engine's own if it sees no other, and changes all of them
 for each version. With the log in memory the first versions after a start are slower, as each process registers the
@@ -32,6 +35,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -62,6 +66,8 @@ RESULT = "update_live"
 SAME = ("model", "door", "layers", "scales_policy")
 """Fields in which two cases agree that measured the same."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 256
+DELTA_SHARE = 0.02
+"""Of BF16 weights, that differ between two versions."""
 
 
 class Transport(StrEnum):
@@ -71,6 +77,7 @@ class Transport(StrEnum):
     PARTS = "parts"
     TRAINER = "trainer"
     SHARED_MEMORY = "shared_memory"
+    DELTA = "delta"
 
 
 class PushOptions(Options):
@@ -152,10 +159,13 @@ class Trainer:
         """``folder``: has its config.json."""
         self.tensors = {name: gaussian(shape) for name, shape in ServedModel.load(folder).shapes.items()}
 
-    def step(self) -> None:
-        """Other weights, as large."""
+    def step(self, share: float = 1.0) -> None:
+        """Other weights, as large. ``share``: of them changes, by the last bit if that is less than all."""
         for tensor in self.tensors.values():
-            tensor.neg_()
+            if share == 1:
+                tensor.neg_()
+            else:
+                tensor.view(torch.int16).bitwise_xor_(torch.rand(tensor.shape, device=tensor.device) < share)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
@@ -164,7 +174,7 @@ async def push(client: RolloutClient, version: int, folder: Path, case: Case, tr
     """One version by the case's transport, until all replicas serve it. ``trainer``: made here if it is None."""
     if case.door != Transport.PATH:
         trainer = trainer or Trainer(folder)
-        trainer.step()
+        trainer.step(DELTA_SHARE if case.door == Transport.DELTA else 1.0)
     last = LastByte()
     started = time.perf_counter()
     if case.door == Transport.PATH:
@@ -172,13 +182,11 @@ async def push(client: RolloutClient, version: int, folder: Path, case: Case, tr
         status = await client.push_path(version, folder)
     else:
         assert trainer is not None
-        status = await client.push_weights(
-            version,
-            trainer.tensors,
-            quantize="trainer" if case.door == Transport.TRAINER else "service",
-            transport="shared_memory" if case.door == Transport.SHARED_MEMORY else "http",
-            progress=last.progress,
-        )
+        if case.door in (Transport.SHARED_MEMORY, Transport.DELTA):
+            how: dict[str, Any] = {"transport": str(case.door)}
+        else:
+            how = {"transport": "http", "quantize": "trainer" if case.door == Transport.TRAINER else "service"}
+        status = await client.push_weights(version, trainer.tensors, progress=last.progress, **how)
     ended = time.perf_counter()
     if last.at is None or status.state != "live":
         raise RuntimeError(f"version {version} is {status.state}, and its last byte came at {last.at}")
@@ -218,7 +226,7 @@ class Updates:
         trainer = None if all(case.door == Transport.PATH for case in self.cases) else Trainer(self.folder)
         async with RolloutClient(url) as client, rollouts(client, self.concurrent):
             for number, case in enumerate(self.cases):
-                for _ in range(0 if number else self.warmups):
+                for _ in range(self.warmups if number == 0 else int(case.door == Transport.DELTA)):
                     first = replace(case, push_s=case.first_push_s, all_live_s=[], stage_s=[], closed_s=[], load_s=[])
                     await push(client, version := version + 1, self.folder, first, trainer)
                 for _ in range(self.repeats):
