@@ -19,6 +19,8 @@ from rollout_service.threads import in_threads, io_threads
 LARGEST_SHARE = 1 / 8
 """Of a version's bytes that its delta may have: to make and apply a larger one takes about as long as to send all."""
 _COMPARED_AT_ONCE_BYTES = 256 << 20
+_AT_ONCE = 16
+"""Tensors that one thread changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,10 @@ class Changed:
 
 Changes = list[Changed | None]
 """Of each tensor of a table, in its order; None: it is what it was."""
+
+
+_Group = list[tuple[UploadTensor, memoryview]]
+"""Tensors with their new bytes."""
 
 
 def nbytes_of(changes: Changes) -> int:
@@ -79,28 +85,29 @@ class SentWeights:
         None if it has more than ``LARGEST_SHARE`` of their bytes: these are ``stored`` then, and no version.
         """
         changes: Changes = []
-        waiting: deque[tuple[int, Callable[[], Changed | None]]] = deque()
-        rest, waiting_bytes = zip(self.table, stored, strict=True), 0
-        changed_bytes, most_bytes = 0, LARGEST_SHARE * self.nbytes
+        waiting: deque[tuple[int, Callable[[], Changes]]] = deque()
+        waiting_bytes, changed_bytes, most_bytes = 0, 0, LARGEST_SHARE * self.nbytes
+        groups = _small_together(zip(self.table, stored, strict=True))
         with ThreadPoolExecutor(io_threads(), "delta") as pool:
-            for tensor, (_, new) in rest:
-                waiting.append((tensor.nbytes, self._compare(tensor, tensor_bytes(new), pool)))
-                waiting_bytes += tensor.nbytes
-                del new
+            for group in groups:
+                waiting.append((sum(new.nbytes for _, new in group), self._compare(group, pool)))
+                waiting_bytes += waiting[-1][0]
+                del group
                 while waiting and waiting_bytes > _COMPARED_AT_ONCE_BYTES:
                     nbytes, found = waiting.popleft()
                     waiting_bytes -= nbytes
-                    changes.append(found())
-                    changed_bytes += nbytes_of(changes[-1:])
+                    changes += (more := found())
+                    changed_bytes += nbytes_of(more)
                 if changed_bytes > most_bytes:
                     break
-            changes += [found() for _, found in waiting]
+            for _, found in waiting:
+                changes += found()
         if nbytes_of(changes) <= most_bytes and len(changes) == len(self.table):
             return changes
         self.change(changes)
-        for tensor, (_, new) in rest:
-            self._data[tensor.name][:] = tensor_bytes(new)
-            del new
+        for group in groups:
+            for tensor, new in group:
+                self._data[tensor.name][:] = new
         return None
 
     def announced(self, changes: Changes) -> Delta:
@@ -115,7 +122,9 @@ class SentWeights:
     def change(self, changes: Changes) -> None:
         """Become what ``changes`` make of these tensors, or of the first of them; it is no version yet."""
         self.version = self._newer = None
-        list(in_threads(lambda each: self._change(*each), zip(self.table, changes, strict=False)))
+        pairs = list(zip(self.table, changes, strict=False))
+        for _ in in_threads(self._change, [pairs[i : i + _AT_ONCE] for i in range(0, len(pairs), _AT_ONCE)]):
+            pass
 
     def note_newer(self, version: int, changes: Changes) -> None:
         """A delta of this version was committed as ``version``."""
@@ -128,24 +137,45 @@ class SentWeights:
             self.change(changes)
             self.version = version
 
-    def _compare(self, tensor: UploadTensor, new: memoryview, pool: ThreadPoolExecutor) -> Callable[[], Changed | None]:
-        """What waits for the comparison. One task a tensor, of which there may be 40 000; several if it is large."""
-        old, itemsize = self._data[tensor.name], DTYPE_BYTES[tensor.dtype]
+    def _compare(self, group: _Group, pool: ThreadPoolExecutor) -> Callable[[], Changes]:
+        """What waits for the comparison: one task a group, or several for a large tensor, which is one by itself."""
+        tensor, new = group[0]
         if tensor.nbytes <= delta.SEGMENT_BYTES:
-            return pool.submit(lambda: _changed(delta.encode(old, new, itemsize), lambda: _digest(new))).result
+            return pool.submit(lambda: [self._compared(*each) for each in group]).result
+        old, itemsize = self._data[tensor.name], DTYPE_BYTES[tensor.dtype]
         parts = delta.segments(tensor.nbytes)
         encoded = [pool.submit(delta.encode_segment, old[part], new[part], itemsize) for part in parts]
         digest = pool.submit(_digest, new)
-        return lambda: _changed(delta.joined([segment.result() for segment in encoded]), digest.result)
+        return lambda: [_changed(delta.joined([segment.result() for segment in encoded]), digest.result)]
 
-    def _change(self, tensor: UploadTensor, changed: Changed | None) -> None:
-        if changed is not None:
-            delta.apply(memoryview(changed.encoded), self._data[tensor.name], DTYPE_BYTES[tensor.dtype])
-            self._digests[tensor.name] = changed.digest
+    def _compared(self, tensor: UploadTensor, new: memoryview) -> Changed | None:
+        encoded = delta.encode(self._data[tensor.name], new, DTYPE_BYTES[tensor.dtype])
+        return _changed(encoded, lambda: _digest(new))
+
+    def _change(self, pairs: list[tuple[UploadTensor, Changed | None]]) -> None:
+        for tensor, changed in pairs:
+            if changed is not None:
+                delta.apply(memoryview(changed.encoded), self._data[tensor.name], DTYPE_BYTES[tensor.dtype])
+                self._digests[tensor.name] = changed.digest
 
     def _hashed(self, name: str) -> memoryview:
         self._digests[name] = _digest(self._data[name])
         return self._data[name]
+
+
+def _small_together(tensors: Iterable[tuple[UploadTensor, Named]]) -> Iterator[_Group]:
+    """Lists of tensors that are worth a task: of 40 000 small ones, handing each to a thread would take most time."""
+    group: _Group = []
+    size = 0
+    for tensor, (_, new) in tensors:
+        if group and size + tensor.nbytes > delta.SEGMENT_BYTES:
+            yield group
+            group, size = [], 0
+        group.append((tensor, tensor_bytes(new)))
+        size += tensor.nbytes
+        del new
+    if group:
+        yield group
 
 
 def _announced(changed: Changed | None) -> TensorChange | None:

@@ -43,6 +43,8 @@ zlib takes longer than a network."""
 _RUNS = 0.9
 """Share of zeros above which runs of them are shorter than one bit each."""
 _RAW_DEFLATE, _MEMORY_LEVEL = -15, 9
+_SMALL_BYTES = 4096
+"""A tensor like the scales of an expert, of which there are thousands, most of them unchanged."""
 _UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
@@ -72,6 +74,8 @@ def encode(base: memoryview, new: memoryview, itemsize: int) -> bytes:
     """What changed in a whole tensor; empty if nothing did. Raises ValueError for tensors of different sizes."""
     if base.nbytes != new.nbytes:
         raise ValueError(f"a tensor of {base.nbytes} bytes does not become one of {new.nbytes}")
+    if new.nbytes <= _SMALL_BYTES and bytes(base) == bytes(new):
+        return b""
     return joined([encode_segment(base[part], new[part], itemsize) for part in segments(new.nbytes)])
 
 

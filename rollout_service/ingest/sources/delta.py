@@ -14,7 +14,11 @@ from rollout_service.protocol.upload import DTYPE_BYTES, BeginUpload, UploadTens
 from rollout_service.store.direct_io import ThreadBuffers, round_up
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import StoredTensor
-from rollout_service.store.reading import VersionReader, pieces
+from rollout_service.store.reading import Piece, VersionReader, pieces
+from rollout_service.threads import in_threads
+
+_READ_BYTES = 64 << 20
+"""Of one tensor, that one thread reads."""
 
 
 class _Tensor(NamedTuple):
@@ -69,11 +73,6 @@ class DeltaOfVersion:
         """Tensors of which nothing comes."""
         return [name for name, tensor in self._tensors.items() if not tensor.changed]
 
-    @property
-    def digests(self) -> dict[str, str]:
-        """Of each tensor of the new version, as announced."""
-        return {name: tensor.digest for name, tensor in self._tensors.items()}
-
     def batches(self, names: Iterable[str], batch_bytes: int) -> Iterator[list[str]]:
         """The names, in lists whose tensors have about ``batch_bytes``: a part of changes may be of many tensors."""
         batch: list[str] = []
@@ -109,6 +108,16 @@ class DeltaOfVersion:
 
         return read
 
+    def require_announced(self, tensors: Iterable[StoredTensor]) -> None:
+        """Raises InvalidDelta for the first of these tensors of the new version that is not what was announced."""
+        for tensor in tensors:
+            known = self._tensors.get(tensor.name)
+            if known is not None and tensor.digest != known.digest:
+                raise self._invalid(
+                    tensor.name,
+                    f"make a tensor that hashes to {tensor.digest}, and not to {known.digest} as was announced",
+                )
+
     def close(self) -> None:
         """Close the base's files."""
         self._reader.close()
@@ -123,9 +132,14 @@ class DeltaOfVersion:
         return [buffer[start : start + each.stored.nbytes] for start, each in zip(starts, tensors, strict=True)]
 
     def _read_base(self, stored: StoredTensor, data: memoryview) -> None:
+        def read(piece: Piece) -> None:
+            self._reader.read(piece, data[piece.offset - stored.offset :])
+
+        found = list(pieces(((stored, chunk) for chunk in stored.chunks()), _READ_BYTES))
         try:
-            for piece in pieces(((stored, chunk) for chunk in stored.chunks()), stored.nbytes):
-                self._reader.read(piece, data)
+            # a vocabulary's embedding would otherwise be read by one thread while the others have nothing to do
+            for _ in map(read, found) if len(found) == 1 else in_threads(read, found):
+                pass
         except (LogCorrupt, OSError) as error:
             raise self._gone(str(error)) from error
 
@@ -134,16 +148,6 @@ class DeltaOfVersion:
             delta.apply(encoded, data, DTYPE_BYTES[tensor.announced.dtype])
         except ValueError as error:
             raise self._invalid(tensor.stored.name, f"cannot be decoded: {error}") from error
-
-    def require_announced(self, tensors: Iterable[StoredTensor]) -> None:
-        """Raises InvalidDelta for the first of these tensors of the new version that is not what was announced."""
-        for tensor in tensors:
-            known = self._tensors.get(tensor.name)
-            if known is not None and tensor.digest != known.digest:
-                raise self._invalid(
-                    tensor.name,
-                    f"make a tensor that hashes to {tensor.digest}, and not to {known.digest} as was announced",
-                )
 
     def _invalid(self, name: str, what: str) -> InvalidDelta:
         return InvalidDelta(

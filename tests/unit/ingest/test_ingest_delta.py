@@ -175,6 +175,17 @@ class TestApplied:
         await trainer.push_delta(2, 1, old, new)
         require_stored(log, 2, new)
 
+    async def test_a_tensor_of_many_chunks(
+        self, trainer: DeltaTrainer, log: WeightLog, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("rollout_service.store.manifest.CHUNK_BYTES", 4096)
+        monkeypatch.setattr("rollout_service.ingest.sources.delta._READ_BYTES", 3 * 4096)
+        old, new = await trainer.stored(weights), await trainer.stored(scattered(weights, 2))
+        await trainer.push(1, old)
+        assert max(len(list(tensor.chunks())) for tensor in log.manifest(1).tensors) > 12
+        await trainer.push_delta(2, 1, old, new)
+        require_stored(log, 2, new)
+
     async def test_a_part_that_takes_another_ones_place_is_applied_to_the_base_again(
         self, trainer: DeltaTrainer, log: WeightLog, old: Stored, new: Stored
     ) -> None:
