@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 
 from rollout_service.store.durable_io import remove_tree
+from rollout_service.store.mapped_files import is_in_memory
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class SpareFiles:
     @staticmethod
     def are_kept_in(root: Path) -> bool:
         """Whether the log's writer uses files again: readers then may map them."""
-        return (root / "spare").is_dir()
+        return (root / "spare").is_dir() and is_in_memory(root)  # the folder may have been copied from elsewhere
 
     def begin(self) -> None:
         """Have readers know that files are used again. Raises OSError."""
@@ -58,8 +59,13 @@ class SpareFiles:
     def clear(self) -> None:
         """Give the memory back. Raises OSError."""
         with self._lock:
+            for path in self._folder.iterdir():
+                path.unlink()
+
+    def remove(self) -> None:
+        """Use no files again. Raises OSError."""
+        with self._lock:
             remove_tree(self._folder)
-            self._folder.mkdir(parents=True, exist_ok=True)
 
 
 def _nobody_reads(path: Path) -> bool:

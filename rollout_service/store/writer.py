@@ -37,9 +37,10 @@ class LogMemory(NamedTuple):
     @classmethod
     def of(cls, root: Path, registered: Registered | None) -> "LogMemory | None":
         """Of the log in a folder; None if that is on a disk. ``registered``: see ``MappedFiles``. Raises OSError."""
-        if not is_in_memory(root):
-            return None
         spare = SpareFiles(root)
+        if not is_in_memory(root):
+            spare.remove()  # of a log that was copied from a tmpfs
+            return None
         spare.begin()
         return cls(MappedFiles(registered), spare)
 

@@ -79,8 +79,14 @@ def test_a_tmpfs_is_memory_and_a_disk_is_not(root: Path, tmp_path: Path) -> None
 def test_a_log_on_a_disk_has_no_memory(tmp_path: Path) -> None:
     if is_in_memory(tmp_path):
         pytest.skip("temporary files lie in memory here")
-    assert LogMemory.of(tmp_path, None) is None
+    (tmp_path / "spare").mkdir()  # as in a copy of one that was in memory
     assert not SpareFiles.are_kept_in(tmp_path)
+    assert LogMemory.of(tmp_path, None) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_reads_a_log_in_memory_may_map_it(root: Path, memory: LogMemory) -> None:
+    assert SpareFiles.are_kept_in(root)
 
 
 def test_a_version_is_the_same_in_memory_and_on_disk(log: WeightLog, memory: LogMemory, tmp_path: Path) -> None:
