@@ -52,7 +52,7 @@ EMBEDDING = "model.embed_tokens.weight"
 STEPS = ((0, 1), (9, 10), (99, 100), (84, 100))
 """Versions that are compared: after so many steps. In its first step Adam moves every weight by the learning rate."""
 TIMED = (99, 100)
-REPEATS = 5
+REPEATS, ROUNDS = 5, 20
 
 Tensors = dict[str, torch.Tensor]
 Bits = npt.NDArray[Any]
@@ -164,42 +164,34 @@ def compared(steps: tuple[int, int], old: Tensors, new: Tensors) -> results.Json
 # --- how long it takes
 
 
-def seconds_of(work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> list[float]:
-    """Of each repeat, after one that is not counted."""
-    taken = []
-    for _ in range(REPEATS + 1):
-        prepare()
-        started = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - started)
-    return taken[1:]
+def seconds_of(work: Callable[[], object]) -> float:
+    """Of one call."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
 def timed(old: Tensors, new: Tensors) -> results.Json:
-    """Comparing and applying on ``io_threads``, and copying as many bytes."""
+    """Comparing and applying on ``io_threads``, and copying as many bytes, in turns: a machine is not equally idle."""
     base, target = sent(old), [np.empty_like(bits_of(tensor)) for tensor in new.values()]
-    found: list[Changes] = []
+    taken: dict[str, list[float]] = {"copy_s": [], "compare_s": [], "apply_s": []}
+    changes: Changes = []
 
     def compare() -> None:
-        changes = base.changes_to(new.items())
-        assert changes is not None
-        found.append(changes)
+        changes[:] = base.changes_to(new.items()) or []
 
     def copy() -> None:
         pairs = zip(target, new.values(), strict=True)
         list(in_threads(lambda pair: np.copyto(pair[0], bits_of(pair[1])), pairs))
 
-    def become_old() -> None:
+    for repeat in range(ROUNDS + 1):
+        seconds = [seconds_of(work) for work in (copy, compare, lambda: base.change(changes))]
+        assert changes, "they are a delta"
+        for name, each in zip(taken, seconds, strict=True):
+            taken[name] += [each] if repeat else []  # the first is not counted
         for _ in base.take(old.items()):
             pass
-
-    return {
-        "threads": io_threads(),
-        "nbytes": base.nbytes,
-        "copy_s": seconds_of(copy),
-        "compare_s": seconds_of(compare),
-        "apply_s": seconds_of(lambda: base.change(found[0]), become_old),
-    }
+    return {"threads": io_threads(), "nbytes": base.nbytes, **taken}
 
 
 async def pushed(folder: Path, old: Tensors, new: Tensors) -> results.Json:

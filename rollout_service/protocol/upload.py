@@ -202,6 +202,8 @@ class Announcement(Frozen):
     def _delta_of_these_tensors(self) -> Self:
         if self.delta is None:
             return self
+        if self.source is not None:
+            raise ValueError("the changes of a delta come in parts: give tensors, and no source")
         if len(self.delta.changes) != len(self.tensors):
             raise ValueError(f"delta.changes has {len(self.delta.changes)} entries for {len(self.tensors)} tensors")
         for tensor, change in zip(self.tensors, self.delta.changes, strict=True):
