@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, Future
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from rollout_service.errors import LogCorrupt, NotFound, RolloutServiceError, UploadIncomplete, VersionConflict
@@ -28,9 +29,9 @@ from rollout_service.protocol.base import Failure
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.protocol.upload import BeginUpload, BroadcastSource, part_size
 from rollout_service.protocol.weights import WeightStatus
-from rollout_service.store.direct_io import BufferPool
 from rollout_service.store.durable_io import DISK_FULL, no_room, remove_tree
 from rollout_service.store.manifest import StoredTensor
+from rollout_service.store.part_space import DirectSpace, PartSpace
 from rollout_service.store.unquantized import UnquantizedCopy
 from rollout_service.store.upload_record import UploadRecord, read_record, write_record
 from rollout_service.store.writer import VersionWriter
@@ -64,13 +65,13 @@ class UploadSession:
         part_bytes: int,
         executor: Executor,
         source: WeightSource | None = None,
-        part_memory: BufferPool | None = None,
+        space: PartSpace | None = None,
         copy: UnquantizedCopy | None = None,
     ) -> None:
         """
         Args:
             source: has all tensors; None: they come in parts, or through ``convert``.
-            part_memory: where parts may lie until their tensors are converted, beside their files.
+            space: where parts are received; None: in files alone.
             copy: takes the tensors as they came, for a shadow.
 
         Raises InsufficientStorage if the disk has no room, or OSError for a part of an earlier process that can neither
@@ -82,10 +83,11 @@ class UploadSession:
         self.begin, self.part_bytes = self.record.begin, self.record.part_bytes
         self._tied = TiedHead(model.head, model.embedding) if model.tied and model.head in model.stored else None
         self._may_miss_tensors = isinstance(begin.source, BroadcastSource)
+        self.space = space or DirectSpace(0)
+        """Where parts are received."""
         writer = self._layout(converter.slots(model.stored))
         self._conversion = Conversion(begin.version, writer, converter, executor, copy)
         self._parts = ReceivedParts(self._folders[1], self.begin.tensors, self.part_bytes)
-        self.part_memory = part_memory or BufferPool(0)
         self.touched_at = time.monotonic()
         """When something last came, on this process's own clock: the wall clock may be set."""
         self.in_log = False
@@ -118,9 +120,10 @@ class UploadSession:
         slots, written = list(slots), sum(path.lstat().st_size for path in parts.glob("part-*"))
         stored_bytes, part_bytes = sum(slot.nbytes for slot in slots), self.begin.nbytes - written
         try:
+            self.space.make_room(folder, stored_bytes + part_bytes)
             writer = VersionWriter(folder, slots)
             try:
-                if shutil.disk_usage(parts).free < part_bytes:
+                if shutil.disk_usage(parts).free + self.space.kept_bytes < part_bytes:
                     raise OSError(errno.ENOSPC, "no room for the parts")
                 write_record(parts, self.record)
             except OSError:
@@ -258,9 +261,8 @@ class UploadSession:
         self.begin, self.record = begin, record
 
     def _convert(self, names: list[str], replaced: Path | None = None) -> None:
-        self._conversion.begin_replaceable(
-            names, self._parts.files.read, self._parts.converted, None if replaced is None else replaced.unlink
-        )
+        instead_of = None if replaced is None else partial(self.space.release, replaced)
+        self._conversion.begin_replaceable(names, self._parts.files.read, self._parts.converted, instead_of)
 
     async def finish(self, meant: str | None = None) -> tuple[StoredTensor, ...]:
         """Wait for the conversions and sync; once is enough, and again does no harm.
@@ -321,8 +323,9 @@ class UploadSession:
         await asyncio.to_thread(self._remove_files)
 
     def _remove_files(self) -> None:
-        for path in self._folders:
-            remove_tree(path)
+        folder, parts = self._folders
+        remove_tree(folder)
+        self.space.release_all(parts, self.begin.nbytes if self.begin.source is None else None)
         self._conversion.remove_copy()
 
 
