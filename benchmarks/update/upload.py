@@ -35,7 +35,8 @@ from benchmarks.common.command import run
 from benchmarks.update import plain_sockets
 from benchmarks.update.upload_servers import PART_BYTES, process, serve_bare, serve_ingest
 from rollout_service.client import RolloutClient
-from rollout_service.client._upload import BODY_CHUNK_BYTES, Quantize
+from rollout_service.client._parts import BODY_CHUNK_BYTES
+from rollout_service.client._upload import Quantize
 from rollout_service.config import WeightsConfig
 
 LAYERS = 20

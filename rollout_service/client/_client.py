@@ -87,7 +87,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         self._max_connections = max_connections
         self._data = pool(max_connections, timeout_s)
         self._parts = pool(CONTROL_CONNECTIONS, CONTROL_READ_S, token=None, tls=pinned.context)
-        self._uploader = Uploader(self._control, self._parts, pinned)
+        self._uploader = Uploader(self._control, self._parts, pinned, plain=transport is None)
 
     async def __aenter__(self) -> Self:
         return self

@@ -74,8 +74,10 @@ class Converter:
                 else:
                     yield UploadTensor(name=piece.name, dtype=self._kept_dtype(piece.name), shape=piece.shape)
 
-    def convert(self, tensors: Iterable[Named]) -> Iterator[Named]:
+    def convert(self, tensors: Iterable[Named], *, to_cpu: bool = True) -> Iterator[Named]:
         """Names on disk and tensors as they are stored, codes before their scales; other tensors stay on their device.
+
+        ``to_cpu``: codes and scales that are made here come to the CPU; if not, they lie where their weight does.
 
         Experts are taken apart. Codes and scales that were made elsewhere are checked and passed on. Reads ahead at
         most ``batch_bytes`` beyond the largest tensor.
@@ -90,19 +92,19 @@ class Converter:
             for piece in pieces(name, tuple(whole.shape), self._experts):
                 part = whole[piece.index]
                 if batch and (batch_bytes + part.nbytes > self._batch_bytes or part.device != batch[-1][1].device):
-                    yield from self._convert_batch(batch)
+                    yield from self._convert_batch(batch, to_cpu)
                     batch, batch_bytes = [], 0
                 batch.append((piece.name, part))
                 batch_bytes += part.nbytes
             if whole.nbytes > self._batch_bytes:  # a view into it would keep all of it
-                yield from self._convert_batch(batch)
+                yield from self._convert_batch(batch, to_cpu)
                 batch, batch_bytes = [], 0
             del tensor, whole, part  # before a generator makes the next
-        yield from self._convert_batch(batch)
+        yield from self._convert_batch(batch, to_cpu)
 
-    def _convert_batch(self, batch: list[Named]) -> Iterator[Named]:
+    def _convert_batch(self, batch: list[Named], to_cpu: bool) -> Iterator[Named]:
         wanted = [(name, tensor) for name, tensor in batch if self._quantizes(name, tensor)]
-        results = iter(self._quantizer.quantize(wanted, to_cpu=True) if wanted else ())
+        results = iter(self._quantizer.quantize(wanted, to_cpu=to_cpu) if wanted else ())
         for name, tensor in batch:
             if self._quantizes(name, tensor):
                 codes, scales = next(results)
