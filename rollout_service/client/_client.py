@@ -228,7 +228,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         mode: PauseMode = "keep",
         wait: Literal["none", "all"] = "all",
         timeout_s: float = 600.0,
-        parallel_parts: int = 4,
+        parallel_parts: int = 8,
         progress: Progress | None = None,
         send: Literal[True] = True,
     ) -> Coroutine[object, None, WeightStatus]: ...
@@ -246,7 +246,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         mode: PauseMode = "keep",
         wait: Literal["none", "all"] = "all",
         timeout_s: float = 600.0,
-        parallel_parts: int = 4,
+        parallel_parts: int = 8,
         progress: Progress | None = None,
         send: bool,
     ) -> Coroutine[object, None, WeightStatus | None]: ...
@@ -263,7 +263,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         mode: PauseMode = "keep",
         wait: Literal["none", "all"] = "all",
         timeout_s: float = 600.0,
-        parallel_parts: int = 4,
+        parallel_parts: int = 8,
         progress: Progress | None = None,
         send: bool = True,
     ) -> Coroutine[object, None, WeightStatus | None]:
@@ -303,7 +303,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
             mode: What happens to rollouts that are running, see ``CommitUpload.mode``.
             wait: ``all``: return once every live replica serves this version. ``none``: once it is committed.
             timeout_s: How long ``wait="all"`` waits.
-            parallel_parts: Uploads at once.
+            parallel_parts: Uploads at once, each by a thread and a connection of its own.
             progress: Called with (bytes that the service has, bytes of all) after each part.
             send: False: only take part in the gathers, and return None.
 

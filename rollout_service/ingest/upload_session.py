@@ -92,6 +92,7 @@ class UploadSession:
         """When something last came, on this process's own clock: the wall clock may be set."""
         self.in_log = False
         """It is committed."""
+        self._begun_at = self._received_at = self._stored_at = time.monotonic()
         self._phase = Phase.RECEIVING
         if source is None:
             self._expect_parts()
@@ -212,6 +213,7 @@ class UploadSession:
                 {"part": part, "digests": [known, digest]},
             )
         arrival = self._parts.add(part, digest, received, uploader, data)
+        self._received_at = time.monotonic()
         self._convert(arrival.whole, arrival.replaced)
 
     def _gives_way(self, part: int, uploader: str) -> bool:
@@ -282,7 +284,9 @@ class UploadSession:
         self._require_meant(meant)
         if self._phase is Phase.RECEIVING:
             self._phase = Phase.CLOSING
-        return await self._conversion.finish(tied=self._tied)
+        stored = await self._conversion.finish(tied=self._tied)
+        self._stored_at = time.monotonic()
+        return stored
 
     def _require_meant(self, meant: str | None) -> None:
         """Raises VersionConflict if a committer means other parts than these."""
@@ -297,6 +301,12 @@ class UploadSession:
     def committed(self, digest: str) -> None:
         """The version is in the log under that digest: keep its unquantized copy, remove the trainer's bytes."""
         self.in_log = True
+        if self.num_parts:
+            logger.info(
+                "version %d: %d parts of %.1f MB in all received in %.2f s, converted and stored %.2f s after the last",
+                self.begin.version, self.num_parts, self.begin.nbytes / 1e6, self._received_at - self._begun_at,
+                self._stored_at - self._received_at,
+            )  # fmt: skip
         self._conversion.committed(digest)
         self._remove_files()
 
