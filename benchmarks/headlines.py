@@ -88,6 +88,15 @@ def upload(result: Json) -> str:
     return f"{bare / parts:.2f} of a bare PUT, {bare / trainer:.2f} if the trainer quantizes"
 
 
+def delta(result: Json) -> str:
+    """Of ``update.delta``: after one step and after several, and its speed."""
+    shares = {new - old: case["encoded_share"] for case in result["cases"] for old, new in [case["steps"]] if old}
+    sent = " and ".join(f"{share:.1%} after {steps}" for steps, share in sorted(shares.items()))
+    times = {name: statistics.median(result["times"][f"{name}_s"]) for name in ("copy", "compare", "apply")}
+    ratios = [f"{times['copy'] / times[name]:.2f}" for name in ("compare", "apply")]
+    return f"of all bytes {sent} steps of AdamW; found at {ratios[0]}, applied at {ratios[1]} of a copy's speed"
+
+
 def attention(result: Json) -> str:
     """Of ``kernels.attention``: the fastest page of each cache."""
     first = result["cases"][0]["model"]

@@ -66,6 +66,7 @@ BENCHMARKS = (
     Benchmark("update.live", headlines.live_update),
     Benchmark("update.sleep", headlines.sleeping),
     Benchmark("update.upload", headlines.upload),
+    Benchmark("update.delta", headlines.delta),
     Benchmark("quantizer", headlines.quantizer),
     Benchmark("kernels.attention", headlines.attention),
     Benchmark("kernels.linear", headlines.linear),

@@ -154,6 +154,19 @@ UPLOADS = Row(
             [Query(f"sum({rate('ray_rollout_upload_parts_total', APPLICATION)})", "parts")],
         ),
         Panel(
+            "Deltas",
+            "percentunit",
+            "Of versions that came as a delta, the bytes that were sent as a share of the version's. No line: no "
+            "trainer sends deltas, or each falls back to sending all; its log says why.",
+            [
+                Query(
+                    f"sum({rate('ray_rollout_delta_bytes_total', APPLICATION)}) / "
+                    f"(sum({rate('ray_rollout_delta_version_bytes_total', APPLICATION)}) > 0)",
+                    "sent",
+                )
+            ],
+        ),
+        Panel(
             "Quantizer",
             "Bps",
             "Bytes that went in per second of reading, quantizing and writing. Below the upload's rate the quantizer "

@@ -5,6 +5,7 @@
     │   ├── InvalidManifest       422  names, shapes, dtypes or layout differ from the served model's
     │   ├── QuantizationError     422  a tensor that cannot be quantized (NaN, infinity)
     │   ├── DigestMismatch        422  bytes do not hash to the digest sent with them
+    │   ├── InvalidDelta          422  changes of a tensor that do not decode, or make another one than was announced
     │   └── BadRequest            400  the same, on routes that OpenAI or Anthropic define, where it is a 400
     │       └── ContextTooLong    400  a prompt and its completion do not fit the model's context
     ├── MalformedRequest          400  not JSON, or cut off
@@ -12,7 +13,9 @@
     ├── Forbidden                 403  not from here: non-loopback without a token, path outside the allowed roots
     ├── NotFound                  404  no such version, part or route
     ├── VersionConflict           409  other bytes under the same version, or a version that is not newer
+    ├── DeltaBaseGone             409  the version that a delta changes is not in the log, or is another: push all
     ├── UploadIncomplete          409  commit before every part arrived
+    ├── NotShared                 409  a trainer's memory that the ingest cannot reach: send the bytes instead
     ├── Overtaken                 409  a pause, resume, sleep or wake-up after which another one was asked for
     ├── Asleep                    409  the engines gave their memory back: wake them first
     ├── WeightTransferFailed      409  a broadcast that cannot be received or committed: join a group, or start, again
@@ -78,6 +81,10 @@ class DigestMismatch(InvalidRequest):
     """Bytes that do not hash to the digest sent with them."""
 
 
+class InvalidDelta(InvalidRequest):
+    """Changes of a tensor that cannot be decoded, or do not make the tensor that was announced."""
+
+
 class BadRequest(InvalidRequest):
     """Not something the service can do, asked on a route that OpenAI or Anthropic define."""
 
@@ -122,8 +129,20 @@ class VersionConflict(RolloutServiceError):
     http_status = 409
 
 
+class DeltaBaseGone(RolloutServiceError):
+    """The version that a delta changes is not in the log, cannot be read, or is another one: push a whole version."""
+
+    http_status = 409
+
+
 class UploadIncomplete(RolloutServiceError):
     """Commit before every part arrived."""
+
+    http_status = 409
+
+
+class NotShared(RolloutServiceError):
+    """A trainer's memory that the ingest cannot reach: another machine, container or user. Send the bytes instead."""
 
     http_status = 409
 

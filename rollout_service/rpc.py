@@ -31,7 +31,15 @@ from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.protocol.scoring import ScoreCall
 from rollout_service.protocol.sessions import Message, OpenSession, Prefix, Session, Turn
 from rollout_service.protocol.state import ServiceState
-from rollout_service.protocol.upload import Announcement, CommitUpload, Listener, RollBack, TrainerRecipe, UploadPlan
+from rollout_service.protocol.upload import (
+    Announcement,
+    CommitUpload,
+    Listener,
+    RollBack,
+    SharedTensors,
+    TrainerRecipe,
+    UploadPlan,
+)
 from rollout_service.protocol.weight_log import DesiredState, LogFile, Newest
 from rollout_service.protocol.weight_transfer import TransferInit, TransferStatus
 from rollout_service.protocol.weights import TensorDigests, WeightStatus
@@ -55,6 +63,7 @@ class IngestCalls(Protocol):
     async def recipe(self) -> TrainerRecipe: ...
     async def begin(self, begin: Announcement, reached: str | None = None) -> UploadPlan: ...
     async def listener(self, version: int, node_id: str | None) -> Listener: ...
+    async def take_shared(self, version: int, batch: SharedTensors) -> None: ...
     async def push_refs(
         self,
         version: NewVersion,

@@ -1,6 +1,6 @@
 """Seconds from a trainer's last byte until every replica serves the new version, through the whole service; on a GPU.
 
-    python -m benchmarks.update.live [--model qwen3-8b] [--transport path --transport parts --transport trainer]
+    python -m benchmarks.update.live [--model qwen3-8b] [--transport path --transport parts --transport shared_memory]
     python -m benchmarks.rollout.throughput … --transport path …    the same after its own measurements
 
 Random weights of a published shape; the service holds them in FP8 with an FP8 KV cache, in an engine with the arguments
@@ -9,9 +9,12 @@ Transports:
 
 - ``path``: the service reads a folder of BF16 files and quantizes; the last byte was there before it was told;
 - ``parts``: BF16 over HTTP, quantized by the service, parts as they come;
-- ``trainer``: codes and scales over HTTP, quantized by this process.
+- ``trainer``: codes and scales over HTTP, quantized by this process;
+- ``shared_memory``: BF16 through memory that this process and the ingest share, quantized by the service.
 
-For the last two this process makes its weights on the GPU as it goes.
+This process is the trainer: it has its weights on a GPU, the engine's own if it sees no other, and changes all of them
+for each version. With the log in memory the first versions after a start are slower, as each process registers the
+memory of three versions with CUDA: these pushes, ``--warmups`` of them by the first transport, are ``first_push_s``.
 
 ``all_live_s`` is from the last part's acknowledgement, or for ``path`` from the call, until the commit is answered:
 what is left is converted and synced to disk, and each replica has checked, staged and loaded it. ``push_s`` is the
@@ -26,16 +29,18 @@ import tempfile
 import time
 from collections.abc import Awaitable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
 from benchmarks.common.gpu_service import (
+    ENGINES_SHARE,
     EngineOptions,
     Mode,
     ModelOptions,
@@ -50,10 +55,8 @@ from benchmarks.common.shapes import write_config
 from benchmarks.common.work import WorkOptions
 from benchmarks.update.busy import busy
 from rollout_service.client import RolloutClient
-from rollout_service.client._upload import Quantize
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import UpdateTimings
-from rollout_service.protocol.upload import UploadTensor
 
 RESULT = "update_live"
 SAME = ("model", "door", "layers", "scales_policy")
@@ -67,6 +70,7 @@ class Transport(StrEnum):
     PATH = "path"
     PARTS = "parts"
     TRAINER = "trainer"
+    SHARED_MEMORY = "shared_memory"
 
 
 class PushOptions(Options):
@@ -74,8 +78,12 @@ class PushOptions(Options):
 
     transport: tuple[Transport, ...] = tuple(Transport)
     """May be repeated."""
-    repeats: int = 3
+    repeats: int = 5
     """Versions by each transport."""
+    warmups: int = 3
+    """Versions before those, by the first transport."""
+    gpu_share: float = ENGINES_SHARE
+    """Of the GPU's memory, the engine's: the trainer's weights need room, too."""
     concurrent: int = 64
     """Rollouts that run meanwhile."""
     scales_policy: str = "reuse"
@@ -107,6 +115,8 @@ class Case:
     """What the trainer's files or parts hold."""
     gbytes: float = 0.0
     """Of the stored version, which a replica loads."""
+    first_push_s: list[float] = field(default_factory=list)
+    """Of the versions before those of ``push_s``, while memory was registered."""
     push_s: list[float] = field(default_factory=list)
     all_live_s: list[float] = field(default_factory=list)
     stage_s: list[float] = field(default_factory=list)
@@ -135,19 +145,40 @@ class LastByte:
             self.at = time.perf_counter()
 
 
-async def push(client: RolloutClient, version: int, folder: Path, case: Case) -> None:
-    """One version by the case's transport, until all replicas serve it."""
+class Trainer:
+    """A model's BF16 weights, on a GPU if there is one."""
+
+    def __init__(self, folder: Path) -> None:
+        """``folder``: has its config.json."""
+        self.tensors = {name: gaussian(shape) for name, shape in ServedModel.load(folder).shapes.items()}
+
+    def step(self) -> None:
+        """Other weights, as large."""
+        for tensor in self.tensors.values():
+            tensor.neg_()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+async def push(client: RolloutClient, version: int, folder: Path, case: Case, trainer: Trainer | None = None) -> None:
+    """One version by the case's transport, until all replicas serve it. ``trainer``: made here if it is None."""
+    if case.door != Transport.PATH:
+        trainer = trainer or Trainer(folder)
+        trainer.step()
     last = LastByte()
     started = time.perf_counter()
     if case.door == Transport.PATH:
         last.at, last.nbytes = started, sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         status = await client.push_path(version, folder)
     else:
-        shapes = ServedModel.load(folder).shapes
-        table = [UploadTensor(name=name, dtype="bfloat16", shape=shape) for name, shape in shapes.items()]
-        made = ((name, gaussian(shape)) for name, shape in shapes.items())
-        quantize: Quantize = "trainer" if case.door == Transport.TRAINER else "service"
-        status = await client.push_weights(version, made, tensor_table=table, quantize=quantize, progress=last.progress)
+        assert trainer is not None
+        status = await client.push_weights(
+            version,
+            trainer.tensors,
+            quantize="trainer" if case.door == Transport.TRAINER else "service",
+            transport="shared_memory" if case.door == Transport.SHARED_MEMORY else "http",
+            progress=last.progress,
+        )
     ended = time.perf_counter()
     if last.at is None or status.state != "live":
         raise RuntimeError(f"version {version} is {status.state}, and its last byte came at {last.at}")
@@ -179,14 +210,19 @@ class Updates:
     """The BF16 files, and no others."""
     repeats: int
     concurrent: int
+    warmups: int = 0
 
     async def measure(self, url: str) -> None:
         """All cases, with a running service whose version 0 has taught it its load plan. Each is kept once done."""
         version = 0
+        trainer = None if all(case.door == Transport.PATH for case in self.cases) else Trainer(self.folder)
         async with RolloutClient(url) as client, rollouts(client, self.concurrent):
-            for case in self.cases:
+            for number, case in enumerate(self.cases):
+                for _ in range(0 if number else self.warmups):
+                    first = replace(case, push_s=case.first_push_s, all_live_s=[], stage_s=[], closed_s=[], load_s=[])
+                    await push(client, version := version + 1, self.folder, first, trainer)
                 for _ in range(self.repeats):
-                    await push(client, version := version + 1, self.folder, case)
+                    await push(client, version := version + 1, self.folder, case, trainer)
                 keep(case, self.concurrent)
                 print(json.dumps(asdict(case)), flush=True)
 
@@ -217,10 +253,11 @@ def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
         write_weights(path)
         settings = settings_of(Mode.FP8KV, path, path.parent, fitting(work) | engine.settings(work.sequences))
         settings["kv_cache"]["scales_policy"] = pushes.scales_policy
+        settings["engine"]["gpu_memory_utilization"] = pushes.gpu_share
         with serving(settings, path.parent, model.verbose) as service:
             if model.free:
                 remove_weights(path)
-            asyncio.run(Updates(cases, path, pushes.repeats, pushes.concurrent).measure(service.url))
+            asyncio.run(Updates(cases, path, pushes.repeats, pushes.concurrent, pushes.warmups).measure(service.url))
     console = Console()
     console.print(table_of(cases))
     console.print(f"added to {results.path(RESULT)}")

@@ -53,39 +53,42 @@ class Part:
 
 
 def cut_parts(
-    stream: Iterable[torch.Tensor],
+    stream: Iterable[torch.Tensor] | Iterable[memoryview],
     part_bytes: int,
     free: list[torch.Tensor] | None = None,
     *,
     held: bool = False,
 ) -> Iterator[Part]:
-    """Cut tensors, one after the other, into parts. Each is a copy, which a GPU may be making still.
+    """Cut a stream into parts. Each is a copy, which a GPU may be making still.
 
     Args:
-        stream: uint8 [N] each, see ``bytes_of_each``.
+        stream: tensors uint8 [N], see ``bytes_of_each``, or bytes, one after the other.
         free: memory of parts that are done with, to be used again; fresh memory costs more than what is copied.
         held: the tensors stay what they are until the parts are sent; if not, one is copied before the next is made.
     """
+    import numpy as np
     import torch
 
     index, filled = 0, 0
     memory: torch.Tensor | None = None
     devices: set[torch.device] = set()
     for flat in stream:
-        start, count, from_gpu = 0, flat.numel(), flat.is_cuda
+        start, count, from_gpu = 0, flat.nbytes, isinstance(flat, torch.Tensor) and flat.is_cuda
         while start < count:
             if memory is None:
                 memory = free.pop() if free else _part_memory(part_bytes, pinned=from_gpu)
             taken = min(count - start, part_bytes - filled)
-            # torch copies with several threads, and with Python's lock free
-            memory[filled : filled + taken].copy_(flat[start : start + taken], non_blocking=from_gpu)
-            if from_gpu:
-                devices.add(flat.device)
+            if isinstance(flat, torch.Tensor):
+                # torch copies with several threads, and with Python's lock free
+                memory[filled : filled + taken].copy_(flat[start : start + taken], non_blocking=from_gpu)
+                devices |= {flat.device} if from_gpu else set()
+            else:
+                np.copyto(memory.numpy()[filled : filled + taken], np.frombuffer(flat, np.uint8)[start : start + taken])
             filled, start = filled + taken, start + taken
             if filled == part_bytes:
                 yield Part(index, memory, filled, map(_recorded, devices))
                 index, memory, filled, devices = index + 1, None, 0, set()
-        if from_gpu and not held:
+        if isinstance(flat, torch.Tensor) and from_gpu and not held:
             torch.cuda.current_stream(flat.device).synchronize()
         del flat  # before the next is made
     if memory is not None and filled:

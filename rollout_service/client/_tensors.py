@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor
@@ -16,6 +17,7 @@ from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor
 if TYPE_CHECKING:
     import torch
 
+    Named = tuple[str, torch.Tensor]
     NamedTensors = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 Result = TypeVar("Result")
@@ -32,6 +34,11 @@ class TensorSource:
         self.held = isinstance(self._pairs, list | tuple)
         """Whether the tensors are all there, and stay what they are; if not, each is made when its turn comes."""
         self.table = tuple(table) if table is not None else _table(self._pairs)
+
+    @property
+    def can_be_read_again(self) -> bool:
+        """Whether iterating anew yields all of them, with no other rank that would have to gather anew, too."""
+        return iter(self._pairs) is not self._pairs and not other_ranks_gather()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         expected = iter(self.table)
@@ -108,6 +115,34 @@ def other_ranks_gather() -> bool:
 
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+class Gathering:
+    """The tensors of one source, each gathered when its turn comes."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+        self.tensors = iter(source)
+        """Those that are left."""
+
+    def begin(self) -> Iterator[Named]:
+        """All of them, from the first on."""
+        self.tensors = iter(self._source)
+        return self.tensors
+
+
+@asynccontextmanager
+async def every_rank_gathers(source: TensorSource, thread: TensorThread) -> AsyncIterator[Gathering]:
+    """The tensors of ``source``; those that are left are gathered in the end all the same, if other ranks wait."""
+    gathering = Gathering(source)
+    try:
+        yield gathering
+    except asyncio.CancelledError:
+        gathering.tensors = iter(())  # who cancels does not wait for other ranks
+        raise
+    finally:
+        if other_ranks_gather():
+            await thread.call(drain, gathering.tensors)
 
 
 def drain(tensors: Iterable[object]) -> None:

@@ -7,8 +7,9 @@ import hmac
 import logging
 import secrets
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import httpx
@@ -19,10 +20,13 @@ from rollout_service.client._http import Http, http_timeout, parse
 from rollout_service.client._parts import Part, bytes_of_each, cut_parts
 from rollout_service.client._plain_http import PlainConnections
 from rollout_service.client._retry import Repeat, error_of, retrying
-from rollout_service.client._tensors import TensorSource, TensorThread, drain, other_ranks_gather
+from rollout_service.client._shared_memory import SharedRing, send_shared, slot_bytes
+from rollout_service.client._tensors import TensorSource, TensorThread, every_rank_gathers
 from rollout_service.errors import (
     CommitTimeout,
     InvalidRequest,
+    NotFound,
+    NotShared,
     QuantizationError,
     RolloutServiceError,
     VersionConflict,
@@ -38,8 +42,10 @@ from rollout_service.protocol.upload import (
     HowToLoad,
     ListenerProof,
     RollBack,
+    SharedMemorySource,
     TrainerRecipe,
     UploadPlan,
+    UploadTensor,
     listener_proof,
     num_parts,
     upload_digest,
@@ -68,6 +74,9 @@ _KIND = {"Content-Type": "application/octet-stream"}
 
 Progress = Callable[[int, int], None]
 Quantize = Literal["service", "trainer"]
+Transport = Literal["auto", "http", "shared_memory", "delta"]
+LEAST_SHARED_BYTES = 256 << 20
+"""A version that is smaller goes through sockets, as fast, unless it is told otherwise."""
 
 
 def named_scales(kv_scales: KVScales | None) -> dict[str, float] | None:
@@ -95,6 +104,13 @@ class Uploader:
         """
         self._http, self._direct, self._pinned, self._plain = http, direct, pinned, plain
         self._given_up: set[str] = set()
+        self._ring: SharedRing | None = None
+        self._reached = True
+        """Whether the ingest can read this process's memory, as far as it is known."""
+
+    def close(self) -> None:
+        """Let go of the memory that is kept for the next push."""
+        self._give_up_ring()
 
     async def begin(self, begin: Announcement) -> UploadPlan:
         """Announce a version. Raises InvalidManifest, VersionConflict."""
@@ -134,6 +150,7 @@ class Uploader:
         *,
         label: str | None,
         quantize: Quantize,
+        transport: Transport,
         kv_scales: dict[str, float] | None,
         parallel_parts: int,
         progress: Progress | None,
@@ -141,34 +158,114 @@ class Uploader:
         """Announce a version and upload what the service lacks of it. Returns its number, and the digest of the whole
         upload.
 
-        Raises VersionConflict, InvalidManifest, or QuantizationError for weights that the trainer is to quantize.
+        Raises VersionConflict, InvalidManifest, NotShared if it has to go through shared memory, or QuantizationError
+        for weights that the trainer is to quantize.
         """
-        tensors = iter(source)
-        try:
-            table, stored = source.table, tensors
+        async with every_rank_gathers(source, thread) as gathering:
+            table, stored = source.table, gathering.begin()
             if quantize == "trainer":
-                converter = await thread.call(_converter, await ControlCalls(self._http).recipe())
-                table, stored = tuple(converter.table(table)), converter.convert(tensors, to_cpu=False)
+                converter = await thread.call(converter_of, await ControlCalls(self._http).recipe())
+                table = tuple(converter.table(table))
+            shares = transport != "http" and self._may_share(table, transport)
+            if quantize == "trainer":
+                # a ring of shared memory takes codes from the CPU, a part from wherever they are
+                stored = converter.convert(stored, to_cpu=shares)
+            if shares:
+                shared = partial(announcement, version, kv_scales=kv_scales, label=label)
+                try:
+                    number = await self._send_shared(shared, table, stored, source, thread, transport, progress)
+                except QuantizationError as error:
+                    raise _staged_still(version, error) from error
+                if number is not None:
+                    return number
+                stored = gathering.begin()
+                if quantize == "trainer":
+                    stored = converter.convert(stored, to_cpu=False)
             announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
+            return await self.send_stream(
+                announced,
+                bytes_of_each(stored),
+                thread,
+                parallel_parts=parallel_parts,
+                progress=progress,
+                held=source.held,
+            )
+
+    async def send_stream(
+        self,
+        announced: Announcement,
+        stream: Iterable[torch.Tensor] | Iterable[memoryview],
+        thread: TensorThread,
+        *,
+        parallel_parts: int,
+        progress: Progress | None,
+        held: bool = False,
+    ) -> tuple[int, str]:
+        """Announce a version and upload what the service lacks of its stream. Returns and raises as ``send_tensors``.
+
+        ``thread``: in which ``stream`` is iterated. ``stream``, ``held``: see ``cut_parts``.
+        """
+        version = announced.version
+        try:
             plan = await self.begin(announced)
             version = plan.version
             begin = announced.numbered(version)
             listener = await self._listener(plan)
             sender = PartSender(self._http, listener, begin, plan, progress)
-            parts = cut_parts(bytes_of_each(stored), plan.part_bytes, sender.free, held=source.held)
+            parts = cut_parts(stream, plan.part_bytes, sender.free, held=held)
             return version, await sender.send(parts, thread, parallel_parts)
         except QuantizationError as error:
-            raise QuantizationError(
-                f"{error.message}. Version {version} stays staged with the parts that were sent, and is not committed: "
-                f"mend the weights and push it again, or discard({version})",
-                error.detail,
-            ) from error
-        except asyncio.CancelledError:
-            tensors = iter(())  # who cancels does not wait for other ranks
-            raise
-        finally:
-            if other_ranks_gather():
-                await thread.call(drain, tensors)
+            raise _staged_still(version, error) from error
+
+    def _may_share(self, table: tuple[UploadTensor, ...], transport: Transport) -> bool:
+        nbytes = sum(tensor.nbytes for tensor in table)
+        return transport == "shared_memory" or (self._reached and nbytes >= LEAST_SHARED_BYTES)
+
+    async def _send_shared(
+        self,
+        shared: Callable[..., Announcement],
+        table: tuple[UploadTensor, ...],
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        source: TensorSource,
+        thread: TensorThread,
+        transport: Transport,
+        progress: Progress | None,
+    ) -> tuple[int, str] | None:
+        """Through memory that this process and the ingest share; None: the tensors of ``source`` are to be sent in
+        parts, from the first on.
+
+        Raises NotShared, if there is no other way, and what the service refuses tensors with.
+        """
+        try:
+            if self._ring is None or self._ring.slot_bytes < slot_bytes(table):
+                self._give_up_ring()
+                self._ring = SharedRing(slot_bytes(table))
+            ring, announced = self._ring, shared(source=self._ring.source(table))
+            assert isinstance(announced.source, SharedMemorySource)
+            plan = await self.begin(announced)
+        except (NotShared, OSError) as error:
+            self._give_up_ring()
+            self._reached = False
+            if transport == "shared_memory":
+                raise
+            logger.info("weights go through sockets, not through shared memory: %s", error)
+            return None
+        try:
+            total = sum(tensor.nbytes for tensor in table)
+            transfer = announced.source.transfer
+            await send_shared(self._http, ring, plan.version, transfer, tensors, total, thread, progress)
+        except BaseException as error:
+            self._give_up_ring()  # the ingest may be reading what the next push would write
+            if not isinstance(error, NotFound) or transport == "shared_memory" or not source.can_be_read_again:
+                raise
+            logger.warning("the weights are sent again, in parts: %s", error)
+            return None
+        return plan.version, with_kv_scales(transfer, announced.kv_scales)
+
+    def _give_up_ring(self) -> None:
+        if self._ring is not None:
+            self._ring.close()
+        self._ring = None
 
     async def _listener(self, plan: UploadPlan) -> DirectListener | None:
         """The address that takes parts directly, if it is the service's; None: they go through the gateway.
@@ -348,7 +445,16 @@ async def _put(http: Http, url: str, part: Part, headers: dict[str, str], repeat
     await http.send("PUT", url, content=part, headers=headers, repeat=repeat, timeout=http_timeout(PART_READ_S))
 
 
-def _converter(recipe: TrainerRecipe) -> Converter:
+def _staged_still(version: NewVersion, error: QuantizationError) -> QuantizationError:
+    return QuantizationError(
+        f"{error.message}. Version {version} stays staged with the parts that were sent, and is not committed: "
+        f"mend the weights and push it again, or discard({version})",
+        error.detail,
+    )
+
+
+def converter_of(recipe: TrainerRecipe) -> Converter:
+    """Makes of a trainer's tensors what the service would; on the CPU of what is there. Imports torch."""
     from rollout_service.model.convert import Converter  # needs torch
 
     return Converter(recipe, device="cpu")  # what is on the CPU stays there: the trainer's GPU may have no room

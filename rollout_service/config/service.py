@@ -185,7 +185,10 @@ class WeightsConfig(Config):
     Replicas that find the ingest's log under this path read it; so do those on other nodes if it is on a shared file
     system. A node that does not see it needs a folder of its own there: its replicas fetch what they need through
     Ray's object store into ``<root>/copies``, once per node, and keep the newest version, the one before, and what
-    they serve. Nothing says which is which but a file that ingest and replicas compare."""
+    they serve. Nothing says which is which but a file that ingest and replicas compare.
+
+    On a tmpfs, such as a folder below /dev/shm, updates are several times faster. It takes the memory of
+    ``keep_versions`` versions and one more (at least three), and is gone with the machine."""
 
     keep_versions: int = Field(default=2, ge=1)
     """Committed versions kept on disk; older ones are removed once no live replica serves them. The one before the

@@ -11,6 +11,7 @@ from rollout_service.errors import (
     InvalidRequest,
     NotFound,
     NotReady,
+    NotShared,
     PayloadTooLarge,
     QuantizationError,
     UploadIncomplete,
@@ -29,6 +30,7 @@ from rollout_service.protocol.upload import (
     CommitUpload,
     PartReceipt,
     RollBack,
+    SharedTensors,
     TrainerRecipe,
     UploadPlan,
 )
@@ -67,7 +69,7 @@ async def recipe(services: Here) -> TrainerRecipe:
     return await services.ingest.recipe()
 
 
-@router.post("", responses=documented(InvalidManifest, VersionConflict, InsufficientStorage, NotFound))
+@router.post("", responses=documented(InvalidManifest, VersionConflict, InsufficientStorage, NotFound, NotShared))
 async def begin(body: Announcement, request: Request, services: Here) -> UploadPlan:
     """Start or resume the upload of a version."""
     reached = request.scope.get("server")  # where the proxy took the connection
@@ -107,6 +109,16 @@ async def put_part(version: WeightVersion, part: int, request: Request, services
     except httpx.TransportError as error:
         raise NotReady(f"the ingest at {listener.url} did not take part {part}: send it again ({error!r})") from error
     return Response(reply.content, reply.status_code, media_type="application/json")
+
+
+@router.post(
+    "/{version}/shared",
+    status_code=204,
+    responses=documented(InvalidRequest, QuantizationError, NotFound, NotShared, VersionConflict),
+)
+async def take_shared(version: WeightVersion, body: SharedTensors, services: Here) -> None:
+    """Read tensors from memory that the trainer shares; answered when the memory may be written again."""
+    await services.ingest.take_shared(version, body)
 
 
 @router.post(

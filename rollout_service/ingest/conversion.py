@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -15,9 +16,13 @@ from rollout_service.model.convert import Converter, Named, tensor_bytes
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.unquantized import UnquantizedCopy
 from rollout_service.store.writer import VersionWriter
+from rollout_service.threads import in_threads
 
 FAILURES = (RolloutServiceError, OSError, RuntimeError)
 """What reading, converting and writing raise; torch raises RuntimeError, for a GPU without room among others."""
+
+_STRETCH_BYTES = 64 << 20
+"""Of a tensor on the CPU, what one thread copies."""
 
 Read: TypeAlias = Callable[[Sequence[str]], Iterable[Named]]
 """The tensors of these names, one after the other."""
@@ -68,7 +73,7 @@ class Conversion:
 
     def begin_replaceable(
         self,
-        names: Sequence[str],
+        batches: Sequence[Sequence[str]],
         read: Read,
         converted: Callable[[Sequence[str]], None],
         instead_of: Callable[[], object] | None = None,
@@ -76,6 +81,7 @@ class Conversion:
         """Convert tensors whose bytes may come again: a failure holds until they are converted anew.
 
         Args:
+            batches: tensors that are read at once.
             converted: called from a thread when nobody reads the tensors any more; one call at a time.
             instead_of: removes what these bytes replace. What may be reading that ends before, and so cannot write
                 after those that read the bytes anew.
@@ -84,7 +90,7 @@ class Conversion:
         if instead_of is not None:
             before = list(self._tasks)
             self._tasks.append(self._executor.submit(_after, before, instead_of))
-        if names:
+        for names in batches:
             self._submit(_after, before, self._convert_replaceable, names, read, converted)
 
     def renumber(self, version: int) -> None:
@@ -93,18 +99,21 @@ class Conversion:
         if self._copy is not None:
             self._copy.renumber(version)
 
-    async def finish(self, *, tied: TiedHead | None = None) -> tuple[StoredTensor, ...]:
+    async def finish(
+        self, *, tied: TiedHead | None = None, check: Callable[[Iterable[StoredTensor]], None] | None = None
+    ) -> tuple[StoredTensor, ...]:
         """Wait until all is converted, and sync the files; once is enough, and again does no harm.
 
         Args:
             tied: these two are the same, and the head need not have come.
+            check: raises RolloutServiceError for tensors that are not what they are to be.
 
         Raises what the first failed conversion raised.
         """
         await asyncio.gather(*map(asyncio.wrap_future, self._tasks))
         if self._stored is None and self.failure is None:
             loop = asyncio.get_running_loop()
-            self._stored = await loop.run_in_executor(self._executor, self._finish, tied)
+            self._stored = await loop.run_in_executor(self._executor, self._finish, tied, check)
         if (failure := self.failure) is not None:
             raise failure
         assert self._stored is not None
@@ -168,16 +177,25 @@ class Conversion:
     def _write(self, tensors: Iterable[Named]) -> None:
         if self._copy is not None:
             tensors = self._copy.taken(tensors)
-        for name, tensor in counted_conversion(self._converter.convert, tensors):
-            self._writer.write(name, tensor_bytes(tensor))
+        convert = partial(self._converter.convert, to_cpu=not self._writer.has_rooms)
+        for name, tensor in counted_conversion(convert, tensors):
+            if self._writer.has_rooms:
+                _fill(self._writer.room(name), tensor)
+                self._writer.filled(name)
+            else:
+                self._writer.write(name, tensor_bytes(tensor))
 
-    def _finish(self, tied: TiedHead | None) -> tuple[StoredTensor, ...]:
+    def _finish(
+        self, tied: TiedHead | None, check: Callable[[Iterable[StoredTensor]], None] | None
+    ) -> tuple[StoredTensor, ...]:
         tensors: tuple[StoredTensor, ...] = ()
         with self._failures_kept():
             if tied is not None and tied.head in self._writer.unwritten:
                 # a CPU engine computes with a packed copy of the head, which it makes anew when a head is loaded
                 self._write([(tied.head, self._read_back(tied.embedding))])
             tensors = self._writer.finish()
+            if check is not None:
+                check(tensors)
             if tied is not None:
                 _require_equal_heads(tensors, tied)
         return tensors
@@ -198,6 +216,21 @@ class Conversion:
         if isinstance(error, RolloutServiceError):
             return error
         return RolloutServiceError(f"version {self._version} could not be stored: {error}")
+
+
+def _fill(room: memoryview, tensor: torch.Tensor) -> None:
+    if not room.nbytes:
+        return
+    target = torch.frombuffer(room, dtype=torch.uint8)
+    source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if source.data_ptr() == target.data_ptr():  # it was made there
+        return
+    if source.is_cuda or source.nbytes <= _STRETCH_BYTES:
+        target.copy_(source)
+        return
+    stretches = zip(target.split(_STRETCH_BYTES), source.split(_STRETCH_BYTES), strict=True)
+    for _ in in_threads(lambda pair: pair[0].copy_(pair[1]), stretches):
+        pass
 
 
 def _after(earlier: Sequence[Future[None]], work: Callable[..., object], *args: object) -> None:

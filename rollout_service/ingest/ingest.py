@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from ray import ObjectRef
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import (
+    LogCorrupt,
     NotFound,
     RolloutServiceError,
     VersionConflict,
@@ -24,16 +25,18 @@ from rollout_service.fleet.coordinator import FleetCoordinator
 from rollout_service.ingest.own_log import own_newest, recipe_of
 from rollout_service.ingest.sources.folder import FolderSource
 from rollout_service.ingest.sources.ray_objects import RefSource
+from rollout_service.ingest.sources.shared_memory import TrainerMemory
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.ingest.uploads import Uploads
 from rollout_service.ingest.weight_transfer import WeightTransfer
 from rollout_service.kv_scales.coordinator import KVScaleCoordinator, VersionScales
-from rollout_service.metrics.process import counted_commit
+from rollout_service.metrics.process import count_delta, counted_commit
 from rollout_service.metrics.state import FleetHistory
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
+from rollout_service.pinning import pin
 from rollout_service.protocol.base import MAX_VERSION, NewVersion, is_label
 from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus, SleepTag
 from rollout_service.protocol.rollout import OnAbort
@@ -45,6 +48,7 @@ from rollout_service.protocol.upload import (
     Listener,
     PathSource,
     RollBack,
+    SharedTensors,
     TrainerRecipe,
     UploadPlan,
     UploadTensor,
@@ -62,6 +66,7 @@ from rollout_service.store.rollback import require_kept, stage_again
 from rollout_service.store.unquantized import UnquantizedLog, remove_unquantized
 from rollout_service.store.upload_record import UploadRecord
 from rollout_service.store.version_summary import VersionSummary, unconfirmed
+from rollout_service.store.writer import LogMemory
 from rollout_service.tasks import Changes, ShieldedTasks, Turns
 
 logger = logging.getLogger(__name__)
@@ -85,11 +90,11 @@ class Ingest:
             keep_float32=tuple(sorted(self._model.keep_float32)),
             experts=self._model.experts,
         )
-        converter = Converter(self._trainer_recipe, device=config.quant.device)
+        self._converter = Converter(self._trainer_recipe, device=config.quant.device)
         self._unquantized = UnquantizedLog(self._log.root, self._model) if config.shadow.share else None
         self._labels = VersionLabels(self._log)
         self._uploads = Uploads(
-            config.weights, self._log, self._model, self._plan, converter, self._unquantized, self._labels
+            config.weights, self._log, self._model, self._plan, self._converter, self._unquantized, self._labels
         )
         self._lock = WriterLock(self._log.root)
         self._chunks = ChunkServer(self._log)
@@ -138,6 +143,9 @@ class Ingest:
     async def _start(self) -> None:
         if not self._config.shadow.share:
             await asyncio.to_thread(remove_unquantized, self._log.root)
+        registered = _pinned_if_it_can_be if self._converter.uses_gpu else None
+        self._uploads.memory = await asyncio.to_thread(LogMemory.of, self._log.root, registered)
+        self._uploads.trainer_memory = TrainerMemory(registered)
         newest = own_newest(self._log, self._model, self._recipe, self._config)
         self._fleet.start()
         if newest is None:
@@ -247,6 +255,10 @@ class Ingest:
         """Drop a broadcast, if it is staged still."""
         await self._shielded.run(self._drop_broadcast(staged))
 
+    async def take_shared(self, version: int, batch: SharedTensors) -> None:
+        """See ``Uploads.take_shared``."""
+        await self._uploads.take_shared(version, batch)
+
     def staged(self, version: int) -> UploadSession:
         """The upload of ``version``. Raises NotFound."""
         return self._uploads.staged(version)
@@ -306,6 +318,8 @@ class Ingest:
             version=version,
             label=summary.label,
             rollback_of=summary.rollback_of,
+            delta_of=summary.delta_of,
+            uploaded_bytes=summary.uploaded_bytes,
             state="live" if self._fleet.table.all_serve(version, summary.log_digest) else "committed",
             digest=summary.digest,
             total_bytes=summary.total_bytes,
@@ -401,11 +415,18 @@ class Ingest:
             committed = await asyncio.to_thread(self._log.manifest, version)
             manifest, log_digest = self._kv_scales.with_published(committed), committed.digest
             digest = log_digest if manifest is committed else manifest.digest
-            summary = VersionSummary.of(manifest, digest, log_digest)
+            summary = VersionSummary.of(manifest, digest, log_digest, await self._record(version))
             if manifest.awaits_kv_scales:
                 return summary
             self._summaries[version] = summary
         return self._summaries[version]
+
+    async def _record(self, version: int) -> UploadRecord | None:
+        try:
+            return await self._uploads.committed(version)
+        except LogCorrupt as error:  # whoever verifies or repeats the version is told; what it holds is known
+            logger.warning("how version %d came is not shown: %s", version, error)
+            return None
 
     @counted_commit
     async def _commit(self, version: int, request: CommitUpload) -> None:
@@ -427,6 +448,8 @@ class Ingest:
             )
             manifest = self._kv_scales.added_to(bare, staged.begin.kv_scales)
             await self._append(manifest, staged.complete_record(), request.mode)
+            if staged.needs is not None:
+                count_delta(staged.begin.nbytes, manifest.total_bytes)
             await self._uploads.committed_now(version, manifest.digest)
             await self._remove_old()
 
@@ -478,7 +501,7 @@ class Ingest:
         self._kv_scales.committed(manifest)
         self._summaries.pop(head.version, None)
         if not manifest.awaits_kv_scales:
-            self._summaries[head.version] = VersionSummary.of(manifest, head.digest, head.digest)
+            self._summaries[head.version] = VersionSummary.of(manifest, head.digest, head.digest, record)
         logger.info(
             "version %d committed: %.1f MB, digest %s, KV scales: %s",
             head.version, manifest.total_bytes / 1e6, head.digest, manifest.kv_scales_from,
@@ -488,18 +511,24 @@ class Ingest:
         await self._changes.notify()
 
     async def _remove_old(self) -> None:
-        """Drop the versions that no replica needs."""
+        """Drop the versions that no replica and no staged delta needs."""
         if not self._fleet.table.is_complete():
             return
-        versions, in_use = self._log.versions(), self._fleet.table.in_use()
+        versions, in_use = self._log.versions(), self._fleet.table.in_use() | self._uploads.needed
         # a replica that starts reads the newest, or the one before if a commit has just overtaken it
         for version in versions[: -max(2, self._config.weights.keep_versions)]:
             if version not in in_use:
                 self._summaries.pop(version, None)
                 try:
-                    await asyncio.to_thread(self._log.drop, version)
+                    await asyncio.to_thread(self._drop, version)
                 except OSError as error:  # what has just been committed is committed; the next commit tries again
                     logger.warning("version %d is not needed any more and cannot be removed yet: %s", version, error)
+
+    def _drop(self, version: int) -> None:
+        memory = self._uploads.memory
+        self._log.drop(version, None if memory is None else memory.spare)
+        if memory is not None:
+            memory.mapped.prune()
 
     async def _begin_broadcast(self) -> UploadSession:
         async with self._writing:
@@ -542,3 +571,11 @@ class Ingest:
         while True:
             await asyncio.sleep(min(60.0, self._config.weights.staged_ttl_s / 4))
             await self._shielded.run(self._expire())
+
+
+def _pinned_if_it_can_be(memory: memoryview) -> Callable[[], None]:
+    try:
+        return pin(memory)
+    except OSError as error:
+        logger.warning("the GPU writes versions by way of other memory, which takes longer: %s", error)
+        return lambda: None

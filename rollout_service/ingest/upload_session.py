@@ -1,7 +1,9 @@
 """A version between ``begin`` and ``commit``.
 
 its tensors come from   parts that a trainer sends (sources/parts.py), a source that has all of them
-                        (sources/source.py): a folder, objects of Ray; or a broadcast, a few at a time (convert)
+                        (sources/source.py): a folder, objects of Ray; or a few at a time, by a broadcast or through
+                        memory that a trainer shares (sources/shared_memory.py); or from an older version in the log,
+                        with changes that come in parts (sources/delta.py)
 each is converted       in the background as soon as it is whole (conversion.py)
 the session's life      receiving → closing → committed, or failed, or left: discarded, or taken up by the next
                         process, which finds the parts and the record on disk
@@ -21,23 +23,29 @@ from pathlib import Path
 
 from rollout_service.errors import LogCorrupt, NotFound, RolloutServiceError, UploadIncomplete, VersionConflict
 from rollout_service.ingest.conversion import Conversion, Read, TiedHead
+from rollout_service.ingest.sources.delta import DeltaOfVersion
 from rollout_service.ingest.sources.parts import ReceivedParts
+from rollout_service.ingest.sources.shared_memory import SharedBatch
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.model.convert import BATCH_BYTES, Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.base import Failure
 from rollout_service.protocol.tensors import TensorSlot
-from rollout_service.protocol.upload import BeginUpload, BroadcastSource, part_size
+from rollout_service.protocol.upload import BeginUpload, BroadcastSource, SharedMemorySource, part_size
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.durable_io import DISK_FULL, no_room, remove_tree
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.part_space import DirectSpace, PartSpace
 from rollout_service.store.unquantized import UnquantizedCopy
 from rollout_service.store.upload_record import UploadRecord, read_record, write_record
-from rollout_service.store.writer import VersionWriter
+from rollout_service.store.writer import LogMemory, VersionWriter
 from rollout_service.threads import io_threads
 
 logger = logging.getLogger(__name__)
+
+
+_SHARED_BYTES = 32 << 20
+"""Of a trainer's memory, what one thread converts at a time: hashing is what takes longest."""
 
 
 class Phase(Enum):
@@ -67,27 +75,43 @@ class UploadSession:
         source: WeightSource | None = None,
         space: PartSpace | None = None,
         copy: UnquantizedCopy | None = None,
+        memory: LogMemory | None = None,
+        delta: DeltaOfVersion | None = None,
     ) -> None:
         """
         Args:
             source: has all tensors; None: they come in parts, or through ``convert``.
             space: where parts are received; None: in files alone.
             copy: takes the tensors as they came, for a shadow.
+            memory: of a log in memory.
+            delta: makes the tensors out of what the parts hold, and is closed when the session ends; None: they hold
+                the tensors.
 
         Raises InsufficientStorage if the disk has no room, or OSError for a part of an earlier process that can neither
         be read nor removed; every file is closed then.
         """
-        self._folders = folder, parts_folder(folder)
-        record = UploadRecord(begin=begin, part_bytes=part_bytes, source_stamp="" if source is None else source.stamp)
+        self._folders, self._memory = (folder, parts_folder(folder)), memory
+        stamp = "" if source is None else source.stamp
+        if isinstance(begin.source, SharedMemorySource):
+            stamp = begin.source.transfer
+        record = UploadRecord(begin=begin, part_bytes=part_bytes, source_stamp=stamp)
         self.record = self._left_behind(record) or record
         self.begin, self.part_bytes = self.record.begin, self.record.part_bytes
         self._tied = TiedHead(model.head, model.embedding) if model.tied and model.head in model.stored else None
         self._may_miss_tensors = isinstance(begin.source, BroadcastSource)
+        self._to_come: set[str] = set()
+        self._batches: dict[int, asyncio.Task[None]] = {}
+        if isinstance(begin.source, SharedMemorySource):
+            self._to_come = {tensor.name for tensor in begin.source.tensors}
         self.space = space or DirectSpace(0)
         """Where parts are received."""
         writer = self._layout(converter.slots(model.stored))
         self._conversion = Conversion(begin.version, writer, converter, executor, copy)
-        self._parts = ReceivedParts(self._folders[1], self.begin.tensors, self.part_bytes)
+        self._parts = ReceivedParts(self._folders[1], self.begin.stream, self.part_bytes)
+        self._delta = delta
+        self._read: Read = self._parts.files.read
+        if delta is not None:
+            self._read = delta.reading(self._parts.files.read, writer.room if writer.has_rooms else None)
         self.touched_at = time.monotonic()
         """When something last came, on this process's own clock: the wall clock may be set."""
         self.in_log = False
@@ -122,7 +146,7 @@ class UploadSession:
         stored_bytes, part_bytes = sum(slot.nbytes for slot in slots), self.begin.nbytes - written
         try:
             self.space.make_room(folder, stored_bytes + part_bytes)
-            writer = VersionWriter(folder, slots)
+            writer = VersionWriter(folder, slots, memory=self._memory)
             try:
                 if shutil.disk_usage(parts).free + self.space.kept_bytes < part_bytes:
                     raise OSError(errno.ENOSPC, "no room for the parts")
@@ -132,6 +156,7 @@ class UploadSession:
                 raise
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
+            self._unmap_removed()
             if not written:
                 shutil.rmtree(parts, ignore_errors=True)
             what = f"version {self.begin.version} ({stored_bytes} bytes as stored, {part_bytes} of parts to come)"
@@ -144,6 +169,9 @@ class UploadSession:
         """Convert each tensor once its last part is there, together with the others of which that part is the last."""
         if self._parts.empty:
             self._convert(self._parts.empty)
+        if self._delta is not None:
+            for names in spread(list(self._delta.batches(self._delta.unchanged, BATCH_BYTES)), io_threads()):
+                self._conversion.begin(names, self._read)
         try:
             found = [self._folders[1].stat().st_mtime]
             for number, digest, path in self._parts.files.left_behind():
@@ -153,10 +181,16 @@ class UploadSession:
             self._phase = Phase.LEFT
             self._conversion.stop_and_wait()
             remove_tree(self._folders[0])
+            self._unmap_removed()
             self._conversion.remove_copy()
             raise
         if self._parts.digests:  # only the files tell how long ago their ingest took them in
             self.touched_at = time.monotonic() - max(0.0, time.time() - max(found))
+
+    @property
+    def needs(self) -> int | None:
+        """The version in the log that this one is made from; None: from none."""
+        return None if self._delta is None else self._delta.base
 
     @property
     def num_parts(self) -> int:
@@ -231,6 +265,26 @@ class UploadSession:
         self.touched_at = time.monotonic()
         return self._conversion.begin(names, read)
 
+    async def convert_shared(self, number: int, batch: SharedBatch) -> None:
+        """Take in a batch of tensors from a trainer's memory, and return when nobody reads them there any more.
+
+        The same number again awaits the same. Raises NotFound if the version was discarded meanwhile, or what the
+        first failed conversion raised.
+        """
+        if number not in self._batches:
+            self._batches[number] = asyncio.create_task(self._convert_shared(batch))
+        await asyncio.shield(self._batches[number])
+        if (failure := self.failure) is not None:
+            raise failure
+
+    async def _convert_shared(self, batch: SharedBatch) -> None:
+        groups = list(batch.groups(_SHARED_BYTES))
+        try:
+            await asyncio.gather(*(asyncio.wrap_future(self.convert(names, batch.read)) for names in groups))
+        except asyncio.CancelledError:
+            raise NotFound(f"version {self.begin.version} was dropped while its tensors came: begin anew") from None
+        self._to_come.difference_update(*groups)
+
     def all_came(self) -> None:
         """A broadcast has brought every tensor: from now on the version can be committed."""
         self._may_miss_tensors = False
@@ -263,8 +317,9 @@ class UploadSession:
         self.begin, self.record = begin, record
 
     def _convert(self, names: list[str], replaced: Path | None = None) -> None:
+        batches = [names] if self._delta is None else list(self._delta.batches(names, BATCH_BYTES))
         instead_of = None if replaced is None else partial(self.space.release, replaced)
-        self._conversion.begin_replaceable(names, self._parts.files.read, self._parts.converted, instead_of)
+        self._conversion.begin_replaceable(batches if names else [], self._read, self._parts.converted, instead_of)
 
     async def finish(self, meant: str | None = None) -> tuple[StoredTensor, ...]:
         """Wait for the conversions and sync; once is enough, and again does no harm.
@@ -281,10 +336,17 @@ class UploadSession:
             raise self.failure or UploadIncomplete(
                 f"version {self.begin.version} is being broadcast: POST /finish_weight_update commits it"
             )
+        if self._to_come:
+            raise self.failure or UploadIncomplete(
+                f"version {self.begin.version} lacks {len(self._to_come)} tensors, which its trainer has not sent: "
+                f"{', '.join(sorted(self._to_come)[:4])}",
+                {"missing_tensors": sorted(self._to_come)[:1000]},
+            )
         self._require_meant(meant)
         if self._phase is Phase.RECEIVING:
             self._phase = Phase.CLOSING
-        stored = await self._conversion.finish(tied=self._tied)
+        check = None if self._delta is None else self._delta.require_announced
+        stored = await self._conversion.finish(tied=self._tied, check=check)
         self._stored_at = time.monotonic()
         return stored
 
@@ -307,6 +369,7 @@ class UploadSession:
                 self.begin.version, self.num_parts, self.begin.nbytes / 1e6, self._received_at - self._begun_at,
                 self._stored_at - self._received_at,
             )  # fmt: skip
+        self._close_delta()
         self._conversion.committed(digest)
         self._remove_files()
 
@@ -316,6 +379,7 @@ class UploadSession:
         return WeightStatus(
             version=self.begin.version,
             label=self.begin.label,
+            delta_of=self.needs,
             state="staged",
             total_bytes=self.begin.nbytes,
             missing_parts=tuple(sorted(self.missing)),
@@ -326,17 +390,28 @@ class UploadSession:
         """Stop converting, and leave the parts to the next process."""
         self._phase = Phase.LEFT
         await self._conversion.stop()
+        self._close_delta()
 
     async def discard(self) -> None:
         """Stop converting and remove the files."""
         await self.leave()
         await asyncio.to_thread(self._remove_files)
 
+    def _close_delta(self) -> None:
+        if self._delta is not None:
+            self._delta.close()
+
     def _remove_files(self) -> None:
         folder, parts = self._folders
         remove_tree(folder)
-        self.space.release_all(parts, self.begin.nbytes if self.begin.source is None else None)
+        self.space.release_all(parts, self.begin.nbytes)
+        self._unmap_removed()
         self._conversion.remove_copy()
+
+    def _unmap_removed(self) -> None:
+        """A file that was removed is memory for as long as it is mapped."""
+        if self._memory is not None:
+            self._memory.mapped.prune()
 
 
 def spread(batches: list[list[str]], threads: int) -> list[list[str]]:

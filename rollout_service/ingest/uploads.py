@@ -19,7 +19,9 @@ from rollout_service.errors import (
     RolloutServiceError,
     VersionConflict,
 )
+from rollout_service.ingest.sources.delta import DeltaOfVersion
 from rollout_service.ingest.sources.folder import FolderSource, allowed_path
+from rollout_service.ingest.sources.shared_memory import SharedBatch, TrainerMemory
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_session import UploadSession, parts_folder
 from rollout_service.model.convert import Converter
@@ -32,15 +34,19 @@ from rollout_service.protocol.upload import (
     BroadcastSource,
     ObjectSource,
     PathSource,
+    SharedMemorySource,
+    SharedTensors,
     UploadPlan,
     with_kv_scales,
 )
 from rollout_service.store.durable_io import remove_tree
 from rollout_service.store.labels import VersionLabels
 from rollout_service.store.log import WeightLog
-from rollout_service.store.part_space import DirectSpace, MappedSpace, PartSpace, is_in_memory
+from rollout_service.store.mapped_files import is_in_memory
+from rollout_service.store.part_space import DirectSpace, MappedSpace, PartSpace
 from rollout_service.store.unquantized import UnquantizedLog
 from rollout_service.store.upload_record import UploadRecord, read_record, source_stamp
+from rollout_service.store.writer import LogMemory
 from rollout_service.threads import io_threads
 
 logger = logging.getLogger(__name__)
@@ -74,6 +80,9 @@ class Uploads:
         self._config, self._log, self._model, self._plan, self._converter = config, log, model, plan, converter
         self._executor = ThreadPoolExecutor(io_threads(), thread_name_prefix="quantize")
         self._space: PartSpace | None = None
+        self.memory: LogMemory | None = None
+        """Of a log in memory; None: the log is on a disk."""
+        self.trainer_memory = TrainerMemory()
         self._staged: dict[int, UploadSession] = {}
         self._committed: dict[int, UploadRecord] = {}
         self._dropped: dict[int, str] = {}
@@ -83,6 +92,11 @@ class Uploads:
     def staged_versions(self) -> list[int]:
         """Those that are staged, in no order."""
         return list(self._staged)
+
+    @property
+    def needed(self) -> set[int]:
+        """Versions in the log that staged ones are deltas of."""
+        return {staged.needs for staged in self._staged.values() if staged.needs is not None}
 
     def staged(self, version: int) -> UploadSession:
         """The upload of ``version``. Raises NotFound, with the reason if the service has dropped it."""
@@ -124,11 +138,24 @@ class Uploads:
         Raises VersionConflict, InvalidManifest, InsufficientStorage, Forbidden or NotFound.
         """
         begin = await self._numbered(announced)
+        if isinstance(begin.source, SharedMemorySource):
+            await asyncio.to_thread(self.trainer_memory.open, begin.source)  # refused before anything is dropped
+        await self._drop_unshared(begin)
         if objects is not None:
             plan = await self._begin(begin, lambda: self.stage(begin, objects))
         else:
             plan = await self._begin(begin, lambda: self._stage_announced(begin))
         return plan.model_copy(update={"replaces": announced.version == NEXT and plan.state == "staged"})
+
+    async def _drop_unshared(self, begin: BeginUpload) -> None:
+        """Drop what was staged from a trainer's memory that is not read any more: nobody can go on with it."""
+        staged = self._staged.get(begin.version)
+        if staged is None or not isinstance(staged.begin.source, SharedMemorySource):
+            return
+        before, now = staged.begin.source, begin.source
+        is_trainers_own = isinstance(now, SharedMemorySource) and now.process == before.process
+        if before != now and (is_trainers_own or not self.trainer_memory.is_there(before)):
+            await self.discard(begin.version)
 
     async def _numbered(self, announced: Announcement) -> BeginUpload:
         """With the number that it names, or that this push was given before, or the next one."""
@@ -315,8 +342,25 @@ class Uploads:
             if path.name not in kept and not (path.name.endswith(".parts") and path.is_dir()):
                 await asyncio.to_thread(remove_tree, path)
 
+    async def take_shared(self, version: int, batch: SharedTensors) -> None:
+        """Convert tensors that lie in a trainer's memory now. Raises NotFound, VersionConflict, InvalidRequest, or what
+        the first failed conversion raised.
+        """
+        staged = self.staged(version)
+        source = staged.begin.source
+        if not isinstance(source, SharedMemorySource) or source.transfer != batch.transfer:
+            raise VersionConflict(
+                f"version {version} is staged by another push than {batch.transfer}: push version {NEXT!r}",
+                {"version": version},
+            )
+        memory = await asyncio.to_thread(self.trainer_memory.open, source)
+        await staged.convert_shared(batch.batch, SharedBatch(source, batch, memory))
+
     async def expire(self) -> None:
-        """Drop what nobody has touched for too long."""
+        """Drop what nobody has touched for too long, and let go of the memory of trainers that have ended."""
+        sources = [staged.begin.source for staged in self._staged.values()]
+        used = {source.memory for source in sources if isinstance(source, SharedMemorySource)}
+        await asyncio.to_thread(self.trainer_memory.prune, used)
         for version, staged in list(self._staged.items()):
             now = time.monotonic()
             # what an earlier ingest took in is as old as its files are by the wall clock, which may have been set since
@@ -336,6 +380,9 @@ class Uploads:
         for staged in self._staged.values():
             await staged.leave()
         self._executor.shutdown()
+        if self.memory is not None:
+            self.memory.mapped.close()
+        self.trainer_memory.close()
 
     def require_newer(self, version: int) -> None:
         """Raises VersionConflict for a version that is not newer than the newest committed one."""
@@ -371,7 +418,7 @@ class Uploads:
                 "what a trainer broadcasts cannot be read again, and is begun by POST /start_weight_update: give a "
                 "path or tensors"
             )
-        if begin.source is None:
+        if begin.source is None or isinstance(begin.source, SharedMemorySource):
             return None
         return FolderSource(self._folder_of(begin.source), self._config.source_roots)
 
@@ -380,19 +427,29 @@ class Uploads:
 
     def _stage(self, begin: BeginUpload, source: WeightSource | None) -> UploadSession:
         table = begin.tensors if source is None else source.table
+        if isinstance(begin.source, SharedMemorySource):
+            table = begin.source.tensors
         if not isinstance(begin.source, BroadcastSource):
             self._model.check_table(table, self._plan)
-        return UploadSession(
-            begin,
-            self._log.staging(begin.version),
-            self._model,
-            self._converter,
-            self._config.part_bytes,
-            self._executor,
-            source,
-            self._space_for_parts(),
-            None if self._unquantized is None else self._unquantized.begin(begin.version, table),
-        )
+        delta = None if begin.delta is None else DeltaOfVersion(self._log, begin)
+        try:
+            return UploadSession(
+                begin,
+                self._log.staging(begin.version),
+                self._model,
+                self._converter,
+                self._config.part_bytes,
+                self._executor,
+                source,
+                self._space_for_parts(),
+                None if self._unquantized is None else self._unquantized.begin(begin.version, table),
+                self.memory,
+                delta,
+            )
+        except BaseException:
+            if delta is not None:
+                delta.close()
+            raise
 
     def _space_for_parts(self) -> PartSpace:
         if self._space is None:
@@ -409,6 +466,8 @@ class Uploads:
                 raise LogCorrupt(f"{parts} holds no record")
             version = record.begin.version
             self.require_newer(version)
+            if isinstance(record.begin.source, SharedMemorySource):
+                raise InvalidRequest("what a trainer has shared cannot be read again: push it anew")
             staged = await self._stage_announced(record.begin)
         except (RolloutServiceError, OSError) as error:  # one that cannot be read is no reason not to start
             if isinstance(error, InsufficientStorage):
@@ -464,7 +523,7 @@ class Uploads:
 def _announced_digest(begin: BeginUpload) -> str:
     if isinstance(begin.source, ObjectSource):
         return with_kv_scales(begin.source.digest, begin.kv_scales)
-    text = begin.model_dump_json(include={"tensors", "source"})
+    text = begin.model_dump_json(include={"tensors", "source", "delta"})
     return with_kv_scales(xxhash.xxh3_128_hexdigest(text.encode()), begin.kv_scales)
 
 
@@ -478,4 +537,6 @@ def _difference(known: BeginUpload, begin: BeginUpload) -> str:
         return "another content under that path"
     if known.describes_what(begin.model_copy(update={"kv_scales": known.kv_scales})):
         return "other KV scales"
+    if begin.source is None and known.tensors == begin.tensors:
+        return "a delta of other bytes" if known.delta and begin.delta else "tensors where one has a delta"
     return "another content" if isinstance(begin.source, ObjectSource) else "another tensor table"

@@ -180,3 +180,10 @@ def count_part(nbytes: int) -> None:
     """Count a part that was received and checked."""
     record(table.UPLOAD_PARTS)
     record(table.UPLOAD_BYTES, nbytes)
+
+
+def count_delta(nbytes: int, version_bytes: int) -> None:
+    """Count a version that was committed, which came as a delta of ``nbytes`` and is stored in ``version_bytes``."""
+    record(table.DELTAS)
+    record(table.DELTA_BYTES, nbytes)
+    record(table.DELTA_VERSION_BYTES, version_bytes)

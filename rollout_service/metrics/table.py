@@ -136,6 +136,12 @@ KV_USAGE = _process("kv_usage_ratio", "gauge", "ratio", (), "Share of the KV cac
 
 UPLOAD_PARTS = _process("upload_parts_total", "counter", "", (), "Parts received and checked.")
 UPLOAD_BYTES = _process("upload_bytes_total", "counter", "bytes", (), "Bytes of these parts.")
+DELTAS = _process("deltas_total", "counter", "", (), "Versions that were committed and came as a delta of another one.")
+DELTA_BYTES = _process("delta_bytes_total", "counter", "bytes", (), "Bytes of the changes that these versions came as.")
+DELTA_VERSION_BYTES = _process(
+    "delta_version_bytes_total", "counter", "bytes", (),
+    "Bytes of these versions as they are stored, which a push of all of each would have sent.",
+)  # fmt: skip
 QUANTIZE_SECONDS = _process(
     "quantize_seconds_total", "counter", "seconds", (),
     "Time in which tensors were read, quantized and written. With the bytes: the ingest's GB/s.",

@@ -74,10 +74,15 @@ class Converter:
                 else:
                     yield UploadTensor(name=piece.name, dtype=self._kept_dtype(piece.name), shape=piece.shape)
 
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether weights on the CPU are quantized on a GPU."""
+        return self._quantizer.uses_gpu
+
     def convert(self, tensors: Iterable[Named], *, to_cpu: bool = True) -> Iterator[Named]:
         """Names on disk and tensors as they are stored, codes before their scales; other tensors stay on their device.
 
-        ``to_cpu``: codes and scales that are made here come to the CPU; if not, they lie where their weight does.
+        ``to_cpu``: codes and scales lie on the CPU; else where they were made, which may be a GPU.
 
         Experts are taken apart. Codes and scales that were made elsewhere are checked and passed on. Reads ahead at
         most ``batch_bytes`` beyond the largest tensor.
@@ -104,7 +109,7 @@ class Converter:
 
     def _convert_batch(self, batch: list[Named], to_cpu: bool) -> Iterator[Named]:
         wanted = [(name, tensor) for name, tensor in batch if self._quantizes(name, tensor)]
-        results = iter(self._quantizer.quantize(wanted, to_cpu=to_cpu) if wanted else ())
+        results = iter(self._quantizer.quantize(wanted, to_cpu=to_cpu, left_on_gpu=not to_cpu) if wanted else ())
         for name, tensor in batch:
             if self._quantizes(name, tensor):
                 codes, scales = next(results)

@@ -4,19 +4,30 @@ A trainer sends its weights as it has them, under Hugging Face's names (routed e
 ingest quantizes. Or it sends a weight of ``TrainerRecipe.quantized`` as what it becomes: ``float8_e4m3fn`` codes under
 the weight's own name on disk, and their ``float32`` block scales [⌈N/128⌉, ⌈K/128⌉] under ``<name>_scale_inv``.
 
-The tensors' raw bytes (little-endian, contiguous, in the order of ``tensors``, nothing between them) are one stream,
-cut into parts of ``part_bytes``; the last part is what is left. Part ``i`` therefore holds the bytes
-``[i * part_bytes, (i + 1) * part_bytes)`` of the stream, and either side can work that out from the tensor table.
+Or it sends a delta: what has changed since a version that is in the log, ``Announcement.delta``. That version is named
+by its number and by a digest of the tensors in it, and each changed tensor by the digest that it must have afterwards.
+The ingest takes the base from the log, applies the changes (see ``delta``), and stores a whole version: byte for byte,
+and with the same digest, the one that the tensors themselves would have made. Where the log does not hold that base, it
+answers DeltaBaseGone, and the trainer sends all.
+
+The tensors' raw bytes (little-endian, contiguous, in the order of ``tensors``, nothing between them), or the changes of
+those that a delta changes, are one stream, cut into parts of ``part_bytes``; the last part is what is left. Part ``i``
+therefore holds the bytes ``[i * part_bytes, (i + 1) * part_bytes)`` of the stream, and either side can work that out
+from the announcement.
 
     GET  /v1/weights/recipe                              -> TrainerRecipe
     POST /v1/weights                        Announcement -> UploadPlan
     PUT  /v1/weights/{version}/parts/{i}    raw bytes, header X-Part-Digest: xxh3-128 in hex -> PartReceipt
     GET  /v1/weights/{version}/listener?nonce=…                                              -> ListenerProof
+    POST /v1/weights/{version}/shared       SharedTensors -> 204
     POST /v1/weights/{version}/commit       CommitUpload -> WeightStatus
     POST /v1/weights/rollback               RollBack     -> WeightStatus
 
 Parts go to the service's own address, with the bearer token, or to ``UploadPlan.upload_url`` with the header
 X-Upload-Key and no token, once that address has proved itself (the last of these routes, which only it has).
+
+A trainer on the ingest's own machine may announce memory that both share, instead of a table that parts follow, and
+then says which tensors lie in it, batch by batch. NotShared says that the ingest cannot reach it.
 
 All of them may be repeated. ``UploadPlan.digests`` lists the parts that the ingest has, of a committed version too, so
 that a client sends what is missing and can tell whether the rest is what it would send. Who sends one part with other
@@ -61,6 +72,7 @@ DTYPE_BYTES: dict["SourceDtype", int] = {"float32": 4, "bfloat16": 2, "float16":
 """Dtypes a trainer may send, and their size; ``float8_e4m3fn`` are codes, which come with their scales."""
 
 SourceDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
+_ONE_BYTE: SourceDtype = "float8_e4m3fn"
 
 
 class TrainerRecipe(Frozen):
@@ -109,19 +121,74 @@ class BroadcastSource(Frozen):
     """A name that no other update has: what was broadcast cannot be read again."""
 
 
+class SharedMemorySource(Frozen):
+    """Memory of a trainer on the ingest's own machine, which the trainer fills again and again: ``SharedTensors``."""
+
+    transfer: str = Field(pattern="^[0-9a-f]{32}$")
+    """A name that no other push has: what was in the memory cannot be read again."""
+    machine: str = Field(max_length=64)
+    """``shared_memory.machine()`` of the trainer."""
+    process: int = Field(ge=1)
+    descriptor: int = Field(ge=0)
+    """Of the trainer's process."""
+    memory: str = Field(pattern="^[0-9a-f]{32}$")
+    """Its name."""
+    tensors: tuple[UploadTensor, ...] = Field(min_length=1)
+    """All that will come."""
+
+
+class SharedTensor(Frozen):
+    """A tensor that lies in shared memory: its raw bytes, little-endian and contiguous."""
+
+    name: str
+    offset: int = Field(ge=0)
+    """Of its first byte, a multiple of 64."""
+
+
+class SharedTensors(Frozen):
+    """Body of ``POST /v1/weights/{version}/shared``: tensors that may be read now. Answered when they have been."""
+
+    transfer: str
+    batch: int = Field(ge=0)
+    """Counts the bodies of one transfer: the same again is answered as it was."""
+    tensors: tuple[SharedTensor, ...] = Field(min_length=1, max_length=100_000)
+
+
+class TensorChange(Frozen):
+    """What a delta makes of one tensor."""
+
+    nbytes: int = Field(gt=0)
+    """Size of its changes in the stream."""
+    digest: str = Field(pattern="^[0-9a-f]{32}$")
+    """That of the result, as ``StoredTensor.digest``."""
+
+
+class Delta(Frozen):
+    """The stream holds changes, not tensors."""
+
+    base: WeightVersion
+    """The version that is changed."""
+    base_digest: str
+    """``base_digest`` of the announced tensors in that version."""
+    changes: tuple[TensorChange | None, ...]
+    """Of each announced tensor, in their order; None: it is that of the base."""
+
+
 class Announcement(Frozen):
     """Body of ``POST /v1/weights``: either a tensor table to be followed by parts, or a source."""
 
     version: NewVersion
     """``next``: the ingest gives it a number."""
     tensors: tuple[UploadTensor, ...] = ()
-    source: PathSource | ObjectSource | BroadcastSource | None = None
+    source: PathSource | ObjectSource | BroadcastSource | SharedMemorySource | None = None
     kv_scales: dict[str, float] | None = None
     """Scales of the FP8 KV cache that go with these weights, as ``KVScales.named()`` gives them: all of q, k and v of
     every attention layer. None: the service's ``kv_cache.scales_policy`` says which."""
     uploader: str = Field(default="", max_length=256)
     """A name that no other push has; empty: none."""
     label: VersionLabel | None = None
+    delta: Delta | None = None
+    """None: the parts hold the tensors themselves."""
 
     @model_validator(mode="after")
     def _tensors_or_source(self) -> Self:
@@ -131,10 +198,37 @@ class Announcement(Frozen):
             raise ValueError("version next needs an uploader or a label, by which the same push is known again")
         return self
 
+    @model_validator(mode="after")
+    def _delta_of_these_tensors(self) -> Self:
+        if self.delta is None:
+            return self
+        if len(self.delta.changes) != len(self.tensors):
+            raise ValueError(f"delta.changes has {len(self.delta.changes)} entries for {len(self.tensors)} tensors")
+        for tensor, change in zip(self.tensors, self.delta.changes, strict=True):
+            if change is not None and change.nbytes > _most_change_bytes(tensor):
+                raise ValueError(
+                    f"delta.changes of {tensor.name} have {change.nbytes} bytes, more than the tensor itself, which is "
+                    f"{tensor.nbytes}: send it whole"
+                )
+        if self.version != NEXT and self.delta.base >= self.version:
+            raise ValueError(f"version {self.version} cannot be a delta of version {self.delta.base}: of an older one")
+        return self
+
+    @functools.cached_property
+    def stream(self) -> tuple[UploadTensor, ...]:
+        """What the stream holds, in order: the tensors, or of each changed one of a delta its changes, as bytes."""
+        if self.delta is None:
+            return self.tensors
+        return tuple(
+            UploadTensor(name=tensor.name, dtype=_ONE_BYTE, shape=(change.nbytes,))
+            for tensor, change in zip(self.tensors, self.delta.changes, strict=True)
+            if change is not None
+        )
+
     @functools.cached_property
     def nbytes(self) -> int:
         """Length of the whole stream. Asked for at each part, and a version of 37 000 tensors may have 500."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.stream)
 
     def numbered(self, version: int) -> "BeginUpload":
         """The same, as that version."""
@@ -149,8 +243,8 @@ class BeginUpload(Announcement):
 
     def describes_what(self, other: "BeginUpload") -> bool:
         """Whether the same stream or source is announced, with the same KV scales, whoever announces it."""
-        mine = (self.version, self.tensors, self.source, self.kv_scales)
-        return mine == (other.version, other.tensors, other.source, other.kv_scales)
+        mine = (self.version, self.tensors, self.source, self.kv_scales, self.delta)
+        return mine == (other.version, other.tensors, other.source, other.kv_scales, other.delta)
 
 
 class UploadPlan(Frozen):
@@ -226,6 +320,16 @@ def listener_proof(key: str, nonce: str) -> str:
 def upload_digest(part_digests: Iterable[str]) -> str:
     """xxh3-128 over the digests of all parts, in order."""
     return xxhash.xxh3_128_hexdigest("".join(part_digests).encode())
+
+
+def _most_change_bytes(tensor: UploadTensor) -> int:
+    # what is larger as changes is written whole, after a byte for each segment
+    return tensor.nbytes + tensor.nbytes // 1024 + 1
+
+
+def base_digest(tensor_digests: Iterable[str]) -> str:
+    """xxh3-128 over the digests of some tensors of a version, as ``StoredTensor.digest`` has them, in order."""
+    return xxhash.xxh3_128_hexdigest("".join(tensor_digests).encode())
 
 
 def with_kv_scales(digest: str, kv_scales: Mapping[str, float] | None) -> str:

@@ -26,6 +26,11 @@ class WeightStatus(Frozen):
     """What its trainer calls it."""
     rollback_of: int | None = None
     """The version whose weights these are again; None: they were pushed."""
+    delta_of: int | None = None
+    """The version of which it came as a delta; None: it came whole. Stored whole it is either way."""
+    uploaded_bytes: int | None = None
+    """What its trainer uploaded of it in parts: less than ``total_bytes`` if it came as a delta, and more in BF16. None
+    while staged, or if it came otherwise."""
     state: VersionState
     """``live``: every live replica serves this version or a newer one."""
     digest: str | None = None

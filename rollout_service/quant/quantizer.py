@@ -2,6 +2,7 @@
 
 import logging
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -30,13 +31,19 @@ class Quantizer:
             raise ValueError("quant.device is cuda, but torch sees no GPU here: give this process one, or set auto")
         self._power_of_two = power_of_two
         self._cpu_weights_to_gpu = device != "cpu" and torch.cuda.is_available()
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._of_thread = threading.local()
 
-    def quantize(self, weights: Sequence[Named], *, to_cpu: bool = False) -> list[Quantized]:
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether weights on the CPU are quantized on a GPU."""
+        return self._cpu_weights_to_gpu
+
+    def quantize(self, weights: Sequence[Named], *, to_cpu: bool = False, left_on_gpu: bool = False) -> list[Quantized]:
         """Codes e4m3 and scales fp32 of each weight [N, K] or [E, N, K]; all on one device, of any dtype and strides.
 
-        They lie where the weights do, or on the CPU if asked. On a GPU the codes of a call share one allocation, and
-        so do the scales: one copy brings all of them to the CPU. The call returns when they are written.
+        They lie where the weights do, or on the CPU if asked; ``left_on_gpu``: where they were made. On a GPU the codes
+        of a call share one allocation, and so do the scales: one copy brings all of them to the CPU. The call returns
+        when they are written.
         Raises QuantizationError naming the first weight that holds NaN or infinity.
         """
         if not weights:
@@ -45,7 +52,7 @@ class Quantizer:
         if device.type != "cuda" and not self._cpu_weights_to_gpu:
             return [self._on_cpu(name, weight) for name, weight in weights]
         gpu = device if device.type == "cuda" else torch.device("cuda", 0)
-        return self._on_gpu(weights, gpu, to_cpu=to_cpu or device.type != "cuda")
+        return self._on_gpu(weights, gpu, to_cpu=to_cpu or (device.type != "cuda" and not left_on_gpu))
 
     def _on_cpu(self, name: str, weight: torch.Tensor) -> Quantized:
         codes, scales = _cpu_quantizer()(weight, self._power_of_two)
@@ -57,7 +64,7 @@ class Quantizer:
         from rollout_service.quant.cuda import GroupedQuantization
 
         callers = torch.cuda.current_stream(gpu)
-        stream = self._streams.setdefault(gpu, torch.cuda.Stream(gpu))
+        stream = self._stream(gpu)
         stream.wait_stream(callers)
         with torch.cuda.device(gpu), torch.cuda.stream(stream):
             sources = [_pinned(weight.detach()).to(gpu, non_blocking=True) for _, weight in weights]
@@ -77,6 +84,13 @@ class Quantizer:
             for name, weight in weights:
                 require_finite(weight, name)
         return list(zip(codes.views(), scales.views(), strict=True))
+
+    def _stream(self, gpu: torch.device) -> torch.cuda.Stream:
+        # each thread's own: of one stream for all, copies to the GPU and from it would wait for each other
+        streams: dict[torch.device, torch.cuda.Stream] | None = getattr(self._of_thread, "streams", None)
+        if streams is None:
+            streams = self._of_thread.streams = {}
+        return streams.setdefault(gpu, torch.cuda.Stream(gpu))
 
 
 @dataclass(frozen=True)

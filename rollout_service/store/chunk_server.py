@@ -14,6 +14,7 @@ import ray
 from rollout_service.errors import LogCorrupt, NotFound, NotReady
 from rollout_service.protocol.weight_log import LogFile, Newest
 from rollout_service.store.log import WeightLog
+from rollout_service.store.mapped_files import open_version_file
 
 CHUNK_BYTES = 64 << 20
 HELD_CHUNKS = 4
@@ -74,7 +75,8 @@ class ChunkServer:
 
     def _read_and_put(self, path: Path, index: int) -> ray.ObjectRef:
         # not mapped: a file that shrinks under a map kills the process
-        return ray.put(np.fromfile(path, np.uint8, self._chunk_bytes, offset=index * self._chunk_bytes))
+        with open(open_version_file(path), "rb") as stream:
+            return ray.put(np.fromfile(stream, np.uint8, self._chunk_bytes, offset=index * self._chunk_bytes))
 
     def _let_go(self, key: _Key, task: "asyncio.Task[ray.ObjectRef]") -> None:
         if self._held.get(key) is task:

@@ -11,6 +11,7 @@
     <root>/FLEET                       {"replicas"}: who was live, for an ingest that starts anew
     <root>/LABELS                      {"through", "labels"}: which version each label means, those of dropped ones too
     <root>/ORIGIN                      {"log", "writer"}: who reads what the ingest names here shares its log
+    <root>/spare/                      of a log in memory: files of a dropped version, to be written again
     <root>/copies/<log>/               on a node that does not: a log of the versions that it has fetched
     <root>/LOCK                        held by the one process that writes
 
@@ -36,6 +37,7 @@ from rollout_service.protocol.weight_log import Control, Head, Origin
 from rollout_service.store.durable_io import remove_tree, replace_synced, sync_folder, write_synced
 from rollout_service.store.manifest import CHUNK_BYTES, MANIFEST_FILE, Manifest, StoredTensor, read_manifest
 from rollout_service.store.reading import VersionReader
+from rollout_service.store.spare_files import SpareFiles
 from rollout_service.store.upload_record import UploadRecord, read_record, write_record
 from rollout_service.store.writer import safetensors_header
 from rollout_service.threads import in_threads
@@ -199,12 +201,17 @@ class WeightLog:
                 self._set_aside(version)
         self._remove_set_aside()
 
-    def drop(self, version: int) -> None:
-        """Remove a committed version that is not the newest. Raises ValueError for the newest, OSError."""
+    def drop(self, version: int, spare: SpareFiles | None = None) -> None:
+        """Remove a committed version that is not the newest. Raises ValueError for the newest, OSError.
+
+        ``spare``: keeps its files for a version to come.
+        """
         head = self.head()
         if head is not None and head.version == version:
             raise ValueError(f"version {version} is the newest: replicas need it")
-        self._set_aside(version)
+        dropped = self._set_aside(version)
+        if spare is not None:
+            spare.keep(dropped)
         self._remove_set_aside()
 
     def clear(self) -> None:
@@ -270,9 +277,11 @@ class WeightLog:
             with (folder / file).open("rb") as stream:
                 _verify_layout(stream.fileno(), file, tensors, manifest.version)
 
-    def _set_aside(self, version: int) -> None:
+    def _set_aside(self, version: int) -> Path:
         # at once, so that no reader takes the half of it for damage; another one of its number may be there still
-        os.rename(self.folder(version), self.root / f"{_DROPPED}{version}-{uuid.uuid4().hex}")
+        dropped = self.root / f"{_DROPPED}{version}-{uuid.uuid4().hex}"
+        os.rename(self.folder(version), dropped)
+        return dropped
 
     def _remove_set_aside(self) -> None:
         for dropped in self.root.glob(f"{_DROPPED}*"):

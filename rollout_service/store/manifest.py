@@ -2,10 +2,11 @@
 
 import base64
 import binascii
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import xxhash
 from pydantic import Field, model_validator
@@ -13,6 +14,7 @@ from pydantic import Field, model_validator
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.tensors import StoredDtype
 from rollout_service.protocol.weights import KVScalesFrom
+from rollout_service.threads import in_threads
 
 MANIFEST_FILE = "manifest.json"
 
@@ -20,6 +22,8 @@ MANIFEST_FILE = "manifest.json"
 CHUNK_BYTES = 1 << 20
 """Of a tensor, that one digest covers: a worker that needs a part of a large tensor checks no more than that part."""
 _DIGEST_BYTES = 16
+_STRETCH_BYTES = 64 * CHUNK_BYTES
+"""What one thread hashes at a time: a vocabulary's embedding would keep one thread busy for longer than all else."""
 
 
 class Chunk(NamedTuple):
@@ -78,9 +82,15 @@ def tensor_digests(data: memoryview) -> tuple[str, str]:
     data = data.cast("B")
     if data.nbytes <= CHUNK_BYTES:
         return xxhash.xxh3_128_hexdigest(data), ""
-    starts = range(0, data.nbytes, CHUNK_BYTES)
-    digests = b"".join(xxhash.xxh3_128_digest(data[start : start + CHUNK_BYTES]) for start in starts)
+    stretches = range(0, data.nbytes, _STRETCH_BYTES)
+    each = map if len(stretches) == 1 else in_threads
+    digests = b"".join(each(lambda start: _chunk_digests(data[start : start + _STRETCH_BYTES]), stretches))
     return xxhash.xxh3_128_hexdigest(digests), base64.b64encode(digests).decode()
+
+
+def _chunk_digests(data: memoryview) -> bytes:
+    starts = range(0, data.nbytes, CHUNK_BYTES)
+    return b"".join(xxhash.xxh3_128_digest(data[start : start + CHUNK_BYTES]) for start in starts)
 
 
 class Recipe(Frozen):
@@ -107,8 +117,9 @@ class Manifest(Frozen):
     """Where they come from, see kv_scales/coordinator.py. ``trainer``: with the version. ``calibrate``: measured by the
     first replica that loads it, and kept beside the manifest. ``reuse``: it came without, and these are those of the
     version before. ``unit``: it came without, and has none."""
-    delta_of: int | None = None
-    """The version this one is a delta of; None: complete by itself."""
+    delta_of: None = None
+    """Every version in a log is complete by itself: of one that came as a delta, the upload's record tells what it was
+    applied to. The field stays, because it is part of every digest."""
     label: str | None = None
     """What the trainer calls it; not part of ``digest``, nor is the next."""
     rollback_of: int | None = None
@@ -119,7 +130,13 @@ class Manifest(Frozen):
         """Whether its scales are not in it, but beside it once they are measured."""
         return self.kv_scales is None and self.kv_scales_from == "calibrate"
 
-    @property
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """See pydantic."""
+        copy = super().model_copy(update=update, deep=deep)
+        copy.__dict__.pop("digest", None)  # pydantic copies what was computed, too
+        return copy
+
+    @functools.cached_property
     def digest(self) -> str:
         """xxh3-128 over what the engines get: equal for equal content, whatever the version or the file layout."""
         content = {

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import psutil
 import torch
 
 from rollout_service.store.direct_io import BufferPool, DirectFile
@@ -50,9 +49,8 @@ class PartSpace(Protocol):
         """Nobody needs what lies at ``path``, if anything does, nor reads the memory it was received into."""
         ...
 
-    def release_all(self, folder: Path, keep_bytes: int | None) -> None:
-        """Nobody needs the parts in ``folder``. Keeps at most ``keep_bytes`` in all for the next uploads; None: what
-        it keeps anyway."""
+    def release_all(self, folder: Path, keep_bytes: int) -> None:
+        """Nobody needs the parts in ``folder``. Keeps at most ``keep_bytes`` in all for the next uploads."""
         ...
 
     def make_room(self, folder: Path, needed_bytes: int) -> None:
@@ -87,7 +85,7 @@ class DirectSpace:
         """See ``PartSpace``."""
         path.unlink(missing_ok=True)
 
-    def release_all(self, folder: Path, keep_bytes: int | None) -> None:
+    def release_all(self, folder: Path, keep_bytes: int) -> None:
         """See ``PartSpace``."""
         remove_tree(folder)
         self._buffers.trim()
@@ -142,7 +140,7 @@ class MappedSpace:
         with self._lock:
             self._keep(path)
 
-    def release_all(self, folder: Path, keep_bytes: int | None) -> None:
+    def release_all(self, folder: Path, keep_bytes: int) -> None:
         """See ``PartSpace``."""
         with self._lock:
             for path in sorted(folder.glob("part-*")):
@@ -150,8 +148,7 @@ class MappedSpace:
                     self._used.pop(path.stat().st_ino, None)
                 else:
                     self._keep(path)
-            if keep_bytes is not None:
-                self._trim(keep_bytes)
+            self._trim(keep_bytes)
         remove_tree(folder)
 
     def make_room(self, folder: Path, needed_bytes: int) -> None:
@@ -205,13 +202,6 @@ def received(space: PartSpace, path: Path, nbytes: int) -> Iterator[Incoming]:
                 yield incoming
     finally:
         space.release(path)
-
-
-def is_in_memory(folder: Path) -> bool:
-    """Whether the file system of a folder that exists is a tmpfs."""
-    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
-    place = folder.resolve()
-    return next((mounts[each] for each in (place, *place.parents) if each in mounts), "") in ("tmpfs", "ramfs")
 
 
 def _new(path: Path, nbytes: int) -> _Mapped:

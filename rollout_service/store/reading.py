@@ -13,6 +13,7 @@ import xxhash
 
 from rollout_service.errors import LogCorrupt
 from rollout_service.store.manifest import CHUNK_BYTES, Chunk, Manifest, StoredTensor
+from rollout_service.store.mapped_files import MappedFiles, close_version_file, open_version_file
 
 
 class Piece(NamedTuple):
@@ -45,16 +46,19 @@ def pieces(chunks: Iterable[tuple[StoredTensor, Chunk]], most_bytes: int) -> Ite
 class VersionReader:
     """The open files of one version, for any number of threads. A context manager.
 
-    Raises OSError if a file cannot be opened. Every method raises OSError, or LogCorrupt that names tensor, chunk and
-    file.
+    ``mapped``: maps files that may be written to by this user, for ``view``. Raises OSError if a file cannot be opened.
+    Every method raises OSError, or LogCorrupt that names tensor, chunk and file.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, mapped: MappedFiles | None = None) -> None:
         self._version = manifest.version
         self._fds: dict[str, int] = {}
+        self._mapped: dict[str, memoryview] = {}
         try:
             for file in manifest.files():
-                self._fds[file] = os.open(folder / file, os.O_RDONLY)
+                self._fds[file] = open_version_file(folder / file, writable=mapped is not None)
+            if mapped is not None:
+                self._mapped = {file: mapped.of(fd) for file, fd in self._fds.items()}
         except OSError:
             self.close()
             raise
@@ -62,12 +66,25 @@ class VersionReader:
     def read(self, piece: Piece, memory: memoryview) -> None:
         """Read a piece to the start of ``memory``, and check its chunks there."""
         memory = memory[: piece.nbytes]
-        filled = self._fill(piece.file, piece.offset, memory)
+        self._check(piece, memory, self._fill(piece.file, piece.offset, memory))
+
+    def _check(self, piece: Piece, memory: memoryview, filled: int) -> None:
         for tensor, chunk in piece.chunks:
             start = tensor.offset + chunk.start - piece.offset
             held = memory[start : min(start + chunk.nbytes, filled)]
             if xxhash.xxh3_128_digest(held) != chunk.digest:
                 self._refuse(tensor, chunk, xxhash.xxh3_128_hexdigest(held), start + chunk.nbytes - filled)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether there is ``view``."""
+        return bool(self._mapped)
+
+    def view(self, piece: Piece) -> memoryview:
+        """A piece where the mapped file has it, checked there: valid until ``close``, as nobody writes it before."""
+        memory = self._mapped[piece.file][piece.offset : piece.offset + piece.nbytes]
+        self._check(piece, memory, memory.nbytes)
+        return memory
 
     def check(self, tensor: StoredTensor, buffer: memoryview) -> int:
         """Read a tensor piece by piece into ``buffer``, for its digests alone; returns its bytes."""
@@ -87,8 +104,8 @@ class VersionReader:
     def close(self) -> None:
         """Close the files."""
         for fd in self._fds.values():
-            os.close(fd)
-        self._fds = {}
+            close_version_file(fd)
+        self._fds, self._mapped = {}, {}
 
     def __enter__(self) -> Self:
         return self

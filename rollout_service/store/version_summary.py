@@ -5,6 +5,7 @@ from typing import NamedTuple
 from rollout_service.protocol.base import Failure
 from rollout_service.protocol.weights import KVScalesFrom
 from rollout_service.store.manifest import Manifest
+from rollout_service.store.upload_record import UploadRecord
 
 
 class VersionSummary(NamedTuple):
@@ -19,10 +20,13 @@ class VersionSummary(NamedTuple):
     """As in the manifest, or as they were published since."""
     label: str | None
     rollback_of: int | None
+    delta_of: int | None
+    uploaded_bytes: int | None
 
     @classmethod
-    def of(cls, manifest: Manifest, digest: str, log_digest: str) -> "VersionSummary":
-        """``digest``: the manifest's, which takes a while to compute."""
+    def of(cls, manifest: Manifest, digest: str, log_digest: str, record: UploadRecord | None) -> "VersionSummary":
+        """``digest``: the manifest's, which takes a while to compute. ``record``: how it came, if that is known."""
+        begin = None if record is None or manifest.rollback_of is not None else record.begin
         return cls(
             digest,
             log_digest,
@@ -31,6 +35,8 @@ class VersionSummary(NamedTuple):
             manifest.kv_scales,
             manifest.label,
             manifest.rollback_of,
+            None if begin is None or begin.delta is None else begin.delta.base,
+            None if begin is None or begin.source is not None else begin.nbytes,
         )
 
 

@@ -2,6 +2,9 @@
 
 The safetensors library writes a file in one go from tensors that are all in memory; a version arrives tensor by
 tensor and may be larger than memory. Names, dtypes and shapes are known from the start, so the headers can be.
+
+On a disk a tensor's bytes are written and synced. In a log in memory they are put where they belong (``room``), in
+files of an earlier version if there are any: ``LogMemory``.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -11,9 +14,12 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from rollout_service.protocol.tensors import StoredDtype, TensorSlot
 from rollout_service.store.manifest import StoredTensor, tensor_digests
+from rollout_service.store.mapped_files import MappedFiles, Registered, is_in_memory
+from rollout_service.store.spare_files import SpareFiles
 from rollout_service.threads import in_threads
 
 MAX_FILE_BYTES = 1 << 30
@@ -22,14 +28,37 @@ _SYNC_BYTES = 128 << 20
 _SAFETENSORS_DTYPE: dict[StoredDtype, str] = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3"}
 
 
+class LogMemory(NamedTuple):
+    """What the writer of a log in memory has of it."""
+
+    mapped: MappedFiles
+    spare: SpareFiles
+
+    @classmethod
+    def of(cls, root: Path, registered: Registered | None) -> "LogMemory | None":
+        """Of the log in a folder; None if that is on a disk. ``registered``: see ``MappedFiles``. Raises OSError."""
+        if not is_in_memory(root):
+            return None
+        spare = SpareFiles(root)
+        spare.begin()
+        return cls(MappedFiles(registered), spare)
+
+
 class VersionWriter:
     """Lays ``slots`` out in files below ``folder`` and fills them. Thread-safe for different tensors.
 
-    Raises OSError when the disk has no room for all of them.
+    ``memory``: of a log in memory; None: the folder is on a disk. Raises OSError when there is no room for all of them.
     """
 
-    def __init__(self, folder: Path, slots: Iterable[TensorSlot], max_file_bytes: int = MAX_FILE_BYTES) -> None:
-        self._folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        slots: Iterable[TensorSlot],
+        max_file_bytes: int = MAX_FILE_BYTES,
+        memory: LogMemory | None = None,
+    ) -> None:
+        self._folder, self._memory = folder, memory
+        self._mapped: dict[str, memoryview] = {}
         self._slots: dict[str, TensorSlot] = {}
         self._place: dict[str, tuple[str, int]] = {}
         self._written: dict[str, StoredTensor] = {}
@@ -43,8 +72,12 @@ class VersionWriter:
                 self._open_file(f"weights-{number:05d}.safetensors", group)
                 for number, group in enumerate(_groups(slots, max_file_bytes), start=1)
             ]
+            if memory is not None:
+                memory.spare.clear()  # of another layout: they would only take the room of these
             # a full disk is an error here, before any upload; a tmpfs zeroes its memory here
             list(in_threads(lambda file: os.posix_fallocate(file[0], 0, file[1]), files))
+            if memory is not None:
+                self._mapped = {file: memory.mapped.of(fd) for file, fd in self._fds.items()}
         except OSError:
             self.close()
             raise
@@ -57,6 +90,25 @@ class VersionWriter:
         file, offset = self._place[name]
         _write_at(self._fds[file], data, offset)
         self._sync_early(file, data.nbytes)
+        self._note(slot, data)
+
+    @property
+    def has_rooms(self) -> bool:
+        """Whether the files are memory, which is written to through ``room``."""
+        return bool(self._mapped)
+
+    def room(self, name: str) -> memoryview:
+        """Where the bytes of a tensor belong, uint8 [nbytes], to be filled before ``filled``. Raises KeyError."""
+        file, offset = self._place[name]
+        return self._mapped[file][offset : offset + self._slots[name].nbytes]
+
+    def filled(self, name: str) -> None:
+        """A tensor's bytes are in its room. Raises KeyError."""
+        self._note(self._slots[name], self.room(name))
+
+    def _note(self, slot: TensorSlot, data: memoryview) -> None:
+        name = slot.name
+        file, offset = self._place[name]
         digest, chunk_digests = tensor_digests(data)
         self._written[name] = StoredTensor(
             name=name,
@@ -122,7 +174,7 @@ class VersionWriter:
         self._syncer.shutdown()
         for fd in self._fds.values():
             os.close(fd)
-        self._fds = {}
+        self._fds, self._mapped = {}, {}
 
     def _open_file(self, file: str, group: list[TensorSlot]) -> tuple[int, int]:
         """Its descriptor and size; it holds its header."""
@@ -132,10 +184,12 @@ class VersionWriter:
             self._slots[slot.name] = slot
             self._place[slot.name] = (file, offset)
             offset += slot.nbytes
-        fd = os.open(self._folder / file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        path, nbytes = self._folder / file, len(header) + data_bytes
+        is_spare = self._memory is not None and self._memory.spare.take(nbytes, path)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | (0 if is_spare else os.O_TRUNC), 0o644)
         self._fds[file] = fd
         _write_at(fd, memoryview(header), 0)
-        return fd, len(header) + data_bytes
+        return fd, nbytes
 
 
 def _groups(slots: Iterable[TensorSlot], max_file_bytes: int) -> Iterable[list[TensorSlot]]:

@@ -35,7 +35,17 @@ OF_A_TRAINER = {"client/verl": {"omegaconf", "ray", "verl"}}
 """Folder of a trainer's plugin → what is there because it is the trainer that imports the plugin."""
 LAYERS = (
     *("errors", "connections", "tls", "private_names", "threads", "drain", "tasks"),
-    *("ray_internals", "transformers_internals", "protocol", "memory", "tracing", "logs", "rpc"),
+    *(
+        "ray_internals",
+        "transformers_internals",
+        "protocol",
+        "memory",
+        "pinning",
+        "shared_memory",
+        "tracing",
+        "logs",
+        "rpc",
+    ),
     *("vllm_internals", "vllm_serving"),
     *("config", "quant", "model", "store", "metrics", "fleet", "kv_scales", "engine"),
     *("correction", "background_sender", "web", "ingest", "monitor", "shadow", "sessions", "client", "gateway"),

@@ -22,10 +22,13 @@ from rollout_service.engine.loading.placement import Move, Placement, layout_of,
 from rollout_service.engine.loading.shared_memory import Busy, Content, SharedMemory
 from rollout_service.errors import LogCorrupt
 from rollout_service.memory import memory
+from rollout_service.pinning import pin
 from rollout_service.protocol.tensors import StoredDtype
 from rollout_service.store.log import verify_tensors
 from rollout_service.store.manifest import Manifest, StoredTensor, read_manifest
+from rollout_service.store.mapped_files import MappedFiles
 from rollout_service.store.reading import Piece, VersionReader, pieces
+from rollout_service.store.spare_files import SpareFiles
 from rollout_service.threads import in_threads, io_threads
 
 logger = logging.getLogger(__name__)
@@ -165,6 +168,7 @@ class StagingBuffer:
         self._shard = f"{rank}of{workers}"
         self._taken_anew = kind == "memory"
         self._shared: SharedMemory | None = None
+        self._mapped = MappedFiles(pin) if kind == "device" else None
         self.limit_bytes = None if self._taken_anew else area_bytes(model)
         """How large it is; None: as large as the version."""
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -214,8 +218,13 @@ class StagingBuffer:
             self._shared = None
             raise CannotStage(f"there are no {nbytes} bytes of memory to stage in: {free} are free on this machine")
         self.memory = self._shared.area
-        if self._device.type == "cuda":
-            _pin(self.memory, self._device)
+        if self._device.type != "cuda":
+            return
+        try:
+            with torch.cuda.device(self._device):
+                pin(self.memory.numpy().data)
+        except OSError as error:
+            raise CannotStage(str(error)) from error
 
     def _read(self, folder: Path, manifest: Manifest, placement: Placement, *, every: bool) -> None:
         found = list(pieces(placement.chunks(manifest, every=every), PIECE_BYTES))
@@ -224,15 +233,31 @@ class StagingBuffer:
                 f"the manifest of version {manifest.version} has no digests of chunks, as an older release wrote it"
             )
         lanes = [found[first :: self._threads] for first in range(self._threads)]
-        with VersionReader(folder, manifest) as reader:
-            work = [(self._lane(), lane) for lane in lanes if lane]  # all memory before anything is read
+        with self._reader(folder, manifest) as reader:
+            # all memory before anything is read
+            work = [(self._lane(is_mapped=reader.is_mapped), lane) for lane in lanes if lane]
             list(in_threads(lambda each: _run(each[0], reader, placement, each[1]), work))
 
-    def _lane(self) -> "_Lane":
+    def _reader(self, folder: Path, manifest: Manifest) -> VersionReader:
+        """Which maps the files if they are used again: then each is registered with CUDA once."""
+        if self._mapped is None or not SpareFiles.are_kept_in(folder.parent):
+            return VersionReader(folder, manifest)
+        self._mapped.prune()
+        try:
+            with torch.cuda.device(self._device):
+                return VersionReader(folder, manifest, self._mapped)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            logger.warning("versions are staged by way of other memory, which takes longer: %s", error)
+            self._mapped = None
+            return VersionReader(folder, manifest)
+
+    def _lane(self, *, is_mapped: bool) -> "_Lane":
         if not self.memory.is_cuda:
             return _Fill(self.memory)
         with torch.cuda.device(self._device):  # a thread's is the first one: pinning would take a context there
-            return _Bounce(self.memory, self._device)
+            return _ToDevice(self.memory, self._device, is_mapped=is_mapped)
 
     def release(self) -> None:
         """Its content is not needed any more. No GPU may still read it, since other processes may write there now."""
@@ -302,16 +327,16 @@ class _Fill:
         """Nothing is under way."""
 
 
-class _Bounce:
-    """Into an area on a device, by way of pinned memory: it is checked there, and what belongs to the area is packed.
+class _ToDevice:
+    """Into an area on a device: from a mapped file, or by way of pinned memory. It is checked there.
 
-    Contiguous runs are copied from where they were checked; parts of rows are packed in a second buffer first, so that
-    the copies to the device are few, and need no kernel, which the engine's own would wait for.
+    Contiguous runs are copied from where they were checked; parts of rows are packed in a buffer first, so that the
+    copies to the device are few, and need no kernel, which the engine's own would wait for.
     """
 
-    def __init__(self, area: torch.Tensor, device: torch.device) -> None:
-        self._area, self._device = area, device
-        self._buffers = [(_pinned(PIECE_BYTES), _pinned(PIECE_BYTES)) for _ in range(2)]
+    def __init__(self, area: torch.Tensor, device: torch.device, *, is_mapped: bool) -> None:
+        self._area, self._device, self._is_mapped = area, device, is_mapped
+        self._buffers = [(_pinned(0 if is_mapped else PIECE_BYTES), _pinned(PIECE_BYTES)) for _ in range(2)]
         self._free = [torch.cuda.Event() for _ in self._buffers]
         self._stream = torch.cuda.Stream(device)
         self._turn = 0
@@ -320,7 +345,10 @@ class _Bounce:
         (read, packed), free = self._buffers[self._turn], self._free[self._turn]
         self._turn = 1 - self._turn
         free.synchronize()
-        reader.read(piece, read.numpy().data)
+        if self._is_mapped:
+            read = torch.frombuffer(reader.view(piece), dtype=torch.uint8)
+        else:
+            reader.read(piece, read.numpy().data)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             for target, held in packed_runs(moves, read, packed, self._stream.synchronize):
                 self._area[target : target + held.numel()].copy_(held, non_blocking=True)
@@ -378,14 +406,6 @@ def _rows(memory: np.ndarray, start: int, move: Move, stride_bytes: int) -> np.n
 
 def _pinned(nbytes: int) -> torch.Tensor:
     return _taken(nbytes, None, pinned=True)
-
-
-def _pin(memory: torch.Tensor, device: torch.device) -> None:
-    """So that the GPU can read it."""
-    with torch.cuda.device(device):
-        failed = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-    if int(failed):
-        raise CannotStage(f"CUDA pins no {memory.nbytes} bytes of shared memory: error {int(failed)}")
 
 
 def _taken(nbytes: int, device: torch.device | None, *, pinned: bool) -> torch.Tensor:

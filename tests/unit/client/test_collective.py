@@ -48,6 +48,7 @@ async def test_two_ranks_gather_and_one_of_them_sends(service: Service, tmp_path
     service.answers["PUT", "/v1/weights/2/parts/0"].append(EngineFailed("out of disk"))
     service.answers["GET", "/v1/weights/recipe"].append(EngineFailed("no recipe"))
     service.answers["PUT", "/v1/weights/5/parts/3"].append(EngineFailed("out of disk"))
+    service.answers["PUT", "/v1/weights/7/parts/1"].append(EngineFailed("out of disk"))
     store = str(tmp_path / "store")
     second_rank = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.unit.client.two_ranks", store, service.url),
@@ -57,11 +58,14 @@ async def test_two_ranks_gather_and_one_of_them_sends(service: Service, tmp_path
     outcomes = await push_all(0, store, service.url)
     output, _ = await second_rank.communicate()
 
-    assert outcomes == ["unknown tensor layer0", "out of disk", "live", "no recipe", "out of disk", "live"]
-    assert output.decode() == repr(["took part"] * 6)
+    by_http = ["unknown tensor layer0", "out of disk", "live", "no recipe", "out of disk", "live"]
+    assert outcomes == [*by_http, "out of disk", "live", "live"]
+    assert output.decode() == repr(["took part"] * 9)
     whole = whole_tensors()
     assert service.uploads[3].stream == stream_of(whole.items())
-    assert service.uploads[6].stream == stream_of(Converter(service.recipe).convert(whole.items()))
+    for quantized in (6, 8):
+        assert service.uploads[quantized].stream == stream_of(Converter(service.recipe).convert(whole.items()))
+    assert service.uploads[9].begin.delta is not None and service.uploads[9].stream == b""
     assert 4 not in service.uploads
 
 

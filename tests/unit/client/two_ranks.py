@@ -14,11 +14,12 @@ from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
 
 NUM_TENSORS = 6
-PUSHES: tuple[tuple[int, Literal["service", "trainer"]], ...] = (
-    *((version, "service") for version in (1, 2, 3)),
-    *((version, "trainer") for version in (4, 5, 6)),
+PUSHES: tuple[tuple[int, Literal["service", "trainer"], Literal["http", "delta"]], ...] = (
+    *((version, "service", "http") for version in (1, 2, 3)),
+    *((version, "trainer", "http") for version in (4, 5, 6)),
+    *((version, "trainer", "delta") for version in (7, 8, 9)),
 )
-"""Versions, and who quantizes them."""
+"""Versions, who quantizes them, and whether all is sent of them or what has changed."""
 
 
 def whole_tensors() -> dict[str, torch.Tensor]:
@@ -41,9 +42,11 @@ async def push_all(rank: int, store: str, url: str) -> list[str]:
     outcomes = []
     sharded = await asyncio.to_thread(join, rank, store)
     async with RolloutClient(url) as client:
-        for version, quantize in PUSHES:
+        for version, quantize, transport in PUSHES:
             try:
-                status = await client.push_weights(version, sharded, quantize=quantize, send=rank == 0)
+                status = await client.push_weights(
+                    version, sharded, quantize=quantize, transport=transport, send=rank == 0
+                )
                 outcomes.append("took part" if status is None else status.state)
             except RolloutServiceError as error:
                 outcomes.append(error.message)

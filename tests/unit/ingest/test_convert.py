@@ -43,9 +43,11 @@ class RecordingQuantizer(Quantizer):
         super().__init__()
         self.calls: list[list[str]] = []
 
-    def quantize(self, weights: Sequence[Named], *, to_cpu: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def quantize(
+        self, weights: Sequence[Named], *, to_cpu: bool = False, left_on_gpu: bool = False
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         self.calls.append([name for name, _ in weights])
-        return super().quantize(weights, to_cpu=to_cpu)
+        return super().quantize(weights, to_cpu=to_cpu, left_on_gpu=left_on_gpu)
 
 
 def recording(converter: Converter) -> RecordingQuantizer:
@@ -60,7 +62,9 @@ class Unable(Quantizer):
         super().__init__()
         self.calls: list[list[str]] = []
 
-    def quantize(self, weights: Sequence[Named], *, to_cpu: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def quantize(
+        self, weights: Sequence[Named], *, to_cpu: bool = False, left_on_gpu: bool = False
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         self.calls.append([str(weight.device) for _, weight in weights])
         return [(weight, weight) for _, weight in weights]
 

@@ -247,9 +247,11 @@ class LateWriter(Converter):
         self.first_has_read, self.go_on = threading.Event(), threading.Event()
         self.order: list[str] = []
 
-    def convert(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def convert(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], *, to_cpu: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         self.order.append("reads")
-        made = [(name, tensor.clone()) for name, tensor in super().convert(tensors)]
+        made = [(name, tensor.clone()) for name, tensor in super().convert(tensors, to_cpu=to_cpu)]
         if not self.first_has_read.is_set():
             self.first_has_read.set()
             assert self.go_on.wait(60)

@@ -16,6 +16,7 @@ from rollout_service.kv_scales.calibrator import KVCalibrator
 from rollout_service.metrics import process, table
 from rollout_service.metrics.process import (
     RaySink,
+    count_delta,
     count_part,
     count_update,
     counted_commit,
@@ -150,6 +151,12 @@ class TestCounted:
         count_part(10)
         count_part(5)
         assert counts.total(table.UPLOAD_PARTS) == 2 and counts.total(table.UPLOAD_BYTES) == 15
+
+    def test_deltas_count_with_their_bytes_and_those_of_their_versions(self, counts: Counts) -> None:
+        count_delta(10, 1000)
+        count_delta(0, 1000)  # nothing had changed
+        assert counts.total(table.DELTAS) == 2
+        assert counts.total(table.DELTA_BYTES) == 10 and counts.total(table.DELTA_VERSION_BYTES) == 2000
 
     def test_an_idle_engine_shows_zeros_and_not_nothing(self, counts: Counts) -> None:
         set_load(0.0, 0.0, 0.0)

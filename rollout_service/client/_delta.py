@@ -1,0 +1,130 @@
+"""Pushes of what has changed since this client's last push. See ``rollout_service.protocol.upload`` and ``.delta``.
+
+Whether the client and the service still mean the same base is never assumed: the delta names it by the digests of its
+tensors, and each changed tensor by the digest of the result. Where the service does not have that base, all is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from rollout_service.client._control import ControlCalls
+from rollout_service.client._http import Http
+from rollout_service.client._sent_weights import LARGEST_SHARE, Changes, SentWeights, nbytes_of
+from rollout_service.client._tensors import TensorSource, TensorThread, every_rank_gathers
+from rollout_service.client._upload import Progress, Uploader, announcement, converter_of
+from rollout_service.errors import CommitTimeout, DeltaBaseGone, InvalidDelta
+from rollout_service.model.convert import Named
+from rollout_service.protocol.base import NewVersion
+from rollout_service.protocol.upload import Announcement, CommitUpload
+from rollout_service.protocol.weights import WeightStatus
+
+logger = logging.getLogger("rollout_service.client")
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """One push, and how its bytes go to the service."""
+
+    uploader: Uploader
+    thread: TensorThread
+    commit: CommitUpload
+    parallel_parts: int
+    progress: Progress | None
+
+    async def send(
+        self, announced: Announcement, stream: Iterable[memoryview], committed: Callable[[int], None]
+    ) -> WeightStatus:
+        """Upload and commit; ``committed`` is called with the version's number, also if replicas are late."""
+        number, sent = await self.uploader.send_stream(
+            announced, stream, self.thread, parallel_parts=self.parallel_parts, progress=self.progress
+        )
+        try:
+            status = await self.uploader.commit(number, self.commit.model_copy(update={"upload_digest": sent}))
+        except CommitTimeout:
+            committed(number)
+            raise
+        committed(number)
+        return status
+
+
+class DeltaPushes:
+    """All pushes of one client that may be deltas, one after the other. Keeps what was sent last in host memory."""
+
+    def __init__(self, http: Http) -> None:
+        self._http = http
+        self._turn = asyncio.Lock()
+        self._sent: SentWeights | None = None
+        """None also while its bytes are being changed: whoever is interrupted then leaves nothing behind."""
+
+    async def push(
+        self,
+        push: Push,
+        version: NewVersion,
+        source: TensorSource,
+        label: str | None,
+        kv_scales: dict[str, float] | None,
+    ) -> WeightStatus:
+        """Send what ``source`` changes, or all of it. Raises as ``RolloutClient.push_weights``."""
+        async with self._turn, every_rank_gathers(source, push.thread) as gathering:
+            converter = await push.thread.call(converter_of, await ControlCalls(self._http).recipe())
+            table = tuple(converter.table(source.table))
+            announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
+            stored = converter.convert(gathering.begin())
+            sent, self._sent = self._sent, None
+            if sent is not None:
+                await push.thread.call(sent.become_newer, version)
+            if sent is None or not sent.may_be_base_of(version, table):
+                sent = sent if sent is not None and sent.table == table else SentWeights(table)
+                return await self._push_whole(push, announced, sent, sent.take(stored))
+            changes = await self._compared(push, sent, stored)
+            if changes is not None and (status := await self._push_changes(push, announced, sent, changes)):
+                return status
+            return await self._push_whole(push, announced, sent, sent.stream())
+
+    async def _compared(self, push: Push, sent: SentWeights, stored: Iterable[Named]) -> Changes | None:
+        """See ``SentWeights.changes_to``. Weights that cannot be compared, such as NaN, leave ``sent`` what it was."""
+        base = sent.version
+        try:
+            changes = await push.thread.call(sent.changes_to, stored)
+        except Exception:
+            if sent.version is not None:
+                self._sent = sent
+            raise
+        if changes is None:
+            logger.info(
+                "since version %s more than %g of all bytes have changed: the whole version is sent",
+                base, LARGEST_SHARE,
+            )  # fmt: skip
+        return changes
+
+    async def _push_changes(
+        self, push: Push, announced: Announcement, sent: SentWeights, changes: Changes
+    ) -> WeightStatus | None:
+        """None if the service does not take them: ``sent`` are the new weights then, and no version."""
+        self._sent = sent  # as it was, until another push is begun
+        logger.info(
+            "the changes since version %s are sent in %d bytes of %d", sent.version, nbytes_of(changes), sent.nbytes
+        )
+        of_base = announced.model_copy(update={"delta": sent.announced(changes)})
+        stream = [memoryview(changed.encoded) for changed in changes if changed is not None]
+        try:
+            return await push.send(of_base, stream, lambda number: sent.note_newer(number, changes))
+        except (DeltaBaseGone, InvalidDelta) as error:
+            logger.warning("the whole version is sent, because the service does not take its changes: %s", error)
+        self._sent = None
+        await push.thread.call(sent.change, changes)
+        return None
+
+    async def _push_whole(
+        self, push: Push, announced: Announcement, sent: SentWeights, stream: Iterable[memoryview]
+    ) -> WeightStatus:
+        """``stream``: the bytes of ``sent``, which is the base of the next push once it is committed."""
+
+        def committed(number: int) -> None:
+            sent.version, self._sent = number, sent
+
+        return await push.send(announced, stream, committed)

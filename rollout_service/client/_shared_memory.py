@@ -1,0 +1,172 @@
+"""Sends a version to an ingest on the trainer's own machine through memory that both share.
+
+Tensors are copied into the memory batch by batch, and the ingest reads a batch while the next one is copied. Nothing
+goes through sockets, and nothing is hashed on the way: it is memory. What is said: ``rollout_service.protocol.upload``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from rollout_service.client._http import Http
+from rollout_service.client._retry import Repeat
+from rollout_service.client._tensors import TensorThread
+from rollout_service.protocol.upload import SharedMemorySource, SharedTensor, SharedTensors, UploadTensor
+from rollout_service.shared_memory import SharedMemory, machine
+from rollout_service.tasks import raise_first_failure
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("rollout_service.client")
+BATCH_BYTES = 256 << 20
+"""Of one batch, unless a tensor is larger."""
+BATCHES = 4
+"""One is copied while the others are read."""
+_ALIGNMENT = 64
+_MOST_TENSORS = 10_000
+"""Of one batch."""
+
+
+class SharedRing:
+    """Memory for ``BATCHES`` batches; kept for the next push, since its pages and its registration cost seconds."""
+
+    def __init__(self, slot_bytes: int) -> None:
+        """Raises OSError."""
+        self.slot_bytes = slot_bytes
+        self.memory = SharedMemory.create(BATCHES * slot_bytes)
+        self._pinned = False
+
+    def source(self, tensors: tuple[UploadTensor, ...]) -> SharedMemorySource:
+        """For one push of these tensors. Raises OSError."""
+        return SharedMemorySource(
+            transfer=uuid.uuid4().hex,
+            machine=machine(),
+            process=os.getpid(),
+            descriptor=self.memory.descriptor,
+            memory=self.memory.name,
+            tensors=tensors,
+        )
+
+    def pin(self) -> None:
+        """Register it with CUDA, if this process uses CUDA: a GPU then writes there at the speed of PCIe."""
+        import torch
+
+        from rollout_service.pinning import pin
+
+        if self._pinned or not torch.cuda.is_initialized():
+            return
+        self._pinned = True
+        try:
+            pin(self.memory.view)
+        except OSError as error:
+            logger.warning("tensors are copied from the GPU more slowly: %s", error)
+
+    def fill(self, tensors: Iterator[tuple[str, torch.Tensor]], slot: int, held: Held) -> tuple[SharedTensor, ...]:
+        """Copy tensors into a slot until one does not fit, which is ``held`` for the next; empty: there are none left.
+
+        What was queued on this thread's CUDA stream is done when this returns.
+        """
+        import torch
+
+        start = slot * self.slot_bytes
+        end = start + min(self.slot_bytes, BATCH_BYTES)
+        placed: list[SharedTensor] = []
+        is_on_gpu = False
+        while (found := held.take() or next(tensors, None)) is not None:
+            name, tensor = found
+            # the first one fits in any case: a slot is as large as the largest tensor
+            if placed and (start + tensor.nbytes > end or len(placed) == _MOST_TENSORS):
+                held.keep(name, tensor)
+                break
+            if tensor.nbytes:
+                target = torch.frombuffer(self.memory.view[start : start + tensor.nbytes], dtype=tensor.dtype)
+                target.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+            is_on_gpu = is_on_gpu or tensor.is_cuda
+            placed.append(SharedTensor(name=name, offset=start))
+            start += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+            del tensor, found
+        if is_on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return tuple(placed)
+
+    def close(self) -> None:
+        """Give it up: the ingest sees that it is gone."""
+        self.memory.close()
+
+
+class Held:
+    """At most one tensor, taken from a source and not copied yet."""
+
+    def __init__(self) -> None:
+        self._tensor: tuple[str, torch.Tensor] | None = None
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        """Hold it."""
+        self._tensor = name, tensor
+
+    def take(self) -> tuple[str, torch.Tensor] | None:
+        """It, if there is one; held no more."""
+        taken, self._tensor = self._tensor, None
+        return taken
+
+
+def slot_bytes(tensors: Iterable[UploadTensor]) -> int:
+    """Room for a batch, or for all of them if that is less."""
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+    return max(_ALIGNMENT, *sizes, min(BATCH_BYTES, sum(sizes)))
+
+
+async def send_shared(
+    http: Http,
+    ring: SharedRing,
+    version: int,
+    transfer: str,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    total_bytes: int,
+    thread: TensorThread,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Send the tensors of a version that was announced with ``ring.source``; all have been read when this returns.
+
+    Raises what the service refuses a batch with.
+    """
+    sizes: dict[str, int] = {}
+
+    def noted() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            sizes[name] = tensor.nbytes
+            yield name, tensor
+            del tensor
+
+    source, held, done_bytes = noted(), Held(), 0
+    free: asyncio.Queue[int] = asyncio.Queue()
+    for slot in range(BATCHES):
+        free.put_nowait(slot)
+
+    async def send(batch: SharedTensors, slot: int) -> None:
+        nonlocal done_bytes
+        await http.send(
+            "POST",
+            f"/v1/weights/{version}/shared",
+            json=batch.model_dump(mode="json"),
+            repeat=Repeat.IDEMPOTENT,
+        )
+        done_bytes += sum(sizes.pop(tensor.name) for tensor in batch.tensors)
+        if progress is not None:
+            progress(done_bytes, total_bytes)
+        free.put_nowait(slot)
+
+    await thread.call(ring.pin)
+    async with raise_first_failure() as group:
+        for number in range(1 << 62):
+            slot = await free.get()
+            placed = await thread.call(ring.fill, source, slot, held)
+            if not placed:
+                break
+            group.create_task(send(SharedTensors(transfer=transfer, batch=number, tensors=placed), slot))

@@ -1,0 +1,74 @@
+"""Memory that a trainer shares with the ingest of its own machine: a file without a name (``memfd_create``).
+
+It cannot shrink, so that a process which has it mapped is never ended by another that cuts it off, and nothing of it is
+left when its last process has ended, however it ended. The other process finds it as ``/proc/<process>/fd/<number>``,
+which the kernel allows to processes of the same user.
+"""
+
+import fcntl
+import mmap
+import os
+import uuid
+from pathlib import Path
+from typing import Self
+
+_NAME = "rollout-weights-"
+
+
+def machine() -> str:
+    """The same for all processes of a machine, in containers too, until it is booted again. Raises OSError."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+class SharedMemory:
+    """One process's mapping; ``view`` is all of it. Its pages are taken when they are first written."""
+
+    def __init__(self, fd: int, name: str) -> None:
+        """``fd`` is closed with this object. Raises OSError."""
+        self._fd, self.name = fd, name
+        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        self.view = memoryview(self._map)
+
+    @classmethod
+    def create(cls, nbytes: int) -> Self:
+        """Make one. Raises OSError."""
+        name = uuid.uuid4().hex
+        fd = os.memfd_create(_NAME + name, os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            return cls(fd, name)
+        except OSError:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def open(cls, process: int, descriptor: int, name: str) -> Self:
+        """Another process's. Raises OSError if it is not there, belongs to another user, or can shrink."""
+        link = f"/proc/{process}/fd/{descriptor}"
+        if (found := os.readlink(link)) != f"/memfd:{_NAME}{name} (deleted)":
+            raise FileNotFoundError(f"{link} is {found}, and not the memory {name}")
+        fd = os.open(link, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise OSError(f"the memory {name} can shrink")
+            return cls(fd, name)
+        except OSError:
+            os.close(fd)
+            raise
+
+    @property
+    def descriptor(self) -> int:
+        """Its number in this process."""
+        return self._fd
+
+    @property
+    def nbytes(self) -> int:
+        """How large it is."""
+        return self.view.nbytes
+
+    def close(self) -> None:
+        """Close the file; what views refer to stays mapped. Again does no harm."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1

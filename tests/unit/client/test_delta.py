@@ -1,0 +1,392 @@
+"""Pushes of what has changed, into the real ingest: each makes the version that a push of all would have made."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout_service.client import RolloutClient, SyncRolloutClient
+from rollout_service.errors import CommitTimeout, InsufficientStorage, QuantizationError, VersionConflict
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.protocol.upload import CommitUpload, UploadTensor
+from rollout_service.protocol.weights import WeightStatus
+from rollout_service.store.log import WeightLog
+from rollout_service.store.unquantized import unquantized_root
+from rollout_service.store.upload_record import UploadRecord, read_record
+from tests.support.models import make_model
+from tests.unit.client.real_ingest import RealIngest, real_ingest
+from tests.unit.client.service import Service
+from tests.unit.ingest.trainer import folder_weights
+
+Tensors = dict[str, torch.Tensor]
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.fixture
+async def service(model: Path, tmp_path: Path) -> AsyncIterator[RealIngest]:
+    async with real_ingest(model, tmp_path / "log", weights={"keep_versions": 10}) as ingest:
+        yield ingest
+
+
+@pytest.fixture
+async def client(service: RealIngest) -> AsyncIterator[RolloutClient]:
+    async with RolloutClient(service.url) as client:
+        yield client
+
+
+async def push(client: RolloutClient, version: object, tensors: object, **options: object) -> WeightStatus:
+    options = {"transport": "delta", "wait": "none", **options}
+    return await client.push_weights(version, tensors, **options)  # type: ignore[call-overload, no-any-return]
+
+
+def stepped(tensors: Tensors, seed: int, share: float = 0.005) -> Tensors:
+    """A few elements of each tensor changed by some percent."""
+    generator, new = torch.Generator().manual_seed(seed), {}
+    for name, tensor in tensors.items():
+        hit = torch.rand(tensor.shape, generator=generator) < share
+        new[name] = torch.where(hit, tensor.float() * 1.07 + 1e-4, tensor.float()).to(tensor.dtype)
+    return new
+
+
+def record_of(service: RealIngest, version: int) -> UploadRecord:
+    """How a committed version came."""
+    record = read_record(service.log.folder(version))
+    assert record is not None
+    return record
+
+
+def base_of(service: RealIngest, version: int) -> int | None:
+    """What a committed version came as a delta of; None: as a whole."""
+    delta = record_of(service, version).begin.delta
+    return None if delta is None else delta.base
+
+
+async def require_the_same_as_whole(service: RealIngest, version: int, weights: Tensors) -> None:
+    """A version is sound, and has the digest of the same weights when all of them are sent; pushes one more version."""
+    async with RolloutClient(service.url) as other:
+        whole = await push(other, "next", weights, transport="http")
+    service.log.verify(service.log.manifest(version))
+    assert service.log.manifest(version).digest == whole.digest
+    assert service.log.manifest(version).delta_of is None
+
+
+class TestSameVersion:
+    @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
+    @pytest.mark.parametrize("form", ["on disk", "in memory"])
+    async def test_a_delta_makes_the_version_that_all_bytes_would_make(
+        self, tmp_path: Path, family: str, form: str
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        folder = make_model(tmp_path / "model", family)
+        weights = folder_weights(folder)
+        if form == "in memory":  # experts are stacked in it
+            weights = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict())
+        async with real_ingest(folder, tmp_path / "log") as service, RolloutClient(service.url) as client:
+            await push(client, 1, weights)
+            for version in (2, 3, 4):
+                weights = stepped(weights, version)
+                status = await push(client, version, weights)
+                assert base_of(service, version) == status.delta_of == version - 1
+                assert status.uploaded_bytes == record_of(service, version).begin.nbytes < 0.1 * status.total_bytes
+            await require_the_same_as_whole(service, 4, weights)
+
+    @pytest.mark.parametrize("quant", [{"scales": "power_of_two"}, {"weights": "none"}, {"skip": ["*.down_proj"]}])
+    async def test_whatever_the_service_makes_of_weights(
+        self, model: Path, tmp_path: Path, weights: Tensors, quant: dict[str, object]
+    ) -> None:
+        async with real_ingest(model, tmp_path / "log", quant=quant) as service:
+            async with RolloutClient(service.url) as client:
+                await push(client, 1, weights)
+                await push(client, 2, stepped(weights, 2))
+            assert base_of(service, 2) == 1
+            await require_the_same_as_whole(service, 2, stepped(weights, 2))
+
+    async def test_a_shadow_has_none_of_these_versions_as_of_all_that_the_trainer_quantizes(
+        self, model: Path, tmp_path: Path, weights: Tensors
+    ) -> None:
+        shadow: dict[str, object] = {"share": 0.05}
+        async with (
+            real_ingest(model, tmp_path / "log", shadow=shadow) as service,
+            RolloutClient(service.url) as client,
+        ):
+            for version in (1, 2):
+                await push(client, version, stepped(weights, version))
+            assert base_of(service, 2) == 1
+        assert WeightLog(unquantized_root(tmp_path / "log")).versions() == [0]
+
+    @pytest.mark.parametrize("head", ["left out", "sent"])
+    async def test_a_head_that_is_the_embedding(self, tied_model: Path, tmp_path: Path, head: str) -> None:
+        weights = folder_weights(tied_model)
+        async with real_ingest(tied_model, tmp_path / "log") as service, RolloutClient(service.url) as client:
+            for version in (1, 2):
+                new = stepped(weights, version)
+                await push(client, version, new | ({"lm_head.weight": new[EMBEDDING]} if head == "sent" else {}))
+            assert base_of(service, 2) == 1
+            await require_the_same_as_whole(service, 2, new)
+
+    async def test_float32_masters_and_generators_of_them(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors
+    ) -> None:
+        masters = {name: tensor.float() for name, tensor in weights.items()}
+        table = [UploadTensor(name=name, dtype="float32", shape=tuple(t.shape)) for name, t in masters.items()]
+        for version in (1, 2):
+            masters = {name: tensor * (1 + 1e-4 * version) for name, tensor in masters.items()}
+            await push(client, version, ((n, t.clone()) for n, t in masters.items()), tensor_table=table)
+        assert base_of(service, 2) == 1
+        await require_the_same_as_whole(service, 2, masters)
+
+    async def test_nothing_changed_sends_nothing(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors
+    ) -> None:
+        first, second = await push(client, 1, weights), await push(client, 2, weights)
+        assert (base_of(service, 2), record_of(service, 2).num_parts) == (1, 0)
+        assert first.digest == second.digest
+        service.log.verify(service.log.manifest(2))
+
+    async def test_kv_scales_and_a_label_go_with_it(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors
+    ) -> None:
+        await push(client, "next", weights, label="run/1")
+        status = await push(client, "next", stepped(weights, 2), label="run/2")
+        assert (status.version, status.label, base_of(service, 2)) == (2, "run/2", 1)
+
+    async def test_progress_counts_what_is_sent(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors
+    ) -> None:
+        told: list[tuple[int, int]] = []
+        await push(client, 1, weights)
+        await push(client, 2, stepped(weights, 2), progress=lambda *each: told.append(each))
+        nbytes = record_of(service, 2).begin.nbytes
+        assert told[-1] == (nbytes, nbytes)
+
+    def test_the_blocking_client_does_it_too(self, threaded_service: Service) -> None:
+        with SyncRolloutClient(threaded_service.url) as client:
+            weights = {"w": torch.ones(64, 64).bfloat16()}
+            client.push_weights(1, weights, transport="delta")
+            weights["w"][3, 5] = 2.0
+            client.push_weights(2, weights, transport="delta")
+        first, second = threaded_service.uploads[1], threaded_service.uploads[2]
+        assert (first.begin.delta, len(first.stream)) == (None, 64 * 64 * 2)
+        assert second.begin.delta is not None and second.begin.delta.base == 1 and 0 < len(second.stream) < 64
+
+
+class TestFallsBack:
+    """To sending all: once, with a line in the log; and the push after it is a delta again."""
+
+    async def test_the_base_was_removed(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        await push(client, 1, weights)
+        async with RolloutClient(service.url) as other:
+            await push(other, 2, stepped(weights, 9), transport="http")
+        service.log.drop(1)
+        await push(client, 3, stepped(weights, 3))
+        assert base_of(service, 3) is None
+        told = [record.message for record in caplog.records if record.name == "rollout_service.client"]
+        assert len(told) == 1 and "delta of version 1" in told[0] and "version 1 is not in the log" in told[0]
+        await push(client, 4, stepped(weights, 4))
+        assert base_of(service, 4) == 3
+        await require_the_same_as_whole(service, 4, stepped(weights, 4))
+
+    async def test_another_log_has_another_version_of_that_number(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        await push(client, 1, stepped(weights, 1))
+        assert client._deltas is not None and client._deltas._sent is not None
+        client._deltas._sent.version = 0  # of which it has other bytes
+        await push(client, 2, stepped(stepped(weights, 2), 3))
+        assert base_of(service, 2) is None and "its tensors hash to" in caplog.text
+
+    async def test_damaged_memory_of_the_client(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        await push(client, 1, weights)
+        assert client._deltas is not None and client._deltas._sent is not None
+        client._deltas._sent._data[EMBEDDING][1000] ^= 0x10
+        await push(client, 2, stepped(weights, 2))
+        assert base_of(service, 2) is None and f"the changes of {EMBEDDING} since version 1" in caplog.text
+        await require_the_same_as_whole(service, 2, stepped(weights, 2))
+
+    async def test_a_damaged_base_in_the_log(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        await push(client, 1, weights)
+        stored = next(tensor for tensor in service.log.manifest(1).tensors if tensor.name == EMBEDDING)
+        with (service.log.folder(1) / stored.file).open("r+b") as file:
+            file.seek(stored.offset + 5)
+            file.write(b"\xaa\x55")
+        await push(client, 2, stepped(weights, 2))
+        assert base_of(service, 2) is None and f"{EMBEDDING} in {stored.file}" in caplog.text
+        await require_the_same_as_whole(service, 2, stepped(weights, 2))
+
+    async def test_more_has_changed_than_is_worth_it(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO, "rollout_service.client")
+        await push(client, 1, weights)
+        other = {name: tensor * 1.5 for name, tensor in weights.items()}
+        await push(client, 2, other)
+        assert base_of(service, 2) is None and "since version 1 more than 0.125 of all bytes" in caplog.text
+        await push(client, 3, stepped(other, 3))
+        assert base_of(service, 3) == 2
+        await require_the_same_as_whole(service, 3, stepped(other, 3))
+
+    async def test_it_gives_up_before_it_has_compared_all(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("rollout_service.client._sent_weights._COMPARED_AT_ONCE_BYTES", 1)
+        await push(client, 1, weights)
+        other = {name: tensor * 1.5 for name, tensor in weights.items()}
+        await push(client, 2, other)
+        assert base_of(service, 2) is None
+        await push(client, 3, stepped(other, 3))
+        assert base_of(service, 3) == 2
+        await require_the_same_as_whole(service, 3, stepped(other, 3))
+
+    async def test_other_tensors_than_before(self, tied_model: Path, tmp_path: Path) -> None:
+        weights = folder_weights(tied_model)
+        async with real_ingest(tied_model, tmp_path / "log") as service, RolloutClient(service.url) as client:
+            await push(client, 1, weights)
+            await push(client, 2, {**weights, "lm_head.weight": weights[EMBEDDING]})
+            assert base_of(service, 2) is None
+            await push(client, 3, {**weights, "lm_head.weight": weights[EMBEDDING]})
+            assert base_of(service, 3) == 2
+
+
+class TestFailures:
+    """A push that fails leaves the client with a base that is right, or with none."""
+
+    async def test_two_clients_take_turns(self, service: RealIngest, client: RolloutClient, weights: Tensors) -> None:
+        async with RolloutClient(service.url) as other:
+            await push(client, 1, weights)
+            await push(other, 2, stepped(weights, 2))
+            await push(client, 3, stepped(weights, 3))
+            await push(other, 4, stepped(weights, 4))
+        assert [base_of(service, version) for version in (1, 2, 3, 4)] == [None, None, 1, 2]
+        for version in (3, 4):
+            await require_the_same_as_whole(service, version, stepped(weights, version))
+
+    async def test_pushes_of_one_client_at_once_wait_for_each_other(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors
+    ) -> None:
+        pushed = await asyncio.gather(*(push(client, "next", stepped(weights, seed)) for seed in range(3)))
+        assert sorted(status.version for status in pushed) == [1, 2, 3]
+        assert [base_of(service, version) for version in (1, 2, 3)] == [None, 1, 2]
+        for seed, status in enumerate(pushed):
+            await require_the_same_as_whole(service, status.version, stepped(weights, seed))
+
+    async def test_weights_with_nan(self, service: RealIngest, client: RolloutClient, weights: Tensors) -> None:
+        await push(client, 1, weights)
+        broken = stepped(weights, 2)
+        broken["model.norm.weight"][3] = torch.nan
+        with pytest.raises(QuantizationError, match=r"model\.norm\.weight\[3\] is nan"):
+            await push(client, 2, broken)
+        await push(client, 2, stepped(weights, 2))
+        assert base_of(service, 2) == 1
+        await require_the_same_as_whole(service, 2, stepped(weights, 2))
+
+    async def test_a_commit_that_failed_is_repeated_without_sending_anything(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await push(client, 1, weights)
+        with monkeypatch.context() as failing:
+            failing.setattr(Ingest, "commit", failing_commit)
+            with pytest.raises(InsufficientStorage):
+                await push(client, 2, stepped(weights, 2))
+        with pytest.raises(VersionConflict, match="version 2 is staged with a delta of other bytes"):
+            await push(client, 2, stepped(weights, 3))
+        assert not (await client.weights(2)).missing_parts
+        with monkeypatch.context() as nothing_sent:
+            nothing_sent.delattr("rollout_service.client._upload._put")
+            await push(client, 2, stepped(weights, 2))
+        assert base_of(service, 2) == 1
+        await require_the_same_as_whole(service, 2, stepped(weights, 2))
+
+    async def test_a_failed_push_of_other_weights_under_the_next_number(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await push(client, 1, weights)
+        with monkeypatch.context() as failing:
+            failing.setattr(Ingest, "commit", failing_commit)
+            with pytest.raises(InsufficientStorage):
+                await push(client, "next", stepped(weights, 2))
+        status = await push(client, "next", stepped(weights, 3))
+        assert base_of(service, status.version) == 1
+        await require_the_same_as_whole(service, status.version, stepped(weights, 3))
+
+    async def test_a_commit_whose_replicas_are_late_is_the_next_base_and_may_be_repeated(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await push(client, 1, weights)
+        commit = Ingest.commit
+
+        async def late(ingest: Ingest, version: int, request: CommitUpload) -> WeightStatus:
+            await commit(ingest, version, request)
+            raise CommitTimeout("one replica is not live")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Ingest, "commit", late)
+            with pytest.raises(CommitTimeout):
+                await push(client, 2, stepped(weights, 2))
+        assert (await push(client, 2, stepped(weights, 2))).digest == service.log.manifest(2).digest
+        await push(client, 3, stepped(weights, 3))
+        assert [base_of(service, version) for version in (2, 3)] == [1, 2]
+        await require_the_same_as_whole(service, 3, stepped(weights, 3))
+
+    @pytest.mark.parametrize("whole", [True, False], ids=["all", "changes"])
+    async def test_a_push_that_is_cancelled(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch, whole: bool
+    ) -> None:
+        if not whole:
+            await push(client, 1, weights)
+        begun = asyncio.Event()
+
+        async def endless(*_: object) -> WeightStatus:
+            begun.set()
+            return await asyncio.Future()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Ingest, "commit", endless)
+            pushing = asyncio.create_task(push(client, 2, stepped(weights, 2)))
+            await begun.wait()
+            pushing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await pushing
+        await push(client, 3, stepped(weights, 3))
+        assert base_of(service, 3) == (None if whole else 1)
+        await require_the_same_as_whole(service, 3, stepped(weights, 3))
+
+    async def test_the_same_push_again_changes_nothing(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors
+    ) -> None:
+        for version in (1, 1, 2, 2):
+            status = await push(client, version, stepped(weights, version))
+            assert status.digest == service.log.manifest(version).digest
+        assert [status.version for status in await client.weights()] == [0, 1, 2]
+        with pytest.raises(VersionConflict):
+            await push(client, 1, stepped(weights, 5))
+        await push(client, 3, stepped(weights, 3))
+        await require_the_same_as_whole(service, 3, stepped(weights, 3))
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("options", "complaint"),
+        [
+            ({"transport": "delta", "quantize": "service"}, "quantize='service' and transport='delta' contradict"),
+            ({"transport": "pigeon"}, "transport='pigeon': it is one of auto, http, shared_memory, delta"),
+        ],
+    )
+    async def test_what_cannot_be_asked_together(
+        self, client: RolloutClient, weights: Tensors, options: dict[str, object], complaint: str
+    ) -> None:
+        with pytest.raises(ValueError, match=complaint):
+            await push(client, 1, weights, **options)
+
+
+async def failing_commit(*_: object) -> WeightStatus:
+    raise InsufficientStorage("no room")

@@ -1,0 +1,109 @@
+"""What a client remembers of a version, and what it finds to have changed in it."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rollout_service.client._sent_weights import SentWeights, nbytes_of
+from rollout_service.client._tensors import describe
+from rollout_service.errors import QuantizationError
+from rollout_service.model.convert import tensor_bytes
+from rollout_service.protocol import delta
+from rollout_service.protocol.upload import base_digest
+from rollout_service.store.manifest import tensor_digests
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(params=[8 << 20, 64], ids=["one segment", "several segments"])
+def tensors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tensors:
+    """Of all stored dtypes, one of them empty."""
+    monkeypatch.setattr(delta, "SEGMENT_BYTES", request.param)
+    generator = torch.Generator().manual_seed(0)
+    wide = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {
+        "codes": wide["codes"].to(torch.float8_e4m3fn),
+        "scales": wide["scales"],
+        "norm": wide["norm"].bfloat16(),
+        "none": wide["none"].bfloat16(),
+    }
+
+
+SHAPES = {"codes": (33, 40), "scales": (5,), "norm": (1200,), "none": (0, 4)}
+
+
+def stepped(tensors: Tensors) -> Tensors:
+    """Others, of which a few elements differ; all of one tensor."""
+    new = {name: tensor.clone() for name, tensor in tensors.items()}
+    new["codes"].view(torch.uint8)[7, 3] ^= 1
+    new["codes"].view(torch.uint8)[32, 39] ^= 1
+    new["scales"] *= 1.5
+    return new
+
+
+def sent(tensors: Tensors, version: int = 3) -> SentWeights:
+    """After it was taken and committed."""
+    weights = SentWeights(tuple(describe(name, tensor) for name, tensor in tensors.items()))
+    assert [bytes(view) for view in weights.take(tensors.items())] == bytes_of(tensors)
+    weights.version = version
+    return weights
+
+
+def bytes_of(tensors: Tensors) -> list[bytes]:
+    return [bytes(tensor_bytes(tensor)) for tensor in tensors.values()]
+
+
+def held(weights: SentWeights) -> list[bytes]:
+    return [bytes(view) for view in weights.stream()]
+
+
+def test_changes_make_the_new_tensors_of_the_old_ones(tensors: Tensors) -> None:
+    weights, new = sent(tensors), stepped(tensors)
+    changes = weights.changes_to(new.items())
+    assert changes is not None and [change is not None for change in changes] == [True, True, False, False]
+    assert held(weights) == bytes_of(tensors) and weights.version == 3
+    digests = [tensor_digests(tensor_bytes(tensor))[0] for tensor in tensors.values()]
+    announced = weights.announced(changes)
+    assert (announced.base, announced.base_digest) == (3, base_digest(digests))
+    for change, tensor in zip(announced.changes, new.values(), strict=True):
+        assert change is None or change.digest == tensor_digests(tensor_bytes(tensor))[0]
+    weights.change(changes)
+    assert held(weights) == bytes_of(new) and weights.version is None
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 30])
+def test_more_changes_than_are_worth_it_are_taken_as_they_are(
+    tensors: Tensors, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr("rollout_service.client._sent_weights._COMPARED_AT_ONCE_BYTES", at_once)
+    weights, other = sent(tensors), {name: (tensor.float() + 1).to(tensor.dtype) for name, tensor in tensors.items()}
+    assert weights.changes_to(other.items()) is None
+    assert held(weights) == bytes_of(other) and weights.version is None
+
+
+def test_tensors_that_cannot_be_compared_leave_it_what_it_was(tensors: Tensors) -> None:
+    weights = sent(tensors)
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(stepped(tensors).items())[:2]
+        raise QuantizationError("norm[3] is nan")
+
+    with pytest.raises(QuantizationError):
+        weights.changes_to(broken())
+    assert held(weights) == bytes_of(tensors) and weights.version == 3
+
+
+def test_it_becomes_what_was_committed_since_unless_that_is_pushed_again(tensors: Tensors) -> None:
+    weights, new = sent(tensors), stepped(tensors)
+    changes = weights.changes_to(new.items())
+    assert changes is not None
+    weights.note_newer(5, changes)
+    weights.become_newer(5)
+    assert held(weights) == bytes_of(tensors) and weights.version == 3
+    assert weights.may_be_base_of(5, weights.table) and not weights.may_be_base_of(3, weights.table)
+    weights.become_newer("next")
+    assert held(weights) == bytes_of(new) and weights.version == 5
+    assert weights.may_be_base_of("next", weights.table) and not weights.may_be_base_of("next", weights.table[1:])
+    again = weights.changes_to(new.items())
+    assert again is not None and nbytes_of(again) == 0

@@ -1,0 +1,300 @@
+"""Versions through memory that trainer and ingest share, into the real ingest behind its real gateway."""
+
+import asyncio
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from rollout_service.client import RolloutClient, _shared_memory, _upload
+from rollout_service.client._tensors import TensorSource
+from rollout_service.errors import InvalidRequest, NotFound, NotShared, QuantizationError, UploadIncomplete
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.ingest.sources.shared_memory import TrainerMemory
+from rollout_service.protocol.upload import (
+    BeginUpload,
+    CommitUpload,
+    SharedMemorySource,
+    SharedTensor,
+    SharedTensors,
+)
+from rollout_service.shared_memory import SharedMemory
+from tests.unit.client.real_ingest import RealIngest, real_ingest
+from tests.unit.ingest.trainer import Weights, begin_of, changed, config_of, stream_of
+
+
+@pytest.fixture
+async def service(model: Path, tmp_path: Path) -> AsyncIterator[RealIngest]:
+    async with real_ingest(model, tmp_path / "log") as running:
+        yield running
+
+
+@pytest.fixture
+async def client(service: RealIngest) -> AsyncIterator[RolloutClient]:
+    async with RolloutClient(service.url, retries=1) as client:
+        yield client
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_shared_memory, "BATCH_BYTES", 100_000)
+
+
+@pytest.fixture
+def worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_upload, "LEAST_SHARED_BYTES", 0)
+
+
+async def how_it_came(service: RealIngest, version: int) -> str:
+    record = await service.ingest.committed(version)
+    assert record is not None
+    return "parts" if record.begin.source is None else type(record.begin.source).__name__
+
+
+@pytest.mark.usefixtures("small_batches")
+class TestPush:
+    @pytest.mark.parametrize("quantize", ["service", "trainer"])
+    async def test_the_version_is_the_one_that_parts_make(
+        self, service: RealIngest, client: RolloutClient, weights: Weights, quantize: _upload.Quantize
+    ) -> None:
+        in_parts = await client.push_weights(1, dict(weights), transport="http", wait="none")
+        shared = await client.push_weights(2, dict(weights), transport="shared_memory", quantize=quantize, wait="none")
+        assert shared.digest == in_parts.digest
+        assert await how_it_came(service, 2) == "SharedMemorySource"
+        service.log.verify(service.log.manifest(2))
+
+    async def test_progress_counts_every_byte(self, client: RolloutClient, weights: Weights) -> None:
+        seen: list[tuple[int, int]] = []
+        await client.push_weights(
+            1, dict(weights), transport="shared_memory", wait="none", progress=lambda *at: seen.append(at)
+        )
+        nbytes = len(stream_of(weights))
+        assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+        assert len(seen) > 3 and seen[-1] == (nbytes, nbytes)
+
+    async def test_memory_is_kept_for_the_next_push(self, client: RolloutClient, weights: Weights) -> None:
+        for version in (1, 2):
+            await client.push_weights(version, dict(weights), transport="shared_memory", wait="none")
+            if version == 1:
+                ring = client._uploader._ring
+        assert ring is not None and client._uploader._ring is ring
+
+    async def test_a_generator_and_tensors_of_any_layout_are_copied(
+        self, client: RolloutClient, weights: Weights
+    ) -> None:
+        whole = await client.push_weights(1, dict(weights), transport="http", wait="none")
+        table = TensorSource(dict(weights), None).table
+        strided = ((name, t.t().contiguous().t() if t.dim() == 2 else t) for name, t in weights.items())
+        again = await client.push_weights(2, strided, tensor_table=table, transport="shared_memory", wait="none")
+        assert again.digest == whole.digest
+
+    async def test_nan_is_refused_by_name_and_the_next_push_succeeds(
+        self, service: RealIngest, client: RolloutClient, weights: Weights
+    ) -> None:
+        bad = {name: t.clone() for name, t in weights.items()}
+        bad["model.norm.weight"][3] = float("nan")
+        with pytest.raises(QuantizationError, match=r"model\.norm\.weight\[3\]"):
+            await client.push_weights(1, bad, transport="shared_memory", wait="none")
+        assert service.log.versions() == [0]
+        status = await client.push_weights(1, dict(weights), transport="shared_memory", wait="none")
+        assert status.state == "committed"
+
+    async def test_a_label_and_the_next_number(self, client: RolloutClient, weights: Weights) -> None:
+        status = await client.push_weights(
+            "next", dict(weights), label="run/step-1", transport="shared_memory", wait="none"
+        )
+        assert (status.version, status.label) == (1, "run/step-1")
+
+    async def test_a_push_that_was_cancelled_is_pushed_again(
+        self, service: RealIngest, client: RolloutClient, weights: Weights
+    ) -> None:
+        sent = asyncio.Event()
+        push = asyncio.create_task(
+            client.push_weights(
+                1, dict(weights), transport="shared_memory", wait="none", progress=lambda *_: sent.set()
+            )
+        )
+        await sent.wait()
+        push.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await push
+        assert client._uploader._ring is None  # the ingest may be reading it still
+        other = changed(weights, 0.5)
+        await client.push_weights(1, other, transport="shared_memory", wait="none")
+        expected = await client.push_weights(2, other, transport="http", wait="none")
+        assert service.log.manifest(1).digest == expected.digest
+
+
+@pytest.mark.usefixtures("small_batches")
+class TestTheWayThatIsTaken:
+    async def test_a_small_version_goes_in_parts(
+        self, service: RealIngest, client: RolloutClient, weights: Weights
+    ) -> None:
+        await client.push_weights(1, dict(weights), wait="none")
+        assert await how_it_came(service, 1) == "parts"
+
+    @pytest.mark.usefixtures("worth_sharing")
+    async def test_a_large_one_is_shared(self, service: RealIngest, client: RolloutClient, weights: Weights) -> None:
+        await client.push_weights(1, dict(weights), wait="none")
+        assert await how_it_came(service, 1) == "SharedMemorySource"
+
+    @pytest.mark.usefixtures("worth_sharing")
+    async def test_from_another_machine_it_goes_in_parts(
+        self, service: RealIngest, client: RolloutClient, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(_shared_memory, "machine", lambda: "another")
+        await client.push_weights(1, dict(weights), wait="none")
+        assert await how_it_came(service, 1) == "parts"
+        with pytest.raises(NotShared, match="another machine"):
+            await client.push_weights(2, dict(weights), transport="shared_memory", wait="none")
+
+    @pytest.mark.usefixtures("worth_sharing")
+    async def test_a_version_that_the_service_dropped_is_sent_in_parts(
+        self, service: RealIngest, client: RolloutClient, weights: Weights
+    ) -> None:
+        discarding: list[asyncio.Task[None]] = []
+
+        def drop(done: int, total: int) -> None:
+            if not discarding:
+                discarding.append(asyncio.create_task(service.ingest.discard(1)))
+
+        status = await client.push_weights(1, dict(weights), wait="none", progress=drop)
+        assert status.state == "committed" and await how_it_came(service, 1) == "parts"
+
+    async def test_an_unknown_transport_is_refused(self, client: RolloutClient, weights: Weights) -> None:
+        with pytest.raises(ValueError, match="transport='pigeon': it is one of auto, http, shared_memory"):
+            await client.push_weights(1, dict(weights), transport="pigeon")  # type: ignore[call-overload]
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    memory = SharedMemory.create(1 << 20)
+    yield memory
+    memory.close()
+
+
+def source_of(memory: SharedMemory, weights: Weights, transfer: str = "a" * 32) -> SharedMemorySource:
+    from rollout_service.shared_memory import machine
+
+    return SharedMemorySource(
+        transfer=transfer,
+        machine=machine(),
+        process=os.getpid(),
+        descriptor=memory.descriptor,
+        memory=memory.name,
+        tensors=begin_of(1, weights).tensors,
+    )
+
+
+def batch_of(number: int, *tensors: tuple[str, int], transfer: str = "a" * 32) -> SharedTensors:
+    placed = tuple(SharedTensor(name=name, offset=offset) for name, offset in tensors)
+    return SharedTensors(transfer=transfer, batch=number, tensors=placed)
+
+
+class TestWhatIsRefused:
+    @pytest.fixture(autouse=True)
+    async def begun(self, ingest: Ingest, memory: SharedMemory, weights: Weights) -> None:
+        await ingest.begin(BeginUpload(version=1, source=source_of(memory, weights)))
+
+    @pytest.mark.parametrize(
+        ("tensors", "complaint"),
+        [
+            ([("nobody", 0)], "nobody was not announced"),
+            ([("model.norm.weight", 0), ("model.norm.weight", 64)], "comes twice"),
+            ([("model.norm.weight", 32)], "multiples of 64"),
+            ([("model.norm.weight", 1 << 20)], "the memory has 1048576 bytes"),
+        ],
+    )
+    async def test_a_place_outside(self, ingest: Ingest, tensors: list[tuple[str, int]], complaint: str) -> None:
+        with pytest.raises(InvalidRequest, match=complaint):
+            await ingest.take_shared(1, batch_of(0, *tensors))
+
+    async def test_a_commit_of_what_has_not_come(self, ingest: Ingest, weights: Weights) -> None:
+        await ingest.take_shared(1, batch_of(0, ("model.norm.weight", 0)))
+        await ingest.take_shared(1, batch_of(0, ("model.norm.weight", 0)))  # the answer was lost
+        with pytest.raises(UploadIncomplete, match=f"lacks {len(weights) - 1} tensors"):
+            await ingest.commit(1, CommitUpload())
+
+    async def test_another_push_of_this_trainer_takes_its_place(
+        self, ingest: Ingest, memory: SharedMemory, weights: Weights
+    ) -> None:
+        await ingest.begin(BeginUpload(version=1, source=source_of(memory, weights, "b" * 32)))
+        with pytest.raises(Exception, match=f"staged by another push than {'a' * 32}"):
+            await ingest.take_shared(1, batch_of(0, ("model.norm.weight", 0)))
+        await ingest.take_shared(1, batch_of(0, ("model.norm.weight", 0), transfer="b" * 32))
+
+    async def test_an_ingest_that_starts_anew_says_that_it_must_be_pushed_again(
+        self, ingest: Ingest, model: Path
+    ) -> None:
+        await ingest.stop()
+        again = Ingest(config_of(model, ingest._log.root))
+        await again.start()
+        with pytest.raises(NotFound, match="cannot be read again: push it anew"):
+            await again.take_shared(1, batch_of(0, ("model.norm.weight", 0)))
+        await again.stop()
+
+
+class TestMemory:
+    def test_another_process_sees_what_is_written(self, memory: SharedMemory) -> None:
+        memory.view[:5] = b"hello"
+        code = (
+            "import sys; from rollout_service.shared_memory import SharedMemory as M; "
+            "m = M.open(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]); print(bytes(m.view[:5]).decode())"
+        )
+        arguments = [str(os.getpid()), str(memory.descriptor), memory.name]
+        run = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
+        assert run.stdout.strip() == "hello"
+
+    def test_it_cannot_shrink(self, memory: SharedMemory) -> None:
+        with pytest.raises(PermissionError):
+            os.ftruncate(memory.descriptor, mmap.PAGESIZE)
+
+    def test_memory_that_could_shrink_is_refused(self) -> None:
+        fd = os.memfd_create("rollout-weights-" + "0" * 32)
+        os.ftruncate(fd, 100)
+        with pytest.raises(OSError, match="can shrink"):
+            SharedMemory.open(os.getpid(), fd, "0" * 32)
+        os.close(fd)
+
+    def test_another_file_of_the_trainer_is_refused(self, memory: SharedMemory, tmp_path: Path) -> None:
+        with (tmp_path / "file").open("w") as file, pytest.raises(FileNotFoundError, match="not the memory"):
+            SharedMemory.open(os.getpid(), file.fileno(), memory.name)
+
+    def test_what_its_trainer_gave_up_is_let_go(self, weights: Weights) -> None:
+        memory = SharedMemory.create(1 << 20)
+        opened, source = TrainerMemory(), source_of(memory, weights)
+        opened.open(source)
+        opened.prune(set())
+        assert list(opened._opened) == [memory.name]
+        memory.close()
+        opened.prune({memory.name})
+        assert list(opened._opened) == [memory.name]
+        opened.prune(set())
+        assert opened._opened == {}
+
+    def test_what_is_registered_is_given_back(self, memory: SharedMemory, weights: Weights) -> None:
+        registered: list[int] = []
+
+        def register(view: memoryview):  # type: ignore[no-untyped-def]
+            registered.append(torch.frombuffer(view, dtype=torch.uint8).data_ptr())
+            return registered.clear
+
+        opened = TrainerMemory(register)
+        opened.open(source_of(memory, weights))
+        opened.open(source_of(memory, weights))
+        assert len(registered) == 1
+        opened.close()
+        assert registered == []
+
+
+async def test_the_route_wants_authorization(model: Path, tmp_path: Path) -> None:
+    async with real_ingest(model, tmp_path / "log", token="t" * 16) as service, httpx.AsyncClient() as http:
+        body = batch_of(0, ("a", 0)).model_dump(mode="json")
+        reply = await http.post(f"{service.url}/v1/weights/1/shared", json=body)
+        assert reply.status_code == 401

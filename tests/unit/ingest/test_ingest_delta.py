@@ -1,0 +1,410 @@
+"""Changes of a version in the log, as the ingest takes them: sound, unsound, interrupted, and without their base."""
+
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from rollout_service.config import ServiceConfig
+from rollout_service.errors import (
+    DeltaBaseGone,
+    InvalidDelta,
+    InvalidManifest,
+    NotFound,
+    QuantizationError,
+    VersionConflict,
+)
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.model.convert import Converter, tensor_bytes
+from rollout_service.protocol import delta
+from rollout_service.protocol.upload import (
+    DTYPE_BYTES,
+    BeginUpload,
+    CommitUpload,
+    Delta,
+    RollBack,
+    TensorChange,
+    UploadPlan,
+    base_digest,
+)
+from rollout_service.protocol.weights import WeightStatus
+from rollout_service.store.log import WeightLog
+from rollout_service.store.manifest import tensor_digests
+from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, open_files
+
+UP_PROJ = "model.layers.0.mlp.up_proj.weight"
+NORM = "model.norm.weight"
+Stored = dict[str, torch.Tensor]
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    return tensor_digests(tensor_bytes(tensor))[0]
+
+
+class DeltaTrainer(Trainer):
+    """Sends what changed, and may lie about it."""
+
+    async def stored(self, weights: Weights) -> Stored:
+        """``weights`` as the service stores them."""
+        return dict(Converter(await self._ingest.recipe()).convert(weights.items()))
+
+    async def begin_delta(
+        self, version: int, base: int, old: Stored, new: Stored, **lies: object
+    ) -> tuple[UploadPlan, bytes]:
+        """Announce it; returns what is to be sent, too."""
+        announced, stream = delta_of(version, base, old, new)
+        if lies:
+            assert announced.delta is not None
+            announced = announced.model_copy(update={"delta": announced.delta.model_copy(update=lies)})
+        return await self._ingest.begin(announced), stream
+
+    async def send(self, plan: UploadPlan, stream: bytes, parts: slice = slice(None)) -> None:
+        """Those of the missing parts."""
+        for part in plan.missing_parts[parts]:
+            data = stream[part * plan.part_bytes : (part + 1) * plan.part_bytes]
+            assert (await self.put(plan.version, part, data)).status_code == 200
+
+    async def push_delta(self, version: int, base: int, old: Stored, new: Stored) -> WeightStatus:
+        """All of it."""
+        await self.send(*await self.begin_delta(version, base, old, new))
+        return await self._ingest.commit(version, CommitUpload())
+
+
+def delta_of(version: int, base: int, old: Stored, new: Stored) -> tuple[BeginUpload, bytes]:
+    """Announcement and stream of a sound delta."""
+    begin, stream, changes = begin_of(version, new), b"", []
+    for tensor in begin.tensors:
+        before, after = tensor_bytes(old[tensor.name]), tensor_bytes(new[tensor.name])
+        encoded = delta.encode(before, after, DTYPE_BYTES[tensor.dtype])
+        stream += encoded
+        digest = digest_of(new[tensor.name])
+        changes.append(TensorChange(nbytes=len(encoded), digest=digest) if encoded else None)
+    of_base = base_digest(digest_of(old[tensor.name]) for tensor in begin.tensors)
+    return begin.model_copy(update={"delta": Delta(base=base, base_digest=of_base, changes=tuple(changes))}), stream
+
+
+def scattered(weights: Weights, seed: int, share: float = 0.02) -> dict[str, torch.Tensor]:
+    """Other weights, of which most elements are what they were."""
+    generator, new = torch.Generator().manual_seed(seed), {}
+    for name, tensor in weights.items():
+        hit = torch.rand(tensor.shape, generator=generator) < share
+        new[name] = torch.where(hit, tensor.float() * 1.07 + 1e-4, tensor.float()).to(tensor.dtype)
+    return new
+
+
+@pytest.fixture
+def config(model: Path, tmp_path: Path) -> ServiceConfig:
+    return config_of(model, tmp_path / "log", weights={"part_bytes": 4 << 10})
+
+
+@pytest.fixture
+async def trainer(ingest: Ingest) -> DeltaTrainer:
+    return DeltaTrainer(ingest)
+
+
+@pytest.fixture
+async def old(trainer: DeltaTrainer, weights: Weights) -> Stored:
+    """What version 1 of the log stores."""
+    await trainer.push(1, changed(weights, 0.25))
+    return await trainer.stored(changed(weights, 0.25))
+
+
+@pytest.fixture
+async def new(trainer: DeltaTrainer, weights: Weights) -> Stored:
+    """What a version 2 is to store."""
+    return await trainer.stored(scattered(changed(weights, 0.25), 2))
+
+
+Restart = Callable[[], Awaitable[Ingest]]
+
+
+@pytest.fixture
+async def restarted(config: ServiceConfig, ingest: Ingest) -> AsyncIterator[Restart]:
+    """Ends the ingest that runs and starts another on the same log."""
+    running = [ingest]
+
+    async def restart() -> Ingest:
+        await running[-1].stop()
+        running.append(Ingest(config))
+        await running[-1].start()
+        return running[-1]
+
+    yield restart
+    await running[-1].stop()
+
+
+def require_stored(log: WeightLog, version: int, expected: Mapping[str, torch.Tensor]) -> None:
+    """A version is sound and stores these tensors."""
+    manifest = log.manifest(version)
+    log.verify(manifest)
+    assert {tensor.name: tensor.digest for tensor in manifest.tensors} == {n: digest_of(t) for n, t in expected.items()}
+
+
+class TestApplied:
+    async def test_it_makes_the_version_that_all_tensors_make(
+        self, trainer: DeltaTrainer, log: WeightLog, old: Stored, new: Stored
+    ) -> None:
+        by_delta = await trainer.push_delta(2, 1, old, new)
+        require_stored(log, 2, new)
+        assert (await trainer.push(3, new)).digest == by_delta.digest
+
+    async def test_parts_may_come_in_any_order(
+        self, trainer: DeltaTrainer, log: WeightLog, old: Stored, new: Stored
+    ) -> None:
+        plan, stream = await trainer.begin_delta(2, 1, old, new)
+        assert plan.num_parts > 5
+        await trainer.send(plan, stream, slice(None, None, -1))
+        await trainer._ingest.commit(2, CommitUpload())
+        require_stored(log, 2, new)
+
+    async def test_one_tensor_changed(self, trainer: DeltaTrainer, log: WeightLog, old: Stored, new: Stored) -> None:
+        one = {**old, NORM: new[NORM]}
+        plan, stream = await trainer.begin_delta(2, 1, old, one)
+        assert plan.num_parts == 1
+        await trainer.send(plan, stream)
+        await trainer._ingest.commit(2, CommitUpload())
+        require_stored(log, 2, one)
+
+    async def test_a_part_that_makes_many_tensors_whole_is_applied_in_batches(
+        self, trainer: DeltaTrainer, log: WeightLog, old: Stored, new: Stored, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("rollout_service.ingest.upload_session.BATCH_BYTES", 1)
+        await trainer.push_delta(2, 1, old, new)
+        require_stored(log, 2, new)
+
+    async def test_a_part_that_takes_another_ones_place_is_applied_to_the_base_again(
+        self, trainer: DeltaTrainer, log: WeightLog, old: Stored, new: Stored
+    ) -> None:
+        announced, stream = delta_of(2, 1, old, new)
+        plan = await trainer._ingest.begin(announced.model_copy(update={"uploader": "began"}))
+        damaged = bytearray(stream)
+        damaged[plan.part_bytes + 7] ^= 0xFF
+        await trainer.send(plan, bytes(damaged))
+        data = stream[plan.part_bytes : 2 * plan.part_bytes]
+        assert (await trainer.put(2, 1, data, **{"X-Uploader": "began"})).status_code == 200
+        await trainer._ingest.commit(2, CommitUpload())
+        require_stored(log, 2, new)
+
+    async def test_it_leaves_no_file_open(
+        self, trainer: DeltaTrainer, ingest: Ingest, old: Stored, new: Stored
+    ) -> None:
+        before = open_files()
+        await trainer.push_delta(2, 1, old, new)
+        await trainer.begin_delta(3, 2, new, old)
+        await ingest.discard(3)
+        for base in (7, 1):
+            with pytest.raises(DeltaBaseGone):
+                await trainer.begin_delta(9, base, new, old)
+        assert open_files() == before
+
+
+class TestBase:
+    @pytest.mark.parametrize(
+        ("base", "lie", "complaint"),
+        [
+            (7, {}, r"version 7 is not in the log; it holds \[0, 1\]"),
+            (0, {}, r"its tensors hash to \w{32}, and not to \w{32} as the delta says"),
+            (1, {"base_digest": "0" * 32}, "its tensors hash to"),
+        ],
+    )
+    async def test_a_base_that_is_not_in_the_log_is_refused_at_once(
+        self,
+        trainer: DeltaTrainer,
+        ingest: Ingest,
+        old: Stored,
+        new: Stored,
+        base: int,
+        lie: dict[str, object],
+        complaint: str,
+    ) -> None:
+        what = f"version 9 comes as a delta of version {base}, which cannot be changed: .*{complaint}.* Push the whole"
+        with pytest.raises(DeltaBaseGone, match=what):
+            await trainer.begin_delta(9, base, old, new, **lie)
+        assert [status.version for status in await ingest.versions()] == [0, 1]
+        await trainer.push(9, new)
+
+    async def test_tensors_as_the_base_does_not_store_them_are_refused(
+        self, trainer: DeltaTrainer, old: Stored, new: Stored
+    ) -> None:
+        wide = {name: t.float() if name == NORM else t for name, t in new.items()}
+        with pytest.raises(
+            DeltaBaseGone, match=rf"{NORM} is announced as float32\[256\], and it holds bfloat16\[256\]"
+        ):
+            await trainer.begin_delta(2, 1, {**old, NORM: old[NORM].float()}, wide)
+        with pytest.raises(InvalidManifest, match="unknown: other"):
+            await trainer.begin_delta(2, 1, {**old, "other": old[NORM]}, {**new, "other": new[NORM]})
+
+    async def test_it_stays_in_the_log_while_a_delta_of_it_is_staged(
+        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, weights: Weights, old: Stored, new: Stored
+    ) -> None:
+        await trainer.push(2, weights)
+        plan, stream = await trainer.begin_delta(5, 1, old, new)
+        await trainer.push(3, weights)
+        await trainer.push(4, weights)
+        assert log.versions() == [1, 3, 4]
+        await trainer.send(plan, stream)
+        await ingest.commit(5, CommitUpload())
+        require_stored(log, 5, new)
+        assert log.versions() == [4, 5]
+
+    async def test_a_delta_that_is_dropped_keeps_no_base(
+        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, weights: Weights, old: Stored, new: Stored
+    ) -> None:
+        await trainer.begin_delta(9, 1, old, new)
+        await ingest.discard(9)
+        await trainer.push(2, weights)
+        await trainer.push(3, weights)
+        assert log.versions() == [2, 3]
+
+    async def test_one_that_an_operator_removes_is_read_to_the_end_all_the_same(
+        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, weights: Weights, old: Stored, new: Stored
+    ) -> None:
+        await trainer.push(2, weights)
+        plan, stream = await trainer.begin_delta(3, 1, old, new)
+        log.drop(1)
+        await trainer.send(plan, stream)
+        await ingest.commit(3, CommitUpload())
+        require_stored(log, 3, new)
+
+    async def test_a_damaged_one_fails_the_version_and_all_tensors_mend_it(
+        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored, new: Stored
+    ) -> None:
+        stored = next(tensor for tensor in log.manifest(1).tensors if tensor.name == UP_PROJ)
+        with (log.folder(1) / stored.file).open("r+b") as file:
+            file.seek(stored.offset + 11)
+            file.write(b"\x01\x02\x03")
+        with pytest.raises(DeltaBaseGone, match=rf"delta of version 1, .*{UP_PROJ} in {stored.file}: chunk 0 of 1"):
+            await trainer.push_delta(2, 1, old, new)
+        assert (await ingest.fleet()).latest_version == 1
+        await trainer.push(2, new)
+        require_stored(log, 2, new)
+
+
+class TestCorrupted:
+    async def test_changes_that_do_not_decode_fail_the_version_by_name(
+        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored, new: Stored
+    ) -> None:
+        one = {**old, NORM: new[NORM]}
+        plan, stream = await trainer.begin_delta(2, 1, old, one)
+        await trainer.send(plan, b"\x07" + stream[1:])
+        with pytest.raises(
+            InvalidDelta,
+            match=rf"version 2: the changes of {NORM} since version 1 cannot be decoded: segment 0: it begins with 7",
+        ) as refused:
+            await ingest.commit(2, CommitUpload())
+        assert refused.value.detail == {"version": 2, "base": 1, "tensor": NORM}
+        assert (await ingest.fleet()).latest_version == 1
+        staged = await ingest.status(2)
+        assert staged.error is not None and staged.error.type == "InvalidDelta"
+        await trainer.push(2, one)
+        require_stored(log, 2, one)
+
+    @pytest.mark.parametrize("name", [UP_PROJ, NORM, f"{UP_PROJ}_scale_inv"])
+    async def test_a_result_other_than_announced_fails_the_version_by_name(
+        self, trainer: DeltaTrainer, ingest: Ingest, old: Stored, new: Stored, name: str
+    ) -> None:
+        announced, stream = delta_of(2, 1, old, new)
+        assert announced.delta is not None
+        index = list(new).index(name)
+        changes = list(announced.delta.changes)
+        honest = changes[index]
+        assert honest is not None
+        changes[index] = honest.model_copy(update={"digest": "ab" * 16})
+        lie = announced.delta.model_copy(update={"changes": tuple(changes)})
+        plan = await ingest.begin(announced.model_copy(update={"delta": lie}))
+        await trainer.send(plan, stream)
+        said = f"the changes of {name} since version 1 make a tensor that hashes to {honest.digest}, and not to abab"
+        with pytest.raises(InvalidDelta, match=re.escape(said)):
+            await ingest.commit(2, CommitUpload())
+        assert (await ingest.fleet()).latest_version == 1
+
+    async def test_a_result_that_is_no_number_is_refused_as_any_other(
+        self, trainer: DeltaTrainer, ingest: Ingest, old: Stored, new: Stored
+    ) -> None:
+        broken = {**new, NORM: new[NORM].clone()}
+        broken[NORM][3] = torch.nan
+        with pytest.raises(QuantizationError, match=rf"{NORM}\[3\] is nan"):
+            await trainer.push_delta(2, 1, old, broken)
+
+    async def test_announcements_that_cannot_be(self, old: Stored, new: Stored) -> None:
+        announced, _ = delta_of(2, 1, old, new)
+        assert announced.delta is not None
+        first = announced.delta.changes[0]
+        assert first is not None
+        known = announced.model_dump()
+
+        def with_delta(**lies: object) -> dict[str, object]:
+            return {**known, "delta": {**known["delta"], **lies}}
+
+        huge = first.model_copy(update={"nbytes": 2 * announced.tensors[0].nbytes}).model_dump()
+        for lie, complaint in (
+            (with_delta(changes=known["delta"]["changes"][1:]), r"entries for \d+ tensors"),
+            (with_delta(changes=[huge, *known["delta"]["changes"][1:]]), "more than the tensor itself"),
+            (with_delta(base=2), "version 2 cannot be a delta of version 2"),
+            (with_delta(changes=[{"nbytes": 0, "digest": first.digest}] * len(new)), "greater than 0"),
+            ({**known, "tensors": [], "source": {"path": "/tmp/weights"}}, r"entries for 0 tensors"),
+        ):
+            with pytest.raises(ValidationError, match=complaint):
+                BeginUpload.model_validate(lie)
+
+
+class TestAgain:
+    async def test_the_same_delta_goes_on_and_another_conflicts(
+        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored, new: Stored
+    ) -> None:
+        plan, stream = await trainer.begin_delta(2, 1, old, new)
+        await trainer.send(plan, stream, slice(0, 3))
+        again, _ = await trainer.begin_delta(2, 1, old, new)
+        assert again.missing_parts == plan.missing_parts[3:]
+        with pytest.raises(VersionConflict, match="version 2 is staged with a delta of other bytes"):
+            await trainer.begin_delta(2, 1, old, {**new, NORM: old[NORM]})
+        with pytest.raises(VersionConflict, match="version 2 is staged with tensors where one has a delta"):
+            await ingest.begin(begin_of(2, new))
+        await trainer.send(again, stream)
+        await ingest.commit(2, CommitUpload())
+        require_stored(log, 2, new)
+        committed, _ = await trainer.begin_delta(2, 1, old, new)
+        assert (committed.state, committed.missing_parts, len(committed.digests)) == ("committed", (), plan.num_parts)
+
+    @pytest.mark.parametrize("parts", [0, 3, None], ids=["none", "some", "all"])
+    async def test_a_restarted_ingest_goes_on_with_the_parts_that_are_there(
+        self, trainer: DeltaTrainer, restarted: Restart, log: WeightLog, old: Stored, new: Stored, parts: int | None
+    ) -> None:
+        plan, stream = await trainer.begin_delta(2, 1, old, new)
+        await trainer.send(plan, stream, slice(0, parts))
+        ingest = await restarted()
+        left = () if parts is None else plan.missing_parts[parts:]
+        assert (await ingest.status(2)).missing_parts == left
+        other = DeltaTrainer(ingest)
+        again, _ = await other.begin_delta(2, 1, old, new)
+        await other.send(again, stream)
+        assert (await ingest.commit(2, CommitUpload())).state == "committed"
+        require_stored(log, 2, new)
+        assert (await other.push(3, new)).digest == (await ingest.status(2)).digest
+
+    async def test_a_restarted_ingest_drops_it_if_the_base_is_gone(
+        self, trainer: DeltaTrainer, restarted: Restart, log: WeightLog, weights: Weights, old: Stored, new: Stored
+    ) -> None:
+        await trainer.push(2, weights)
+        plan, stream = await trainer.begin_delta(3, 1, old, new)
+        await trainer.send(plan, stream)
+        log.drop(1)
+        ingest = await restarted()
+        with pytest.raises(NotFound, match=r"3\.parts cannot be taken up again: .*version 1 is not in the log"):
+            await ingest.status(3)
+        assert not list((log.root / "staging").iterdir())
+        await DeltaTrainer(ingest).push(3, new)
+        require_stored(log, 3, new)
+
+    async def test_a_rollback_of_a_version_that_came_as_a_delta(
+        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored, new: Stored
+    ) -> None:
+        await trainer.push_delta(2, 1, old, new)
+        await trainer.push_delta(3, 2, new, old)
+        await ingest.roll_back(RollBack(to=2))
+        require_stored(log, 4, new)
+        await trainer.push_delta(5, 4, new, old)
+        require_stored(log, 5, old)

@@ -1,0 +1,92 @@
+"""An ingest whose log is in memory: the same versions as on a disk, written into files of dropped ones."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollout_service.config import ServiceConfig
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.store.log import WeightLog
+from tests.unit.ingest.test_ingest_delta import DeltaTrainer, require_stored, scattered
+from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+async def pushed(config: ServiceConfig, weights: Weights, versions: int) -> tuple[list[str | None], list[set[int]]]:
+    """Digests of versions 1 to ``versions``, and the files that each lay in."""
+    ingest = Ingest(config)
+    await ingest.start()
+    log, digests, inodes = WeightLog(config.weights.root), [], []
+    try:
+        for version in range(1, versions + 1):
+            status = await Trainer(ingest).push(version, changed(weights, version / 64))
+            digests.append(status.digest)
+            inodes.append({path.stat().st_ino for path in log.folder(version).glob("*.safetensors")})
+            log.verify(log.manifest(version))
+    finally:
+        await ingest.stop()
+    return digests, inodes
+
+
+async def test_versions_have_the_digests_that_they_have_on_a_disk(
+    model: Path, weights: Weights, root: Path, tmp_path: Path
+) -> None:
+    in_memory, _ = await pushed(config_of(model, root), weights, 2)
+    on_disk, _ = await pushed(config_of(model, tmp_path / "log"), weights, 2)
+    assert in_memory == on_disk
+    assert None not in on_disk
+
+
+async def test_a_version_is_written_into_the_files_of_one_that_was_dropped(
+    model: Path, weights: Weights, root: Path
+) -> None:
+    digests, inodes = await pushed(config_of(model, root), weights, 6)
+    assert len(set(digests)) == 6
+    assert len(set.union(*inodes)) == 3 * len(inodes[0])  # two are kept, and one is being written
+
+
+class NoBuffers:
+    """Where tensors are made that would then be copied."""
+
+    def take(self, nbytes: int) -> memoryview:
+        raise AssertionError(f"{nbytes} bytes are made elsewhere")
+
+
+async def test_deltas_are_applied_where_their_versions_lie(
+    model: Path, weights: Weights, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests: dict[Path, list[str | None]] = {}
+    for folder in (tmp_path / "log", root):
+        config = config_of(model, folder, weights={"part_bytes": 4 << 10})
+        ingest = Ingest(config)
+        await ingest.start()
+        trainer, log = DeltaTrainer(ingest), WeightLog(folder)
+        old = await trainer.stored(changed(weights, 1 / 64))
+        digests[folder] = [(await trainer.push(1, old)).digest]
+        if folder == root:
+            monkeypatch.setattr("rollout_service.ingest.sources.delta.ThreadBuffers", NoBuffers)
+        for version in range(2, 6):
+            new = await trainer.stored(scattered(changed(weights, 1 / 64), version))
+            digests[folder].append((await trainer.push_delta(version, version - 1, old, new)).digest)
+            require_stored(log, version, new)
+            old = new
+        await ingest.stop()
+    assert digests[root] == digests[tmp_path / "log"]
+
+
+async def test_an_ingest_that_starts_anew_uses_the_files_again(model: Path, weights: Weights, root: Path) -> None:
+    _, before = await pushed(config_of(model, root), weights, 4)
+    ingest = Ingest(config_of(model, root))
+    await ingest.start()
+    await Trainer(ingest).push(9, weights)
+    await ingest.stop()
+    log = WeightLog(root)
+    assert {path.stat().st_ino for path in log.folder(9).glob("*.safetensors")} <= set.union(*before)
+    log.verify(log.manifest(9))

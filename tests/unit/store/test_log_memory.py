@@ -1,0 +1,229 @@
+"""A log in memory: what a version was written into is written again by a later one, and never under a reader."""
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_service.errors import LogCorrupt
+from rollout_service.protocol.tensors import TensorSlot
+from rollout_service.store.log import WeightLog
+from rollout_service.store.manifest import Manifest, Recipe, StoredTensor
+from rollout_service.store.mapped_files import MappedFiles, is_in_memory, open_version_file
+from rollout_service.store.reading import VersionReader, pieces
+from rollout_service.store.spare_files import SpareFiles
+from rollout_service.store.writer import LogMemory, VersionWriter
+
+SIZES = {"a": 300_000, "b": 1_200_000, "c": 7}
+SLOTS = [TensorSlot(name=name, dtype="float32", shape=(size,)) for name, size in SIZES.items()]
+MAX_FILE_BYTES = 3 << 20
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def log(root: Path) -> WeightLog:
+    return WeightLog(root)
+
+
+@pytest.fixture
+def memory(root: Path) -> LogMemory:
+    memory = LogMemory.of(root, None)
+    assert memory is not None
+    return memory
+
+
+def numbers(version: int, name: str) -> np.ndarray:
+    return np.random.default_rng([version, len(name), ord(name)]).random(SIZES[name], dtype=np.float32)
+
+
+def commit(log: WeightLog, memory: LogMemory | None, version: int) -> Manifest:
+    folder = log.staging(version)
+    folder.mkdir(parents=True)
+    writer = VersionWriter(folder, SLOTS, MAX_FILE_BYTES, memory)
+    for slot in SLOTS:
+        if writer.has_rooms:
+            writer.room(slot.name)[:] = numbers(version, slot.name).view(np.uint8).data
+            writer.filled(slot.name)
+        else:
+            writer.write(slot.name, numbers(version, slot.name).data)
+    manifest = manifest_of(version, writer.finish())
+    log.commit(manifest, "keep")
+    return manifest
+
+
+def manifest_of(version: int, tensors: tuple[StoredTensor, ...]) -> Manifest:
+    return Manifest(version=version, fingerprint="f", recipe=Recipe(weights="none"), tensors=tensors)
+
+
+def files_of(log: WeightLog, version: int) -> dict[str, int]:
+    return {path.name: path.stat().st_ino for path in log.folder(version).glob("*.safetensors")}
+
+
+def test_a_tmpfs_is_memory_and_a_disk_is_not(root: Path, tmp_path: Path) -> None:
+    assert is_in_memory(root)
+    assert is_in_memory(tmp_path) == (tmp_path.stat().st_dev == root.stat().st_dev)
+    with pytest.raises(FileNotFoundError):
+        is_in_memory(root / "none")
+
+
+def test_a_log_on_a_disk_has_no_memory(tmp_path: Path) -> None:
+    if is_in_memory(tmp_path):
+        pytest.skip("temporary files lie in memory here")
+    assert LogMemory.of(tmp_path, None) is None
+    assert not SpareFiles.are_kept_in(tmp_path)
+
+
+def test_a_version_is_the_same_in_memory_and_on_disk(log: WeightLog, memory: LogMemory, tmp_path: Path) -> None:
+    in_memory, on_disk = commit(log, memory, 1), commit(WeightLog(tmp_path), None, 1)
+    assert in_memory == on_disk
+    for name in in_memory.files():
+        assert (log.folder(1) / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
+
+
+def test_files_of_a_dropped_version_are_written_again_and_stay_mapped(log: WeightLog, memory: LogMemory) -> None:
+    commit(log, memory, 1)
+    inodes, mapped = files_of(log, 1), len(memory.mapped._held)
+    commit(log, memory, 2)
+    log.drop(1, memory.spare)
+    third = commit(log, memory, 3)
+    assert files_of(log, 3) == inodes or set(files_of(log, 3).values()) == set(inodes.values())
+    assert len(memory.mapped._held) == 2 * mapped  # of versions 2 and 3
+    log.verify(third)
+    assert list((log.root / "spare").iterdir()) == []
+
+
+def test_a_file_that_is_read_is_not_written_again(log: WeightLog, memory: LogMemory) -> None:
+    first = commit(log, memory, 1)
+    inodes = set(files_of(log, 1).values())
+    with VersionReader(log.folder(1), first) as reader:
+        commit(log, memory, 2)
+        log.drop(1, memory.spare)
+        commit(log, memory, 3)
+        buffer = memoryview(bytearray(8 << 20))
+        for piece in pieces([(t, c) for t in first.tensors for c in t.chunks()], 8 << 20):
+            reader.read(piece, buffer)  # it checks them
+    assert inodes.isdisjoint(files_of(log, 3).values())
+
+
+def test_a_file_that_a_rolled_back_version_has_too_is_not_written_again(log: WeightLog, memory: LogMemory) -> None:
+    first = commit(log, memory, 1)
+    linked = log.root / "linked"
+    os.link(log.folder(1) / first.tensors[0].file, linked)
+    before = linked.read_bytes()
+    commit(log, memory, 2)
+    log.drop(1, memory.spare)
+    commit(log, memory, 3)
+    assert linked.read_bytes() == before
+
+
+def test_who_opens_a_file_of_a_version_that_is_dropped_meanwhile_is_told(
+    log: WeightLog, memory: LogMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, lock = commit(log, memory, 1), fcntl.flock
+    commit(log, memory, 2)
+
+    def drop_and_lock(fd: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        log.drop(1, memory.spare)
+        lock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", drop_and_lock)
+    with pytest.raises(FileNotFoundError):
+        open_version_file(log.folder(1) / first.tensors[0].file)
+
+
+def test_spare_files_of_another_layout_make_room(log: WeightLog, memory: LogMemory) -> None:
+    commit(log, memory, 1)
+    commit(log, memory, 2)
+    log.drop(1, memory.spare)
+    assert len(list((log.root / "spare").iterdir())) == len(files_of(log, 2))
+    folder = log.staging(3)
+    folder.mkdir(parents=True)
+    VersionWriter(folder, SLOTS[:1], memory=memory).close()
+    assert list((log.root / "spare").iterdir()) == []
+
+
+def test_of_two_dropped_versions_one_is_kept(log: WeightLog, memory: LogMemory) -> None:
+    for version in (1, 2, 3):
+        commit(log, memory, version)
+    inodes = files_of(log, 2)
+    log.drop(1, memory.spare)
+    log.drop(2, memory.spare)
+    assert {path.stat().st_ino for path in (log.root / "spare").iterdir()} == set(inodes.values())
+
+
+def test_a_view_is_checked_where_the_file_is_mapped(log: WeightLog, memory: LogMemory) -> None:
+    manifest = commit(log, memory, 1)
+    [piece, *_] = pieces([(t, c) for t in manifest.tensors for c in t.chunks()], 1 << 20)
+    mapped = MappedFiles()
+    with VersionReader(log.folder(1), manifest, mapped) as reader:
+        assert reader.is_mapped
+        held = np.frombuffer(reader.view(piece), np.float32)
+        assert (held == numbers(1, "a")[: held.size]).all()
+        with open(log.folder(1) / piece.file, "r+b") as stream:
+            stream.seek(piece.offset + 5)
+            stream.write(b"\xff")
+        with pytest.raises(LogCorrupt, match="a in weights-00001"):
+            reader.view(piece)
+
+
+def test_a_file_that_a_reader_has_mapped_is_written_again_once_it_is_closed(log: WeightLog, memory: LogMemory) -> None:
+    first, mapped = commit(log, memory, 1), MappedFiles()
+    inodes = set(files_of(log, 1).values())
+    VersionReader(log.folder(1), first, mapped).close()
+    commit(log, memory, 2)
+    log.drop(1, memory.spare)
+    third = commit(log, memory, 3)
+    assert inodes == set(files_of(log, 3).values())
+    [piece, *_] = pieces([(t, c) for t in third.tensors for c in t.chunks()], 1 << 20)
+    held = len(mapped._held)
+    with VersionReader(log.folder(3), third, mapped) as reader:
+        assert (np.frombuffer(reader.view(piece), np.float32)[:1000] == numbers(3, "a")[:1000]).all()
+    assert len(mapped._held) == held
+
+
+class Registrations:
+    """Counts what is registered and what is given back."""
+
+    def __init__(self) -> None:
+        self.open: list[int] = []
+
+    def __call__(self, memory: memoryview):  # type: ignore[no-untyped-def]
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        self.open.append(address)
+        return lambda: self.open.remove(address)
+
+
+def test_memory_is_registered_once_a_file_and_given_back_with_it(log: WeightLog, memory: LogMemory) -> None:
+    registered = Registrations()
+    mapped = MappedFiles(registered)
+    for _ in range(2):
+        manifest = commit(log, memory, 1) if not log.versions() else log.manifest(1)
+        VersionReader(log.folder(1), manifest, mapped).close()
+    assert len(registered.open) == len(files_of(log, 1))
+    commit(log, memory, 2)
+    mapped.prune()
+    assert len(registered.open) == len(files_of(log, 1))
+    log.drop(1)  # nobody keeps its files
+    mapped.prune()
+    assert registered.open == []
+
+
+def test_what_cannot_be_registered_is_an_error_of_the_system(log: WeightLog, memory: LogMemory) -> None:
+    manifest = commit(log, memory, 1)
+
+    def refuse(_: memoryview):  # type: ignore[no-untyped-def]
+        raise OSError("no more memory can be locked")
+
+    with pytest.raises(OSError, match="no more memory"):
+        VersionReader(log.folder(1), manifest, MappedFiles(refuse))
