@@ -9,8 +9,8 @@ from pathlib import Path
 
 from benchmarks.faults.ground import Case, Ground, Skipped, ground
 from benchmarks.faults.inputs import refused
-from rollout_service.client._tensors import TensorSource, bytes_of_each
-from rollout_service.client._upload import cut_parts
+from rollout_service.client._parts import bytes_of_each, cut_parts
+from rollout_service.client._tensors import TensorSource
 from rollout_service.errors import InsufficientStorage
 from rollout_service.protocol.upload import BeginUpload, CommitUpload
 

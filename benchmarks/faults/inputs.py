@@ -10,8 +10,8 @@ import xxhash
 from benchmarks.faults.ground import Case, Ground
 from benchmarks.faults.kills import send_half
 from rollout_service.client import RolloutClient
-from rollout_service.client._tensors import TensorSource, bytes_of_each
-from rollout_service.client._upload import cut_parts
+from rollout_service.client._parts import bytes_of_each, cut_parts
+from rollout_service.client._tensors import TensorSource
 from rollout_service.errors import InvalidManifest, QuantizationError, RolloutServiceError, VersionConflict
 from rollout_service.protocol.upload import BeginUpload, CommitUpload
 

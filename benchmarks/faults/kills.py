@@ -9,8 +9,8 @@ from functools import partial
 import psutil
 
 from benchmarks.faults.ground import ENGINE_PROCESSES, Case, Ground, below, processes
-from rollout_service.client._tensors import TensorSource, bytes_of_each
-from rollout_service.client._upload import cut_parts
+from rollout_service.client._parts import bytes_of_each, cut_parts
+from rollout_service.client._tensors import TensorSource
 from rollout_service.errors import RolloutServiceError
 from rollout_service.protocol.upload import BeginUpload
 from rollout_service.store.log import WeightLog

@@ -1,14 +1,16 @@
-"""How fast 2 GB of weights get into the log: by parts and by path, beside a bare PUT and a plain file copy.
+"""How fast 2 GB of weights get into the log: by parts and by path, beside plain sockets, a bare PUT and a file copy.
 
     python -m benchmarks.update.upload
 
 The ingest runs in a process of its own with its real routes and its real upload listener, without Ray and without
-engines: seconds until the version is committed, quantized and synced to disk. The bare PUT is a route under the same
-uvicorn that writes each part into a new file and syncs it, fed by the same client connections with parts of that size.
+engines: seconds until the version is committed, quantized and synced to disk. One ingest has its log on a disk, another
+in memory (a tmpfs). The plain sockets are the limit: the same bytes over as many connections, neither hashed nor kept.
+The bare PUT is a route under uvicorn that writes each part into a new file and syncs it, fed by httpx.
 Memory is what each process grows by while it works, sampled every 20 ms, without pages of files.
 """
 
 import asyncio
+import functools
 import itertools
 import os
 import shutil
@@ -17,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -30,14 +32,18 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.common import results
 from benchmarks.common.command import run
+from benchmarks.update import plain_sockets
 from benchmarks.update.upload_servers import PART_BYTES, process, serve_bare, serve_ingest
 from rollout_service.client import RolloutClient
-from rollout_service.client._upload import BODY_CHUNK_BYTES, Quantize
+from rollout_service.client._parts import BODY_CHUNK_BYTES
+from rollout_service.client._upload import Quantize
 from rollout_service.config import WeightsConfig
 
 LAYERS = 20
 """100 MB of BF16 each."""
 PARALLEL = 4
+IN_MEMORY = ", log in memory"
+"""Ways that end so go to the ingest whose log is in memory."""
 
 
 def make_model(folder: Path) -> int:
@@ -157,34 +163,49 @@ class Passage:
     """What every passage goes from and to."""
 
     client: RolloutClient
+    in_memory: RolloutClient
     bare_url: str
+    plain: tuple[str, int]
     weights: Weights
     folder: Path
 
     async def through(self, way: str, version: int) -> None:
         """One."""
-        model = self.folder / "model"
+        model, client = self.folder / "model", self.in_memory if way.endswith(IN_MEMORY) else self.client
+        way = way.removesuffix(IN_MEMORY)
         if way == "file copy":
             await asyncio.to_thread(copy_and_sync, weights_of(model), self.folder / "copy")
+        elif way == "plain sockets":
+            await asyncio.to_thread(plain_sockets.send, self.plain, self.weights.stream, PARALLEL)
         elif way == "bare PUT":
             await bare_put(f"{self.bare_url}/{version}", self.weights.stream)
         elif way == "path":
-            await self.client.push_path(version, model, wait="none")
+            await client.push_path(version, model, wait="none")
         else:
             quantize: Quantize = "service" if way == "parts" else "trainer"
-            await self.client.push_weights(
+            await client.push_weights(
                 version, self.weights.tensors, quantize=quantize, wait="none", parallel_parts=PARALLEL
             )
 
 
-async def measure(folder: Path, repeats: int, say: Callable[[str], None]) -> list[Way]:
+async def measure(folder: Path, memory_folder: Path, repeats: int, say: Callable[[str], None]) -> list[Way]:
     """All ways, one after the other, ``repeats`` times."""
     weights = Weights.load(weights_of(folder / "model"))
-    ways = [Way(name) for name in ("file copy", "bare PUT", "parts", "parts, quantized by the trainer", "path")]
-    with process(serve_ingest, folder) as (url, ingest_pid), process(serve_bare, folder) as (bare_url, bare_pid):
-        memory = Memory({"client": os.getpid(), "ingest": ingest_pid, "bare server": bare_pid})
-        async with RolloutClient(url) as client:
-            passage, versions = Passage(client, bare_url, weights, folder), itertools.count(1)
+    pushes = ("parts", "parts, quantized by the trainer")
+    names = ("plain sockets", "file copy", "bare PUT", *pushes, *(push + IN_MEMORY for push in pushes), "path")
+    ways = [Way(name) for name in names]
+    ingests = {"ingest": folder / "log", "ingest, log in memory": memory_folder / "log"}
+    with ExitStack() as stack:
+        urls, processes = [], {"client": os.getpid()}
+        for name, log in ingests.items():
+            url, processes[name] = stack.enter_context(process(functools.partial(serve_ingest, log), folder))
+            urls.append(url)
+        bare_url, processes["bare server"] = stack.enter_context(process(serve_bare, folder))
+        plain = ("127.0.0.1", httpx.get(f"{bare_url}/plain").json())
+        memory = Memory(processes)
+        async with RolloutClient(urls[0]) as client, RolloutClient(urls[1]) as in_memory:
+            passage = Passage(client, in_memory, bare_url, plain, weights, folder)
+            versions = itertools.count(1)
             for way in ways * repeats:
                 remove_old(folder)
                 with memory.watched(way):
@@ -214,28 +235,36 @@ def copy_and_sync(source: Path, target: Path) -> None:
 
 def table_of(ways: list[Way], nbytes: int) -> Table:
     """For people."""
-    bare = next(statistics.median(way.seconds) for way in ways if way.name == "bare PUT")
+    limit = next(statistics.median(way.seconds) for way in ways if way.name == "plain sockets")
     table = Table(title=f"{nbytes / 1e9:.2f} GB of BF16 weights on {results.machine()}")
-    for column in ("way", "s", "GB/s of BF16", "of the bare PUT", "client grew", "server grew"):
+    for column in ("way", "s", "GB/s of BF16", "of plain sockets", "client grew", "server grew"):
         table.add_column(column, justify="left" if column == "way" else "right")
     for way in ways:
         seconds = statistics.median(way.seconds)
-        server = "bare server" if way.name == "bare PUT" else "ingest"
-        grown = [f"{way.grown_bytes.get(name, 0) / 1e6:.0f} MB" for name in ("client", server)]
-        table.add_row(way.name, f"{seconds:.2f}", f"{nbytes / seconds / 1e9:.2f}", f"{bare / seconds:.2f}", *grown)
+        servers = [nbytes for name, nbytes in way.grown_bytes.items() if name != "client"]
+        grown = [f"{nbytes / 1e6:.0f} MB" for nbytes in (way.grown_bytes.get("client", 0), max(servers, default=0))]
+        table.add_row(way.name, f"{seconds:.2f}", f"{nbytes / seconds / 1e9:.2f}", f"{limit / seconds:.2f}", *grown)
     return table
 
 
-def main(repeats: int = 3) -> None:
-    """Measure, print the table, and write benchmarks/results/<machine>/update_upload.json."""
+def main(repeats: int = 3, memory: Path = Path("/dev/shm")) -> None:
+    """Measure, print the table, and write benchmarks/results/<machine>/update_upload.json.
+
+    ``memory``: a folder in a tmpfs.
+    """
     console = Console()
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=memory) as in_memory:
         folder = Path(name)
         nbytes = make_model(folder / "model")
         console.log(f"made a model of {nbytes / 1e9:.2f} GB")
-        ways = asyncio.run(measure(folder, repeats, console.log))
+        ways = asyncio.run(measure(folder, Path(in_memory), repeats, console.log))
     console.print(table_of(ways, nbytes))
-    content = {"nbytes": nbytes, "part_bytes": PART_BYTES, "ways": [asdict(way) for way in ways]}
+    content = {
+        "nbytes": nbytes,
+        "part_bytes": PART_BYTES,
+        "connections": PARALLEL,
+        "ways": [asdict(way) for way in ways],
+    }
     console.print(f"wrote {results.write('update_upload', content)}")
 
 

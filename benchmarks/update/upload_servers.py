@@ -1,8 +1,10 @@
-"""The processes that ``benchmarks.update.upload`` sends to: the ingest without Ray and engines, and a bare PUT."""
+"""The processes that ``benchmarks.update.upload`` sends to: the ingest without Ray and engines, and bare receivers."""
 
 import asyncio
 import multiprocessing
 import os
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,11 +14,12 @@ import httpx
 import uvicorn
 from fastapi import FastAPI, Request
 
+from benchmarks.update.plain_sockets import receive_for_ever
 from rollout_service.config import ServiceConfig
 from rollout_service.gateway.deployment import create_app
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.upload_address import UploadAddress
-from rollout_service.ingest.upload_server import UploadServer, create_upload_app
+from rollout_service.ingest.upload_server import UploadServer
 from rollout_service.local import free_port
 from rollout_service.web.auth import Authorizer
 from tests.support.without_ray import services_of
@@ -24,17 +27,17 @@ from tests.support.without_ray import services_of
 PART_BYTES = 16 << 20
 
 
-def serve_ingest(folder: Path, port: int) -> None:
+def serve_ingest(log: Path, folder: Path, port: int) -> None:
     """The ingest of the model in ``folder``, its upload listener, and the gateway's routes in front of it."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve_ingest(folder, port))
+        runner.run(_serve_ingest(log, folder, port))
 
 
-async def _serve_ingest(folder: Path, port: int) -> None:
-    weights = {"root": folder / "log", "source_roots": [folder], "part_bytes": PART_BYTES}
+async def _serve_ingest(log: Path, folder: Path, port: int) -> None:
+    weights = {"root": log, "source_roots": [folder], "part_bytes": PART_BYTES}
     config = ServiceConfig.model_validate({"model": {"path": folder / "model"}, "weights": weights})
     ingest, authorizer = Ingest(config), Authorizer(None)
-    uploads = UploadServer(create_upload_app(ingest, authorizer), "127.0.0.1")
+    uploads = UploadServer(ingest, authorizer, "127.0.0.1")
     uploads.start()
     ingest.upload_address = UploadAddress(uploads.host, uploads.port)
     await ingest.start()
@@ -43,8 +46,14 @@ async def _serve_ingest(folder: Path, port: int) -> None:
 
 
 def serve_bare(folder: Path, port: int) -> None:
-    """A PUT that writes its body into a new file and syncs it, and nothing else."""
+    """A PUT that writes its body into a new file and syncs it, and nothing else; and plain sockets, on another port."""
     app = FastAPI()
+    plain = socket.create_server(("127.0.0.1", 0), backlog=64)
+    threading.Thread(target=receive_for_ever, args=(plain,), daemon=True).start()
+
+    @app.get("/plain")
+    async def plain_port() -> int:
+        return int(plain.getsockname()[1])
 
     @app.put("/{push}/{part}")
     async def put(push: int, part: int, request: Request) -> int:

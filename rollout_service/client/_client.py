@@ -88,7 +88,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         self._max_connections = max_connections
         self._data = pool(max_connections, timeout_s)
         self._parts = pool(CONTROL_CONNECTIONS, CONTROL_READ_S, token=None, tls=pinned.context)
-        self._uploader = Uploader(self._control, self._parts, pinned)
+        self._uploader = Uploader(self._control, self._parts, pinned, plain=transport is None)
         self._deltas: DeltaPushes | None = None
 
     async def __aenter__(self) -> Self:
@@ -232,7 +232,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         mode: PauseMode = "keep",
         wait: Literal["none", "all"] = "all",
         timeout_s: float = 600.0,
-        parallel_parts: int = 4,
+        parallel_parts: int = 8,
         progress: Progress | None = None,
         send: Literal[True] = True,
     ) -> Coroutine[object, None, WeightStatus]: ...
@@ -251,7 +251,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         mode: PauseMode = "keep",
         wait: Literal["none", "all"] = "all",
         timeout_s: float = 600.0,
-        parallel_parts: int = 4,
+        parallel_parts: int = 8,
         progress: Progress | None = None,
         send: bool,
     ) -> Coroutine[object, None, WeightStatus | None]: ...
@@ -269,7 +269,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         mode: PauseMode = "keep",
         wait: Literal["none", "all"] = "all",
         timeout_s: float = 600.0,
-        parallel_parts: int = 4,
+        parallel_parts: int = 8,
         progress: Progress | None = None,
         send: bool = True,
     ) -> Coroutine[object, None, WeightStatus | None]:
@@ -319,7 +319,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
             mode: What happens to rollouts that are running, see ``CommitUpload.mode``.
             wait: ``all``: return once every live replica serves this version. ``none``: once it is committed.
             timeout_s: How long ``wait="all"`` waits.
-            parallel_parts: Uploads at once.
+            parallel_parts: Uploads at once, each by a thread and a connection of its own.
             progress: Called with (bytes that the service has, bytes of all) after each part.
             send: False: only take part in the gathers, and return None.
 

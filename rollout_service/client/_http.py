@@ -40,7 +40,7 @@ class Http:
     ) -> None:
         """``tls``: whom to trust; None: who is signed by an authority of this machine."""
         self.url = _checked_url(url)
-        self._retries = retries
+        self.retries = retries
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client = httpx.AsyncClient(
             base_url=self.url,
@@ -78,7 +78,7 @@ class Http:
             timeout=timeout or httpx.USE_CLIENT_DEFAULT,
         )
         try:
-            response: httpx.Response = await retrying(repeat, self._retries)(attempt)
+            response: httpx.Response = await retrying(repeat, self.retries)(attempt)
         except httpx.TransportError as error:
             error.add_note(_explain(error, method, url, self.url, repeat))
             raise

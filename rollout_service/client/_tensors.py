@@ -31,6 +31,8 @@ class TensorSource:
 
     def __init__(self, named_tensors: NamedTensors, table: Sequence[UploadTensor] | None) -> None:
         self._pairs = _pairs(named_tensors, known=table is not None)
+        self.held = isinstance(self._pairs, list | tuple)
+        """Whether the tensors are all there, and stay what they are; if not, each is made when its turn comes."""
         self.table = tuple(table) if table is not None else _table(self._pairs)
 
     @property
@@ -42,9 +44,9 @@ class TensorSource:
         expected = iter(self.table)
         for name, tensor in self._pairs:
             entry = next(expected, None)
-            found = describe(name, tensor)
-            if found != entry:
-                raise ValueError(f"tensors and table differ: the table says {_spell(entry)}, then came {_spell(found)}")
+            if entry is None or not _is(entry, name, tensor):
+                found = _spell(describe(name, tensor))
+                raise ValueError(f"tensors and table differ: the table says {_spell(entry)}, then came {found}")
             yield name, gather(tensor)
             del tensor  # before a generator makes the next
         if (entry := next(expected, None)) is not None:
@@ -81,6 +83,11 @@ def describe(name: str, tensor: torch.Tensor) -> UploadTensor:
     return UploadTensor(name=name, dtype=dtype, shape=tuple(tensor.shape))
 
 
+def _is(entry: UploadTensor, name: str, tensor: torch.Tensor) -> bool:
+    """Whether ``entry`` describes the tensor; without making a description, of which a push needs one each."""
+    return name == entry.name and tensor.shape == entry.shape and str(tensor.dtype)[len("torch.") :] == entry.dtype
+
+
 def described(
     pairs: Iterable[tuple[str, torch.Tensor]], table: list[UploadTensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -100,15 +107,6 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     with torch.no_grad():
         return cast(torch.Tensor, full_tensor())
-
-
-def bytes_of_each(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[memoryview]:
-    """Each tensor's bytes; a tensor is let go before the next is gathered."""
-    from rollout_service.model.convert import tensor_bytes  # needs torch
-
-    for _, tensor in tensors:
-        yield tensor_bytes(tensor)
-        del tensor
 
 
 def other_ranks_gather() -> bool:

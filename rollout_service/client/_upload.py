@@ -7,20 +7,21 @@ import hmac
 import logging
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import httpx
-import xxhash
 from pydantic import ValidationError
 
 from rollout_service.client._control import ControlCalls
 from rollout_service.client._http import Http, http_timeout, parse
-from rollout_service.client._retry import Repeat
+from rollout_service.client._parts import Part, bytes_of_each, cut_parts
+from rollout_service.client._plain_http import PlainConnections
+from rollout_service.client._retry import Repeat, error_of, retrying
 from rollout_service.client._shared_memory import SharedRing, send_shared, slot_bytes
-from rollout_service.client._tensors import TensorSource, TensorThread, bytes_of_each, every_rank_gathers
+from rollout_service.client._tensors import TensorSource, TensorThread, every_rank_gathers
 from rollout_service.errors import (
     CommitTimeout,
     InvalidRequest,
@@ -52,6 +53,7 @@ from rollout_service.protocol.upload import (
 )
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.tasks import raise_first_failure
+from rollout_service.threads import to_thread_and_back
 from rollout_service.tls import PinnedCertificates
 
 if TYPE_CHECKING:
@@ -62,54 +64,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout_service.client")
 
-BODY_CHUNK_BYTES = 1 << 20
 PART_READ_S = 120.0
 PROOF_TIMEOUT = httpx.Timeout(5.0)
 """A firewall may drop what is sent to an address that it does not let through."""
 COMMIT_GRACE_S = 120.0
 """A commit converts and syncs what is left before it starts to wait for replicas."""
 
+_KIND = {"Content-Type": "application/octet-stream"}
+
 Progress = Callable[[int, int], None]
 Quantize = Literal["service", "trainer"]
 Transport = Literal["auto", "http", "shared_memory", "delta"]
 LEAST_SHARED_BYTES = 256 << 20
 """A version that is smaller goes through sockets, as fast, unless it is told otherwise."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Bytes ``[index * part_bytes, ...)`` of the stream."""
-
-    index: int
-    data: memoryview
-    digest: str
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        # In chunks, because each layer of the HTTP stack copies what it is given.
-        for start in range(0, self.data.nbytes, BODY_CHUNK_BYTES):
-            yield bytes(self.data[start : start + BODY_CHUNK_BYTES])
-
-
-def cut_parts(stream: Iterable[memoryview], part_bytes: int, free: list[memoryview] | None = None) -> Iterator[Part]:
-    """Cut a stream into parts. Each is a copy: nothing of the stream is held while its next piece is made.
-
-    ``free``: memory of parts that are done with, to be used again; fresh memory costs more than what is copied.
-    """
-    index, filled = 0, 0
-    data: memoryview | None = None
-    for view in stream:
-        while view.nbytes:
-            if data is None:
-                data = free.pop() if free else memoryview(bytearray(part_bytes))
-            taken = min(view.nbytes, part_bytes - filled)
-            data[filled : filled + taken] = view[:taken]
-            filled, view = filled + taken, view[taken:]
-            if filled == part_bytes:
-                yield _part(index, data)
-                index, data, filled = index + 1, None, 0
-        del view
-    if data is not None and filled:
-        yield _part(index, data[:filled])
 
 
 def named_scales(kv_scales: KVScales | None) -> dict[str, float] | None:
@@ -129,9 +96,13 @@ def announcement(version: NewVersion, **what: object) -> Announcement:
 class Uploader:
     """Begins, fills and commits weight versions over the control connections of one client."""
 
-    def __init__(self, http: Http, direct: Http, pinned: PinnedCertificates) -> None:
-        """``direct``: sends no token, and trusts whom ``pinned`` does."""
-        self._http, self._direct, self._pinned = http, direct, pinned
+    def __init__(self, http: Http, direct: Http, pinned: PinnedCertificates, *, plain: bool) -> None:
+        """
+        Args:
+            direct: sends no token, and trusts whom ``pinned`` does.
+            plain: parts go to the ingest over connections of their own; if not, over ``direct``.
+        """
+        self._http, self._direct, self._pinned, self._plain = http, direct, pinned, plain
         self._given_up: set[str] = set()
         self._ring: SharedRing | None = None
         self._reached = True
@@ -194,8 +165,12 @@ class Uploader:
             table, stored = source.table, gathering.begin()
             if quantize == "trainer":
                 converter = await thread.call(converter_of, await ControlCalls(self._http).recipe())
-                table, stored = tuple(converter.table(table)), converter.convert(stored)
-            if transport != "http" and self._may_share(table, transport):
+                table = tuple(converter.table(table))
+            shares = transport != "http" and self._may_share(table, transport)
+            if quantize == "trainer":
+                # a ring of shared memory takes codes from the CPU, a part from wherever they are
+                stored = converter.convert(stored, to_cpu=shares)
+            if shares:
                 shared = partial(announcement, version, kv_scales=kv_scales, label=label)
                 try:
                     number = await self._send_shared(shared, table, stored, source, thread, transport, progress)
@@ -205,24 +180,30 @@ class Uploader:
                     return number
                 stored = gathering.begin()
                 if quantize == "trainer":
-                    stored = converter.convert(stored)
+                    stored = converter.convert(stored, to_cpu=False)
             announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
             return await self.send_stream(
-                announced, bytes_of_each(stored), thread, parallel_parts=parallel_parts, progress=progress
+                announced,
+                bytes_of_each(stored),
+                thread,
+                parallel_parts=parallel_parts,
+                progress=progress,
+                held=source.held,
             )
 
     async def send_stream(
         self,
         announced: Announcement,
-        stream: Iterable[memoryview],
+        stream: Iterable[torch.Tensor] | Iterable[memoryview],
         thread: TensorThread,
         *,
         parallel_parts: int,
         progress: Progress | None,
+        held: bool = False,
     ) -> tuple[int, str]:
         """Announce a version and upload what the service lacks of its stream. Returns and raises as ``send_tensors``.
 
-        ``thread``: in which ``stream`` is iterated.
+        ``thread``: in which ``stream`` is iterated. ``stream``, ``held``: see ``cut_parts``.
         """
         version = announced.version
         try:
@@ -231,7 +212,7 @@ class Uploader:
             begin = announced.numbered(version)
             listener = await self._listener(plan)
             sender = PartSender(self._http, listener, begin, plan, progress)
-            parts = cut_parts(stream, plan.part_bytes, sender.free)
+            parts = cut_parts(stream, plan.part_bytes, sender.free, held=held)
             return version, await sender.send(parts, thread, parallel_parts)
         except QuantizationError as error:
             raise _staged_still(version, error) from error
@@ -294,7 +275,9 @@ class Uploader:
         """
         if plan.upload_url is None or plan.upload_key is None or plan.upload_url in self._given_up:
             return None
-        listener = DirectListener(self._direct, plan.upload_url.rstrip("/"), plan.upload_key)
+        url = plan.upload_url.rstrip("/")
+        plain = PlainConnections(url, self._pinned.context, PART_READ_S) if self._plain else None
+        listener = DirectListener(self._direct, url, plan.upload_key, plain)
         try:
             if httpx.URL(self._http.url).scheme == "https" and httpx.URL(listener.url).scheme != "https":
                 raise RolloutServiceError("it is not encrypted, as the connection to the service is")
@@ -311,9 +294,13 @@ class Uploader:
 class DirectListener:
     """The ingest's own address for parts."""
 
-    def __init__(self, http: Http, url: str, key: str) -> None:
-        """``http``: sends no token."""
-        self._http, self.url, self._key = http, url, key
+    def __init__(self, http: Http, url: str, key: str, plain: PlainConnections | None) -> None:
+        """
+        Args:
+            http: sends no token.
+            plain: what parts are sent over; None: over ``http``.
+        """
+        self._http, self.url, self._key, self._plain = http, url, key, plain
         self.given_up = False
 
     async def prove(self, version: int) -> None:
@@ -325,20 +312,44 @@ class DirectListener:
         if not hmac.compare_digest(proof.encode(), listener_proof(self._key, nonce).encode()):
             raise RolloutServiceError(f"what answers at {self.url} is not the service")
 
-    async def put(self, route: str, part: Part, headers: dict[str, str]) -> bool:
-        """Send a part; False if it was not taken, for whatever reason."""
+    async def put(self, route: str, part: Part, headers: dict[str, str], threads: ThreadPoolExecutor) -> bool:
+        """Send a part, by one of ``threads`` if it goes over a plain connection; False if it was not taken, for
+        whatever reason."""
         if self.given_up:
             return False
+        headers, repeat = headers | {UPLOAD_KEY_HEADER: self._key}, Repeat.IDEMPOTENT_ONCE_CONNECTED
         try:
-            await _put(
-                self._http, self.url + route, part, headers | {UPLOAD_KEY_HEADER: self._key},
-                Repeat.IDEMPOTENT_ONCE_CONNECTED,
-            )  # fmt: skip
+            if self._plain is None:
+                await _put(self._http, self.url + route, part, headers, repeat)
+            else:
+                await self._put_plainly(self._plain, route, part, headers, repeat, threads)
         except (httpx.TransportError, RolloutServiceError) as error:
             self.given_up = True
             logger.warning("%s takes no parts any more, which now go through the gateway: %s", self.url, error)
             return False
         return True
+
+    async def _put_plainly(
+        self,
+        plain: PlainConnections,
+        route: str,
+        part: Part,
+        headers: dict[str, str],
+        repeat: Repeat,
+        threads: ThreadPoolExecutor,
+    ) -> None:
+        async def attempt() -> httpx.Response:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(threads, plain.put, route, part.data, headers | _KIND)
+
+        response: httpx.Response = await retrying(repeat, self._http.retries)(attempt)
+        if not response.is_success:
+            raise error_of(response)
+
+    def close(self) -> None:
+        """Break what is under way. Nothing can be sent afterwards."""
+        if self._plain is not None:
+            self._plain.close()
 
 
 class PartSender:
@@ -354,9 +365,9 @@ class PartSender:
     ) -> None:
         self._http, self._listener = http, listener
         self._begin, self._plan = begin, plan
-        self.free: list[memoryview] = []
+        self.free: list[torch.Tensor] = []
         """Memory of parts that are done with."""
-        self._digests: list[str] = []
+        self._digests: dict[int, str] = {}
         self._progress = progress
         self._done_bytes = 0
         if plan.state == "staged" and plan.num_parts != num_parts(begin.nbytes, plan.part_bytes):
@@ -372,24 +383,27 @@ class PartSender:
         Returns the digest of the whole upload.
         """
         slots = asyncio.Semaphore(parallel)
+        threads = ThreadPoolExecutor(parallel, "push-parts")
 
         async def upload(part: Part) -> None:
             try:
-                await self._upload(part)
+                await self._upload(part, threads)
             finally:
                 slots.release()
-            self._reuse(part)
+            if part.nbytes == self._plan.part_bytes:
+                self.free.append(part.memory)
 
-        async with raise_first_failure() as group:
-            while (part := await thread.call(next, parts, None)) is not None:
-                self._digests.append(part.digest)
-                if not self._is_wanted(part):
-                    self._advance(part)
-                    self._reuse(part)
-                    continue
-                await slots.acquire()
-                group.create_task(upload(part))
-        return with_kv_scales(upload_digest(self._digests), self._begin.kv_scales)
+        try:
+            async with raise_first_failure() as group:
+                while (part := await thread.call(next, parts, None)) is not None:
+                    await slots.acquire()
+                    group.create_task(upload(part))
+        finally:
+            if self._listener is not None:
+                self._listener.close()
+            await to_thread_and_back(threads.shutdown, cancel_futures=True)
+        digests = [self._digests[index] for index in range(self._plan.num_parts)]
+        return with_kv_scales(upload_digest(digests), self._begin.kv_scales)
 
     def _is_wanted(self, part: Part) -> bool:
         """Whether to send a part: one that the service has, from whichever client, is the same or a conflict."""
@@ -409,29 +423,26 @@ class PartSender:
             )
         return known is None
 
-    async def _upload(self, part: Part) -> None:
-        route = f"/v1/weights/{self._begin.version}/parts/{part.index}"
-        headers = {PART_DIGEST_HEADER: part.digest, UPLOADER_HEADER: self._begin.uploader}
-        # what the listener refuses, the service itself is asked for: its word counts
-        if self._listener is None or not await self._listener.put(route, part, headers):
-            await _put(self._http, route, part, headers, Repeat.IDEMPOTENT)
+    async def _upload(self, part: Part, threads: ThreadPoolExecutor) -> None:
+        loop = asyncio.get_running_loop()
+        digest = self._digests[part.index] = await loop.run_in_executor(threads, lambda: part.digest)
+        if self._is_wanted(part):
+            route = f"/v1/weights/{self._begin.version}/parts/{part.index}"
+            headers = {PART_DIGEST_HEADER: digest, UPLOADER_HEADER: self._begin.uploader}
+            # what the listener refuses, the service itself is asked for: its word counts
+            if self._listener is None or not await self._listener.put(route, part, headers, threads):
+                await _put(self._http, route, part, headers, Repeat.IDEMPOTENT)
         self._advance(part)
 
-    def _reuse(self, part: Part) -> None:
-        if part.data.nbytes == self._plan.part_bytes:
-            self.free.append(part.data)
-
     def _advance(self, part: Part) -> None:
-        self._done_bytes += part.data.nbytes
+        self._done_bytes += part.nbytes
         if self._progress is not None:
             self._progress(self._done_bytes, self._begin.nbytes)
 
 
 async def _put(http: Http, url: str, part: Part, headers: dict[str, str], repeat: Repeat) -> None:
-    size_and_kind = {"Content-Length": str(part.data.nbytes), "Content-Type": "application/octet-stream"}
-    await http.send(
-        "PUT", url, content=part, headers=headers | size_and_kind, repeat=repeat, timeout=http_timeout(PART_READ_S)
-    )
+    headers = headers | _KIND | {"Content-Length": str(part.nbytes)}
+    await http.send("PUT", url, content=part, headers=headers, repeat=repeat, timeout=http_timeout(PART_READ_S))
 
 
 def _staged_still(version: NewVersion, error: QuantizationError) -> QuantizationError:
@@ -447,7 +458,3 @@ def converter_of(recipe: TrainerRecipe) -> Converter:
     from rollout_service.model.convert import Converter  # needs torch
 
     return Converter(recipe, device="cpu")  # what is on the CPU stays there: the trainer's GPU may have no room
-
-
-def _part(index: int, data: memoryview) -> Part:
-    return Part(index, data, xxhash.xxh3_128_hexdigest(data))

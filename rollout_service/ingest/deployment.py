@@ -10,7 +10,7 @@ from rollout_service.config import ServiceConfig
 from rollout_service.drain import Drain
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.upload_address import UploadAddress
-from rollout_service.ingest.upload_server import UploadServer, create_upload_app
+from rollout_service.ingest.upload_server import UploadServer
 from rollout_service.logs import log_with_serve
 from rollout_service.model.hub import with_model_here
 from rollout_service.protocol.fleet import KVCacheChoice
@@ -32,9 +32,12 @@ class IngestReplica(Ingest):
         empty = WeightLog(config.weights.root_here()).head() is None
         config = await asyncio.to_thread(with_model_here, config, weights=empty)
         super().__init__(config)
-        app = create_upload_app(self, Authorizer(config.auth.secret(), config.auth.trusted_networks))
         self._listener = UploadServer(
-            app, config.weights.upload_host, config.weights.upload_port, config.weights.upload_certificate
+            self,
+            Authorizer(config.auth.secret(), config.auth.trusted_networks),
+            config.weights.upload_host,
+            config.weights.upload_port,
+            config.weights.upload_certificate,
         )
         self._listener.start()
         node = ray.get_runtime_context().get_node_id()

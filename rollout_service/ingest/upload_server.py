@@ -1,19 +1,22 @@
 """The ingest's own HTTP listener for the bytes of weights.
 
-Serve's proxy reads whole bodies into an unbounded queue, so parts have a listener of their own: streamed to disk in
-chunks, with back-pressure from the socket. It runs in the ingest's event loop.
+Serve's proxy reads whole bodies into an unbounded queue, so parts have a listener of their own: plain sockets, a thread
+for each connection, and bodies that go from the socket to where their tensors are read from. The uploads themselves
+live in the ingest's event loop, which a thread asks twice for each part: where it goes, and to take it in.
 """
 
 import asyncio
 import logging
+import re
 import socket
+import ssl
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
+from urllib.parse import parse_qs, urlsplit
 
-import uvicorn
 import xxhash
-from fastapi import FastAPI, Query, Request
-from starlette.requests import ClientDisconnect
+from pydantic import BaseModel, Field, ValidationError
 
 from rollout_service.errors import (
     DigestMismatch,
@@ -21,8 +24,11 @@ from rollout_service.errors import (
     MalformedRequest,
     NotFound,
     PayloadTooLarge,
+    RolloutServiceError,
     VersionConflict,
 )
+from rollout_service.ingest.blocking_http import Body, CutOff, Reply, Request
+from rollout_service.ingest.connection_threads import ConnectionThreads
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.metrics.process import count_part
@@ -35,51 +41,178 @@ from rollout_service.protocol.upload import (
     PartReceipt,
     part_size,
 )
-from rollout_service.store.direct_io import DirectFile, block_buffer
+from rollout_service.store.direct_io import ThreadBuffers
 from rollout_service.store.durable_io import DISK_FULL, no_room
+from rollout_service.store.part_space import Incoming, received
 from rollout_service.store.upload_record import UploadRecord
-from rollout_service.threads import to_thread_and_back
 from rollout_service.tls import require_certificate
 from rollout_service.web.auth import Authorizer
-from rollout_service.web.errors import install_error_handlers
+from rollout_service.web.errors import validation_error
 
 logger = logging.getLogger(__name__)
-_BUFFER_BYTES = 1 << 20
-_STOP_S = 5
+_Result = TypeVar("_Result")
+
+PIECE_BYTES = 1 << 20
+"""A body is read, hashed and written in pieces: this much is in the processor's cache still when it is hashed."""
+STOP_S = 5.0
 """How long parts on their way may take to end when the listener stops."""
 
 
-def create_upload_app(ingest: Ingest, authorizer: Authorizer) -> FastAPI:
-    """``PUT /v1/weights/{version}/parts/{part}``, and by what a trainer knows that it found this listener."""
-    app = FastAPI(openapi_url=None)
-    install_error_handlers(app)
+class _PartRoute(BaseModel):
+    version: WeightVersion
+    part: int
 
-    @app.get("/v1/weights/{version}/listener")
-    async def prove(
-        version: WeightVersion, nonce: Annotated[str, Query(min_length=16, max_length=128)]
-    ) -> ListenerProof:
-        if ingest.upload_address is None:
+
+class _ProofRoute(BaseModel):
+    version: WeightVersion
+    nonce: Annotated[str, Field(min_length=16, max_length=128)]
+
+
+_PART_PATH = re.compile(r"/v1/weights/([^/]+)/parts/([^/]+)")
+_PROOF_PATH = re.compile(r"/v1/weights/([^/]+)/listener")
+
+
+class PartRoutes:
+    """``PUT /v1/weights/{version}/parts/{part}``, and by what a trainer knows that it found this listener.
+
+    Called from threads; never raises but ``CutOff``.
+    """
+
+    def __init__(self, ingest: Ingest, authorizer: Authorizer, loop: asyncio.AbstractEventLoop) -> None:
+        """``loop``: the one that the ingest lives in."""
+        self._ingest, self._authorizer, self._loop = ingest, authorizer, loop
+        self._buffers = ThreadBuffers()
+
+    def __call__(self, request: Request) -> Reply:
+        """Answer one request."""
+        route = f"{request.method} {urlsplit(request.target).path}"
+        try:
+            return Reply.of_json(self._answer(request).model_dump(mode="json"))
+        except ValidationError as error:
+            return Reply.of_error(validation_error(route, error.errors()))
+        except _NoMethod as error:
+            return Reply.of_error(error, 405)
+        except RolloutServiceError as error:
+            return Reply.of_error(error)
+        except CutOff:
+            raise
+        except Exception as error:  # whatever it is, its caller gets an answer, and the log the traceback
+            logger.exception("%s failed", route)
+            message = f"{route} failed with {type(error).__name__}: the service's log says more"
+            return Reply.of_error(RolloutServiceError(message))
+
+    def _answer(self, request: Request) -> BaseModel:
+        url = urlsplit(request.target)
+        if match := _PART_PATH.fullmatch(url.path):
+            _require_method("PUT", request)
+            part = _PartRoute.model_validate_strings({"version": match[1], "part": match[2]})
+            return self._put_part(part.version, part.part, request)
+        if match := _PROOF_PATH.fullmatch(url.path):
+            _require_method("GET", request)
+            asked = {name: values[0] for name, values in parse_qs(url.query).items() if name == "nonce"}
+            proof = _ProofRoute.model_validate_strings({"version": match[1], **asked})
+            return self._prove(proof.version, proof.nonce)
+        raise NotFound(f"{request.method} {url.path}: there is nothing here but the parts of weights")
+
+    def _prove(self, version: int, nonce: str) -> ListenerProof:
+        if self._ingest.upload_address is None:
             raise NotFound("this is not an upload listener")
-        return ListenerProof(proof=ingest.upload_address.proof(version, nonce))
+        return ListenerProof(proof=self._ingest.upload_address.proof(version, nonce))
 
-    @app.put("/v1/weights/{version}/parts/{part}")
-    async def put_part(version: WeightVersion, part: int, request: Request) -> PartReceipt:
-        address = ingest.upload_address
-        if address is None or not address.opens(version, request.headers.get(UPLOAD_KEY_HEADER)):
-            authorizer.check(request)
-        expected = request.headers.get(PART_DIGEST_HEADER)
-        record = await ingest.committed(version)
-        staged = ingest.staged(version) if record is None else None
-        begin = staged.record if staged is not None else record
-        assert begin is not None
-        place = Place(begin, part)
+    def _put_part(self, version: int, part: int, request: Request) -> PartReceipt:
+        headers, address = request.caller.headers, self._ingest.upload_address
+        if address is None or not address.opens(version, headers.get(UPLOAD_KEY_HEADER)):
+            self._authorizer.check(request.caller)
+        place, staged = self._in_loop(self._place(version, part))
+        expected = headers.get(PART_DIGEST_HEADER)
         if expected is None:
             raise InvalidRequest(f"send the part's xxh3-128 in hex in the header {PART_DIGEST_HEADER}")
+        place.require_room_for(request.body.announced or 0)
         if staged is None:
-            return await _compare(request, place, expected)
-        return await _receive(request, staged, place, expected)
+            return self._compare(request.body, place, expected)
+        return self._receive(request.body, staged, place, expected, headers.get(UPLOADER_HEADER, ""))
 
-    return app
+    async def _place(self, version: int, part: int) -> tuple["Place", UploadSession | None]:
+        """``None``: the version is committed."""
+        record = await self._ingest.committed(version)
+        if record is not None:
+            return Place(record, part), None
+        staged = self._ingest.staged(version)
+        return Place(staged.record, part), staged
+
+    def _receive(self, body: Body, staged: UploadSession, place: "Place", expected: str, uploader: str) -> PartReceipt:
+        # two senders of one part must not write into the same file
+        path = staged.incoming_path(place.part)
+        try:
+            with received(staged.space, path, place.nbytes) as incoming:
+                receipt = place.check(*self._read(body, place, incoming), expected)
+                self._in_loop(_accept(staged, place.part, receipt, path, uploader, incoming.memory))
+        except FileNotFoundError as error:  # its folder is gone
+            raise NotFound(
+                f"version {place.version} was discarded or committed before part {place.part} was complete"
+            ) from error
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            raise no_room(f"part {place.part} of version {place.version}", path.parent, place.nbytes) from error
+        return receipt
+
+    def _compare(self, body: Body, place: "Place", expected: str) -> PartReceipt:
+        """A part of a committed version: it is the same, or it conflicts."""
+        receipt = place.check(*self._read(body, place, Incoming(None, None)), expected)
+        committed = place.record.part_digests[place.part]
+        if receipt.digest != committed:
+            raise VersionConflict(
+                f"version {place.version} is committed, and its part {place.part} hashes to {committed}, not to "
+                f"{receipt.digest}: push a newer version",
+                {"part": place.part, "digests": [committed, receipt.digest]},
+            )
+        return receipt
+
+    def _read(self, body: Body, place: "Place", incoming: Incoming) -> tuple[int, str]:
+        """Number and digest of a body's bytes, which are in ``incoming`` now."""
+        hasher, nbytes = xxhash.xxh3_128(), 0
+        try:
+            while not body.ended:
+                memory = incoming.memory
+                rest = self._buffers.take(PIECE_BYTES) if memory is None else memory[nbytes:]
+                piece = rest[: min(PIECE_BYTES, place.nbytes - nbytes)]
+                if not piece.nbytes:
+                    self._require_end(body, place)
+                    break
+                count = body.read_into(piece)
+                hasher.update(piece[:count])
+                if incoming.file is not None:
+                    incoming.file.write(rest, count, nbytes)
+                nbytes += count
+        except CutOff as error:
+            raise MalformedRequest(
+                f"part {place.part} of version {place.version} was cut off ({error}): send it again"
+            ) from error
+        return nbytes, hasher.hexdigest()
+
+    def _require_end(self, body: Body, place: "Place") -> None:
+        if body.read_into(memoryview(bytearray(1))):
+            place.require_room_for(place.nbytes + 1)
+
+    def _in_loop(self, work: Coroutine[object, None, _Result]) -> _Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+async def _accept(
+    staged: UploadSession, part: int, receipt: PartReceipt, path: Path, uploader: str, data: memoryview | None
+) -> None:
+    staged.accept(part, receipt.digest, path, uploader, data)
+    count_part(receipt.nbytes)
+
+
+class _NoMethod(InvalidRequest):
+    """A route that is there, for other methods."""
+
+
+def _require_method(method: str, request: Request) -> None:
+    if request.method != method:
+        raise _NoMethod(f"{request.method} {urlsplit(request.target).path}: only {method} is answered here")
 
 
 class Place:
@@ -92,6 +225,15 @@ class Place:
         if not 0 <= part < record.num_parts:
             raise NotFound(f"version {self.version} has parts 0 to {record.num_parts - 1}, not {part}")
         self.nbytes = part_size(part, record.begin.nbytes, record.part_bytes)
+
+    def require_room_for(self, nbytes: int) -> None:
+        """Raises PayloadTooLarge for more bytes than the part has."""
+        if nbytes > self.nbytes:
+            raise PayloadTooLarge(
+                f"part {self.part} of version {self.version} has {self.nbytes} bytes, and more came: cut the stream "
+                "as UploadPlan says",
+                {"limit_bytes": self.nbytes},
+            )
 
     def check(self, nbytes: int, digest: str, expected: str) -> PartReceipt:
         """The receipt. Raises InvalidRequest or DigestMismatch if other bytes came than were announced."""
@@ -109,86 +251,17 @@ class Place:
         return PartReceipt(version=self.version, part=self.part, nbytes=nbytes, digest=digest)
 
 
-async def _receive(request: Request, staged: UploadSession, place: Place, expected: str) -> PartReceipt:
-    # two senders of one part must not write into the same file
-    received = staged.incoming_path(place.part)
-    try:
-        data = staged.part_memory.take(place.nbytes)
-        with DirectFile.create(received) as file:
-            receipt = place.check(*await _read(request, place, file, data), expected)
-        staged.accept(place.part, receipt.digest, received, request.headers.get(UPLOADER_HEADER, ""), data)
-    except FileNotFoundError as error:  # its folder is gone
-        raise NotFound(
-            f"version {place.version} was discarded or committed before part {place.part} was complete"
-        ) from error
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        raise no_room(f"part {place.part} of version {place.version}", received.parent, place.nbytes) from error
-    finally:
-        received.unlink(missing_ok=True)
-    count_part(receipt.nbytes)
-    return receipt
-
-
-async def _compare(request: Request, place: Place, expected: str) -> PartReceipt:
-    """A part of a committed version: it is the same, or it conflicts."""
-    receipt = place.check(*await _read(request, place, None), expected)
-    committed = place.record.part_digests[place.part]
-    if receipt.digest != committed:
-        raise VersionConflict(
-            f"version {place.version} is committed, and its part {place.part} hashes to {committed}, not to "
-            f"{receipt.digest}: push a newer version",
-            {"part": place.part, "digests": [committed, receipt.digest]},
-        )
-    return receipt
-
-
-async def _read(
-    request: Request, place: Place, file: DirectFile | None, buffer: memoryview | None = None
-) -> tuple[int, str]:
-    """Number and digest of a body's bytes, written to ``file``, and kept in ``buffer`` if there is one for the part.
-
-    The writing and hashing is done in a thread, so that a slow disk does not keep the event loop; meanwhile nothing
-    more is taken from the socket, and ``file`` stays open although the caller goes away.
-    """
-    hasher, nbytes, flushed, base = xxhash.xxh3_128(), 0, 0, 0
-    keep, buffer = buffer is not None, block_buffer(_BUFFER_BYTES) if buffer is None else buffer
-
-    def flush() -> None:
-        filled = buffer[flushed - base :]
-        hasher.update(filled[: nbytes - flushed])
-        if file is not None:
-            file.write(filled, nbytes - flushed, flushed)
-
-    try:
-        async for chunk in request.stream():
-            rest = memoryview(chunk)
-            if nbytes + rest.nbytes > place.nbytes:
-                raise PayloadTooLarge(
-                    f"part {place.part} of version {place.version} has {place.nbytes} bytes, and more came: cut the "
-                    "stream as UploadPlan says",
-                    {"limit_bytes": place.nbytes},
-                )
-            while rest.nbytes:
-                taken = min(rest.nbytes, flushed + _BUFFER_BYTES - nbytes)
-                buffer[nbytes - base : nbytes - base + taken] = rest[:taken]
-                nbytes, rest = nbytes + taken, rest[taken:]
-                if nbytes - flushed == _BUFFER_BYTES:
-                    await to_thread_and_back(flush)
-                    flushed = nbytes
-                    base = 0 if keep else nbytes
-    except ClientDisconnect as error:
-        raise MalformedRequest(f"part {place.part} of version {place.version} was cut off: send it again") from error
-    if nbytes > flushed:
-        await to_thread_and_back(flush)
-    return nbytes, hasher.hexdigest()
-
-
 class UploadServer:
     """The listener. ``port`` is what it is bound to."""
 
-    def __init__(self, app: FastAPI, host: str, port: int = 0, certificate: tuple[Path, Path] | None = None) -> None:
+    def __init__(
+        self,
+        ingest: Ingest,
+        authorizer: Authorizer,
+        host: str,
+        port: int = 0,
+        certificate: tuple[Path, Path] | None = None,
+    ) -> None:
         """
         Args:
             port: 0: any that is free.
@@ -196,16 +269,18 @@ class UploadServer:
 
         Raises OSError if another process has the port, ValueError if the certificate or its key cannot be used.
         """
-        certfile, keyfile = certificate or (None, None)
+        self._ingest, self._authorizer = ingest, authorizer
         self.certificate: str | None = None
         """What it shows, in PEM; None: it speaks plain HTTP."""
-        if certfile is not None and keyfile is not None:
+        self._tls: ssl.SSLContext | None = None
+        if certificate is not None:
+            certfile, keyfile = certificate
             settings = "weights.upload_ssl_certfile and weights.upload_ssl_keyfile"
             self.certificate = require_certificate(certfile, keyfile, settings)
-        # bound here, not by uvicorn, so that the port is known before the server runs
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # asyncio turns Nagle's delay off only for sockets that say they are TCP
-        self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+            self._tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            self._tls.load_cert_chain(certfile, keyfile)
+        # bound here, so that the port is known before the server runs
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the one before linger
         try:
             self._socket.bind((host, port))
@@ -213,36 +288,25 @@ class UploadServer:
             self._socket.close()
             raise OSError(error.errno, f"weights.upload_host {host}, weights.upload_port {port}: {error}") from error
         self.host, self.port = host, self._socket.getsockname()[1]
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                log_config=None,  # see logs.py
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                proxy_headers=False,  # who calls is who is connected, not whom a header names
-                timeout_graceful_shutdown=_STOP_S,
-                ssl_certfile=certfile,
-                ssl_keyfile=keyfile,
-            )
-        )
-        self._serving: asyncio.Task[None] | None = None
+        self._threads: ConnectionThreads | None = None
 
     def start(self) -> None:
-        """Serve in the running event loop."""
-        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        """Serve; the ingest lives in the running event loop."""
+        routes = PartRoutes(self._ingest, self._authorizer, asyncio.get_running_loop())
+        self._threads = ConnectionThreads(self._socket, self._tls, routes)
+        self._threads.start()
         encrypted = "" if self.certificate is None else ", with TLS"
         logger.info("taking parts on %s, port %d%s", self.host, self.port, encrypted)
 
     async def stop(self) -> None:
-        """Take no more connections, let the parts on their way end for a moment, and close the socket."""
-        if self._serving is not None:
-            self._server.should_exit = True
-            await self._serving
-        self._socket.close()
+        """Take no more connections, let the parts on their way end for a moment, and end every thread."""
+        if self._threads is None:
+            self._socket.close()
+        else:
+            await asyncio.to_thread(self._threads.stop, STOP_S)
 
     async def check_health(self) -> None:
         """Raise what ended the listener, if it has ended."""
-        if self._serving is None or self._serving.done():
-            cause = None if self._serving is None or self._serving.cancelled() else self._serving.exception()
+        if self._threads is None or not self._threads.serves:
+            cause = None if self._threads is None else self._threads.failure
             raise RuntimeError(f"the upload listener on {self.host}, port {self.port}, has stopped") from cause

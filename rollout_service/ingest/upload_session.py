@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, Future
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from rollout_service.errors import LogCorrupt, NotFound, RolloutServiceError, UploadIncomplete, VersionConflict
@@ -32,9 +33,9 @@ from rollout_service.protocol.base import Failure
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.protocol.upload import BeginUpload, BroadcastSource, SharedMemorySource, part_size
 from rollout_service.protocol.weights import WeightStatus
-from rollout_service.store.direct_io import BufferPool
 from rollout_service.store.durable_io import DISK_FULL, no_room, remove_tree
 from rollout_service.store.manifest import StoredTensor
+from rollout_service.store.part_space import DirectSpace, PartSpace
 from rollout_service.store.unquantized import UnquantizedCopy
 from rollout_service.store.upload_record import UploadRecord, read_record, write_record
 from rollout_service.store.writer import LogMemory, VersionWriter
@@ -72,7 +73,7 @@ class UploadSession:
         part_bytes: int,
         executor: Executor,
         source: WeightSource | None = None,
-        part_memory: BufferPool | None = None,
+        space: PartSpace | None = None,
         copy: UnquantizedCopy | None = None,
         memory: LogMemory | None = None,
         delta: DeltaOfVersion | None = None,
@@ -80,7 +81,7 @@ class UploadSession:
         """
         Args:
             source: has all tensors; None: they come in parts, or through ``convert``.
-            part_memory: where parts may lie until their tensors are converted, beside their files.
+            space: where parts are received; None: in files alone.
             copy: takes the tensors as they came, for a shadow.
             memory: of a log in memory.
             delta: makes the tensors out of what the parts hold, and is closed when the session ends; None: they hold
@@ -102,6 +103,8 @@ class UploadSession:
         self._batches: dict[int, asyncio.Task[None]] = {}
         if isinstance(begin.source, SharedMemorySource):
             self._to_come = {tensor.name for tensor in begin.source.tensors}
+        self.space = space or DirectSpace(0)
+        """Where parts are received."""
         writer = self._layout(converter.slots(model.stored))
         self._conversion = Conversion(begin.version, writer, converter, executor, copy)
         self._parts = ReceivedParts(self._folders[1], self.begin.stream, self.part_bytes)
@@ -109,11 +112,11 @@ class UploadSession:
         self._read: Read = self._parts.files.read
         if delta is not None:
             self._read = delta.reading(self._parts.files.read, writer.room if writer.has_rooms else None)
-        self.part_memory = part_memory or BufferPool(0)
         self.touched_at = time.monotonic()
         """When something last came, on this process's own clock: the wall clock may be set."""
         self.in_log = False
         """It is committed."""
+        self._begun_at = self._received_at = self._stored_at = time.monotonic()
         self._phase = Phase.RECEIVING
         if source is None:
             self._expect_parts()
@@ -142,9 +145,10 @@ class UploadSession:
         slots, written = list(slots), sum(path.lstat().st_size for path in parts.glob("part-*"))
         stored_bytes, part_bytes = sum(slot.nbytes for slot in slots), self.begin.nbytes - written
         try:
+            self.space.make_room(folder, stored_bytes + part_bytes)
             writer = VersionWriter(folder, slots, memory=self._memory)
             try:
-                if shutil.disk_usage(parts).free < part_bytes:
+                if shutil.disk_usage(parts).free + self.space.kept_bytes < part_bytes:
                     raise OSError(errno.ENOSPC, "no room for the parts")
                 write_record(parts, self.record)
             except OSError:
@@ -243,6 +247,7 @@ class UploadSession:
                 {"part": part, "digests": [known, digest]},
             )
         arrival = self._parts.add(part, digest, received, uploader, data)
+        self._received_at = time.monotonic()
         self._convert(arrival.whole, arrival.replaced)
 
     def _gives_way(self, part: int, uploader: str) -> bool:
@@ -313,9 +318,8 @@ class UploadSession:
 
     def _convert(self, names: list[str], replaced: Path | None = None) -> None:
         batches = [names] if self._delta is None else list(self._delta.batches(names, BATCH_BYTES))
-        self._conversion.begin_replaceable(
-            batches if names else [], self._read, self._parts.converted, None if replaced is None else replaced.unlink
-        )
+        instead_of = None if replaced is None else partial(self.space.release, replaced)
+        self._conversion.begin_replaceable(batches if names else [], self._read, self._parts.converted, instead_of)
 
     async def finish(self, meant: str | None = None) -> tuple[StoredTensor, ...]:
         """Wait for the conversions and sync; once is enough, and again does no harm.
@@ -342,7 +346,9 @@ class UploadSession:
         if self._phase is Phase.RECEIVING:
             self._phase = Phase.CLOSING
         check = None if self._delta is None else self._delta.require_announced
-        return await self._conversion.finish(tied=self._tied, check=check)
+        stored = await self._conversion.finish(tied=self._tied, check=check)
+        self._stored_at = time.monotonic()
+        return stored
 
     def _require_meant(self, meant: str | None) -> None:
         """Raises VersionConflict if a committer means other parts than these."""
@@ -357,6 +363,12 @@ class UploadSession:
     def committed(self, digest: str) -> None:
         """The version is in the log under that digest: keep its unquantized copy, remove the trainer's bytes."""
         self.in_log = True
+        if self.num_parts:
+            logger.info(
+                "version %d: %d parts of %.1f MB in all received in %.2f s, converted and stored %.2f s after the last",
+                self.begin.version, self.num_parts, self.begin.nbytes / 1e6, self._received_at - self._begun_at,
+                self._stored_at - self._received_at,
+            )  # fmt: skip
         self._close_delta()
         self._conversion.committed(digest)
         self._remove_files()
@@ -390,8 +402,9 @@ class UploadSession:
             self._delta.close()
 
     def _remove_files(self) -> None:
-        for path in self._folders:
-            remove_tree(path)
+        folder, parts = self._folders
+        remove_tree(folder)
+        self.space.release_all(parts, self.begin.nbytes)
         self._unmap_removed()
         self._conversion.remove_copy()
 

@@ -39,10 +39,11 @@ from rollout_service.protocol.upload import (
     UploadPlan,
     with_kv_scales,
 )
-from rollout_service.store.direct_io import BufferPool
 from rollout_service.store.durable_io import remove_tree
 from rollout_service.store.labels import VersionLabels
 from rollout_service.store.log import WeightLog
+from rollout_service.store.mapped_files import is_in_memory
+from rollout_service.store.part_space import DirectSpace, MappedSpace, PartSpace
 from rollout_service.store.unquantized import UnquantizedLog
 from rollout_service.store.upload_record import UploadRecord, read_record, source_stamp
 from rollout_service.store.writer import LogMemory
@@ -53,8 +54,8 @@ _GRACE = 0.25
 """Share of ``weights.staged_ttl_s`` for which nothing expires after the ingest has started."""
 _MOST_DROPPED = 100
 """Versions of which it is remembered why they were dropped."""
-_PART_MEMORY_BYTES = 192 << 20
-"""Parts that are received or wait to be converted; those for which there is no room are read from their files."""
+_KEPT_PARTS = "kept-parts"
+"""Beside the folders of what is staged: see ``MappedSpace``."""
 
 
 class Uploads:
@@ -78,7 +79,7 @@ class Uploads:
         self._unquantized, self._labels = unquantized, labels or VersionLabels(log)
         self._config, self._log, self._model, self._plan, self._converter = config, log, model, plan, converter
         self._executor = ThreadPoolExecutor(io_threads(), thread_name_prefix="quantize")
-        self._part_memory = BufferPool(_PART_MEMORY_BYTES)
+        self._space: PartSpace | None = None
         self.memory: LogMemory | None = None
         """Of a log in memory; None: the log is on a disk."""
         self.trainer_memory = TrainerMemory()
@@ -318,7 +319,6 @@ class Uploads:
         overtaken."""
         staged = self._staged.pop(version)
         await asyncio.to_thread(staged.committed, digest)
-        self._part_memory.trim()
         await self.overtaken_by(version)
 
     async def overtaken_by(self, version: int) -> None:
@@ -441,7 +441,7 @@ class Uploads:
                 self._config.part_bytes,
                 self._executor,
                 source,
-                self._part_memory,
+                self._space_for_parts(),
                 None if self._unquantized is None else self._unquantized.begin(begin.version, table),
                 self.memory,
                 delta,
@@ -450,6 +450,13 @@ class Uploads:
             if delta is not None:
                 delta.close()
             raise
+
+    def _space_for_parts(self) -> PartSpace:
+        if self._space is None:
+            in_memory = is_in_memory(self._log.root)  # not before: the folder need not be there
+            kept = self._log.staging(0).with_name(_KEPT_PARTS)
+            self._space = MappedSpace(kept) if in_memory else DirectSpace.for_parts_of(self._config.part_bytes)
+        return self._space
 
     async def _recover(self, parts: Path) -> None:
         number = parts.name.removesuffix(".parts")

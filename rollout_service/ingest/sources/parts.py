@@ -128,16 +128,29 @@ class PartFiles:
         return range(first, max(first, -(-(offset + tensor.nbytes) // self._part_bytes)))
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each of these tensors, assembled from its parts, which must all be there. Raises OSError.
+        """Each of these tensors, from its parts, which must all be there. Raises OSError.
 
-        They lie in one buffer, which this thread's next call uses again: be done with them by then.
+        One that lies within a part that is in memory is read where it is. Others lie in one buffer, which this thread's
+        next call uses again: be done with them by then.
         """
         places = [self._place[name] for name in names]
-        sizes = [_room_for(tensor.nbytes) for tensor, _ in places]
+        views = [self._view(*place) for place in places]
+        sizes = [_room_for(place[0].nbytes) if view is None else 0 for view, place in zip(views, places, strict=True)]
         buffer, start = self._buffers.take(sum(sizes)), 0
-        for name, size, (tensor, offset) in zip(names, sizes, places, strict=True):
-            yield name, self._assembled(tensor, offset, buffer[start : start + size])
+        for name, view, size, place in zip(names, views, sizes, places, strict=True):
+            yield name, self._assembled(*place, buffer[start : start + size]) if view is None else view
             start += size
+
+    def _view(self, tensor: UploadTensor, offset: int) -> torch.Tensor | None:
+        """None if it does not lie in one piece of memory, at a place where its elements may be."""
+        part, first = divmod(offset, self._part_bytes)
+        data, itemsize = self._data.get(part), DTYPE_BYTES[tensor.dtype]
+        if data is None or not tensor.nbytes or first + tensor.nbytes > self._part_bytes or first % itemsize:
+            return None
+        # of the whole memory, not a slice of it: it comes back when nobody refers to the former (``BufferPool``)
+        count = tensor.nbytes // itemsize
+        flat = torch.frombuffer(data, dtype=TORCH_DTYPES[tensor.dtype], count=count, offset=first)
+        return flat.view(tensor.shape)
 
     def _assembled(self, tensor: UploadTensor, offset: int, room: memoryview) -> torch.Tensor:
         if not tensor.nbytes:

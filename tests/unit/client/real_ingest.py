@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from rollout_service.gateway.deployment import create_app
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.upload_address import UploadAddress
-from rollout_service.ingest.upload_server import create_upload_app
+from rollout_service.ingest.upload_server import UploadServer
 from rollout_service.store.log import WeightLog
 from rollout_service.tls import PinnedCertificates
 from rollout_service.web.auth import Authorizer
@@ -56,11 +56,13 @@ async def real_ingest(
     await ingest.start()
     authorizer, pinned = Authorizer(token), PinnedCertificates()
     http = httpx.AsyncClient(verify=pinned.context)
-    async with serving(App(create_upload_app(ingest, authorizer)), certificate) as uploads, http:
-        ingest.upload_address = UploadAddress(
-            "127.0.0.1", httpx.URL(uploads.url).port or 0, certificate=certificate and certificate.pem
-        )
+    files = certificate and (certificate.certfile, certificate.keyfile)
+    uploads = UploadServer(ingest, authorizer, "127.0.0.1", certificate=files)
+    uploads.start()
+    ingest.upload_address = UploadAddress(uploads.host, uploads.port, certificate=uploads.certificate)
+    async with http:
         services = replace(services_of(ingest, config, authorizer, http), pinned=pinned)
         async with serving(App(create_app(services)), certificate) as gateway:
             yield RealIngest(gateway.url, ingest, WeightLog(root))
+    await uploads.stop()
     await ingest.stop()

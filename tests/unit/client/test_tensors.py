@@ -4,23 +4,21 @@ import pytest
 import torch
 import xxhash
 
+from rollout_service.client._parts import bytes_of_each, cut_parts
 from rollout_service.client._tensors import TensorSource, describe
-from rollout_service.client._upload import cut_parts
 from rollout_service.model.convert import tensor_bytes
 from rollout_service.protocol.upload import UploadTensor
 
 
-def views(*sizes: int) -> list[memoryview]:
+def views(*sizes: int) -> list[torch.Tensor]:
     """Views of these many bytes, counting up over all of them."""
-    whole = bytes(i % 256 for i in range(sum(sizes)))
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [memoryview(whole)[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    return list((torch.arange(sum(sizes)) % 256).to(torch.uint8).split(sizes))
 
 
 class TestParts:
     @pytest.mark.parametrize("sizes", [(10,), (4, 4, 4), (1, 0, 7, 2), (13, 1), (3,), (8,), (0,), ()], ids=str)
     def test_parts_are_the_stream_cut_at_multiples_of_their_size(self, sizes: tuple[int, ...]) -> None:
-        stream = b"".join(views(*sizes))
+        stream = b"".join(view.numpy().tobytes() for view in views(*sizes))
         parts = list(cut_parts(views(*sizes), part_bytes=4))
         assert [bytes(part.data) for part in parts] == [stream[i : i + 4] for i in range(0, len(stream), 4)]
         assert [part.index for part in parts] == list(range(len(parts)))
@@ -28,7 +26,7 @@ class TestParts:
 
     def test_a_part_does_not_change_with_its_tensor(self) -> None:
         tensor = torch.zeros(4, dtype=torch.float16)
-        part = next(cut_parts([tensor_bytes(tensor)], part_bytes=8))
+        part = next(cut_parts(bytes_of_each([("t", tensor)]), part_bytes=8))
         tensor.fill_(1)
         assert bytes(part.data) == bytes(8)
 
@@ -40,12 +38,12 @@ class TestParts:
             assert len(chunks) == 3
 
     def test_the_memory_of_a_finished_part_is_reused_for_a_later_one(self) -> None:
-        free: list[memoryview] = []
+        free: list[torch.Tensor] = []
         parts = cut_parts(views(4, 4, 4, 1), 4, free)
         first, second = next(parts), next(parts)
-        free.append(first.data)
+        free.append(first.memory)
         third = next(parts)
-        assert third.data.obj is first.data.obj and second.data.obj is not first.data.obj
+        assert third.memory is first.memory and second.memory is not first.memory
         assert [bytes(part.data) for part in (second, third, next(parts))] == [b"\4\5\6\7", b"\10\11\12\13", b"\14"]
 
 

@@ -100,7 +100,7 @@ def test_a_key_is_of_one_version_and_of_one_listener() -> None:
 
 async def test_a_part_needs_its_versions_upload_key_or_the_token(ingest: Ingest, weights: Weights) -> None:
     ingest.upload_address = UploadAddress("127.0.0.1", 7000)
-    remote = Trainer(ingest, token="secret", client=("203.0.113.9", 1)).http
+    remote = Trainer(ingest, token="secret", address="203.0.113.9").http
     plan = await ingest.begin(begin_of(1, weights), "127.0.0.1")
     assert plan.upload_url == "http://127.0.0.1:7000" and plan.upload_key is not None
     data = stream_of(weights)[: plan.part_bytes]
@@ -116,7 +116,7 @@ async def test_a_part_needs_its_versions_upload_key_or_the_token(ingest: Ingest,
 
 async def test_the_listener_proves_its_key_without_revealing_it(ingest: Ingest) -> None:
     ingest.upload_address = UploadAddress("127.0.0.1", 7000)
-    anyone: httpx.AsyncClient = Trainer(ingest, token="secret", client=("203.0.113.9", 1)).http
+    anyone: httpx.AsyncClient = Trainer(ingest, token="secret", address="203.0.113.9").http
     reply = await anyone.get("/v1/weights/1/listener", params={"nonce": NONCE})
     assert reply.json() == {"proof": listener_proof(ingest.upload_address.key(1), NONCE)}
     for nonce in ("", "short", "x" * 129):

@@ -11,10 +11,11 @@ import httpx
 import torch
 import xxhash
 from safetensors.torch import load_file
+from starlette.requests import HTTPConnection
 
 from rollout_service.config import ServiceConfig
 from rollout_service.ingest.ingest import Ingest
-from rollout_service.ingest.upload_server import create_upload_app
+from rollout_service.ingest.upload_server import UploadServer
 from rollout_service.protocol.fleet import PauseMode, ReplicaStatus
 from rollout_service.protocol.upload import PART_DIGEST_HEADER, BeginUpload, CommitUpload, UploadPlan, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
@@ -53,12 +54,41 @@ def stream_of(weights: Weights) -> bytes:
     return b"".join(t.contiguous().flatten().view(torch.uint8).numpy().tobytes() for t in weights.values())
 
 
+class CallersFrom(Authorizer):
+    """Takes every caller for one at an address of its own."""
+
+    def __init__(self, token: str | None, address: str) -> None:
+        super().__init__(token)
+        self._address = address
+
+    def check(self, request: HTTPConnection) -> None:
+        super().check(HTTPConnection({**request.scope, "client": (self._address, 1)}))
+
+
+class ListenerForEach(httpx.AsyncBaseTransport):
+    """Each request has a listener of its own, which has ended, with its threads, when the request has."""
+
+    def __init__(self, ingest: Ingest, authorizer: Authorizer) -> None:
+        self._ingest, self._authorizer = ingest, authorizer
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        server = UploadServer(self._ingest, self._authorizer, "127.0.0.1")
+        server.start()
+        request.url = request.url.copy_with(port=server.port)
+        try:
+            async with httpx.AsyncHTTPTransport() as transport:
+                response = await transport.handle_async_request(request)
+                await response.aread()
+        finally:
+            await server.stop()
+        return httpx.Response(response.status_code, headers=response.headers, content=response.content)
+
+
 class Trainer:
     """Pushes versions into ``ingest``."""
 
-    def __init__(self, ingest: Ingest, token: str | None = None, client: tuple[str, int] = ("127.0.0.1", 1)) -> None:
-        app = create_upload_app(ingest, Authorizer(token))
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=client)
+    def __init__(self, ingest: Ingest, token: str | None = None, address: str = "127.0.0.1") -> None:
+        transport = ListenerForEach(ingest, CallersFrom(token, address))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
         self._ingest = ingest
 

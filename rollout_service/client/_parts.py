@@ -1,0 +1,130 @@
+"""Tensors become parts: one thread copies each tensor once, from its device, into the memory that is sent.
+
+All else (hashing, sending) is done by others: what gathers tensors takes part in collectives, and other ranks wait
+for it. Torch is imported where it is needed, which is not in a client that only generates.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterable, Iterator
+from functools import cache, cached_property
+from typing import TYPE_CHECKING
+
+import xxhash
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("rollout_service.client")
+
+BODY_CHUNK_BYTES = 1 << 20
+
+
+class Part:
+    """Bytes ``[index * part_bytes, ...)`` of the stream."""
+
+    def __init__(self, index: int, memory: torch.Tensor, nbytes: int, copies: Iterable[torch.cuda.Event] = ()) -> None:
+        """
+        Args:
+            memory: uint8 [part_bytes], of which the first ``nbytes`` are the part.
+            copies: from GPUs, that may be under way still.
+        """
+        self.index, self.memory, self.nbytes = index, memory, nbytes
+        self._copies = tuple(copies)
+
+    @cached_property
+    def data(self) -> memoryview:
+        """The bytes; waits for copies that are under way."""
+        for copy in self._copies:
+            copy.synchronize()
+        view: memoryview = self.memory.numpy().data
+        return view[: self.nbytes]
+
+    @cached_property
+    def digest(self) -> str:
+        """xxh3-128 in hex."""
+        return xxhash.xxh3_128_hexdigest(self.data)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        # In chunks, because each layer of httpx copies what it is given.
+        for start in range(0, self.nbytes, BODY_CHUNK_BYTES):
+            yield bytes(self.data[start : start + BODY_CHUNK_BYTES])
+
+
+def cut_parts(
+    stream: Iterable[torch.Tensor] | Iterable[memoryview],
+    part_bytes: int,
+    free: list[torch.Tensor] | None = None,
+    *,
+    held: bool = False,
+) -> Iterator[Part]:
+    """Cut a stream into parts. Each is a copy, which a GPU may be making still.
+
+    Args:
+        stream: tensors uint8 [N], see ``bytes_of_each``, or bytes, one after the other.
+        free: memory of parts that are done with, to be used again; fresh memory costs more than what is copied.
+        held: the tensors stay what they are until the parts are sent; if not, one is copied before the next is made.
+    """
+    import numpy as np
+    import torch
+
+    index, filled = 0, 0
+    memory: torch.Tensor | None = None
+    devices: set[torch.device] = set()
+    for flat in stream:
+        start, count, from_gpu = 0, flat.nbytes, isinstance(flat, torch.Tensor) and flat.is_cuda
+        while start < count:
+            if memory is None:
+                memory = free.pop() if free else _part_memory(part_bytes, pinned=from_gpu)
+            taken = min(count - start, part_bytes - filled)
+            if isinstance(flat, torch.Tensor):
+                # torch copies with several threads, and with Python's lock free
+                memory[filled : filled + taken].copy_(flat[start : start + taken], non_blocking=from_gpu)
+                devices |= {flat.device} if from_gpu else set()
+            else:
+                np.copyto(memory.numpy()[filled : filled + taken], np.frombuffer(flat, np.uint8)[start : start + taken])
+            filled, start = filled + taken, start + taken
+            if filled == part_bytes:
+                yield Part(index, memory, filled, map(_recorded, devices))
+                index, memory, filled, devices = index + 1, None, 0, set()
+        if isinstance(flat, torch.Tensor) and from_gpu and not held:
+            torch.cuda.current_stream(flat.device).synchronize()
+        del flat  # before the next is made
+    if memory is not None and filled:
+        yield Part(index, memory, filled, map(_recorded, devices))
+
+
+def bytes_of_each(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
+    """Each tensor's bytes (little-endian, row-major) as uint8 [N] on its device; no copy if it is contiguous.
+
+    A tensor is let go before the next is gathered.
+    """
+    import torch
+
+    for _, tensor in tensors:
+        yield tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        del tensor
+
+
+def _recorded(device: torch.device) -> torch.cuda.Event:
+    import torch
+
+    recorded: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
+    return recorded
+
+
+def _part_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
+    import torch
+
+    if pinned:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            _warn_of_pageable_memory(str(error))
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+@cache
+def _warn_of_pageable_memory(why: str) -> None:
+    logger.warning("there is no pinned memory to copy weights to, which makes a push slower: %s", why)

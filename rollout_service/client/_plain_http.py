@@ -1,0 +1,148 @@
+"""PUTs of many megabytes over connections of the standard library's HTTP client, by threads.
+
+It hands a body to the socket as it is. Errors and replies are httpx's, so that the rules of ``_retry`` are the same
+for all that a client sends.
+"""
+
+import http.client
+import socket
+import ssl
+import struct
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+
+import httpx
+
+from rollout_service.client._http import CONNECT_S, WRITE_S
+
+_LARGEST_REPLY_BYTES = 1 << 20
+
+
+class PlainConnections:
+    """To one address; each is used by one thread at a time, and kept until ``close``."""
+
+    def __init__(self, url: str, tls: ssl.SSLContext, read_s: float) -> None:
+        """``tls``: whom to trust if ``url`` is https. ``read_s``: the longest wait for a reply."""
+        self._url, self._tls, self._read_s = httpx.URL(url), tls, read_s
+        self._lock = threading.Lock()
+        self._all: set[http.client.HTTPConnection] = set()
+        self._idle: list[http.client.HTTPConnection] = []
+        self._closed = False
+
+    def put(self, route: str, body: memoryview, headers: Mapping[str, str]) -> httpx.Response:
+        """Send and return the reply, whatever its status. Raises ``httpx.TransportError``."""
+        connection = self._taken()
+        request = httpx.Request("PUT", str(self._url) + route)
+        try:
+            response = self._exchange(connection, request, body, headers)
+        except BaseException:
+            self._drop(connection)
+            raise
+        with self._lock:
+            if connection.sock is not None and not self._closed:
+                self._idle.append(connection)
+                return response
+        self._drop(connection)
+        return response
+
+    def close(self) -> None:
+        """Break what is under way, from any thread; whoever waits for it gets ``httpx.TransportError``."""
+        with self._lock:
+            self._closed = True
+            for connection in self._all:
+                _shut(connection)
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            self._drop(connection)
+
+    def _exchange(
+        self,
+        connection: http.client.HTTPConnection,
+        request: httpx.Request,
+        body: memoryview,
+        headers: Mapping[str, str],
+    ) -> httpx.Response:
+        if connection.sock is None:
+            self._connect(connection, request)
+        try:
+            path = request.url.raw_path.decode("ascii")
+            try:
+                connection.request("PUT", path, body, {**headers, "Content-Length": str(body.nbytes)})
+            except (BrokenPipeError, ConnectionResetError) as error:
+                sent: Exception | None = error  # it may have been answered before
+            else:
+                sent = None
+            try:
+                reply = connection.getresponse()
+                content = reply.read(_LARGEST_REPLY_BYTES)
+                if reply.length:  # a read of so many bytes does not say that fewer came
+                    raise http.client.IncompleteRead(content, reply.length)
+            except (OSError, http.client.HTTPException):
+                if sent is not None:
+                    raise sent from None
+                raise
+        except (TimeoutError, BlockingIOError) as error:
+            raise httpx.ReadTimeout(f"no answer for {self._read_s:g} s", request=request) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise httpx.ReadError(f"the connection broke: {error!r}", request=request) from error
+        return httpx.Response(reply.status, headers=reply.getheaders(), content=content, request=request)
+
+    def _connect(self, connection: http.client.HTTPConnection, request: httpx.Request) -> None:
+        try:
+            connection.connect()
+        except TimeoutError as error:
+            raise httpx.ConnectTimeout(str(error), request=request) from error
+        except OSError as error:
+            raise httpx.ConnectError(str(error), request=request) from error
+        if isinstance(connection, http.client.HTTPSConnection):
+            connection.sock.settimeout(self._read_s)
+        else:
+            # in place of Python's own time-out, with which a body is sent in as many turns with Python's lock as
+            # there is room for it
+            connection.sock.settimeout(None)
+            for option, seconds in ((socket.SO_SNDTIMEO, WRITE_S), (socket.SO_RCVTIMEO, self._read_s)):
+                connection.sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))
+        with self._lock:
+            if self._closed:
+                raise httpx.ConnectError("the push has ended", request=request)
+
+    def _taken(self) -> http.client.HTTPConnection:
+        while True:
+            with self._lock:
+                connection = self._idle.pop() if self._idle else self._new()
+            if connection.sock is None or not _has_ended(connection.sock):
+                return connection
+            self._drop(connection)
+
+    def _new(self) -> http.client.HTTPConnection:
+        host, port = self._url.host, self._url.port
+        connection: http.client.HTTPConnection
+        if self._url.scheme == "https":
+            connection = http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=self._tls)
+        else:
+            connection = http.client.HTTPConnection(host, port, timeout=CONNECT_S)
+        self._all.add(connection)
+        return connection
+
+    def _drop(self, connection: http.client.HTTPConnection) -> None:
+        with self._lock:
+            self._all.discard(connection)
+        connection.close()
+
+
+def _has_ended(sock: socket.socket) -> bool:
+    """Whether its other end has closed it, while nothing was asked."""
+    flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
+    try:
+        socket.socket.recv(sock, 1, flags)  # an encrypted one's own takes no flags
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _shut(connection: http.client.HTTPConnection) -> None:
+    with suppress(OSError, AttributeError):  # it is gone, or is being made
+        socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)

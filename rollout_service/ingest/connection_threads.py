@@ -1,0 +1,149 @@
+"""A listening socket with a thread for each connection, so many at once and no more."""
+
+import errno
+import logging
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from rollout_service.ingest.blocking_http import HEAD_S, Connection, Handle
+
+logger = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 64
+"""Further ones wait for the end of one of these; the one that has waited longest for a request is closed for them."""
+_NO_MEANS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_RETRY_S = 1.0
+
+
+class ConnectionThreads:
+    """Serves until it is stopped. Its methods are for one thread."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        tls: ssl.SSLContext | None,
+        handle: Handle,
+        most: int = MOST_CONNECTIONS,
+    ) -> None:
+        """``listener``: bound, and closed by ``stop``. ``handle``: called in the threads; answers one request."""
+        self._listener, self._tls, self._handle, self._most = listener, tls, handle, most
+        self._open: dict[socket.socket, threading.Thread] = {}
+        self._idle: dict[socket.socket, None] = {}
+        """Those that wait for a request, the longest first."""
+        self._changed = threading.Condition()
+        self._stopping = threading.Event()
+        self._acceptor = threading.Thread(target=self._accept, name="upload-accept", daemon=True)
+        self.failure: OSError | None = None
+        """What ended it, unless it was stopped."""
+
+    def start(self) -> None:
+        """Take connections from now on."""
+        self._listener.listen(128)
+        self._acceptor.start()
+
+    @property
+    def serves(self) -> bool:
+        """Whether it takes connections."""
+        return self._acceptor.is_alive() and not self._stopping.is_set()
+
+    def stop(self, grace_s: float) -> None:
+        """Take no more connections, let requests under way end for so long, and end every thread. Blocks."""
+        self._stopping.set()
+        if self._acceptor.is_alive():
+            _shut(self._listener)
+            with self._changed:
+                self._changed.notify_all()
+            self._acceptor.join()
+        self._listener.close()
+        with self._changed:
+            for idle in self._idle:
+                _shut(idle)
+            self._changed.wait_for(lambda: not self._open, timeout=grace_s)
+            for connection in self._open:
+                _shut(connection)
+            threads = list(self._open.values())
+        for thread in threads:
+            thread.join()
+
+    def _accept(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                connection, peer = self._listener.accept()
+            except OSError as error:
+                if error.errno in _NO_MEANS:
+                    logger.error("no connection can be taken now: %s", error)
+                    self._stopping.wait(_RETRY_S)
+                elif error.errno != errno.ECONNABORTED and not self._stopping.is_set():
+                    self.failure = error
+                    return
+                continue
+            self._begin(connection, (str(peer[0]), int(peer[1])))
+
+    def _begin(self, connection: socket.socket, peer: tuple[str, int]) -> None:
+        with self._changed:
+            while len(self._open) >= self._most and not self._stopping.is_set():
+                longest = next((idle for idle in self._idle if not _has_come(idle)), None)
+                if longest is not None:
+                    del self._idle[longest]
+                    _shut(longest)
+                self._changed.wait()
+            if self._stopping.is_set():
+                connection.close()
+                return
+            thread = threading.Thread(target=self._serve, args=(connection, peer), name="upload", daemon=True)
+            self._open[connection] = thread
+            thread.start()
+
+    def _serve(self, plain: socket.socket, peer: tuple[str, int]) -> None:
+        connection = plain
+        try:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                plain.settimeout(HEAD_S)
+                connection = encrypted = self._tls.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+                self._replace(plain, encrypted)
+                encrypted.do_handshake()
+            Connection(connection, peer, idle=self._idle_of(connection)).serve(self._handle, self._stopping.is_set)
+        except OSError as error:  # of the handshake
+            logger.info("a connection from %s was given up: %s", peer[0], error)
+        finally:
+            connection.close()
+            with self._changed:
+                self._open.pop(connection, None)
+                self._idle.pop(connection, None)
+                self._changed.notify_all()
+
+    def _replace(self, plain: socket.socket, encrypted: ssl.SSLSocket) -> None:
+        with self._changed:
+            self._open[encrypted] = self._open.pop(plain)
+
+    def _idle_of(self, connection: socket.socket) -> Callable[[bool], None]:
+        def note(idle: bool) -> None:
+            with self._changed:
+                if not idle:
+                    self._idle.pop(connection, None)
+                elif self._stopping.is_set():
+                    _shut(connection)
+                else:
+                    self._idle[connection] = None
+                    self._changed.notify_all()  # somebody may wait for one that can be closed
+
+        return note
+
+
+def _has_come(connection: socket.socket) -> bool:
+    """Whether there is something to be read."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _shut(connection: socket.socket) -> None:
+    """Wake whoever waits for it in another thread; that one closes it."""
+    with suppress(OSError):  # its other end has gone already
+        # not its own method if it is encrypted, which would go on in plain text
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
