@@ -10,7 +10,7 @@ import ssl
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import h11
@@ -180,6 +180,8 @@ class Connection:
         body = Body(http, head, self._socket)
         self._socket.settimeout(READ_S if isinstance(self._socket, ssl.SSLSocket) else None)
         reply = handle(Request(head, self._peer, body))
+        if head.method == b"HEAD":
+            reply = replace(reply, body=b"")
         goes_on = body.ended and not ends()
         self._send(http, reply, close=not goes_on)
         if not goes_on or http.our_state is h11.MUST_CLOSE:

@@ -146,6 +146,7 @@ class Ingest:
         registered = _pinned_if_it_can_be if self._converter.uses_gpu else None
         self._uploads.memory = await asyncio.to_thread(LogMemory.of, self._log.root, registered)
         self._uploads.trainer_memory = TrainerMemory(registered)
+        self._uploads.registered = pin if self._converter.uses_gpu else None
         newest = own_newest(self._log, self._model, self._recipe, self._config)
         self._fleet.start()
         if newest is None:

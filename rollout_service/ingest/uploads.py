@@ -42,7 +42,7 @@ from rollout_service.protocol.upload import (
 from rollout_service.store.durable_io import remove_tree
 from rollout_service.store.labels import VersionLabels
 from rollout_service.store.log import WeightLog
-from rollout_service.store.mapped_files import is_in_memory
+from rollout_service.store.mapped_files import Registered, is_in_memory
 from rollout_service.store.part_space import DirectSpace, MappedSpace, PartSpace
 from rollout_service.store.unquantized import UnquantizedLog
 from rollout_service.store.upload_record import UploadRecord, read_record, source_stamp
@@ -80,6 +80,8 @@ class Uploads:
         self._config, self._log, self._model, self._plan, self._converter = config, log, model, plan, converter
         self._executor = ThreadPoolExecutor(io_threads(), thread_name_prefix="quantize")
         self._space: PartSpace | None = None
+        self.registered: Registered | None = None
+        """Makes memory of parts known to the GPU that quantizes; None: the CPU does. Set before anything is staged."""
         self.memory: LogMemory | None = None
         """Of a log in memory; None: the log is on a disk."""
         self.trainer_memory = TrainerMemory()
@@ -455,7 +457,9 @@ class Uploads:
         if self._space is None:
             in_memory = is_in_memory(self._log.root)  # not before: the folder need not be there
             kept = self._log.staging(0).with_name(_KEPT_PARTS)
-            self._space = MappedSpace(kept) if in_memory else DirectSpace.for_parts_of(self._config.part_bytes)
+            self._space = (
+                MappedSpace(kept, self.registered) if in_memory else DirectSpace.for_parts_of(self._config.part_bytes)
+            )
         return self._space
 
     async def _recover(self, parts: Path) -> None:

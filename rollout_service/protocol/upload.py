@@ -48,9 +48,9 @@ import hashlib
 import hmac
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 import xxhash
 from pydantic import Field, model_validator
@@ -174,6 +174,9 @@ class Delta(Frozen):
     """Of each announced tensor, in their order; None: it is that of the base."""
 
 
+AnyAnnouncement = TypeVar("AnyAnnouncement", bound="Announcement")
+
+
 class Announcement(Frozen):
     """Body of ``POST /v1/weights``: either a tensor table to be followed by parts, or a source."""
 
@@ -189,6 +192,11 @@ class Announcement(Frozen):
     label: VersionLabel | None = None
     delta: Delta | None = None
     """None: the parts hold the tensors themselves."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[type[Self], str]]:
+        """As JSON: a table of 37 000 tensors is pickled in a tenth of the time that as many objects take, and read in
+        half of it."""
+        return _from_json, (type(self), self.model_dump_json(exclude_defaults=True))
 
     @model_validator(mode="after")
     def _tensors_or_source(self) -> Self:
@@ -236,6 +244,10 @@ class Announcement(Frozen):
         """The same, as that version."""
         fields = {name: getattr(self, name) for name in Announcement.model_fields}
         return BeginUpload.model_validate({**fields, "version": version})
+
+
+def _from_json(kind: type[AnyAnnouncement], text: str) -> AnyAnnouncement:
+    return kind.model_validate_json(text)
 
 
 class BeginUpload(Announcement):

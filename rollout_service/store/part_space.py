@@ -6,11 +6,12 @@ whatever the number of threads (2 H200, 32 cores, November 2026), a fraction of 
 an upload that has ended are kept, mapped, for the next one.
 """
 
+import logging
 import os
 import shutil
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ import torch
 
 from rollout_service.store.direct_io import BufferPool, DirectFile
 from rollout_service.store.durable_io import remove_tree
+from rollout_service.store.mapped_files import Registered
+
+logger = logging.getLogger(__name__)
 
 FEWEST_BUFFER_BYTES, MOST_BUFFER_BYTES = 192 << 20, 1 << 30
 _BUFFERED_PARTS = 12
@@ -94,11 +98,17 @@ class DirectSpace:
         """See ``PartSpace``."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Mapped:
     nbytes: int
     memory: torch.Tensor
     """uint8 [nbytes], the file's own pages."""
+    unregister: Callable[[], None] | None = None
+
+    def drop(self) -> None:
+        """The file is removed; its memory ends with its last view."""
+        if self.unregister is not None:
+            self.unregister()
 
 
 class MappedSpace:
@@ -108,9 +118,14 @@ class MappedSpace:
     whole (``UploadSession.incoming_path``): whoever finds it after a crash does not take it for a part.
     """
 
-    def __init__(self, kept: Path) -> None:
-        """``kept``: a folder of its own in the same file system, for files between two uploads."""
-        self._folder = kept
+    def __init__(self, kept: Path, registered: Registered | None = None) -> None:
+        """
+        Args:
+            kept: a folder of its own in the same file system, for files between two uploads.
+            registered: makes memory known to the GPU that tensors are quantized on, which then copies them from there;
+                called when a file is used for the second time.
+        """
+        self._folder, self._registered = kept, registered
         self._lock = threading.Lock()
         self._used: dict[int, _Mapped] = {}
         """By inode: a file keeps it under whatever name."""
@@ -131,6 +146,8 @@ class MappedSpace:
         if again is None and many:
             return Incoming(None, DirectFile.create(path))
         mapped = _new(path, nbytes) if again is None else self._renamed(again, path)
+        if again is not None and mapped.unregister is None:
+            self._register(mapped)
         with self._lock:
             self._used[path.stat().st_ino] = mapped
         return Incoming(mapped.memory.numpy().data, None)
@@ -145,7 +162,8 @@ class MappedSpace:
         with self._lock:
             for path in sorted(folder.glob("part-*")):
                 if path.name.endswith(".incoming"):  # somebody is writing there still: it is gone when that one ends
-                    self._used.pop(path.stat().st_ino, None)
+                    if (dropped := self._used.pop(path.stat().st_ino, None)) is not None:
+                        dropped.drop()
                 else:
                     self._keep(path)
             self._trim(keep_bytes)
@@ -175,6 +193,7 @@ class MappedSpace:
         while left > keep_bytes:
             path, mapped = self._free.pop(0)
             path.unlink(missing_ok=True)
+            mapped.drop()
             left -= mapped.nbytes
         if not self._free:
             remove_tree(self._folder)
@@ -185,8 +204,18 @@ class MappedSpace:
             kept.rename(path)
         except OSError:
             kept.unlink(missing_ok=True)
+            mapped.drop()
             raise
         return mapped
+
+    def _register(self, mapped: _Mapped) -> None:
+        if self._registered is None:
+            return
+        try:
+            mapped.unregister = self._registered(mapped.memory.numpy().data)
+        except OSError as error:
+            self._registered = None
+            logger.warning("the GPU reads parts by way of other memory, which takes longer: %s", error)
 
 
 @contextmanager

@@ -85,6 +85,11 @@ class TestBody:
         [said] = bodies_of(said_to(b"GET /x?y HTTP/1.1\r\nHost: here\r\n\r\n"))
         assert said == {"method": "GET", "target": "/x?y", "body": "", "announced": 0, "host": "here"}
 
+    def test_a_head_request_is_answered_without_a_body(self) -> None:
+        get = b" /x HTTP/1.1\r\nHost: here\r\n\r\n"
+        replies = said_to(b"HEAD" + get + b"GET" + get)
+        assert replies.count(b"HTTP/1.1 200 ") == 2 and len(bodies_of(replies)) == 1
+
     def test_requests_follow_one_another_on_one_connection(self) -> None:
         sized = HEAD + b"Content-Length: 3\r\n\r\none"
         chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\n3\r\ntwo\r\n0\r\n\r\n"

@@ -1,5 +1,6 @@
 """The nouns hold their invariants from the moment they are made."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rollout_service.protocol.fleet import Fleet, ReplicaStatus, UpdateTimings
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchRow, MismatchTable, Suspicion
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall, Sampling
-from rollout_service.protocol.upload import BeginUpload, PathSource
+from rollout_service.protocol.upload import Announcement, BeginUpload, ObjectSource, PathSource, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
 
 STATUS = ReplicaStatus(
@@ -162,3 +163,19 @@ class TestVersion:
         span = Span(version=MAX_VERSION, start=0, end=1)
         assert Span.model_validate_json(span.model_dump_json()) == span
         assert int(float(MAX_VERSION)) == MAX_VERSION
+
+
+class TestAnnouncement:
+    @pytest.mark.parametrize(
+        "what",
+        [
+            {"tensors": (UploadTensor(name="w", dtype="bfloat16", shape=(3, 4)),), "kv_scales": {"a.q_scale": 0.1}},
+            {"source": PathSource(path=Path("/weights"))},
+            {"source": ObjectSource(digest="d"), "label": "run/step-3"},
+        ],
+        ids=["tensors", "path", "objects"],
+    )
+    def test_it_is_the_same_in_another_process(self, what: dict[str, Any]) -> None:
+        for announced in (Announcement(version="next", uploader="u", **what), BeginUpload(version=7, **what)):
+            again = pickle.loads(pickle.dumps(announced))
+            assert again == announced and type(again) is type(announced) and again.nbytes == announced.nbytes

@@ -1,7 +1,7 @@
 """Files of parts in memory (a tmpfs) are used again, and never taken for what they held before."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -72,6 +72,33 @@ def test_a_file_that_is_still_received_into_goes_to_nobody_else(space: MappedSpa
         space.release_all(folder, keep_bytes=100)
         assert space.kept_bytes == 0
     assert space.kept_bytes == 0 and not folder.exists()
+
+
+def test_memory_is_registered_when_it_is_used_again_and_until_its_file_is_removed(memory: Path) -> None:
+    registered: list[int] = []
+
+    def register(part: memoryview) -> Callable[[], None]:
+        registered.append(part.nbytes)
+        return lambda: registered.remove(part.nbytes)
+
+    space = MappedSpace(memory / "kept", register)
+    for upload in range(3):
+        take_in(space, memory / "1.parts", 0, bytes(8))
+        assert registered == [8][:upload]
+        space.release_all(memory / "1.parts", keep_bytes=8)
+    space.release_all(memory / "2.parts", keep_bytes=0)
+    assert registered == []
+
+
+def test_memory_that_cannot_be_registered_is_used_as_it_is(memory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(part: memoryview) -> Callable[[], None]:
+        raise OSError("no room")
+
+    space = MappedSpace(memory / "kept", refuse)
+    for _ in range(3):
+        assert take_in(space, memory / "1.parts", 0, b"12345678").read_bytes() == b"12345678"
+        space.release_all(memory / "1.parts", keep_bytes=8)
+    assert caplog.text.count("no room") == 1
 
 
 def test_what_is_kept_makes_room_for_what_needs_it(space: MappedSpace, memory: Path) -> None:
