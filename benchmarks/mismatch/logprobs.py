@@ -7,8 +7,9 @@ the unquantized BF16 weights score the same tokens, and the formulas are those o
 row ``bf16`` is what engine and trainer differ by anyway. Each run adds its cases to the same file, in place of earlier
 ones of the same model, mode and trainer.
 
-Trainers compute in ``fp32`` or in ``bf16``; ``fake_quant`` is ``bf16`` with the engine's FP8 in its layers
-(``rollout_service.quant.fake_quant``), for engines with FP8 weights. Engines:
+Trainers compute in ``fp32`` or in ``bf16``; ``engine_roundings`` is ``bf16`` rounded where the engine rounds, for
+engines with BF16 weights, and ``fake_quant`` that with the engine's FP8 in its layers, for those with FP8 weights
+(``rollout_service.quant``); both have a head in fp32 where the engine has. Engines:
 
 - ``bf16``: nothing is quantized;
 - ``bf16_fp32_head``, ``fp8_fp32_head``: as the rows without, with ``engine.lm_head: float32``;
@@ -22,6 +23,7 @@ Trainers compute in ``fp32`` or in ``bf16``; ``fake_quant`` is ``bf16`` with the
 import asyncio
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -31,6 +33,7 @@ import torch
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
+from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.common import results
@@ -45,7 +48,9 @@ from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import Sampling
 from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe
+from rollout_service.quant.engine_roundings import engine_roundings
 from rollout_service.quant.fake_quant import fake_quant
+from rollout_service.quant.forwards import Forwards
 from rollout_service.store.log import WeightLog
 
 RESULT = "mismatch_logprobs"
@@ -195,9 +200,23 @@ def measure(family: str, folder: Path, options: SampleOptions) -> Iterator[Case]
         engines = torch.tensor([completion.logprobs for _, completion in sampled])
         yield mismatch(family, mode, "fp32", score(reference, sampled), engines)
         yield mismatch(family, mode, "bf16", score(in_bf16, sampled), engines)
-        if config.quant.weights != "none":
-            with fake_quant(in_bf16, recipe_of(config)):
-                yield mismatch(family, mode, "fake_quant", score(in_bf16, sampled), engines)
+        with as_the_engine(in_bf16, config) as trainer:
+            yield mismatch(family, mode, trainer, score(in_bf16, sampled), engines)
+
+
+@contextmanager
+def as_the_engine(model: PreTrainedModel, config: ServiceConfig) -> Iterator[str]:
+    """The model computes as the engine with that configuration inside the block; how that is called."""
+    with ExitStack() as stack:
+        if config.engine.lm_head == "float32":
+            head = Forwards({model.lm_head: lambda hidden: linear(hidden.float(), model.lm_head.weight.float())})
+            stack.callback(head.remove)
+        if config.quant.weights == "none":
+            stack.enter_context(engine_roundings(model))
+            yield "engine_roundings"
+        else:
+            stack.enter_context(fake_quant(model, recipe_of(config)))
+            yield "fake_quant"
 
 
 def recipe_of(config: ServiceConfig) -> TrainerRecipe:
