@@ -15,6 +15,7 @@ engines with BF16 weights, and ``fake_quant`` that with the engine's FP8 in its 
 - ``bf16_fp32_head``, ``fp8_fp32_head``: as the rows without, with ``engine.lm_head: float32``;
 - ``fp8``: weights and activations, by CUTLASS on a GPU as in ``deployments/fp8_rollout.yaml``, by our own kernel on the
   CPU;
+- ``int8``: weights by output channel and activations by token; the CPU only;
 - ``fp8kv``: the KV cache, too, with scales of 1;
 - ``fp8kv_calibrated``: as ``fp8kv``, with the scales that a trainer measures;
 - ``deep_gemm``, ``deep_gemm_e8m0``: as ``fp8``, by DeepGEMM with scales in fp32 or as powers of two; a GPU only.
@@ -69,6 +70,7 @@ class Arithmetic(StrEnum):
     BF16_FP32_HEAD = "bf16_fp32_head"
     FP8 = "fp8"
     FP8_FP32_HEAD = "fp8_fp32_head"
+    INT8 = "int8"
     FP8KV = "fp8kv"
     FP8KV_CALIBRATED = "fp8kv_calibrated"
     DEEP_GEMM = "deep_gemm"
@@ -85,6 +87,7 @@ SECTIONS: dict[Arithmetic, dict[str, dict[str, Any]]] = {
     },
     Arithmetic.FP8: {"kv_cache": {"dtype": "bfloat16"}},
     Arithmetic.FP8_FP32_HEAD: {"kv_cache": {"dtype": "bfloat16"}, "engine": {"lm_head": "float32"}},
+    Arithmetic.INT8: {"quant": {"weights": "int8_channel"}, "kv_cache": {"dtype": "bfloat16"}},
     Arithmetic.FP8KV: {"kv_cache": {"dtype": "fp8_e4m3"}},
     Arithmetic.FP8KV_CALIBRATED: {"kv_cache": {"dtype": "fp8_e4m3"}},
     Arithmetic.DEEP_GEMM: {"kv_cache": {"dtype": "bfloat16"}, "engine": {"linear_backend": "deep_gemm"}},
@@ -94,7 +97,8 @@ SECTIONS: dict[Arithmetic, dict[str, dict[str, Any]]] = {
 
 def of_this_machine() -> tuple[Arithmetic, ...]:
     """What engines on this machine can do."""
-    return tuple(each for each in Arithmetic if torch.cuda.is_available() or each not in ON_A_GPU)
+    without = (Arithmetic.INT8,) if torch.cuda.is_available() else ON_A_GPU
+    return tuple(each for each in Arithmetic if each not in without)
 
 
 class SampleOptions(Options):
@@ -200,8 +204,9 @@ def measure(family: str, folder: Path, options: SampleOptions) -> Iterator[Case]
         engines = torch.tensor([completion.logprobs for _, completion in sampled])
         yield mismatch(family, mode, "fp32", score(reference, sampled), engines)
         yield mismatch(family, mode, "bf16", score(in_bf16, sampled), engines)
-        with as_the_engine(in_bf16, config) as trainer:
-            yield mismatch(family, mode, trainer, score(in_bf16, sampled), engines)
+        if mode != Arithmetic.INT8:
+            with as_the_engine(in_bf16, config) as trainer:
+                yield mismatch(family, mode, trainer, score(in_bf16, sampled), engines)
 
 
 @contextmanager

@@ -71,10 +71,13 @@ def fake_quant(model: nn.Module, recipe: TrainerRecipe, *, roundings: bool = Tru
     Products and biases are computed in fp32 on the CPU, and elsewhere in the dtype of autocast or else of the input, in
     which each factor is rounded again; the result has that dtype. Nothing of the model's parameters changes.
 
-    Raises ValueError if the service quantizes nothing, something that ``model`` has not, or a part of a layer.
+    Raises ValueError if the service quantizes nothing, to another format than FP8, something that ``model`` has not, or
+    a part of a layer.
     """
     if recipe.weights == "none":
         raise ValueError("the service quantizes nothing (quant.weights is none): a trainer computes as it does already")
+    if recipe.weights != "fp8_block":
+        raise ValueError(f"the service quantizes to {recipe.weights}, and fake_quant computes in fp8_block alone")
     held: dict[str, set[str]] = {}
     missing = set(recipe.quantized)
     for name, parameter in model.named_parameters():
