@@ -86,6 +86,7 @@ NAMES = (
     ),
     # FP8 and BF16 layers of CPU engines
     _read(f"{_LAYERS}.linear", "LinearBase"),
+    _read(f"{_LAYERS}.linear", "LinearMethodBase.apply", takes="self layer x bias"),
     _read(f"{_LAYERS}.linear", "UnquantizedLinearMethod", takes=""),
     _read(f"{_LAYERS}.linear", "register_weight_loader_v2_supported_method", takes="cls"),
     _read(_FP8, "Fp8Config.get_quant_method", takes="self layer prefix"),
@@ -134,6 +135,10 @@ NAMES = (
     _read(_QUANT_UTILS, "GroupShape", takes="row col"),
     _read(_QUANT_UTILS, "is_layer_skipped", takes="prefix ignored_layers fused_mapping match_mode"),
     _read("vllm.model_executor.parameter", "BlockQuantScaleParameter"),
+    _read("vllm.model_executor.parameter", "ChannelQuantScaleParameter"),
+    _read("vllm.model_executor.parameter", "ModelWeightParameter"),
+    _read("vllm.model_executor.utils", "set_weight_attrs", takes="weight weight_attrs"),
+    _read("vllm.model_executor.models.utils", "WeightsMapper.apply_list"),
     _read(
         _KERNELS,
         "FP8ScaledMMLinearLayerConfig",
@@ -147,6 +152,7 @@ NAMES = (
     # experts of CPU engines
     _read(f"{_LAYERS}.fused_moe", "FusedMoEMethodBase", takes="moe", gives="moe_kernel"),
     _read(f"{_LAYERS}.fused_moe", "FusedMoEQuantConfig.make"),
+    _read(f"{_LAYERS}.fused_moe", "FusedMoeWeightScaleSupported.CHANNEL"),
     _read(f"{_LAYERS}.fused_moe", "MoEActivation"),
     _read(
         f"{_LAYERS}.fused_moe",
@@ -235,6 +241,7 @@ from vllm.model_executor.layers.attention import Attention, is_deferred_attentio
 from vllm.model_executor.layers.fused_moe import (
     FusedMoEMethodBase,
     FusedMoEQuantConfig,
+    FusedMoeWeightScaleSupported,
     MoEActivation,
     RoutedExperts,
     UnquantizedFusedMoEMethod,
@@ -242,6 +249,7 @@ from vllm.model_executor.layers.fused_moe import (
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
+    LinearMethodBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
@@ -269,7 +277,13 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-from vllm.model_executor.parameter import BlockQuantScaleParameter
+from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.parameter import (
+    BlockQuantScaleParameter,
+    ChannelQuantScaleParameter,
+    ModelWeightParameter,
+)
+from vllm.model_executor.utils import set_weight_attrs
 from vllm.utils.torch_utils import is_quantized_kv_cache, set_default_torch_dtype
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
@@ -279,6 +293,7 @@ __all__ = [
     "Attention",
     "BaseKVCacheMethod",
     "BlockQuantScaleParameter",
+    "ChannelQuantScaleParameter",
     "ColumnParallelLinear",
     "FP8ScaledMMLinearLayerConfig",
     "Fp8BlockScaledMMLinearKernel",
@@ -287,12 +302,15 @@ __all__ = [
     "Fp8MoEMethod",
     "FusedMoEMethodBase",
     "FusedMoEQuantConfig",
+    "FusedMoeWeightScaleSupported",
     "GroupShape",
     "IterationStats",
     "LinearBase",
+    "LinearMethodBase",
     "MambaBase",
     "MergedColumnParallelLinear",
     "MoEActivation",
+    "ModelWeightParameter",
     "ParallelLMHead",
     "QKVParallelLinear",
     "QuantFP8",
@@ -304,6 +322,7 @@ __all__ = [
     "UnquantizedFusedMoEMethod",
     "UnquantizedLinearMethod",
     "VocabParallelEmbedding",
+    "WeightsMapper",
     "create_fp8_scale_parameter",
     "create_fp8_weight_parameter",
     "finalize_layerwise_reload",
@@ -316,6 +335,7 @@ __all__ = [
     "memory_allocator",
     "register_weight_loader_v2_supported_method",
     "set_forward_context",
+    "set_weight_attrs",
     "validate_fp8_block_shape",
 ]
 

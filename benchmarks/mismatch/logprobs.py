@@ -7,13 +7,15 @@ the unquantized BF16 weights score the same tokens, and the formulas are those o
 row ``bf16`` is what engine and trainer differ by anyway. Each run adds its cases to the same file, in place of earlier
 ones of the same model, mode and trainer.
 
-Trainers compute in ``fp32`` or in ``bf16``; ``fake_quant`` is ``bf16`` with the engine's FP8 in its layers
-(``rollout_service.quant.fake_quant``), for engines with FP8 weights. Engines:
+Trainers compute in ``fp32`` or in ``bf16``; ``engine_roundings`` is ``bf16`` rounded where the engine rounds, for
+engines with BF16 weights, and ``fake_quant`` that with the engine's FP8 in its layers, for those with FP8 weights
+(``rollout_service.quant``); both have a head in fp32 where the engine has. Engines:
 
 - ``bf16``: nothing is quantized;
 - ``bf16_fp32_head``, ``fp8_fp32_head``: as the rows without, with ``engine.lm_head: float32``;
 - ``fp8``: weights and activations, by CUTLASS on a GPU as in ``deployments/fp8_rollout.yaml``, by our own kernel on the
   CPU;
+- ``int8``: weights by output channel and activations by token; the CPU only;
 - ``fp8kv``: the KV cache, too, with scales of 1;
 - ``fp8kv_calibrated``: as ``fp8kv``, with the scales that a trainer measures;
 - ``deep_gemm``, ``deep_gemm_e8m0``: as ``fp8``, by DeepGEMM with scales in fp32 or as powers of two; a GPU only.
@@ -22,6 +24,7 @@ Trainers compute in ``fp32`` or in ``bf16``; ``fake_quant`` is ``bf16`` with the
 import asyncio
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -31,6 +34,7 @@ import torch
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
+from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.common import results
@@ -45,7 +49,9 @@ from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import Sampling
 from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe
+from rollout_service.quant.engine_roundings import engine_roundings
 from rollout_service.quant.fake_quant import fake_quant
+from rollout_service.quant.forwards import Forwards
 from rollout_service.store.log import WeightLog
 
 RESULT = "mismatch_logprobs"
@@ -64,6 +70,7 @@ class Arithmetic(StrEnum):
     BF16_FP32_HEAD = "bf16_fp32_head"
     FP8 = "fp8"
     FP8_FP32_HEAD = "fp8_fp32_head"
+    INT8 = "int8"
     FP8KV = "fp8kv"
     FP8KV_CALIBRATED = "fp8kv_calibrated"
     DEEP_GEMM = "deep_gemm"
@@ -80,6 +87,7 @@ SECTIONS: dict[Arithmetic, dict[str, dict[str, Any]]] = {
     },
     Arithmetic.FP8: {"kv_cache": {"dtype": "bfloat16"}},
     Arithmetic.FP8_FP32_HEAD: {"kv_cache": {"dtype": "bfloat16"}, "engine": {"lm_head": "float32"}},
+    Arithmetic.INT8: {"quant": {"weights": "int8_channel"}, "kv_cache": {"dtype": "bfloat16"}},
     Arithmetic.FP8KV: {"kv_cache": {"dtype": "fp8_e4m3"}},
     Arithmetic.FP8KV_CALIBRATED: {"kv_cache": {"dtype": "fp8_e4m3"}},
     Arithmetic.DEEP_GEMM: {"kv_cache": {"dtype": "bfloat16"}, "engine": {"linear_backend": "deep_gemm"}},
@@ -89,7 +97,8 @@ SECTIONS: dict[Arithmetic, dict[str, dict[str, Any]]] = {
 
 def of_this_machine() -> tuple[Arithmetic, ...]:
     """What engines on this machine can do."""
-    return tuple(each for each in Arithmetic if torch.cuda.is_available() or each not in ON_A_GPU)
+    without = (Arithmetic.INT8,) if torch.cuda.is_available() else ON_A_GPU
+    return tuple(each for each in Arithmetic if each not in without)
 
 
 class SampleOptions(Options):
@@ -195,9 +204,24 @@ def measure(family: str, folder: Path, options: SampleOptions) -> Iterator[Case]
         engines = torch.tensor([completion.logprobs for _, completion in sampled])
         yield mismatch(family, mode, "fp32", score(reference, sampled), engines)
         yield mismatch(family, mode, "bf16", score(in_bf16, sampled), engines)
-        if config.quant.weights != "none":
-            with fake_quant(in_bf16, recipe_of(config)):
-                yield mismatch(family, mode, "fake_quant", score(in_bf16, sampled), engines)
+        if mode != Arithmetic.INT8:
+            with as_the_engine(in_bf16, config) as trainer:
+                yield mismatch(family, mode, trainer, score(in_bf16, sampled), engines)
+
+
+@contextmanager
+def as_the_engine(model: PreTrainedModel, config: ServiceConfig) -> Iterator[str]:
+    """The model computes as the engine with that configuration inside the block; how that is called."""
+    with ExitStack() as stack:
+        if config.engine.lm_head == "float32":
+            head = Forwards({model.lm_head: lambda hidden: linear(hidden.float(), model.lm_head.weight.float())})
+            stack.callback(head.remove)
+        if config.quant.weights == "none":
+            stack.enter_context(engine_roundings(model))
+            yield "engine_roundings"
+        else:
+            stack.enter_context(fake_quant(model, recipe_of(config)))
+            yield "fake_quant"
 
 
 def recipe_of(config: ServiceConfig) -> TrainerRecipe:

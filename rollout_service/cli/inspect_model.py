@@ -10,7 +10,7 @@ from rollout_service.model.names import kind, ranges
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.base import Frozen
-from rollout_service.quant.blockwise import scale_shape
+from rollout_service.quant.formats import INT8_CHANNEL
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +37,7 @@ class TensorKind(Frozen):
     """Of all ``count`` in BF16."""
     stored_bytes: int
     """Of all ``count`` in a weight version: codes and scales where quantized."""
-    dtype: Literal["FP8", "BF16", "FP32"]
+    dtype: Literal["FP8", "INT8", "BF16", "FP32"]
     """What they are stored as."""
     why_not: str
     """Why it is not quantized; empty if it is."""
@@ -235,13 +235,13 @@ def _shard(name: str, model: ServedModel, tensor_parallel_size: int, expert_para
 def _stored_bytes(name: str, model: ServedModel, plan: QuantPlan) -> int:
     numbers = math.prod(model.shapes[name])
     if name in plan.quantized:
-        return numbers + 4 * math.prod(scale_shape(model.shapes[name]))
+        return numbers + 4 * math.prod(plan.form.scale_shape(model.shapes[name]))
     return (4 if name in model.keep_float32 else 2) * numbers
 
 
-def _dtype(name: str, model: ServedModel, plan: QuantPlan) -> Literal["FP8", "BF16", "FP32"]:
+def _dtype(name: str, model: ServedModel, plan: QuantPlan) -> Literal["FP8", "INT8", "BF16", "FP32"]:
     if name in plan.quantized:
-        return "FP8"
+        return "INT8" if plan.form is INT8_CHANNEL else "FP8"
     return "FP32" if name in model.keep_float32 else "BF16"
 
 

@@ -121,6 +121,13 @@ def config(
     typer.echo(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False, allow_unicode=True), nl=False)
 
 
+class Weights(StrEnum):
+    """``quant.weights``, of those that quantize."""
+
+    fp8_block = "fp8_block"
+    int8_channel = "int8_channel"
+
+
 class Indivisible(StrEnum):
     """``quant.indivisible``."""
 
@@ -146,6 +153,7 @@ def inspect(
         bool, typer.Option("--expert-parallel", help="With --tp, whole experts on each GPU: engine.expert_parallel.")
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub: model.revision.")] = None,
+    weights: Annotated[Weights, typer.Option(help="As quant.weights.")] = Weights.fp8_block,
     skip: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="As in quant.skip; may be given again.")
     ] = None,
@@ -185,7 +193,7 @@ def inspect(
     ] = Device.auto,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Show what quantization makes of MODEL: which tensors become FP8, which do not and why, and their sizes.
+    """Show what quantization makes of MODEL: which tensors become FP8 or INT8, which do not and why, and their sizes.
 
     Reads config.json only; no weights are needed, and none downloaded, but for --fp8-kv. Fails, naming the layers, if
     MODEL does not divide into FP8 blocks.
@@ -194,8 +202,9 @@ def inspect(
     from rich.console import Console
 
     if fp8_kv:
-        if tp != 1 or expert_parallel or skip or indivisible != Indivisible.error or gpu_gb is not None:
-            others = "--tp, --expert-parallel, --skip, --indivisible and --gpu-gb"
+        of_plan = skip or indivisible != Indivisible.error or weights != Weights.fp8_block
+        if tp != 1 or expert_parallel or of_plan or gpu_gb is not None:
+            others = "--tp, --expert-parallel, --weights, --skip, --indivisible and --gpu-gb"
             fail(f"{others} are not for --fp8-kv, which measures: leave them out")
         _inspect_kv(model, revision, prompts, device, json)
         return
@@ -213,7 +222,7 @@ def inspect(
         fail(f"inspect needs {error.name}, which comes with an engine: install rollout-service[cpu] or [gpu]")
     try:
         source = ModelConfig(path=model, revision=revision)
-        quant = QuantConfig(skip=tuple(skip or ()), indivisible=indivisible.value)
+        quant = QuantConfig(weights=weights.value, skip=tuple(skip or ()), indivisible=indivisible.value)
         report = inspect_model(source, quant, tp, expert_parallel)
     except ValidationError as error:
         fail("; ".join(_problems(error)))

@@ -15,8 +15,9 @@ class Config(BaseModel):
 class QuantConfig(Config):
     """How the ingest turns a trainer's weights into what the engines load."""
 
-    weights: Literal["fp8_block", "none"] = "fp8_block"
-    """``fp8_block``: E4M3 codes in 128×128 blocks with fp32 scales. ``none``: BF16, as the trainer sent them."""
+    weights: Literal["fp8_block", "int8_channel", "none"] = "fp8_block"
+    """``fp8_block``: E4M3 codes in 128×128 blocks with fp32 scales. ``int8_channel``: INT8 codes with an fp32 scale for
+    each output channel; engines on the CPU only. ``none``: BF16, as the trainer sent them."""
 
     skip: tuple[str, ...] = ()
     """More modules to leave in BF16, as ``fnmatch`` patterns over Hugging Face module names, e.g. ``*.layers.0.*``.
@@ -46,6 +47,12 @@ class QuantConfig(Config):
         if self.weights == "none" and idle:
             raise ValueError(
                 f"quant.{', quant.'.join(idle)}: set, but quant.weights is none and everything stays in BF16: "
+                "leave it out"
+            )
+        of_blocks = [name for name in idle if name in ("scales", "indivisible")]
+        if self.weights == "int8_channel" and of_blocks:
+            raise ValueError(
+                f"quant.{', quant.'.join(of_blocks)}: set, but quant.weights is int8_channel, which has no blocks: "
                 "leave it out"
             )
         return self

@@ -10,7 +10,13 @@ from vllm.platforms import current_platform
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.extra import refuse_batch_invariance, with_env, with_extra
 from rollout_service.engine.hardware import Attention, require_fit
-from rollout_service.engine.plugin import CPU_BF16, CPU_BLOCK_FP8, STAGING_KEY, TRANSFER_BACKEND
+from rollout_service.engine.plugin import (
+    CPU_BF16,
+    CPU_BLOCK_FP8,
+    CPU_CHANNEL_INT8,
+    STAGING_KEY,
+    TRANSFER_BACKEND,
+)
 from rollout_service.engine.worker import VersionStaging
 from rollout_service.logs import TELL_VLLM
 from rollout_service.model.quant_plan import QuantPlan
@@ -119,6 +125,13 @@ def _graph_sizes(config: ServiceConfig, on_cpu: bool) -> list[int] | None:
 def _quantization(config: ServiceConfig, not_converted: tuple[str, ...], on_cpu: bool) -> dict[str, object]:
     if config.quant.weights == "none":
         return {"quantization_config": {"quant_method": CPU_BF16}} if on_cpu else {}
+    if config.quant.weights == "int8_channel":
+        if not on_cpu:
+            raise ValueError(
+                "quant.weights is int8_channel, and engines on a GPU do not load it yet: set it to fp8_block, or none"
+            )
+        scheme: dict[str, object] = {"quant_method": CPU_CHANNEL_INT8, "modules_to_not_convert": list(not_converted)}
+        return {"quantization_config": scheme}
     method = CPU_BLOCK_FP8 if on_cpu else "fp8"
     scheme = {"quant_method": method, "modules_to_not_convert": list(not_converted), **BLOCK_FP8}
     return {"quantization_config": scheme}

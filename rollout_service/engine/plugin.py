@@ -7,6 +7,7 @@ TRANSFER_BACKEND = "rollout_service_log"
 STAGING_KEY = "rollout_service_staging"
 """Where vLLM's ``additional_config`` says which staging area the transfer engine has; missing: none."""
 CPU_BLOCK_FP8, CPU_BF16 = "rollout_service_cpu_block_fp8", "rollout_service_cpu_bf16"
+CPU_CHANNEL_INT8 = "rollout_service_cpu_channel_int8"
 """Names under which the quantization configurations of CPU engines are registered with vLLM."""
 
 

@@ -11,7 +11,8 @@ from rollout_service.store.manifest import Manifest, Recipe
 
 def recipe_of(quant: QuantConfig, plan: QuantPlan) -> Recipe:
     """How versions are quantized."""
-    return Recipe(weights=quant.weights, scales=quant.scales, not_converted=plan.not_converted)
+    recipe = Recipe(weights=quant.weights, scales=quant.scales, not_converted=plan.not_converted)
+    return recipe if plan.form.in_blocks else recipe.model_copy(update={"block": None})
 
 
 def own_newest(

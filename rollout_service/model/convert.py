@@ -1,4 +1,4 @@
-"""A trainer's tensors become what the engines load: BF16, or FP8 codes and scales.
+"""A trainer's tensors become what the engines load: BF16, or codes and scales.
 
 The ingest does it, or the trainer before it sends, both with this code: a version has the same bytes either way.
 Needs torch, but neither ray nor transformers.
@@ -12,21 +12,18 @@ import numpy as np
 import torch
 
 from rollout_service.errors import InvalidManifest, QuantizationError
-from rollout_service.model.quant_plan import SCALE_SUFFIX
 from rollout_service.protocol.experts import pieces
 from rollout_service.protocol.tensors import StoredDtype, TensorSlot
 from rollout_service.protocol.upload import TrainerRecipe, UploadTensor
-from rollout_service.quant.blockwise import CODES, E4M3_MAX, any_has_all_bits, require_finite, scale_shape
+from rollout_service.quant.blockwise import any_has_all_bits, require_finite
+from rollout_service.quant.formats import CODE_DTYPES, FP8_BLOCK, WEIGHT_FORMATS, WeightFormat, is_codes
 from rollout_service.quant.quantizer import Device, Quantizer
 
 BATCH_BYTES = 128 << 20
 """What one call of the quantizer takes, unless a single matrix is larger: hundreds of experts' are one launch."""
 
-_NAN_CODE = 0x7F
+_NAN_CODE, _NO_INT8_CODE = 0x7F, -128
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-_LARGEST_SCALE = (torch.tensor(torch.finfo(torch.bfloat16).max, dtype=torch.float32) / E4M3_MAX).item()
-"""That of the largest BF16 weight: with a larger one the largest code overflows what it stands for."""
-_LARGEST_POWER = 2.0 ** math.ceil(math.log2(_LARGEST_SCALE))
 _TORCH: dict[StoredDtype, torch.dtype] = {name: getattr(torch, name) for name in get_args(StoredDtype)}
 
 Named = tuple[str, torch.Tensor]
@@ -38,10 +35,11 @@ class Converter:
     def __init__(self, recipe: TrainerRecipe, *, device: Device = "auto", batch_bytes: int = BATCH_BYTES) -> None:
         self._experts = recipe.experts
         self._quantized = frozenset(recipe.quantized)
-        self._scales = frozenset(name + SCALE_SUFFIX for name in recipe.quantized)
+        self._form = FP8_BLOCK if recipe.weights == "none" else WEIGHT_FORMATS[recipe.weights]
+        self._scales = frozenset(name + self._form.scale_suffix for name in recipe.quantized)
         self._float32 = frozenset(recipe.keep_float32) | self._scales
         self._power_of_two = recipe.scales == "power_of_two"
-        self._quantizer = Quantizer(power_of_two=self._power_of_two, device=device)
+        self._quantizer = Quantizer(power_of_two=self._power_of_two, device=device, form=self._form)
         self._batch_bytes = batch_bytes
 
     def slots(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[TensorSlot]:
@@ -51,8 +49,9 @@ class Converter:
         """
         for name, shape in shapes.items():
             if name in self._quantized:
-                yield TensorSlot(name=name, dtype="float8_e4m3fn", shape=shape)
-                yield TensorSlot(name=name + SCALE_SUFFIX, dtype="float32", shape=scale_shape(shape))
+                scales, scale_shape = name + self._form.scale_suffix, self._form.scale_shape(shape)
+                yield TensorSlot(name=name, dtype=self._form.codes, shape=shape)
+                yield TensorSlot(name=scales, dtype="float32", shape=scale_shape)
             else:
                 yield TensorSlot(name=name, dtype=self._kept_dtype(name), shape=shape)
 
@@ -63,14 +62,14 @@ class Converter:
         ValueError for stacked experts that cannot be taken apart.
         """
         for tensor in tensors:
-            if tensor.dtype == "float8_e4m3fn":
+            if tensor.dtype in CODE_DTYPES:
                 yield tensor
                 continue
             for piece in pieces(tensor.name, tensor.shape, self._experts):
                 if piece.name in self._quantized and len(piece.shape) == 2:
-                    yield UploadTensor(name=piece.name, dtype="float8_e4m3fn", shape=piece.shape)
-                    scales = scale_shape(piece.shape)
-                    yield UploadTensor(name=piece.name + SCALE_SUFFIX, dtype="float32", shape=scales)
+                    yield UploadTensor(name=piece.name, dtype=self._form.codes, shape=piece.shape)
+                    scales, shape = piece.name + self._form.scale_suffix, self._form.scale_shape(piece.shape)
+                    yield UploadTensor(name=scales, dtype="float32", shape=shape)
                 else:
                     yield UploadTensor(name=piece.name, dtype=self._kept_dtype(piece.name), shape=piece.shape)
 
@@ -114,21 +113,24 @@ class Converter:
             if self._quantizes(name, tensor):
                 codes, scales = next(results)
                 yield name, codes
-                yield name + SCALE_SUFFIX, scales
+                yield name + self._form.scale_suffix, scales
             else:
                 yield name, self._kept(name, tensor)
 
     def _quantizes(self, name: str, tensor: torch.Tensor) -> bool:
-        return name in self._quantized and tensor.dtype != CODES
+        return name in self._quantized and not is_codes(tensor)
 
     def _kept(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype == CODES:
-            if name not in self._quantized:
-                raise InvalidManifest(f"{name} came as FP8 codes, but it is not quantized here: send its weights")
-            _require_numbers(name, tensor)
+        if is_codes(tensor):
+            if name not in self._quantized or tensor.dtype != self._form.dtype:
+                becomes = self._form.codes if name in self._quantized else self._kept_dtype(name)
+                raise InvalidManifest(
+                    f"{name} came as {tensor.dtype} codes, but it becomes {becomes} here: send its weights"
+                )
+            _require_numbers(name, tensor, self._form)
             return tensor
         if name in self._scales:
-            _require_scales(name, tensor, self._power_of_two)
+            _require_scales(name, tensor, self._form, self._power_of_two)
         else:
             require_finite(tensor, name)
         return tensor.to(_TORCH[self._kept_dtype(name)])
@@ -142,16 +144,24 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _require_numbers(name: str, codes: torch.Tensor) -> None:
+def _require_numbers(name: str, codes: torch.Tensor, form: WeightFormat) -> None:
+    if form is not FP8_BLOCK:
+        if codes.numel() and int(codes.min()) == _NO_INT8_CODE:
+            _require(name, codes, codes != _NO_INT8_CODE, "a code beyond those that are symmetric")
+        return
     if any_has_all_bits(np.frombuffer(tensor_bytes(codes), np.uint8), _NAN_CODE):
         _require(name, codes, codes.view(torch.uint8) & _NAN_CODE != _NAN_CODE, "a code for NaN")
 
 
-def _require_scales(name: str, scales: torch.Tensor, power_of_two: bool) -> None:
-    _require(name, scales, torch.isfinite(scales) & (scales > 0), "a block scale that is not a positive number")
-    _require(name, scales, scales >= _SMALLEST_SCALE, "a block scale that fp32 cannot hold as a normal number")
-    largest = _LARGEST_POWER if power_of_two else _LARGEST_SCALE
-    _require(name, scales, scales <= largest, f"a block scale above {largest:.4g}, which no BF16 weight needs")
+def _require_scales(name: str, scales: torch.Tensor, form: WeightFormat, power_of_two: bool) -> None:
+    kind = "block scale" if form.in_blocks else "channel scale"
+    _require(name, scales, torch.isfinite(scales) & (scales > 0), f"a {kind} that is not a positive number")
+    _require(name, scales, scales >= _SMALLEST_SCALE, f"a {kind} that fp32 cannot hold as a normal number")
+    # that of the largest BF16 weight: with a larger one the largest code overflows what it stands for
+    largest = (torch.tensor(torch.finfo(torch.bfloat16).max, dtype=torch.float32) / form.largest_code).item()
+    if power_of_two:
+        largest = 2.0 ** math.ceil(math.log2(largest))
+    _require(name, scales, scales <= largest, f"a {kind} above {largest:.4g}, which no BF16 weight needs")
     if power_of_two:
         mantissa = torch.frexp(scales.float()).mantissa
         _require(name, scales, mantissa == 0.5, "no power of two, as quant.scales asks for")

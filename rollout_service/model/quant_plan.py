@@ -16,8 +16,9 @@ from rollout_service.model.families import (
 )
 from rollout_service.model.names import collapse, kind, layer_of
 from rollout_service.quant.blockwise import BLOCK
+from rollout_service.quant.formats import FP8_BLOCK, WEIGHT_FORMATS, WeightFormat
 
-SCALE_SUFFIX = "_scale_inv"
+SCALE_SUFFIX = FP8_BLOCK.scale_suffix
 """Appended to a weight's name for its block scales."""
 
 Shape = tuple[int, int]
@@ -30,7 +31,7 @@ class QuantPlan:
     """What happens to the linear modules of one model."""
 
     quantized: frozenset[str]
-    """Names of the weights that become FP8 codes and scales."""
+    """Names of the weights that become codes and scales."""
     not_converted: tuple[str, ...] = ()
     """``kept`` by the names that vLLM looks up in ``modules_to_not_convert``; routers, never quantized, are not here.
 
@@ -39,6 +40,8 @@ class QuantPlan:
     """
     kept: Mapping[str, str] = field(default_factory=dict)
     """Linear modules that stay in BF16 although they could be quantized → why."""
+    form: WeightFormat = FP8_BLOCK
+    """What ``quantized`` become."""
 
 
 def plan(
@@ -61,12 +64,15 @@ def plan(
     """
     if config.weights == "none":
         return QuantPlan(frozenset())
+    form = WEIGHT_FORMATS[config.weights]
     if heads is not None:
         require_whole_heads(heads, tensor_parallel_size)
     modules = engine_modules(linears) if layout is None else layout.engine_modules()
     kept = _outer_layers(modules, config) | _skipped(modules, config.skip)
     candidates = [module for module in modules if module.parts[0] not in kept]
     ragged = _ragged(candidates, linears, tensor_parallel_size, heads, expert_parallel, layout)
+    if not form.in_blocks:  # what cannot be cut at all was refused by now
+        ragged = {}
     if ragged and config.indivisible == "error":
         ways_out = _ways_out(candidates, linears, tensor_parallel_size, heads, expert_parallel, layout)
         raise ValueError(_refusal(ragged, tensor_parallel_size, ways_out))
@@ -76,9 +82,9 @@ def plan(
     not_converted = [name for module in modules if module.parts[0] in kept for name in _known_as(module, layout)]
     quantized = frozenset(f"{name}.weight" for name in linears if name not in kept)
     if layout is None:
-        return QuantPlan(quantized, tuple(sorted(not_converted)), kept)
+        return QuantPlan(quantized, tuple(sorted(not_converted)), kept, form)
     not_converted += [name for module in layout.not_converted for name in layout.known_as(module)]
-    return QuantPlan(quantized, tuple(sorted(not_converted)), {**layout.kept, **kept})
+    return QuantPlan(quantized, tuple(sorted(not_converted)), {**layout.kept, **kept}, form)
 
 
 def _known_as(module: EngineModule, layout: EngineLayout | None) -> tuple[str, ...]:
@@ -97,7 +103,7 @@ def _outer_layers(modules: list[EngineModule], config: QuantConfig) -> dict[str,
     if (first or last) and first + last >= count:
         raise ValueError(
             f"quant.num_first_layers_in_bf16 is {first} and quant.num_last_layers_in_bf16 {last}, which leaves none of "
-            f"{count} layers in FP8: give smaller numbers, or set quant.weights: none"
+            f"{count} layers quantized: give smaller numbers, or set quant.weights: none"
         )
     outer = {
         **dict.fromkeys(range(first), "quant.num_first_layers_in_bf16"),

@@ -222,11 +222,13 @@ class ServedModel:
         """Compare a trainer's tensor table with the model, both ways; raises InvalidManifest with every difference.
 
         Experts come one by one or stacked. A weight of ``plan.quantized`` comes unquantized, or as codes
-        (float8_e4m3fn) beside ``<name>_scale_inv`` (float32, one for each 128×128 block).
+        of ``plan.form`` beside their scales.
 
         ``whole``: False for some of the tensors only, whose names and shapes alone can be judged.
         """
-        wrong = differences(tuple(tensors), Expected(self.stored, self.in_memory, self.experts, plan.quantized))
+        wrong = differences(
+            tuple(tensors), Expected(self.stored, self.in_memory, self.experts, plan.quantized, plan.form)
+        )
         wrong["missing"] = [name for name in wrong["missing"] if not (self.tied and name == self.head)]
         if not whole:  # codes and their scales may come apart from each other
             wrong["missing"] = wrong["wrong_dtype"] = []

@@ -4,12 +4,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
-from rollout_service.model.quant_plan import SCALE_SUFFIX
 from rollout_service.protocol.experts import ExpertNaming, pieces
 from rollout_service.protocol.upload import UploadTensor
-from rollout_service.quant.blockwise import scale_shape
+from rollout_service.quant.formats import CODE_DTYPES, FP8_BLOCK, WeightFormat
 
-CODES, SCALES = "float8_e4m3fn", "float32"
+SCALES = "float32"
 Shape = tuple[int, ...]
 
 
@@ -23,20 +22,23 @@ class Expected(NamedTuple):
     experts: ExpertNaming | None
     quantized: Set[str]
     """Names in ``shapes`` that may come as codes and scales."""
+    form: WeightFormat = FP8_BLOCK
+    """Of those codes and scales."""
 
 
 def differences(tensors: tuple[UploadTensor, ...], expected: Expected) -> dict[str, list[str]]:
     """Everything that is wrong with ``tensors``, by what it is; every list is empty if nothing is."""
     known = [tensor for tensor in tensors if _expected_shape(tensor.name, expected) is not None]
     brought = Counter(name for tensor in known for name in _on_disk(tensor.name, expected))
-    codes = {tensor.name for tensor in known if tensor.dtype == CODES}
-    scaled = {name for name in expected.quantized if name + SCALE_SUFFIX in brought}
+    codes = {tensor.name for tensor in known if tensor.dtype == expected.form.codes}
+    suffix = expected.form.scale_suffix
+    scaled = {name for name in expected.quantized if name + suffix in brought}
     return {
         "duplicate": sorted(name for name, times in brought.items() if times > 1),
         "unknown": sorted({tensor.name for tensor in tensors} - {tensor.name for tensor in known}),
         "missing": sorted(
             (expected.shapes.keys() - brought.keys())
-            | {name + SCALE_SUFFIX for name in (codes & expected.quantized) - scaled}
+            | {name + suffix for name in (codes & expected.quantized) - scaled}
         ),
         "wrong_shape": [
             f"{tensor.name} is {list(tensor.shape)}, the model's is {list(shape)}"
@@ -51,12 +53,12 @@ def _expected_shape(name: str, expected: Expected) -> Shape | None:
     if name in expected.shapes:
         return expected.shapes[name]
     if (weight := _weight_of(name, expected)) is not None:
-        return scale_shape(expected.shapes[weight])
+        return expected.form.scale_shape(expected.shapes[weight])
     return expected.in_memory.get(name)
 
 
 def _weight_of(scales: str, expected: Expected) -> str | None:
-    weight = scales.removesuffix(SCALE_SUFFIX)
+    weight = scales.removesuffix(expected.form.scale_suffix)
     return weight if weight != scales and weight in expected.quantized else None
 
 
@@ -67,12 +69,14 @@ def _on_disk(name: str, expected: Expected) -> Iterable[str]:
 
 
 def _wrong_dtype(tensor: UploadTensor, codes: Set[str], expected: Expected) -> Iterable[str]:
-    weight = _weight_of(tensor.name, expected)
-    if weight is not None and tensor.dtype != SCALES:
-        yield f"{tensor.name} is {tensor.dtype}, block scales are {SCALES}"
+    weight, sent = _weight_of(tensor.name, expected), tensor.dtype
+    if weight is not None and sent != SCALES:
+        yield f"{tensor.name} is {sent}, {'block' if expected.form.in_blocks else 'channel'} scales are {SCALES}"
     if weight is not None and weight not in codes:
-        yield f"{tensor.name} is of no use: {weight} has not come as {CODES}"
-    if tensor.dtype == CODES and tensor.name in expected.in_memory:
-        yield f"{tensor.name} is {CODES}: send codes and scales under the names on disk, each expert's by themselves"
-    elif tensor.dtype == CODES and weight is None and tensor.name not in expected.quantized:
-        yield f"{tensor.name} is {CODES}, but it is not quantized in this service: send it in bfloat16"
+        yield f"{tensor.name} is of no use: {weight} has not come as {expected.form.codes}"
+    if sent in CODE_DTYPES and tensor.name in expected.in_memory:
+        yield f"{tensor.name} is {sent}: send codes and scales under the names on disk, each expert's by themselves"
+    elif sent in CODE_DTYPES and weight is None and tensor.name not in expected.quantized:
+        yield f"{tensor.name} is {sent}, but it is not quantized in this service: send it in bfloat16"
+    elif sent in CODE_DTYPES and weight is None and sent != expected.form.codes:
+        yield f"{tensor.name} is {sent}, and codes are {expected.form.codes} in this service"

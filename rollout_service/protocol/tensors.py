@@ -5,8 +5,8 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-StoredDtype = Literal["bfloat16", "float32", "float8_e4m3fn"]
-STORED_DTYPE_BYTES: dict[StoredDtype, int] = {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
+StoredDtype = Literal["bfloat16", "float32", "float8_e4m3fn", "int8"]
+STORED_DTYPE_BYTES: dict[StoredDtype, int] = {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1}
 
 
 class TensorSlot(BaseModel, frozen=True):

@@ -2,7 +2,8 @@
 
 A trainer sends its weights as it has them, under Hugging Face's names (routed experts one by one or stacked), and the
 ingest quantizes. Or it sends a weight of ``TrainerRecipe.quantized`` as what it becomes: ``float8_e4m3fn`` codes under
-the weight's own name on disk, and their ``float32`` block scales [⌈N/128⌉, ⌈K/128⌉] under ``<name>_scale_inv``.
+the weight's own name on disk, and their ``float32`` block scales [⌈N/128⌉, ⌈K/128⌉] under ``<name>_scale_inv``; or as
+``int8`` codes and channel scales [N, 1] under ``<name>_scale``, as ``TrainerRecipe.weights`` says.
 
 Or it sends a delta: what has changed since a version that is in the log, ``Announcement.delta``. That version is named
 by its number and by a digest of the tensors in it, and each changed tensor by the digest that it must have afterwards.
@@ -68,17 +69,17 @@ UPLOAD_KEY_HEADER = "X-Upload-Key"
 LARGEST_PART_BYTES = 256 << 20
 """More than this no service asks for."""
 
-DTYPE_BYTES: dict["SourceDtype", int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-"""Dtypes a trainer may send, and their size; ``float8_e4m3fn`` are codes, which come with their scales."""
+DTYPE_BYTES: dict["SourceDtype", int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
+"""Dtypes a trainer may send, and their size; those of one byte are codes, which come with their scales."""
 
-SourceDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
+SourceDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "int8"]
 _ONE_BYTE: SourceDtype = "float8_e4m3fn"
 
 
 class TrainerRecipe(Frozen):
     """Reply to ``GET /v1/weights/recipe``: what the ingest makes of each tensor, for a trainer that does it itself."""
 
-    weights: Literal["fp8_block", "none"]
+    weights: Literal["fp8_block", "int8_channel", "none"]
     scales: Literal["fp32", "power_of_two"] = "fp32"
     quantized: tuple[str, ...] = ()
     """Weights that become codes and scales, by their names on disk; all other tensors are BF16,"""

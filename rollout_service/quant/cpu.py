@@ -1,7 +1,8 @@
-"""The quantizer on the CPU, compiled by numba: a block is read twice while it is in the cache, and written once.
+"""The quantizer on the CPU, compiled by numba: a block or row is read twice while it is in the cache, and written once.
 
-Bit for bit ``blockwise.quantize_blockwise``: IEEE division, then E4M3 by integer arithmetic on the quotient's bits.
-Every operation is cast, because numba widens integers to 64 bits, and the compiler then gives up on vectors.
+Bit for bit ``blockwise.quantize_blockwise`` and ``channelwise.quantize_channelwise``: IEEE division, then E4M3 by
+integer arithmetic on the quotient's bits, or INT8 from those of a sum whose last bit is worth 1. Every operation is
+cast, because numba widens integers to 64 bits, and the compiler then gives up on vectors.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rollout_service.quant import channelwise
 from rollout_service.quant.blockwise import BLOCK, CODES, scale_shape
 from rollout_service.threads import io_threads
 
 _Array = npt.NDArray[np.generic]
 _Matrix = tuple[_Array, _Array, _Array]
-"""BF16 bits uint16 [N, K], codes uint8 [N, K], scales fp32 of the blocks."""
+"""BF16 bits uint16 [N, K], codes uint8 or int8 [N, K], scales fp32 of the blocks or rows."""
 
 _U16, _U32, _F32 = np.uint16, np.uint32, np.float32
 _MAGNITUDE_BF16, _MAGNITUDE, _SIGN = _U16(0x7FFF), _U32(0x7FFFFFFF), _U32(0x80)
@@ -27,6 +29,7 @@ _AMAX_FLOOR, _E4M3_MAX = _F32(1e-12), _F32(448.0)
 _NON_FINITE_BF16 = _U16(0x7F80)
 _SMALLEST_NORMAL = _U32(0x3C800000)  # 2^-6
 _EXPONENT_SHIFT = _U32((127 - 7) << 3)  # E4M3's bias is 7, fp32's 127
+_INT8_MAX, _TO_INTEGER, _TO_INTEGER_BITS = _F32(127.0), _F32(1.5 * 2.0**23), np.int32(0x4B400000)
 _TO_SUBNORMAL, _TO_SUBNORMAL_BITS = _F32(2.0**14), _U32(0x46800000)  # fp32 numbers from 2^14 on are 2^-9 apart
 
 _compiled: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy", cache=True)
@@ -41,13 +44,29 @@ def quantize_cpu(weight: torch.Tensor, *, power_of_two: bool = False) -> tuple[t
     codes = torch.empty(weight.shape, dtype=CODES)
     scales = torch.empty(scale_shape(tuple(weight.shape)), dtype=torch.float32)
     arrays = weight.view(torch.uint16).numpy(), codes.view(torch.uint8).numpy(), scales.numpy()
-    matrices = [arrays] if weight.dim() == 2 else list(zip(*arrays, strict=True))
-    list(_pool().map(lambda part: _quantize_rows(*part, power_of_two), _parts(matrices)))
+    list(_pool().map(lambda part: _quantize_rows(*part, power_of_two), _parts(_matrices(arrays))))
     return codes, scales
 
 
+def quantize_channels_cpu(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes int8 and scales fp32 [..., N, 1] of ``weight`` [N, K] or [E, N, K] on the CPU, of any dtype and strides.
+
+    A row that holds NaN or infinity gets the scale NaN: look at the scales before the codes are used.
+    """
+    weight = weight.detach().to(torch.bfloat16).contiguous()
+    codes = torch.empty(weight.shape, dtype=channelwise.CODES)
+    scales = torch.empty(channelwise.scale_shape(tuple(weight.shape)), dtype=torch.float32)
+    arrays = weight.view(torch.uint16).numpy(), codes.numpy(), scales.numpy()
+    list(_pool().map(lambda part: _quantize_channels(*part), _parts(_matrices(arrays))))
+    return codes, scales
+
+
+def _matrices(arrays: _Matrix) -> list[_Matrix]:
+    return [arrays] if arrays[0].ndim == 2 else list(zip(*arrays, strict=True))
+
+
 def _parts(matrices: list[_Matrix]) -> Iterator[tuple[_Array, _Array, _Array, int, int]]:
-    """The matrices' rows of blocks, cut into about as many parts as there are threads, or one a matrix."""
+    """Rows of the matrices' scales, cut into about as many parts as there are threads, or one a matrix."""
     rows = sum(scales.shape[0] for *_, scales in matrices)
     per_part = max(1, rows // _threads())
     for weight, codes, scales in matrices:
@@ -82,6 +101,32 @@ def _quantize_rows(weight, codes, scales, first, end, power_of_two):
             scales[i, j] = scale
             for row in range(top, bottom):
                 _encode(weight[row, left:right], codes[row, left:right], scale)
+
+
+@_compiled
+def _quantize_channels(weight, codes, scales, first, end):
+    """Rows ``[first, end)``. ``weight``: BF16 bits uint16 [N, K]; ``codes`` int8 [N, K]; ``scales`` fp32 [N, 1]."""
+    for row in range(first, end):
+        largest = _U16(0)
+        for k in range(weight.shape[1]):
+            magnitude = weight[row, k] & _MAGNITUDE_BF16
+            largest = magnitude if magnitude > largest else largest
+        if largest >= _NON_FINITE_BF16:
+            scales[row, 0] = _F32(np.nan)
+            codes[row] = 0
+            continue
+        amax = _U32(_U32(largest) << _U32(16)).view(_F32)
+        scale = _F32(max(amax, _AMAX_FLOOR) / _INT8_MAX)
+        scales[row, 0] = scale
+        _encode_integers(weight[row], codes[row], scale)
+
+
+@_compiled
+def _encode_integers(weights, codes, scale):
+    for k in range(weights.size):
+        # no clamp: the largest quotient is 127 or the fp32 number beside it
+        quotient = _F32(_U32(_U32(weights[k]) << _U32(16)).view(_F32) / scale)
+        codes[k] = np.int8(_F32(quotient + _TO_INTEGER).view(np.int32) - _TO_INTEGER_BITS)
 
 
 @_compiled

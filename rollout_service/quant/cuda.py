@@ -1,7 +1,8 @@
 """The quantizer on a GPU: a Triton kernel, launched once for all matrices of equal shape, strides and dtype.
 
-Each program reads one 128×128 block once, and writes codes and scale. Bit for bit ``blockwise.quantize_blockwise``, at
-the speed of memory:
+For blockwise FP8 each program reads one 128×128 block once, and writes codes and scale; for channelwise INT8 it reads
+some whole rows twice, the second time from the cache. Bit for bit ``blockwise.quantize_blockwise``, at the speed of
+memory, and ``channelwise.quantize_channelwise``:
 
 - The maximum is taken over the BF16 bits as integers: exact, packed two a register, and NaN and infinity win it, so a
   bad weight shows in its block's scale and needs no pass of its own.
@@ -19,7 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_service.quant.blockwise import BLOCK, scale_shape
+from rollout_service.quant.blockwise import BLOCK
+from rollout_service.quant.formats import FP8_BLOCK, INT8_CHANNEL, WeightFormat
 
 LAUNCH_OPTIONS = {"num_warps": 8, "maxnreg": 80}
 """Three blocks then fit a multiprocessor's registers (H200), so that reading one overlaps with writing another; left
@@ -30,9 +32,14 @@ MAX_MATRICES = 65535
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _ALIGNED_BYTES = 16
 _MAX_WHOLE_STRIDE = 1 << 24
+_ROWS, _COLUMNS = 4, 2048
+"""What a program of ``quantize_rows`` holds at once."""
 
 _BLOCK = tl.constexpr(128)
 _E4M3_MAX = tl.constexpr(448.0)
+_INT8_MAX = tl.constexpr(127.0)
+_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)  # the last bit of a sum with it is worth 1
+_TO_INTEGER_BITS = tl.constexpr(0x4B400000)
 _AMAX_FLOOR_BITS = tl.constexpr(0x2B8CBCCC)  # fp32 1e-12
 _E4M3_SMALLEST_NORMAL = tl.constexpr(2.0**-6)
 _ROUND_TO_SUBNORMALS = tl.constexpr(1.5 * 2.0**14)  # adding it leaves multiples of 2^-9, the distance of subnormals
@@ -63,9 +70,9 @@ class _Launch:
 class GroupedQuantization:
     """Quantizes fixed storage, as often as it is run: prepare once, ``run`` at each version.
 
-    ``weights``: [N, K] or [E, N, K], BF16, FP16 or FP32, of any strides. ``codes``, e4m3, and ``scales``, fp32, of the
-    same leading dimensions, contiguous, are written; nothing else is allocated but a table of addresses, 24 bytes a
-    matrix. NaN and infinity become scales that are not finite: look at those before the codes are used.
+    ``weights``: [N, K] or [E, N, K], BF16, FP16 or FP32, of any strides. ``codes``, of ``form.dtype``, and ``scales``,
+    fp32, of the same leading dimensions, contiguous, are written; nothing else is allocated but a table of addresses,
+    24 bytes a matrix. NaN and infinity become scales that are not finite: look at those before the codes are used.
 
     Raises ValueError for tensors that do not belong together, or are not on one device.
     """
@@ -77,14 +84,15 @@ class GroupedQuantization:
         scales: Sequence[torch.Tensor],
         *,
         power_of_two: bool = False,
+        form: WeightFormat = FP8_BLOCK,
     ) -> None:
-        self._power_of_two = power_of_two
+        self._power_of_two, self._form = power_of_two, form
         self._kept = (tuple(weights), tuple(codes), tuple(scales))  # the table holds bare addresses
         groups: dict[Layout, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
         for weight, code, scale in zip(weights, codes, scales, strict=True):
-            _require_fit(weight, code, scale)
+            _require_fit(weight, code, scale, form)
             for matrix in zip(*map(_matrices, (weight, code, scale)), strict=True):
-                if matrix[0].numel():
+                if matrix[2].numel():
                     groups.setdefault(_layout(matrix[0], matrix[1]), []).append(matrix)
         self._launches = [
             _prepare(layout, group[start : start + MAX_MATRICES])
@@ -100,22 +108,25 @@ class GroupedQuantization:
     def run(self) -> None:
         """Queue the kernels on the current stream."""
         for launch in self._launches:
-            _run(launch, self._power_of_two)
+            if self._form is INT8_CHANNEL:
+                _run_channels(launch)
+            else:
+                _run(launch, self._power_of_two)
 
 
-def _require_fit(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+def _require_fit(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, form: WeightFormat) -> None:
     if weight.dtype not in _DTYPES or weight.dim() not in (2, 3):
         raise ValueError(
             f"a {weight.dtype} tensor of {weight.dim()} dimensions: give BF16, FP16 or FP32 of 2 (or 3, stacked)"
         )
-    expected = scale_shape(tuple(weight.shape))
+    expected = form.scale_shape(tuple(weight.shape))
     if codes.shape != weight.shape or tuple(scales.shape) != expected:
         raise ValueError(
             f"weight {list(weight.shape)} needs codes of its shape and scales {list(expected)}, but was given "
             f"{list(codes.shape)} and {list(scales.shape)}"
         )
-    if codes.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32:
-        raise ValueError(f"codes must be float8_e4m3fn and scales float32, not {codes.dtype} and {scales.dtype}")
+    if codes.dtype != form.dtype or scales.dtype != torch.float32:
+        raise ValueError(f"codes must be {form.codes} and scales float32, not {codes.dtype} and {scales.dtype}")
     if not (codes.is_contiguous() and scales.is_contiguous()):
         raise ValueError("codes and scales must be contiguous")
     if not weight.device == codes.device == scales.device:
@@ -163,6 +174,22 @@ def _run(launch: _Launch, power_of_two: bool) -> None:
         POWER_OF_TWO=power_of_two,
         INTERPRETED=triton.knobs.runtime.interpret,
         **LAUNCH_OPTIONS,
+    )
+
+
+def _run_channels(launch: _Launch) -> None:
+    layout = launch.layout
+    quantize_rows[(triton.cdiv(layout.rows, _ROWS), launch.matrices)](
+        *launch.arguments,
+        layout.rows,
+        layout.columns,
+        layout.row_stride,
+        layout.column_stride,
+        DTYPE=_DTYPES[layout.dtype],
+        GROUPED=launch.matrices > 1,
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+        INTERPRETED=triton.knobs.runtime.interpret,
     )
 
 
@@ -216,6 +243,58 @@ def quantize_blocks(
         tl.store(codes + first_row * columns + first_column + row * columns + column, quantized)
     else:
         tl.store(codes + row * columns + column, quantized, mask=inside)
+
+
+@triton.jit
+def quantize_rows(
+    table,
+    source,
+    codes,
+    scales,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    DTYPE: tl.constexpr,
+    GROUPED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Quantize matrices ``[rows, columns]`` row by row to INT8; grid: (⌈rows / ROWS⌉, matrices).
+
+    ``GROUPED`` and the rest as for ``quantize_blocks``; strides may be any.
+    """
+    if GROUPED:
+        entry = table + 3 * tl.program_id(1)
+        source = tl.load(entry).to(tl.pointer_type(DTYPE))
+        codes = tl.load(entry + 1).to(tl.pointer_type(tl.int8))
+        scales = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    offset = tl.arange(0, COLUMNS)[None, :].to(tl.int64)
+    largest = tl.zeros([ROWS, COLUMNS], tl.int16)
+    for first in range(0, columns, COLUMNS):
+        column = first + offset
+        inside = (row < rows) & (column < columns)
+        weights = tl.load(source + row * row_stride + column * column_stride, mask=inside, other=0.0)
+        largest = tl.maximum(largest, _as_bf16(weights, INTERPRETED).to(tl.int16, bitcast=True) & 0x7FFF)
+    amax_bits = tl.max(largest, 1)[:, None].to(tl.int32) << 16
+    amax = tl.maximum(amax_bits, _AMAX_FLOOR_BITS).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(amax, _INT8_MAX)
+    tl.store(scales + row, scale, mask=row < rows)
+    if not INTERPRETED:
+        high, low = _split_reciprocal(scale)
+    for first in range(0, columns, COLUMNS):
+        column = first + offset
+        inside = (row < rows) & (column < columns)
+        weights = tl.load(source + row * row_stride + column * column_stride, mask=inside, other=0.0)
+        weights = _as_bf16(weights, INTERPRETED).to(tl.float32)
+        if INTERPRETED:  # noqa: SIM108 - what is compiled must not read names that are not there
+            quotient = tl.div_rn(weights, scale)
+        else:
+            quotient = tl.fma(weights, high, weights * low)
+        integers = (quotient + _TO_INTEGER).to(tl.int32, bitcast=True) - _TO_INTEGER_BITS
+        tl.store(codes + row * columns + column, integers.to(tl.int8), mask=inside)
 
 
 @triton.jit

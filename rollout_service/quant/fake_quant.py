@@ -5,13 +5,14 @@
         loss = …
 
 Each layer that the service quantizes multiplies what its engines multiply: the weight's codes times their 128×128
-scales, and the input's codes times its 1×128 scales. The backward pass takes both roundings for the identity
+scales, and the input's codes times its 1×128 scales; between the layers it rounds where they do (``engine_roundings``),
+so that no input lands on another code than theirs. The backward pass takes both roundings for the identity
 (straight-through estimator, Bengio et al., arXiv 1308.3432), with the rounded weight and input, as quantization-aware
 training does. A layer keeps for it what it would keep without: the input and the weight, which are rounded again.
 """
 
+import logging
 import re
-from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -21,9 +22,12 @@ from torch.nn.functional import linear
 from rollout_service.protocol.experts import pieces
 from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.quant.blockwise import BLOCK, CODES, E4M3_MAX, dequantize_blockwise
+from rollout_service.quant.engine_roundings import EngineRoundings, engine_roundings
+from rollout_service.quant.forwards import Forward, Forwards
 from rollout_service.quant.quantizer import Quantizer
 
-Forward = Callable[..., torch.Tensor]
+logger = logging.getLogger(__name__)
+
 _STACKED = {"gate_up_proj", "down_proj"}
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.|^module\.")
 _GROUP_FLOOR = 1e-10
@@ -32,14 +36,21 @@ _GROUP_FLOOR = 1e-10
 class FakeQuant:
     """Layers of a model that compute in FP8 until ``remove()``, or the end of a ``with`` block."""
 
-    def __init__(self, layers: list[nn.Module]) -> None:
-        self.layers = tuple(layers)
+    def __init__(self, forwards: dict[nn.Module, Forward], roundings: EngineRoundings | None) -> None:
+        self.layers = tuple(forwards)
         """Linear layers, and the modules that hold a layer's experts."""
+        self.roundings = roundings
+        """Where the model rounds as the engines do; None where it rounds as transformers does."""
+        self._forwards = Forwards(forwards)
 
     def remove(self) -> None:
-        """The layers compute as they did; again does no harm."""
-        for layer in self.layers:
-            layer.__dict__.pop("forward", None)
+        """The layers compute as they did; again does no harm.
+
+        Raises RuntimeError if one has got yet another forward since.
+        """
+        self._forwards.remove()
+        if self.roundings is not None:
+            self.roundings.remove()
 
     def __enter__(self) -> Self:
         return self
@@ -48,20 +59,25 @@ class FakeQuant:
         self.remove()
 
 
-def fake_quant(model: nn.Module, recipe: TrainerRecipe) -> FakeQuant:
+def fake_quant(model: nn.Module, recipe: TrainerRecipe, *, roundings: bool = True) -> FakeQuant:
     """Have a transformers ``model`` compute as the engines of the service with that ``recipe``, from now on.
 
     Args:
         model: a whole one, BF16 or fp32. FSDP may wrap its layers; tensor parallelism may not cut them.
         recipe: ``client.recipe()``.
+        roundings: those of ``engine_roundings`` as well, which has its conditions. A model of which they are not known
+            keeps its own, and a warning says so.
 
-    Products are computed in fp32 on the CPU, and elsewhere in the dtype of autocast or else of the input, in which each
-    factor is rounded again; the result has that dtype. Nothing of the model's parameters changes.
+    Products and biases are computed in fp32 on the CPU, and elsewhere in the dtype of autocast or else of the input, in
+    which each factor is rounded again; the result has that dtype. Nothing of the model's parameters changes.
 
-    Raises ValueError if the service quantizes nothing, something that ``model`` has not, or a part of a layer.
+    Raises ValueError if the service quantizes nothing, to another format than FP8, something that ``model`` has not, or
+    a part of a layer.
     """
     if recipe.weights == "none":
         raise ValueError("the service quantizes nothing (quant.weights is none): a trainer computes as it does already")
+    if recipe.weights != "fp8_block":
+        raise ValueError(f"the service quantizes to {recipe.weights}, and fake_quant computes in fp8_block alone")
     held: dict[str, set[str]] = {}
     missing = set(recipe.quantized)
     for name, parameter in model.named_parameters():
@@ -79,11 +95,19 @@ def fake_quant(model: nn.Module, recipe: TrainerRecipe) -> FakeQuant:
             "whole transformers model that it serves"
         )
     quantizer = Quantizer(power_of_two=recipe.scales == "power_of_two")
-    modules = [model.get_submodule(name) for name in held]
-    forwards = [_forward_of(module, name, held[name], quantizer) for module, name in zip(modules, held, strict=True)]
-    for module, forward in zip(modules, forwards, strict=True):
-        module.forward = forward  # an attribute of its own, which hides the method
-    return FakeQuant(modules)
+    forwards: dict[nn.Module, Forward] = {}
+    for name, leaves in held.items():
+        module = model.get_submodule(name)
+        forwards[module] = _forward_of(module, name, leaves, quantizer)
+    return FakeQuant(forwards, _roundings_of(model) if roundings else None)
+
+
+def _roundings_of(model: nn.Module) -> EngineRoundings | None:
+    try:
+        return engine_roundings(model)
+    except ValueError as error:
+        logger.warning("%s: the trainer's logprobs will be further from the engines'", error)
+        return None
 
 
 def _own(name: str) -> str:
@@ -105,7 +129,7 @@ def _forward_of(module: nn.Module, name: str, held: set[str], quantizer: Quantiz
 def _linear_forward(module: nn.Linear, quantizer: Quantizer) -> Forward:
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         made = _product(hidden, module.weight, quantizer)
-        return made if module.bias is None else made + module.bias.to(made.dtype)
+        return (made if module.bias is None else made + module.bias).to(_made(hidden))
 
     return forward
 
@@ -115,15 +139,25 @@ def _experts_forward(module: Any, quantizer: Quantizer) -> Forward:
         # taken apart once: the gradient of a view of one expert alone would be as large as all of them
         gates_ups, downs = module.gate_up_proj.unbind(), module.down_proj.unbind()
         output = torch.zeros_like(hidden, dtype=torch.float32)
+        if hidden.device.type == "cpu":  # vLLM's router for the CPU rounds them, its kernel for CUDA does not
+            top_k_weights = top_k_weights.to(_made(hidden))
         for expert, (gate_up, down) in enumerate(zip(gates_ups, downs, strict=True)):
             token, place = (top_k_index == expert).nonzero(as_tuple=True)
             if len(token):
-                gate, up = _product(hidden[token], gate_up, quantizer).chunk(2, dim=-1)
-                made = _product(module.act_fn(gate) * up, down, quantizer)
+                # rounded where engines on the CPU do, ``CpuBlockMoEMethod``
+                both = _product(hidden[token], gate_up, quantizer).to(_made(hidden)).float()
+                gate, up = both.chunk(2, dim=-1)
+                made = _product((module.act_fn(gate) * up).to(_made(hidden)), down, quantizer)
                 output = output.index_add(0, token, made.float() * top_k_weights[token, place, None])
         return output.to(hidden.dtype)
 
     return forward
+
+
+def _made(hidden: torch.Tensor) -> torch.dtype:
+    """The dtype of a layer's result: that of autocast, or of its input."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 def _product(hidden: torch.Tensor, weight: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
@@ -132,17 +166,16 @@ def _product(hidden: torch.Tensor, weight: torch.Tensor, quantizer: Quantizer) -
 
 
 class _Product(torch.autograd.Function):
-    """``input @ weightᵀ`` of what both are in FP8; input [..., K], weight [N, K]."""
+    """``input @ weightᵀ`` of what both are in FP8; input [..., K], weight [N, K]; fp32 on the CPU."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
         kind = hidden.device.type
-        made = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        ctx.quantizer, ctx.computed = quantizer, torch.float32 if kind == "cpu" else made
+        ctx.quantizer, ctx.computed = quantizer, torch.float32 if kind == "cpu" else _made(hidden)
         ctx.save_for_backward(hidden, weight)
         with torch.autocast(kind, enabled=False):
             inputs, weights = through_groups(hidden), _through_blocks(weight, quantizer)
-            return linear(inputs.to(ctx.computed), weights.to(ctx.computed)).to(made)
+            return linear(inputs.to(ctx.computed), weights.to(ctx.computed))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:

@@ -10,7 +10,9 @@ from typing import Literal
 
 import torch
 
-from rollout_service.quant.blockwise import CODES, quantize_blockwise, require_finite, scale_shape
+from rollout_service.quant.blockwise import quantize_blockwise, require_finite
+from rollout_service.quant.channelwise import quantize_channelwise
+from rollout_service.quant.formats import FP8_BLOCK, INT8_CHANNEL, WeightFormat
 
 logger = logging.getLogger(__name__)
 
@@ -20,16 +22,16 @@ Quantized = tuple[torch.Tensor, torch.Tensor]
 
 
 class Quantizer:
-    """Blockwise FP8, bit for bit ``quantize_blockwise``.
+    """Blockwise FP8 or channelwise INT8, bit for bit ``quantize_blockwise`` or ``quantize_channelwise``.
 
     Weights on a GPU are quantized there. Weights on the CPU are quantized on ``device`` and come back;
     ``auto``: on a GPU where torch sees one. Raises ValueError for ``cuda`` where it sees none. Threads may share one.
     """
 
-    def __init__(self, *, power_of_two: bool = False, device: Device = "auto") -> None:
+    def __init__(self, *, power_of_two: bool = False, device: Device = "auto", form: WeightFormat = FP8_BLOCK) -> None:
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("quant.device is cuda, but torch sees no GPU here: give this process one, or set auto")
-        self._power_of_two = power_of_two
+        self._power_of_two, self._form = power_of_two, form
         self._cpu_weights_to_gpu = device != "cpu" and torch.cuda.is_available()
         self._of_thread = threading.local()
 
@@ -39,7 +41,7 @@ class Quantizer:
         return self._cpu_weights_to_gpu
 
     def quantize(self, weights: Sequence[Named], *, to_cpu: bool = False, left_on_gpu: bool = False) -> list[Quantized]:
-        """Codes e4m3 and scales fp32 of each weight [N, K] or [E, N, K]; all on one device, of any dtype and strides.
+        """Codes and scales fp32 of each weight [N, K] or [E, N, K]; all on one device, of any dtype and strides.
 
         They lie where the weights do, or on the CPU if asked; ``left_on_gpu``: where they were made. On a GPU the codes
         of a call share one allocation, and so do the scales: one copy brings all of them to the CPU. The call returns
@@ -55,7 +57,7 @@ class Quantizer:
         return self._on_gpu(weights, gpu, to_cpu=to_cpu or (device.type != "cuda" and not left_on_gpu))
 
     def _on_cpu(self, name: str, weight: torch.Tensor) -> Quantized:
-        codes, scales = _cpu_quantizer()(weight, self._power_of_two)
+        codes, scales = _cpu_quantizer(self._form)(weight, self._power_of_two)
         if not bool(torch.isfinite(scales).all()):
             require_finite(weight, name)
         return codes, scales
@@ -69,9 +71,11 @@ class Quantizer:
         with torch.cuda.device(gpu), torch.cuda.stream(stream):
             sources = [_pinned(weight.detach()).to(gpu, non_blocking=True) for _, weight in weights]
             shapes = [tuple(weight.shape) for weight in sources]
-            codes = _Bucket.of(shapes, CODES, gpu, align=16)  # the kernel stores 16 bytes at a time
-            scales = _Bucket.of([scale_shape(shape) for shape in shapes], torch.float32, gpu)
-            GroupedQuantization(sources, codes.views(), scales.views(), power_of_two=self._power_of_two).run()
+            codes = _Bucket.of(shapes, self._form.dtype, gpu, align=16)  # the kernel stores 16 bytes at a time
+            scales = _Bucket.of([self._form.scale_shape(shape) for shape in shapes], torch.float32, gpu)
+            GroupedQuantization(
+                sources, codes.views(), scales.views(), power_of_two=self._power_of_two, form=self._form
+            ).run()
             finite = torch.isfinite(scales.storage).all()
             if to_cpu:
                 codes, scales = codes.cpu(), scales.cpu()
@@ -131,12 +135,16 @@ def _padded(shape: tuple[int, ...], align: int) -> int:
 
 
 @cache
-def _cpu_quantizer() -> Callable[[torch.Tensor, bool], Quantized]:
+def _cpu_quantizer(form: WeightFormat) -> Callable[[torch.Tensor, bool], Quantized]:
     try:
-        from rollout_service.quant.cpu import quantize_cpu
+        from rollout_service.quant.cpu import quantize_channels_cpu, quantize_cpu
     except ModuleNotFoundError as error:
         if error.name != "numba":
             raise
         logger.warning("numba is not installed: weights on the CPU are quantized by plain torch, 50 times slower")
+        if form is INT8_CHANNEL:
+            return lambda weight, _: quantize_channelwise(weight)
         return lambda weight, power_of_two: quantize_blockwise(weight, power_of_two=power_of_two)
+    if form is INT8_CHANNEL:
+        return lambda weight, _: quantize_channels_cpu(weight)
     return lambda weight, power_of_two: quantize_cpu(weight, power_of_two=power_of_two)

@@ -40,7 +40,7 @@ class StoredTensor(Frozen):
     """One tensor of a version as the engines load it."""
 
     name: str
-    """Hugging Face's name; block scales stand under ``<weight>_scale_inv``."""
+    """Hugging Face's name; scales stand under ``<weight>_scale_inv``, those of INT8 under ``<weight>_scale``."""
     dtype: StoredDtype
     shape: tuple[int, ...]
     file: str
@@ -96,9 +96,10 @@ def _chunk_digests(data: memoryview) -> bytes:
 class Recipe(Frozen):
     """How the version was quantized."""
 
-    weights: Literal["fp8_block", "none"]
+    weights: Literal["fp8_block", "int8_channel", "none"]
     scales: Literal["fp32", "power_of_two"] = "fp32"
-    block: tuple[int, int] = (128, 128)
+    block: tuple[int, int] | None = (128, 128)
+    """None: of other codes than FP8's."""
     not_converted: tuple[str, ...] = ()
     """Linear modules left in BF16."""
 

@@ -15,7 +15,7 @@ from rollout_service.errors import LogCorrupt, RolloutServiceError
 from rollout_service.model.convert import Converter, Named, tensor_bytes
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import TrainerRecipe, UploadTensor
-from rollout_service.quant.blockwise import CODES
+from rollout_service.quant.formats import CODE_DTYPES, is_codes
 from rollout_service.store.durable_io import read_sealed, write_sealed
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest, Recipe
@@ -99,8 +99,8 @@ class UnquantizedCopy:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _take(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.dtype == CODES:  # of a broadcast, which nobody announces as a whole
-            self._lost(f"{name} came as FP8 codes")
+        if is_codes(tensor):  # of a broadcast, which nobody announces as a whole
+            self._lost(f"{name} came as codes")
             return
         try:
             for stored, converted in self._converter.convert([(name, tensor)]):
@@ -160,10 +160,10 @@ class UnquantizedLog:
 
     def begin(self, version: int, table: Iterable[UploadTensor]) -> UnquantizedCopy | None:
         """A copy of a version that comes in these tensors; None if there is nothing to copy, or no room."""
-        if any(tensor.dtype == "float8_e4m3fn" for tensor in table):
+        if any(tensor.dtype in CODE_DTYPES for tensor in table):
             if not self._told:
                 logger.warning(
-                    "version %d comes as FP8 codes: there is nothing unquantized to compare it with, and of such "
+                    "version %d comes as codes: there is nothing unquantized to compare it with, and of such "
                     "versions the shadow measures nothing",
                     version,
                 )

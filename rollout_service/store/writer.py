@@ -25,7 +25,12 @@ from rollout_service.threads import in_threads
 MAX_FILE_BYTES = 1 << 30
 """Linux lets one thread at a time write into a file: several are written by several."""
 _SYNC_BYTES = 128 << 20
-_SAFETENSORS_DTYPE: dict[StoredDtype, str] = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3"}
+_SAFETENSORS_DTYPE: dict[StoredDtype, str] = {
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float8_e4m3fn": "F8_E4M3",
+    "int8": "I8",
+}
 
 
 class LogMemory(NamedTuple):

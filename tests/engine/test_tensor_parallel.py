@@ -27,6 +27,7 @@ TOKENS = [tuple((5 * i + 7 * j) % 120 + 3 for j in range(40)) for i in range(len
     [
         ("qwen3_tp", "fp8_block", False),
         ("qwen3_moe_tp", "fp8_block", False),
+        ("qwen3_moe_tp", "int8_channel", False),
         ("qwen3_moe_ep", "fp8_block", True),
         ("qwen3_moe_ep", "none", True),
     ],
@@ -35,7 +36,7 @@ async def test_two_ranks_follow_versions_and_agree_with_one(
     family: str, quant: str, expert_parallel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, *_ = sorted(os.sched_getaffinity(0))
-    fp8 = quant == "fp8_block"
+    quantized = quant != "none"
     engine = {"tensor_parallel_size": 2, "expert_parallel": expert_parallel}
     with monkeypatch.context() as bound:
         bound.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{first}|{second}")  # vLLM wants a NUMA node for each rank else
@@ -46,8 +47,8 @@ async def test_two_ranks_follow_versions_and_agree_with_one(
                 reports = await two.load_reports()
                 assert [report["way"] for report in reports] == ["layerwise", "layerwise"]
                 assert not any("unstaged" in report for report in reports)
-            assert await mean_difference(two, folder, fp8=fp8) < FP8_MEAN
-            if expert_parallel and fp8:
+            assert await mean_difference(two, folder, fp8=quantized) < FP8_MEAN
+            if expert_parallel and quantized:
                 held = await two.engine.ask_workers("weight_digests")
                 for rank in range(2):
                     expected = expert_digests(quantize(weights), rank, ranks=2)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from rollout_service.quant.blockwise import quantize_blockwise
 from rollout_service.quant.cuda import GroupedQuantization
+from rollout_service.quant.formats import INT8_CHANNEL
 from tests.support.grouped import assert_bytes_of_the_reference, outputs
 from tests.support.matrices import weights
 
@@ -21,6 +22,25 @@ def test_a_group_of_any_matrices_gets_the_bytes_of_the_reference(group: list[tor
 @given(st.lists(weights(views=True, stacked=True), max_size=2))
 def test_power_of_two_scales_too(group: list[torch.Tensor]) -> None:
     assert_bytes_of_the_reference(group, power_of_two=True)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(weights(views=True, stacked=True), max_size=3))
+def test_int8_rows_too(group: list[torch.Tensor]) -> None:
+    assert_bytes_of_the_reference(group, form=INT8_CHANNEL)
+
+
+def test_int8_rows_longer_than_what_a_program_holds() -> None:
+    assert_bytes_of_the_reference([torch.randn(5, 5000).bfloat16()], form=INT8_CHANNEL)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3.4e38])
+def test_a_bad_weight_shows_in_the_scale_of_its_row_alone(bad: float) -> None:
+    weight = torch.randn(30, 300)
+    weight[20, 5] = bad
+    codes, scales = outputs([weight], INT8_CHANNEL)
+    GroupedQuantization([weight], codes, scales, form=INT8_CHANNEL).run()
+    assert (~torch.isfinite(scales[0])).nonzero().tolist() == [[20, 0]]
 
 
 def test_equal_layouts_share_a_launch() -> None:

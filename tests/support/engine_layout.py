@@ -4,8 +4,9 @@ import re
 
 import torch
 
-from rollout_service.model.quant_plan import SCALE_SUFFIX
 from rollout_service.quant.blockwise import BLOCK, quantize_blockwise
+from rollout_service.quant.channelwise import quantize_channelwise
+from rollout_service.quant.formats import FP8_BLOCK, INT8_CHANNEL, WeightFormat
 from tests.support.probe import DECODED, digest
 
 _QUANTIZED = re.compile(r"(_proj|_proj_with_mqa|\.w[123])\.weight$")
@@ -23,12 +24,15 @@ _FUSED = {
 _ORDER = ("q_proj", "k_proj", "v_proj", "gate_proj", "w1", "up_proj", "w3", "q_a_proj", "kv_a_proj_with_mqa")
 
 
-def quantize(weights: dict[str, torch.Tensor], *, skip: str = "(?!)") -> dict[str, torch.Tensor]:
+def quantize(
+    weights: dict[str, torch.Tensor], *, skip: str = "(?!)", form: WeightFormat = FP8_BLOCK
+) -> dict[str, torch.Tensor]:
     """The version's tensors: codes and scales of the projections but those that match ``skip``, the rest as it is."""
     stored: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
         if _QUANTIZED.search(name) and not re.search(skip, name):
-            stored[name], stored[name + SCALE_SUFFIX] = quantize_blockwise(weight, name)
+            made = quantize_channelwise if form is INT8_CHANNEL else quantize_blockwise
+            stored[name], stored[name + form.scale_suffix] = made(weight, name)
         else:
             stored[name] = weight
     return stored
@@ -38,7 +42,9 @@ def engine_digests(stored: dict[str, torch.Tensor]) -> dict[str, str]:
     """What ``Probe.weight_digests`` says of an engine with these tensors of a version."""
     held = engine_tensors(stored)
     for name in [name for name in held if held[name].dtype == torch.float8_e4m3fn]:
-        held[name + DECODED] = _decoded(held[name], held[name + SCALE_SUFFIX])
+        held[name + DECODED] = _decoded(held[name], held[name + FP8_BLOCK.scale_suffix])
+    for name in [name for name in held if held[name].dtype == torch.int8]:
+        held[name + DECODED] = held[name].float() * held[name + INT8_CHANNEL.scale_suffix]
     return {name: digest(tensor) for name, tensor in held.items()}
 
 

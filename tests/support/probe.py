@@ -9,6 +9,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from rollout_service.engine.cpu.block_linear import CpuBlockLinearMethod
 from rollout_service.engine.cpu.block_moe import CpuBlockMoEMethod
+from rollout_service.engine.cpu.channel_linear import CpuChannelLinearMethod
+from rollout_service.engine.cpu.channel_moe import CpuChannelMoEMethod
 from rollout_service.engine.worker import VersionStaging
 from rollout_service.kv_scales.worker import held_scales
 from rollout_service.model.quant_plan import SCALE_SUFFIX
@@ -30,7 +32,9 @@ class Probe(VersionStaging):
                 digests[f"{name}.weight"] = digest(_multiplied_with(module))
             if isinstance(method, CpuBlockLinearMethod):
                 digests[f"{name}.weight{DECODED}"] = digest(method.fp8_linear.weight)
-            if isinstance(method, CpuBlockMoEMethod):
+            if isinstance(method, CpuChannelLinearMethod):
+                digests[f"{name}.weight{DECODED}"] = digest(method.weight)
+            if isinstance(method, (CpuBlockMoEMethod, CpuChannelMoEMethod)):
                 digests[f"{name}.w13_weight{DECODED}"] = digest(method.w13)
                 digests[f"{name}.w2_weight{DECODED}"] = digest(method.w2)
             config = getattr(method, "moe_quant_config", None)

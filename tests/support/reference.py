@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,10 +12,10 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rollout_service.engine.loading.stored_tensors import stored_tensors
-from rollout_service.model.quant_plan import SCALE_SUFFIX
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.experts import pieces
-from rollout_service.quant.blockwise import BLOCK, E4M3_MAX, dequantize_blockwise
+from rollout_service.quant.blockwise import BLOCK, E4M3_MAX
+from rollout_service.quant.formats import FP8_BLOCK, INT8_CHANNEL
 from rollout_service.store.manifest import read_manifest
 from tests.support.families import class_of
 
@@ -32,21 +33,28 @@ AttentionInterface.register(FP8_KV, _sdpa_with_fp8_kv)
 
 
 def reference_model(model_path: Path, version_folder: Path, *, fp8_activations: bool, fp8_kv: bool) -> PreTrainedModel:
-    """The committed version in fp32: codes dequantized, inputs of quantized layers rounded to FP8 1×128 on the way."""
+    """The committed version in fp32: codes dequantized, inputs of quantized layers rounded to codes on the way.
+
+    ``fp8_activations``: to FP8 1×128, or where the weights are INT8 to that, by token.
+    """
     config = AutoConfig.from_pretrained(model_path)
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation=FP8_KV if fp8_kv else "sdpa"
     )
     stored = dict(stored_tensors(version_folder, read_manifest(version_folder)))
-    quantized = {name for name in stored if name + SCALE_SUFFIX in stored}
-    model.load_state_dict(_as_held({n: _dequantized(n, stored) for n in stored if not n.endswith(SCALE_SUFFIX)}))
+    quantized = _quantized(stored)
+    model.load_state_dict(_as_held({n: _dequantized(n, stored) for n in _weights(stored)}))
+    is_int8 = any(stored[name].dtype == torch.int8 for name in quantized)
+    through_codes = _through_tokens if is_int8 else _through_groups
     if fp8_activations:
         for name in quantized:
             if not _EXPERT.fullmatch(name):
-                model.get_submodule(name.removesuffix(".weight")).register_forward_pre_hook(_quantize_input)
+                model.get_submodule(name.removesuffix(".weight")).register_forward_pre_hook(
+                    lambda _, inputs: (through_codes(inputs[0]),)
+                )
         for name, module in model.named_modules():
             if name.endswith(".experts"):
-                module.forward = _Fp8Experts(module)  # a plain attribute, which hides the method
+                module.forward = _QuantizedExperts(module, through_codes)  # a plain attribute, which hides the method
     return model.eval()
 
 
@@ -59,10 +67,10 @@ def reference_of_any(
     rounded to FP8 1×128 on the way, those of experts as they enter the experts only.
     """
     stored = dict(stored_tensors(version_folder, read_manifest(version_folder)))
-    quantized = {name.removesuffix(".weight") for name in stored if name + SCALE_SUFFIX in stored}
+    quantized = {name.removesuffix(".weight") for name in _quantized(stored)}
     scratch.mkdir(parents=True)
     shutil.copy(model_path / "config.json", scratch)
-    tensors = {name: _dequantized(name, stored).contiguous() for name in stored if not name.endswith(SCALE_SUFFIX)}
+    tensors = {name: _dequantized(name, stored).contiguous() for name in _weights(stored)}
     save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
     kind = class_of(AutoConfig.from_pretrained(scratch).model_type)
     model: PreTrainedModel = kind.from_pretrained(scratch, dtype=dtype, attn_implementation="eager")
@@ -78,19 +86,20 @@ def reference_of_any(
     return model.eval()
 
 
-class _Fp8Experts:
-    """Forward pass of a layer's stacked experts, the inputs of both products of each rounded to FP8 1×128."""
+class _QuantizedExperts:
+    """Forward pass of a layer's stacked experts, the inputs of both products of each rounded to their codes."""
 
-    def __init__(self, experts: torch.nn.Module) -> None:
+    def __init__(self, experts: torch.nn.Module, through_codes: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._through_codes = through_codes
         self._gate_up, self._down, self._act = experts.gate_up_proj, experts.down_proj, experts.act_fn
 
     def __call__(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         output = torch.zeros_like(hidden)
-        inputs = _through_groups(hidden)
+        inputs = self._through_codes(hidden)
         for token, (experts, weights) in enumerate(zip(top_k_index, top_k_weights, strict=True)):
             for expert, weight in zip(experts.tolist(), weights, strict=True):
                 gate, up = linear(inputs[token], self._gate_up[expert]).chunk(2)
-                output[token] += weight * linear(_through_groups(self._act(gate) * up), self._down[expert])
+                output[token] += weight * linear(self._through_codes(self._act(gate) * up), self._down[expert])
         return output
 
 
@@ -103,9 +112,21 @@ def reference_logprobs(
     return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
 
 
+def _quantized(stored: dict[str, torch.Tensor]) -> set[str]:
+    return {name for name, tensor in stored.items() if tensor.itemsize == 1}
+
+
+def _weights(stored: dict[str, torch.Tensor]) -> list[str]:
+    """All names but those of scales."""
+    scales = {name + form.scale_suffix for name in _quantized(stored) for form in (FP8_BLOCK, INT8_CHANNEL)}
+    return [name for name in stored if name not in scales]
+
+
 def _dequantized(name: str, stored: dict[str, torch.Tensor]) -> torch.Tensor:
-    scales = stored.get(name + SCALE_SUFFIX)
-    return stored[name].float() if scales is None else dequantize_blockwise(stored[name], scales)
+    if stored[name].itemsize > 1:
+        return stored[name].float()
+    form = INT8_CHANNEL if stored[name].dtype == torch.int8 else FP8_BLOCK
+    return form.dequantize(stored[name], stored[name + form.scale_suffix])
 
 
 def _as_held(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -124,10 +145,6 @@ def _as_held(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return held
 
 
-def _quantize_input(module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-    return (_through_groups(inputs[0]),)
-
-
 def _quantize_first_input(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return (_through_groups(inputs[0]).to(inputs[0].dtype), *inputs[1:])
 
@@ -138,6 +155,12 @@ def _through_groups(tensor: torch.Tensor) -> torch.Tensor:
     scales = (groups.abs().amax(-1, keepdim=True) / E4M3_MAX).clamp(min=1e-12)
     codes = (groups / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return (codes.float() * scales).flatten(-2)
+
+
+def _through_tokens(tensor: torch.Tensor) -> torch.Tensor:
+    tokens = tensor.to(torch.bfloat16).float()
+    scales = tokens.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+    return (tokens / scales).round().clamp(-127, 127) * scales
 
 
 def _through_e4m3(tensor: torch.Tensor) -> torch.Tensor:

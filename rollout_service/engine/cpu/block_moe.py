@@ -1,18 +1,9 @@
-"""Blockwise W8A8 mixture of experts on the CPU, with the numerics of the GPU kernels.
-
-vLLM's own CPU kernels need AMX and leave activations in BF16 (W8A16). Here, as in vLLM's Triton kernel, the input of
-each of an expert's two products is rounded to E4M3 with one scale per 1×128, products are summed in fp32, and what
-lies between them is BF16. The decoded weights cost four bytes a parameter beside the one of the codes: for small
-models only.
-"""
-
-from collections.abc import Callable
-from functools import partial
+"""Blockwise W8A8 mixture of experts on the CPU: ``experts.py`` with FP8 weights in blocks and 1×128 activations."""
 
 import torch
-from torch.nn.functional import gelu, silu
 
 from rollout_service.engine.cpu.block_linear import decode_activations
+from rollout_service.engine.cpu.experts import require_computable, sum_of_experts
 from rollout_service.quant.blockwise import BLOCK, dequantize_blockwise
 from rollout_service.vllm_internals import (
     Fp8Config,
@@ -20,17 +11,9 @@ from rollout_service.vllm_internals import (
     FusedMoEMethodBase,
     FusedMoEQuantConfig,
     GroupShape,
-    MoEActivation,
     QuantFP8,
     RoutedExperts,
 )
-
-# vLLM's own CPU kernels cut a BF16 result off instead of rounding it where the processor has no BF16 instructions
-_ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {
-    MoEActivation.SILU: silu,
-    MoEActivation.GELU: gelu,
-    MoEActivation.GELU_TANH: partial(gelu, approximate="tanh"),
-}
 
 
 class CpuBlockMoEMethod(Fp8MoEMethod):
@@ -40,7 +23,8 @@ class CpuBlockMoEMethod(Fp8MoEMethod):
         """Raises ValueError for experts of a kind that is not computed here."""
         # not Fp8MoEMethod's own: it selects a backend, and finds none on a CPU without AMX
         FusedMoEMethodBase.__init__(self, layer.moe_config)
-        _require_computable(layer, quant_config)
+        block = quant_config.weight_block_size
+        require_computable(layer, "FP8", {f"weight blocks {block}": block != [BLOCK, BLOCK]})
         self.quant_config = quant_config
         self.weight_block_size = self.moe_block_shape = quant_config.weight_block_size
         self.block_quant, self.weight_scale_name = True, "weight_scale_inv"
@@ -78,39 +62,10 @@ class CpuBlockMoEMethod(Fp8MoEMethod):
         shared_experts: object,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        """BF16 [M, H] from ``x`` BF16 [M, H] and each token's experts, weights and ids [M, top_k].
-
-        With expert parallelism it is this rank's part of the sum, which vLLM adds up over ranks. Shared experts are not
-        added: vLLM runs them before, because this method reports no kernel that overlaps them.
+        """See ``sum_of_experts``. Shared experts are not added: vLLM runs them before, because this method reports no
+        kernel that overlaps them.
         """
-        inputs = self._through_e4m3(x)
-        output = torch.zeros_like(inputs)
-        chosen = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
-        for expert in chosen.unique().tolist():
-            if expert < 0:  # another rank has it
-                continue
-            tokens, choice = (chosen == expert).nonzero(as_tuple=True)
-            gate, up = (inputs[tokens] @ self.w13[expert].T).to(x.dtype).float().chunk(2, dim=-1)
-            hidden = (_ACTIVATIONS[layer.activation](gate) * up).to(x.dtype)
-            expert_output = self._through_e4m3(hidden) @ self.w2[expert].T
-            output.index_add_(0, tokens, expert_output * topk_weights[tokens, choice].float().unsqueeze(-1))
-        return output.to(x.dtype)
+        return sum_of_experts(layer, x, topk_weights, topk_ids, self.w13, self.w2, self._through_e4m3)
 
     def _through_e4m3(self, x: torch.Tensor) -> torch.Tensor:
         return decode_activations(*self._quantize(x))
-
-
-def _require_computable(layer: RoutedExperts, quant_config: Fp8Config) -> None:
-    refused = {
-        f"weight blocks {quant_config.weight_block_size}": quant_config.weight_block_size != [BLOCK, BLOCK],
-        f"activation {layer.activation.value}": layer.activation not in _ACTIVATIONS,
-        "biases": layer.moe_config.has_bias,
-        "a clamped SwiGLU": layer.swiglu_limit is not None,
-        "router weights on the input": layer.apply_router_weight_on_input,
-    }
-    found = [what for what, present in refused.items() if present]
-    if found:
-        raise ValueError(
-            f"{layer.layer_name}: experts with {', '.join(found)} are not computed in FP8 on the CPU: serve the model "
-            f"on a GPU, or leave its experts in BF16 through quant.skip"
-        )

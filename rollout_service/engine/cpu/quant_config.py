@@ -10,7 +10,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from rollout_service.engine.cpu.block_linear import CpuBlockLinearMethod
 from rollout_service.engine.cpu.block_moe import CpuBlockMoEMethod
-from rollout_service.engine.plugin import CPU_BF16, CPU_BLOCK_FP8
+from rollout_service.engine.cpu.channel_linear import CpuChannelLinearMethod
+from rollout_service.engine.cpu.channel_moe import CpuChannelMoEMethod
+from rollout_service.engine.plugin import CPU_BF16, CPU_BLOCK_FP8, CPU_CHANNEL_INT8
 from rollout_service.vllm_internals import (
     Attention,
     BaseKVCacheMethod,
@@ -19,6 +21,7 @@ from rollout_service.vllm_internals import (
     RoutedExperts,
     UnquantizedFusedMoEMethod,
     UnquantizedLinearMethod,
+    WeightsMapper,
     forget_kernel,
     is_layer_skipped,
 )
@@ -108,6 +111,40 @@ class CpuBf16Config(QuantizationConfig):
         if isinstance(layer, Attention):
             return BaseKVCacheMethod(self)
         return _unquantized(layer) if isinstance(layer, (LinearBase, RoutedExperts)) else None
+
+
+@register_quantization_config(CPU_CHANNEL_INT8)
+class CpuChannelInt8Config(CpuBf16Config):
+    """INT8 weights by output channel, named as compressed-tensors names them. Layers that are skipped stay in BF16."""
+
+    def __init__(self, ignored_layers: list[str]) -> None:
+        super().__init__()
+        self.ignored_layers = ignored_layers
+
+    @classmethod
+    def get_name(cls) -> str:
+        """The name it is registered under."""
+        return CPU_CHANNEL_INT8
+
+    @classmethod
+    def from_config(cls, config: dict[str, object]) -> "CpuChannelInt8Config":
+        """``modules_to_not_convert``: those that stay in BF16, by vLLM's names."""
+        return cls(cls.get_from_keys(config, ["modules_to_not_convert"]))
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
+        """vLLM's names of the modules that are skipped, where a model has others than its checkpoint."""
+        self.ignored_layers = hf_to_vllm_mapper.apply_list(self.ignored_layers)
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """How ``layer`` is loaded and computed; None for embeddings and the output head."""
+        if not isinstance(layer, (LinearBase, RoutedExperts)):
+            return super().get_quant_method(layer, prefix)
+        skipped = is_layer_skipped(
+            prefix=prefix, ignored_layers=self.ignored_layers, fused_mapping=self.packed_modules_mapping
+        )
+        if skipped:
+            return _unquantized(layer)
+        return CpuChannelMoEMethod(layer) if isinstance(layer, RoutedExperts) else CpuChannelLinearMethod()
 
 
 def _unquantized(layer: LinearBase | RoutedExperts) -> QuantizeMethodBase:

@@ -45,6 +45,7 @@ _DTYPES: dict[StoredDtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
     "float8_e4m3fn": torch.float8_e4m3fn,
+    "int8": torch.int8,
 }
 
 

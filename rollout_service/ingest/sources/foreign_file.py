@@ -23,6 +23,7 @@ _DTYPES: dict[str, SourceDtype] = {
     "F16": "float16",
     "F32": "float32",
     "F8_E4M3": "float8_e4m3fn",
+    "I8": "int8",
 }
 
 

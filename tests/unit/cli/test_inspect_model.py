@@ -50,6 +50,15 @@ def test_a_model_of_30b_parameters_is_half_as_large_in_fp8(qwen3_30b_a3b: Path) 
     assert sum(row.count for row in report.kinds) == 48 * (6 + 3 * 128 + 1 + 2) + 3
 
 
+def test_int8_stores_a_scale_for_each_channel(qwen3_30b_a3b: Path) -> None:
+    report = inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig(weights="int8_channel"), 16)
+    linear = 48 * (2 * 4096 * 2048 + 2 * 512 * 2048 + 128 * 3 * 768 * 2048)
+    channels = 48 * (4096 + 2 * 512 + 2048 + 128 * (2 * 768 + 2048))
+    rest = 2 * 151936 * 2048 + 48 * (128 * 2048 + 2 * 128 + 2 * 2048) + 2048
+    assert report.stored_bytes == linear + 4 * channels + 2 * rest
+    assert {row.dtype for row in report.kinds} == {"INT8", "BF16"}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_report_counts_every_tensor_of_a_version_once(family: str, tmp_path: Path) -> None:
     report = inspect_model(ModelConfig(path=make_model(tmp_path, family)), QuantConfig())

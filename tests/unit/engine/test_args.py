@@ -10,7 +10,7 @@ from vllm.platforms.interface import DeviceCapability
 from rollout_service.config import ServiceConfig
 from rollout_service.config.engine import QuantConfig
 from rollout_service.engine.args import engine_args, not_converted
-from rollout_service.engine.plugin import STAGING_KEY
+from rollout_service.engine.plugin import CPU_CHANNEL_INT8, STAGING_KEY
 from rollout_service.model.served_model import ServedModel
 from rollout_service.shadow.deployment import shadow_config
 from tests.support.models import make_model
@@ -50,6 +50,21 @@ def test_without_quantization_nothing_is_said_of_blocks(tmp_path: Path) -> None:
     make_model(tmp_path, "llama")
     args = engine_args(_config(tmp_path, quant={"weights": "none"}), (), has_tokenizer=False)
     assert "weight_block_size" not in args.hf_overrides.get("quantization_config", {})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_int8_is_a_format_of_ours_on_the_cpu(tmp_path: Path) -> None:
+    make_model(tmp_path, "llama")
+    args = engine_args(_config(tmp_path, quant={"weights": "int8_channel"}), ("a", "b"), has_tokenizer=False)
+    told = args.hf_overrides["quantization_config"]
+    assert told == {"quant_method": CPU_CHANNEL_INT8, "modules_to_not_convert": ["a", "b"]}
+
+
+def test_int8_is_refused_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path, "llama")
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    with pytest.raises(ValueError, match=r"quant\.weights is int8_channel, and engines on a GPU do not load it yet"):
+        engine_args(_config(tmp_path, quant={"weights": "int8_channel"}), (), has_tokenizer=False)
 
 
 @pytest.mark.parametrize("quant", ["fp8_block", "none"])

@@ -58,6 +58,24 @@ class TestCodes:
         assert begin_of(2, codes).nbytes < 0.6 * begin_of(1, sent).nbytes
         assert (await trainer.push(1, sent)).digest == (await trainer.push(2, codes)).digest
 
+    async def test_int8_codes_and_scales_make_the_same_version_as_the_weights(
+        self, model: Path, tmp_path: Path, weights: Weights
+    ) -> None:
+        ingest = Ingest(config_of(model, tmp_path / "log", quant={"weights": "int8_channel"}))
+        await ingest.start()
+        codes, manifest = await quantized(ingest, weights), WeightLog(tmp_path / "log").manifest(0)
+        assert (manifest.recipe.weights, manifest.recipe.block) == ("int8_channel", None)
+        assert {t.dtype for t in manifest.tensors if t.name == UP_PROJ} == {"int8"}
+        assert codes[f"{UP_PROJ}_scale"].shape == (codes[UP_PROJ].shape[0], 1)
+        assert (await Trainer(ingest).push(1, codes)).digest == manifest.digest
+        assert (await Trainer(ingest).push(2, weights)).digest == manifest.digest
+        codes[f"{UP_PROJ}_scale"][1, 0] = float("nan")
+        with pytest.raises(QuantizationError, match=rf"{UP_PROJ}_scale\[1, 0\] is nan, a channel scale that is not"):
+            await Trainer(ingest).push(3, codes)
+        in_fp8 = dict(Converter(TrainerRecipe(weights="fp8_block", quantized=(UP_PROJ,))).convert(weights.items()))
+        with pytest.raises(InvalidManifest, match=f"1 unknown: {UP_SCALES}"):
+            await Trainer(ingest).push(4, in_fp8)
+
     async def test_some_weights_may_come_as_codes_and_others_not(
         self, ingest: Ingest, trainer: Trainer, weights: Weights, codes: Weights
     ) -> None:

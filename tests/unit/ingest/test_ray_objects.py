@@ -135,7 +135,7 @@ async def test_a_lost_object_is_named(actor: ray.actor.ActorHandle, weights: Wei
         ({3: torch.zeros(2)}, "has a key 3"),
         ({"a": [1.0]}, "a is a list, not a tensor"),
         ({"a": np.zeros(2, np.int64)}, "a is an array of int64"),
-        ({"a": torch.zeros(2, dtype=torch.int8)}, "a is torch.int8"),
+        ({"a": torch.zeros(2, dtype=torch.int16)}, "a is torch.int16"),
     ],
 )
 def test_what_holds_no_weights_is_said_to_be_what_it_is(value: object, complaint: str) -> None:

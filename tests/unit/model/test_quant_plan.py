@@ -18,6 +18,7 @@ from rollout_service.config.engine import QuantConfig
 from rollout_service.model.families import FUSED, Heads, engine_modules
 from rollout_service.model.quant_plan import QuantPlan, plan
 from rollout_service.quant.blockwise import BLOCK
+from rollout_service.quant.formats import INT8_CHANNEL
 
 Linears = dict[str, tuple[int, int]]
 
@@ -80,7 +81,7 @@ class TestSkipped:
     @pytest.mark.parametrize("layers", [1, 2])
     def test_layers_in_bf16_that_leave_none_are_refused(self, layers: int) -> None:
         linears = {f"model.layers.{layer}.mlp.down_proj": (128, 128) for layer in range(layers)}
-        with pytest.raises(ValueError, match=f"leaves none of {layers} layers in FP8.*quant.weights: none"):
+        with pytest.raises(ValueError, match=f"leaves none of {layers} layers quantized.*quant.weights: none"):
             plan(linears, QuantConfig(num_first_layers_in_bf16=1, num_last_layers_in_bf16=1))
 
     def test_patterns_tell_upper_from_lower_case(self) -> None:
@@ -133,6 +134,14 @@ class TestIndivisible:
         message = str(refused.value)
         assert f"{LAYER}mlp.down_proj [256, 700]" in message and f"{LAYER}self_attn.o_proj [200, 512]" in message
         assert "up_proj" not in message and "quant.indivisible: keep_bf16" in message and "lower" not in message
+
+    def test_channels_need_no_blocks_but_gpus_whole_rows_and_heads(self) -> None:
+        int8, linears = QuantConfig(weights="int8_channel"), {"a.gate_proj": (130, 100), "a.up_proj": (130, 100)}
+        planned = plan(linears, int8, 2)
+        assert planned.quantized == {"a.gate_proj.weight", "a.up_proj.weight"}
+        assert planned.form is INT8_CHANNEL and planned.not_converted == ()
+        with pytest.raises(ValueError, match="dimension of 130 cannot be divided between 4 GPUs"):
+            plan(linears, int8, 4)
 
     def test_a_module_that_does_not_divide_may_be_skipped(self) -> None:
         assert plan({"a.o_proj": (130, 128)}, QuantConfig(skip=("a.o_proj",))).not_converted == ("a.o_proj",)

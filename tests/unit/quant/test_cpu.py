@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 
 from rollout_service.quant.blockwise import quantize_blockwise
-from rollout_service.quant.cpu import quantize_cpu
+from rollout_service.quant.channelwise import quantize_channelwise
+from rollout_service.quant.cpu import quantize_channels_cpu, quantize_cpu
 from tests.support.matrices import every_pair_of_mantissas, weights
 
 
@@ -14,6 +15,13 @@ def assert_bytes_of_the_reference(weight: torch.Tensor, power_of_two: bool = Fal
     expected_codes, expected_scales = quantize_blockwise(weight, power_of_two=power_of_two)
     assert torch.equal(scales, expected_scales)
     assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
+
+
+def assert_int8_of_the_reference(weight: torch.Tensor) -> None:
+    codes, scales = quantize_channels_cpu(weight)
+    expected_codes, expected_scales = quantize_channelwise(weight)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(codes, expected_codes)
 
 
 @settings(deadline=None, max_examples=150)
@@ -28,8 +36,16 @@ def test_power_of_two_scales_are_bit_for_bit_the_references(weight: torch.Tensor
     assert_bytes_of_the_reference(weight, power_of_two=True)
 
 
+@settings(deadline=None, max_examples=150)
+@given(weights(views=True, stacked=True))
+def test_int8_codes_and_scales_are_bit_for_bit_the_references(weight: torch.Tensor) -> None:
+    assert_int8_of_the_reference(weight)
+
+
 def test_every_pair_of_mantissas_is_divided_as_in_the_reference() -> None:
     assert_bytes_of_the_reference(every_pair_of_mantissas())
+    of_rows = every_pair_of_mantissas().view(128, 128, 128).transpose(0, 1).reshape(128, -1)
+    assert_int8_of_the_reference(of_rows)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -38,6 +54,7 @@ def test_the_number_of_threads_changes_nothing(threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         assert_bytes_of_the_reference(torch.randn(2, 700, 130))
+        assert_int8_of_the_reference(torch.randn(2, 700, 130))
     finally:
         torch.set_num_threads(before)
 
@@ -48,3 +65,4 @@ def test_only_the_block_with_a_bad_weight_gets_the_scale_nan(bad: float) -> None
     weight[200, 5] = bad
     nan = quantize_cpu(weight)[1].isnan()
     assert nan.nonzero().tolist() == [[1, 0]]
+    assert quantize_channels_cpu(weight)[1].isnan().nonzero().tolist() == [[200, 0]]

@@ -74,6 +74,25 @@ class TestForward:
                 assert layer(torch.ones(2, 128)).dtype == torch.bfloat16
 
 
+class TestRoundings:
+    async def test_a_known_model_rounds_as_the_engines_do_unless_told_otherwise(self, tmp_path: Path) -> None:
+        folder = make_model(tmp_path / "model", "qwen3")
+        recipe = await recipe_of(folder, tmp_path / "log")
+        trainer = loaded(folder, torch.bfloat16)
+        before = logits(trainer)
+        with fake_quant(trainer, recipe, roundings=False):
+            own = logits(trainer)
+        with fake_quant(trainer, recipe):
+            as_engine = logits(trainer)
+        assert not torch.equal(as_engine, own)
+        assert torch.equal(logits(trainer), before)
+
+    def test_an_unknown_model_keeps_its_own_and_a_warning_says_so(self, caplog: pytest.LogCaptureFixture) -> None:
+        with fake_quant(nn.Linear(128, 128), LINEAR) as quantized:
+            assert quantized.roundings is None
+        assert "Linear holds no transformers model" in caplog.text
+
+
 class TestBackward:
     def test_gradients_pass_straight_through(self) -> None:
         torch.manual_seed(0)

@@ -1,7 +1,8 @@
 """What makes the Triton kernel exact: w·(high + low) is the IEEE quotient w/s, for all w and s there can be.
 
-w is BF16 and s = amax/448 with a BF16 amax. A power of two on either moves the exponents only, so 128 mantissas of w
-times 128 of amax are all cases, but for the one scale of blocks below the floor and for powers of two (where low is 0).
+w is BF16 and s = amax/448, or amax/127 for INT8, with a BF16 amax. A power of two on either moves the exponents only,
+so 128 mantissas of w times 128 of amax are all cases, but for the one scale of blocks below the floor and for powers of
+two (where low is 0).
 """
 
 import ctypes
@@ -28,9 +29,10 @@ def split_reciprocal(scale: np.float32) -> tuple[np.float32, np.float32]:
     return high, np.float32(fma(-high, scale, 1)) / scale
 
 
+@pytest.mark.parametrize("largest_code", [448, 127])
 @pytest.mark.parametrize("amax", [*MANTISSAS, FLOOR])
-def test_the_split_product_is_the_ieee_quotient(amax: np.float32) -> None:
-    scale = np.float32(amax) / np.float32(448)
+def test_the_split_product_is_the_ieee_quotient(amax: np.float32, largest_code: int) -> None:
+    scale = np.float32(amax) / np.float32(largest_code)
     high, low = split_reciprocal(scale)
     assert low >= 0
     weights = np.concatenate([MANTISSAS, -MANTISSAS, [np.float32(0.0), np.float32(-0.0)]]).astype(np.float32)

@@ -21,7 +21,7 @@ from rollout_service.store.unquantized import unquantized_root
 from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of
 
 SHADOW: dict[str, object] = {"share": 0.05}
-CODES_WARNING = "comes as FP8 codes"
+CODES_WARNING = "comes as codes"
 
 
 @pytest.fixture

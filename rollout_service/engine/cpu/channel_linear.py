@@ -1,0 +1,65 @@
+"""Channelwise INT8 linear layers on the CPU (W8A8), with the numerics of the GPU kernels.
+
+vLLM's own, oneDNN's, gives wrong values after a reload, because its handler keeps addresses of tensors that are gone.
+Here the input is rounded to INT8 with a scale a token, as CUTLASS takes it, and multiplied in fp32: only the speed is
+emulated. The decoded weights cost four bytes a parameter beside the one of the codes: for small models only.
+"""
+
+import torch
+
+from rollout_service.quant.channelwise import INT8_MAX, dequantize_channelwise
+from rollout_service.vllm_internals import (
+    ChannelQuantScaleParameter,
+    LinearBase,
+    LinearMethodBase,
+    ModelWeightParameter,
+    register_weight_loader_v2_supported_method,
+)
+
+
+def through_int8(x: torch.Tensor) -> torch.Tensor:
+    """What vLLM's ``scaled_int8_quant`` makes of an input [M, K], dynamic and symmetric: codes times scale, fp32.
+
+    ``s = max|x| / 127`` of each token, and the code is ``x · (127 / max|x|)``, rounded to nearest even.
+    """
+    x = x.float()
+    largest = x.abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest == 0, 0, INT8_MAX / largest)
+    return (x * inverse).round_().clamp_(-INT8_MAX - 1, INT8_MAX) * (largest / INT8_MAX)
+
+
+# vLLM chooses a layer's weight loader by the name of its method's class
+@register_weight_loader_v2_supported_method
+class CpuChannelLinearMethod(LinearMethodBase):
+    """``y = x_int8 @ (codes · scales)ᵀ + bias`` in fp32, rounded once. There is one instance a layer."""
+
+    def create_weights(
+        self,
+        layer: LinearBase,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: object,
+    ) -> None:
+        """Register ``weight`` int8 [N, K] and ``weight_scale`` fp32 [N, 1] of this rank."""
+        rows, loader = sum(output_partition_sizes), extra_weight_attrs.get("weight_loader")
+        codes = torch.empty(rows, input_size_per_partition, dtype=torch.int8)
+        layer.logical_widths = output_partition_sizes
+        layer.register_parameter(
+            "weight", ModelWeightParameter(data=codes, input_dim=1, output_dim=0, weight_loader=loader)
+        )
+        scales = ChannelQuantScaleParameter(
+            data=torch.empty(rows, 1, dtype=torch.float32), output_dim=0, weight_loader=loader
+        )
+        layer.register_parameter("weight_scale", scales)
+
+    def process_weights_after_loading(self, layer: LinearBase) -> None:
+        """Decode the layer's weight, fp32 [N, K]; called at every load, codes and scales stay as they were loaded."""
+        self.weight = dequantize_channelwise(layer.weight.data, layer.weight_scale.data)
+
+    def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., N] in the dtype of ``x`` [..., K]."""
+        made = through_int8(x) @ self.weight.T
+        return (made if bias is None else made + bias).to(x.dtype)

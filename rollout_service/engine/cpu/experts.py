@@ -1,0 +1,69 @@
+"""Mixtures of experts on the CPU in fp32, with the roundings of the GPU kernels between the products.
+
+vLLM's own CPU kernels need AMX and leave activations in BF16 (W8A16). Here, as in vLLM's Triton kernel, the input of
+each of an expert's two products is rounded to its codes, products are summed in fp32, and what lies between them is
+BF16. The decoded weights cost four bytes a parameter beside the one of the codes: for small models only.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.nn.functional import gelu, silu
+
+from rollout_service.vllm_internals import MoEActivation, RoutedExperts
+
+# vLLM's own CPU kernels cut a BF16 result off instead of rounding it where the processor has no BF16 instructions
+_ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {
+    MoEActivation.SILU: silu,
+    MoEActivation.GELU: gelu,
+    MoEActivation.GELU_TANH: partial(gelu, approximate="tanh"),
+}
+
+
+def sum_of_experts(
+    layer: RoutedExperts,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    through_codes: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """BF16 [M, H] from ``x`` BF16 [M, H] and each token's experts, weights and ids [M, top_k].
+
+    ``w13`` [E, 2·I, H], ``w2`` [E, H, I]: decoded weights, fp32. ``through_codes``: what the kernels make of an input
+    [M, K], fp32. With expert parallelism it is this rank's part of the sum, which vLLM adds up over ranks.
+    """
+    inputs = through_codes(x)
+    output = torch.zeros_like(inputs)
+    chosen = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
+    for expert in chosen.unique().tolist():
+        if expert < 0:  # another rank has it
+            continue
+        tokens, choice = (chosen == expert).nonzero(as_tuple=True)
+        gate, up = (inputs[tokens] @ w13[expert].T).to(x.dtype).float().chunk(2, dim=-1)
+        hidden = (_ACTIVATIONS[layer.activation](gate) * up).to(x.dtype)
+        expert_output = through_codes(hidden) @ w2[expert].T
+        output.index_add_(0, tokens, expert_output * topk_weights[tokens, choice].float().unsqueeze(-1))
+    return output.to(x.dtype)
+
+
+def require_computable(layer: RoutedExperts, codes: str, refused: dict[str, bool] | None = None) -> None:
+    """Raise ValueError for experts of a kind that is not computed here. ``codes``: FP8 or INT8.
+
+    ``refused``: more that is not, and whether it is there.
+    """
+    refused = {
+        **(refused or {}),
+        f"activation {layer.activation.value}": layer.activation not in _ACTIVATIONS,
+        "biases": layer.moe_config.has_bias,
+        "a clamped SwiGLU": layer.swiglu_limit is not None,
+        "router weights on the input": layer.apply_router_weight_on_input,
+    }
+    found = [what for what, present in refused.items() if present]
+    if found:
+        raise ValueError(
+            f"{layer.layer_name}: experts with {', '.join(found)} are not computed in {codes} on the CPU: serve the "
+            "model on a GPU, or leave its experts in BF16 through quant.skip"
+        )

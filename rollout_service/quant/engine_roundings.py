@@ -1,0 +1,186 @@
+"""A trainer that rounds where vLLM does, so that the same weights give the same logprobs.
+
+    with engine_roundings(model):
+        loss = …
+
+Between a layer's products vLLM rounds to the model's dtype less often than transformers:
+
+- rotary embedding: sines and cosines are rounded, the rotation is in fp32, and its result is rounded
+  (``rotary_embedding`` of vLLM's kernels for CPUs and CUDA);
+- RMSNorm after a residual sum: of the sum before it is rounded; the residual that goes on is the rounded sum
+  (``fused_add_rms_norm`` as vLLM writes it in torch, which CPU engines run);
+- attention of a CPU engine: in fp32 from rounded queries, keys and values to a rounded result (on processors without
+  AMX). Elsewhere the trainer's own attention is called, with rounded queries and keys.
+
+Read in vLLM 0.32. All of it is differentiated as it is computed. A model in fp32 computes as before: nothing rounds.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from threading import Lock
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rollout_service.quant.forwards import Forward, Forwards
+from rollout_service.transformers_internals import (
+    AttentionFunction,
+    attention_kernel,
+    eager_attention,
+    registered_attention,
+)
+
+KNOWN_LAYERS = frozenset(
+    f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")
+)
+"""Classes of transformers whose forward pass is known: RMSNorm, attention, sum, RMSNorm, MLP, sum."""
+
+
+class EngineRoundings:
+    """A model that rounds as the engines do, until ``remove()`` or the end of a ``with`` block."""
+
+    def __init__(self, forwards: Forwards, kernel: str, attention: Collection[nn.Module]) -> None:
+        self._forwards, self._kernel, self._attention = forwards, kernel, attention
+        _attention.enter(kernel, attention)
+
+    def remove(self) -> None:
+        """The model computes as it did; again does no harm. Raises RuntimeError as ``Forwards.remove`` does."""
+        self._forwards.remove()
+        if self._attention:
+            _attention.leave(self._kernel, self._attention)
+            self._attention = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def engine_roundings(model: nn.Module) -> EngineRoundings:
+    """Have a transformers causal language model round where vLLM does, from now on.
+
+    Between decoder layers goes the sum in fp32, four bytes a channel in place of two, that gradient checkpointing keeps
+    as well. FSDP2 rounds it, and with it a part of the gain, unless its ``MixedPrecisionPolicy`` has
+    ``cast_forward_inputs=False``. With gradient checkpointing the backward pass, too, belongs before ``remove()``.
+
+    Raises ValueError for a model whose decoder layers are not all of ``KNOWN_LAYERS``.
+    """
+    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if inner is None:
+        raise ValueError(f"{type(model).__name__} holds no transformers model")
+    backbone: Any = inner.base_model
+    layers = list(getattr(backbone, "layers", ()))
+    unknown = sorted({type(layer).__name__ for layer in layers if not _is_known(layer)})
+    if not layers or unknown:
+        raise ValueError(
+            f"where vLLM rounds is not known for {', '.join(unknown) or type(backbone).__name__}; known here: "
+            f"{', '.join(sorted(KNOWN_LAYERS))}"
+        )
+    forwards: dict[nn.Module, Forward] = {
+        backbone.rotary_emb: _rotary_forward(backbone.rotary_emb),
+        backbone.norm: _norm_forward(backbone.norm),
+    }
+    for layer in layers:
+        forwards[layer] = _layer_forward(layer)
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            forwards[norm] = _norm_forward(norm)
+    return EngineRoundings(Forwards(forwards), attention_kernel(inner), [layer.self_attn for layer in layers])
+
+
+def _is_known(layer: nn.Module) -> bool:
+    # among all its classes: FSDP2 puts one of its own before the model's, with another name
+    return any(cls.__name__ in KNOWN_LAYERS for cls in type(layer).__mro__)
+
+
+def _rounded(like: torch.Tensor) -> torch.dtype:
+    """What results are rounded to: the dtype of autocast, or of a parameter or input."""
+    kind = like.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
+
+
+def _rotary_forward(rotary: nn.Module) -> Forward:
+    own = rotary.forward
+
+    def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        # in fp32, so that the products with them are: ``_rounding_attention`` rounds the rotated queries and keys
+        cos, sin = own(hidden, *args, **kwargs)
+        return cos.to(_rounded(hidden)).float(), sin.to(_rounded(hidden)).float()
+
+    return forward
+
+
+def _norm_forward(norm: Any) -> Forward:
+    def forward(summed: torch.Tensor) -> torch.Tensor:
+        rounded, summed = _rounded(norm.weight), summed.float()
+        normalized = summed * torch.rsqrt(summed.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+        made: torch.Tensor = norm.weight.to(rounded) * normalized.to(rounded)
+        return made
+
+    return forward
+
+
+def _layer_forward(layer: Any) -> Forward:
+    def forward(hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        rounded = _rounded(layer.input_layernorm.weight)
+        attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
+        summed = hidden_states.to(rounded).float() + attended.float()
+        fed = layer.mlp(layer.post_attention_layernorm(summed))
+        made: torch.Tensor = summed.to(rounded).float() + fed.float()
+        return made
+
+    return forward
+
+
+class _RoundingAttention:
+    """Attention with rounded queries and keys, in transformers' registry once for all models that call a kernel."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._models: dict[str, Counter[nn.Module]] = {}
+        """Kernel → the attention modules that round, each as often as ``engine_roundings`` was called."""
+        self._registered: dict[str, ExitStack] = {}
+
+    def enter(self, kernel: str, modules: Collection[nn.Module]) -> None:
+        with self._lock:
+            if kernel not in self._registered:
+                rounding = self._models[kernel] = Counter()
+                self._registered[kernel] = ExitStack()
+                self._registered[kernel].enter_context(
+                    registered_attention(kernel, lambda own: _rounding_attention(own, rounding))
+                )
+            self._models[kernel].update(modules)
+
+    def leave(self, kernel: str, modules: Collection[nn.Module]) -> None:
+        with self._lock:
+            self._models[kernel].subtract(modules)
+            if not any(self._models[kernel].values()):
+                self._registered.pop(kernel).close()
+
+
+_attention = _RoundingAttention()
+
+
+def _rounding_attention(own: AttentionFunction | None, rounding: Mapping[nn.Module, int]) -> AttentionFunction:
+    """``own``, but for the modules of ``rounding``: their queries and keys come in fp32, and are rounded first."""
+
+    def attention(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        attend = own or eager_attention(module)
+        if attend is None:
+            raise ValueError(f"{type(module).__name__} has no eager attention: load it with attn_implementation='sdpa'")
+        if not rounding.get(module):
+            return attend(module, query, key, value, *args, **kwargs)
+        rounded = _rounded(module.o_proj.weight)
+        query, key, value = query.to(rounded), key.to(rounded), value.to(rounded)
+        if query.device.type != "cpu":
+            return attend(module, query, key, value, *args, **kwargs)
+        with torch.autocast("cpu", enabled=False):
+            output, weights = attend(module, query.float(), key.float(), value.float(), *args, **kwargs)
+        return output.to(rounded), weights
+
+    return attention
