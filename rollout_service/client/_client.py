@@ -16,8 +16,8 @@ from rollout_service.client._http import Http
 from rollout_service.client._mismatch import MismatchCalls
 from rollout_service.client._retry import Repeat
 from rollout_service.client._sessions import AgentSession
-from rollout_service.client._tensors import TensorSource, TensorThread, drain
-from rollout_service.client._upload import Progress, Quantize, Transport, Uploader, announcement, named_scales
+from rollout_service.client._tensors import Progress, TensorSource, TensorThread, drain
+from rollout_service.client._upload import Quantize, Transport, Uploader, announcement, named_scales
 from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.rollout import OnAbort, Rollout
@@ -29,7 +29,7 @@ from rollout_service.tls import PinnedCertificates, trusting
 
 if TYPE_CHECKING:
     from rollout_service.client._delta import DeltaPushes
-    from rollout_service.client._tensors import NamedTensors
+    from rollout_service.client._tensors import NamedTensors, Progress
     from rollout_service.kv_scales import KVScales
 
 

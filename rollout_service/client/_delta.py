@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from rollout_service.client._control import ControlCalls
 from rollout_service.client._http import Http
 from rollout_service.client._sent_weights import LARGEST_SHARE, Changes, SentWeights, nbytes_of
-from rollout_service.client._tensors import TensorSource, TensorThread, every_rank_gathers
-from rollout_service.client._upload import Progress, Uploader, announcement, converter_of
+from rollout_service.client._tensors import Progress, TensorSource, TensorThread, every_rank_gathers
+from rollout_service.client._upload import Uploader, announcement, converter_of
 from rollout_service.errors import CommitTimeout, DeltaBaseGone, InvalidDelta
 from rollout_service.model.convert import Named
 from rollout_service.protocol.base import NewVersion

@@ -10,13 +10,22 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rollout_service.client._http import Http
 from rollout_service.client._retry import Repeat
-from rollout_service.client._tensors import TensorThread
-from rollout_service.protocol.upload import SharedMemorySource, SharedTensor, SharedTensors, UploadTensor
+from rollout_service.client._tensors import Progress, TensorThread
+from rollout_service.errors import NotFound, NotShared
+from rollout_service.protocol.upload import (
+    Announcement,
+    SharedMemorySource,
+    SharedTensor,
+    SharedTensors,
+    UploadPlan,
+    UploadTensor,
+    with_kv_scales,
+)
 from rollout_service.shared_memory import SharedMemory, machine
 from rollout_service.tasks import raise_first_failure
 
@@ -31,6 +40,77 @@ BATCHES = 4
 _ALIGNMENT = 64
 _MOST_TENSORS = 10_000
 """Of one batch."""
+
+
+LEAST_SHARED_BYTES = 256 << 20
+"""A version that is smaller goes through sockets as fast."""
+
+
+class SharedMemoryPushes:
+    """Those of one client, which keeps the memory from one to the next."""
+
+    def __init__(self, http: Http, begin: Callable[[Announcement], Awaitable[UploadPlan]]) -> None:
+        """``begin``: announces a version."""
+        self._http, self._begin = http, begin
+        self._ring: SharedRing | None = None
+        self._reached = True
+        """Whether the ingest can read this process's memory, as far as it is known."""
+
+    def is_worth_trying(self, table: tuple[UploadTensor, ...]) -> bool:
+        """Whether to try it first for a version of these tensors."""
+        return self._reached and sum(tensor.nbytes for tensor in table) >= LEAST_SHARED_BYTES
+
+    async def push(
+        self,
+        announce: Callable[..., Announcement],
+        table: tuple[UploadTensor, ...],
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        thread: TensorThread,
+        progress: Progress | None,
+        *,
+        otherwise: bool,
+        again: bool,
+    ) -> tuple[int, str] | None:
+        """Announce a version and send its tensors. Returns its number, and the digest of the whole upload.
+
+        Args:
+            announce: makes the announcement, given its source.
+            otherwise: there is another way: None is returned if the ingest cannot reach the memory.
+            again: the tensors can be read once more, from the first on: None is returned, too, if the service has
+                dropped what it was sent.
+
+        Raises NotShared, and what the service refuses tensors with.
+        """
+        try:
+            if self._ring is None or self._ring.slot_bytes < slot_bytes(table):
+                self.close()
+                self._ring = SharedRing(slot_bytes(table))
+            ring, source = self._ring, self._ring.source(table)
+            announced = announce(source=source)
+            plan = await self._begin(announced)
+        except (NotShared, OSError) as error:
+            self.close()
+            self._reached = False
+            if not otherwise:
+                raise
+            logger.info("weights go through sockets, not through shared memory: %s", error)
+            return None
+        try:
+            total = sum(tensor.nbytes for tensor in table)
+            await send_shared(self._http, ring, plan.version, source.transfer, tensors, total, thread, progress)
+        except BaseException as error:
+            self.close()  # the ingest may be reading what the next push would write
+            if not isinstance(error, NotFound) or not again:
+                raise
+            logger.warning("the weights are sent again, in parts: %s", error)
+            return None
+        return plan.version, with_kv_scales(source.transfer, announced.kv_scales)
+
+    def close(self) -> None:
+        """Let go of the memory that is kept for the next push."""
+        if self._ring is not None:
+            self._ring.close()
+        self._ring = None
 
 
 class SharedRing:
@@ -130,7 +210,7 @@ async def send_shared(
     tensors: Iterable[tuple[str, torch.Tensor]],
     total_bytes: int,
     thread: TensorThread,
-    progress: Callable[[int, int], None] | None,
+    progress: Progress | None,
 ) -> None:
     """Send the tensors of a version that was announced with ``ring.source``; all have been read when this returns.
 

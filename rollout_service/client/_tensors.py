@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     NamedTensors = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 Result = TypeVar("Result")
+Progress = Callable[[int, int], None]
+"""Called with the bytes that the service has, and those of all, after each part."""
 
 
 class TensorSource:

@@ -7,7 +7,7 @@ import hmac
 import logging
 import secrets
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -20,13 +20,11 @@ from rollout_service.client._http import Http, http_timeout, parse
 from rollout_service.client._parts import Part, bytes_of_each, cut_parts
 from rollout_service.client._plain_http import PlainConnections
 from rollout_service.client._retry import Repeat, error_of, retrying
-from rollout_service.client._shared_memory import SharedRing, send_shared, slot_bytes
-from rollout_service.client._tensors import TensorSource, TensorThread, every_rank_gathers
+from rollout_service.client._shared_memory import SharedMemoryPushes
+from rollout_service.client._tensors import Progress, TensorSource, TensorThread, every_rank_gathers
 from rollout_service.errors import (
     CommitTimeout,
     InvalidRequest,
-    NotFound,
-    NotShared,
     QuantizationError,
     RolloutServiceError,
     VersionConflict,
@@ -42,10 +40,8 @@ from rollout_service.protocol.upload import (
     HowToLoad,
     ListenerProof,
     RollBack,
-    SharedMemorySource,
     TrainerRecipe,
     UploadPlan,
-    UploadTensor,
     listener_proof,
     num_parts,
     upload_digest,
@@ -72,11 +68,8 @@ COMMIT_GRACE_S = 120.0
 
 _KIND = {"Content-Type": "application/octet-stream"}
 
-Progress = Callable[[int, int], None]
 Quantize = Literal["service", "trainer"]
 Transport = Literal["auto", "http", "shared_memory", "delta"]
-LEAST_SHARED_BYTES = 256 << 20
-"""A version that is smaller goes through sockets, as fast, unless it is told otherwise."""
 
 
 def named_scales(kv_scales: KVScales | None) -> dict[str, float] | None:
@@ -104,13 +97,11 @@ class Uploader:
         """
         self._http, self._direct, self._pinned, self._plain = http, direct, pinned, plain
         self._given_up: set[str] = set()
-        self._ring: SharedRing | None = None
-        self._reached = True
-        """Whether the ingest can read this process's memory, as far as it is known."""
+        self._shared = SharedMemoryPushes(http, self.begin)
 
     def close(self) -> None:
         """Let go of the memory that is kept for the next push."""
-        self._give_up_ring()
+        self._shared.close()
 
     async def begin(self, begin: Announcement) -> UploadPlan:
         """Announce a version. Raises InvalidManifest, VersionConflict."""
@@ -166,18 +157,26 @@ class Uploader:
             if quantize == "trainer":
                 converter = await thread.call(converter_of, await ControlCalls(self._http).recipe())
                 table = tuple(converter.table(table))
-            shares = transport != "http" and self._may_share(table, transport)
+            shares = transport == "shared_memory" or (transport == "auto" and self._shared.is_worth_trying(table))
             if quantize == "trainer":
                 # a ring of shared memory takes codes from the CPU, a part from wherever they are
                 stored = converter.convert(stored, to_cpu=shares)
             if shares:
-                shared = partial(announcement, version, kv_scales=kv_scales, label=label)
+                may_go_in_parts = transport == "auto"
                 try:
-                    number = await self._send_shared(shared, table, stored, source, thread, transport, progress)
+                    sent = await self._shared.push(
+                        partial(announcement, version, kv_scales=kv_scales, label=label),
+                        table,
+                        stored,
+                        thread,
+                        progress,
+                        otherwise=may_go_in_parts,
+                        again=may_go_in_parts and source.can_be_read_again,
+                    )
                 except QuantizationError as error:
                     raise _staged_still(version, error) from error
-                if number is not None:
-                    return number
+                if sent is not None:
+                    return sent
                 stored = gathering.begin()
                 if quantize == "trainer":
                     stored = converter.convert(stored, to_cpu=False)
@@ -216,56 +215,6 @@ class Uploader:
             return version, await sender.send(parts, thread, parallel_parts)
         except QuantizationError as error:
             raise _staged_still(version, error) from error
-
-    def _may_share(self, table: tuple[UploadTensor, ...], transport: Transport) -> bool:
-        nbytes = sum(tensor.nbytes for tensor in table)
-        return transport == "shared_memory" or (self._reached and nbytes >= LEAST_SHARED_BYTES)
-
-    async def _send_shared(
-        self,
-        shared: Callable[..., Announcement],
-        table: tuple[UploadTensor, ...],
-        tensors: Iterable[tuple[str, torch.Tensor]],
-        source: TensorSource,
-        thread: TensorThread,
-        transport: Transport,
-        progress: Progress | None,
-    ) -> tuple[int, str] | None:
-        """Through memory that this process and the ingest share; None: the tensors of ``source`` are to be sent in
-        parts, from the first on.
-
-        Raises NotShared, if there is no other way, and what the service refuses tensors with.
-        """
-        try:
-            if self._ring is None or self._ring.slot_bytes < slot_bytes(table):
-                self._give_up_ring()
-                self._ring = SharedRing(slot_bytes(table))
-            ring, announced = self._ring, shared(source=self._ring.source(table))
-            assert isinstance(announced.source, SharedMemorySource)
-            plan = await self.begin(announced)
-        except (NotShared, OSError) as error:
-            self._give_up_ring()
-            self._reached = False
-            if transport == "shared_memory":
-                raise
-            logger.info("weights go through sockets, not through shared memory: %s", error)
-            return None
-        try:
-            total = sum(tensor.nbytes for tensor in table)
-            transfer = announced.source.transfer
-            await send_shared(self._http, ring, plan.version, transfer, tensors, total, thread, progress)
-        except BaseException as error:
-            self._give_up_ring()  # the ingest may be reading what the next push would write
-            if not isinstance(error, NotFound) or transport == "shared_memory" or not source.can_be_read_again:
-                raise
-            logger.warning("the weights are sent again, in parts: %s", error)
-            return None
-        return plan.version, with_kv_scales(transfer, announced.kv_scales)
-
-    def _give_up_ring(self) -> None:
-        if self._ring is not None:
-            self._ring.close()
-        self._ring = None
 
     async def _listener(self, plan: UploadPlan) -> DirectListener | None:
         """The address that takes parts directly, if it is the service's; None: they go through the gateway.

@@ -48,7 +48,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_upload, "LEAST_SHARED_BYTES", 0)
+    monkeypatch.setattr(_shared_memory, "LEAST_SHARED_BYTES", 0)
 
 
 async def how_it_came(service: RealIngest, version: int) -> str:
@@ -82,8 +82,8 @@ class TestPush:
         for version in (1, 2):
             await client.push_weights(version, dict(weights), transport="shared_memory", wait="none")
             if version == 1:
-                ring = client._uploader._ring
-        assert ring is not None and client._uploader._ring is ring
+                ring = client._uploader._shared._ring
+        assert ring is not None and client._uploader._shared._ring is ring
 
     async def test_a_generator_and_tensors_of_any_layout_are_copied(
         self, client: RolloutClient, weights: Weights
@@ -124,7 +124,7 @@ class TestPush:
         push.cancel()
         with pytest.raises(asyncio.CancelledError):
             await push
-        assert client._uploader._ring is None  # the ingest may be reading it still
+        assert client._uploader._shared._ring is None  # the ingest may be reading it still
         other = changed(weights, 0.5)
         await client.push_weights(1, other, transport="shared_memory", wait="none")
         expected = await client.push_weights(2, other, transport="http", wait="none")
