@@ -1,0 +1,36 @@
+"""An engine that stages from the mapped files of a log in memory holds the bytes of each version."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.engine_layout import engine_digests, quantize
+from tests.support.models import random_weights
+from tests.support.one_engine import running
+from tests.support.probe import DECODED
+
+SETTINGS = {"linear_backend": "cutlass", "gpu_memory_utilization": 0.1, "enforce_eager": True, "staging": "device"}
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+async def test_versions_are_staged_from_files_that_are_used_again(
+    family: str, in_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files: list[set[int]] = []
+    async with running(family, in_memory, monkeypatch, **SETTINGS) as one:
+        for version in range(1, 7):
+            weights = random_weights(one.config.model.path, seed=version)
+            folder = await one.update(version, weights)
+            files.append({path.stat().st_ino for path in folder.glob("*.safetensors")})
+            held, expected = await one.digests(), engine_digests(quantize(weights))
+            assert {n for n in expected if not n.endswith(DECODED) and held.get(n) != expected[n]} == set()
+            assert (await one.load_report())["way"] == ("layerwise" if version == 1 else "plan")
+    assert len(set.union(*files)) == 3 * len(files[0])  # two versions are kept, and one is being written
