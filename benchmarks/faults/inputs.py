@@ -14,6 +14,7 @@ from rollout_service.client._parts import bytes_of_each, cut_parts
 from rollout_service.client._tensors import TensorSource
 from rollout_service.errors import InvalidManifest, QuantizationError, RolloutServiceError, VersionConflict
 from rollout_service.protocol.upload import BeginUpload, CommitUpload
+from rollout_service.store.log import WeightLog
 
 Fault = Callable[[Ground], Awaitable[None]]
 Weights = dict[str, torch.Tensor]
@@ -34,6 +35,7 @@ def input_cases() -> Iterator[Case]:
     yield Case("the same version with other bytes", other_bytes)
     yield Case("two trainers at once", two_trainers)
     yield Case("a trainer that dies half way", dying_trainer)
+    yield Case("a delta whose base is gone", delta_without_its_base)
     yield Case("ten updates in a row", ten_updates)
     for name, damage, error in (
         ("q without k and v", without("k_proj", "v_proj"), InvalidManifest),
@@ -183,6 +185,17 @@ async def dying_trainer(ground: Ground) -> None:
     """Half of a version, and never more; the next trainer begins with a newer one."""
     await send_half(ground, ground.committed + 1)
     await ground.push(ground.committed + 2)
+
+
+async def delta_without_its_base(ground: Ground) -> None:
+    """Other trainers' versions overtake the one that a trainer has sent last; its next delta becomes a whole push."""
+    await ground.push(ground.committed + 1, transport="delta")
+    base = ground.committed
+    while base in WeightLog(ground.log).versions():
+        await ground.push(ground.committed + 1)
+    await ground.push(ground.committed + 1, transport="delta")
+    status = await ground.client.weights(ground.committed)
+    ground.note(f"version {base} was removed; version {ground.committed} is a delta of {status.delta_of}")
 
 
 async def ten_updates(ground: Ground) -> None:

@@ -3,12 +3,14 @@
 import asyncio
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import psutil
 
 from benchmarks.faults.ground import ENGINE_PROCESSES, Case, Ground, below, processes
+from rollout_service.client import _shared_memory
 from rollout_service.client._parts import bytes_of_each, cut_parts
 from rollout_service.client._tensors import TensorSource
 from rollout_service.errors import RolloutServiceError
@@ -31,6 +33,7 @@ def kill_cases() -> Iterator[Case]:
         yield Case(f"kill {victim}, between start and finish of an update", partial(while_loading, victim))
         yield Case(f"kill {victim}, before the rename", partial(before_the_rename, victim))
         yield Case(f"kill {victim}, after the rename", partial(after_the_rename, victim))
+    yield Case("kill ingest, reading a trainer's memory", while_sharing)
     yield Case("a replica stopped for 30 s", stop_for_a_while)
 
 
@@ -62,6 +65,32 @@ async def while_uploading(victim: str, ground: Ground) -> None:
     await ground.kill(victim)
     ground.note(f"version {version} was {staged.state} and lacked {len(staged.missing_parts)} parts")
     await push_until_committed(ground, version)
+
+
+async def while_sharing(ground: Ground) -> None:
+    """Kill the ingest after the first of many batches in shared memory; the same push then goes on in parts."""
+    version, ingest, sent = ground.committed + 1, processes("ingest")[0], []
+
+    def strike(done_bytes: int, total_bytes: int) -> None:
+        if not sent:
+            ingest.kill()
+            ground.killed("ingest", ingest, frozenset())
+        sent.append((done_bytes, total_bytes))
+
+    with shared_in_small_batches():
+        await ground.push(version, wait="none", progress=strike)
+    ground.note(f"{sent[0][0]} of {sent[0][1]} bytes of version {version} had been read")
+
+
+@contextmanager
+def shared_in_small_batches() -> Iterator[None]:
+    """The clients of this process share the small model, too, and in many batches."""
+    before = _shared_memory.LEAST_SHARED_BYTES, _shared_memory.BATCH_BYTES
+    _shared_memory.LEAST_SHARED_BYTES, _shared_memory.BATCH_BYTES = 0, 64 << 10
+    try:
+        yield
+    finally:
+        _shared_memory.LEAST_SHARED_BYTES, _shared_memory.BATCH_BYTES = before
 
 
 async def while_reading(victim: str, ground: Ground) -> None:
