@@ -45,17 +45,18 @@ async def differences(one: OneEngine) -> tuple[float, float]:
         return plain, difference()
 
 
+@pytest.mark.slow  # tests/unit/quant has its arithmetic, without an engine
 @pytest.mark.parametrize(
     ("family", "quant"),
     [
         ("qwen3_moe", "fp8_block"),
-        pytest.param("qwen3", "none", marks=pytest.mark.slow),
-        pytest.param("llama", "fp8_block", marks=pytest.mark.slow),
-        pytest.param("mistral", "fp8_block", marks=pytest.mark.slow),
-        pytest.param("mixtral", "fp8_block", marks=pytest.mark.slow),
-        pytest.param("qwen2", "fp8_block", marks=pytest.mark.slow),
-        pytest.param("qwen2_moe", "fp8_block", marks=pytest.mark.slow),
-        pytest.param("qwen3", "fp8_block", marks=pytest.mark.slow),
+        ("qwen3", "none"),
+        ("llama", "fp8_block"),
+        ("mistral", "fp8_block"),
+        ("mixtral", "fp8_block"),
+        ("qwen2", "fp8_block"),
+        ("qwen2_moe", "fp8_block"),
+        ("qwen3", "fp8_block"),
     ],
 )
 async def test_a_trainer_computes_as_the_engine_does(
