@@ -5,6 +5,7 @@ for all that a client sends.
 """
 
 import http.client
+import select
 import socket
 import ssl
 import struct
@@ -133,14 +134,15 @@ class PlainConnections:
 
 def _has_ended(sock: socket.socket) -> bool:
     """Whether its other end has closed it, while nothing was asked."""
-    flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
-    try:
-        socket.socket.recv(sock, 1, flags)  # an encrypted one's own takes no flags
-    except BlockingIOError:
+    poll = select.poll()  # not MSG_DONTWAIT: Python waits first where a socket has a time-out of its own
+    poll.register(sock, select.POLLIN)
+    if not poll.poll(0):
         return False
+    try:
+        came = socket.socket.recv(sock, 1, socket.MSG_PEEK)  # an encrypted one's own takes no flags
     except OSError:
-        pass
-    return True
+        return True
+    return not came or not isinstance(sock, ssl.SSLSocket)  # TLS sends tickets of its own accord
 
 
 def _shut(connection: http.client.HTTPConnection) -> None:
