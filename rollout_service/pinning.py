@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
 
 
 def pin(memory: memoryview) -> Callable[[], None]:
@@ -26,3 +29,12 @@ def pin(memory: memoryview) -> Callable[[], None]:
         cudart.cudaHostUnregister(address)
 
     return unpin
+
+
+def pin_if_possible(memory: memoryview) -> Callable[[], None]:
+    """``pin``, but where CUDA refuses, the memory is used as it is, and the log says so."""
+    try:
+        return pin(memory)
+    except OSError as error:
+        logger.warning("a GPU copies from and to this memory more slowly: %s", error)
+        return lambda: None

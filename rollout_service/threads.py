@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
@@ -10,6 +10,8 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _Arguments = ParamSpec("_Arguments")
 
+STRETCH_BYTES = 64 << 20
+"""What one thread takes of a tensor that several share (``stretches``)."""
 _MOST = 8
 """Memory is not read faster by more."""
 
@@ -19,8 +21,22 @@ def io_threads() -> int:
     return max(1, min(_MOST, len(os.sched_getaffinity(0)) // 2))
 
 
-def in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
-    """``map`` in ``io_threads`` threads, results in the order of the items; after a failure nothing new begins."""
+def stretches(length: int, step: int) -> list[slice]:
+    """``range(length)`` in pieces of ``step``, the last of which may be shorter: one tensor for several threads.
+
+    A vocabulary's embedding would keep one thread busy for longer than everything else takes.
+    """
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+
+
+def in_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:
+    """``map`` in ``io_threads`` threads, results in the order of the items; after a failure nothing new begins.
+
+    A single item is this thread's.
+    """
+    if len(items) == 1:
+        yield function(items[0])
+        return
     pool = ThreadPoolExecutor(io_threads())
     try:
         yield from pool.map(function, items)

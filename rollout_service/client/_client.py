@@ -29,7 +29,7 @@ from rollout_service.tls import PinnedCertificates, trusting
 
 if TYPE_CHECKING:
     from rollout_service.client._delta import DeltaPushes
-    from rollout_service.client._tensors import NamedTensors, Progress
+    from rollout_service.client._tensors import NamedTensors
     from rollout_service.kv_scales import KVScales
 
 

@@ -11,13 +11,14 @@ import logging
 import os
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rollout_service.client._http import Http
 from rollout_service.client._retry import Repeat
 from rollout_service.client._tensors import Progress, TensorThread
 from rollout_service.errors import NotFound, NotShared
 from rollout_service.protocol.upload import (
+    SHARED_ALIGNMENT,
     Announcement,
     SharedMemorySource,
     SharedTensor,
@@ -37,7 +38,6 @@ BATCH_BYTES = 256 << 20
 """Of one batch, unless a tensor is larger."""
 BATCHES = 4
 """One is copied while the others are read."""
-_ALIGNMENT = 64
 _MOST_TENSORS = 10_000
 """Of one batch."""
 
@@ -137,17 +137,13 @@ class SharedRing:
         """Register it with CUDA, if this process uses CUDA: a GPU then writes there at the speed of PCIe."""
         import torch
 
-        from rollout_service.pinning import pin
+        from rollout_service.pinning import pin_if_possible
 
-        if self._pinned or not torch.cuda.is_initialized():
-            return
-        self._pinned = True
-        try:
-            pin(self.memory.view)
-        except OSError as error:
-            logger.warning("tensors are copied from the GPU more slowly: %s", error)
+        if torch.cuda.is_initialized() and not self._pinned:
+            pin_if_possible(self.memory.view)
+            self._pinned = True
 
-    def fill(self, tensors: Iterator[tuple[str, torch.Tensor]], slot: int, held: Held) -> tuple[SharedTensor, ...]:
+    def fill(self, tensors: Iterator[tuple[str, torch.Tensor]], slot: int, held: Held) -> Batch:
         """Copy tensors into a slot until one does not fit, which is ``held`` for the next; empty: there are none left.
 
         What was queued on this thread's CUDA stream is done when this returns.
@@ -157,7 +153,7 @@ class SharedRing:
         start = slot * self.slot_bytes
         end = start + min(self.slot_bytes, BATCH_BYTES)
         placed: list[SharedTensor] = []
-        is_on_gpu = False
+        nbytes, is_on_gpu = 0, False
         while (found := held.take() or next(tensors, None)) is not None:
             name, tensor = found
             # the first one fits in any case: a slot is as large as the largest tensor
@@ -169,15 +165,23 @@ class SharedRing:
                 target.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
             is_on_gpu = is_on_gpu or tensor.is_cuda
             placed.append(SharedTensor(name=name, offset=start))
-            start += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+            nbytes += tensor.nbytes
+            start += _aligned(tensor.nbytes)
             del tensor, found
         if is_on_gpu:
             torch.cuda.current_stream().synchronize()
-        return tuple(placed)
+        return Batch(tuple(placed), nbytes)
 
     def close(self) -> None:
         """Give it up: the ingest sees that it is gone."""
         self.memory.close()
+
+
+class Batch(NamedTuple):
+    """Tensors that lie in a slot."""
+
+    tensors: tuple[SharedTensor, ...]
+    nbytes: int
 
 
 class Held:
@@ -198,8 +202,12 @@ class Held:
 
 def slot_bytes(tensors: Iterable[UploadTensor]) -> int:
     """Room for a batch, or for all of them if that is less."""
-    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-    return max(_ALIGNMENT, *sizes, min(BATCH_BYTES, sum(sizes)))
+    sizes = [_aligned(tensor.nbytes) for tensor in tensors]
+    return max(SHARED_ALIGNMENT, *sizes, min(BATCH_BYTES, sum(sizes)))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // SHARED_ALIGNMENT) * SHARED_ALIGNMENT
 
 
 async def send_shared(
@@ -216,28 +224,16 @@ async def send_shared(
 
     Raises what the service refuses a batch with.
     """
-    sizes: dict[str, int] = {}
-
-    def noted() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in tensors:
-            sizes[name] = tensor.nbytes
-            yield name, tensor
-            del tensor
-
-    source, held, done_bytes = noted(), Held(), 0
+    source, held, done_bytes = iter(tensors), Held(), 0
     free: asyncio.Queue[int] = asyncio.Queue()
     for slot in range(BATCHES):
         free.put_nowait(slot)
 
-    async def send(batch: SharedTensors, slot: int) -> None:
+    async def send(number: int, batch: Batch, slot: int) -> None:
         nonlocal done_bytes
-        await http.send(
-            "POST",
-            f"/v1/weights/{version}/shared",
-            json=batch.model_dump(mode="json"),
-            repeat=Repeat.IDEMPOTENT,
-        )
-        done_bytes += sum(sizes.pop(tensor.name) for tensor in batch.tensors)
+        body = SharedTensors(transfer=transfer, batch=number, tensors=batch.tensors).model_dump(mode="json")
+        await http.send("POST", f"/v1/weights/{version}/shared", json=body, repeat=Repeat.IDEMPOTENT)
+        done_bytes += batch.nbytes
         if progress is not None:
             progress(done_bytes, total_bytes)
         free.put_nowait(slot)
@@ -246,7 +242,7 @@ async def send_shared(
     async with raise_first_failure() as group:
         for number in range(1 << 62):
             slot = await free.get()
-            placed = await thread.call(ring.fill, source, slot, held)
-            if not placed:
+            batch = await thread.call(ring.fill, source, slot, held)
+            if not batch.tensors:
                 break
-            group.create_task(send(SharedTensors(transfer=transfer, batch=number, tensors=placed), slot))
+            group.create_task(send(number, batch, slot))

@@ -16,13 +16,10 @@ from rollout_service.model.convert import Converter, Named, tensor_bytes
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.unquantized import UnquantizedCopy
 from rollout_service.store.writer import VersionWriter
-from rollout_service.threads import in_threads
+from rollout_service.threads import STRETCH_BYTES, in_threads, stretches
 
 FAILURES = (RolloutServiceError, OSError, RuntimeError)
 """What reading, converting and writing raise; torch raises RuntimeError, for a GPU without room among others."""
-
-_STRETCH_BYTES = 64 << 20
-"""Of a tensor on the CPU, what one thread copies."""
 
 Read: TypeAlias = Callable[[Sequence[str]], Iterable[Named]]
 """The tensors of these names, one after the other."""
@@ -225,11 +222,8 @@ def _fill(room: memoryview, tensor: torch.Tensor) -> None:
     source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if source.data_ptr() == target.data_ptr():  # it was made there
         return
-    if source.is_cuda or source.nbytes <= _STRETCH_BYTES:
-        target.copy_(source)
-        return
-    stretches = zip(target.split(_STRETCH_BYTES), source.split(_STRETCH_BYTES), strict=True)
-    for _ in in_threads(lambda pair: pair[0].copy_(pair[1]), stretches):
+    pieces = stretches(source.nbytes, source.nbytes if source.is_cuda else STRETCH_BYTES)
+    for _ in in_threads(lambda piece: target[piece].copy_(source[piece]), pieces):
         pass
 
 

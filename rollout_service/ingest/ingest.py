@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,6 @@ from rollout_service.fleet.coordinator import FleetCoordinator
 from rollout_service.ingest.own_log import own_newest, recipe_of
 from rollout_service.ingest.sources.folder import FolderSource
 from rollout_service.ingest.sources.ray_objects import RefSource
-from rollout_service.ingest.sources.shared_memory import TrainerMemory
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_session import UploadSession
@@ -36,7 +35,6 @@ from rollout_service.metrics.process import count_delta, counted_commit
 from rollout_service.metrics.state import FleetHistory
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
-from rollout_service.pinning import pin
 from rollout_service.protocol.base import MAX_VERSION, NewVersion, is_label
 from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus, SleepTag
 from rollout_service.protocol.rollout import OnAbort
@@ -66,7 +64,6 @@ from rollout_service.store.rollback import require_kept, stage_again
 from rollout_service.store.unquantized import UnquantizedLog, remove_unquantized
 from rollout_service.store.upload_record import UploadRecord
 from rollout_service.store.version_summary import VersionSummary, unconfirmed
-from rollout_service.store.writer import LogMemory
 from rollout_service.tasks import Changes, ShieldedTasks, Turns
 
 logger = logging.getLogger(__name__)
@@ -143,10 +140,7 @@ class Ingest:
     async def _start(self) -> None:
         if not self._config.shadow.share:
             await asyncio.to_thread(remove_unquantized, self._log.root)
-        registered = _pinned_if_it_can_be if self._converter.uses_gpu else None
-        self._uploads.memory = await asyncio.to_thread(LogMemory.of, self._log.root, registered)
-        self._uploads.trainer_memory = TrainerMemory(registered)
-        self._uploads.registered = pin if self._converter.uses_gpu else None
+        await asyncio.to_thread(self._uploads.open)
         newest = own_newest(self._log, self._model, self._recipe, self._config)
         self._fleet.start()
         if newest is None:
@@ -572,11 +566,3 @@ class Ingest:
         while True:
             await asyncio.sleep(min(60.0, self._config.weights.staged_ttl_s / 4))
             await self._shielded.run(self._expire())
-
-
-def _pinned_if_it_can_be(memory: memoryview) -> Callable[[], None]:
-    try:
-        return pin(memory)
-    except OSError as error:
-        logger.warning("the GPU writes versions by way of other memory, which takes longer: %s", error)
-        return lambda: None

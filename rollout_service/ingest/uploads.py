@@ -27,6 +27,7 @@ from rollout_service.ingest.upload_session import UploadSession, parts_folder
 from rollout_service.model.convert import Converter
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import ServedModel
+from rollout_service.pinning import pin, pin_if_possible
 from rollout_service.protocol.base import MAX_VERSION, NEXT
 from rollout_service.protocol.upload import (
     Announcement,
@@ -42,7 +43,7 @@ from rollout_service.protocol.upload import (
 from rollout_service.store.durable_io import remove_tree
 from rollout_service.store.labels import VersionLabels
 from rollout_service.store.log import WeightLog
-from rollout_service.store.mapped_files import Registered, is_in_memory
+from rollout_service.store.mapped_files import Registered
 from rollout_service.store.part_space import DirectSpace, MappedSpace, PartSpace
 from rollout_service.store.unquantized import UnquantizedLog
 from rollout_service.store.upload_record import UploadRecord, read_record, source_stamp
@@ -79,16 +80,29 @@ class Uploads:
         self._unquantized, self._labels = unquantized, labels or VersionLabels(log)
         self._config, self._log, self._model, self._plan, self._converter = config, log, model, plan, converter
         self._executor = ThreadPoolExecutor(io_threads(), thread_name_prefix="quantize")
-        self._space: PartSpace | None = None
-        self.registered: Registered | None = None
-        """Makes memory of parts known to the GPU that quantizes; None: the CPU does. Set before anything is staged."""
+        self._space: PartSpace = DirectSpace.for_parts_of(config.part_bytes)
         self.memory: LogMemory | None = None
         """Of a log in memory; None: the log is on a disk."""
-        self.trainer_memory = TrainerMemory()
+        self._trainer_memory = TrainerMemory(self._registered)
         self._staged: dict[int, UploadSession] = {}
         self._committed: dict[int, UploadRecord] = {}
         self._dropped: dict[int, str] = {}
         self._started_at = time.monotonic()
+
+    def open(self) -> None:
+        """Find out whether the log is in memory, which is then used as such. Before anything is staged.
+
+        Raises OSError.
+        """
+        self.memory = LogMemory.of(self._log.root, self._registered)
+        if self.memory is not None:
+            kept = self._log.staging(0).with_name(_KEPT_PARTS)
+            self._space = MappedSpace(kept, pin if self._converter.uses_gpu else None)
+
+    @property
+    def _registered(self) -> Registered | None:
+        """Makes memory known to the GPU that quantizes; None: the CPU does."""
+        return pin_if_possible if self._converter.uses_gpu else None
 
     @property
     def staged_versions(self) -> list[int]:
@@ -141,7 +155,7 @@ class Uploads:
         """
         begin = await self._numbered(announced)
         if isinstance(begin.source, SharedMemorySource):
-            await asyncio.to_thread(self.trainer_memory.open, begin.source)  # refused before anything is dropped
+            await asyncio.to_thread(self._trainer_memory.open, begin.source)  # refused before anything is dropped
         await self._drop_unshared(begin)
         if objects is not None:
             plan = await self._begin(begin, lambda: self.stage(begin, objects))
@@ -156,7 +170,7 @@ class Uploads:
             return
         before, now = staged.begin.source, begin.source
         is_trainers_own = isinstance(now, SharedMemorySource) and now.process == before.process
-        if before != now and (is_trainers_own or not self.trainer_memory.is_there(before)):
+        if before != now and (is_trainers_own or not self._trainer_memory.is_there(before)):
             await self.discard(begin.version)
 
     async def _numbered(self, announced: Announcement) -> BeginUpload:
@@ -355,14 +369,14 @@ class Uploads:
                 f"version {version} is staged by another push than {batch.transfer}: push version {NEXT!r}",
                 {"version": version},
             )
-        memory = await asyncio.to_thread(self.trainer_memory.open, source)
+        memory = await asyncio.to_thread(self._trainer_memory.open, source)
         await staged.convert_shared(batch.batch, SharedBatch(source, batch, memory))
 
     async def expire(self) -> None:
         """Drop what nobody has touched for too long, and let go of the memory of trainers that have ended."""
         sources = [staged.begin.source for staged in self._staged.values()]
         used = {source.memory for source in sources if isinstance(source, SharedMemorySource)}
-        await asyncio.to_thread(self.trainer_memory.prune, used)
+        await asyncio.to_thread(self._trainer_memory.prune, used)
         for version, staged in list(self._staged.items()):
             now = time.monotonic()
             # what an earlier ingest took in is as old as its files are by the wall clock, which may have been set since
@@ -384,7 +398,7 @@ class Uploads:
         self._executor.shutdown()
         if self.memory is not None:
             self.memory.mapped.close()
-        self.trainer_memory.close()
+        self._trainer_memory.close()
 
     def require_newer(self, version: int) -> None:
         """Raises VersionConflict for a version that is not newer than the newest committed one."""
@@ -443,7 +457,7 @@ class Uploads:
                 self._config.part_bytes,
                 self._executor,
                 source,
-                self._space_for_parts(),
+                self._space,
                 None if self._unquantized is None else self._unquantized.begin(begin.version, table),
                 self.memory,
                 delta,
@@ -452,15 +466,6 @@ class Uploads:
             if delta is not None:
                 delta.close()
             raise
-
-    def _space_for_parts(self) -> PartSpace:
-        if self._space is None:
-            in_memory = is_in_memory(self._log.root)  # not before: the folder need not be there
-            kept = self._log.staging(0).with_name(_KEPT_PARTS)
-            self._space = (
-                MappedSpace(kept, self.registered) if in_memory else DirectSpace.for_parts_of(self._config.part_bytes)
-            )
-        return self._space
 
     async def _recover(self, parts: Path) -> None:
         number = parts.name.removesuffix(".parts")

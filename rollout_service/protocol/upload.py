@@ -138,12 +138,16 @@ class SharedMemorySource(Frozen):
     """All that will come."""
 
 
+SHARED_ALIGNMENT = 64
+"""Of the first byte of a tensor in shared memory."""
+
+
 class SharedTensor(Frozen):
     """A tensor that lies in shared memory: its raw bytes, little-endian and contiguous."""
 
     name: str
     offset: int = Field(ge=0)
-    """Of its first byte, a multiple of 64."""
+    """Of its first byte, a multiple of ``SHARED_ALIGNMENT``."""
 
 
 class SharedTensors(Frozen):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from rollout_service.errors import QuantizationError
-from rollout_service.threads import in_threads
+from rollout_service.threads import STRETCH_BYTES, in_threads, stretches
 
 BLOCK = 128
 E4M3_MAX = 448.0
@@ -23,8 +23,6 @@ CODES = torch.float8_e4m3fn
 _EXPONENT_BF16 = 0x7F80
 """All ones: NaN or infinity."""
 _PIECE_BYTES = 1 << 18
-_STRETCH_BYTES = 64 << 20
-"""What one thread looks at: a vocabulary's embedding would keep one busy for longer than all else takes."""
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -88,11 +86,8 @@ def _is_finite_bf16(weight: torch.Tensor) -> bool:
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
         return False
     numbers = weight.detach().reshape(-1).view(torch.int16).numpy()
-    if weight.nbytes <= _STRETCH_BYTES:
-        return not any_has_all_bits(numbers, _EXPONENT_BF16)
-    step = _STRETCH_BYTES // numbers.itemsize
-    stretches = [numbers[start : start + step] for start in range(0, numbers.size, step)]
-    return not any(in_threads(lambda stretch: any_has_all_bits(stretch, _EXPONENT_BF16), stretches))
+    pieces = stretches(numbers.size, STRETCH_BYTES // numbers.itemsize)
+    return not any(in_threads(lambda piece: any_has_all_bits(numbers[piece], _EXPONENT_BF16), pieces))
 
 
 def any_has_all_bits(numbers: npt.NDArray[np.integer], bits: int) -> bool:

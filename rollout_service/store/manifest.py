@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.tensors import StoredDtype
 from rollout_service.protocol.weights import KVScalesFrom
-from rollout_service.threads import in_threads
+from rollout_service.threads import STRETCH_BYTES, in_threads, stretches
 
 MANIFEST_FILE = "manifest.json"
 
@@ -22,8 +22,6 @@ MANIFEST_FILE = "manifest.json"
 CHUNK_BYTES = 1 << 20
 """Of a tensor, that one digest covers: a worker that needs a part of a large tensor checks no more than that part."""
 _DIGEST_BYTES = 16
-_STRETCH_BYTES = 64 * CHUNK_BYTES
-"""What one thread hashes at a time: a vocabulary's embedding would keep one thread busy for longer than all else."""
 
 
 class Chunk(NamedTuple):
@@ -82,9 +80,7 @@ def tensor_digests(data: memoryview) -> tuple[str, str]:
     data = data.cast("B")
     if data.nbytes <= CHUNK_BYTES:
         return xxhash.xxh3_128_hexdigest(data), ""
-    stretches = range(0, data.nbytes, _STRETCH_BYTES)
-    each = map if len(stretches) == 1 else in_threads
-    digests = b"".join(each(lambda start: _chunk_digests(data[start : start + _STRETCH_BYTES]), stretches))
+    digests = b"".join(in_threads(lambda piece: _chunk_digests(data[piece]), stretches(data.nbytes, STRETCH_BYTES)))
     return xxhash.xxh3_128_hexdigest(digests), base64.b64encode(digests).decode()
 
 

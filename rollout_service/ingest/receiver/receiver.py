@@ -30,6 +30,7 @@ from rollout_service.ingest.receiver.messages import (
 )
 from rollout_service.ingest.receiver.process import run
 from rollout_service.ingest.receiver.ring import SharedMemory, aligned
+from rollout_service.ingest.sources.source import as_tensor
 from rollout_service.protocol.weight_transfer import TensorsToCome, TransferBackend, TransferInit
 
 logger = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ class Receiver:
         def read(wanted: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
             for name in wanted:
                 place, start = where[name]
-                yield name, _tensor(memory, start, tensors.dtype_names[place], tensors.shapes[place])
+                yield name, as_tensor(memory, tensors.dtype_names[place], tensors.shapes[place], start)
 
         using = convert(list(where), read)
         self._in_use.append(using)
@@ -216,11 +217,3 @@ def _listen(pipe: Pipe, loop: asyncio.AbstractEventLoop, messages: "asyncio.Queu
         return
     finally:
         pipe.close()
-
-
-def _tensor(memory: memoryview, start: int, dtype_name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    dtype: torch.dtype = getattr(torch, dtype_name)
-    if 0 in shape:
-        return torch.empty(shape, dtype=dtype)
-    count = torch.Size(shape).numel()
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)

@@ -4,10 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-import torch
-
 from rollout_service.errors import DeltaBaseGone, InvalidDelta, LogCorrupt, NotFound
-from rollout_service.ingest.sources.source import TORCH_DTYPES
+from rollout_service.ingest.sources.source import as_tensor, in_batches
 from rollout_service.model.convert import Named, tensor_bytes
 from rollout_service.protocol import delta
 from rollout_service.protocol.upload import DTYPE_BYTES, BeginUpload, UploadTensor, base_digest
@@ -15,10 +13,7 @@ from rollout_service.store.direct_io import ThreadBuffers, round_up
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.reading import Piece, VersionReader, pieces
-from rollout_service.threads import in_threads
-
-_READ_BYTES = 64 << 20
-"""Of one tensor, that one thread reads."""
+from rollout_service.threads import STRETCH_BYTES, in_threads
 
 
 class _Tensor(NamedTuple):
@@ -75,17 +70,7 @@ class DeltaOfVersion:
 
     def batches(self, names: Iterable[str], batch_bytes: int) -> Iterator[list[str]]:
         """The names, in lists whose tensors have about ``batch_bytes``: a part of changes may be of many tensors."""
-        batch: list[str] = []
-        size = 0
-        for name in names:
-            nbytes = self._tensors[name].stored.nbytes
-            if batch and size + nbytes > batch_bytes:
-                yield batch
-                batch, size = [], 0
-            batch.append(name)
-            size += nbytes
-        if batch:
-            yield batch
+        return in_batches(((name, self._tensors[name].stored.nbytes) for name in names), batch_bytes)
 
     def reading(
         self, changes: Callable[[Sequence[str]], Iterable[Named]], room: Callable[[str], memoryview] | None
@@ -104,7 +89,7 @@ class DeltaOfVersion:
                 self._read_base(tensor.stored, data)
                 if tensor.changed:
                     self._apply(tensor, tensor_bytes(next(came)[1]), data)
-                yield tensor.stored.name, _as_tensor(tensor.announced, data)
+                yield tensor.stored.name, as_tensor(data, tensor.announced.dtype, tensor.announced.shape)
 
         return read
 
@@ -135,10 +120,10 @@ class DeltaOfVersion:
         def read(piece: Piece) -> None:
             self._reader.read(piece, data[piece.offset - stored.offset :])
 
-        found = list(pieces(((stored, chunk) for chunk in stored.chunks()), _READ_BYTES))
+        found = list(pieces(((stored, chunk) for chunk in stored.chunks()), STRETCH_BYTES))
         try:
             # a vocabulary's embedding would otherwise be read by one thread while the others have nothing to do
-            for _ in map(read, found) if len(found) == 1 else in_threads(read, found):
+            for _ in in_threads(read, found):
                 pass
         except (LogCorrupt, OSError) as error:
             raise self._gone(str(error)) from error
@@ -162,10 +147,3 @@ class DeltaOfVersion:
             "the whole version, with transport='http' or again with the same client",
             {"version": self._version, "base": self._base},
         )
-
-
-def _as_tensor(announced: UploadTensor, data: memoryview) -> torch.Tensor:
-    dtype = TORCH_DTYPES[announced.dtype]
-    if not data.nbytes:
-        return torch.empty(announced.shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype).view(announced.shape)

@@ -10,7 +10,7 @@ import torch
 
 from rollout_service.errors import Forbidden, InvalidManifest, InvalidRequest, NotFound
 from rollout_service.ingest.sources.foreign_file import SourceFile
-from rollout_service.ingest.sources.source import TORCH_DTYPES
+from rollout_service.ingest.sources.source import as_tensor, in_batches
 from rollout_service.model.quant_plan import SCALE_SUFFIX
 from rollout_service.protocol.upload import SourceDtype, UploadTensor
 from rollout_service.quant.blockwise import BLOCK
@@ -64,16 +64,7 @@ class FolderSource:
 
     def batches(self, batch_bytes: int) -> Iterator[list[str]]:
         """Names of all tensors, file by file, in lists of about ``batch_bytes``."""
-        names: list[str] = []
-        nbytes = 0
-        for name in self._file_of:
-            names.append(name)
-            nbytes += self._entries[name].nbytes
-            if nbytes >= batch_bytes:
-                yield names
-                names, nbytes = [], 0
-        if names:
-            yield names
+        return in_batches(((name, self._entries[name].nbytes) for name in self._file_of), batch_bytes)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Each of these tensors. Raises InvalidManifest if its file was changed since the table was read, or OSError.
@@ -93,9 +84,7 @@ class FolderSource:
 
     def _tensor(self, name: str, data: memoryview) -> torch.Tensor:
         tensor = self._file_of[name].tensors[name]
-        if not data.nbytes:
-            return torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
-        read = torch.frombuffer(data, dtype=TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
+        read = as_tensor(data, tensor.dtype, tensor.shape)
         return read.float() if _is_widened(name, tensor.dtype) else read
 
     def _described(self, file: SourceFile) -> Iterator[UploadTensor]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from rollout_service.ingest.sources.source import TORCH_DTYPES
+from rollout_service.ingest.sources.source import as_tensor
 from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor, num_parts, tensor_offsets
 from rollout_service.store.direct_io import BLOCK_BYTES, DirectFile, ThreadBuffers, round_up
 
@@ -148,13 +148,9 @@ class PartFiles:
         if data is None or not tensor.nbytes or first + tensor.nbytes > self._part_bytes or first % itemsize:
             return None
         # of the whole memory, not a slice of it: it comes back when nobody refers to the former (``BufferPool``)
-        count = tensor.nbytes // itemsize
-        flat = torch.frombuffer(data, dtype=TORCH_DTYPES[tensor.dtype], count=count, offset=first)
-        return flat.view(tensor.shape)
+        return as_tensor(data, tensor.dtype, tensor.shape, first)
 
     def _assembled(self, tensor: UploadTensor, offset: int, room: memoryview) -> torch.Tensor:
-        if not tensor.nbytes:
-            return torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
         # blocks of the stream become blocks of the buffer, unless parts end, or elements begin, at odd places
         in_blocks = self._part_bytes % BLOCK_BYTES == 0 and offset % DTYPE_BYTES[tensor.dtype] == 0
         lead = offset % BLOCK_BYTES if in_blocks else 0
@@ -172,7 +168,7 @@ class PartFiles:
                     if not file.read(target, inside + count, first - inside):
                         raise OSError(f"{self._paths[part]} is shorter than when it came")
             position += count
-        return torch.frombuffer(room[lead : lead + tensor.nbytes], dtype=TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
+        return as_tensor(room, tensor.dtype, tensor.shape, lead)
 
 
 def _room_for(nbytes: int) -> int:

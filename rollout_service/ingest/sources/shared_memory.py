@@ -7,13 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from rollout_service.errors import InvalidRequest, NotShared
-from rollout_service.ingest.sources.source import TORCH_DTYPES
-from rollout_service.protocol.upload import SharedMemorySource, SharedTensors, UploadTensor
+from rollout_service.ingest.sources.source import as_tensor, in_batches
+from rollout_service.protocol.upload import SHARED_ALIGNMENT, SharedMemorySource, SharedTensors, UploadTensor
 from rollout_service.shared_memory import SharedMemory, machine
 from rollout_service.store.mapped_files import Registered
 
-ALIGNMENT = 64
-"""Of a tensor's first byte."""
 _MOST_MEMORIES = 16
 """Trainers' memories that stay mapped."""
 
@@ -98,34 +96,20 @@ class SharedBatch:
             if tensor is None or shared.name in self._places:
                 why = "was not announced" if tensor is None else "comes twice"
                 raise InvalidRequest(f"{shared.name} {why}", {"tensor": shared.name})
-            if shared.offset % ALIGNMENT or shared.offset + tensor.nbytes > memory.nbytes:
+            if shared.offset % SHARED_ALIGNMENT or shared.offset + tensor.nbytes > memory.nbytes:
                 raise InvalidRequest(
                     f"{shared.name} has {tensor.nbytes} bytes from {shared.offset} on: tensors begin at multiples of "
-                    f"{ALIGNMENT}, and the memory has {memory.nbytes} bytes",
+                    f"{SHARED_ALIGNMENT}, and the memory has {memory.nbytes} bytes",
                     {"tensor": shared.name, "offset": shared.offset, "memory_bytes": memory.nbytes},
                 )
             self._places[shared.name] = tensor, shared.offset
 
     def groups(self, nbytes: int) -> Iterator[list[str]]:
         """The names, in lists of about ``nbytes``, which different threads convert."""
-        names: list[str] = []
-        size = 0
-        for name, (tensor, _) in self._places.items():
-            names.append(name)
-            size += tensor.nbytes
-            if size >= nbytes:
-                yield names
-                names, size = [], 0
-        if names:
-            yield names
+        return in_batches(((name, tensor.nbytes) for name, (tensor, _) in self._places.items()), nbytes)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Views of the shared memory."""
         for name in names:
             tensor, offset = self._places[name]
-            dtype = TORCH_DTYPES[tensor.dtype]
-            if not tensor.nbytes:
-                yield name, torch.empty(tensor.shape, dtype=dtype)
-                continue
-            flat = torch.frombuffer(self._memory[offset : offset + tensor.nbytes], dtype=dtype)
-            yield name, flat.view(tensor.shape)
+            yield name, as_tensor(self._memory[offset : offset + tensor.nbytes], tensor.dtype, tensor.shape)

@@ -1,5 +1,6 @@
 """What a source of weights is: the seam at which another way to bring a version is added, as one new file here."""
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
@@ -7,8 +8,31 @@ import torch
 
 from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor
 
-TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
-"""By their names in a tensor table."""
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
+
+
+def as_tensor(data: memoryview, dtype: str, shape: tuple[int, ...], start: int = 0) -> torch.Tensor:
+    """A tensor of that dtype (its name in a tensor table) whose first byte is ``data[start]``; without a copy.
+
+    It holds on to ``data`` itself, which may be longer.
+    """
+    if 0 in shape:  # torch takes no empty buffer
+        return torch.empty(shape, dtype=_DTYPES[dtype])
+    return torch.frombuffer(data, dtype=_DTYPES[dtype], count=math.prod(shape), offset=start).view(shape)
+
+
+def in_batches(sizes: Iterable[tuple[str, int]], batch_bytes: int) -> Iterator[list[str]]:
+    """Names, given with their bytes, in lists that end with the first name that makes them ``batch_bytes`` or more."""
+    names: list[str] = []
+    size = 0
+    for name, nbytes in sizes:
+        names.append(name)
+        size += nbytes
+        if size >= batch_bytes:
+            yield names
+            names, size = [], 0
+    if names:
+        yield names
 
 
 class WeightSource(Protocol):

@@ -179,7 +179,7 @@ class TestApplied:
         self, trainer: DeltaTrainer, log: WeightLog, weights: Weights, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("rollout_service.store.manifest.CHUNK_BYTES", 4096)
-        monkeypatch.setattr("rollout_service.ingest.sources.delta._READ_BYTES", 3 * 4096)
+        monkeypatch.setattr("rollout_service.ingest.sources.delta.STRETCH_BYTES", 3 * 4096)
         old, new = await trainer.stored(weights), await trainer.stored(scattered(weights, 2))
         await trainer.push(1, old)
         assert max(len(list(tensor.chunks())) for tensor in log.manifest(1).tensors) > 12
