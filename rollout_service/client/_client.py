@@ -51,6 +51,10 @@ class RolloutClient(ControlCalls, MismatchCalls):
             8 outlive an outage of 16 s, 12 one of 32 s.
         ca_file: File in PEM with the authorities, or the certificate itself, by which to trust an https ``url``; None:
             those of this machine, or of ``SSL_CERT_FILE``.
+        delta_base: Where ``push_weights(..., transport="delta")`` keeps what it sent last, as many bytes as a version
+            has. ``host``: in the host's memory, which of tensors on a GPU is pinned. ``gpu``: on the GPU that tensors
+            come from, as long as an eighth of it stays free; the rest on the host. Ask for that only if the trainer
+            does not need the room: it is taken by the first push, and kept.
         transport: Takes the place of the network, for tests or for a proxy; connection limits are then its own.
     """
 
@@ -63,6 +67,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         timeout_s: float | None = None,
         retries: int = 8,
         ca_file: Path | str | None = None,
+        delta_base: Literal["host", "gpu"] = "host",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         tls = None if ca_file is None else trusting(ca_file)
@@ -89,6 +94,9 @@ class RolloutClient(ControlCalls, MismatchCalls):
         self._data = pool(max_connections, timeout_s)
         self._parts = pool(CONTROL_CONNECTIONS, CONTROL_READ_S, token=None, tls=pinned.context)
         self._uploader = Uploader(self._control, self._parts, pinned, plain=transport is None)
+        if delta_base not in ("host", "gpu"):
+            raise ValueError(f"delta_base={delta_base!r}: what was sent last is kept on the host or the gpu")
+        self._delta_base: Literal["host", "gpu"] = delta_base
         self._deltas: DeltaPushes | None = None
 
     async def __aenter__(self) -> Self:
@@ -311,9 +319,10 @@ class RolloutClient(ControlCalls, MismatchCalls):
                 ``auto``: through shared memory where that can be and there are 256 MiB at least.
                 ``delta``: quantize here, and send, in parts, what has changed since the last push of this client with
                 ``delta``: the same version, byte for byte, in less than 1% of the bytes after one step of RL. For that
-                the client keeps what it has sent, which takes as much host memory as the version has bytes, and up to
-                512 MiB while it compares; such pushes of one client wait for each other. All is sent by the first one,
-                and where the service does not have the last one any more, or more than an eighth of the bytes changes.
+                the client keeps what it has sent (``delta_base``), as many bytes as the version has, and up to 512 MiB
+                on the host while it compares, with tensors on a GPU the largest tensor's bytes, too, and there about
+                400 MiB; such pushes of one client wait for each other. All is sent by the first one, and where the
+                service does not have the last one any more, or more than an eighth of the bytes changes.
             kv_scales: Scales of an FP8 KV cache for these weights, from ``rollout_service.kv_scales``; they are part
                 of the version. None: ``kv_cache.scales_policy`` of the service says which it gets.
             mode: What happens to rollouts that are running, see ``CommitUpload.mode``.
@@ -380,7 +389,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         from rollout_service.client._delta import DeltaPushes, Push  # needs torch
 
         if self._deltas is None:
-            self._deltas = DeltaPushes(self._control)
+            self._deltas = DeltaPushes(self._control, self._delta_base)
         push = Push(self._uploader, thread, commit, parallel_parts, progress)
         return await self._deltas.push(push, version, source, label, kv_scales)
 

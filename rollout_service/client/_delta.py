@@ -10,10 +10,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rollout_service.client._control import ControlCalls
 from rollout_service.client._http import Http
-from rollout_service.client._sent_weights import LARGEST_SHARE, Changes, SentWeights, nbytes_of
+from rollout_service.client._sent_weights import LARGEST_SHARE, Changes, SentWeights, Where, nbytes_of
 from rollout_service.client._tensors import Progress, TensorSource, TensorThread, every_rank_gathers
 from rollout_service.client._upload import Uploader, announcement, converter_of
 from rollout_service.errors import CommitTimeout, DeltaBaseGone, InvalidDelta
@@ -21,6 +22,9 @@ from rollout_service.model.convert import Named
 from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.upload import Announcement, CommitUpload
 from rollout_service.protocol.weights import WeightStatus
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger("rollout_service.client")
 
@@ -36,7 +40,10 @@ class Push:
     progress: Progress | None
 
     async def send(
-        self, announced: Announcement, stream: Iterable[memoryview], committed: Callable[[int], None]
+        self,
+        announced: Announcement,
+        stream: Iterable[memoryview] | Iterable[torch.Tensor],
+        committed: Callable[[int], None],
     ) -> WeightStatus:
         """Upload and commit; ``committed`` is called with the version's number, also if replicas are late."""
         number, sent = await self.uploader.send_stream(
@@ -52,10 +59,11 @@ class Push:
 
 
 class DeltaPushes:
-    """All pushes of one client that may be deltas, one after the other. Keeps what was sent last in host memory."""
+    """All pushes of one client that may be deltas, one after the other. Keeps what was sent last."""
 
-    def __init__(self, http: Http) -> None:
-        self._http = http
+    def __init__(self, http: Http, where: Where) -> None:
+        """``where``: see ``SentWeights``."""
+        self._http, self._where = http, where
         self._turn = asyncio.Lock()
         self._sent: SentWeights | None = None
         """None also while its bytes are being changed: whoever is interrupted then leaves nothing behind."""
@@ -73,12 +81,12 @@ class DeltaPushes:
             converter = await push.thread.call(converter_of, await ControlCalls(self._http).recipe())
             table = tuple(converter.table(source.table))
             announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
-            stored = converter.convert(gathering.begin())
+            stored = converter.convert(gathering.begin(), to_cpu=False)
             sent, self._sent = self._sent, None
             if sent is not None:
                 await push.thread.call(sent.become_newer, version)
             if sent is None or not sent.may_be_base_of(version, table):
-                sent = sent if sent is not None and sent.table == table else SentWeights(table)
+                sent = sent if sent is not None and sent.table == table else SentWeights(table, self._where)
                 return await self._push_whole(push, announced, sent, sent.take(stored))
             changes = await self._compared(push, sent, stored)
             if changes is not None and (status := await self._push_changes(push, announced, sent, changes)):
@@ -120,7 +128,11 @@ class DeltaPushes:
         return None
 
     async def _push_whole(
-        self, push: Push, announced: Announcement, sent: SentWeights, stream: Iterable[memoryview]
+        self,
+        push: Push,
+        announced: Announcement,
+        sent: SentWeights,
+        stream: Iterable[memoryview] | Iterable[torch.Tensor],
     ) -> WeightStatus:
         """``stream``: the bytes of ``sent``, which is the base of the next push once it is committed."""
 

@@ -37,8 +37,10 @@ SEGMENT_BYTES = 8 << 20
 _Array = npt.NDArray[Any]
 
 _UNCHANGED, _CHANGED, _WHOLE = range(3)
+NOTHING = bytes([_UNCHANGED])
+"""A segment in which nothing has changed."""
 _GAP_PLANES = 3
-_SPARSE = 0.25
+SPARSE = 0.25
 """Share of changed elements above which a segment is sent as a whole: its positions are most of its bytes then, and
 zlib takes longer than a network."""
 _RUNS = 0.9
@@ -84,8 +86,8 @@ def encode_changes(positions: _Array, differences: _Array, nbytes: int) -> bytes
     """
     itemsize = differences.itemsize
     if not positions.size:
-        return bytes([_UNCHANGED])
-    if positions.size * itemsize > _SPARSE * nbytes:
+        return NOTHING
+    if positions.size * itemsize > SPARSE * nbytes:
         return None
     gaps = np.empty(positions.size, np.uint32)
     gaps[0] = positions[0]
@@ -104,15 +106,19 @@ def encode(base: memoryview, new: memoryview, itemsize: int) -> bytes:
     """What changed in a whole tensor; empty if nothing did. Raises ValueError for tensors of different sizes."""
     if base.nbytes != new.nbytes:
         raise ValueError(f"a tensor of {base.nbytes} bytes does not become one of {new.nbytes}")
+    return joined(encode_segments(base, new, itemsize))
+
+
+def encode_segments(base: memoryview, new: memoryview, itemsize: int) -> list[bytes]:
+    """What changed in each segment of a tensor; ``NOTHING`` where nothing did."""
     if new.nbytes <= _SMALL_BYTES and bytes(base) == bytes(new):
-        return b""
-    return joined([encode_segment(base[part], new[part], itemsize) for part in segments(new.nbytes)])
+        return [NOTHING for _ in segments(new.nbytes)]
+    return [encode_segment(base[part], new[part], itemsize) for part in segments(new.nbytes)]
 
 
 def joined(encoded: list[bytes]) -> bytes:
     """A tensor out of its segments, in order; empty if nothing changed in any."""
-    unchanged = bytes([_UNCHANGED])
-    return b"" if all(segment == unchanged for segment in encoded) else b"".join(encoded)
+    return b"" if all(segment == NOTHING for segment in encoded) else b"".join(encoded)
 
 
 def apply(encoded: memoryview, tensor: memoryview, itemsize: int) -> None:
@@ -145,12 +151,25 @@ def changed_segments(encoded: memoryview, nbytes: int, itemsize: int) -> list[Se
 def apply_segment(segment: Segment, data: memoryview, itemsize: int) -> None:
     """Make the old bytes of one segment, in ``data``, the new ones. Raises ValueError as ``apply``."""
     elements = np.frombuffer(data, _UNSIGNED[itemsize])
-    if segment.encoded[0] == _WHOLE:
-        elements[:] = np.frombuffer(segment.encoded[1:], elements.dtype)
+    if (new := new_bytes(segment)) is not None:
+        elements[:] = np.frombuffer(new, elements.dtype)
         return
+    positions, differences = decode_changes(segment, data.nbytes, itemsize)
+    elements[positions] += differences
+
+
+def new_bytes(segment: Segment) -> memoryview | None:
+    """All of a segment's; None if it has its changes: ``decode_changes``."""
+    return segment.encoded[1:] if segment.encoded[0] == _WHOLE else None
+
+
+def decode_changes(segment: Segment, nbytes: int, itemsize: int) -> tuple[_Array, _Array]:
+    """What ``encode_changes`` was given of a segment of ``nbytes`` bytes; differences as unsigned integers.
+
+    Raises ValueError as ``apply``.
+    """
     with _naming(segment.number):
-        positions, differences = _decoded(segment.encoded, elements.size, elements.dtype)
-        elements[positions] += differences
+        return _decoded(segment.encoded, nbytes // itemsize, _UNSIGNED[itemsize])
 
 
 @contextmanager

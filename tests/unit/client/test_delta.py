@@ -206,7 +206,8 @@ class TestFallsBack:
     ) -> None:
         await push(client, 1, weights)
         assert client._deltas is not None and client._deltas._sent is not None
-        client._deltas._sent._data[EMBEDDING][1000] ^= 0x10
+        damaged = list(weights).index(EMBEDDING)
+        next(client._deltas._sent._bytes_of(damaged))[1000] ^= 0x10
         await push(client, 2, stepped(weights, 2))
         assert base_of(service, 2) is None and f"the changes of {EMBEDDING} since version 1" in caplog.text
         await require_the_same_as_whole(service, 2, stepped(weights, 2))
@@ -238,7 +239,7 @@ class TestFallsBack:
     async def test_it_gives_up_before_it_has_compared_all(
         self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("rollout_service.client._sent_weights._COMPARED_AT_ONCE_BYTES", 1)
+        monkeypatch.setattr("rollout_service.client._compare.AT_ONCE_BYTES", 1)
         await push(client, 1, weights)
         other = {name: tensor * 1.5 for name, tensor in weights.items()}
         await push(client, 2, other)
