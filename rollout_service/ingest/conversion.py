@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from rollout_service.errors import InvalidManifest, RolloutServiceError
 from rollout_service.metrics.process import counted_conversion
-from rollout_service.model.convert import Converter, Named, tensor_bytes
+from rollout_service.model.convert import Named, tensor_bytes
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.unquantized import UnquantizedCopy
 from rollout_service.store.writer import VersionWriter
@@ -26,6 +26,13 @@ _STRETCH_BYTES = 64 << 20
 
 Read: TypeAlias = Callable[[Sequence[str]], Iterable[Named]]
 """The tensors of these names, one after the other."""
+
+
+class Convert(Protocol):
+    """As ``Converter.convert``."""
+
+    def __call__(self, tensors: Iterable[Named], *, to_cpu: bool) -> Iterator[Named]:
+        """See there."""
 
 
 class TiedHead(NamedTuple):
@@ -42,12 +49,16 @@ class Conversion:
         self,
         version: int,
         writer: VersionWriter,
-        converter: Converter,
+        convert: Convert,
         executor: Executor,
         copy: UnquantizedCopy | None = None,
     ) -> None:
-        """``copy``: takes the tensors as they came, for a shadow."""
-        self._version, self._writer, self._converter = version, writer, converter
+        """
+        Args:
+            convert: ``Converter.convert``, or what does the same for tensors that are as they are stored.
+            copy: takes the tensors as they came, for a shadow.
+        """
+        self._version, self._writer, self._converts = version, writer, convert
         self._executor, self._copy = executor, copy
         self._tasks: list[Future[None]] = []
         self._failure: RolloutServiceError | None = None
@@ -177,7 +188,7 @@ class Conversion:
     def _write(self, tensors: Iterable[Named]) -> None:
         if self._copy is not None:
             tensors = self._copy.taken(tensors)
-        convert = partial(self._converter.convert, to_cpu=not self._writer.has_rooms)
+        convert = partial(self._converts, to_cpu=not self._writer.has_rooms)
         for name, tensor in counted_conversion(convert, tensors):
             if self._writer.has_rooms:
                 _fill(self._writer.room(name), tensor)

@@ -94,8 +94,9 @@ class Ingest:
         self._unquantized = UnquantizedLog(self._log.root, self._model) if config.shadow.share else None
         self._labels = VersionLabels(self._log)
         self._uploads = Uploads(
-            config.weights, self._log, self._model, self._plan, self._converter, self._unquantized, self._labels
-        )
+            config.weights, self._log, self._model, self._plan, self._converter, self._recipe, self._unquantized,
+            self._labels,
+        )  # fmt: skip
         self._lock = WriterLock(self._log.root)
         self._chunks = ChunkServer(self._log)
         self._changes, self._writing = Changes(), Turns()

@@ -106,7 +106,7 @@ class UploadSession:
         self.space = space or DirectSpace(0)
         """Where parts are received."""
         writer = self._layout(converter.slots(model.stored))
-        self._conversion = Conversion(begin.version, writer, converter, executor, copy)
+        self._conversion = Conversion(begin.version, writer, (delta or converter).convert, executor, copy)
         self._parts = ReceivedParts(self._folders[1], self.begin.stream, self.part_bytes)
         self._delta = delta
         self._read: Read = self._parts.files.read

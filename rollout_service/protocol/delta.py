@@ -34,7 +34,8 @@ import numpy.typing as npt
 SEGMENT_BYTES = 8 << 20
 """A multiple of every element's size; positions in it fit into the planes of a gap."""
 
-_Array = npt.NDArray[Any]
+Array = npt.NDArray[Any]
+"""Integers, in one dimension."""
 
 _UNCHANGED, _CHANGED, _WHOLE = range(3)
 NOTHING = bytes([_UNCHANGED])
@@ -75,7 +76,7 @@ def encode_segment(base: memoryview, new: memoryview, itemsize: int) -> bytes:
     return encode_changes(positions, differences, new.nbytes) or encode_whole(new)
 
 
-def encode_changes(positions: _Array, differences: _Array, nbytes: int) -> bytes | None:
+def encode_changes(positions: Array, differences: Array, nbytes: int) -> bytes | None:
     """A segment of ``nbytes`` bytes, by what was found to have changed in it.
 
     Args:
@@ -148,14 +149,19 @@ def changed_segments(encoded: memoryview, nbytes: int, itemsize: int) -> list[Se
     return found
 
 
-def apply_segment(segment: Segment, data: memoryview, itemsize: int) -> None:
-    """Make the old bytes of one segment, in ``data``, the new ones. Raises ValueError as ``apply``."""
+def apply_segment(segment: Segment, data: memoryview, itemsize: int) -> Array:
+    """Make the old bytes of one segment, in ``data``, the new ones. Returns what the elements that were told became.
+
+    Raises ValueError as ``apply``.
+    """
     elements = np.frombuffer(data, _UNSIGNED[itemsize])
     if (new := new_bytes(segment)) is not None:
         elements[:] = np.frombuffer(new, elements.dtype)
-        return
+        return elements
     positions, differences = decode_changes(segment, data.nbytes, itemsize)
-    elements[positions] += differences
+    differences += elements[positions]
+    elements[positions] = differences
+    return differences
 
 
 def new_bytes(segment: Segment) -> memoryview | None:
@@ -163,7 +169,7 @@ def new_bytes(segment: Segment) -> memoryview | None:
     return segment.encoded[1:] if segment.encoded[0] == _WHOLE else None
 
 
-def decode_changes(segment: Segment, nbytes: int, itemsize: int) -> tuple[_Array, _Array]:
+def decode_changes(segment: Segment, nbytes: int, itemsize: int) -> tuple[Array, Array]:
     """What ``encode_changes`` was given of a segment of ``nbytes`` bytes; differences as unsigned integers.
 
     Raises ValueError as ``apply``.
@@ -180,7 +186,7 @@ def _naming(segment: int) -> Iterator[None]:
         raise ValueError(f"segment {segment}: {error}") from error
 
 
-def _changed(old: _Array, now: _Array) -> tuple[_Array, _Array]:
+def _changed(old: Array, now: Array) -> tuple[Array, Array]:
     """Indices of the elements that differ, and by how much. Compares eight bytes at a time: few of these differ."""
     shift = 3 - _SHIFTS[old.itemsize]
     whole = old.size >> shift << shift
@@ -197,19 +203,19 @@ def _changed(old: _Array, now: _Array) -> tuple[_Array, _Array]:
     return np.concatenate([positions, last + whole]), np.concatenate([differences[inside], rest[last]])
 
 
-def _zigzag(difference: _Array) -> _Array:
+def _zigzag(difference: Array) -> Array:
     signed = difference.view(f"<i{difference.itemsize}")
-    code: _Array = (signed << 1) ^ (signed >> (8 * signed.itemsize - 1))
+    code: Array = (signed << 1) ^ (signed >> (8 * signed.itemsize - 1))
     return code.view(difference.dtype)
 
 
-def _unzigzag(code: _Array) -> _Array:
+def _unzigzag(code: Array) -> Array:
     one = code.dtype.type(1)
-    difference: _Array = (code >> one) ^ (~(code & one) + one)
+    difference: Array = (code >> one) ^ (~(code & one) + one)
     return difference
 
 
-def _planes(numbers: _Array, count: int) -> Iterator[bytes]:
+def _planes(numbers: Array, count: int) -> Iterator[bytes]:
     """The ``count`` lowest bytes of each number, the lowest of all first, compressed."""
     of_each = numbers.view(np.uint8).reshape(-1, numbers.itemsize)
     for plane in range(count):
@@ -252,7 +258,7 @@ def _encoded_bytes(encoded: memoryview, nbytes: int, itemsize: int) -> int:
     return end
 
 
-def _decoded(encoded: memoryview, size: int, dtype: np.dtype[Any]) -> tuple[_Array, _Array]:
+def _decoded(encoded: memoryview, size: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     """Positions and differences in a changed segment of ``size`` elements, of which the header was checked."""
     header = _header(dtype.itemsize)
     count, *lengths = map(int, header.unpack_from(encoded)[1:])
@@ -267,7 +273,7 @@ def _decoded(encoded: memoryview, size: int, dtype: np.dtype[Any]) -> tuple[_Arr
     return positions, _unzigzag(_joined_planes(encoded[start:], lengths[_GAP_PLANES:], count, dtype))
 
 
-def _joined_planes(encoded: memoryview, lengths: list[int], count: int, dtype: np.dtype[Any]) -> _Array:
+def _joined_planes(encoded: memoryview, lengths: list[int], count: int, dtype: np.dtype[Any]) -> Array:
     """``count`` numbers out of their planes. No plane is decompressed beyond ``count`` bytes."""
     numbers, start = np.zeros(count, dtype), 0
     for plane, length in enumerate(lengths):

@@ -175,11 +175,12 @@ class TestApplied:
         await trainer.push_delta(2, 1, old, new)
         require_stored(log, 2, new)
 
-    async def test_a_tensor_of_many_chunks(
+    async def test_a_tensor_of_many_stretches(
         self, trainer: DeltaTrainer, log: WeightLog, weights: Weights, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("rollout_service.store.manifest.CHUNK_BYTES", 4096)
-        monkeypatch.setattr("rollout_service.ingest.sources.delta._READ_BYTES", 3 * 4096)
+        monkeypatch.setattr(delta, "SEGMENT_BYTES", 1024)
+        monkeypatch.setattr("rollout_service.ingest.sources.delta._STRETCH_SEGMENTS", 3)
         old, new = await trainer.stored(weights), await trainer.stored(scattered(weights, 2))
         await trainer.push(1, old)
         assert max(len(list(tensor.chunks())) for tensor in log.manifest(1).tensors) > 12
