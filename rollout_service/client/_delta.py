@@ -18,9 +18,10 @@ from rollout_service.client._sent_weights import LARGEST_SHARE, Changes, SentWei
 from rollout_service.client._tensors import Progress, TensorSource, TensorThread, every_rank_gathers
 from rollout_service.client._upload import Uploader, announcement, converter_of
 from rollout_service.errors import CommitTimeout, DeltaBaseGone, InvalidDelta
+from rollout_service.memory import memory
 from rollout_service.model.convert import Named
 from rollout_service.protocol.base import NewVersion
-from rollout_service.protocol.upload import Announcement, CommitUpload
+from rollout_service.protocol.upload import Announcement, CommitUpload, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
 
 if TYPE_CHECKING:
@@ -67,6 +68,19 @@ class DeltaPushes:
         self._turn = asyncio.Lock()
         self._sent: SentWeights | None = None
         """None also while its bytes are being changed: whoever is interrupted then leaves nothing behind."""
+        self._too_large = False
+        """Whether more has changed, in some push, than is sent as a delta."""
+
+    def are_worth_it(self, table: tuple[UploadTensor, ...]) -> bool:
+        """Whether a push of tensors with this table is better a delta, if nobody has said so.
+
+        It is not if more than ``LARGEST_SHARE`` of the bytes has changed in one before: what is kept is let go of then.
+        Nor is it if keeping them would take more than half of the memory that the host has left.
+        """
+        if self._too_large:
+            self._sent = None
+            return False
+        return self._sent is not None or sum(tensor.nbytes for tensor in table) <= memory().free_bytes / 2
 
     async def push(
         self,
@@ -103,6 +117,7 @@ class DeltaPushes:
                 self._sent = sent
             raise
         if changes is None:
+            self._too_large = True
             logger.info(
                 "since version %s more than %g of all bytes have changed: the whole version is sent",
                 base, LARGEST_SHARE,

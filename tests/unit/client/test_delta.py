@@ -11,6 +11,8 @@ import torch
 from rollout_service.client import RolloutClient, SyncRolloutClient
 from rollout_service.errors import CommitTimeout, InsufficientStorage, QuantizationError, VersionConflict
 from rollout_service.ingest.ingest import Ingest
+from rollout_service.ingest.sources.shared_memory import TrainerMemory
+from rollout_service.memory import Memory
 from rollout_service.protocol.upload import CommitUpload, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.log import WeightLog
@@ -372,6 +374,68 @@ class TestFailures:
             await push(client, 1, stepped(weights, 5))
         await push(client, 3, stepped(weights, 3))
         await require_the_same_as_whole(service, 3, stepped(weights, 3))
+
+
+class TestAuto:
+    """What ``transport="auto"`` does where the ingest does not reach the trainer's memory, as on another host."""
+
+    @pytest.fixture(autouse=True)
+    def apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def is_elsewhere(*_: object) -> None:
+            raise OSError("the trainer runs on another machine")
+
+        monkeypatch.setattr(TrainerMemory, "_open", is_elsewhere)
+        monkeypatch.setattr("rollout_service.client._shared_memory.LEAST_SHARED_BYTES", 1 << 10)
+        monkeypatch.setattr("rollout_service.client._client.LEAST_SHARED_BYTES", 1 << 10)
+
+    async def test_who_quantizes_sends_deltas_from_the_third_push_on(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors
+    ) -> None:
+        for version in (1, 2, 3, 4):
+            await push(client, version, stepped(weights, version), transport="auto", quantize="trainer")
+        assert [base_of(service, version) for version in (1, 2, 3, 4)] == [None, None, 2, 3]
+        await require_the_same_as_whole(service, 4, stepped(weights, 4))
+
+    async def test_nothing_is_kept_for_who_does_not_quantize(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors
+    ) -> None:
+        for version in (1, 2, 3):
+            await push(client, version, stepped(weights, version), transport="auto")
+        assert [base_of(service, version) for version in (1, 2, 3)] == [None] * 3 and client._deltas is None
+
+    async def test_it_gives_up_once_too_much_has_changed(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors
+    ) -> None:
+        for version in (1, 2, 3, 4, 5):
+            more = {name: tensor * (1.5 if version > 3 else 1) for name, tensor in stepped(weights, version).items()}
+            await push(client, version, more, transport="auto", quantize="trainer")
+        await push(client, 6, stepped(more, 6), transport="auto", quantize="trainer")
+        assert [base_of(service, version) for version in range(1, 7)] == [None, None, 2, None, None, None]
+        assert client._deltas is not None and client._deltas._sent is None
+        await require_the_same_as_whole(service, 6, stepped(more, 6))
+
+    @pytest.mark.parametrize("free_gb", [1, 0])
+    async def test_it_keeps_what_the_host_has_room_for(
+        self,
+        service: RealIngest,
+        client: RolloutClient,
+        weights: Tensors,
+        monkeypatch: pytest.MonkeyPatch,
+        free_gb: int,
+    ) -> None:
+        has = Memory(total_bytes=free_gb << 30, used_bytes=0, kill_at=1.0)
+        monkeypatch.setattr("rollout_service.client._delta.memory", lambda: has)
+        for version in (1, 2, 3):
+            await push(client, version, stepped(weights, version), transport="auto", quantize="trainer")
+        assert base_of(service, 3) == (2 if free_gb else None)
+
+    async def test_small_versions_go_as_they_are(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("rollout_service.client._client.LEAST_SHARED_BYTES", 1 << 30)
+        for version in (1, 2, 3):
+            await push(client, version, stepped(weights, version), transport="auto", quantize="trainer")
+        assert base_of(service, 3) is None and client._deltas is None
 
 
 class TestRefused:
