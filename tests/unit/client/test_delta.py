@@ -66,10 +66,12 @@ def base_of(service: RealIngest, version: int) -> int | None:
     return None if delta is None else delta.base
 
 
-async def require_the_same_as_whole(service: RealIngest, version: int, weights: Tensors) -> None:
+async def require_the_same_as_whole(
+    service: RealIngest, version: int, weights: Tensors, quantize: str = "service"
+) -> None:
     """A version is sound, and has the digest of the same weights when all of them are sent; pushes one more version."""
     async with RolloutClient(service.url) as other:
-        whole = await push(other, "next", weights, transport="http")
+        whole = await push(other, "next", weights, transport="http", quantize=quantize)
     service.log.verify(service.log.manifest(version))
     assert service.log.manifest(version).digest == whole.digest
     assert service.log.manifest(version).delta_of is None
@@ -96,16 +98,25 @@ class TestSameVersion:
                 assert status.uploaded_bytes == record_of(service, version).begin.nbytes < 0.1 * status.total_bytes
             await require_the_same_as_whole(service, 4, weights)
 
-    @pytest.mark.parametrize("quant", [{"scales": "power_of_two"}, {"weights": "none"}, {"skip": ["*.down_proj"]}])
+    @pytest.mark.parametrize(
+        "quant",
+        [
+            {"scales": "power_of_two"},
+            {"weights": "none"},
+            {"skip": ["*.down_proj"]},
+            {"weights": "int8_channel"},
+        ],
+    )
     async def test_whatever_the_service_makes_of_weights(
         self, model: Path, tmp_path: Path, weights: Tensors, quant: dict[str, object]
     ) -> None:
-        async with real_ingest(model, tmp_path / "log", quant=quant) as service:
+        async with real_ingest(model, tmp_path / "log", quant=quant, weights={"keep_versions": 10}) as service:
             async with RolloutClient(service.url) as client:
                 await push(client, 1, weights)
                 await push(client, 2, stepped(weights, 2))
             assert base_of(service, 2) == 1
-            await require_the_same_as_whole(service, 2, stepped(weights, 2))
+            await require_the_same_as_whole(service, 2, stepped(weights, 2), quantize="service")
+            await require_the_same_as_whole(service, 2, stepped(weights, 2), quantize="trainer")
 
     async def test_a_shadow_has_none_of_these_versions_as_of_all_that_the_trainer_quantizes(
         self, model: Path, tmp_path: Path, weights: Tensors
