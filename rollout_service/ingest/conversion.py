@@ -65,6 +65,7 @@ class Conversion:
         self._failed: dict[str, RolloutServiceError] = {}
         """Tensors that could not be converted as they came, and may come anew."""
         self._noting = threading.Lock()
+        self._read: dict[str, int] = {}
         self._stored: tuple[StoredTensor, ...] | None = None
 
     @property
@@ -74,6 +75,11 @@ class Conversion:
         Unless what it read was a part of another uploader, and the one that began sends its own in place of it.
         """
         return self._failure or next(iter(list(self._failed.values())), None)
+
+    @property
+    def read_bytes(self) -> int:
+        """Of the tensors that have been read, as they came."""
+        return sum(list(self._read.values()))
 
     def begin(self, names: Sequence[str], read: Read) -> Future[None]:
         """Convert tensors that come once: the first failure is the version's, and ends it.
@@ -186,8 +192,7 @@ class Conversion:
         return {}
 
     def _write(self, tensors: Iterable[Named]) -> None:
-        if self._copy is not None:
-            tensors = self._copy.taken(tensors)
+        tensors = self._noted(tensors if self._copy is None else self._copy.taken(tensors))
         convert = partial(self._converts, to_cpu=not self._writer.has_rooms)
         for name, tensor in counted_conversion(convert, tensors):
             if self._writer.has_rooms:
@@ -195,6 +200,12 @@ class Conversion:
                 self._writer.filled(name)
             else:
                 self._writer.write(name, tensor_bytes(tensor))
+
+    def _noted(self, tensors: Iterable[Named]) -> Iterator[Named]:
+        for name, tensor in tensors:
+            self._read[name] = tensor.nbytes
+            yield name, tensor
+            del tensor  # before the next is read
 
     def _finish(
         self, tied: TiedHead | None, check: Callable[[Iterable[StoredTensor]], None] | None

@@ -193,6 +193,16 @@ class UploadSession:
         return None if self._delta is None else self._delta.base
 
     @property
+    def transport(self) -> str:
+        """How its tensors come, for metrics."""
+        return self.begin.transport
+
+    @property
+    def received_bytes(self) -> int:
+        """What came: parts, or the tensors of another source."""
+        return self.begin.nbytes if self.begin.source is None else self._conversion.read_bytes
+
+    @property
     def num_parts(self) -> int:
         """Parts of the whole upload."""
         return self.record.num_parts

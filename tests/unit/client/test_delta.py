@@ -13,6 +13,7 @@ from rollout_service.errors import CommitTimeout, InsufficientStorage, Quantizat
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.sources.shared_memory import TrainerMemory
 from rollout_service.memory import Memory
+from rollout_service.metrics import process, table
 from rollout_service.protocol.upload import CommitUpload, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.log import WeightLog
@@ -22,6 +23,7 @@ from tests.support.models import make_model
 from tests.unit.client.real_ingest import RealIngest, real_ingest
 from tests.unit.client.service import Service
 from tests.unit.ingest.trainer import folder_weights
+from tests.unit.metrics.counts import Counts
 
 Tensors = dict[str, torch.Tensor]
 EMBEDDING = "model.embed_tokens.weight"
@@ -175,6 +177,24 @@ class TestSameVersion:
         await push(client, 2, stepped(weights, 2), progress=lambda *each: told.append(each))
         nbytes = record_of(service, 2).begin.nbytes
         assert told[-1] == (nbytes, nbytes)
+
+    async def test_versions_are_counted_by_how_they_came(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        counts = Counts()
+        monkeypatch.setattr(process, "sink", counts)
+        await push(client, 1, weights)
+        await push(client, 2, stepped(weights, 2))
+        status = await push(client, 3, weights, transport="shared_memory")
+        sent = {each: counts.total(table.RECEIVED_BYTES, each) for each in ("parts", "delta", "shared_memory")}
+        stored = {each: counts.total(table.RECEIVED_VERSION_BYTES, each) for each in sent}
+        assert stored == dict.fromkeys(sent, status.total_bytes)
+        assert sent == {
+            "parts": record_of(service, 1).begin.nbytes,
+            "delta": record_of(service, 2).begin.nbytes,
+            "shared_memory": sum(tensor.nbytes for tensor in weights.values()),
+        }
+        assert [counts.total(table.VERSIONS_RECEIVED, each) for each in sent] == [1, 1, 1]
 
     def test_the_blocking_client_does_it_too(self, threaded_service: Service) -> None:
         with SyncRolloutClient(threaded_service.url) as client:
