@@ -34,6 +34,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -236,24 +237,42 @@ def timed(old: Tensors, new: Tensors) -> results.Json:
 
 
 async def pushed(folder: Path, log: Path, old: Tensors, new: Tensors) -> results.Json:
-    """Both versions in turn, by one way after the other: seconds until each is committed."""
-    taken: dict[str, list[float]] = {"delta_s": [], "whole_s": [], "shared_memory_s": []}
+    """Both versions in turn, by one way after the other: seconds until each is committed, and of both processors."""
+    taken: dict[str, list[float]] = {"delta": [], "whole": [], "shared_memory": []}
+    client_cpu_s: dict[str, list[float]] = {name: [] for name in taken}
+    ingest_cpu_s: dict[str, list[float]] = {name: [] for name in taken}
     ways: list[dict[str, Any]] = [
         {"transport": "delta"},
         {"transport": "http", "quantize": "trainer"},
         {"transport": "shared_memory", "quantize": "trainer"},
     ]
-    with process(functools.partial(serve_ingest, log), folder) as (url, _):
+    with process(functools.partial(serve_ingest, log), folder) as (url, pid):
         async with RolloutClient(url, delta_base=delta_base()) as client:
             digests = set[str | None]()
             for name, way in zip(taken, ways, strict=True):
                 # the first is a whole version in any case, and the files of a log in memory are new in the next two
                 for number, weights in enumerate([new, old, *[new, old] * REPEATS]):
-                    started = time.perf_counter()
+                    started = time.perf_counter(), time.process_time(), cpu_s(pid)
                     digests.add((await client.push_weights("next", weights, wait="none", **way)).digest)
-                    taken[name] += [time.perf_counter() - started] if number > 1 else []
+                    ended = time.perf_counter(), time.process_time(), cpu_s(pid)
+                    if number > 1:
+                        for times, before, after in zip(
+                            (taken, client_cpu_s, ingest_cpu_s), started, ended, strict=True
+                        ):
+                            times[name].append(after - before)
             assert len(digests) == 2
-    return {"log": "memory" if is_in_memory(log) else "disk", **taken}
+    return {
+        "log": "memory" if is_in_memory(log) else "disk",
+        "push_s": taken,
+        "client_cpu_s": client_cpu_s,
+        "ingest_cpu_s": ingest_cpu_s,
+    }
+
+
+def cpu_s(pid: int) -> float:
+    """That a process has used."""
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
 
 
 def delta_base() -> Literal["host", "gpu"]:
@@ -308,8 +327,13 @@ def main(options: DeltaOptions) -> None:
         for what, (gb_s, of_copy) in speeds(times).items():
             console.print(f"{what}: {gb_s:.2f} GB/s, {of_copy:.2f} of a copy's")
         pushes = asyncio.run(pushed(folder, Path(log) / "log", old, new))
-    for what in ("delta", "whole", "shared_memory"):
-        console.print(f"a push by {what}: {statistics.median(pushes[f'{what}_s']):.2f} s")
+    for what in pushes["push_s"]:
+        push_s, client_s, ingest_s = (
+            statistics.median(pushes[key][what]) for key in ("push_s", "client_cpu_s", "ingest_cpu_s")
+        )
+        console.print(
+            f"a push by {what}: {push_s:.2f} s; of processors, client {client_s:.2f} s, ingest {ingest_s:.2f} s"
+        )
     assumed = {"lr": LEARNING_RATE, "gradient": {"persistent": PERSISTENT, "noise": NOISE}, "rows": ROWS_IN_A_BATCH}
     content = {"assumed": assumed, "layers": options.layers, "cases": cases, "times": times, "pushes": pushes}
     console.print(f"wrote {results.write('update_delta', content)}")

@@ -321,7 +321,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
                 ``delta``: the same version, byte for byte, in less than 1% of the bytes after one step of RL. For that
                 the client keeps what it has sent (``delta_base``), as many bytes as the version has, and up to 512 MiB
                 on the host while it compares, with tensors on a GPU the largest tensor's bytes, too, and there about
-                400 MiB; such pushes of one client wait for each other. All is sent by the first one, and where the
+                200 MiB; such pushes of one client wait for each other. All is sent by the first one, and where the
                 service does not have the last one any more, or more than an eighth of the bytes changes.
                 ``auto``: of 256 MiB and more through shared memory where that can be, which the first push finds out.
                 Where it cannot be, a client that quantizes (``quantize="trainer"``) sends deltas from its third push

@@ -25,7 +25,7 @@ from rollout_service.store.manifest import tensor_digests
 from rollout_service.threads import io_threads
 
 AT_ONCE_BYTES = 256 << 20
-"""Of pieces that are being compared."""
+"""Of pieces that are being compared: one for each thread, and as much as the memory that this takes may be."""
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
@@ -159,7 +159,9 @@ class Comparison:
     def _found_on_gpu(self, index: int, flats: list[torch.Tensor]) -> Callable[[], list[_SpanChange]]:
         """Compare in the current stream; what is left to do for a thread."""
         piece, device = self._pieces[index], flats[0].device
-        gpu = self._gpus.setdefault(device, _Gpu(device))
+        if device not in self._gpus:
+            self._gpus[device] = _Gpu(device)
+        gpu = self._gpus[device]
         old = gpu.uploaded(index, self._kept[index])
         if index + 1 < len(self._pieces):
             gpu.upload(index + 1, self._kept[index + 1])

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rollout_service.protocol.delta import SEGMENT_BYTES
 from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor
 
-PIECE_BYTES = 8 * SEGMENT_BYTES
+PIECE_BYTES = 4 * SEGMENT_BYTES
 """Of a tensor that is larger, pieces hold whole segments."""
 
 
