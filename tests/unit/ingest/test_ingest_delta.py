@@ -20,6 +20,7 @@ from rollout_service.errors import (
     VersionConflict,
 )
 from rollout_service.ingest.ingest import Ingest
+from rollout_service.ingest.sources.delta import DeltaOfVersion
 from rollout_service.model.convert import Converter, tensor_bytes
 from rollout_service.protocol import delta
 from rollout_service.protocol.upload import (
@@ -295,6 +296,25 @@ class TestBase:
         assert (await ingest.fleet()).latest_version == 1
         await trainer.push(2, new)
         require_stored(log, 2, new)
+
+    async def test_one_that_is_cut_off_is_told(
+        self, trainer: DeltaTrainer, log: WeightLog, old: Stored, new: Stored
+    ) -> None:
+        last = max(log.manifest(1).tensors, key=lambda tensor: (tensor.file, tensor.offset))
+        with (log.folder(1) / last.file).open("r+b") as file:
+            file.truncate(last.offset + last.nbytes - 3)
+        with pytest.raises(DeltaBaseGone, match=f"{last.file} ends 3 bytes early, in {last.name}"):
+            await trainer.push_delta(2, 1, old, new)
+        await trainer.push(2, new)
+        require_stored(log, 2, new)
+
+    async def test_one_that_was_quantized_otherwise_is_refused(
+        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored, new: Stored
+    ) -> None:
+        announced, _ = delta_of(2, 1, old, new)
+        other = log.manifest(1).recipe.model_copy(update={"scales": "power_of_two"})
+        with pytest.raises(DeltaBaseGone, match=r"of version 1, .* it was quantized otherwise than versions are now"):
+            DeltaOfVersion(log, announced, other, Converter(await ingest.recipe()))
 
 
 HEADER = struct.Struct("<BI4I")
