@@ -53,9 +53,9 @@ class RolloutClient(ControlCalls, MismatchCalls):
         ca_file: File in PEM with the authorities, or the certificate itself, by which to trust an https ``url``; None:
             those of this machine, or of ``SSL_CERT_FILE``.
         delta_base: Where ``push_weights(..., transport="delta")`` keeps what it sent last, as many bytes as a version
-            has. ``host``: in the host's memory, which of tensors on a GPU is pinned. ``gpu``: on the GPU that tensors
-            come from, as long as an eighth of it stays free; the rest on the host. Ask for that only if the trainer
-            does not need the room: it is taken by the first push, and kept.
+            has. ``host``: in the host's memory; of tensors on a GPU pinned, up to a third more. ``gpu``: on the GPU
+            that tensors come from, as long as an eighth of it stays free; the rest on the host. Ask for that only if
+            the trainer does not need the room: it is taken by the first push, and kept.
         transport: Takes the place of the network, for tests or for a proxy; connection limits are then its own.
     """
 

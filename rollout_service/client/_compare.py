@@ -7,6 +7,7 @@ the bytes of a piece; on the host, of the new bytes, ``AT_ONCE_BYTES`` and the l
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +24,8 @@ from rollout_service.client._pieces import Piece
 from rollout_service.protocol import delta
 from rollout_service.store.manifest import tensor_digests
 from rollout_service.threads import io_threads
+
+logger = logging.getLogger("rollout_service.client")
 
 AT_ONCE_BYTES = 256 << 20
 """Of pieces that are being compared: one for each thread, and as much as the memory that this takes may be."""
@@ -106,6 +109,7 @@ class Comparison:
         self._compared: deque[tuple[Piece, Future[list[_SpanChange]]]] = deque()
         self._segments: dict[int, list[bytes]] = defaultdict(list)
         self._digests: dict[int, Callable[[], str]] = {}
+        self._on_host: dict[int, OnHost] = {}
         self.waiting: dict[int, torch.Tensor] = {}
         """Tensors that were added and are compared once the last one of their piece is."""
         self.changed_bytes = 0
@@ -128,6 +132,7 @@ class Comparison:
             self._next += 1
         for tensor in begun:
             del self.waiting[tensor]
+            self._on_host.pop(tensor, None)
 
     def finish(self) -> dict[int, Changed | None]:
         """What became of the tensors that were compared, by their places in the table."""
@@ -144,24 +149,21 @@ class Comparison:
         while self._compared and sum(each.nbytes for each, _ in self._compared) + piece.nbytes > AT_ONCE_BYTES:
             self._take_first()
         flats = [self.waiting[span.tensor][span.part] for span in piece.spans]
-        devices = {flat.device for flat in flats}
-        if len(devices) == 1 and flats[0].is_cuda:
-            work = self._found_on_gpu(index, flats)
-        else:
-            if piece.is_part and piece.spans[0].tensor not in self._digests:
-                self._begin_digest(piece, OnHost(view_of(self.waiting[piece.spans[0].tensor].cpu()), int))
+        work: Callable[[], list[_SpanChange]] | None = None
+        if flats[0].is_cuda and len({flat.device for flat in flats}) == 1:
+            try:
+                work = self._found_on_gpu(index, flats)
+            except torch.cuda.OutOfMemoryError as error:
+                logger.warning("what has changed is looked for on the CPU, since the GPU has no room: %s", error)
+        if work is None:
+            if piece.is_part:
+                self._tensor_on_host(piece.spans[0].tensor)
             work = partial(_compared, self._kept[index].cpu(), [flat.cpu() for flat in flats], piece)
         self._compared.append((piece, self._pool.submit(work)))
 
-    def _begin_digest(self, piece: Piece, tensor: OnHost) -> None:
-        self._digests[piece.spans[0].tensor] = self._pool.submit(tensor.digest).result
-
     def _found_on_gpu(self, index: int, flats: list[torch.Tensor]) -> Callable[[], list[_SpanChange]]:
         """Compare in the current stream; what is left to do for a thread."""
-        piece, device = self._pieces[index], flats[0].device
-        if device not in self._gpus:
-            self._gpus[device] = _Gpu(device)
-        gpu = self._gpus[device]
+        piece, gpu = self._pieces[index], self._gpu(flats[0].device)
         old = gpu.uploaded(index, self._kept[index])
         if index + 1 < len(self._pieces):
             gpu.upload(index + 1, self._kept[index + 1])
@@ -169,11 +171,21 @@ class Comparison:
         elements = changed_elements(old, new, piece.itemsize)
         if not piece.is_part:
             return partial(_encoded, elements, piece, gpu.on_host(new))
-        if piece.spans[0].part.start == 0:
-            gpu.tensor = gpu.on_host(self.waiting[piece.spans[0].tensor])
-            self._begin_digest(piece, gpu.tensor)
-        data = gpu.tensor.data[piece.spans[0].part]
-        return partial(_encoded, elements, piece, OnHost(data, gpu.tensor.wait))
+        tensor = self._tensor_on_host(piece.spans[0].tensor)
+        return partial(_encoded, elements, piece, OnHost(tensor.data[piece.spans[0].part], tensor.wait))
+
+    def _tensor_on_host(self, number: int) -> OnHost:
+        """Of a tensor in several pieces: its new bytes, and its digest is begun."""
+        if number not in self._on_host:
+            flat = self.waiting[number]
+            new = self._gpu(flat.device).on_host(flat) if flat.is_cuda else OnHost(view_of(flat), int)
+            self._on_host[number], self._digests[number] = new, self._pool.submit(new.digest).result
+        return self._on_host[number]
+
+    def _gpu(self, device: torch.device) -> _Gpu:
+        if device not in self._gpus:
+            self._gpus[device] = _Gpu(device)
+        return self._gpus[device]
 
     def _take_first(self) -> None:
         piece, future = self._compared.popleft()
@@ -191,8 +203,6 @@ class _Gpu:
         self._device = device
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._uploads: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
-        self.tensor = OnHost(memoryview(b""), int)
-        """The last one of several pieces."""
 
     def upload(self, index: int, kept: torch.Tensor) -> None:
         """Begin to copy a piece here, if it is on the host."""

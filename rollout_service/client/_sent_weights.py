@@ -163,7 +163,7 @@ class SentWeights:
             free, total = torch.cuda.mem_get_info(device)
             if free - nbytes >= LEFT_ON_GPU * total:
                 return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return host_memory(nbytes, pinned=True)
+        return host_memory(nbytes, pinned=True)  # of which torch takes the next power of two
 
     def _segments(self, number: int, changed: Changed) -> Iterator[tuple[int, Span, delta.Segment]]:
         """What changes in a tensor, with the span that has it, and the piece of that."""
