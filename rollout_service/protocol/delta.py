@@ -46,7 +46,11 @@ SPARSE = 0.25
 zlib takes longer than a network."""
 _RUNS = 0.9
 """Share of zeros above which runs of them are shorter than one bit each."""
-_RAW_DEFLATE, _MEMORY_LEVEL = -15, 9
+_RAW_DEFLATE = -15
+_FOR_LARGE, _FOR_SMALL = (_RAW_DEFLATE, 9), (-12, 6)
+"""Window and memory of deflate, as ``zlib.compressobj`` takes them. To set up the larger ones takes as long as 10 000
+numbers do; they pay from this many on:"""
+_LARGE = 4096
 _SMALL_BYTES = 4096
 """A tensor like the scales of an expert, of which there are thousands, most of them unchanged."""
 _UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
@@ -225,7 +229,8 @@ def _planes(numbers: Array, count: int) -> Iterator[bytes]:
             yield b""
             continue
         strategy = zlib.Z_RLE if nonzero < (1 - _RUNS) * values.size else zlib.Z_HUFFMAN_ONLY
-        deflate = zlib.compressobj(6, zlib.DEFLATED, _RAW_DEFLATE, _MEMORY_LEVEL, strategy)
+        window, memory = _FOR_SMALL if values.size < _LARGE else _FOR_LARGE
+        deflate = zlib.compressobj(6, zlib.DEFLATED, window, memory, strategy)
         yield deflate.compress(values.data) + deflate.flush()
 
 
