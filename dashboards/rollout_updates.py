@@ -137,6 +137,7 @@ UPDATES = Row(
     ],
 )
 
+DELTAS = f'{APPLICATION}, transport="delta"'
 UPLOADS = Row(
     "Uploads: how do versions come in?",
     [
@@ -160,11 +161,18 @@ UPLOADS = Row(
             "trainer sends deltas, or each falls back to sending all; its log says why.",
             [
                 Query(
-                    f"sum({rate('ray_rollout_delta_bytes_total', APPLICATION)}) / "
-                    f"(sum({rate('ray_rollout_delta_version_bytes_total', APPLICATION)}) > 0)",
+                    f"sum({rate('ray_rollout_received_bytes_total', DELTAS)}) / "
+                    f"(sum({rate('ray_rollout_received_version_bytes_total', DELTAS)}) > 0)",
                     "sent",
                 )
             ],
+        ),
+        Panel(
+            "Received by transport",
+            "Bps",
+            "Bytes that versions came as. parts where memory or deltas were expected: the trainer cannot share memory "
+            "with the ingest, or too much changes from one version to the next; its log says which.",
+            [Query(f"sum by (transport) ({rate('ray_rollout_received_bytes_total', APPLICATION)})", "{{transport}}")],
         ),
         Panel(
             "Quantizer",

@@ -3,10 +3,9 @@
 import os
 from pathlib import Path
 
-import psutil
-
 from rollout_service.protocol.base import Frozen
 
+_HOST = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _ABOUT_UNLIMITED = 1 << 60
 
@@ -28,8 +27,9 @@ class Memory(Frozen):
 
 def memory() -> Memory:
     """In use is what Ray counts, too."""
-    host = psutil.virtual_memory()
-    total, used = host.total, host.total - host.available
+    host = dict(line.split()[:2] for line in _HOST.read_text().splitlines())  # in KiB
+    total = int(host["MemTotal:"]) << 10
+    used = total - (int(host["MemAvailable:"]) << 10)
     limit, of_cgroup = _cgroup_memory()
     if limit < total:
         total, used = limit, of_cgroup

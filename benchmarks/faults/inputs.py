@@ -11,8 +11,16 @@ from benchmarks.faults.ground import Case, Ground
 from benchmarks.faults.kills import send_half
 from rollout_service.client import RolloutClient
 from rollout_service.client._parts import bytes_of_each, cut_parts
-from rollout_service.client._tensors import TensorSource
-from rollout_service.errors import InvalidManifest, QuantizationError, RolloutServiceError, VersionConflict
+from rollout_service.client._sent_weights import SentWeights
+from rollout_service.client._tensors import TensorSource, describe
+from rollout_service.errors import (
+    InvalidDelta,
+    InvalidManifest,
+    QuantizationError,
+    RolloutServiceError,
+    VersionConflict,
+)
+from rollout_service.model.convert import Converter
 from rollout_service.protocol.upload import BeginUpload, CommitUpload
 from rollout_service.store.log import WeightLog
 
@@ -36,6 +44,7 @@ def input_cases() -> Iterator[Case]:
     yield Case("two trainers at once", two_trainers)
     yield Case("a trainer that dies half way", dying_trainer)
     yield Case("a delta whose base is gone", delta_without_its_base)
+    yield Case("a corrupted delta", corrupted_delta)
     yield Case("ten updates in a row", ten_updates)
     for name, damage, error in (
         ("q without k and v", without("k_proj", "v_proj"), InvalidManifest),
@@ -196,6 +205,31 @@ async def delta_without_its_base(ground: Ground) -> None:
     await ground.push(ground.committed + 1, transport="delta")
     status = await ground.client.weights(ground.committed)
     ground.note(f"version {base} was removed; version {ground.committed} is a delta of {status.delta_of}")
+
+
+async def corrupted_delta(ground: Ground) -> None:
+    """A bit of the changes is flipped before they are hashed and sent; then the same version comes as a whole."""
+    version = ground.committed + 1
+    converter = Converter(await ground.client.recipe(), device="cpu")
+    old, new = (list(converter.convert(ground.weights(each).items())) for each in (ground.committed, version))
+    sent = SentWeights(tuple(describe(name, tensor) for name, tensor in old))
+    for _ in sent.take(old):
+        pass
+    sent.version = ground.committed
+    changes = sent.changes_to(new)
+    if changes is None:
+        raise NotRefused("canary weights differ in too much to be a delta")
+    stream = bytearray(b"".join(changed.encoded for changed in changes if changed is not None))
+    stream[len(stream) // 2] ^= 0x10
+    begin = BeginUpload(version=version, tensors=sent.table, delta=sent.announced(changes))
+    plan = await ground.client._uploader.begin(begin)
+    for part in range(plan.num_parts):
+        data = bytes(stream[part * plan.part_bytes :][: plan.part_bytes])
+        await ground.put_part(version, part, data, xxhash.xxh3_128_hexdigest(data))
+    with refused(InvalidDelta):
+        await ground.client._uploader.commit(version, CommitUpload())
+    ground.note(f"one of {len(stream)} bytes of the changes from version {sent.version} to {version} was wrong")
+    await ground.push(version)
 
 
 async def ten_updates(ground: Ground) -> None:

@@ -1,6 +1,6 @@
 """How little a step of an RL trainer changes, and what it costs to find, send and apply that instead of a version.
 
-    python -m benchmarks.update.delta
+    python -m benchmarks.update.delta [--layers 12] [--folder /dev/shm]
 
 The model is a layer of Qwen3-1.7B, with as much of an embedding and a head that a quarter of the stored bytes is BF16,
 as of Qwen3-8B. Weights are N(0, 0.02²). The trainer is AdamW with torch's defaults at lr 1e-6 on fp32 masters. A
@@ -10,12 +10,19 @@ gradients in the rows of the tokens of a batch, of which each step draws a fifth
 
 Compared are the versions before and after one step, and after 16 more steps, as they are stored: FP8 codes, their
 scales, BF16. ``entropy_bytes``: what a code could reach that knows how many elements change in each tensor, and how
-often by how much. Comparing (with hashing and encoding) and applying are timed beside a plain copy of the same bytes on
-as many threads; and a push of a delta beside one of all that the trainer has quantized, into the real ingest in a
-process of its own.
+often by how much. What takes time is done with ``--layers`` such layers, which are copies of the trained one:
+
+- comparing (with hashing and encoding) and changing what was sent last, beside a plain copy of the same bytes on as
+  many threads, in turns;
+- a push of a delta beside one of all that the trainer has quantized, and beside one through memory that both share
+  (``transport="shared_memory"``), into the real ingest in a process of its own, whose log is in ``--folder``: in memory
+  if that is a tmpfs.
+
+Where torch sees a GPU, the weights are there, and compared there.
 """
 
 import asyncio
+import functools
 import itertools
 import statistics
 import tempfile
@@ -23,17 +30,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
 from benchmarks.common import results
-from benchmarks.common.command import run
+from benchmarks.common.command import Options, run
 from benchmarks.update.upload_servers import process, serve_ingest
 from rollout_service.client import RolloutClient
 from rollout_service.client._sent_weights import Changes, SentWeights
@@ -41,6 +49,7 @@ from rollout_service.client._tensors import describe
 from rollout_service.model.convert import Converter, tensor_bytes
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import TrainerRecipe
+from rollout_service.store.mapped_files import is_in_memory
 from rollout_service.threads import in_threads, io_threads
 
 LEARNING_RATE = 1e-6
@@ -48,39 +57,63 @@ PERSISTENT, NOISE = 1.0, 5.0
 """Standard deviations of what a gradient is the sum of."""
 ROWS_IN_A_BATCH = 0.2
 """Share of the embedding's rows that have a gradient in one step."""
+LAYER = "model.layers.0."
 EMBEDDING = "model.embed_tokens.weight"
 STEPS = ((0, 1), (9, 10), (99, 100), (84, 100))
 """Versions that are compared: after so many steps. In its first step Adam moves every weight by the learning rate."""
 TIMED = (99, 100)
-REPEATS, ROUNDS = 5, 20
+REPEATS, ROUNDS = 3, 10
 
 Tensors = dict[str, torch.Tensor]
 Bits = npt.NDArray[Any]
 
 
-def make_model(folder: Path) -> Tensors:
-    """Save it, and return its weights as fp32."""
+class DeltaOptions(Options):
+    """What is timed."""
+
+    layers: int = 12
+    """Of the versions that are compared and pushed: 67 MB each, as they are stored."""
+    folder: Path | None = None
+    """Of the log; a temporary one on the disk if it is not given."""
+
+
+def make_model(folder: Path, layers: int) -> dict[str, tuple[int, ...]]:
+    """Save its configuration, and return the shapes of its weights."""
     from transformers import Qwen3Config
 
     config = Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
-        vocab_size=2048,
+        vocab_size=2048 * layers,
         hidden_size=2048,
         intermediate_size=6144,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=16,
         num_key_value_heads=8,
         head_dim=128,
         tie_word_embeddings=False,
     )
     config.save_pretrained(folder)
+    return dict(ServedModel.load(folder).shapes)
+
+
+def initial(shapes: dict[str, tuple[int, ...]]) -> Tensors:
+    """Weights as fp32."""
     torch.manual_seed(0)
-    weights = {
+    return {
         name: torch.ones(shape) if name.endswith("norm.weight") else torch.randn(shape).mul_(0.02)
-        for name, shape in ServedModel.load(folder).shapes.items()
+        for name, shape in shapes.items()
     }
-    save_file({name: weight.bfloat16() for name, weight in weights.items()}, folder / "model.safetensors")
-    return weights
+
+
+def repeated(tensors: Tensors, layers: int) -> Tensors:
+    """A model of one layer as one of several, with as many times the vocabulary."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        if name.startswith(LAYER):
+            found |= {name.replace(LAYER, f"model.layers.{layer}."): tensor.clone() for layer in range(layers)}
+        else:
+            found[name] = tensor.repeat(layers, 1) if tensor.ndim == 2 else tensor
+    return found
 
 
 def trained(weights: Tensors) -> Iterator[Tensors]:
@@ -116,7 +149,7 @@ def versions(weights: Tensors, recipe: TrainerRecipe) -> dict[int, Tensors]:
 
 def sent(version: Tensors) -> SentWeights:
     """A client's memory after it has sent that version."""
-    weights = SentWeights(tuple(describe(name, tensor) for name, tensor in version.items()))
+    weights = SentWeights(tuple(describe(name, tensor) for name, tensor in version.items()), delta_base())
     for _ in weights.take(version.items()):
         pass
     return weights
@@ -168,12 +201,14 @@ def seconds_of(work: Callable[[], object]) -> float:
     """Of one call."""
     started = time.perf_counter()
     work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter() - started
 
 
 def timed(old: Tensors, new: Tensors) -> results.Json:
     """Comparing and applying on ``io_threads``, and copying as many bytes, in turns: a machine is not equally idle."""
-    base, target = sent(old), [np.empty_like(bits_of(tensor)) for tensor in new.values()]
+    base, target = sent(old), {name: torch.empty_like(tensor) for name, tensor in new.items()}
     taken: dict[str, list[float]] = {"copy_s": [], "compare_s": [], "apply_s": []}
     changes: Changes = []
 
@@ -181,8 +216,14 @@ def timed(old: Tensors, new: Tensors) -> results.Json:
         changes[:] = base.changes_to(new.items()) or []
 
     def copy() -> None:
-        pairs = zip(target, new.values(), strict=True)
-        list(in_threads(lambda pair: np.copyto(pair[0], bits_of(pair[1])), pairs))
+        for _ in in_threads(copy_one, list(new)):
+            pass
+
+    def copy_one(name: str) -> None:
+        if new[name].is_cuda:
+            target[name].copy_(new[name])
+        else:  # torch's own threads would join those of this process
+            np.copyto(bits_of(target[name]), bits_of(new[name]))
 
     for repeat in range(ROUNDS + 1):
         seconds = [seconds_of(work) for work in (copy, compare, lambda: base.change(changes))]
@@ -191,24 +232,52 @@ def timed(old: Tensors, new: Tensors) -> results.Json:
             taken[name] += [each] if repeat else []  # the first is not counted
         for _ in base.take(old.items()):
             pass
-    return {"threads": io_threads(), "nbytes": base.nbytes, **taken}
+    where = "gpu" if base.gpu_bytes else "host"
+    return {"threads": io_threads(), "nbytes": base.nbytes, "base": where, **taken}
 
 
-async def pushed(folder: Path, old: Tensors, new: Tensors) -> results.Json:
-    """Both versions in turn: all bytes of one, then what changes to the other; seconds until each is committed."""
-    whole_s, delta_s = list[float](), list[float]()
-    with process(serve_ingest, folder) as (url, _):
-        async with RolloutClient(url) as client:
-            await client.push_weights("next", old, transport="delta", wait="none")
-            for weights in [new, old] * REPEATS:
-                started = time.perf_counter()
-                by_delta = await client.push_weights("next", weights, transport="delta", wait="none")
-                delta_s.append(time.perf_counter() - started)
-                started = time.perf_counter()
-                whole = await client.push_weights("next", weights, quantize="trainer", wait="none")
-                whole_s.append(time.perf_counter() - started)
-                assert by_delta.digest == whole.digest
-    return {"whole_s": whole_s, "delta_s": delta_s}
+async def pushed(folder: Path, log: Path, old: Tensors, new: Tensors) -> results.Json:
+    """Both versions in turn, by one way after the other: seconds until each is committed, and of both processors."""
+    taken: dict[str, list[float]] = {"delta": [], "whole": [], "shared_memory": []}
+    client_cpu_s: dict[str, list[float]] = {name: [] for name in taken}
+    ingest_cpu_s: dict[str, list[float]] = {name: [] for name in taken}
+    ways: list[dict[str, Any]] = [
+        {"transport": "delta"},
+        {"transport": "http", "quantize": "trainer"},
+        {"transport": "shared_memory", "quantize": "trainer"},
+    ]
+    with process(functools.partial(serve_ingest, log), folder) as (url, pid):
+        async with RolloutClient(url, delta_base=delta_base()) as client:
+            digests = set[str | None]()
+            for name, way in zip(taken, ways, strict=True):
+                # the first is a whole version in any case, and the files of a log in memory are new in the next two
+                for number, weights in enumerate([new, old, *[new, old] * REPEATS]):
+                    started = time.perf_counter(), time.process_time(), cpu_s(pid)
+                    digests.add((await client.push_weights("next", weights, wait="none", **way)).digest)
+                    ended = time.perf_counter(), time.process_time(), cpu_s(pid)
+                    if number > 1:
+                        for times, before, after in zip(
+                            (taken, client_cpu_s, ingest_cpu_s), started, ended, strict=True
+                        ):
+                            times[name].append(after - before)
+            assert len(digests) == 2
+    return {
+        "log": "memory" if is_in_memory(log) else "disk",
+        "push_s": taken,
+        "client_cpu_s": client_cpu_s,
+        "ingest_cpu_s": ingest_cpu_s,
+    }
+
+
+def cpu_s(pid: int) -> float:
+    """That a process has used."""
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
+def delta_base() -> Literal["host", "gpu"]:
+    """Where a client keeps what it sent."""
+    return "gpu" if torch.cuda.is_available() else "host"
 
 
 # --- what is said of it
@@ -233,28 +302,40 @@ def table_of(cases: list[results.Json]) -> Table:
     return table
 
 
-def main() -> None:
+def main(options: DeltaOptions) -> None:
     """Measure, print, and write benchmarks/results/<machine>/update_delta.json."""
     console = Console()
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=options.folder) as log:
         folder = Path(name)
-        weights = make_model(folder / "model")
-        served = ServedModel.load(folder / "model")
-        quantized = tuple(name for name in served.stored if name.endswith("_proj.weight"))
+        weights = initial(make_model(folder / "one", 1))
+        quantized = tuple(name for name in weights if name.startswith(LAYER) and name.endswith("_proj.weight"))
         console.log(f"{sum(weight.numel() for weight in weights.values()) / 1e6:.0f} M weights")
         stored = versions(weights, TrainerRecipe(weights="fp8_block", quantized=quantized))
         console.log(f"trained for {max(stored)} steps")
         cases = [compared((old, new), stored[old], stored[new]) for old, new in STEPS]
         console.print(table_of(cases))
-        old, new = TIMED
-        times = timed(stored[old], stored[new])
+        make_model(folder / "model", options.layers)
+        started = repeated({name: weight.bfloat16() for name, weight in weights.items()}, options.layers)
+        save_file(started, folder / "model" / "model.safetensors")
+        del started, weights
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        old, new = (
+            {name: tensor.to(device) for name, tensor in repeated(stored[step], options.layers).items()}
+            for step in TIMED
+        )
+        times = timed(old, new)
         for what, (gb_s, of_copy) in speeds(times).items():
             console.print(f"{what}: {gb_s:.2f} GB/s, {of_copy:.2f} of a copy's")
-        pushes = asyncio.run(pushed(folder, stored[old], stored[new]))
-    whole, delta = (statistics.median(pushes[name]) for name in ("whole_s", "delta_s"))
-    console.print(f"a push of all {whole:.2f} s, of a delta {delta:.2f} s")
+        pushes = asyncio.run(pushed(folder, Path(log) / "log", old, new))
+    for what in pushes["push_s"]:
+        push_s, client_s, ingest_s = (
+            statistics.median(pushes[key][what]) for key in ("push_s", "client_cpu_s", "ingest_cpu_s")
+        )
+        console.print(
+            f"a push by {what}: {push_s:.2f} s; of processors, client {client_s:.2f} s, ingest {ingest_s:.2f} s"
+        )
     assumed = {"lr": LEARNING_RATE, "gradient": {"persistent": PERSISTENT, "noise": NOISE}, "rows": ROWS_IN_A_BATCH}
-    content = {"assumed": assumed, "cases": cases, "times": times, "pushes": pushes}
+    content = {"assumed": assumed, "layers": options.layers, "cases": cases, "times": times, "pushes": pushes}
     console.print(f"wrote {results.write('update_delta', content)}")
 
 

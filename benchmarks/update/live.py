@@ -13,7 +13,8 @@ Transports:
 - ``shared_memory``: BF16 through memory that this process and the ingest share, quantized by the service;
 - ``delta``: what has changed in codes, scales and BF16 tensors over HTTP, quantized and compared by this process. Of 2%
   of the BF16 weights the last bit changes between two versions (``benchmarks.update.delta`` measures steps of an
-  optimizer); for all other transports every weight does. The first push, of everything, is not measured.
+  optimizer); for all other transports every weight does. The first push, of everything, is not measured;
+- ``delta_gpu``: the same, and what was sent last stays on the trainer's GPU (``RolloutClient(delta_base="gpu")``).
 
 This process is the trainer: it has its weights on a GPU, the engine's own if it sees no other, and changes all of them
 for each version. With the log in memory the first versions after a start are slower, as each process registers the
@@ -78,6 +79,12 @@ class Transport(StrEnum):
     TRAINER = "trainer"
     SHARED_MEMORY = "shared_memory"
     DELTA = "delta"
+    DELTA_GPU = "delta_gpu"
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether what has changed is sent."""
+        return self in (Transport.DELTA, Transport.DELTA_GPU)
 
 
 class PushOptions(Options):
@@ -174,7 +181,7 @@ async def push(client: RolloutClient, version: int, folder: Path, case: Case, tr
     """One version by the case's transport, until all replicas serve it. ``trainer``: made here if it is None."""
     if case.door != Transport.PATH:
         trainer = trainer or Trainer(folder)
-        trainer.step(DELTA_SHARE if case.door == Transport.DELTA else 1.0)
+        trainer.step(DELTA_SHARE if Transport(case.door).is_delta else 1.0)
     last = LastByte()
     started = time.perf_counter()
     if case.door == Transport.PATH:
@@ -182,8 +189,11 @@ async def push(client: RolloutClient, version: int, folder: Path, case: Case, tr
         status = await client.push_path(version, folder)
     else:
         assert trainer is not None
-        if case.door in (Transport.SHARED_MEMORY, Transport.DELTA):
-            how: dict[str, Any] = {"transport": str(case.door)}
+        how: dict[str, Any]
+        if Transport(case.door).is_delta:
+            how = {"transport": "delta"}
+        elif case.door == Transport.SHARED_MEMORY:
+            how = {"transport": "shared_memory"}
         else:
             how = {"transport": "http", "quantize": "trainer" if case.door == Transport.TRAINER else "service"}
         status = await client.push_weights(version, trainer.tensors, progress=last.progress, **how)
@@ -224,13 +234,18 @@ class Updates:
         """All cases, with a running service whose version 0 has taught it its load plan. Each is kept once done."""
         version = 0
         trainer = None if all(case.door == Transport.PATH for case in self.cases) else Trainer(self.folder)
-        async with RolloutClient(url) as client, rollouts(client, self.concurrent):
+        async with (
+            RolloutClient(url) as client,
+            RolloutClient(url, delta_base="gpu") as with_base_on_gpu,
+            rollouts(client, self.concurrent),
+        ):
             for number, case in enumerate(self.cases):
-                for _ in range(self.warmups if number == 0 else int(case.door == Transport.DELTA)):
+                pushing = with_base_on_gpu if case.door == Transport.DELTA_GPU else client
+                for _ in range(self.warmups if number == 0 else int(Transport(case.door).is_delta)):
                     first = replace(case, push_s=case.first_push_s, all_live_s=[], stage_s=[], closed_s=[], load_s=[])
-                    await push(client, version := version + 1, self.folder, first, trainer)
+                    await push(pushing, version := version + 1, self.folder, first, trainer)
                 for _ in range(self.repeats):
-                    await push(client, version := version + 1, self.folder, case, trainer)
+                    await push(pushing, version := version + 1, self.folder, case, trainer)
                 keep(case, self.concurrent)
                 print(json.dumps(asdict(case)), flush=True)
 

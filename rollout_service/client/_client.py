@@ -16,6 +16,7 @@ from rollout_service.client._http import Http
 from rollout_service.client._mismatch import MismatchCalls
 from rollout_service.client._retry import Repeat
 from rollout_service.client._sessions import AgentSession
+from rollout_service.client._shared_memory import LEAST_SHARED_BYTES
 from rollout_service.client._tensors import Progress, TensorSource, TensorThread, drain
 from rollout_service.client._upload import Quantize, Transport, Uploader, announcement, named_scales
 from rollout_service.protocol.base import NewVersion
@@ -51,6 +52,10 @@ class RolloutClient(ControlCalls, MismatchCalls):
             8 outlive an outage of 16 s, 12 one of 32 s.
         ca_file: File in PEM with the authorities, or the certificate itself, by which to trust an https ``url``; None:
             those of this machine, or of ``SSL_CERT_FILE``.
+        delta_base: Where ``push_weights(..., transport="delta")`` keeps what it sent last, as many bytes as a version
+            has. ``host``: in the host's memory; of tensors on a GPU pinned, up to a third more. ``gpu``: on the GPU
+            that tensors come from, as long as an eighth of it stays free; the rest on the host. Ask for that only if
+            the trainer does not need the room: it is taken by the first push, and kept.
         transport: Takes the place of the network, for tests or for a proxy; connection limits are then its own.
     """
 
@@ -63,6 +68,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         timeout_s: float | None = None,
         retries: int = 8,
         ca_file: Path | str | None = None,
+        delta_base: Literal["host", "gpu"] = "host",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         tls = None if ca_file is None else trusting(ca_file)
@@ -89,6 +95,9 @@ class RolloutClient(ControlCalls, MismatchCalls):
         self._data = pool(max_connections, timeout_s)
         self._parts = pool(CONTROL_CONNECTIONS, CONTROL_READ_S, token=None, tls=pinned.context)
         self._uploader = Uploader(self._control, self._parts, pinned, plain=transport is None)
+        if delta_base not in ("host", "gpu"):
+            raise ValueError(f"delta_base={delta_base!r}: what was sent last is kept on the host or the gpu")
+        self._delta_base: Literal["host", "gpu"] = delta_base
         self._deltas: DeltaPushes | None = None
 
     async def __aenter__(self) -> Self:
@@ -308,12 +317,17 @@ class RolloutClient(ControlCalls, MismatchCalls):
             transport: ``shared_memory``: through memory that this process and the ingest share, which they can on one
                 machine, as one user and outside of separate containers. It holds four batches, of 256 MiB or the
                 largest tensor each, and is kept for the next push. ``http``: in parts, which outlive the ingest.
-                ``auto``: through shared memory where that can be and there are 256 MiB at least.
                 ``delta``: quantize here, and send, in parts, what has changed since the last push of this client with
                 ``delta``: the same version, byte for byte, in less than 1% of the bytes after one step of RL. For that
-                the client keeps what it has sent, which takes as much host memory as the version has bytes, and up to
-                512 MiB while it compares; such pushes of one client wait for each other. All is sent by the first one,
-                and where the service does not have the last one any more, or more than an eighth of the bytes changes.
+                the client keeps what it has sent (``delta_base``), as many bytes as the version has, and up to 512 MiB
+                on the host while it compares, with tensors on a GPU the largest tensor's bytes, too, and there about
+                200 MiB; such pushes of one client wait for each other. All is sent by the first one, and where the
+                service does not have the last one any more, or more than an eighth of the bytes changes.
+                ``auto``: of 256 MiB and more through shared memory where that can be, which the first push finds out.
+                Where it cannot be, a client that quantizes (``quantize="trainer"``) sends deltas from its third push
+                on: the second one is kept, if it needs no more than half of the host's free memory. Once more than an
+                eighth of the bytes has changed from one push to the next, this client sends all from then on, and
+                keeps nothing. Everything else goes over ``http``.
             kv_scales: Scales of an FP8 KV cache for these weights, from ``rollout_service.kv_scales``; they are part
                 of the version. None: ``kv_cache.scales_policy`` of the service says which it gets.
             mode: What happens to rollouts that are running, see ``CommitUpload.mode``.
@@ -352,7 +366,9 @@ class RolloutClient(ControlCalls, MismatchCalls):
                 if not send:
                     await thread.call(drain, source)
                     return None
-                if transport == "delta":
+                if transport == "delta" or (
+                    transport == "auto" and quantize == "trainer" and self._delta_is_better(source)
+                ):
                     return await self._push_delta(
                         version, source, thread, commit, label, scales, parallel_parts, progress
                     )
@@ -377,12 +393,21 @@ class RolloutClient(ControlCalls, MismatchCalls):
         parallel_parts: int,
         progress: Progress | None,
     ) -> WeightStatus:
-        from rollout_service.client._delta import DeltaPushes, Push  # needs torch
+        from rollout_service.client._delta import Push  # needs torch
+
+        push = Push(self._uploader, thread, commit, parallel_parts, progress)
+        return await self._delta_pushes().push(push, version, source, label, kv_scales)
+
+    def _delta_pushes(self) -> DeltaPushes:
+        from rollout_service.client._delta import DeltaPushes  # needs torch
 
         if self._deltas is None:
-            self._deltas = DeltaPushes(self._control)
-        push = Push(self._uploader, thread, commit, parallel_parts, progress)
-        return await self._deltas.push(push, version, source, label, kv_scales)
+            self._deltas = DeltaPushes(self._control, self._delta_base)
+        return self._deltas
+
+    def _delta_is_better(self, source: TensorSource) -> bool:
+        large = sum(tensor.nbytes for tensor in source.table) >= LEAST_SHARED_BYTES
+        return large and not self._uploader.may_share(source.table) and self._delta_pushes().are_worth_it(source.table)
 
     async def push_path(
         self,

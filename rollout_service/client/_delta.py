@@ -10,17 +10,22 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rollout_service.client._control import ControlCalls
 from rollout_service.client._http import Http
-from rollout_service.client._sent_weights import LARGEST_SHARE, Changes, SentWeights, nbytes_of
+from rollout_service.client._sent_weights import LARGEST_SHARE, Changes, SentWeights, Where, nbytes_of
 from rollout_service.client._tensors import Progress, TensorSource, TensorThread, every_rank_gathers
 from rollout_service.client._upload import Uploader, announcement, converter_of
 from rollout_service.errors import CommitTimeout, DeltaBaseGone, InvalidDelta
+from rollout_service.memory import memory
 from rollout_service.model.convert import Named
 from rollout_service.protocol.base import NewVersion
-from rollout_service.protocol.upload import Announcement, CommitUpload
+from rollout_service.protocol.upload import Announcement, CommitUpload, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger("rollout_service.client")
 
@@ -36,7 +41,10 @@ class Push:
     progress: Progress | None
 
     async def send(
-        self, announced: Announcement, stream: Iterable[memoryview], committed: Callable[[int], None]
+        self,
+        announced: Announcement,
+        stream: Iterable[memoryview] | Iterable[torch.Tensor],
+        committed: Callable[[int], None],
     ) -> WeightStatus:
         """Upload and commit; ``committed`` is called with the version's number, also if replicas are late."""
         number, sent = await self.uploader.send_stream(
@@ -52,13 +60,27 @@ class Push:
 
 
 class DeltaPushes:
-    """All pushes of one client that may be deltas, one after the other. Keeps what was sent last in host memory."""
+    """All pushes of one client that may be deltas, one after the other. Keeps what was sent last."""
 
-    def __init__(self, http: Http) -> None:
-        self._http = http
+    def __init__(self, http: Http, where: Where) -> None:
+        """``where``: see ``SentWeights``."""
+        self._http, self._where = http, where
         self._turn = asyncio.Lock()
         self._sent: SentWeights | None = None
         """None also while its bytes are being changed: whoever is interrupted then leaves nothing behind."""
+        self._too_large = False
+        """Whether more has changed, in some push, than is sent as a delta."""
+
+    def are_worth_it(self, table: tuple[UploadTensor, ...]) -> bool:
+        """Whether a push of tensors with this table is better a delta, if nobody has said so.
+
+        It is not if more than ``LARGEST_SHARE`` of the bytes has changed in one before: what is kept is let go of then.
+        Nor is it if keeping them would take more than half of the memory that the host has left.
+        """
+        if self._too_large:
+            self._sent = None
+            return False
+        return self._sent is not None or sum(tensor.nbytes for tensor in table) <= memory().free_bytes / 2
 
     async def push(
         self,
@@ -73,12 +95,12 @@ class DeltaPushes:
             converter = await push.thread.call(converter_of, await ControlCalls(self._http).recipe())
             table = tuple(converter.table(source.table))
             announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
-            stored = converter.convert(gathering.begin())
+            stored = converter.convert(gathering.begin(), to_cpu=False)
             sent, self._sent = self._sent, None
             if sent is not None:
                 await push.thread.call(sent.become_newer, version)
             if sent is None or not sent.may_be_base_of(version, table):
-                sent = sent if sent is not None and sent.table == table else SentWeights(table)
+                sent = sent if sent is not None and sent.table == table else SentWeights(table, self._where)
                 return await self._push_whole(push, announced, sent, sent.take(stored))
             changes = await self._compared(push, sent, stored)
             if changes is not None and (status := await self._push_changes(push, announced, sent, changes)):
@@ -95,6 +117,7 @@ class DeltaPushes:
                 self._sent = sent
             raise
         if changes is None:
+            self._too_large = True
             logger.info(
                 "since version %s more than %g of all bytes have changed: the whole version is sent",
                 base, LARGEST_SHARE,
@@ -120,7 +143,11 @@ class DeltaPushes:
         return None
 
     async def _push_whole(
-        self, push: Push, announced: Announcement, sent: SentWeights, stream: Iterable[memoryview]
+        self,
+        push: Push,
+        announced: Announcement,
+        sent: SentWeights,
+        stream: Iterable[memoryview] | Iterable[torch.Tensor],
     ) -> WeightStatus:
         """``stream``: the bytes of ``sent``, which is the base of the next push once it is committed."""
 

@@ -76,7 +76,7 @@ def cut_parts(
         start, count, from_gpu = 0, flat.nbytes, isinstance(flat, torch.Tensor) and flat.is_cuda
         while start < count:
             if memory is None:
-                memory = free.pop() if free else _part_memory(part_bytes, pinned=from_gpu)
+                memory = free.pop() if free else host_memory(part_bytes, pinned=from_gpu)
             taken = min(count - start, part_bytes - filled)
             if isinstance(flat, torch.Tensor):
                 # torch copies with several threads, and with Python's lock free
@@ -114,7 +114,8 @@ def _recorded(device: torch.device) -> torch.cuda.Event:
     return recorded
 
 
-def _part_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
+def host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
+    """uint8 [nbytes]; ``pinned``: registered with CUDA, if it lets us."""
     import torch
 
     if pinned:

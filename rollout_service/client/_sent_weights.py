@@ -1,44 +1,34 @@
-"""What a client has sent last, in host memory, and what the next weights change in it."""
+"""What a client has sent last, and what the next weights change in it."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
 
-from rollout_service.model.convert import Named, tensor_bytes
+from rollout_service.client._compare import Changed, Comparison, bytes_of, digest_of, view_of
+from rollout_service.client._parts import host_memory
+from rollout_service.client._pieces import Span, pieces_of
+from rollout_service.model.convert import Named
 from rollout_service.protocol import delta
 from rollout_service.protocol.base import NEXT, NewVersion
 from rollout_service.protocol.upload import DTYPE_BYTES, Delta, TensorChange, UploadTensor, base_digest
-from rollout_service.store.manifest import tensor_digests
-from rollout_service.threads import in_threads, io_threads
+from rollout_service.threads import in_threads
 
 LARGEST_SHARE = 1 / 8
 """Of a version's bytes that its delta may have: to make and apply a larger one takes about as long as to send all."""
-_COMPARED_AT_ONCE_BYTES = 256 << 20
-_AT_ONCE = 16
-"""Tensors that one thread changes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """One tensor that is not what it was."""
-
-    encoded: bytes
-    """What changed, see ``rollout_service.protocol.delta``."""
-    digest: str
-    """That the tensor has now, as ``StoredTensor.digest``."""
-
+LEFT_ON_GPU = 1 / 8
+"""Of a GPU's memory, that stays free if pieces are kept there."""
 
 Changes = list[Changed | None]
 """Of each tensor of a table, in its order; None: it is what it was."""
+Where = Literal["host", "gpu"]
 
-
-_Group = list[tuple[UploadTensor, memoryview]]
-"""Tensors with their new bytes."""
+_SpanSegment = tuple[Span, delta.Segment]
+"""What changes in a span."""
 
 
 def nbytes_of(changes: Changes) -> int:
@@ -49,65 +39,71 @@ def nbytes_of(changes: Changes) -> int:
 class SentWeights:
     """The tensors of one version, as they are stored. For one thread at a time."""
 
-    def __init__(self, table: tuple[UploadTensor, ...]) -> None:
+    def __init__(self, table: tuple[UploadTensor, ...], where: Where = "host") -> None:
+        """``where``: ``gpu``: pieces of tensors that come from a GPU stay there, as long as there is room."""
         self.table = table
         self.version: int | None = None
         """Which it is; None: none that is known to be committed."""
         self._newer: tuple[int, Changes] | None = None
-        self._data = {tensor.name: np.empty(tensor.nbytes, np.uint8).data for tensor in table}
-        self._digests: dict[str, str] = {}
+        self._where = where
+        self._pieces = pieces_of(table)
+        self._kept: list[torch.Tensor | None] = [None] * len(self._pieces)
+        self._spans: dict[int, list[tuple[int, Span]]] = defaultdict(list)
+        for index, piece in enumerate(self._pieces):
+            for span in piece.spans:
+                self._spans[span.tensor].append((index, span))
+        self._digests = [""] * len(table)
 
     @property
     def nbytes(self) -> int:
         """Of all tensors."""
         return sum(tensor.nbytes for tensor in self.table)
 
+    @property
+    def gpu_bytes(self) -> int:
+        """Of the tensors that are kept on a GPU."""
+        return sum(kept.nbytes for kept in self._kept if kept is not None and kept.is_cuda)
+
     def may_be_base_of(self, version: NewVersion, table: tuple[UploadTensor, ...]) -> bool:
         """Whether ``version``, with tensors as of ``table``, may be pushed as a delta of this one."""
         return table == self.table and self.version is not None and (version == NEXT or self.version < version)
 
-    def take(self, stored: Iterable[Named]) -> Iterator[memoryview]:
-        """Become these tensors, one after the other; yields the bytes of each."""
+    def take(self, stored: Iterable[Named]) -> Iterator[torch.Tensor]:
+        """Become these tensors, one after the other; yields the bytes of each, uint8 [N], in one piece or several."""
         self.version = self._newer = None
-        for name, tensor in stored:
-            self._data[name][:] = tensor_bytes(tensor)
+        for number, (_, tensor) in enumerate(stored):
+            self._replace(number, bytes_of(tensor))
             del tensor
-            yield self._hashed(name)
+            yield from self._bytes_of(number)
 
-    def stream(self) -> Iterator[memoryview]:
-        """The bytes of each tensor."""
-        for tensor in self.table:
-            yield self._hashed(tensor.name)
+    def stream(self) -> Iterator[torch.Tensor]:
+        """The bytes of each tensor, likewise."""
+        for number in range(len(self.table)):
+            yield from self._bytes_of(number)
 
     def changes_to(self, stored: Iterable[Named]) -> Changes | None:
         """What makes these tensors ``stored``, which has the same names, dtypes and shapes in the same order.
 
         None if it has more than ``LARGEST_SHARE`` of their bytes: these are ``stored`` then, and no version.
         """
-        changes: Changes = []
-        waiting: deque[tuple[int, Callable[[], Changes]]] = deque()
-        waiting_bytes, changed_bytes, most_bytes = 0, 0, LARGEST_SHARE * self.nbytes
-        groups = _small_together(zip(self.table, stored, strict=True))
-        with ThreadPoolExecutor(io_threads(), "delta") as pool:
-            for group in groups:
-                waiting.append((sum(new.nbytes for _, new in group), self._compare(group, pool)))
-                waiting_bytes += waiting[-1][0]
-                del group
-                while waiting and waiting_bytes > _COMPARED_AT_ONCE_BYTES:
-                    nbytes, found = waiting.popleft()
-                    waiting_bytes -= nbytes
-                    changes += (more := found())
-                    changed_bytes += nbytes_of(more)
-                if changed_bytes > most_bytes:
+        most_bytes = LARGEST_SHARE * self.nbytes
+        coming = enumerate(stored)
+        with Comparison(self._pieces, [kept for kept in self._kept if kept is not None]) as comparison:
+            for number, (_, tensor) in coming:
+                comparison.add(number, bytes_of(tensor))
+                del tensor
+                if comparison.changed_bytes > most_bytes:
                     break
-            for _, found in waiting:
-                changes += found()
-        if nbytes_of(changes) <= most_bytes and len(changes) == len(self.table):
+            found = comparison.finish()
+        changes = [found.get(number) for number in range(len(self.table))]
+        if nbytes_of(changes) <= most_bytes:
             return changes
         self.change(changes)
-        for group in groups:
-            for tensor, new in group:
-                self._data[tensor.name][:] = new
+        for number, flat in comparison.waiting.items():
+            self._replace(number, flat)
+        for number, (_, tensor) in coming:
+            self._replace(number, bytes_of(tensor))
+            del tensor
         return None
 
     def announced(self, changes: Changes) -> Delta:
@@ -115,16 +111,22 @@ class SentWeights:
         assert self.version is not None, "of a version that is not committed there is no delta"
         return Delta(
             base=self.version,
-            base_digest=base_digest(self._digests[tensor.name] for tensor in self.table),
+            base_digest=base_digest(self._digests),
             changes=tuple(_announced(changed) for changed in changes),
         )
 
     def change(self, changes: Changes) -> None:
-        """Become what ``changes`` make of these tensors, or of the first of them; it is no version yet."""
+        """Become what ``changes`` make of these tensors; it is no version yet."""
         self.version = self._newer = None
-        pairs = list(zip(self.table, changes, strict=False))
-        for _ in in_threads(self._change, [pairs[i : i + _AT_ONCE] for i in range(0, len(pairs), _AT_ONCE)]):
-            pass
+        jobs: dict[int, list[_SpanSegment]] = defaultdict(list)
+        for number, changed in enumerate(changes):
+            if changed is not None:
+                self._digests[number] = changed.digest
+                for index, span, segment in self._segments(number, changed):
+                    jobs[index].append((span, segment))
+        for scattered in in_threads(self._change, list(jobs.items())):
+            if scattered is not None:
+                scattered.add()
 
     def note_newer(self, version: int, changes: Changes) -> None:
         """A delta of this version was committed as ``version``."""
@@ -137,54 +139,89 @@ class SentWeights:
             self.change(changes)
             self.version = version
 
-    def _compare(self, group: _Group, pool: ThreadPoolExecutor) -> Callable[[], Changes]:
-        """What waits for the comparison: one task a group, or several for a large tensor, which is one by itself."""
-        tensor, new = group[0]
-        if tensor.nbytes <= delta.SEGMENT_BYTES:
-            return pool.submit(lambda: [self._compared(*each) for each in group]).result
-        old, itemsize = self._data[tensor.name], DTYPE_BYTES[tensor.dtype]
-        parts = delta.segments(tensor.nbytes)
-        encoded = [pool.submit(delta.encode_segment, old[part], new[part], itemsize) for part in parts]
-        digest = pool.submit(_digest, new)
-        return lambda: [_changed(delta.joined([segment.result() for segment in encoded]), digest.result)]
+    def _bytes_of(self, number: int) -> Iterator[torch.Tensor]:
+        for index, span in self._spans[number]:
+            kept = self._kept[index]
+            assert kept is not None, "nothing was taken yet"
+            yield kept[span.place]
 
-    def _compared(self, tensor: UploadTensor, new: memoryview) -> Changed | None:
-        encoded = delta.encode(self._data[tensor.name], new, DTYPE_BYTES[tensor.dtype])
-        return _changed(encoded, lambda: _digest(new))
+    def _replace(self, number: int, flat: torch.Tensor) -> None:
+        for index, span in self._spans[number]:
+            kept = self._kept[index]
+            if kept is None:
+                kept = self._kept[index] = self._room(self._pieces[index].nbytes, flat.device)
+            kept[span.place].copy_(flat[span.part])
+        pieces = list(self._bytes_of(number))
+        # of a GPU's tensor that was copied here in one piece, that copy, since CUDA copies slowly to other memory
+        whole = pieces[0] if len(pieces) == 1 and not pieces[0].is_cuda else flat.cpu()
+        self._digests[number] = digest_of(view_of(whole))
 
-    def _change(self, pairs: list[tuple[UploadTensor, Changed | None]]) -> None:
-        for tensor, changed in pairs:
-            if changed is not None:
-                delta.apply(memoryview(changed.encoded), self._data[tensor.name], DTYPE_BYTES[tensor.dtype])
-                self._digests[tensor.name] = changed.digest
+    def _room(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        if device.type != "cuda":
+            return torch.empty(nbytes, dtype=torch.uint8)
+        if self._where == "gpu":
+            free, total = torch.cuda.mem_get_info(device)
+            if free - nbytes >= LEFT_ON_GPU * total:
+                return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return host_memory(nbytes, pinned=True)  # of which torch takes the next power of two
 
-    def _hashed(self, name: str) -> memoryview:
-        self._digests[name] = _digest(self._data[name])
-        return self._data[name]
+    def _segments(self, number: int, changed: Changed) -> Iterator[tuple[int, Span, delta.Segment]]:
+        """What changes in a tensor, with the span that has it, and the piece of that."""
+        tensor = self.table[number]
+        spans = iter(self._spans[number])
+        index, span = next(spans)
+        encoded = memoryview(changed.encoded)
+        for segment in delta.changed_segments(encoded, tensor.nbytes, DTYPE_BYTES[tensor.dtype]):
+            while segment.place.start >= span.part.stop:
+                index, span = next(spans)
+            yield index, span, segment
+
+    def _change(self, job: tuple[int, list[_SpanSegment]]) -> _Scattered | None:
+        """Change a piece. What is returned is to be done by the thread whose stream has made the piece."""
+        index, changes = job
+        kept, piece = self._kept[index], self._pieces[index]
+        assert kept is not None
+        if kept.is_cuda:
+            return _Scattered.decoded(kept, changes, piece.itemsize)
+        for span, segment in changes:
+            delta.apply_segment(segment, view_of(kept[_place_of(span, segment)]), piece.itemsize)
+        return None
 
 
-def _small_together(tensors: Iterable[tuple[UploadTensor, Named]]) -> Iterator[_Group]:
-    """Lists of tensors that are worth a task: of 40 000 small ones, handing each to a thread would take most time."""
-    group: _Group = []
-    size = 0
-    for tensor, (_, new) in tensors:
-        if group and size + tensor.nbytes > delta.SEGMENT_BYTES:
-            yield group
-            group, size = [], 0
-        group.append((tensor, tensor_bytes(new)))
-        size += tensor.nbytes
-        del new
-    if group:
-        yield group
+class _Scattered(NamedTuple):
+    """Changes of a piece on a GPU."""
+
+    kept: torch.Tensor
+    whole: list[tuple[slice, torch.Tensor]]
+    """New bytes, and where they belong."""
+    positions: torch.Tensor
+    differences: torch.Tensor
+
+    @classmethod
+    def decoded(cls, kept: torch.Tensor, changes: list[_SpanSegment], itemsize: int) -> _Scattered:
+        whole, found = [], []
+        for span, segment in changes:
+            place = _place_of(span, segment)
+            if (new := delta.new_bytes(segment)) is not None:
+                whole.append((place, torch.frombuffer(bytearray(new), dtype=torch.uint8)))
+            else:
+                positions, differences = delta.decode_changes(segment, place.stop - place.start, itemsize)
+                found.append((positions + place.start // itemsize, differences.view(f"<i{itemsize}")))
+        of_each = zip(*found, strict=True) if found else ([np.empty(0, np.int64)], [np.empty(0, f"<i{itemsize}")])
+        return cls(kept, whole, *(torch.from_numpy(np.concatenate(arrays)) for arrays in of_each))
+
+    def add(self) -> None:
+        for place, new in self.whole:
+            self.kept[place].copy_(new)
+        elements, at = self.kept.view(self.differences.dtype), self.positions.to(self.kept.device)
+        elements[at] = elements[at] + self.differences.to(self.kept.device)
+
+
+def _place_of(span: Span, segment: delta.Segment) -> slice:
+    """Of a segment, in the span's piece."""
+    start = span.place.start - span.part.start
+    return slice(start + segment.place.start, start + segment.place.stop)
 
 
 def _announced(changed: Changed | None) -> TensorChange | None:
     return None if changed is None else TensorChange(nbytes=len(changed.encoded), digest=changed.digest)
-
-
-def _changed(encoded: bytes, digest: Callable[[], str]) -> Changed | None:
-    return Changed(encoded, digest()) if encoded else None
-
-
-def _digest(data: memoryview) -> str:
-    return tensor_digests(data)[0]

@@ -42,6 +42,7 @@ from rollout_service.protocol.upload import (
     RollBack,
     TrainerRecipe,
     UploadPlan,
+    UploadTensor,
     listener_proof,
     num_parts,
     upload_digest,
@@ -102,6 +103,10 @@ class Uploader:
     def close(self) -> None:
         """Let go of the memory that is kept for the next push."""
         self._shared.close()
+
+    def may_share(self, table: tuple[UploadTensor, ...]) -> bool:
+        """Whether tensors with this table would go through shared memory, as far as it is known."""
+        return self._shared.is_worth_trying(table)
 
     async def begin(self, begin: Announcement) -> UploadPlan:
         """Announce a version. Raises InvalidManifest, VersionConflict."""

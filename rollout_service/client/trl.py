@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from rollout_service.client._upload import Quantize
+    from rollout_service.client._upload import Quantize, Transport
     from rollout_service.protocol.fleet import PauseMode
     from rollout_service.protocol.upload import UploadTensor
     from rollout_service.protocol.weights import WeightStatus
@@ -54,7 +54,10 @@ class RolloutServiceWeightTransfer:
         token: Bearer token, if the service asks for one. TRL's rollout worker sends none, and needs none.
         mode: What happens to rollouts that run while a version is loaded, see ``CommitUpload.mode``.
         quantize: ``trainer`` sends FP8 codes, or BF16 where nothing is quantized, instead of the trainer's own
-            dtype: for an FP32 trainer a quarter or half of the bytes; see ``RolloutClient.push_weights``.
+            dtype: for an FP32 trainer a quarter or half of the bytes; see ``RolloutClient.push_weights``. None: as
+            ``transport`` needs it, else ``service``.
+        transport: How its bytes go, see ``RolloutClient.push_weights``. ``delta`` sends what has changed since the sync
+            before; ``auto`` does so too if this process quantizes and the service is on another machine.
         timeout_s: How long a version may take from its commit until every live replica serves it.
         server_timeout_s: How long ``init_weight_transfer`` waits until the service can serve.
     """
@@ -65,12 +68,13 @@ class RolloutServiceWeightTransfer:
         *,
         token: str | None = None,
         mode: PauseMode = "keep",
-        quantize: Quantize = "service",
+        quantize: Quantize | None = None,
+        transport: Transport = "auto",
         timeout_s: float = 1800.0,
         server_timeout_s: float = 240.0,
     ) -> None:
         self._url, self._token = url, token
-        self._mode, self._quantize = mode, quantize
+        self._mode, self._quantize, self._transport = mode, quantize, transport
         self._timeout_s, self._server_timeout_s = timeout_s, server_timeout_s
         self._client: SyncRolloutClient | None = None
         self._table: list[UploadTensor] | None = None
@@ -140,6 +144,7 @@ class RolloutServiceWeightTransfer:
             iterator if table is not None else described(iterator, learnt),
             tensor_table=table,
             quantize=self._quantize,
+            transport=self._transport,
             mode=self._mode,
             timeout_s=self._timeout_s,
         )

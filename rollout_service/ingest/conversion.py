@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from rollout_service.errors import InvalidManifest, RolloutServiceError
 from rollout_service.metrics.process import counted_conversion
-from rollout_service.model.convert import Converter, Named, tensor_bytes
+from rollout_service.model.convert import Named, tensor_bytes
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.unquantized import UnquantizedCopy
 from rollout_service.store.writer import VersionWriter
@@ -23,6 +23,13 @@ FAILURES = (RolloutServiceError, OSError, RuntimeError)
 
 Read: TypeAlias = Callable[[Sequence[str]], Iterable[Named]]
 """The tensors of these names, one after the other."""
+
+
+class Convert(Protocol):
+    """As ``Converter.convert``."""
+
+    def __call__(self, tensors: Iterable[Named], *, to_cpu: bool) -> Iterator[Named]:
+        """See there."""
 
 
 class TiedHead(NamedTuple):
@@ -39,18 +46,23 @@ class Conversion:
         self,
         version: int,
         writer: VersionWriter,
-        converter: Converter,
+        convert: Convert,
         executor: Executor,
         copy: UnquantizedCopy | None = None,
     ) -> None:
-        """``copy``: takes the tensors as they came, for a shadow."""
-        self._version, self._writer, self._converter = version, writer, converter
+        """
+        Args:
+            convert: ``Converter.convert``, or what does the same for tensors that are as they are stored.
+            copy: takes the tensors as they came, for a shadow.
+        """
+        self._version, self._writer, self._converts = version, writer, convert
         self._executor, self._copy = executor, copy
         self._tasks: list[Future[None]] = []
         self._failure: RolloutServiceError | None = None
         self._failed: dict[str, RolloutServiceError] = {}
         """Tensors that could not be converted as they came, and may come anew."""
         self._noting = threading.Lock()
+        self._read: dict[str, int] = {}
         self._stored: tuple[StoredTensor, ...] | None = None
 
     @property
@@ -60,6 +72,11 @@ class Conversion:
         Unless what it read was a part of another uploader, and the one that began sends its own in place of it.
         """
         return self._failure or next(iter(list(self._failed.values())), None)
+
+    @property
+    def read_bytes(self) -> int:
+        """Of the tensors that have been read, as they came."""
+        return sum(list(self._read.values()))
 
     def begin(self, names: Sequence[str], read: Read) -> Future[None]:
         """Convert tensors that come once: the first failure is the version's, and ends it.
@@ -172,15 +189,20 @@ class Conversion:
         return {}
 
     def _write(self, tensors: Iterable[Named]) -> None:
-        if self._copy is not None:
-            tensors = self._copy.taken(tensors)
-        convert = partial(self._converter.convert, to_cpu=not self._writer.has_rooms)
+        tensors = self._noted(tensors if self._copy is None else self._copy.taken(tensors))
+        convert = partial(self._converts, to_cpu=not self._writer.has_rooms)
         for name, tensor in counted_conversion(convert, tensors):
             if self._writer.has_rooms:
                 _fill(self._writer.room(name), tensor)
                 self._writer.filled(name)
             else:
                 self._writer.write(name, tensor_bytes(tensor))
+
+    def _noted(self, tensors: Iterable[Named]) -> Iterator[Named]:
+        for name, tensor in tensors:
+            self._read[name] = tensor.nbytes
+            yield name, tensor
+            del tensor  # before the next is read
 
     def _finish(
         self, tied: TiedHead | None, check: Callable[[Iterable[StoredTensor]], None] | None

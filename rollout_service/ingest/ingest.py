@@ -31,7 +31,7 @@ from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.ingest.uploads import Uploads
 from rollout_service.ingest.weight_transfer import WeightTransfer
 from rollout_service.kv_scales.coordinator import KVScaleCoordinator, VersionScales
-from rollout_service.metrics.process import count_delta, counted_commit
+from rollout_service.metrics.process import count_received, counted_commit
 from rollout_service.metrics.state import FleetHistory
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
@@ -91,8 +91,9 @@ class Ingest:
         self._unquantized = UnquantizedLog(self._log.root, self._model) if config.shadow.share else None
         self._labels = VersionLabels(self._log)
         self._uploads = Uploads(
-            config.weights, self._log, self._model, self._plan, self._converter, self._unquantized, self._labels
-        )
+            config.weights, self._log, self._model, self._plan, self._converter, self._recipe, self._unquantized,
+            self._labels,
+        )  # fmt: skip
         self._lock = WriterLock(self._log.root)
         self._chunks = ChunkServer(self._log)
         self._changes, self._writing = Changes(), Turns()
@@ -443,8 +444,7 @@ class Ingest:
             )
             manifest = self._kv_scales.added_to(bare, staged.begin.kv_scales)
             await self._append(manifest, staged.complete_record(), request.mode)
-            if staged.needs is not None:
-                count_delta(staged.begin.nbytes, manifest.total_bytes)
+            count_received(staged.transport, staged.received_bytes, manifest.total_bytes)
             await self._uploads.committed_now(version, manifest.digest)
             await self._remove_old()
 

@@ -106,7 +106,7 @@ class UploadSession:
         self.space = space or DirectSpace(0)
         """Where parts are received."""
         writer = self._layout(converter.slots(model.stored))
-        self._conversion = Conversion(begin.version, writer, converter, executor, copy)
+        self._conversion = Conversion(begin.version, writer, (delta or converter).convert, executor, copy)
         self._parts = ReceivedParts(self._folders[1], self.begin.stream, self.part_bytes)
         self._delta = delta
         self._read: Read = self._parts.files.read
@@ -191,6 +191,16 @@ class UploadSession:
     def needs(self) -> int | None:
         """The version in the log that this one is made from; None: from none."""
         return None if self._delta is None else self._delta.base
+
+    @property
+    def transport(self) -> str:
+        """How its tensors come, for metrics."""
+        return self.begin.transport
+
+    @property
+    def received_bytes(self) -> int:
+        """What came: parts, or the tensors of another source."""
+        return self.begin.nbytes if self.begin.source is None else self._conversion.read_bytes
 
     @property
     def num_parts(self) -> int:

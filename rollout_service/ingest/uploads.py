@@ -43,6 +43,7 @@ from rollout_service.protocol.upload import (
 from rollout_service.store.durable_io import remove_tree
 from rollout_service.store.labels import VersionLabels
 from rollout_service.store.log import WeightLog
+from rollout_service.store.manifest import Recipe
 from rollout_service.store.mapped_files import Registered
 from rollout_service.store.part_space import DirectSpace, MappedSpace, PartSpace
 from rollout_service.store.unquantized import UnquantizedLog
@@ -69,16 +70,19 @@ class Uploads:
         model: ServedModel,
         plan: QuantPlan,
         converter: Converter,
+        recipe: Recipe,
         unquantized: UnquantizedLog | None = None,
         labels: VersionLabels | None = None,
     ) -> None:
         """
         Args:
+            recipe: that the converter follows, as versions have it.
             unquantized: None if no shadow will ask for versions as they came.
             labels: of the log, for messages.
         """
         self._unquantized, self._labels = unquantized, labels or VersionLabels(log)
-        self._config, self._log, self._model, self._plan, self._converter = config, log, model, plan, converter
+        self._config, self._log, self._model, self._plan = config, log, model, plan
+        self._converter, self._recipe = converter, recipe
         self._executor = ThreadPoolExecutor(io_threads(), thread_name_prefix="quantize")
         self._space: PartSpace = DirectSpace.for_parts_of(config.part_bytes)
         self.memory: LogMemory | None = None
@@ -447,7 +451,7 @@ class Uploads:
             table = begin.source.tensors
         if not isinstance(begin.source, BroadcastSource):
             self._model.check_table(table, self._plan)
-        delta = None if begin.delta is None else DeltaOfVersion(self._log, begin)
+        delta = None if begin.delta is None else self._delta_of(begin)
         try:
             return UploadSession(
                 begin,
@@ -466,6 +470,10 @@ class Uploads:
             if delta is not None:
                 delta.close()
             raise
+
+    def _delta_of(self, begin: BeginUpload) -> DeltaOfVersion:
+        mapped = None if self.memory is None else self.memory.mapped
+        return DeltaOfVersion(self._log, begin, self._recipe, self._converter, mapped)
 
     async def _recover(self, parts: Path) -> None:
         number = parts.name.removesuffix(".parts")

@@ -182,8 +182,8 @@ def count_part(nbytes: int) -> None:
     record(table.UPLOAD_BYTES, nbytes)
 
 
-def count_delta(nbytes: int, version_bytes: int) -> None:
-    """Count a version that was committed, which came as a delta of ``nbytes`` and is stored in ``version_bytes``."""
-    record(table.DELTAS)
-    record(table.DELTA_BYTES, nbytes)
-    record(table.DELTA_VERSION_BYTES, version_bytes)
+def count_received(transport: str, nbytes: int, version_bytes: int) -> None:
+    """Count a version that was committed, which came in ``nbytes`` and is stored in ``version_bytes``."""
+    record(table.VERSIONS_RECEIVED, transport=transport)
+    record(table.RECEIVED_BYTES, nbytes, transport=transport)
+    record(table.RECEIVED_VERSION_BYTES, version_bytes, transport=transport)

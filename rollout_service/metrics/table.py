@@ -136,11 +136,18 @@ KV_USAGE = _process("kv_usage_ratio", "gauge", "ratio", (), "Share of the KV cac
 
 UPLOAD_PARTS = _process("upload_parts_total", "counter", "", (), "Parts received and checked.")
 UPLOAD_BYTES = _process("upload_bytes_total", "counter", "bytes", (), "Bytes of these parts.")
-DELTAS = _process("deltas_total", "counter", "", (), "Versions that were committed and came as a delta of another one.")
-DELTA_BYTES = _process("delta_bytes_total", "counter", "bytes", (), "Bytes of the changes that these versions came as.")
-DELTA_VERSION_BYTES = _process(
-    "delta_version_bytes_total", "counter", "bytes", (),
-    "Bytes of these versions as they are stored, which a push of all of each would have sent.",
+VERSIONS_RECEIVED = _process(
+    "versions_received_total", "counter", "", ("transport",),
+    "Versions that were committed, by how their tensors came: parts, delta (changes, in parts), path (of a folder, as "
+    "version 0), objects (of Ray), broadcast, or shared_memory.",
+)  # fmt: skip
+RECEIVED_BYTES = _process(
+    "received_bytes_total", "counter", "bytes", ("transport",),
+    "Bytes that these versions came as: of a delta the changes, of all others their tensors.",
+)  # fmt: skip
+RECEIVED_VERSION_BYTES = _process(
+    "received_version_bytes_total", "counter", "bytes", ("transport",),
+    "Bytes of these versions as they are stored. Of deltas, what whole pushes would have sent.",
 )  # fmt: skip
 QUANTIZE_SECONDS = _process(
     "quantize_seconds_total", "counter", "seconds", (),

@@ -25,7 +25,8 @@ decodes to is bounded by its size, whatever the bytes say. Little-endian:
 import struct
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,19 +34,37 @@ import numpy.typing as npt
 SEGMENT_BYTES = 8 << 20
 """A multiple of every element's size; positions in it fit into the planes of a gap."""
 
-_Array = npt.NDArray[Any]
+Array = npt.NDArray[Any]
+"""Integers, in one dimension."""
 
 _UNCHANGED, _CHANGED, _WHOLE = range(3)
+NOTHING = bytes([_UNCHANGED])
+"""A segment in which nothing has changed."""
 _GAP_PLANES = 3
-_SPARSE = 0.25
+SPARSE = 0.25
 """Share of changed elements above which a segment is sent as a whole: its positions are most of its bytes then, and
 zlib takes longer than a network."""
 _RUNS = 0.9
 """Share of zeros above which runs of them are shorter than one bit each."""
-_RAW_DEFLATE, _MEMORY_LEVEL = -15, 9
+_RAW_DEFLATE = -15
+_FOR_LARGE, _FOR_SMALL = (_RAW_DEFLATE, 9), (-12, 6)
+"""Window and memory of deflate, as ``zlib.compressobj`` takes them. To set up the larger ones takes as long as 10 000
+numbers do; they pay from this many on:"""
+_LARGE = 4096
 _SMALL_BYTES = 4096
 """A tensor like the scales of an expert, of which there are thousands, most of them unchanged."""
 _UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
+_SHIFTS = {1: 0, 2: 1, 4: 2}
+"""Binary logarithms of the sizes of elements."""
+
+
+class Segment(NamedTuple):
+    """What changes one segment of a tensor. Several threads may apply those of one tensor."""
+
+    number: int
+    place: slice
+    """Its bytes in the tensor."""
+    encoded: memoryview
 
 
 def segments(nbytes: int) -> Iterator[slice]:
@@ -57,16 +76,34 @@ def segments(nbytes: int) -> Iterator[slice]:
 def encode_segment(base: memoryview, new: memoryview, itemsize: int) -> bytes:
     """What changed from ``base`` to ``new``: one segment of a tensor with elements of ``itemsize`` bytes."""
     dtype = _UNSIGNED[itemsize]
-    old, now = np.frombuffer(base, dtype), np.frombuffer(new, dtype)
-    positions = _changed(old, now)
+    positions, differences = _changed(np.frombuffer(base, dtype), np.frombuffer(new, dtype))
+    return encode_changes(positions, differences, new.nbytes) or encode_whole(new)
+
+
+def encode_changes(positions: Array, differences: Array, nbytes: int) -> bytes | None:
+    """A segment of ``nbytes`` bytes, by what was found to have changed in it.
+
+    Args:
+        positions: integers, ascending: of the elements that changed.
+        differences: their new bits minus their old ones, of an integer dtype as large as an element.
+
+    Returns None if the segment's new bytes are fewer: ``encode_whole``.
+    """
+    itemsize = differences.itemsize
     if not positions.size:
-        return bytes([_UNCHANGED])
-    if positions.size <= _SPARSE * now.size:
-        gaps = np.diff(positions, prepend=-1) - 1
-        planes = [*_planes(gaps, _GAP_PLANES), *_planes(_zigzag(now[positions] - old[positions]), itemsize)]
-        encoded = _header(itemsize).pack(_CHANGED, positions.size, *map(len, planes)) + b"".join(planes)
-        if len(encoded) < new.nbytes:
-            return encoded
+        return NOTHING
+    if positions.size * itemsize > SPARSE * nbytes:
+        return None
+    gaps = np.empty(positions.size, np.uint32)
+    gaps[0] = positions[0]
+    np.subtract(positions[1:], positions[:-1] + 1, out=gaps[1:], casting="unsafe")
+    planes = [*_planes(gaps, _GAP_PLANES), *_planes(_zigzag(differences), itemsize)]
+    encoded = _header(itemsize).pack(_CHANGED, positions.size, *map(len, planes)) + b"".join(planes)
+    return encoded if len(encoded) < nbytes else None
+
+
+def encode_whole(new: memoryview) -> bytes:
+    """A segment by all of its bytes."""
     return bytes([_WHOLE]) + bytes(new)
 
 
@@ -74,15 +111,19 @@ def encode(base: memoryview, new: memoryview, itemsize: int) -> bytes:
     """What changed in a whole tensor; empty if nothing did. Raises ValueError for tensors of different sizes."""
     if base.nbytes != new.nbytes:
         raise ValueError(f"a tensor of {base.nbytes} bytes does not become one of {new.nbytes}")
+    return joined(encode_segments(base, new, itemsize))
+
+
+def encode_segments(base: memoryview, new: memoryview, itemsize: int) -> list[bytes]:
+    """What changed in each segment of a tensor; ``NOTHING`` where nothing did."""
     if new.nbytes <= _SMALL_BYTES and bytes(base) == bytes(new):
-        return b""
-    return joined([encode_segment(base[part], new[part], itemsize) for part in segments(new.nbytes)])
+        return [NOTHING for _ in segments(new.nbytes)]
+    return [encode_segment(base[part], new[part], itemsize) for part in segments(new.nbytes)]
 
 
 def joined(encoded: list[bytes]) -> bytes:
     """A tensor out of its segments, in order; empty if nothing changed in any."""
-    unchanged = bytes([_UNCHANGED])
-    return b"" if all(segment == unchanged for segment in encoded) else b"".join(encoded)
+    return b"" if all(segment == NOTHING for segment in encoded) else b"".join(encoded)
 
 
 def apply(encoded: memoryview, tensor: memoryview, itemsize: int) -> None:
@@ -91,50 +132,105 @@ def apply(encoded: memoryview, tensor: memoryview, itemsize: int) -> None:
     Raises ValueError, with the segment, for bytes that are no encoding of a tensor of this size; the tensor is neither
     the old nor the new one then.
     """
-    position = 0
-    for number, part in enumerate(segments(tensor.nbytes)):
-        try:
-            position = _apply_segment(encoded, position, np.frombuffer(tensor[part], _UNSIGNED[itemsize]))
-        except (ValueError, zlib.error) as error:
-            raise ValueError(f"segment {number}: {error}") from error
+    for segment in changed_segments(encoded, tensor.nbytes, itemsize):
+        apply_segment(segment, tensor[segment.place], itemsize)
+
+
+def changed_segments(encoded: memoryview, nbytes: int, itemsize: int) -> list[Segment]:
+    """The segments of a tensor of ``nbytes`` bytes, but for those in which nothing changed.
+
+    Raises ValueError, with the segment, for bytes of which the first of a segment show that they are no encoding.
+    """
+    position, found = 0, []
+    for number, place in enumerate(segments(nbytes)):
+        with _naming(number):
+            end = position + _encoded_bytes(encoded[position:], place.stop - place.start, itemsize)
+        if encoded[position] != _UNCHANGED:
+            found.append(Segment(number, place, encoded[position:end]))
+        position = end
     if position != encoded.nbytes:
         raise ValueError(f"{encoded.nbytes - position} bytes are left over after the last segment")
+    return found
 
 
-def _changed(old: _Array, now: _Array) -> npt.NDArray[np.int64]:
-    """Indices of the elements that differ. Compares eight bytes at a time: few of these differ."""
-    per_word = 8 // old.itemsize
-    whole = old.size - old.size % per_word
+def apply_segment(segment: Segment, data: memoryview, itemsize: int) -> Array:
+    """Make the old bytes of one segment, in ``data``, the new ones. Returns what the elements that were told became.
+
+    Raises ValueError as ``apply``.
+    """
+    elements = np.frombuffer(data, _UNSIGNED[itemsize])
+    if (new := new_bytes(segment)) is not None:
+        elements[:] = np.frombuffer(new, elements.dtype)
+        return elements
+    positions, differences = decode_changes(segment, data.nbytes, itemsize)
+    differences += elements[positions]
+    elements[positions] = differences
+    return differences
+
+
+def new_bytes(segment: Segment) -> memoryview | None:
+    """All of a segment's; None if it has its changes: ``decode_changes``."""
+    return segment.encoded[1:] if segment.encoded[0] == _WHOLE else None
+
+
+def decode_changes(segment: Segment, nbytes: int, itemsize: int) -> tuple[Array, Array]:
+    """What ``encode_changes`` was given of a segment of ``nbytes`` bytes; differences as unsigned integers.
+
+    Raises ValueError as ``apply``.
+    """
+    with _naming(segment.number):
+        return _decoded(segment.encoded, nbytes // itemsize, _UNSIGNED[itemsize])
+
+
+@contextmanager
+def _naming(segment: int) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, zlib.error) as error:
+        raise ValueError(f"segment {segment}: {error}") from error
+
+
+def _changed(old: Array, now: Array) -> tuple[Array, Array]:
+    """Indices of the elements that differ, and by how much. Compares eight bytes at a time: few of these differ."""
+    shift = 3 - _SHIFTS[old.itemsize]
+    whole = old.size >> shift << shift
     words_old, words_now = old[:whole].view("<u8"), now[:whole].view("<u8")
     words = np.flatnonzero(words_old != words_now)
-    differs = (words_old[words] ^ words_now[words]).view(old.dtype)
-    inside = np.flatnonzero(differs)
-    rest = np.flatnonzero(old[whole:] != now[whole:])
-    return np.concatenate([words[inside // per_word] * per_word + inside % per_word, rest + whole])
+    differences = words_now[words].view(old.dtype)
+    differences -= words_old[words].view(old.dtype)
+    inside = np.flatnonzero(differences != 0)  # of booleans: of integers numpy takes five times as long
+    positions = (words[inside >> shift] << shift) + (inside & ((1 << shift) - 1))
+    if whole == old.size:
+        return positions, differences[inside]
+    rest = now[whole:] - old[whole:]
+    last = np.flatnonzero(rest)
+    return np.concatenate([positions, last + whole]), np.concatenate([differences[inside], rest[last]])
 
 
-def _zigzag(difference: _Array) -> _Array:
+def _zigzag(difference: Array) -> Array:
     signed = difference.view(f"<i{difference.itemsize}")
-    code: _Array = (signed << 1) ^ (signed >> (8 * signed.itemsize - 1))
+    code: Array = (signed << 1) ^ (signed >> (8 * signed.itemsize - 1))
     return code.view(difference.dtype)
 
 
-def _unzigzag(code: _Array) -> _Array:
+def _unzigzag(code: Array) -> Array:
     one = code.dtype.type(1)
-    difference: _Array = (code >> one) ^ (~(code & one) + one)
+    difference: Array = (code >> one) ^ (~(code & one) + one)
     return difference
 
 
-def _planes(numbers: _Array, count: int) -> Iterator[bytes]:
+def _planes(numbers: Array, count: int) -> Iterator[bytes]:
     """The ``count`` lowest bytes of each number, the lowest of all first, compressed."""
+    of_each = numbers.view(np.uint8).reshape(-1, numbers.itemsize)
     for plane in range(count):
-        values = (numbers >> (8 * plane)).astype(np.uint8)
+        values = np.ascontiguousarray(of_each[:, plane])
         nonzero = int(np.count_nonzero(values))
         if not nonzero:
             yield b""
             continue
         strategy = zlib.Z_RLE if nonzero < (1 - _RUNS) * values.size else zlib.Z_HUFFMAN_ONLY
-        deflate = zlib.compressobj(6, zlib.DEFLATED, _RAW_DEFLATE, _MEMORY_LEVEL, strategy)
+        window, memory = _FOR_SMALL if values.size < _LARGE else _FOR_LARGE
+        deflate = zlib.compressobj(6, zlib.DEFLATED, window, memory, strategy)
         yield deflate.compress(values.data) + deflate.flush()
 
 
@@ -142,50 +238,55 @@ def _header(itemsize: int) -> struct.Struct:
     return struct.Struct(f"<BI{_GAP_PLANES + itemsize}I")
 
 
-def _apply_segment(encoded: memoryview, position: int, elements: _Array) -> int:
-    """Where the next segment begins."""
-    if position >= encoded.nbytes:
+def _encoded_bytes(encoded: memoryview, nbytes: int, itemsize: int) -> int:
+    """Of the first segment in ``encoded``, which is one of ``nbytes`` bytes."""
+    if not encoded.nbytes:
         raise ValueError("it is not there")
-    kind = int(encoded[position])
+    kind = int(encoded[0])
     if kind == _UNCHANGED:
-        return position + 1
+        return 1
     if kind == _WHOLE:
-        data = encoded[position + 1 : position + 1 + elements.nbytes]
-        if data.nbytes < elements.nbytes:
-            raise ValueError(f"{data.nbytes} bytes of {elements.nbytes} are there")
-        elements[:] = np.frombuffer(data, elements.dtype)
-        return position + 1 + elements.nbytes
+        if encoded.nbytes <= nbytes:
+            raise ValueError(f"{encoded.nbytes - 1} bytes of {nbytes} are there")
+        return 1 + nbytes
     if kind != _CHANGED:
         raise ValueError(f"it begins with {kind}, which is no kind of segment")
-    header = _header(elements.itemsize)
-    if position + header.size > encoded.nbytes:
+    header = _header(itemsize)
+    if header.size > encoded.nbytes:
         raise ValueError("it ends in its header")
-    count, *lengths = map(int, header.unpack_from(encoded, position)[1:])
-    if not 0 < count <= elements.size:
-        raise ValueError(f"{count} changes in {elements.size} elements")
-    start = position + header.size
-    end = start + sum(lengths)
+    count, *lengths = map(int, header.unpack_from(encoded)[1:])
+    if not 0 < count <= nbytes // itemsize:
+        raise ValueError(f"{count} changes in {nbytes // itemsize} elements")
+    end = header.size + sum(lengths)
     if end > encoded.nbytes:
-        raise ValueError(f"its planes have {end - start} bytes, and {encoded.nbytes - start} are there")
-    gaps = _joined_planes(encoded[start:], lengths[:_GAP_PLANES], count, np.dtype("<i8"))
-    positions = np.cumsum(gaps + 1) - 1
-    if positions[-1] >= elements.size:
-        raise ValueError(f"its last change is at element {positions[-1]} of {elements.size}")
-    start += sum(lengths[:_GAP_PLANES])
-    codes = _joined_planes(encoded[start:], lengths[_GAP_PLANES:], count, elements.dtype)
-    elements[positions] += _unzigzag(codes)
+        raise ValueError(f"its planes have {sum(lengths)} bytes, and {encoded.nbytes - header.size} are there")
     return end
 
 
-def _joined_planes(encoded: memoryview, lengths: list[int], count: int, dtype: np.dtype[Any]) -> _Array:
+def _decoded(encoded: memoryview, size: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Positions and differences in a changed segment of ``size`` elements, of which the header was checked."""
+    header = _header(dtype.itemsize)
+    count, *lengths = map(int, header.unpack_from(encoded)[1:])
+    start = header.size
+    positions = _joined_planes(encoded[start:], lengths[:_GAP_PLANES], count, np.dtype("<i8"))
+    positions += 1
+    np.cumsum(positions, out=positions)
+    positions -= 1
+    if positions[-1] >= size:
+        raise ValueError(f"its last change is at element {positions[-1]} of {size}")
+    start += sum(lengths[:_GAP_PLANES])
+    return positions, _unzigzag(_joined_planes(encoded[start:], lengths[_GAP_PLANES:], count, dtype))
+
+
+def _joined_planes(encoded: memoryview, lengths: list[int], count: int, dtype: np.dtype[Any]) -> Array:
     """``count`` numbers out of their planes. No plane is decompressed beyond ``count`` bytes."""
-    numbers, start = np.zeros((count, dtype.itemsize), np.uint8), 0
+    numbers, start = np.zeros(count, dtype), 0
     for plane, length in enumerate(lengths):
         if length:
             inflate = zlib.decompressobj(_RAW_DEFLATE)
             values = inflate.decompress(encoded[start : start + length], count + 1)
             if len(values) != count or not inflate.eof or inflate.unused_data:
                 raise ValueError(f"plane {plane} does not decode to {count} bytes and end there")
-            numbers[:, plane] = np.frombuffer(values, np.uint8)
+            numbers |= np.frombuffer(values, np.uint8).astype(dtype) << (8 * plane)
         start += length
-    return numbers.view(dtype).reshape(count)
+    return numbers

@@ -51,7 +51,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import ClassVar, Literal, Self, TypeVar
 
 import xxhash
 from pydantic import Field, model_validator
@@ -105,12 +105,14 @@ class UploadTensor(Frozen):
 class PathSource(Frozen):
     """A Hugging Face folder of safetensors that the ingest can read itself."""
 
+    transport: ClassVar[str] = "path"
     path: Path
 
 
 class ObjectSource(Frozen):
     """Objects in Ray's store, see ``ingest/sources/ray_objects.py``. Only taken through the ingest's Python handle."""
 
+    transport: ClassVar[str] = "objects"
     digest: str
     """xxh3-128 over what they hold."""
 
@@ -118,6 +120,7 @@ class ObjectSource(Frozen):
 class BroadcastSource(Frozen):
     """What a trainer broadcasts, see ``ingest/weight_transfer.py``. Only begun by ``POST /start_weight_update``."""
 
+    transport: ClassVar[str] = "broadcast"
     transfer: str
     """A name that no other update has: what was broadcast cannot be read again."""
 
@@ -125,6 +128,7 @@ class BroadcastSource(Frozen):
 class SharedMemorySource(Frozen):
     """Memory of a trainer on the ingest's own machine, which the trainer fills again and again: ``SharedTensors``."""
 
+    transport: ClassVar[str] = "shared_memory"
     transfer: str = Field(pattern="^[0-9a-f]{32}$")
     """A name that no other push has: what was in the memory cannot be read again."""
     machine: str = Field(max_length=64)
@@ -239,6 +243,13 @@ class Announcement(Frozen):
             for tensor, change in zip(self.tensors, self.delta.changes, strict=True)
             if change is not None
         )
+
+    @property
+    def transport(self) -> str:
+        """How the tensors come, for metrics."""
+        if self.source is not None:
+            return self.source.transport
+        return "parts" if self.delta is None else "delta"
 
     @functools.cached_property
     def nbytes(self) -> int:

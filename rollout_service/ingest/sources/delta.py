@@ -1,19 +1,30 @@
-"""The tensors of a delta: those of its base, read from the log, with the changes that a trainer has sent."""
+"""The tensors of a delta: those of its base, copied from the log, with the changes that a trainer has sent.
+
+Each byte is copied once, changed where it then is, and hashed once, when it is stored: the digest that the result must
+have is announced, so the base need not be checked as well. Only if a result has another digest is it looked at, to tell
+whether the base is damaged or the changes are. Whether weights are numbers is asked of the changed elements alone; all
+others were stored, and so were asked, before.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from rollout_service.errors import DeltaBaseGone, InvalidDelta, LogCorrupt, NotFound
+from rollout_service.errors import DeltaBaseGone, InvalidDelta, LogCorrupt, NotFound, QuantizationError
 from rollout_service.ingest.sources.source import as_tensor, in_batches
-from rollout_service.model.convert import Named, tensor_bytes
+from rollout_service.model.convert import Converter, Named, tensor_bytes
 from rollout_service.protocol import delta
 from rollout_service.protocol.upload import DTYPE_BYTES, BeginUpload, UploadTensor, base_digest
 from rollout_service.store.direct_io import ThreadBuffers, round_up
 from rollout_service.store.log import WeightLog
-from rollout_service.store.manifest import StoredTensor
-from rollout_service.store.reading import Piece, VersionReader, pieces
-from rollout_service.threads import STRETCH_BYTES, in_threads
+from rollout_service.store.manifest import Recipe, StoredTensor, tensor_digests
+from rollout_service.store.mapped_files import MappedFiles
+from rollout_service.store.reading import VersionReader
+from rollout_service.threads import in_threads
+
+_STRETCH_SEGMENTS = 8
+"""Of one tensor, that one thread makes: a vocabulary's embedding would keep it busy while the others have nothing."""
+_CHECK_BYTES = 16 << 20
 
 
 class _Tensor(NamedTuple):
@@ -25,22 +36,44 @@ class _Tensor(NamedTuple):
     changed: bool
 
 
-class DeltaOfVersion:
-    """Makes the tensors of one announced delta, for any number of threads.
+class _Stretch(NamedTuple):
+    places: list[slice]
+    """Segments of one tensor that follow each other."""
+    changes: dict[int, delta.Segment]
+    """What changes in the tensor, by the first bytes."""
 
-    The files of its base are open from the beginning, and each chunk is checked as it is read.
+
+class DeltaOfVersion:
+    """Makes the tensors of one announced delta, for any number of threads, as they are stored.
+
+    The files of its base are open from the beginning.
     """
 
-    def __init__(self, log: WeightLog, begin: BeginUpload) -> None:
-        """Raises DeltaBaseGone if ``log`` does not hold the base that ``begin`` means."""
+    def __init__(
+        self,
+        log: WeightLog,
+        begin: BeginUpload,
+        recipe: Recipe,
+        converter: Converter,
+        mapped: MappedFiles | None = None,
+    ) -> None:
+        """
+        Args:
+            recipe: of the new version, which ``converter`` follows.
+            mapped: of a log in memory.
+
+        Raises DeltaBaseGone if ``log`` does not hold the base that ``begin`` means.
+        """
         assert begin.delta is not None
-        self._version, self._base = begin.version, begin.delta.base
+        self._version, self._base, self._converter = begin.version, begin.delta.base, converter
         self._buffers = ThreadBuffers()
         try:
             manifest = log.manifest(self._base)
+            if manifest.recipe != recipe:
+                raise self._gone("it was quantized otherwise than versions are now")
             stored = {tensor.name: tensor for tensor in manifest.tensors}
             self._tensors = dict(self._matched(begin, stored))
-            self._reader = VersionReader(log.folder(self._base), manifest)
+            self._reader = VersionReader(log.folder(self._base), manifest, mapped)
         except (NotFound, LogCorrupt, OSError) as error:
             raise self._gone(str(error)) from error
 
@@ -86,22 +119,26 @@ class DeltaOfVersion:
             tensors = [self._tensors[name] for name in names]
             came = iter(changes([tensor.stored.name for tensor in tensors if tensor.changed]))
             for tensor, data in zip(tensors, self._places(tensors, room), strict=True):
-                self._read_base(tensor.stored, data)
-                if tensor.changed:
-                    self._apply(tensor, tensor_bytes(next(came)[1]), data)
+                self._make(tensor, tensor_bytes(next(came)[1]) if tensor.changed else None, data)
                 yield tensor.stored.name, as_tensor(data, tensor.announced.dtype, tensor.announced.shape)
 
         return read
 
+    @staticmethod
+    def convert(tensors: Iterable[Named], *, to_cpu: bool = True) -> Iterator[Named]:
+        """As ``Converter.convert``, for what ``reading`` has made: it is as it is stored, and on the CPU."""
+        del to_cpu
+        return iter(tensors)
+
     def require_announced(self, tensors: Iterable[StoredTensor]) -> None:
-        """Raises InvalidDelta for the first of these tensors of the new version that is not what was announced."""
+        """Raises for the first of these tensors of the new version that is not what was announced.
+
+        DeltaBaseGone if the base is damaged there, InvalidDelta if it is not.
+        """
         for tensor in tensors:
             known = self._tensors.get(tensor.name)
             if known is not None and tensor.digest != known.digest:
-                raise self._invalid(
-                    tensor.name,
-                    f"make a tensor that hashes to {tensor.digest}, and not to {known.digest} as was announced",
-                )
+                raise self._other_than_announced(known, tensor.digest)
 
     def close(self) -> None:
         """Close the base's files."""
@@ -116,23 +153,54 @@ class DeltaOfVersion:
         starts = (end - round_up(tensor.stored.nbytes) for end, tensor in zip(ends, tensors, strict=True))
         return [buffer[start : start + each.stored.nbytes] for start, each in zip(starts, tensors, strict=True)]
 
-    def _read_base(self, stored: StoredTensor, data: memoryview) -> None:
-        def read(piece: Piece) -> None:
-            self._reader.read(piece, data[piece.offset - stored.offset :])
+    def _make(self, tensor: _Tensor, encoded: memoryview | None, data: memoryview) -> None:
+        """Make it in ``data``. ``encoded``: its changes; None: it has none."""
+        itemsize = DTYPE_BYTES[tensor.announced.dtype]
 
-        found = list(pieces(((stored, chunk) for chunk in stored.chunks()), STRETCH_BYTES))
-        try:
-            # a vocabulary's embedding would otherwise be read by one thread while the others have nothing to do
-            for _ in in_threads(read, found):
-                pass
-        except (LogCorrupt, OSError) as error:
-            raise self._gone(str(error)) from error
+        def make(stretch: _Stretch) -> bool:
+            sound = True
+            for place in stretch.places:
+                self._reader.copy_unchecked(tensor.stored, place, data[place])
+                if (segment := stretch.changes.get(place.start)) is not None:
+                    values = delta.apply_segment(segment, data[place], itemsize)
+                    sound = sound and self._are_sound(tensor, values)
+            return sound
 
-    def _apply(self, tensor: _Tensor, encoded: memoryview, data: memoryview) -> None:
         try:
-            delta.apply(encoded, data, DTYPE_BYTES[tensor.announced.dtype])
+            segments = [] if encoded is None else delta.changed_segments(encoded, data.nbytes, itemsize)
+            stretches = _stretches(data.nbytes, segments)
+            # all are made, also if one is unsound: whose fault that is can be told from the whole
+            sound = all(list(in_threads(make, stretches)))
         except ValueError as error:
             raise self._invalid(tensor.stored.name, f"cannot be decoded: {error}") from error
+        except (LogCorrupt, OSError) as error:
+            raise self._gone(str(error)) from error
+        if not sound:
+            if (found := tensor_digests(data)[0]) != tensor.digest:
+                raise self._other_than_announced(tensor, found)
+            for _ in self._converter.convert(
+                [(tensor.stored.name, as_tensor(data, tensor.announced.dtype, tensor.announced.shape))]
+            ):
+                pass  # it raises, and names the element
+
+    def _are_sound(self, tensor: _Tensor, values: delta.Array) -> bool:
+        """Whether these elements, in one dimension, may be in a version."""
+        elements = as_tensor(values.data, tensor.announced.dtype, (len(values),))
+        try:
+            for _ in self._converter.convert([(tensor.stored.name, elements)]):
+                pass
+        except QuantizationError:
+            return False
+        return True
+
+    def _other_than_announced(self, tensor: _Tensor, found: str) -> InvalidDelta | DeltaBaseGone:
+        try:
+            self._reader.check(tensor.stored, memoryview(bytearray(_CHECK_BYTES)))
+        except (LogCorrupt, OSError) as error:
+            return self._gone(str(error))
+        return self._invalid(
+            tensor.stored.name, f"make a tensor that hashes to {found}, and not to {tensor.digest} as was announced"
+        )
 
     def _invalid(self, name: str, what: str) -> InvalidDelta:
         return InvalidDelta(
@@ -147,3 +215,9 @@ class DeltaOfVersion:
             "the whole version, with transport='http' or again with the same client",
             {"version": self._version, "base": self._base},
         )
+
+
+def _stretches(nbytes: int, changes: Iterable[delta.Segment]) -> list[_Stretch]:
+    places = list(delta.segments(nbytes))
+    by_start = {change.place.start: change for change in changes}
+    return [_Stretch(places[i : i + _STRETCH_SEGMENTS], by_start) for i in range(0, len(places), _STRETCH_SEGMENTS)]

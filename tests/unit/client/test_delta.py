@@ -11,6 +11,9 @@ import torch
 from rollout_service.client import RolloutClient, SyncRolloutClient
 from rollout_service.errors import CommitTimeout, InsufficientStorage, QuantizationError, VersionConflict
 from rollout_service.ingest.ingest import Ingest
+from rollout_service.ingest.sources.shared_memory import TrainerMemory
+from rollout_service.memory import Memory
+from rollout_service.metrics import process, table
 from rollout_service.protocol.upload import CommitUpload, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.log import WeightLog
@@ -20,6 +23,7 @@ from tests.support.models import make_model
 from tests.unit.client.real_ingest import RealIngest, real_ingest
 from tests.unit.client.service import Service
 from tests.unit.ingest.trainer import folder_weights
+from tests.unit.metrics.counts import Counts
 
 Tensors = dict[str, torch.Tensor]
 EMBEDDING = "model.embed_tokens.weight"
@@ -64,10 +68,12 @@ def base_of(service: RealIngest, version: int) -> int | None:
     return None if delta is None else delta.base
 
 
-async def require_the_same_as_whole(service: RealIngest, version: int, weights: Tensors) -> None:
+async def require_the_same_as_whole(
+    service: RealIngest, version: int, weights: Tensors, quantize: str = "service"
+) -> None:
     """A version is sound, and has the digest of the same weights when all of them are sent; pushes one more version."""
     async with RolloutClient(service.url) as other:
-        whole = await push(other, "next", weights, transport="http")
+        whole = await push(other, "next", weights, transport="http", quantize=quantize)
     service.log.verify(service.log.manifest(version))
     assert service.log.manifest(version).digest == whole.digest
     assert service.log.manifest(version).delta_of is None
@@ -94,16 +100,25 @@ class TestSameVersion:
                 assert status.uploaded_bytes == record_of(service, version).begin.nbytes < 0.1 * status.total_bytes
             await require_the_same_as_whole(service, 4, weights)
 
-    @pytest.mark.parametrize("quant", [{"scales": "power_of_two"}, {"weights": "none"}, {"skip": ["*.down_proj"]}])
+    @pytest.mark.parametrize(
+        "quant",
+        [
+            {"scales": "power_of_two"},
+            {"weights": "none"},
+            {"skip": ["*.down_proj"]},
+            {"weights": "int8_channel"},
+        ],
+    )
     async def test_whatever_the_service_makes_of_weights(
         self, model: Path, tmp_path: Path, weights: Tensors, quant: dict[str, object]
     ) -> None:
-        async with real_ingest(model, tmp_path / "log", quant=quant) as service:
+        async with real_ingest(model, tmp_path / "log", quant=quant, weights={"keep_versions": 10}) as service:
             async with RolloutClient(service.url) as client:
                 await push(client, 1, weights)
                 await push(client, 2, stepped(weights, 2))
             assert base_of(service, 2) == 1
-            await require_the_same_as_whole(service, 2, stepped(weights, 2))
+            await require_the_same_as_whole(service, 2, stepped(weights, 2), quantize="service")
+            await require_the_same_as_whole(service, 2, stepped(weights, 2), quantize="trainer")
 
     async def test_a_shadow_has_none_of_these_versions_as_of_all_that_the_trainer_quantizes(
         self, model: Path, tmp_path: Path, weights: Tensors
@@ -163,6 +178,24 @@ class TestSameVersion:
         nbytes = record_of(service, 2).begin.nbytes
         assert told[-1] == (nbytes, nbytes)
 
+    async def test_versions_are_counted_by_how_they_came(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        counts = Counts()
+        monkeypatch.setattr(process, "sink", counts)
+        await push(client, 1, weights)
+        await push(client, 2, stepped(weights, 2))
+        status = await push(client, 3, weights, transport="shared_memory")
+        sent = {each: counts.total(table.RECEIVED_BYTES, each) for each in ("parts", "delta", "shared_memory")}
+        stored = {each: counts.total(table.RECEIVED_VERSION_BYTES, each) for each in sent}
+        assert stored == dict.fromkeys(sent, status.total_bytes)
+        assert sent == {
+            "parts": record_of(service, 1).begin.nbytes,
+            "delta": record_of(service, 2).begin.nbytes,
+            "shared_memory": sum(tensor.nbytes for tensor in weights.values()),
+        }
+        assert [counts.total(table.VERSIONS_RECEIVED, each) for each in sent] == [1, 1, 1]
+
     def test_the_blocking_client_does_it_too(self, threaded_service: Service) -> None:
         with SyncRolloutClient(threaded_service.url) as client:
             weights = {"w": torch.ones(64, 64).bfloat16()}
@@ -206,7 +239,8 @@ class TestFallsBack:
     ) -> None:
         await push(client, 1, weights)
         assert client._deltas is not None and client._deltas._sent is not None
-        client._deltas._sent._data[EMBEDDING][1000] ^= 0x10
+        damaged = list(weights).index(EMBEDDING)
+        next(client._deltas._sent._bytes_of(damaged))[1000] ^= 0x10
         await push(client, 2, stepped(weights, 2))
         assert base_of(service, 2) is None and f"the changes of {EMBEDDING} since version 1" in caplog.text
         await require_the_same_as_whole(service, 2, stepped(weights, 2))
@@ -238,7 +272,7 @@ class TestFallsBack:
     async def test_it_gives_up_before_it_has_compared_all(
         self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("rollout_service.client._sent_weights._COMPARED_AT_ONCE_BYTES", 1)
+        monkeypatch.setattr("rollout_service.client._compare.AT_ONCE_BYTES", 1)
         await push(client, 1, weights)
         other = {name: tensor * 1.5 for name, tensor in weights.items()}
         await push(client, 2, other)
@@ -371,6 +405,68 @@ class TestFailures:
             await push(client, 1, stepped(weights, 5))
         await push(client, 3, stepped(weights, 3))
         await require_the_same_as_whole(service, 3, stepped(weights, 3))
+
+
+class TestAuto:
+    """What ``transport="auto"`` does where the ingest does not reach the trainer's memory, as on another host."""
+
+    @pytest.fixture(autouse=True)
+    def apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def is_elsewhere(*_: object) -> None:
+            raise OSError("the trainer runs on another machine")
+
+        monkeypatch.setattr(TrainerMemory, "_open", is_elsewhere)
+        monkeypatch.setattr("rollout_service.client._shared_memory.LEAST_SHARED_BYTES", 1 << 10)
+        monkeypatch.setattr("rollout_service.client._client.LEAST_SHARED_BYTES", 1 << 10)
+
+    async def test_who_quantizes_sends_deltas_from_the_third_push_on(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors
+    ) -> None:
+        for version in (1, 2, 3, 4):
+            await push(client, version, stepped(weights, version), transport="auto", quantize="trainer")
+        assert [base_of(service, version) for version in (1, 2, 3, 4)] == [None, None, 2, 3]
+        await require_the_same_as_whole(service, 4, stepped(weights, 4))
+
+    async def test_nothing_is_kept_for_who_does_not_quantize(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors
+    ) -> None:
+        for version in (1, 2, 3):
+            await push(client, version, stepped(weights, version), transport="auto")
+        assert [base_of(service, version) for version in (1, 2, 3)] == [None] * 3 and client._deltas is None
+
+    async def test_it_gives_up_once_too_much_has_changed(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors
+    ) -> None:
+        for version in (1, 2, 3, 4, 5):
+            more = {name: tensor * (1.5 if version > 3 else 1) for name, tensor in stepped(weights, version).items()}
+            await push(client, version, more, transport="auto", quantize="trainer")
+        await push(client, 6, stepped(more, 6), transport="auto", quantize="trainer")
+        assert [base_of(service, version) for version in range(1, 7)] == [None, None, 2, None, None, None]
+        assert client._deltas is not None and client._deltas._sent is None
+        await require_the_same_as_whole(service, 6, stepped(more, 6))
+
+    @pytest.mark.parametrize("free_gb", [1, 0])
+    async def test_it_keeps_what_the_host_has_room_for(
+        self,
+        service: RealIngest,
+        client: RolloutClient,
+        weights: Tensors,
+        monkeypatch: pytest.MonkeyPatch,
+        free_gb: int,
+    ) -> None:
+        has = Memory(total_bytes=free_gb << 30, used_bytes=0, kill_at=1.0)
+        monkeypatch.setattr("rollout_service.client._delta.memory", lambda: has)
+        for version in (1, 2, 3):
+            await push(client, version, stepped(weights, version), transport="auto", quantize="trainer")
+        assert base_of(service, 3) == (2 if free_gb else None)
+
+    async def test_small_versions_go_as_they_are(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("rollout_service.client._client.LEAST_SHARED_BYTES", 1 << 30)
+        for version in (1, 2, 3):
+            await push(client, version, stepped(weights, version), transport="auto", quantize="trainer")
+        assert base_of(service, 3) is None and client._deltas is None
 
 
 class TestRefused:

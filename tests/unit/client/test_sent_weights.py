@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from rollout_service.client import _pieces
 from rollout_service.client._sent_weights import SentWeights, nbytes_of
 from rollout_service.client._tensors import describe
 from rollout_service.errors import QuantizationError
@@ -16,21 +17,27 @@ from rollout_service.store.manifest import tensor_digests
 Tensors = dict[str, torch.Tensor]
 
 
-@pytest.fixture(params=[8 << 20, 64], ids=["one segment", "several segments"])
+@pytest.fixture(
+    params=[(8 << 20, 64 << 20), (64, 64 << 20), (64, 128), (64, 2112)],
+    ids=["one segment", "several segments", "several pieces", "joined in pieces"],
+)
 def tensors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tensors:
     """Of all stored dtypes, one of them empty."""
-    monkeypatch.setattr(delta, "SEGMENT_BYTES", request.param)
+    segment_bytes, piece_bytes = request.param
+    monkeypatch.setattr(delta, "SEGMENT_BYTES", segment_bytes)
+    monkeypatch.setattr(_pieces, "PIECE_BYTES", piece_bytes)
     generator = torch.Generator().manual_seed(0)
     wide = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     return {
         "codes": wide["codes"].to(torch.float8_e4m3fn),
         "scales": wide["scales"],
+        "more codes": wide["more codes"].to(torch.float8_e4m3fn),
         "norm": wide["norm"].bfloat16(),
         "none": wide["none"].bfloat16(),
     }
 
 
-SHAPES = {"codes": (33, 40), "scales": (5,), "norm": (1200,), "none": (0, 4)}
+SHAPES = {"codes": (33, 40), "scales": (5,), "more codes": (20, 3), "norm": (1200,), "none": (0, 4)}
 
 
 def stepped(tensors: Tensors) -> Tensors:
@@ -45,7 +52,7 @@ def stepped(tensors: Tensors) -> Tensors:
 def sent(tensors: Tensors, version: int = 3) -> SentWeights:
     """After it was taken and committed."""
     weights = SentWeights(tuple(describe(name, tensor) for name, tensor in tensors.items()))
-    assert [bytes(view) for view in weights.take(tensors.items())] == bytes_of(tensors)
+    assert b"".join(bytes(flat.numpy()) for flat in weights.take(tensors.items())) == b"".join(bytes_of(tensors))
     weights.version = version
     return weights
 
@@ -55,13 +62,13 @@ def bytes_of(tensors: Tensors) -> list[bytes]:
 
 
 def held(weights: SentWeights) -> list[bytes]:
-    return [bytes(view) for view in weights.stream()]
+    return [b"".join(bytes(flat.numpy()) for flat in weights._bytes_of(i)) for i in range(len(weights.table))]
 
 
 def test_changes_make_the_new_tensors_of_the_old_ones(tensors: Tensors) -> None:
     weights, new = sent(tensors), stepped(tensors)
     changes = weights.changes_to(new.items())
-    assert changes is not None and [change is not None for change in changes] == [True, True, False, False]
+    assert changes is not None and [change is not None for change in changes] == [True, True, False, False, False]
     assert held(weights) == bytes_of(tensors) and weights.version == 3
     digests = [tensor_digests(tensor_bytes(tensor))[0] for tensor in tensors.values()]
     announced = weights.announced(changes)
@@ -76,7 +83,7 @@ def test_changes_make_the_new_tensors_of_the_old_ones(tensors: Tensors) -> None:
 def test_more_changes_than_are_worth_it_are_taken_as_they_are(
     tensors: Tensors, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    monkeypatch.setattr("rollout_service.client._sent_weights._COMPARED_AT_ONCE_BYTES", at_once)
+    monkeypatch.setattr("rollout_service.client._compare.AT_ONCE_BYTES", at_once)
     weights, other = sent(tensors), {name: (tensor.float() + 1).to(tensor.dtype) for name, tensor in tensors.items()}
     assert weights.changes_to(other.items()) is None
     assert held(weights) == bytes_of(other) and weights.version is None

@@ -146,7 +146,7 @@ def test_a_wrong_address_starts_no_thread() -> None:
 
 def signature(function: Any) -> str:
     """Parameters and defaults, whether or not their types are spelt as strings."""
-    return str(inspect.signature(function)).replace("'", "").replace("pathlib.", "")
+    return str(inspect.signature(function)).replace("'", "").replace('"', "").replace("pathlib.", "")
 
 
 def public_methods(kind: type) -> dict[str, Any]:

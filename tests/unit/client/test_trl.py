@@ -115,6 +115,17 @@ def test_the_trainer_quantizes_if_it_is_told_to(healthy: Service) -> None:
         assert dtypes == {"w": "float8_e4m3fn", "w_scale_inv": "float32", "norm": "bfloat16"}
 
 
+def test_what_changes_from_sync_to_sync_is_sent_if_it_is_told_to(healthy: Service) -> None:
+    transfer = RolloutServiceWeightTransfer(healthy.url, transport="delta")
+    weights = {"w": torch.ones(128, 128), "norm": torch.ones(8)}
+    for step in range(3):
+        weights["w"][3, step] = 2.0
+        sync(transfer, weights)
+    transfer.destroy()
+    deltas = [upload.begin.delta for _, upload in sorted(healthy.uploads.items())]
+    assert deltas[0] is None and [delta and delta.base for delta in deltas[1:]] == [1, 2]
+
+
 def test_it_may_be_used_again_after_destroy(transfer: RolloutServiceWeightTransfer, tensors: Tensors) -> None:
     """TRL's ``train()`` destroys it at its end, and does not initialize it again when it is called again."""
     transfer.init_weight_transfer()

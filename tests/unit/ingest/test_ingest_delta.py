@@ -1,6 +1,8 @@
 """Changes of a version in the log, as the ingest takes them: sound, unsound, interrupted, and without their base."""
 
 import re
+import struct
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from rollout_service.errors import (
     VersionConflict,
 )
 from rollout_service.ingest.ingest import Ingest
+from rollout_service.ingest.sources.delta import DeltaOfVersion
 from rollout_service.model.convert import Converter, tensor_bytes
 from rollout_service.protocol import delta
 from rollout_service.protocol.upload import (
@@ -175,11 +178,12 @@ class TestApplied:
         await trainer.push_delta(2, 1, old, new)
         require_stored(log, 2, new)
 
-    async def test_a_tensor_of_many_chunks(
+    async def test_a_tensor_of_many_stretches(
         self, trainer: DeltaTrainer, log: WeightLog, weights: Weights, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("rollout_service.store.manifest.CHUNK_BYTES", 4096)
-        monkeypatch.setattr("rollout_service.ingest.sources.delta.STRETCH_BYTES", 3 * 4096)
+        monkeypatch.setattr(delta, "SEGMENT_BYTES", 1024)
+        monkeypatch.setattr("rollout_service.ingest.sources.delta._STRETCH_SEGMENTS", 3)
         old, new = await trainer.stored(weights), await trainer.stored(scattered(weights, 2))
         await trainer.push(1, old)
         assert max(len(list(tensor.chunks())) for tensor in log.manifest(1).tensors) > 12
@@ -293,8 +297,139 @@ class TestBase:
         await trainer.push(2, new)
         require_stored(log, 2, new)
 
+    async def test_one_that_is_cut_off_is_told(
+        self, trainer: DeltaTrainer, log: WeightLog, old: Stored, new: Stored
+    ) -> None:
+        last = max(log.manifest(1).tensors, key=lambda tensor: (tensor.file, tensor.offset))
+        with (log.folder(1) / last.file).open("r+b") as file:
+            file.truncate(last.offset + last.nbytes - 3)
+        with pytest.raises(DeltaBaseGone, match=f"{last.file} ends 3 bytes early, in {last.name}"):
+            await trainer.push_delta(2, 1, old, new)
+        await trainer.push(2, new)
+        require_stored(log, 2, new)
+
+    async def test_one_that_was_quantized_otherwise_is_refused(
+        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored, new: Stored
+    ) -> None:
+        announced, _ = delta_of(2, 1, old, new)
+        other = log.manifest(1).recipe.model_copy(update={"scales": "power_of_two"})
+        with pytest.raises(DeltaBaseGone, match=r"of version 1, .* it was quantized otherwise than versions are now"):
+            DeltaOfVersion(log, announced, other, Converter(await ingest.recipe()))
+
+
+HEADER = struct.Struct("<BI4I")
+"""Of a changed segment of bytes: kind, count, lengths of the planes of positions and of differences."""
+
+
+def flipped(at: int) -> Callable[[bytes], bytes]:
+    """With a bit of one byte flipped."""
+    return lambda encoded: encoded[:at] + bytes([encoded[at] ^ 4]) + encoded[at + 1 :]
+
+
+def in_plane(plane: int) -> Callable[[bytes], bytes]:
+    """With a bit flipped within the compressed plane: three of positions, one of differences."""
+
+    def flip(encoded: bytes) -> bytes:
+        lengths = HEADER.unpack_from(encoded)[2:]
+        start, sound = HEADER.size + sum(lengths[:plane]), decompressed(encoded, plane)
+        for at in range(start + lengths[plane] // 2, start + lengths[plane]):
+            if decompressed(flipped(at)(encoded), plane) != sound:  # codes that nothing has may be of any length
+                return flipped(at)(encoded)
+        raise AssertionError("whatever is flipped, the plane is what it was")
+
+    return flip
+
+
+def decompressed(encoded: bytes, plane: int) -> bytes | None:
+    """None if it does not decompress."""
+    lengths = HEADER.unpack_from(encoded)[2:]
+    start = HEADER.size + sum(lengths[:plane])
+    try:
+        return zlib.decompress(encoded[start : start + lengths[plane]], -15)
+    except zlib.error:
+        return None
+
+
+def other_change(move: int, add: int) -> Callable[[bytes], bytes]:
+    """A sound encoding of a change at another place, or by another amount."""
+
+    def change(encoded: bytes) -> bytes:
+        (segment,) = delta.changed_segments(memoryview(encoded), 1 << 20, 1)
+        positions, differences = delta.decode_changes(segment, 1 << 20, 1)
+        positions[-1] += move
+        differences[-1] = (int(differences[-1]) + add) % 256
+        return delta.encode_changes(positions, differences, 1 << 20) or b""
+
+    return change
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "kind of segment": flipped(0),
+    "count": flipped(1),
+    "length of a plane": flipped(5),
+    "positions": in_plane(0),
+    "high bytes of positions": in_plane(1),
+    "differences": in_plane(3),
+    "one position": other_change(1, 0),
+    "one difference": other_change(0, 1),
+    "last byte cut off": lambda encoded: encoded[:-1],
+    "half cut off": lambda encoded: encoded[: len(encoded) // 2],
+    "only the header": lambda encoded: encoded[: HEADER.size],
+    "a byte too many": lambda encoded: encoded + b"\x00",
+    "of another tensor": lambda encoded: delta.encode_whole(memoryview(b"\x00" * 7)),
+}
+
 
 class TestCorrupted:
+    async def test_whatever_is_damaged_is_refused_by_name_and_the_version_can_be_pushed_as_a_whole(
+        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored, new: Stored
+    ) -> None:
+        one = {**old, UP_PROJ: new[UP_PROJ]}
+        announced, stream = delta_of(2, 1, old, one)
+        assert announced.delta is not None
+        for what, damage in DAMAGE.items():
+            damaged = damage(stream)
+            changes = [each and each.model_copy(update={"nbytes": len(damaged)}) for each in announced.delta.changes]
+            lie = announced.delta.model_copy(update={"changes": tuple(changes)})
+            await trainer.send(await ingest.begin(announced.model_copy(update={"delta": lie})), damaged)
+            with pytest.raises(
+                InvalidDelta, match=f"version 2: the changes of {UP_PROJ} since version 1 .*push the wh"
+            ):
+                await ingest.commit(2, CommitUpload())
+            assert (await ingest.fleet()).latest_version == 1, what
+        await trainer.push(2, one)
+        require_stored(log, 2, one)
+
+    @pytest.mark.parametrize("at_fault", ["base", "changes"])
+    async def test_damage_that_makes_a_nan_is_told_from_weights_that_are_none(
+        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored, new: Stored, at_fault: str
+    ) -> None:
+        codes = tensor_bytes(new[UP_PROJ])
+        at = next(i for i, (a, b) in enumerate(zip(tensor_bytes(old[UP_PROJ]), codes, strict=True)) if a != b)
+        announced, stream = delta_of(2, 1, old, {**old, UP_PROJ: new[UP_PROJ]})
+        if at_fault == "base":
+            stored = next(tensor for tensor in log.manifest(1).tensors if tensor.name == UP_PROJ)
+            with (log.folder(1) / stored.file).open("r+b") as file:
+                file.seek(stored.offset + at)
+                file.write(bytes([(0x7F - codes[at] + tensor_bytes(old[UP_PROJ])[at]) % 256]))
+            error, what = DeltaBaseGone, rf"{UP_PROJ} in {stored.file}: chunk 0 of 1"
+        else:
+            (segment,) = delta.changed_segments(memoryview(stream), len(codes), 1)
+            positions, differences = delta.decode_changes(segment, len(codes), 1)
+            differences[0] = (int(differences[0]) + 0x7F - codes[at]) % 256
+            stream = delta.encode_changes(positions, differences, len(codes)) or b""
+            change = announced.delta and next(each for each in announced.delta.changes if each is not None)
+            assert announced.delta is not None and change is not None
+            longer = change.model_copy(update={"nbytes": len(stream)})
+            changes = tuple(each and longer for each in announced.delta.changes)
+            announced = announced.model_copy(update={"delta": announced.delta.model_copy(update={"changes": changes})})
+            error, what = InvalidDelta, f"the changes of {UP_PROJ} since version 1 make a tensor that hashes to"
+        await trainer.send(await ingest.begin(announced), stream)
+        with pytest.raises(error, match=what):
+            await ingest.commit(2, CommitUpload())
+        await trainer.push(2, new)
+        require_stored(log, 2, new)
+
     async def test_changes_that_do_not_decode_fail_the_version_by_name(
         self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored, new: Stored
     ) -> None:

@@ -16,8 +16,8 @@ from rollout_service.kv_scales.calibrator import KVCalibrator
 from rollout_service.metrics import process, table
 from rollout_service.metrics.process import (
     RaySink,
-    count_delta,
     count_part,
+    count_received,
     count_update,
     counted_commit,
     counted_conversion,
@@ -152,11 +152,15 @@ class TestCounted:
         count_part(5)
         assert counts.total(table.UPLOAD_PARTS) == 2 and counts.total(table.UPLOAD_BYTES) == 15
 
-    def test_deltas_count_with_their_bytes_and_those_of_their_versions(self, counts: Counts) -> None:
-        count_delta(10, 1000)
-        count_delta(0, 1000)  # nothing had changed
-        assert counts.total(table.DELTAS) == 2
-        assert counts.total(table.DELTA_BYTES) == 10 and counts.total(table.DELTA_VERSION_BYTES) == 2000
+    def test_versions_count_by_how_they_came_with_their_bytes_and_those_that_came(self, counts: Counts) -> None:
+        count_received("delta", 10, 1000)
+        count_received("delta", 0, 1000)  # nothing had changed
+        count_received("parts", 1000, 1000)
+        assert (
+            counts.total(table.VERSIONS_RECEIVED, "delta") == 2 and counts.total(table.VERSIONS_RECEIVED, "parts") == 1
+        )
+        assert counts.total(table.RECEIVED_BYTES, "delta") == 10
+        assert counts.total(table.RECEIVED_VERSION_BYTES, "delta") == 2000
 
     def test_an_idle_engine_shows_zeros_and_not_nothing(self, counts: Counts) -> None:
         set_load(0.0, 0.0, 0.0)

@@ -18,6 +18,7 @@ BOUNDED = {
     "replica": "live ones",
     "layer": "the model's attention layers",
     "tensor": "three",
+    "transport": "sources of protocol/upload.py, parts and delta",
     "version": "on disk, staged, or the newest measured",
 }
 of_name = pytest.mark.parametrize("metric", OURS, ids=lambda metric: metric.name)

@@ -1,0 +1,294 @@
+"""What changes from one version to the next: found by threads, or on the GPU that holds the new tensors.
+
+From a GPU come positions and differences, and a copy of the new bytes, of which the digest is taken on the host. The
+old bytes, if the host has them, are there before the comparison that needs them. On the GPU that takes some five times
+the bytes of a piece; on the host, of the new bytes, ``AT_ONCE_BYTES`` and the largest tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rollout_service.client._parts import host_memory
+from rollout_service.client._pieces import Piece
+from rollout_service.protocol import delta
+from rollout_service.store.manifest import tensor_digests
+from rollout_service.threads import io_threads
+
+logger = logging.getLogger("rollout_service.client")
+
+AT_ONCE_BYTES = 256 << 20
+"""Of pieces that are being compared: one for each thread, and as much as the memory that this takes may be."""
+
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """One tensor that is not what it was."""
+
+    encoded: bytes
+    """What changed, see ``rollout_service.protocol.delta``."""
+    digest: str
+    """That the tensor has now, as ``StoredTensor.digest``."""
+
+
+class Elements(NamedTuple):
+    """Of a piece, that changed."""
+
+    positions: npt.NDArray[np.int32]
+    differences: npt.NDArray[Any]
+    """New bits minus old bits, which wrap around; of the elements' size."""
+
+
+class OnHost(NamedTuple):
+    """New bytes in the host's memory, which are there once ``wait`` has returned."""
+
+    data: memoryview
+    wait: Callable[[], object]
+
+    def digest(self) -> str:
+        """Of these bytes."""
+        self.wait()
+        return digest_of(self.data)
+
+
+class _SpanChange(NamedTuple):
+    segments: list[bytes]
+    """Encoded, in order."""
+    digest: str | None
+    """Of the new tensor; None: nothing has changed in it, or the span is not all of it."""
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes (row-major) as uint8 [N] on its device; no copy if it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def view_of(flat: torch.Tensor) -> memoryview:
+    """The bytes of uint8 [N] on the CPU, without a copy."""
+    data: memoryview = flat.numpy().data
+    return data
+
+
+def digest_of(data: memoryview) -> str:
+    """As ``StoredTensor.digest``."""
+    return tensor_digests(data)[0]
+
+
+def changed_elements(old: torch.Tensor, new: torch.Tensor, itemsize: int) -> Elements | None:
+    """Where two uint8 [N] on one device differ; None: in so many elements that all bytes are fewer than these."""
+    was, now = old.view(_SIGNED[itemsize]), new.view(_SIGNED[itemsize])
+    differs = was.ne(now)
+    if int(differs.count_nonzero()) > delta.SPARSE * now.numel():
+        return None
+    at = differs.nonzero().squeeze(1)
+    positions, differences = at.to(torch.int32), now[at] - was[at]
+    return Elements(positions.cpu().numpy(), differences.cpu().numpy())
+
+
+class Comparison:
+    """Of the tensors of a new version with the ``kept`` pieces of the old one. A context manager, for one thread."""
+
+    def __init__(self, pieces: Sequence[Piece], kept: Sequence[torch.Tensor]) -> None:
+        """``pieces``: as of ``pieces_of``. ``kept``: uint8, each on the CPU or a GPU."""
+        self._pieces, self._kept = pieces, kept
+        self._next = 0
+        self._gpus: dict[torch.device, _Gpu] = {}
+        self._pool = ThreadPoolExecutor(io_threads(), "delta")
+        self._compared: deque[tuple[Piece, Future[list[_SpanChange]]]] = deque()
+        self._segments: dict[int, list[bytes]] = defaultdict(list)
+        self._digests: dict[int, Callable[[], str]] = {}
+        self._on_host: dict[int, OnHost] = {}
+        self.waiting: dict[int, torch.Tensor] = {}
+        """Tensors that were added and are compared once the last one of their piece is."""
+        self.changed_bytes = 0
+        """Of what was found so far, encoded."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def add(self, number: int, flat: torch.Tensor) -> None:
+        """The new bytes, uint8 [N], of the next tensor of the table, at that place in it."""
+        if flat.nbytes:
+            self.waiting[number] = flat
+        begun: set[int] = set()
+        while self._next < len(self._pieces) and self._pieces[self._next].last == number:
+            self._begin(self._next)
+            begun |= {span.tensor for span in self._pieces[self._next].spans}
+            self._next += 1
+        for tensor in begun:
+            del self.waiting[tensor]
+            self._on_host.pop(tensor, None)
+
+    def finish(self) -> dict[int, Changed | None]:
+        """What became of the tensors that were compared, by their places in the table."""
+        while self._compared:
+            self._take_first()
+        found: dict[int, Changed | None] = {}
+        for tensor, segments in self._segments.items():
+            encoded = delta.joined(segments)
+            found[tensor] = Changed(encoded, self._digests[tensor]()) if encoded else None
+        return found
+
+    def _begin(self, index: int) -> None:
+        piece = self._pieces[index]
+        while self._compared and sum(each.nbytes for each, _ in self._compared) + piece.nbytes > AT_ONCE_BYTES:
+            self._take_first()
+        flats = [self.waiting[span.tensor][span.part] for span in piece.spans]
+        work: Callable[[], list[_SpanChange]] | None = None
+        if flats[0].is_cuda and len({flat.device for flat in flats}) == 1:
+            try:
+                work = self._found_on_gpu(index, flats)
+            except torch.cuda.OutOfMemoryError as error:
+                logger.warning("what has changed is looked for on the CPU, since the GPU has no room: %s", error)
+        if work is None:
+            if piece.is_part:
+                self._tensor_on_host(piece.spans[0].tensor)
+            work = partial(_compared, self._kept[index].cpu(), [flat.cpu() for flat in flats], piece)
+        self._compared.append((piece, self._pool.submit(work)))
+
+    def _found_on_gpu(self, index: int, flats: list[torch.Tensor]) -> Callable[[], list[_SpanChange]]:
+        """Compare in the current stream; what is left to do for a thread."""
+        piece, gpu = self._pieces[index], self._gpu(flats[0].device)
+        old = gpu.uploaded(index, self._kept[index])
+        if index + 1 < len(self._pieces):
+            gpu.upload(index + 1, self._kept[index + 1])
+        new = flats[0] if len(flats) == 1 else torch.cat(flats)
+        elements = changed_elements(old, new, piece.itemsize)
+        if not piece.is_part:
+            return partial(_encoded, elements, piece, gpu.on_host(new))
+        tensor = self._tensor_on_host(piece.spans[0].tensor)
+        return partial(_encoded, elements, piece, OnHost(tensor.data[piece.spans[0].part], tensor.wait))
+
+    def _tensor_on_host(self, number: int) -> OnHost:
+        """Of a tensor in several pieces: its new bytes, and its digest is begun."""
+        if number not in self._on_host:
+            flat = self.waiting[number]
+            new = self._gpu(flat.device).on_host(flat) if flat.is_cuda else OnHost(view_of(flat), int)
+            self._on_host[number], self._digests[number] = new, self._pool.submit(new.digest).result
+        return self._on_host[number]
+
+    def _gpu(self, device: torch.device) -> _Gpu:
+        if device not in self._gpus:
+            self._gpus[device] = _Gpu(device)
+        return self._gpus[device]
+
+    def _take_first(self) -> None:
+        piece, future = self._compared.popleft()
+        for span, change in zip(piece.spans, future.result(), strict=True):
+            self._segments[span.tensor] += change.segments
+            self.changed_bytes += sum(map(len, change.segments))
+            if change.digest is not None:
+                self._digests[span.tensor] = partial(str, change.digest)
+
+
+class _Gpu:
+    """Copies to and from one GPU, beside what is computed there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._uploads: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
+
+    def upload(self, index: int, kept: torch.Tensor) -> None:
+        """Begin to copy a piece here, if it is on the host."""
+        if kept.is_cuda or index in self._uploads:
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._up):
+            copy = torch.empty(kept.nbytes, dtype=torch.uint8, device=self._device)
+            copy.copy_(kept, non_blocking=True)
+            self._uploads[index] = copy, self._up.record_event()
+
+    def uploaded(self, index: int, kept: torch.Tensor) -> torch.Tensor:
+        """A piece here, for the current stream."""
+        if kept.is_cuda:
+            return kept.to(self._device)
+        self.upload(index, kept)
+        copy, done = self._uploads.pop(index)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(done)
+        copy.record_stream(current)
+        return copy
+
+    def on_host(self, flat: torch.Tensor) -> OnHost:
+        """Begin to copy what the current stream has made."""
+        data = host_memory(flat.nbytes, pinned=True)
+        self._down.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.device(self._device), torch.cuda.stream(self._down):
+            data.copy_(flat, non_blocking=True)
+            flat.record_stream(self._down)
+            done = self._down.record_event()
+        return OnHost(view_of(data), done.synchronize)
+
+
+def _compared(old: torch.Tensor, new: list[torch.Tensor], piece: Piece) -> list[_SpanChange]:
+    """A piece on the CPU, span by span."""
+    found = []
+    for span, flat in zip(piece.spans, new, strict=True):
+        was, now = view_of(old[span.place]), view_of(flat)
+        segments = delta.encode_segments(was, now, piece.itemsize)
+        found.append(_change(piece, segments, now))
+    return found
+
+
+def _encoded(elements: Elements | None, piece: Piece, new: OnHost) -> list[_SpanChange]:
+    """A piece of which it is known where it has changed, span by span."""
+    places = [_within(span.place, part) for span in piece.spans for part in delta.segments(_length(span.place))]
+    if elements is None:
+        new.wait()
+        segments = [delta.encode_whole(new.data[place]) for place in places]
+    else:
+        segments = _encoded_elements(elements, places, piece.itemsize, new)
+    if any(segment != delta.NOTHING for segment in segments):
+        new.wait()
+    found, rest = [], iter(segments)
+    for span in piece.spans:
+        of_span = [next(rest) for _ in delta.segments(_length(span.place))]
+        found.append(_change(piece, of_span, new.data[span.place]))
+    return found
+
+
+def _encoded_elements(elements: Elements, places: list[slice], itemsize: int, new: OnHost) -> list[bytes]:
+    """Each of the segments at these places in a piece."""
+    starts = np.array([place.start for place in places], np.int64) // itemsize
+    edges = [*np.searchsorted(elements.positions, starts).tolist(), elements.positions.size]
+    segments = []
+    for place, first, start, end in zip(places, starts.tolist(), edges, edges[1:], strict=False):
+        if start == end:
+            segments.append(delta.NOTHING)
+            continue
+        positions = elements.positions[start:end] - first
+        encoded = delta.encode_changes(positions, elements.differences[start:end], _length(place))
+        if encoded is None:
+            new.wait()
+            encoded = delta.encode_whole(new.data[place])
+        segments.append(encoded)
+    return segments
+
+
+def _change(piece: Piece, segments: list[bytes], new: memoryview) -> _SpanChange:
+    changed = any(segment != delta.NOTHING for segment in segments)
+    return _SpanChange(segments, digest_of(new) if changed and not piece.is_part else None)
+
+
+def _length(part: slice) -> int:
+    length: int = part.stop - part.start
+    return length
+
+
+def _within(place: slice, part: slice) -> slice:
+    return slice(place.start + part.start, place.start + part.stop)
