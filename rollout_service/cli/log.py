@@ -163,7 +163,7 @@ def _roll_back_in(path: Path, to: int | str) -> None:
             labels = VersionLabels(log)
             labels.load()
             number, newest = labels.number_of(to), log.versions()[-1]
-            require_kept(log, number, labels)
+            require_kept(log.versions(), number, labels)
             source = with_result(log.manifest(number), read_result(log.folder(number)))
             if source.digest == with_result(log.manifest(newest), read_result(log.folder(newest))).digest:
                 typer.echo(f"version {newest} is the newest, and has these weights already")

@@ -13,6 +13,7 @@ Which of two logs counts when an ingest starts:
                           never said to be durable, and their numbers stand for the digests that they had.
 """
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -39,9 +40,9 @@ class CopyStopped(Exception):
 
 
 def log_to_go_on_with(root: Path, durable_root: Path | None) -> WeightLog:
-    """Of a service that starts: what is in ``root``, or else what a crash has left of it. Raises LogCorrupt."""
-    log = WeightLog(root)
-    return log if durable_root is None or log.head() is not None else WeightLog(durable_root)
+    """Of a service that starts: what is in ``root``, or else what a crash of the host has left of it."""
+    lost = not (root / "LATEST").exists()
+    return WeightLog(root if durable_root is None or not lost else durable_root)
 
 
 def require_behind(root: Path, durable_root: Path) -> None:
@@ -245,8 +246,10 @@ def _copy_missing(source: Path, target: Path) -> None:
     """The files beside the tensors of a version."""
     for path in sorted(source.iterdir()):
         # hidden: what is being written under another name
-        if not path.name.startswith(".") and path.suffix != ".safetensors" and not (target / path.name).exists():
-            replace_synced(target / path.name, path.read_text())
+        copy = target / path.name
+        if not path.name.startswith(".") and path.suffix != ".safetensors" and not copy.exists():
+            replace_synced(copy, path.read_text())
+            os.utime(copy, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))  # says when it was committed
 
 
 def _copy_small_files(source: Path, target: Path, names: Iterable[str] = _SMALL_FILES) -> None:
