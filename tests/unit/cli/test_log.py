@@ -95,6 +95,18 @@ def test_rollback_leaves_a_staged_upload_alone(log: WeightLog) -> None:
     assert log.versions() == [0, 1, 2, 3, 5] and (log.root / "staging" / "4.parts").is_dir()
 
 
+def test_ls_names_what_was_served_and_is_not_on_this_disk(log: WeightLog) -> None:
+    log.set_served({3: log.manifest(3).digest, 7: "0123456789abcdef" * 2})
+    lines = run("ls", log.root).stdout.splitlines()
+    assert len(lines) == 5 and lines[3].startswith("*          3  committed")
+    assert lines[4] == f"           7  served     {'0123456789abcdef' * 2}  from memory; it is not on this disk"
+
+
+def test_rollback_gives_no_number_that_was_served(log: WeightLog) -> None:
+    log.set_served({7: "of a version that a crash has taken"})
+    assert run("rollback", log.root, "--to", 1).stdout == "version 8 is the newest  rollback of 1\n"
+
+
 @pytest.mark.parametrize("command", ["ls", "verify", "gc"])
 def test_a_folder_that_is_no_log_is_an_error(tmp_path: Path, command: str) -> None:
     result = run(command, tmp_path)
