@@ -20,7 +20,7 @@ from pathlib import Path
 from rollout_service.errors import LogCorrupt
 from rollout_service.protocol.weight_log import Head
 from rollout_service.store.direct_io import BLOCK_BYTES, DirectFile, block_buffer
-from rollout_service.store.durable_io import WriterLock, remove_tree, replace_synced, sync_folder
+from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remove_tree, replace_synced, sync_folder
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest, StoredTensor
 from rollout_service.store.mapped_files import is_in_memory
@@ -94,7 +94,8 @@ class DurableLog:
     def recover(self) -> None:
         """Have memory and disk say the same; see the module. Reads a whole version if memory has lost it.
 
-        Raises LogCorrupt if they are two different logs, or what is to be read is damaged; OSError.
+        Raises LogCorrupt if they are two different logs, or what is to be read is damaged; InsufficientStorage if the
+        memory has no room for it; OSError.
         """
         self._remove_half_done()
         on_disk, in_memory = self.log.head(), self._in_memory(self.log.head())
@@ -150,7 +151,14 @@ class DurableLog:
     def _restore(self, head: Head) -> None:
         manifest, staged = self.log.manifest(head.version), self._memory.staging(head.version)
         remove_tree(staged)
-        copy_version(self.log.folder(head.version), manifest, staged, lambda: False)
+        try:
+            copy_version(self.log.folder(head.version), manifest, staged, lambda: False)
+        except OSError as error:
+            remove_tree(staged)
+            if error.errno in DISK_FULL:
+                what = f"version {head.version}, which is read from {self.log.root},"
+                raise no_room(what, self._memory.root, manifest.total_bytes) from error
+            raise
         self._memory.adopt(head, staged)
 
     def _served_in_memory(self) -> dict[int, str]:

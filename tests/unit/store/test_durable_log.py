@@ -275,6 +275,23 @@ class TestCrash:
         with pytest.raises(LogCorrupt, match=FIRST):
             host.crash()
 
+    def test_a_memory_that_is_too_small_is_told_with_numbers(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+        host.serve(4)
+        host.disk.copy(4)
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(durable_log.DirectFile, "write", full)
+            with pytest.raises(
+                InsufficientStorage, match=rf"version 4, which is read from {host.disk.log.root}, needs"
+            ):
+                host.crash()
+        assert not host.memory.staging(4).exists()
+        host.start()
+        assert host.memory.versions() == [4]
+
     def test_a_rollback_on_the_disk_counts_if_it_is_newer(self, host: Host) -> None:
         host.serve(1)
         host.disk.copy(1)
