@@ -73,7 +73,7 @@ def _fill(fd: int) -> None:
 
 def _free(folder: Path) -> int:
     status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
+    return status.f_bfree * status.f_frsize
 
 
 async def full_at_begin(ground: Ground) -> None:

@@ -105,13 +105,16 @@ class Durability:
         """
         if self._task is not None:
             with suppress(NotReady):
-                await self._changes.wait(lambda: self._next() is None or self._failed is not None, within_s)
+                await self._changes.wait(self._done_or_stuck, within_s)
             self._stop.set()
             self._task.cancel()
             await asyncio.wait([self._task])
             self._task = None
         if self.disk is not None:
             self.disk.release()
+
+    def _done_or_stuck(self) -> bool:
+        return self._next() is None or (self._failed is not None and self._copying is None)
 
     # --- a commit
 

@@ -11,9 +11,13 @@ Which of two logs counts when an ingest starts:
                           goes on. Unless the disk has a newer one: somebody has rolled back there meanwhile.
     none                  the host has crashed: the newest version on the disk is read into memory. Newer ones were
                           never said to be durable, and their numbers stand for the digests that they had.
+    older ones            the ingest was on another machine meanwhile, with the same disk: likewise. The disk knows by a
+                          name, in the file MEMORY of both, which log in memory it was behind last.
 """
 
+import logging
 import os
+import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -29,10 +33,14 @@ from rollout_service.store.served_numbers import ServedNumbers
 from rollout_service.store.writer import safetensors_header
 from rollout_service.threads import in_threads
 
+logger = logging.getLogger(__name__)
+
 PIECE_BYTES = 16 << 20
 """Read, checked and written at a time, by each thread."""
 _SMALL_FILES = ("ORIGIN", "CONTROL", "KV_CACHE", "FLEET", "LABELS", "kv_scales.json")
 """Of a log; see ``store/log.py``."""
+_MEMORY = "MEMORY"
+"""In both roots: a name that a log in memory has from its beginning, or from when it was read from the disk."""
 
 
 class CopyStopped(Exception):
@@ -98,8 +106,8 @@ class DurableLog:
         memory has no room for it; OSError.
         """
         self._remove_half_done()
-        on_disk, in_memory = self.log.head(), self._in_memory(self.log.head())
-        self._require_one_log(on_disk, in_memory)
+        on_disk = self.log.head()
+        in_memory = self._survived(on_disk)
         survived = in_memory is not None
         roots = self._memory.root, self.log.root
         _copy_small_files(*(roots if survived else roots[::-1]))
@@ -108,6 +116,7 @@ class DurableLog:
         self.served.load()
         if survived:
             self.served.replace(self._served_in_memory())
+        self._name_memory(anew=not survived)
         self._versions = frozenset(self.log.versions())
 
     def _remove_half_done(self) -> None:
@@ -121,11 +130,29 @@ class DurableLog:
         self.log.remove_uncommitted()
         sync_folder(self.log.root)  # the process before may not have come to that
 
-    def _in_memory(self, on_disk: Head | None) -> Head | None:
-        """The newest version that has survived."""
+    def _survived(self, on_disk: Head | None) -> Head | None:
+        """The newest version in memory, if what is there was served last; removes it otherwise."""
         if on_disk is not None and not (self._memory.root / "LATEST").exists():
             remove_tree(self._memory.folder(on_disk.version))  # half restored
-        return self._memory.head()
+        in_memory = self._memory.head()
+        self._require_one_log(on_disk, in_memory)
+        known = _name_in(self.log.root)
+        if in_memory is None or known is None or known == _name_in(self._memory.root):
+            return in_memory
+        logger.warning(
+            "version %d and older ones in %s are removed: versions of this log were served on another machine since",
+            in_memory.version, self._memory.root,
+        )  # fmt: skip
+        self._memory.clear()
+        return None
+
+    def _name_memory(self, anew: bool) -> None:
+        name = _name_in(self._memory.root)
+        if anew or name is None:
+            name = uuid.uuid4().hex
+            replace_synced(self._memory.root / _MEMORY, name)
+        if name != _name_in(self.log.root):
+            replace_synced(self.log.root / _MEMORY, name)
 
     def _require_one_log(self, on_disk: Head | None, in_memory: Head | None) -> None:
         mine, theirs = self._memory.origin(), self.log.origin()
@@ -248,6 +275,13 @@ def _copy_file(reader: VersionReader, tensors: list[StoredTensor], path: Path, s
             held = rest + piece.nbytes
         file.write(buffer, held, written)
         file.sync()
+
+
+def _name_in(root: Path) -> str | None:
+    try:
+        return (root / _MEMORY).read_text()
+    except FileNotFoundError:
+        return None
 
 
 def _copy_missing(source: Path, target: Path) -> None:

@@ -12,6 +12,7 @@
     <root>/LABELS                      {"through", "labels"}: which version each label means, those of dropped ones too
     <root>/ORIGIN                      {"log", "writer"}: who reads what the ingest names here shares its log
     <root>/SERVED                      {"digests"}: numbers that were served before they were here (served_numbers.py)
+    <root>/MEMORY                      of a log in memory and one behind it: its name (durable_log.py)
     <root>/spare/                      of a log in memory: files of a dropped version, to be written again
     <root>/copies/<log>/               on a node that does not: a log of the versions that it has fetched
     <root>/LOCK                        held by the one process that writes

@@ -292,6 +292,25 @@ class TestCrash:
         host.start()
         assert host.memory.versions() == [4]
 
+    def test_what_an_ingest_on_another_machine_has_served_since_counts(
+        self, host: Host, memory_root: Path, tmp_path: Path
+    ) -> None:
+        host.serve(0)
+        host.disk.copy(0)
+        host.serve(1)
+        other = Host(memory_root.with_name("of another machine"), tmp_path / "disk")
+        other.start()
+        assert other.memory.versions() == [0]
+        two = other.serve(2)
+        other.disk.copy(2)
+        three = other.serve(3)
+        other.memory.set_control(Control(paused=True))
+        host.start()  # here again, with what was served here long ago
+        assert host.memory.head() == two and host.memory.versions() == [2] and host.memory.control().paused
+        assert host.disk.served.digests == {3: three.digest}
+        host.start()
+        assert host.memory.versions() == [2]
+
     def test_a_rollback_on_the_disk_counts_if_it_is_newer(self, host: Host) -> None:
         host.serve(1)
         host.disk.copy(1)
