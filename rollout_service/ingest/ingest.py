@@ -581,9 +581,13 @@ class Ingest:
 
     async def _remove_copied(self) -> None:
         """A version need not be kept for its copy any more."""
-        with suppress(NotReady):  # the next process does it
+        try:
             async with self._writing:
                 await self._remove_old()
+        except NotReady:
+            return  # the next process does it
+        except LogCorrupt as error:  # the next commit says so, too
+            logger.warning("no version is removed: %s", error)
 
     def _drop(self, version: int) -> None:
         memory = self._uploads.memory

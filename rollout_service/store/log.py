@@ -137,8 +137,11 @@ class WeightLog:
         return (self._read("SERVED", KnownServed) or KnownServed()).digests
 
     def set_served(self, digests: dict[int, str]) -> None:
-        """Note them, durably. Raises OSError."""
-        self._replace("SERVED", KnownServed(digests=digests))
+        """Note them, durably. Raises OSError, also if the disk does not confirm them."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        unconfirmed = replace_synced(self.root / "SERVED", KnownServed(digests=digests).model_dump_json())
+        if unconfirmed is not None:
+            raise unconfirmed
 
     def set_fleet(self, replicas: frozenset[str]) -> None:
         """Note who is live, durably: an ingest that starts waits for them before it says what all serve."""

@@ -60,6 +60,11 @@ def behind(model: Path, memory_root: Path, disk: WeightLog, **sections: dict[str
     return config_of(model, memory_root, weights=weights, scaling={"drain_timeout_s": 0.01}, **sections)
 
 
+def patient(config: ServiceConfig) -> ServiceConfig:
+    """An orderly end may take as long as it wants."""
+    return config.model_copy(update={"scaling": config.scaling.model_copy(update={"drain_timeout_s": 3600.0})})
+
+
 class SlowDisk:
     """Copies wait until ``open``; which ones were begun."""
 
@@ -204,8 +209,7 @@ class TestLiveBeforeDurable:
     async def test_the_newest_version_is_written_before_an_orderly_end(
         self, slow: SlowDisk, start: Start, config: ServiceConfig, weights: Weights, disk: WeightLog
     ) -> None:
-        patient = config.model_copy(update={"scaling": config.scaling.model_copy(update={"drain_timeout_s": 60.0})})
-        ingest = await start(patient)
+        ingest = await start(patient(config))
         await Trainer(ingest).push(1, weights)
         ending = asyncio.create_task(ingest.stop())
         await settle()
@@ -360,6 +364,21 @@ class TestDisk:
             assert (await ingest.status(0)).error is None
         status = await ingest.commit(1, DURABLE)
         assert status.durable and status.error is None
+
+    async def test_a_disk_that_takes_nothing_does_not_hold_up_the_end(
+        self, start: Start, config: ServiceConfig, weights: Weights, disk: WeightLog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ingest = await start(patient(config))
+        await ingest.commit(0, DURABLE)
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(durable_log.DirectFile, "write", full)
+        await Trainer(ingest).push(1, weights)
+        async with asyncio.timeout(60):
+            await ingest.stop()
+        assert disk.versions() == [0] and WeightLog(config.weights.root).versions() == [0, 1]
 
     async def test_nothing_is_committed_whose_number_the_disk_does_not_take(
         self, start: Start, weights: Weights, disk: WeightLog, monkeypatch: pytest.MonkeyPatch

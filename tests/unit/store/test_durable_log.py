@@ -399,6 +399,10 @@ class TestServedNumbers:
             patch.setattr(log_module, "replace_synced", failing)
             with pytest.raises(OSError, match="Input/output error"):
                 host.disk.served.note(3, "one")
+            patch.undo()
+            patch.setattr(durable_io, "sync_folder", Failing(durable_io.sync_folder, host.disk.log.root, nth=1))
+            with pytest.raises(OSError, match="Input/output error"):
+                host.disk.served.note(3, "one")
         assert host.disk.served.digests == {}
         host.disk.served.note(3, "another")
 
