@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pydantic import ValidationError
 
 from rollout_service.config import WeightsConfig
-from rollout_service.errors import CommitTimeout, InvalidRequest, LogCorrupt, NotReady, RolloutServiceError
+from rollout_service.errors import CommitTimeout, InvalidRequest, LogCorrupt, NotFound, NotReady, RolloutServiceError
 from rollout_service.metrics.state import folder_bytes, free_bytes
 from rollout_service.protocol.base import Failure
 from rollout_service.protocol.fleet import PauseMode
@@ -52,7 +52,6 @@ class Durability:
         log: WeightLog,
         changes: Changes,
         copied: Callable[[], Awaitable[None]],
-        retry_s: float = RETRY_S,
     ) -> None:
         """
         Args:
@@ -61,7 +60,7 @@ class Durability:
             copied: called when a version need not be kept for its copy any more.
         """
         self._lock_wait_s = config.lock_wait_s
-        self._log, self._changes, self._copied, self._retry_s = log, changes, copied, retry_s
+        self._log, self._changes, self._copied = log, changes, copied
         durable_root = config.durable_root_here()
         self.disk = None if durable_root is None else DurableLog(durable_root, log, config.keep_versions)
         """The log behind; None: there is none."""
@@ -71,7 +70,7 @@ class Durability:
         self._copying: int | None = None
         self._wanted: Counter[int] = Counter()
         self._failed: tuple[int, Exception] | None = None
-        self._damaged: dict[int, LogCorrupt] = {}
+        self._given_up: dict[int, RolloutServiceError] = {}
         self._never = 0
         self._wake, self._stop = asyncio.Event(), threading.Event()
         self._task: asyncio.Task[None] | None = None
@@ -157,7 +156,7 @@ class Durability:
 
     def dropped(self, version: int) -> None:
         """It is not served any more."""
-        self._damaged.pop(version, None)
+        self._given_up.pop(version, None)
         if self.disk is not None and version not in self.disk.versions:
             self._never += 1
             logger.info("version %d was overtaken before it was on the disk, and is not durable any more", version)
@@ -179,12 +178,12 @@ class Durability:
         """Why a committed version is not durable, if something went wrong."""
         if self.disk is None:
             return unconfirmed(self._log.unconfirmed.get(version))
-        error: Exception | None = self._damaged.get(version)
+        error: Exception | None = self._given_up.get(version)
         if error is None and self._failed is not None and self._failed[0] == version:
             error = self._failed[1]
         if error is None:
             return None
-        again = "it is not tried again" if version in self._damaged else "it is tried again"
+        again = "it is not tried again" if version in self._given_up else "it is tried again"
         message = f"served, but not durable, because it cannot be copied to {self.disk.log.root} ({error}): {again}"
         return Failure(type=type(error).__name__, message=message)
 
@@ -230,12 +229,12 @@ class Durability:
     async def wait(self, version: int, timeout_s: float) -> None:
         """Return once a committed version is durable; called inside ``wanted``.
 
-        Raises CommitTimeout, with what the disk said, or LogCorrupt if it is damaged in memory.
+        Raises CommitTimeout, with what the disk said; LogCorrupt if it is damaged in memory, NotFound if it is gone.
         """
         self._wake.set()
-        reached = await self._changes.wait(lambda: self.is_durable(version) or version in self._damaged, timeout_s)
-        if version in self._damaged:
-            raise self._damaged[version]
+        reached = await self._changes.wait(lambda: self.is_durable(version) or version in self._given_up, timeout_s)
+        if version in self._given_up:
+            raise self._given_up[version]
         if not reached:
             root = self._log.root if self.disk is None else self.disk.log.root
             failed = self.failure(version)
@@ -258,12 +257,12 @@ class Durability:
                 await self._copied()
             else:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(self._retry_s):
+                    async with asyncio.timeout(RETRY_S):
                         await self._wake.wait()
 
     def _next(self) -> int | None:
         assert self.disk is not None
-        done = self.disk.versions | self._damaged.keys()
+        done = self.disk.versions | self._given_up.keys()
         waited_for = sorted(version for version in self._wanted if version <= self._newest and version not in done)
         if waited_for:
             return waited_for[0]
@@ -276,9 +275,9 @@ class Durability:
             await to_thread_and_back(self.disk.copy, version, self._stop.is_set)
         except CopyStopped:
             return False
-        except LogCorrupt as error:
-            logger.error("version %d is damaged in memory, and is never durable: %s", version, error)
-            self._damaged[version] = error
+        except (LogCorrupt, NotFound) as error:
+            logger.error("version %d is damaged in memory, or gone, and is never durable: %s", version, error)
+            self._given_up[version] = error
         except (OSError, RolloutServiceError, ValidationError) as error:
             logger.error("version %d is served, and is not durable yet: %s", version, error)
             self._failed = version, error

@@ -24,10 +24,12 @@ from rollout_service.errors import (
     LogLocked,
     VersionConflict,
 )
+from rollout_service.ingest import durability
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.kv_scales import KVMeasurement
 from rollout_service.protocol.upload import Announcement, CommitUpload, RollBack
 from rollout_service.store import durable_log, served_numbers
+from rollout_service.store.direct_io import DirectFile
 from rollout_service.store.durable_log import CopyStopped, DurableLog
 from rollout_service.store.log import WeightLog
 from tests.support.moments import stop_at
@@ -364,6 +366,25 @@ class TestDisk:
             assert (await ingest.status(0)).error is None
         status = await ingest.commit(1, DURABLE)
         assert status.durable and status.error is None
+
+    async def test_a_copy_that_failed_is_tried_again_though_nothing_comes(
+        self, start: Start, weights: Weights, disk: WeightLog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(durability, "RETRY_S", 0.01)
+        ingest = await start()
+        await ingest.commit(0, DURABLE)
+        write, failures = durable_log.DirectFile.write, iter([errno.ENOSPC, errno.EIO])
+
+        def failing_twice(file: DirectFile, buffer: memoryview, nbytes: int, offset: int) -> None:
+            if error := next(failures, None):
+                raise OSError(error, os.strerror(error))
+            write(file, buffer, nbytes, offset)
+
+        monkeypatch.setattr(durable_log.DirectFile, "write", failing_twice)
+        await Trainer(ingest).push(1, weights)
+        assert await ingest._changes.wait(lambda: ingest._durability.is_durable(1), 60.0)
+        assert next(failures, None) is None and (await ingest.status(1)).error is None
+        disk.verify(disk.manifest(1))
 
     async def test_a_disk_that_takes_nothing_does_not_hold_up_the_end(
         self, start: Start, config: ServiceConfig, weights: Weights, disk: WeightLog, monkeypatch: pytest.MonkeyPatch
