@@ -2,8 +2,8 @@
 
 Versions are committed and served in memory. Their numbers and digests are on the disk before that (``ServedNumbers``),
 their bytes come behind: each is copied as a whole, checked against its digests on the way, and exists there once its
-folder has been renamed, so that this log only ever holds sound versions. It is a log like any other, in which
-``rollout-service log`` finds its way.
+folder has been renamed, so that this log only ever holds whole versions. It is a log like any other, and
+``rollout-service log`` reads it.
 
 Which of two logs counts when an ingest starts:
 
