@@ -26,8 +26,8 @@ Root = Annotated[Path, typer.Argument(metavar="PATH", help="Folder of the log: w
 def ls(path: Root) -> None:
     """List the versions in PATH, committed and staged; the newest is marked with a star.
 
-    In weights.durable_root also those that were served from memory and are not on the disk: not yet, while the service
-    runs; lost, if the machine has crashed.
+    In weights.durable_root also those that were served from memory and are not on the disk: served, and perhaps copied
+    still, or lost, since the machine has crashed.
     """
     from rollout_service.errors import RolloutServiceError
     from rollout_service.store.upload_record import read_record
@@ -42,9 +42,11 @@ def ls(path: Root) -> None:
                 f"{newest} {version:>10}  committed  {manifest.digest}  {manifest.total_bytes / 1e6:>10.1f} MB  "
                 f"{len(manifest.tensors)} tensors{_named(manifest)}"
             )
-        for number, digest in sorted(log.served().items()):
+        served = log.served()
+        for number, digest in sorted(served.digests.items()):
             if head is None or number > head.version:
-                typer.echo(f"  {number:>10}  served     {digest}  from memory; it is not on this disk")
+                state = "lost" if number in served.lost else "served"
+                typer.echo(f"  {number:>10}  {state:<9}  {digest}  was served from memory, and is not on this disk")
         for parts in sorted(path.glob("staging/*.parts")):
             record = read_record(parts)
             if record is not None:
@@ -175,7 +177,7 @@ def _roll_back_in(path: Path, to: int | str) -> None:
             if source.digest == with_result(log.manifest(newest), read_result(log.folder(newest))).digest:
                 typer.echo(f"version {newest} is the newest, and has these weights already")
                 return
-            version, record = max([newest, *log.served()]) + 1, read_record(log.folder(number))
+            version, record = max([newest, *log.served().digests]) + 1, read_record(log.folder(number))
             while log.staging(version).with_name(f"{version}.parts").exists():
                 version += 1
             manifest = stage_again(log, source, version)

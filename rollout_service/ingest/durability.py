@@ -209,8 +209,8 @@ class Durability:
         if request.wait == "durable" and self.disk is None and self._in_memory:
             raise InvalidRequest(
                 f"no version becomes durable here: the log at {self._log.root} is in memory, and gone with the "
-                "machine; nothing was changed. Set weights.durability: behind and weights.durable_root, or wait for "
-                "'all' or 'none'"
+                "machine. Nothing was committed: ask again with wait 'all' or 'none', or set weights.durability: "
+                "behind and weights.durable_root"
             )
 
     @contextmanager

@@ -229,6 +229,7 @@ class Ingest:
         The same weights again get the same answer. Raises NotFound for a lost object, and what ``begin`` and ``commit``
         raise.
         """
+        self._durability.require_possible(request)
         source = await asyncio.to_thread(RefSource, buckets)
         begin, meant = source.announced(version, kv_scales, label, uploader)
         plan = await self._shielded.run(self._begin(begin, source))
@@ -242,6 +243,7 @@ class Ingest:
         The same folder again joins what is under way, or is answered at once. Raises what ``begin_folder`` and
         ``commit`` raise.
         """
+        self._durability.require_possible(request)
         version = await self._shielded.run(self._begin_folder(path, number, label))
         return await self.commit(version, request)
 
@@ -575,7 +577,8 @@ class Ingest:
                     await asyncio.to_thread(self._drop, version)
                 except OSError as error:  # what has just been committed is committed; the next commit tries again
                     logger.warning("version %d is not needed any more and cannot be removed yet: %s", version, error)
-
+                else:
+                    self._durability.dropped(version)
         for version in self._summaries.keys() - set(self._kept()):
             del self._summaries[version]
 
@@ -592,7 +595,6 @@ class Ingest:
     def _drop(self, version: int) -> None:
         memory = self._uploads.memory
         self._log.drop(version, None if memory is None else memory.spare)
-        self._durability.dropped(version)
         if memory is not None:
             memory.mapped.prune()
 

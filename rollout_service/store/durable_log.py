@@ -115,7 +115,9 @@ class DurableLog:
             self._restore(on_disk)
         self.served.load()
         if survived:
-            self.served.replace(self._served_in_memory())
+            self._note_what_is_in_memory()
+        else:
+            self.served.all_lost()
         self._name_memory(anew=not survived)
         self._versions = frozenset(self.log.versions())
 
@@ -125,7 +127,7 @@ class DurableLog:
         if not (self.log.root / "LATEST").exists():
             # the very first copy may have ended between its two renames; a number that is not in SERVED may have been
             # said to be durable, and then it is LATEST that is missing
-            for number in self.log.served():
+            for number in self.log.served().digests:
                 remove_tree(self.log.folder(number))
         self.log.remove_uncommitted()
         sync_folder(self.log.root)  # the process before may not have come to that
@@ -188,13 +190,11 @@ class DurableLog:
             raise
         self._memory.adopt(head, staged)
 
-    def _served_in_memory(self) -> dict[int, str]:
-        """What is above the disk's newest version. What was noted above the newest in memory was never served."""
+    def _note_what_is_in_memory(self) -> None:
         memory, disk = self._memory.head(), self.log.head()
         newest, durable = -1 if memory is None else memory.version, -1 if disk is None else disk.version
-        noted = {number: digest for number, digest in self.served.digests.items() if number <= newest}
-        there = (version for version in self._memory.versions() if version > durable)
-        return noted | {version: self._memory.manifest(version).digest for version in there}
+        above = (version for version in self._memory.versions() if version > durable)
+        self.served.in_memory({version: self._memory.manifest(version).digest for version in above}, newest)
 
     # --- while it runs
 

@@ -11,7 +11,7 @@
     <root>/FLEET                       {"replicas"}: who was live, for an ingest that starts anew
     <root>/LABELS                      {"through", "labels"}: which version each label means, those of dropped ones too
     <root>/ORIGIN                      {"log", "writer"}: who reads what the ingest names here shares its log
-    <root>/SERVED                      {"digests"}: numbers that were served before they were here (served_numbers.py)
+    <root>/SERVED                      {"digests", "lost"}: versions served before they were here (served_numbers.py)
     <root>/MEMORY                      of a log in memory and one behind it: its name (durable_log.py)
     <root>/spare/                      of a log in memory: files of a dropped version, to be written again
     <root>/copies/<log>/               on a node that does not: a log of the versions that it has fetched
@@ -68,6 +68,9 @@ class KnownServed(Frozen):
     """What SERVED says; see ``store/served_numbers.py``."""
 
     digests: dict[int, str] = Field(default_factory=dict)
+    """Of each number."""
+    lost: frozenset[int] = frozenset()
+    """Those that are in no memory any more."""
 
 
 _Model = TypeVar("_Model", bound=Frozen)
@@ -132,14 +135,14 @@ class WeightLog:
         """Note them. They reach the log behind this one with the next version."""
         replace_synced(self.root / "LABELS", labels.model_dump_json())
 
-    def served(self) -> dict[int, str]:
-        """Number → digest of versions that were served before they were in this log. Raises LogCorrupt."""
-        return (self._read("SERVED", KnownServed) or KnownServed()).digests
+    def served(self) -> KnownServed:
+        """Versions that were served before they were in this log. Raises LogCorrupt."""
+        return self._read("SERVED", KnownServed) or KnownServed()
 
-    def set_served(self, digests: dict[int, str]) -> None:
+    def set_served(self, served: KnownServed) -> None:
         """Note them, durably. Raises OSError, also if the disk does not confirm them."""
         self.root.mkdir(parents=True, exist_ok=True)
-        unconfirmed = replace_synced(self.root / "SERVED", KnownServed(digests=digests).model_dump_json())
+        unconfirmed = replace_synced(self.root / "SERVED", served.model_dump_json())
         if unconfirmed is not None:
             raise unconfirmed
 

@@ -162,7 +162,7 @@ class TestLiveBeforeDurable:
         assert pushed.state == "committed" and not pushed.durable and pushed.error is None
         desired = await ingest.sync(replica("a", 0), None)
         assert desired.version == 1 and disk.head() is None
-        assert disk.served() == {0: (await ingest.status(0)).digest, 1: pushed.digest}
+        assert disk.served().digests == {0: (await ingest.status(0)).digest, 1: pushed.digest}
         await ingest.report(replica("a", 1, digest=desired.digest, log=desired.origin and desired.origin.log))
         assert (await ingest.status(1)).state == "live" and not (await ingest.status(1)).durable
         waiting = asyncio.create_task(ingest.commit(1, DURABLE))
@@ -171,7 +171,7 @@ class TestLiveBeforeDurable:
         slow.open()
         assert (await waiting).durable
         disk.verify(disk.manifest(1, pushed.digest))
-        assert disk.served() == {}
+        assert disk.served().digests == {}
 
     async def test_versions_that_come_faster_than_the_disk_are_overtaken(
         self, slow: SlowDisk, start: Start, weights: Weights, disk: WeightLog
@@ -255,7 +255,7 @@ class TestCrash:
         assert await durable(ingest) == disk.versions()
         restored = WeightLog(config.weights.root)
         restored.verify(restored.manifest(head.version, head.digest))
-        assert disk.served() == {version: lost}
+        assert disk.served().digests == {version: lost}
 
         trainer = Trainer(ingest)
         with pytest.raises(VersionConflict, match=rf"version {version} was served with the digest {lost}") as refused:
@@ -476,11 +476,13 @@ class TestWithoutADiskBehind:
     ) -> None:
         ingest = await start(config_of(model, memory_root))
         await Trainer(ingest).upload(1, weights)
-        with pytest.raises(InvalidRequest, match=r"no version becomes durable here: .* nothing was changed"):
+        with pytest.raises(InvalidRequest, match=r"no version becomes durable here: .* Nothing was committed: ask"):
             await ingest.commit(1, DURABLE)
         assert (await ingest.fleet()).latest_version == 0
         with pytest.raises(InvalidRequest, match="no version becomes durable here"):
             await ingest.roll_back(RollBack(to=0, wait="durable"))
+        with pytest.raises(InvalidRequest, match="no version becomes durable here"):
+            await ingest.push_folder(model, DURABLE)
         status = await ingest.commit(1, CommitUpload())
         assert not status.durable and (await ingest.state()).durable is None
 

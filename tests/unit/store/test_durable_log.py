@@ -2,6 +2,7 @@
 
 import errno
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -192,6 +193,7 @@ class TestCrash:
         six, seven = host.serve(6), host.serve(7)
         host.crash()
         assert host.disk.served.digests == {6: six.digest, 7: seven.digest} and host.disk.served.newest == 7
+        assert host.disk.served.lost == {6, 7}
         with pytest.raises(VersionConflict, match=r"version 6 was served with the digest .* push .* as version 'next'"):
             host.serve(6, content=99)
         shutil.rmtree(host.memory.staging(6))
@@ -201,6 +203,16 @@ class TestCrash:
         host.crash()
         with pytest.raises(VersionConflict, match="version 7 was served"):
             host.serve(7, content=99)
+
+    def test_a_process_that_ends_forgets_no_number_that_a_crash_took_before(self, host: Host) -> None:
+        host.serve(0)
+        host.disk.copy(0)
+        five = host.serve(5)
+        host.crash()
+        three = host.serve(3)
+        host.disk.served.note(4, "of a commit that was never made")
+        host.start()
+        assert host.disk.served.digests == {3: three.digest, 5: five.digest} and host.disk.served.lost == {5}
 
     def test_what_operator_replicas_and_labels_said_is_there_again(self, host: Host) -> None:
         host.serve(0)
@@ -319,6 +331,44 @@ class TestCrash:
         assert host.memory.head() == newer and host.memory.versions() == [1, 2]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_happens_no_durable_version_is_lost_and_no_number_means_two_digests(host: Host, seed: int) -> None:
+    chance, served, noted = random.Random(seed), dict[int, str](), set[int]()
+    newest = durable = -1
+    for step in range(40):
+        what = chance.choices(["serve", "copy", "end", "end in a commit", "crash"], [12, 8, 2, 1, 4])[0]
+        if what == "serve":
+            version = newest + chance.choice([1, 1, 2])
+            shutil.rmtree(host.memory.staging(version), ignore_errors=True)
+            try:
+                digest = host.serve(version, content=chance.choice([1, 2])).digest
+            except VersionConflict:
+                assert version in served | dict.fromkeys(noted)
+                continue
+            assert served.setdefault(version, digest) == digest, f"step {step}"
+            newest = version
+        elif what == "copy" and newest >= 0:
+            version = chance.choice(host.memory.versions()[-2:])
+            host.disk.copy(version)
+            assert version in host.disk.versions
+            durable = max(durable, version)
+        elif what.startswith("end"):
+            if what == "end in a commit" and newest + 1 not in served:
+                noted.add(newest + 1)
+                host.disk.served.forget(newest + 1)
+                host.disk.served.note(newest + 1, "of a version that nobody has served")
+            host.start()
+            assert newest < 0 or host.memory.versions()[-1] == newest
+        elif what == "crash":
+            host.crash()
+            newest = durable
+            found = host.memory.head()
+            assert (-1 if found is None else found.version) == durable, f"step {step}"
+            if found is not None:
+                assert found.digest == served[durable]
+                host.memory.verify(host.memory.manifest(durable))
+
+
 class TestTwoLogs:
     def test_logs_of_two_services_are_not_mixed(self, host: Host, memory_root: Path, tmp_path: Path) -> None:
         host.serve(0)
@@ -389,7 +439,7 @@ class TestServedNumbers:
         host.disk.served.note(3, "one")
         host.disk.served.forget(3)
         host.disk.served.note(3, "another")
-        assert WeightLog(host.disk.log.root).served() == {3: "another"}
+        assert WeightLog(host.disk.log.root).served().digests == {3: "another"}
 
     def test_nothing_is_noted_that_the_disk_did_not_take(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         def failing(*_: object) -> None:
