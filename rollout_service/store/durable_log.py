@@ -108,17 +108,17 @@ class DurableLog:
         self._remove_half_done()
         on_disk = self.log.head()
         in_memory = self._survived(on_disk)
-        survived = in_memory is not None
+        memory_counts = in_memory is not None and (on_disk is None or on_disk.version <= in_memory.version)
         roots = self._memory.root, self.log.root
-        _copy_small_files(*(roots if survived else roots[::-1]))
-        if on_disk is not None and (in_memory is None or in_memory.version < on_disk.version):
+        _copy_small_files(*(roots if memory_counts else roots[::-1]))
+        if on_disk is not None and not memory_counts:
             self._restore(on_disk)
         self.served.load()
-        if survived:
-            self._note_what_is_in_memory()
-        else:
+        if in_memory is None:
             self.served.all_lost()
-        self._name_memory(anew=not survived)
+        else:
+            self._note_what_is_in_memory()
+        self._name_memory(anew=in_memory is None)
         self._versions = frozenset(self.log.versions())
 
     def _remove_half_done(self) -> None:

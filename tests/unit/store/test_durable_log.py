@@ -327,8 +327,9 @@ class TestCrash:
         host.serve(1)
         host.disk.copy(1)
         newer = commit(host.disk.log, 2, content=77)
+        host.disk.log.set_control(Control(paused=True))
         host.start()
-        assert host.memory.head() == newer and host.memory.versions() == [1, 2]
+        assert host.memory.head() == newer and host.memory.versions() == [1, 2] and host.memory.control().paused
 
 
 @pytest.mark.parametrize("seed", range(4))
