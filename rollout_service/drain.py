@@ -25,6 +25,11 @@ _FOR_WORK = 2 / 3
 _EXIT_STATUS = 128 + signal.SIGTERM
 
 
+def work_s(drain_timeout_s: float) -> float:
+    """How long what runs may go on, in seconds, of all that a process has."""
+    return drain_timeout_s * _FOR_WORK
+
+
 async def _nothing() -> None:
     """For those who have nothing to end but the calls that are open."""
 
@@ -39,7 +44,7 @@ class Drain:
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """``timeout_s``: from the signal to the end of the process. ``clock``: in seconds."""
-        self.work_s = timeout_s * _FOR_WORK
+        self.work_s = work_s(timeout_s)
         """How long what runs may go on."""
         self.ending_s = timeout_s - self.work_s
         """How long answers and engine processes have after that."""

@@ -25,7 +25,7 @@
     ├── NotReady                  503  no live replica, or the service is still starting
     │   └── DeploymentFailed      500  a process of the service failed with an error that is none of these
     ├── LogLocked                 503  another process writes this weight log
-    ├── CommitTimeout             504  committed, but not every replica was live in time
+    ├── CommitTimeout             504  committed, but not live on every replica, or not durable, in time
     ├── InsufficientStorage       507  the disk has no room: says how many bytes are needed and how many are free
     ├── MemoryTaken               503  an engine is to wake, and its memory is not free
     ├── LogCorrupt                500  the weight log on disk is not what its manifest says
@@ -217,7 +217,7 @@ class InsufficientStorage(RolloutServiceError):
 
 
 class CommitTimeout(RolloutServiceError):
-    """The version is committed, but not every replica was live in time."""
+    """The version is committed, but was not live on every replica, or not durable, in time."""
 
     http_status = 504
 

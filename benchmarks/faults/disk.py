@@ -47,13 +47,14 @@ def tmpfs(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def full(ground: Ground) -> Iterator[None]:
-    """Not a byte is free until the block ends; says so in the notes."""
-    ballast = ground.log.parent / "ballast"
+def full(ground: Ground, folder: Path, leave_bytes: int = 0) -> Iterator[None]:
+    """No more than that is free on the file system of ``folder`` until the block ends; says so in the notes."""
+    ballast = folder / "ballast"
     try:
         with ballast.open("wb", buffering=0) as stream:
             _fill(stream.fileno())
-        ground.note(f"{_free(ground)} bytes were free on a tmpfs of {DISK_BYTES}")
+            os.ftruncate(stream.fileno(), os.fstat(stream.fileno()).st_size - leave_bytes)
+        ground.note(f"{_free(folder)} bytes were free on a disk of {DISK_BYTES}")
         yield
     finally:
         ballast.unlink()
@@ -70,15 +71,15 @@ def _fill(fd: int) -> None:
             block = block[: len(block) // 2]
 
 
-def _free(ground: Ground) -> int:
-    status = os.statvfs(ground.log)
-    return status.f_bavail * status.f_frsize
+def _free(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bfree * status.f_frsize
 
 
 async def full_at_begin(ground: Ground) -> None:
     """Refused before a byte is sent; taken once there is room."""
     version = ground.committed + 1
-    with full(ground), refused(InsufficientStorage):
+    with full(ground, ground.log.parent), refused(InsufficientStorage):
         await ground.client.push_weights(version, ground.weights(version))
     await ground.push(version)
 
@@ -90,7 +91,7 @@ async def full_at_commit(ground: Ground) -> None:
     plan = await ground.client._uploader.begin(BeginUpload(version=version, tensors=source.table))
     for part in cut_parts(bytes_of_each(source), plan.part_bytes):
         await ground.put_part(version, part.index, bytes(part.data), part.digest)
-    with full(ground), refused(InsufficientStorage):
+    with full(ground, ground.log.parent), refused(InsufficientStorage):
         await ground.send("POST", f"/v1/weights/{version}/commit", json=CommitUpload().model_dump(mode="json"))
     status = await ground.client.weights(version)
     ground.note(f"version {version} was {status.state} afterwards")

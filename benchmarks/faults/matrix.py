@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.faults.disk import disk_cases
+from benchmarks.faults.durability import durability_cases
 from benchmarks.faults.files import file_cases
 from benchmarks.faults.ground import Case, Skipped
 from benchmarks.faults.inputs import input_cases
@@ -21,6 +22,7 @@ def all_cases() -> Iterator[Case]:
     yield from input_cases()
     yield from file_cases()
     yield from disk_cases()
+    yield from durability_cases()
     yield from only_replica_cases()
     yield from scale_cases()
     yield from node_cases()

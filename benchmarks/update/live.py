@@ -22,8 +22,9 @@ memory of three versions with CUDA: these pushes, ``--warmups`` of them by the f
 
 ``all_live_s`` is from the last part's acknowledgement, or for ``path`` from the call, until the commit is answered:
 what is left is converted and synced to disk, and each replica has checked, staged and loaded it. ``push_s`` is the
-whole push. Both hold what the ingest's disk takes: ``--folder`` is memory if it is a tmpfs. Adds its cases to
-benchmarks/results/<machine>/update_live.json, in place of earlier ones of the same model and transport.
+whole push. Both hold what the ingest's disk takes: ``--folder`` is memory if it is a tmpfs. With ``--behind`` versions
+are copied from there to a disk meanwhile (``weights.durability: behind``). Adds its cases to
+benchmarks/results/<machine>/update_live.json, in place of earlier ones of the same model, transport and durability.
 """
 
 import asyncio
@@ -62,9 +63,10 @@ from benchmarks.update.busy import busy
 from rollout_service.client import RolloutClient
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import UpdateTimings
+from rollout_service.store.mapped_files import is_in_memory
 
 RESULT = "update_live"
-SAME = ("model", "door", "layers", "scales_policy")
+SAME = ("model", "door", "layers", "scales_policy", "durability")
 """Fields in which two cases agree that measured the same."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 256
 DELTA_SHARE = 0.02
@@ -102,6 +104,8 @@ class PushOptions(Options):
     """Rollouts that run meanwhile."""
     scales_policy: str = "reuse"
     """Of the KV cache: reuse, calibrate or unit."""
+    behind: Path | None = None
+    """A folder on a disk, in which a log lies behind that in memory; None: there is none."""
 
 
 class LiveEngine(EngineOptions):
@@ -125,6 +129,10 @@ class Case:
     layers: int | None
     scales_policy: str = "reuse"
     """``kv_cache.scales_policy``: with ``calibrate`` the scales are measured while the engine is closed."""
+    durability: str = "before_live"
+    """``weights.durability``."""
+    log: str = "disk"
+    """Where versions are served from: disk or memory."""
     sent_gbytes: float = 0.0
     """What the trainer's files or parts hold."""
     gbytes: float = 0.0
@@ -253,7 +261,8 @@ class Updates:
 def keep(case: Case, concurrent: int) -> Path:
     """Add it to the result, in place of an earlier one of the same model and transport."""
     new = asdict(case) | {"concurrent": concurrent}
-    return results.write(RESULT, {"cases": results.joined(results.cases(RESULT), [new], SAME)})
+    earlier = [{"durability": "before_live"} | case for case in results.cases(RESULT)]  # once there was no other
+    return results.write(RESULT, {"cases": results.joined(earlier, [new], SAME)})
 
 
 def table_of(cases: list[Case]) -> Table:
@@ -269,14 +278,24 @@ def table_of(cases: list[Case]) -> Table:
 
 def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
     """Measure, print the table, and add the cases to benchmarks/results/<machine>/update_live.json."""
-    cases = [Case(model.model, transport, model.layers, pushes.scales_policy) for transport in pushes.transport]
+    durability = "before_live" if pushes.behind is None else "behind"
+    log = "memory" if is_in_memory(model.folder) else "disk"
+    cases = [
+        Case(model.model, transport, model.layers, pushes.scales_policy, durability, log)
+        for transport in pushes.transport
+    ]
     work = WorkOptions()  # not done: it makes the engine that benchmarks.rollout.throughput has
-    with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
+    with (
+        tempfile.TemporaryDirectory(dir=model.folder) as temporary,
+        tempfile.TemporaryDirectory(dir=pushes.behind) as behind,
+    ):
         path = write_config(model.model, Path(temporary) / model.model, model.layers)
         write_weights(path)
         settings = settings_of(Mode.FP8KV, path, path.parent, fitting(work) | engine.settings(work.sequences))
         settings["kv_cache"]["scales_policy"] = pushes.scales_policy
         settings["engine"]["gpu_memory_utilization"] = pushes.gpu_share
+        if pushes.behind is not None:
+            settings["weights"] |= {"durability": durability, "durable_root": behind}
         with serving(settings, path.parent, model.verbose) as service:
             if model.free:
                 remove_weights(path)

@@ -3,7 +3,7 @@
 import math
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -20,6 +20,7 @@ from rollout_service.engine.hardware import why_unfit
 from rollout_service.memory import Memory
 from rollout_service.memory import memory as memory_here
 from rollout_service.protocol.base import Frozen
+from rollout_service.store.mapped_files import IN_MEMORY
 from rollout_service.tls import require_certificate
 
 DASHBOARD_PORT = 8265
@@ -309,31 +310,55 @@ def shm_finding(shm: Disk, has: Memory) -> Finding:
 # --- disks
 
 
-def weights(plan: Plan) -> list[Finding]:
-    """The disk of the log."""
+def weights(plan: Plan) -> Iterator[Finding]:
+    """The disk of the log, and that of its copies if there is one."""
+    config = plan.config.weights
+    served = yield from _log_on_disk("weights.root", config.root_here, plan, durable=config.durable_root is None)
+    if config.durable_root is None:
+        return
+    behind = yield from _log_on_disk("weights.durable_root", config.durable_root_here, plan, durable=True)
+    if served is not None and behind is not None and served.device == behind.device:
+        found = f"{served.folder} and {behind.folder} are on one file system: each version is written twice for nothing"
+        advice = "weights.root in memory, below /dev/shm"
+        yield Finding(check="weights.durability", level="problem", found=found, advice=advice)
+
+
+def _log_on_disk(
+    setting: str, here: Callable[[], Path | None], plan: Plan, durable: bool
+) -> Generator[Finding, None, Disk | None]:
     try:
-        root = plan.config.weights.root_here()
-        return [weights_finding(machine.disk(root), (root / "LATEST").is_file(), plan)]
+        root = here()
+        assert root is not None, "of a setting that is set"
+        disk = machine.disk(root)
+        yield weights_finding(disk, (root / "LATEST").is_file(), plan, setting, durable)
     except (OSError, ValueError) as error:
-        return [Finding(check="weights.root", level="problem", found=str(error), advice="another weights.root")]
+        yield Finding(check=setting, level="problem", found=str(error), advice=f"another {setting}")
+        return None
+    return disk
 
 
-def weights_finding(disk: Disk, has_log: bool, plan: Plan) -> Finding:
-    """``has_log``: there is a version 0 already."""
-    name, nbytes, versions = "weights.root", plan.version_bytes, plan.config.weights.keep_versions + 1
+def weights_finding(
+    disk: Disk, has_log: bool, plan: Plan, setting: str = "weights.root", durable: bool = True
+) -> Finding:
+    """``has_log``: there is a version 0 already. ``durable``: what is there is to outlive the machine."""
+    config, nbytes = plan.config.weights, plan.version_bytes
+    versions = config.keep_versions + (1 if durable else 2)
     found = f"{disk.folder}: {_gb(disk.free_bytes)} free, {disk.filesystem}"
     if not disk.writable:
-        return Finding(check=name, level="problem", found=f"{found}: not writable", advice="another weights.root")
+        return Finding(check=setting, level="problem", found=f"{found}: not writable", advice=f"another {setting}")
+    larger = f"{setting} on a larger disk"
     if nbytes > disk.free_bytes and not has_log:
         found += f"; a version takes {_gb(nbytes)}"
-        return Finding(check=name, level="problem", found=found, advice="weights.root on a larger disk")
+        return Finding(check=setting, level="problem", found=found, advice=larger)
     if nbytes * versions > disk.free_bytes and not has_log:
         found += f"; {versions} versions of {_gb(nbytes)} each take {_gb(nbytes * versions)}"
-        return Finding(check=name, level="warning", found=found, advice="weights.root on a larger disk")
-    if disk.filesystem in PASSING:
+        return Finding(check=setting, level="warning", found=found, advice=larger)
+    if durable and disk.filesystem in PASSING:
         found += f": {PASSING[disk.filesystem]}"
-        return Finding(check=name, level="warning", found=found, advice="weights.root on a disk that stays")
-    return Finding(check=name, level="ok", found=found)
+        refused = setting == "weights.durable_root" and disk.filesystem in IN_MEMORY
+        advice = f"{setting} on a disk that stays"
+        return Finding(check=setting, level="problem" if refused else "warning", found=found, advice=advice)
+    return Finding(check=setting, level="ok", found=found)
 
 
 def hub_cache(plan: Plan) -> list[Finding]:

@@ -24,7 +24,11 @@ Root = Annotated[Path, typer.Argument(metavar="PATH", help="Folder of the log: w
 
 @app.command()
 def ls(path: Root) -> None:
-    """List the versions in PATH, committed and staged; the newest is marked with a star."""
+    """List the versions in PATH, committed and staged; the newest is marked with a star.
+
+    In weights.durable_root also those that were served from memory and are not on the disk: served, and perhaps copied
+    still, or lost, since the machine has crashed.
+    """
     from rollout_service.errors import RolloutServiceError
     from rollout_service.store.upload_record import read_record
 
@@ -38,6 +42,11 @@ def ls(path: Root) -> None:
                 f"{newest} {version:>10}  committed  {manifest.digest}  {manifest.total_bytes / 1e6:>10.1f} MB  "
                 f"{len(manifest.tensors)} tensors{_named(manifest)}"
             )
+        served = log.served()
+        for number, digest in sorted(served.digests.items()):
+            if head is None or number > head.version:
+                state = "lost" if number in served.lost else "served"
+                typer.echo(f"  {number:>10}  {state:<9}  {digest}  was served from memory, and is not on this disk")
         for parts in sorted(path.glob("staging/*.parts")):
             record = read_record(parts)
             if record is not None:
@@ -163,12 +172,12 @@ def _roll_back_in(path: Path, to: int | str) -> None:
             labels = VersionLabels(log)
             labels.load()
             number, newest = labels.number_of(to), log.versions()[-1]
-            require_kept(log, number, labels)
+            require_kept(log.versions(), number, labels)
             source = with_result(log.manifest(number), read_result(log.folder(number)))
             if source.digest == with_result(log.manifest(newest), read_result(log.folder(newest))).digest:
                 typer.echo(f"version {newest} is the newest, and has these weights already")
                 return
-            version, record = newest + 1, read_record(log.folder(number))
+            version, record = max([newest, *log.served().digests]) + 1, read_record(log.folder(number))
             while log.staging(version).with_name(f"{version}.parts").exists():
                 version += 1
             manifest = stage_again(log, source, version)

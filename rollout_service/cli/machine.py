@@ -50,6 +50,8 @@ class Disk(Frozen):
     filesystem: str
     """Its type, such as ext4."""
     writable: bool
+    device: int = 0
+    """The system's number of the file system."""
 
 
 def gpus() -> tuple[Gpu, ...]:
@@ -132,6 +134,7 @@ def disk(folder: Path) -> Disk:
         free_bytes=shutil.disk_usage(there).free,
         filesystem=filesystem,
         writable=os.access(there, os.W_OK | os.X_OK),
+        device=there.stat().st_dev,
     )
 
 

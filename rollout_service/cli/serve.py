@@ -20,7 +20,7 @@ from rollout_service.errors import RolloutServiceError
 from rollout_service.ingest.own_log import own_newest, recipe_of
 from rollout_service.model.hub import pinned, require_room, with_model_here
 from rollout_service.model.served_model import ServedModel
-from rollout_service.store.log import WeightLog
+from rollout_service.store.durable_log import log_to_go_on_with
 
 _REPLICAS = re.compile(r"(\d+)(?:-(\d+))?")
 _INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -110,8 +110,8 @@ class Prepared:
     def _log(self) -> Finding:
         """Whether the service may go on with the log that is there; if it is empty, whether the weights find room."""
         config, model = self.plan.config, ServedModel.of(self.plan.config.model)
-        log = WeightLog(config.weights.root_here())
         try:
+            log = log_to_go_on_with(config.weights.root_here(), config.weights.durable_root_here())
             plan = model.plan(config.quant, config.engine.tensor_parallel_size, config.engine.expert_parallel)
             recipe = recipe_of(config.quant, plan)
             if own_newest(log, model, recipe, config) is None:

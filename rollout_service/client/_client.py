@@ -23,7 +23,7 @@ from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.rollout import OnAbort, Rollout
 from rollout_service.protocol.sessions import OpenSession
-from rollout_service.protocol.upload import CommitUpload, PathSource, RollBack, UploadTensor
+from rollout_service.protocol.upload import CommitUpload, PathSource, RollBack, UploadTensor, WaitFor
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.tasks import raise_first_failure
 from rollout_service.tls import PinnedCertificates, trusting
@@ -239,7 +239,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         transport: Transport = "auto",
         kv_scales: KVScales | None = None,
         mode: PauseMode = "keep",
-        wait: Literal["none", "all"] = "all",
+        wait: WaitFor = "all",
         timeout_s: float = 600.0,
         parallel_parts: int = 8,
         progress: Progress | None = None,
@@ -258,7 +258,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         transport: Transport = "auto",
         kv_scales: KVScales | None = None,
         mode: PauseMode = "keep",
-        wait: Literal["none", "all"] = "all",
+        wait: WaitFor = "all",
         timeout_s: float = 600.0,
         parallel_parts: int = 8,
         progress: Progress | None = None,
@@ -276,7 +276,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         transport: Transport = "auto",
         kv_scales: KVScales | None = None,
         mode: PauseMode = "keep",
-        wait: Literal["none", "all"] = "all",
+        wait: WaitFor = "all",
         timeout_s: float = 600.0,
         parallel_parts: int = 8,
         progress: Progress | None = None,
@@ -331,8 +331,10 @@ class RolloutClient(ControlCalls, MismatchCalls):
             kv_scales: Scales of an FP8 KV cache for these weights, from ``rollout_service.kv_scales``; they are part
                 of the version. None: ``kv_cache.scales_policy`` of the service says which it gets.
             mode: What happens to rollouts that are running, see ``CommitUpload.mode``.
-            wait: ``all``: return once every live replica serves this version. ``none``: once it is committed.
-            timeout_s: How long ``wait="all"`` waits.
+            wait: ``all``: return once every live replica serves this version. ``durable``: once it outlives the
+                service's machine, whoever serves it by then; with ``weights.durability: behind`` that is later.
+                ``none``: once it is committed.
+            timeout_s: How long ``wait`` waits.
             parallel_parts: Uploads at once, each by a thread and a connection of its own.
             progress: Called with (bytes that the service has, bytes of all) after each part.
             send: False: only take part in the gathers, and return None.
@@ -343,7 +345,9 @@ class RolloutClient(ControlCalls, MismatchCalls):
             QuantizationError: A weight is NaN or infinite. Nothing is committed.
             VersionConflict: The version is not newer than the newest, or was uploaded with other bytes.
             NotShared: With ``transport="shared_memory"``, the ingest cannot reach this process's memory.
-            CommitTimeout: Committed, but some replica was not live in time: ``detail`` says which.
+            CommitTimeout: Committed, but some replica was not live in time: ``detail`` says which. Or it was not
+                durable.
+            InvalidRequest: ``wait="durable"`` where the log is in memory alone. Nothing is committed.
         """
         # Not a coroutine function: SyncRolloutClient runs this part in the caller's thread, whose CUDA stream counts.
         if parallel_parts < 1:
@@ -417,7 +421,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         label: str | None = None,
         kv_scales: KVScales | None = None,
         mode: PauseMode = "keep",
-        wait: Literal["none", "all"] = "all",
+        wait: WaitFor = "all",
         timeout_s: float = 600.0,
     ) -> WeightStatus:
         """Make a version of a Hugging Face folder that the service reads itself; otherwise like ``push_weights``.
@@ -435,7 +439,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         to: int | str,
         *,
         mode: PauseMode = "keep",
-        wait: Literal["none", "all"] = "all",
+        wait: WaitFor = "all",
         timeout_s: float = 600.0,
     ) -> WeightStatus:
         """Make an older version the newest again, under a new number, and wait until every live replica serves it.
@@ -450,7 +454,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         Raises:
             NotFound: No such version, or it is not on disk any more: the error names those that are.
             LogCorrupt: Its files are damaged.
-            CommitTimeout: It is the newest, but some replica was not live in time.
+            CommitTimeout: It is the newest, but some replica was not live, or it was not durable, in time.
         """
         return await self._uploader.roll_back(RollBack(to=to, mode=mode, wait=wait, timeout_s=timeout_s))
 

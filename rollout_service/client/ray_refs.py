@@ -10,11 +10,11 @@ Python objects.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rollout_service.client._upload import named_scales
 from rollout_service.protocol.fleet import PauseMode
-from rollout_service.protocol.upload import CommitUpload
+from rollout_service.protocol.upload import CommitUpload, WaitFor
 from rollout_service.protocol.weights import WeightStatus
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ async def push_refs(
     label: str | None = None,
     kv_scales: KVScales | None = None,
     mode: PauseMode = "keep",
-    wait: Literal["none", "all"] = "all",
+    wait: WaitFor = "all",
     timeout_s: float = 600.0,
 ) -> WeightStatus:
     """Push a whole version; the same weights again get the same answer, whatever their order or their buckets.

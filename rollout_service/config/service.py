@@ -188,11 +188,23 @@ class WeightsConfig(Config):
     they serve. Nothing says which is which but a file that ingest and replicas compare.
 
     On a tmpfs, such as a folder below /dev/shm, updates are several times faster. It takes the memory of
-    ``keep_versions`` versions and one more (at least three), and is gone with the machine."""
+    ``keep_versions`` versions and one more (at least three), and is gone with the machine: see ``durability``."""
+
+    durability: Literal["before_live", "behind"] = "before_live"
+    """``before_live``: a version is in ``root``, synced, before a replica may serve it. ``behind``: it is served from
+    ``root``, which is in memory, and then copied to ``durable_root``, on a disk. A crash of the machine in between
+    loses it, and only such versions: ``durable`` in ``GET /v1/weights`` says which are safe, and a commit may wait for
+    it. The number of a lost version stands for its digest for ever. A crash of the service alone loses nothing."""
+
+    durable_root: Path | None = None
+    """With ``durability: behind``, a folder on a disk of the ingest's node, with room for ``keep_versions`` versions
+    and one more: copies of the newest, from which a service begins whose ``root`` is empty. While versions come faster
+    than the disk takes them, the newest is copied next, and those in between are never durable. ``root`` may need the
+    memory of one version more. Environment variables as in ``root``."""
 
     keep_versions: int = Field(default=2, ge=1)
     """Committed versions kept on disk; older ones are removed once no live replica serves them. The one before the
-    newest is kept in any case: a replica that starts may be reading it."""
+    newest is kept in any case: a replica that starts may be reading it. ``durable_root`` keeps as many by itself."""
 
     part_bytes: int = Field(default=16 << 20, ge=1 << 10, le=LARGEST_PART_BYTES)
     """Size of an upload's parts that the ingest asks trainers for."""
@@ -249,12 +261,38 @@ class WeightsConfig(Config):
         """``root`` on this node. Raises ValueError if it names an environment variable that is not set here."""
         return expanded("weights.root", self.root)
 
+    def durable_root_here(self) -> Path | None:
+        """``durable_root`` on this node. Raises ValueError as ``root_here``."""
+        return None if self.durable_root is None else expanded("weights.durable_root", self.durable_root)
+
     @property
     def upload_certificate(self) -> tuple[Path, Path] | None:
         """Files of the listener's certificate and its key; None: it has none."""
         if self.upload_ssl_certfile is None or self.upload_ssl_keyfile is None:
             return None
         return self.upload_ssl_certfile, self.upload_ssl_keyfile
+
+    @model_validator(mode="after")
+    def _two_folders_for_behind(self) -> "WeightsConfig":
+        if self.durability == "behind" and self.durable_root is None:
+            raise ValueError(
+                "weights.durability is behind: name weights.durable_root, a folder on a disk, and for weights.root one "
+                "in memory, such as /dev/shm/weights"
+            )
+        if self.durable_root is None:
+            return self
+        if self.durability == "before_live":
+            raise ValueError(
+                f"weights.durable_root is {self.durable_root}, but weights.durability is before_live, for which "
+                "versions are in weights.root alone: set it to behind, or leave durable_root out"
+            )
+        root, durable = self.root.absolute(), self.durable_root.absolute()
+        if root.is_relative_to(durable) or durable.is_relative_to(root):
+            raise ValueError(
+                f"weights.root is {self.root} and weights.durable_root is {self.durable_root}: neither may lie in the "
+                "other"
+            )
+        return self
 
     @model_validator(mode="after")
     def _certificate_with_its_key(self) -> "WeightsConfig":
@@ -528,7 +566,7 @@ class ServiceConfig(Config):
 
     def resolved(self) -> "ServiceConfig":
         """The same with absolute paths, fit to be sent to other processes."""
-        root, calibration = self.weights.root, self.kv_cache.calibration
+        root, durable, calibration = self.weights.root, self.weights.durable_root, self.kv_cache.calibration
         prompts = calibration.prompts and calibration.prompts.absolute()
         of_node = self.model.repo_id is not None or str(self.model.path).startswith("$")
         model = self.model.path if of_node else self.model.path.absolute()
@@ -541,6 +579,7 @@ class ServiceConfig(Config):
                 "weights": self.weights.model_copy(
                     update={
                         "root": root if str(root).startswith("$") else root.absolute(),
+                        "durable_root": durable and (durable if str(durable).startswith("$") else durable.absolute()),
                         "upload_ssl_certfile": certfile and certfile.absolute(),
                         "upload_ssl_keyfile": keyfile and keyfile.absolute(),
                         "source_roots": tuple(p.resolve() for p in self.weights.source_roots),

@@ -18,7 +18,7 @@ from rollout_service.protocol.kv_scales import CalibrationLease, KVMeasurement, 
 from rollout_service.protocol.weight_transfer import TransferInit, TransferStatus
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.rpc import IngestCalls
-from rollout_service.store.log import WeightLog
+from rollout_service.store.durable_log import log_to_go_on_with
 from rollout_service.web.auth import Authorizer
 
 
@@ -29,7 +29,8 @@ class IngestReplica(Ingest):
         log_with_serve()
         self._drain = Drain(config.scaling.drain_timeout_s)
         self._drain.begin_on_sigterm()
-        empty = WeightLog(config.weights.root_here()).head() is None
+        log = log_to_go_on_with(config.weights.root_here(), config.weights.durable_root_here())
+        empty = log.head() is None
         config = await asyncio.to_thread(with_model_here, config, weights=empty)
         super().__init__(config)
         self._listener = UploadServer(

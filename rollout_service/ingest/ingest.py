@@ -15,13 +15,16 @@ from pathlib import Path
 from ray import ObjectRef
 
 from rollout_service.config import ServiceConfig
+from rollout_service.drain import work_s
 from rollout_service.errors import (
     LogCorrupt,
     NotFound,
+    NotReady,
     RolloutServiceError,
     VersionConflict,
 )
 from rollout_service.fleet.coordinator import FleetCoordinator
+from rollout_service.ingest.durability import Durability
 from rollout_service.ingest.own_log import own_newest, recipe_of
 from rollout_service.ingest.sources.folder import FolderSource
 from rollout_service.ingest.sources.ray_objects import RefSource
@@ -43,6 +46,7 @@ from rollout_service.protocol.upload import (
     Announcement,
     BeginUpload,
     CommitUpload,
+    HowToLoad,
     Listener,
     PathSource,
     RollBack,
@@ -57,13 +61,14 @@ from rollout_service.protocol.weights import TensorDigests, WeightStatus
 from rollout_service.rpc import Bucket
 from rollout_service.store.chunk_server import ChunkServer
 from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remove_tree
+from rollout_service.store.durable_log import log_to_go_on_with
 from rollout_service.store.labels import VersionLabels
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.rollback import require_kept, stage_again
 from rollout_service.store.unquantized import UnquantizedLog, remove_unquantized
-from rollout_service.store.upload_record import UploadRecord
-from rollout_service.store.version_summary import VersionSummary, unconfirmed
+from rollout_service.store.upload_record import UploadRecord, read_record
+from rollout_service.store.version_summary import VersionSummary
 from rollout_service.tasks import Changes, ShieldedTasks, Turns
 
 logger = logging.getLogger(__name__)
@@ -75,7 +80,9 @@ class Ingest:
 
     def __init__(self, config: ServiceConfig) -> None:
         self._config = config
-        self._log = WeightLog(config.weights.root_here())
+        self._log = WeightLog(config.weights.root_here(), config.weights.durable_root_here())
+        self._changes, self._writing = Changes(), Turns()
+        self._durability = Durability(config.weights, self._log, self._changes, self._remove_copied)
         self._model = ServedModel.of(config.model)
         engine = config.engine
         self._plan = self._model.plan(config.quant, engine.tensor_parallel_size, engine.expert_parallel)
@@ -91,12 +98,18 @@ class Ingest:
         self._unquantized = UnquantizedLog(self._log.root, self._model) if config.shadow.share else None
         self._labels = VersionLabels(self._log)
         self._uploads = Uploads(
-            config.weights, self._log, self._model, self._plan, self._converter, self._recipe, self._unquantized,
+            config.weights,
+            self._log,
+            self._model,
+            self._plan,
+            self._converter,
+            self._recipe,
+            self._unquantized,
             self._labels,
-        )  # fmt: skip
+            self._durability.served,
+        )
         self._lock = WriterLock(self._log.root)
         self._chunks = ChunkServer(self._log)
-        self._changes, self._writing = Changes(), Turns()
         # half a commit is neither staged nor committed: it is finished if its caller goes away
         self._shielded = ShieldedTasks()
         self._history = FleetHistory(self._log, config.scaling)
@@ -114,10 +127,12 @@ class Ingest:
     async def start(self) -> None:
         """Check the log, take up what was staged, and make version 0 from the configured model if the log is empty.
 
-        Raises LogLocked while another process writes the log, LogCorrupt if it is of another model.
+        A log in memory that was lost is read from the disk. Raises LogLocked while another process writes one of them,
+        LogCorrupt if one is of another model, or ValueError if ``weights.durable_root`` cannot be what it says.
         """
         await asyncio.to_thread(self._lock.acquire, self._config.weights.lock_wait_s)
         try:
+            await asyncio.to_thread(self._durability.acquire)
             await self._start()
         except BaseException:
             await self.stop()
@@ -125,7 +140,8 @@ class Ingest:
         self._background.append(asyncio.create_task(self._expire_staged()))
 
     async def stop(self) -> None:
-        """Let go of the log; what is staged stays on disk. Half a commit is finished first.
+        """Let go of the log; what is staged stays on disk. Half a commit is finished first, and the newest version is
+        copied to the disk behind, in the time that a process has for what runs.
 
         Whoever then waits or writes gets NotReady. Safe to call again.
         """
@@ -134,6 +150,7 @@ class Ingest:
         await self.transfer.stop()
         for writing in (self._writing, self._fleet, self.kv):
             await writing.close()
+        await self._durability.close(work_s(self._config.scaling.drain_timeout_s))
         await self._changes.end()
         await self._uploads.close()
         self._lock.release()
@@ -142,16 +159,21 @@ class Ingest:
         if not self._config.shadow.share:
             await asyncio.to_thread(remove_unquantized, self._log.root)
         await asyncio.to_thread(self._uploads.open)
+        source = log_to_go_on_with(self._log.root, self._config.weights.durable_root_here())
+        own_newest(source, self._model, self._recipe, self._config)  # before a version of another model is read
+        await asyncio.to_thread(self._durability.recover)
         newest = own_newest(self._log, self._model, self._recipe, self._config)
+        self._durability.start()
         self._fleet.start()
         if newest is None:
             logger.info("the log at %s is empty: version 0 is made from %s", self._log.root, self._config.model.path)
             path = self._config.model.path
-            source = await asyncio.to_thread(FolderSource, path)
-            await self._uploads.stage(BeginUpload(version=0, source=PathSource(path=path)), source)
+            folder = await asyncio.to_thread(FolderSource, path)
+            await self._uploads.stage(BeginUpload(version=0, source=PathSource(path=path)), folder)
             await self._commit(0, CommitUpload())
             return
-        _, manifest = newest
+        head, manifest = newest
+        self._durability.committed(head.version)
         self._kv_scales.restore(manifest)
         await asyncio.to_thread(self._labels.load)
         await asyncio.to_thread(self._log.remove_uncommitted)
@@ -202,6 +224,7 @@ class Ingest:
         The same weights again get the same answer. Raises NotFound for a lost object, and what ``begin`` and ``commit``
         raise.
         """
+        self._durability.require_possible(request)
         source = await asyncio.to_thread(RefSource, buckets)
         begin, meant = source.announced(version, kv_scales, label, uploader)
         plan = await self._shielded.run(self._begin(begin, source))
@@ -215,6 +238,7 @@ class Ingest:
         The same folder again joins what is under way, or is answered at once. Raises what ``begin_folder`` and
         ``commit`` raise.
         """
+        self._durability.require_possible(request)
         version = await self._shielded.run(self._begin_folder(path, number, label))
         return await self.commit(version, request)
 
@@ -267,23 +291,31 @@ class Ingest:
         """Make a staged version the newest; the same commit again gets the same answer.
 
         Raises NotFound, UploadIncomplete, VersionConflict, QuantizationError, or CommitTimeout; LogCorrupt if replicas
-        follow another log, or this one was replaced.
+        follow another log, or this one was replaced; InvalidRequest for a wait that would never end.
         """
-        await self._shielded.run(self._commit(version, request))
+        self._durability.require_possible(request)
+        with self._durability.wanted(version, request):
+            await self._shielded.run(self._commit(version, request))
+            await self._waited(version, request)
+        return await self.status(version)
+
+    async def _waited(self, version: int, request: HowToLoad) -> None:
         if request.wait == "all":
             await self.wait_live(version, request.timeout_s)
-        return await self.status(version)
+        elif request.wait == "durable":
+            await self._durability.wait(version, request.timeout_s)
 
     async def roll_back(self, request: RollBack) -> WeightStatus:
         """Make a kept version the newest again, under a new number. If the newest has these weights, that one is
         answered: the same call again changes nothing.
 
         Raises NotFound, with the kept versions, for one that is not on disk; LogCorrupt, InsufficientStorage,
-        RolloutServiceError, or CommitTimeout.
+        RolloutServiceError, InvalidRequest or CommitTimeout.
         """
+        self._durability.require_possible(request)
         version = await self._shielded.run(self._roll_back(request))
-        if request.wait == "all":
-            await self.wait_live(version, request.timeout_s)
+        with self._durability.wanted(version, request):
+            await self._waited(version, request)
         return await self.status(version)
 
     async def version_of(self, label: str) -> int:
@@ -307,7 +339,7 @@ class Ingest:
         if version in self._uploads.staged_versions:
             return self._uploads.staged(version).status()
         why = self._uploads.why_dropped(version)
-        if why is not None and version not in self._log.versions():
+        if why is not None and version not in self._kept():
             raise NotFound(f"version {version} is neither committed nor staged any more: {why}", {"version": version})
         summary = await self._summary(version)
         return WeightStatus(
@@ -320,13 +352,14 @@ class Ingest:
             digest=summary.digest,
             total_bytes=summary.total_bytes,
             kv_scales_from=summary.kv_scales_from,
-            error=unconfirmed(self._log.unconfirmed.get(version)),
+            durable=self._durability.is_durable(version),
+            error=self._durability.failure(version),
             replicas=self._fleet.table.live(),
         )
 
     async def versions(self) -> list[WeightStatus]:
-        """All versions on disk or staged, oldest first."""
-        known = {*self._log.versions(), *self._uploads.staged_versions}
+        """All versions in the log, in the one behind it, or staged, oldest first."""
+        known = {*self._kept(), *self._uploads.staged_versions}
         found = []
         for version in sorted(known):
             with suppress(NotFound):  # one may be dropped while another is read
@@ -375,7 +408,8 @@ class Ingest:
         fleet, versions = await self.fleet(), tuple(await self.versions())
         known = {version: s.kv_scales for version, s in self._summaries.items() if s.kv_scales is not None}
         kv_scales = KVScalesState(by_version=known, drift=self._kv_scales.drift)
-        return await self._history.state(fleet, versions, kv_scales)
+        durable = await asyncio.to_thread(self._durability.state)
+        return await self._history.state(fleet, versions, kv_scales, durable)
 
     # --- replicas
 
@@ -405,10 +439,21 @@ class Ingest:
 
     # --- inside
 
+    def _kept(self) -> list[int]:
+        """Committed versions that are in the log or in the one behind it, oldest first."""
+        behind = self._durability.disk
+        return sorted({*self._log.versions(), *(() if behind is None else behind.versions)})
+
+    def _log_of(self, version: int) -> WeightLog:
+        """The one of the two that has a version; the log itself if neither does."""
+        behind = self._durability.disk
+        lies_behind = behind is not None and version in behind.versions and version not in self._log.versions()
+        return behind.log if behind is not None and lies_behind else self._log
+
     async def _summary(self, version: int) -> VersionSummary:
         """Of a committed version. Parsed once, and in a thread: a mixture of experts has 40 000 entries."""
         if version not in self._summaries:
-            committed = await asyncio.to_thread(self._log.manifest, version)
+            committed = await asyncio.to_thread(self._log_of(version).manifest, version)
             manifest, log_digest = self._kv_scales.with_published(committed), committed.digest
             digest = log_digest if manifest is committed else manifest.digest
             summary = VersionSummary.of(manifest, digest, log_digest, await self._record(version))
@@ -419,10 +464,16 @@ class Ingest:
 
     async def _record(self, version: int) -> UploadRecord | None:
         try:
-            return await self._uploads.committed(version)
+            return await self._record_of(version)
         except LogCorrupt as error:  # whoever verifies or repeats the version is told; what it holds is known
             logger.warning("how version %d came is not shown: %s", version, error)
             return None
+
+    async def _record_of(self, version: int) -> UploadRecord | None:
+        log = self._log_of(version)
+        if log is self._log:
+            return await self._uploads.committed(version)
+        return await asyncio.to_thread(read_record, log.folder(version))
 
     @counted_commit
     async def _commit(self, version: int, request: CommitUpload) -> None:
@@ -457,14 +508,15 @@ class Ingest:
             # asked again, because the answer was lost: the older one may have been removed since
             if newest == to or (await self._summary(newest)).rollback_of == to:
                 return newest
-            require_kept(self._log, to, self._labels)
-            found = await asyncio.to_thread(self._log.manifest, to)
+            require_kept(self._kept(), to, self._labels)
+            log = self._log_of(to)
+            found = await asyncio.to_thread(log.manifest, to)
             source = await asyncio.to_thread(self._kv_scales.with_published, found)
             if source.digest == (await self._summary(newest)).digest:
                 return newest
-            record = await self._uploads.committed(to)
+            record, number = await self._record_of(to), self._uploads.free_number()
             try:
-                manifest = await asyncio.to_thread(stage_again, self._log, source, self._uploads.free_number())
+                manifest = await asyncio.to_thread(stage_again, self._log, source, number, log.folder(to))
             except OSError as error:
                 raise RolloutServiceError(f"version {to} cannot be made the newest again: {error}") from error
             version = manifest.version
@@ -484,7 +536,7 @@ class Ingest:
 
     async def _append(self, manifest: Manifest, record: UploadRecord | None, mode: PauseMode) -> None:
         try:
-            head = await asyncio.to_thread(self._log.commit, manifest, mode, record)
+            head = await asyncio.to_thread(self._durability.commit, manifest, mode, record)
         except OSError as error:
             if error.errno in DISK_FULL:
                 what = f"the manifest of version {manifest.version}, which is not committed,"
@@ -493,6 +545,7 @@ class Ingest:
                 f"version {manifest.version} was not committed: {error}: commit it again"
             ) from error
         await asyncio.to_thread(self._labels.note, manifest.version, manifest.label)
+        self._durability.committed(head.version)
         self._kv_scales.committed(manifest)
         self._summaries.pop(head.version, None)
         if not manifest.awaits_kv_scales:
@@ -509,15 +562,29 @@ class Ingest:
         """Drop the versions that no replica and no staged delta needs."""
         if not self._fleet.table.is_complete():
             return
-        versions, in_use = self._log.versions(), self._fleet.table.in_use() | self._uploads.needed
+        versions = self._log.versions()
+        in_use = self._fleet.table.in_use() | self._uploads.needed | self._durability.needed
         # a replica that starts reads the newest, or the one before if a commit has just overtaken it
         for version in versions[: -max(2, self._config.weights.keep_versions)]:
             if version not in in_use:
-                self._summaries.pop(version, None)
                 try:
                     await asyncio.to_thread(self._drop, version)
                 except OSError as error:  # what has just been committed is committed; the next commit tries again
                     logger.warning("version %d is not needed any more and cannot be removed yet: %s", version, error)
+                else:
+                    self._durability.dropped(version)
+        for version in self._summaries.keys() - set(self._kept()):
+            del self._summaries[version]
+
+    async def _remove_copied(self) -> None:
+        """A version need not be kept for its copy any more."""
+        try:
+            async with self._writing:
+                await self._remove_old()
+        except NotReady:
+            return  # the next process does it
+        except LogCorrupt as error:  # the next commit says so, too
+            logger.warning("no version is removed: %s", error)
 
     def _drop(self, version: int) -> None:
         memory = self._uploads.memory
@@ -532,17 +599,17 @@ class Ingest:
 
     async def _number_broadcast(self, staged: UploadSession, label: str | None) -> int:
         async with self._writing:
-            head = self._log.head()
-            if not staged.in_log and label is not None and head is not None:
+            newest = self._uploads.newest_number
+            if not staged.in_log and label is not None:
                 wanted = int(label) if _INTEGER.fullmatch(label) else -1
-                if head.version < wanted <= MAX_VERSION:
+                if newest < wanted <= MAX_VERSION:
                     await self._uploads.renumber(staged, wanted)
                 elif is_label(label):
                     await self._uploads.label(staged, label)
                 else:
                     logger.info(
                         "the weight version %r is neither an integer above %d nor a label: it is version %d here",
-                        label, head.version, staged.begin.version,
+                        label, newest, staged.begin.version,
                     )  # fmt: skip
             return staged.begin.version
 

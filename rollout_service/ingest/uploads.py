@@ -46,6 +46,7 @@ from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Recipe
 from rollout_service.store.mapped_files import Registered
 from rollout_service.store.part_space import DirectSpace, MappedSpace, PartSpace
+from rollout_service.store.served_numbers import ServedNumbers
 from rollout_service.store.unquantized import UnquantizedLog
 from rollout_service.store.upload_record import UploadRecord, read_record, source_stamp
 from rollout_service.store.writer import LogMemory
@@ -73,16 +74,19 @@ class Uploads:
         recipe: Recipe,
         unquantized: UnquantizedLog | None = None,
         labels: VersionLabels | None = None,
+        served: ServedNumbers | None = None,
     ) -> None:
         """
         Args:
             recipe: that the converter follows, as versions have it.
             unquantized: None if no shadow will ask for versions as they came.
             labels: of the log, for messages.
+            served: numbers that mean versions which are lost, and are given to no other.
         """
         self._unquantized, self._labels = unquantized, labels or VersionLabels(log)
         self._config, self._log, self._model, self._plan = config, log, model, plan
         self._converter, self._recipe = converter, recipe
+        self._served = served or ServedNumbers(log)
         self._executor = ThreadPoolExecutor(io_threads(), thread_name_prefix="quantize")
         self._space: PartSpace = DirectSpace.for_parts_of(config.part_bytes)
         self.memory: LogMemory | None = None
@@ -203,10 +207,9 @@ class Uploads:
             await self.discard(begin.version)
 
     def _next_number(self) -> int:
-        """The first above all that are committed or staged. Raises VersionConflict if there is none."""
-        head = self._log.head()
+        """The first above all that are committed or staged, or were served. Raises VersionConflict if there is none."""
         taken = [version for version, staged in self._staged.items() if staged.failure is None]
-        number = max([-1 if head is None else head.version, *taken]) + 1
+        number = max([self.newest_number, *taken]) + 1
         if number > MAX_VERSION:
             raise VersionConflict(
                 f"version {MAX_VERSION} is the last that there can be: name another weights.root, which begins anew",
@@ -214,10 +217,15 @@ class Uploads:
             )
         return number
 
+    @property
+    def newest_number(self) -> int:
+        """The largest that a committed version has, or one had that is lost; -1: none has."""
+        head = self._log.head()
+        return max(-1 if head is None else head.version, self._served.newest)
+
     def free_number(self) -> int:
         """The first above the newest version that nobody stages: for a version that is committed at once."""
-        head = self._log.head()
-        number = 0 if head is None else head.version + 1
+        number = self.newest_number + 1
         while number in self._staged:
             number += 1
         if number > MAX_VERSION:
@@ -253,7 +261,7 @@ class Uploads:
         if known is not None and known.begin.source == same and known.source_stamp == source.stamp:
             return newest
         taken = [version for version, staged in self._staged.items() if staged.failure is None]
-        if number is None or number <= newest or number in taken:
+        if number is None or number <= self.newest_number or number in taken:
             number = self._next_number()
         await self.stage(BeginUpload(version=number, source=same, label=label), source)
         return number

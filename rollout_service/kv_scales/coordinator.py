@@ -186,18 +186,22 @@ class VersionScales:
         if not folder.is_dir():
             raise NotFound(f"version {version} is not in the log any more: look for a newer one")
         result = self._result(version, replica_id, ranks)
-        write_result(folder, result)
+        for place in self._log.folders(version):
+            write_result(place, result)
         self._last = result
         self._leases.pop(version, None)
         self.largest = result.largest
         self._take(version, result.scales)
-        write_result(self._log.root, result)  # its version may be dropped before the next one is measured
+        for root in self._log.roots:  # its version may be dropped before the next one is measured
+            write_result(root, result)
         return result
 
     def published(self, version: int) -> KVScaleResult | None:
         """The scales of a version that was measured; None: not yet. Raises LogCorrupt."""
         last = self._last  # another thread may publish meanwhile
-        return last if last is not None and last.version == version else read_result(self._log.folder(version))
+        if last is not None and last.version == version:
+            return last
+        return next((found for folder in self._log.folders(version) if (found := read_result(folder))), None)
 
     def with_published(self, manifest: Manifest) -> Manifest:
         """A committed version with the scales that it awaited, if they are published. Raises LogCorrupt."""

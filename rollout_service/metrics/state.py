@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rollout_service.config import ScalingConfig
 from rollout_service.protocol.fleet import Fleet, ReplicaState, ReplicaStatus
-from rollout_service.protocol.state import KVScalesState, ServiceState
+from rollout_service.protocol.state import DurableState, KVScalesState, ServiceState
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE
@@ -47,7 +47,11 @@ class FleetHistory:
             self._states[replica_id] = "draining"
 
     async def state(
-        self, fleet: Fleet, versions: tuple[WeightStatus, ...], kv_scales: KVScalesState | None = None
+        self,
+        fleet: Fleet,
+        versions: tuple[WeightStatus, ...],
+        kv_scales: KVScalesState | None = None,
+        durable: DurableState | None = None,
     ) -> ServiceState:
         """The service now."""
         committed = [status.version for status in versions if status.state != "staged"]
@@ -55,7 +59,7 @@ class FleetHistory:
             self._committed_at[version] = at
         for version in sorted(self._committed_at)[:-_REMEMBERED]:
             del self._committed_at[version]
-        log_bytes = await asyncio.to_thread(_folder_bytes, self._log.root)
+        log_bytes = await asyncio.to_thread(folder_bytes, self._log.root)
         return ServiceState(
             at=time.time(),
             fleet=fleet,
@@ -66,8 +70,9 @@ class FleetHistory:
             replica_starts=self._starts,
             replica_failures=self._failures,
             log_bytes=log_bytes,
-            log_free_bytes=shutil.disk_usage(self._log.root).free,
+            log_free_bytes=free_bytes(self._log.root),
             kv_scales=kv_scales or KVScalesState(),
+            durable=durable,
         )
 
     def _commit_times(self, versions: list[int]) -> dict[int, float]:
@@ -80,7 +85,12 @@ class FleetHistory:
         return found
 
 
-def _folder_bytes(folder: Path) -> int:
+def free_bytes(folder: Path) -> int:
+    """Of the file system that it is on."""
+    return shutil.disk_usage(folder).free
+
+
+def folder_bytes(folder: Path) -> int:
     """Of all files, each once: a version that was rolled back to shares its files with its successor."""
     found = (file for path in folder.rglob("*") if (file := _stat(path)) is not None)
     return sum({(file.st_dev, file.st_ino): file.st_size for file in found}.values())

@@ -16,6 +16,18 @@ class KVScalesState(Frozen):
     """The largest factor, less 1, between one of the newest and the same one of the version before; None: not known."""
 
 
+class DurableState(Frozen):
+    """What outlives the ingest's machine."""
+
+    version: int | None
+    """The newest version that is durable."""
+    never_durable: int = 0
+    """Versions that were dropped and had never been durable, since the ingest started."""
+    log_bytes: int | None = None
+    """Of ``weights.durable_root``, if there is one."""
+    log_free_bytes: int | None = None
+
+
 class ServiceState(Frozen):
     """The service at one moment."""
 
@@ -35,3 +47,5 @@ class ServiceState(Frozen):
     log_bytes: int
     log_free_bytes: int
     kv_scales: KVScalesState = KVScalesState()
+    durable: DurableState | None = None
+    """None: the log is in memory alone."""

@@ -315,16 +315,22 @@ class PartReceipt(Frozen):
     digest: str
 
 
+WaitFor = Literal["none", "all", "durable"]
+"""What a commit, or a rollback, answers after: see ``HowToLoad.wait``."""
+
+
 class HowToLoad(Frozen):
-    """How replicas come to serve a version, and whether its caller waits for that."""
+    """How replicas come to serve a version, and what its caller waits for."""
 
     mode: PauseMode = "keep"
     """What happens to running rollouts: ``keep`` recomputes their KV cache and goes on with the new weights, ``wait``
     lets them finish first, ``abort`` ends them with ``finish_reason="abort"``."""
-    wait: Literal["none", "all"] = "none"
-    """``all``: answer when every live replica serves this version."""
+    wait: WaitFor = "none"
+    """``all``: answer when every live replica serves this version. ``durable``: when it outlives its machine,
+    ``WeightStatus.durable``, whoever serves it by then; a version that somebody waits for is not overtaken on its way
+    to the disk. 422 where the log is in memory alone."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """How long ``wait="all"`` waits before 504."""
+    """How long ``wait`` waits before 504."""
 
 
 class RollBack(HowToLoad):

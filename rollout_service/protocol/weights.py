@@ -33,6 +33,10 @@ class WeightStatus(Frozen):
     while staged, or if it came otherwise."""
     state: VersionState
     """``live``: every live replica serves this version or a newer one."""
+    durable: bool = False
+    """Whether it outlives its machine: it is on a disk, synced. Of a staged version, and where the log is in memory
+    alone, never. With ``weights.durability: behind`` a version is served before, and is never durable if a newer one
+    has overtaken it on its way to the disk."""
     digest: str | None = None
     """xxh3-128 over the manifest, KV scales included once they are known; None while staged."""
     total_bytes: int = 0
@@ -42,7 +46,7 @@ class WeightStatus(Frozen):
     """Parts that a staged upload still lacks."""
     error: Failure | None = None
     """Why a staged version cannot be committed: mend the weights and begin it anew. Or what the disk did not confirm of
-    a committed one."""
+    a committed one, or why it could not be copied there."""
     replicas: tuple[ReplicaStatus, ...] = ()
     suspect: tuple[Suspicion, ...] | None = None
     """Replicas on which its mismatch is above a threshold of ``monitor``; None: not asked, or the monitor is away."""

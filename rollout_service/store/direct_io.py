@@ -134,6 +134,10 @@ class DirectFile:
             done += count
         return True
 
+    def sync(self) -> None:
+        """Return once all that was written is on disk."""
+        os.fsync(self._fd)
+
     def __enter__(self) -> Self:
         return self
 

@@ -11,19 +11,23 @@
     <root>/FLEET                       {"replicas"}: who was live, for an ingest that starts anew
     <root>/LABELS                      {"through", "labels"}: which version each label means, those of dropped ones too
     <root>/ORIGIN                      {"log", "writer"}: who reads what the ingest names here shares its log
+    <root>/SERVED                      {"digests", "lost"}: versions served before they were here (served_numbers.py)
+    <root>/MEMORY                      of a log in memory and one behind it: its name (durable_log.py)
     <root>/spare/                      of a log in memory: files of a dropped version, to be written again
     <root>/copies/<log>/               on a node that does not: a log of the versions that it has fetched
     <root>/LOCK                        held by the one process that writes
 
 A version exists once LATEST says so or it is older than what LATEST says. One process writes (the ingest), any number
 read. A folder newer than LATEST is what a crash between the two renames left, and counts as not committed.
+
+A log in memory may have another one behind it, on a disk: see ``store/durable_log.py``.
 """
 
 import os
 import re
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -60,14 +64,28 @@ class KnownLabels(Frozen):
     labels: dict[str, int] = Field(default_factory=dict)
 
 
+class KnownServed(Frozen):
+    """What SERVED says; see ``store/served_numbers.py``."""
+
+    digests: dict[int, str] = Field(default_factory=dict)
+    """Of each number."""
+    lost: frozenset[int] = frozenset()
+    """Those that are in no memory any more."""
+
+
 _Model = TypeVar("_Model", bound=Frozen)
 
 
 class WeightLog:
     """Reads and writes a log; see the module's docstring for the layout."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, disk: Path | None = None) -> None:
+        """``disk``: root of the log behind this one, which is in memory. What the operator and the replicas have said,
+        and which log it is, is written there, too, and there first; versions are not.
+        """
         self.root = root
+        self.roots = (root,) if disk is None else (disk, root)
+        """Of every log that keeps the small files, in the order in which they are written."""
         self.unconfirmed: dict[int, OSError] = {}
         """Versions that this process has committed, and what the disk said instead of that LATEST is durable."""
 
@@ -114,8 +132,19 @@ class WeightLog:
         return self._read("LABELS", KnownLabels) or KnownLabels()
 
     def set_labels(self, labels: KnownLabels) -> None:
-        """Note them, durably."""
-        self._replace("LABELS", labels)
+        """Note them. They reach the log behind this one with the next version."""
+        replace_synced(self.root / "LABELS", labels.model_dump_json())
+
+    def served(self) -> KnownServed:
+        """Versions that were served before they were in this log. Raises LogCorrupt."""
+        return self._read("SERVED", KnownServed) or KnownServed()
+
+    def set_served(self, served: KnownServed) -> None:
+        """Note them, durably. Raises OSError, also if the disk does not confirm them."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        unconfirmed = replace_synced(self.root / "SERVED", served.model_dump_json())
+        if unconfirmed is not None:
+            raise unconfirmed
 
     def set_fleet(self, replicas: frozenset[str]) -> None:
         """Note who is live, durably: an ingest that starts waits for them before it says what all serve."""
@@ -128,6 +157,13 @@ class WeightLog:
     def folder(self, version: int) -> Path:
         """Where a committed version lies."""
         return self.root / str(version)
+
+    def folders(self, version: int) -> Iterator[Path]:
+        """Where a committed version lies: here, whether it still does or not, and in the log behind, if it does."""
+        yield self.folder(version)
+        for root in self.roots:
+            if root != self.root and (root / str(version)).is_dir():
+                yield root / str(version)
 
     def staging(self, version: int) -> Path:
         """Where an upload of ``version`` lies until it is committed."""
@@ -181,7 +217,7 @@ class WeightLog:
         head = Head(version=manifest.version, digest=manifest.digest, mode=mode, label=manifest.label)
         try:
             sync_folder(self.root)
-            unconfirmed = self._replace("LATEST", head)
+            unconfirmed = self._set_head(head)
         except OSError:
             if self.head() != head:
                 os.rename(folder, staged)
@@ -222,17 +258,19 @@ class WeightLog:
         remove_tree(self.staging(0).parent)
         self._remove_set_aside()
 
-    def adopt(self, head: Head, staged: Path) -> None:
+    def adopt(self, head: Head, staged: Path) -> OSError | None:
         """Take in ``head.version`` from a folder as it was committed elsewhere; LATEST never goes back to an older one.
 
-        Its files must be complete and synced already. Raises OSError.
+        Its files must be complete and synced already. Raises OSError; returns what the disk said instead of that LATEST
+        is durable.
         """
         self.remove_uncommitted()
         known = self.head()
         os.rename(staged, self.folder(head.version))
         sync_folder(self.root)
         if known is None or known.version < head.version:
-            self._replace("LATEST", head)
+            return self._set_head(head)
+        return None
 
     def withdraw(self, version: int) -> None:
         """Remove a version that was adopted, the newest too: LATEST then names the one before, if there is one.
@@ -245,7 +283,7 @@ class WeightLog:
             (self.root / "LATEST").unlink()
         elif head is not None and head.version == version:
             manifest = read_manifest(self.folder(left[-1]))
-            self._replace("LATEST", Head(version=left[-1], digest=manifest.digest, label=manifest.label))
+            self._set_head(Head(version=left[-1], digest=manifest.digest, label=manifest.label))
         self.remove_uncommitted()
 
     def verify(
@@ -300,9 +338,14 @@ class WeightLog:
         except ValidationError as error:
             raise LogCorrupt(f"{self.root / name} does not parse: {error}") from error
 
-    def _replace(self, name: str, content: Frozen) -> OSError | None:
+    def _set_head(self, head: Head) -> OSError | None:
         self.root.mkdir(parents=True, exist_ok=True)
-        return replace_synced(self.root / name, content.model_dump_json())
+        return replace_synced(self.root / "LATEST", head.model_dump_json())
+
+    def _replace(self, name: str, content: Frozen) -> None:
+        for root in self.roots:
+            root.mkdir(parents=True, exist_ok=True)
+            replace_synced(root / name, content.model_dump_json())
 
 
 def _verify_layout(fd: int, file: str, tensors: list[StoredTensor], version: int) -> None:

@@ -6,6 +6,7 @@ The files are hard links: each version's folder is whole by itself, and dropping
 import errno
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from rollout_service.errors import NotFound
@@ -18,9 +19,8 @@ _CANNOT_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOS
 """What file systems answer that have no hard links, or allow no more of them."""
 
 
-def require_kept(log: WeightLog, version: int, labels: VersionLabels) -> None:
-    """Raises NotFound, with those that are there, for a version that is not on disk."""
-    kept = log.versions()
+def require_kept(kept: Sequence[int], version: int, labels: VersionLabels) -> None:
+    """Raises NotFound, with those that are there, for a version that is not ``kept``; these in order."""
     if version not in kept:
         raise NotFound(
             f"version {labels.spelled([version])} cannot be made the newest again, because it is not in the log "
@@ -30,14 +30,15 @@ def require_kept(log: WeightLog, version: int, labels: VersionLabels) -> None:
         )
 
 
-def stage_again(log: WeightLog, source: Manifest, version: int) -> Manifest:
+def stage_again(log: WeightLog, source: Manifest, version: int, folder: Path | None = None) -> Manifest:
     """Lay out the files of a kept version as ``version``, and return its manifest, ready for ``WeightLog.commit``.
 
-    ``source``: the kept version's manifest, with the KV scales that the new one is to have. Every byte is read and
-    compared with its digest first. Raises LogCorrupt, InsufficientStorage or OSError, and leaves nothing behind then.
+    ``source``: the kept version's manifest, with the KV scales that the new one is to have. ``folder``: where it lies,
+    if not in this log. Every byte is read and compared with its digest first. Raises LogCorrupt, InsufficientStorage or
+    OSError, and leaves nothing behind then.
     """
-    folder, staged = log.folder(source.version), log.staging(version)
-    log.verify(source)
+    folder, staged = folder or log.folder(source.version), log.staging(version)
+    log.verify(source, folder=folder)
     remove_tree(staged)
     try:
         staged.mkdir(parents=True)

@@ -1,4 +1,7 @@
-"""An ingest in a process of its own. For each version on its input it stages the model's weights, then commits them."""
+"""An ingest in a process of its own. For each version on its input it stages the model's weights, then commits them.
+
+python -m tests.unit.store.committer MODEL ROOT [DURABLE_ROOT]
+"""
 
 import asyncio
 import sys
@@ -9,12 +12,13 @@ from rollout_service.protocol.upload import CommitUpload
 from tests.unit.ingest.trainer import Trainer, config_of, folder_weights
 
 
-async def main(model: Path, root: Path) -> None:
-    ingest = Ingest(config_of(model, root))
+async def main(model: Path, root: Path, *durable: Path) -> None:
+    weights = {"durability": "behind", "durable_root": durable[0]} if durable else {}
+    ingest = Ingest(config_of(model, root, weights=weights))
     await ingest.start()
-    trainer, weights = Trainer(ingest), folder_weights(model)
+    trainer, tensors = Trainer(ingest), folder_weights(model)
     for line in sys.stdin:
-        await trainer.upload(int(line), weights)
+        await trainer.upload(int(line), tensors)
         _tell("staged")
         sys.stdin.readline()  # until the test is ready
         await ingest.commit(int(line), CommitUpload())
@@ -27,4 +31,4 @@ def _tell(state: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    asyncio.run(main(*map(Path, sys.argv[1:])))

@@ -81,7 +81,7 @@ class TestFiles:
         known = VersionLabels(log)
         known.load()
         with pytest.raises(NotFound, match=f"not in the log {when}: kept are 1 \\(run/step-1\\), 2 ") as refused:
-            require_kept(log, version, known)
+            require_kept(log.versions(), version, known)
         assert refused.value.detail == {"version": version, "versions": [1, 2, 3]}
 
 

@@ -1,0 +1,295 @@
+"""When a version is durable, and how versions become it while they are served: ``weights.durability``.
+
+    before_live, log on a disk    with its commit: all of it is synced before LATEST names it
+    before_live, log in memory    never: it is gone with the machine
+    behind                        once it is in the log on the disk behind (``store/durable_log.py``). One version at a
+                                  time is copied: those that somebody waits for, the oldest first, else the newest. One
+                                  that is overtaken by a newer one before its turn is never durable.
+
+What one needs to go on is in the two logs: an ingest that starts takes up where the one before has ended.
+"""
+
+import asyncio
+import logging
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from pydantic import ValidationError
+
+from rollout_service.config import WeightsConfig
+from rollout_service.errors import CommitTimeout, InvalidRequest, LogCorrupt, NotFound, NotReady, RolloutServiceError
+from rollout_service.metrics.state import folder_bytes, free_bytes
+from rollout_service.protocol.base import Failure
+from rollout_service.protocol.fleet import PauseMode
+from rollout_service.protocol.state import DurableState
+from rollout_service.protocol.upload import HowToLoad
+from rollout_service.protocol.weight_log import Head
+from rollout_service.store.durable_io import DISK_FULL, no_room
+from rollout_service.store.durable_log import CopyStopped, DurableLog, require_behind
+from rollout_service.store.log import WeightLog
+from rollout_service.store.manifest import Manifest
+from rollout_service.store.mapped_files import is_in_memory
+from rollout_service.store.served_numbers import ServedNumbers
+from rollout_service.store.upload_record import UploadRecord
+from rollout_service.store.version_summary import unconfirmed
+from rollout_service.tasks import Changes
+from rollout_service.threads import to_thread_and_back
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 10.0
+"""After which a copy that has failed is tried again, if no version comes before."""
+
+
+class Durability:
+    """Of the versions of one log. Lives in the ingest's event loop; ``recover`` and ``commit`` are for threads."""
+
+    def __init__(
+        self,
+        config: WeightsConfig,
+        log: WeightLog,
+        changes: Changes,
+        copied: Callable[[], Awaitable[None]],
+    ) -> None:
+        """
+        Args:
+            log: of the versions that are served.
+            changes: notified when a version has become durable, or could not.
+            copied: called when a version need not be kept for its copy any more.
+        """
+        self._lock_wait_s = config.lock_wait_s
+        self._log, self._changes, self._copied = log, changes, copied
+        durable_root = config.durable_root_here()
+        self.disk = None if durable_root is None else DurableLog(durable_root, log, config.keep_versions)
+        """The log behind; None: there is none."""
+        self.served = ServedNumbers(log) if self.disk is None else self.disk.served
+        self._in_memory = False
+        self._newest = -1
+        self._copying: int | None = None
+        self._wanted: Counter[int] = Counter()
+        self._failed: tuple[int, Exception] | None = None
+        self._given_up: dict[int, RolloutServiceError] = {}
+        self._never = 0
+        self._wake, self._stop = asyncio.Event(), threading.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    # --- when the ingest starts and ends
+
+    def acquire(self) -> None:
+        """Become the only writer of the log behind, too. Raises LogLocked, OSError, or what ``require_behind`` does."""
+        if self.disk is not None:
+            self.disk.acquire(self._lock_wait_s)
+            require_behind(self._log.root, self.disk.log.root)
+
+    def recover(self) -> None:
+        """See ``DurableLog.recover``."""
+        self._in_memory = is_in_memory(self._log.root)
+        if self.disk is None:
+            self.served.load()
+        else:
+            self.disk.recover()
+
+    def start(self) -> None:
+        """Copy from now on."""
+        if self.disk is not None:
+            self._task = asyncio.create_task(self._copy_versions())
+            self._task.add_done_callback(_log_its_end)
+
+    async def close(self, within_s: float) -> None:
+        """Have the newest version on the disk, unless that takes longer or fails; then copy no more, and let go of it.
+
+        Safe to call again.
+        """
+        if self._task is not None:
+            with suppress(NotReady):
+                await self._changes.wait(self._done_or_stuck, within_s)
+            self._stop.set()
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+        if self.disk is not None:
+            self.disk.release()
+
+    def _done_or_stuck(self) -> bool:
+        return self._next() is None or (self._failed is not None and self._copying is None)
+
+    # --- a commit
+
+    def commit(self, manifest: Manifest, mode: PauseMode, record: UploadRecord | None) -> Head:
+        """``WeightLog.commit``, after the number has come to stand for the digest.
+
+        Raises VersionConflict if it stands for another, InsufficientStorage, RolloutServiceError if that cannot be
+        noted; or OSError, as ``WeightLog.commit``.
+        """
+        self.served.require(manifest.version, manifest.digest)
+        if self.disk is None:
+            return self._log.commit(manifest, mode, record)
+        self._note(manifest)
+        try:
+            return self._log.commit(manifest, mode, record)
+        except OSError:
+            try:
+                self.served.forget(manifest.version)
+            except OSError as error:
+                logger.warning("version %d is not committed, and keeps its digest: %s", manifest.version, error)
+            raise
+
+    def _note(self, manifest: Manifest) -> None:
+        assert self.disk is not None
+        version, root = manifest.version, self.disk.log.root
+        try:
+            self.served.note(version, manifest.digest)
+        except OSError as error:
+            if error.errno in DISK_FULL:
+                raise no_room(f"the number of version {version}, which is not committed,", root, 1 << 10) from error
+            raise RolloutServiceError(
+                f"version {version} is not committed, because its number cannot be noted in {root}: {error}: commit it "
+                "again"
+            ) from error
+
+    def committed(self, version: int) -> None:
+        """It is the newest of those that are served."""
+        self._newest = version
+        self._wake.set()
+
+    def dropped(self, version: int) -> None:
+        """It is not served any more."""
+        self._given_up.pop(version, None)
+        if self.disk is not None and version not in self.disk.versions:
+            self._never += 1
+            logger.info("version %d was overtaken before it was on the disk, and is not durable any more", version)
+
+    # --- what is asked
+
+    @property
+    def needed(self) -> set[int]:
+        """Versions that must not be dropped."""
+        return {*self._wanted, *(() if self._copying is None else (self._copying,))}
+
+    def is_durable(self, version: int) -> bool:
+        """Whether a committed version outlives its machine."""
+        if self.disk is not None:
+            return version in self.disk.versions
+        return not self._in_memory and version not in self._log.unconfirmed
+
+    def failure(self, version: int) -> Failure | None:
+        """Why a committed version is not durable, if something went wrong."""
+        if self.disk is None:
+            return unconfirmed(self._log.unconfirmed.get(version))
+        error: Exception | None = self._given_up.get(version)
+        if error is None and self._failed is not None and self._failed[0] == version:
+            error = self._failed[1]
+        if error is None:
+            return None
+        again = "it is not tried again" if version in self._given_up else "it is tried again"
+        message = f"served, but not durable, because it cannot be copied to {self.disk.log.root} ({error}): {again}"
+        return Failure(type=type(error).__name__, message=message)
+
+    def state(self) -> DurableState | None:
+        """For metrics; None: nothing is durable here. Reads folders."""
+        if self.disk is None:
+            if self._in_memory:
+                return None
+            durable = [version for version in self._log.versions() if version not in self._log.unconfirmed]
+            return DurableState(version=max(durable, default=None))
+        root = self.disk.log.root
+        return DurableState(
+            version=self.disk.newest,
+            never_durable=self._never,
+            log_bytes=folder_bytes(root),
+            log_free_bytes=free_bytes(root),
+        )
+
+    # --- who waits
+
+    def require_possible(self, request: HowToLoad) -> None:
+        """Raise InvalidRequest if its caller would wait for ever."""
+        if request.wait == "durable" and self.disk is None and self._in_memory:
+            raise InvalidRequest(
+                f"no version becomes durable here: the log at {self._log.root} is in memory, and gone with the "
+                "machine. Nothing was committed: ask again with wait 'all' or 'none', or set weights.durability: "
+                "behind and weights.durable_root"
+            )
+
+    @contextmanager
+    def wanted(self, version: int, request: HowToLoad) -> Iterator[None]:
+        """Inside, that version is not overtaken, if the request waits for it to be durable."""
+        if request.wait != "durable":
+            yield
+            return
+        self._wanted[version] += 1
+        try:
+            yield
+        finally:
+            self._wanted[version] -= 1
+            self._wanted += Counter()  # without what is 0
+
+    async def wait(self, version: int, timeout_s: float) -> None:
+        """Return once a committed version is durable; called inside ``wanted``.
+
+        Raises CommitTimeout, with what the disk said; LogCorrupt if it is damaged in memory, NotFound if it is gone.
+        """
+        self._wake.set()
+        reached = await self._changes.wait(lambda: self.is_durable(version) or version in self._given_up, timeout_s)
+        if version in self._given_up:
+            raise self._given_up[version]
+        if not reached:
+            root = self._log.root if self.disk is None else self.disk.log.root
+            failed = self.failure(version)
+            why = "" if failed is None else f" ({failed.message})"
+            raise CommitTimeout(
+                f"version {version} is committed, but after {timeout_s} s it is not durable in {root}{why}; GET "
+                f"/v1/weights/{version} says when it is",
+                {"version": version},
+            )
+
+    # --- copying
+
+    async def _copy_versions(self) -> None:
+        while True:
+            self._wake.clear()
+            version = self._next()
+            if version is None:
+                await self._wake.wait()
+            elif await self._copy(version):
+                await self._copied()
+            else:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(RETRY_S):
+                        await self._wake.wait()
+
+    def _next(self) -> int | None:
+        assert self.disk is not None
+        done = self.disk.versions | self._given_up.keys()
+        waited_for = sorted(version for version in self._wanted if version <= self._newest and version not in done)
+        if waited_for:
+            return waited_for[0]
+        return None if self._newest < 0 or self._newest in done else self._newest
+
+    async def _copy(self, version: int) -> bool:
+        assert self.disk is not None
+        self._copying = version
+        try:
+            await to_thread_and_back(self.disk.copy, version, self._stop.is_set)
+        except CopyStopped:
+            return False
+        except (LogCorrupt, NotFound) as error:
+            logger.error("version %d is damaged in memory, or gone, and is never durable: %s", version, error)
+            self._given_up[version] = error
+        except (OSError, RolloutServiceError, ValidationError) as error:
+            logger.error("version %d is served, and is not durable yet: %s", version, error)
+            self._failed = version, error
+        else:
+            self._failed = None
+            logger.info("version %d is durable", version, extra={"weight_version": version})
+        finally:
+            self._copying = None
+            await self._changes.notify()
+        return self._failed is None
+
+
+def _log_its_end(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("no version becomes durable any more, until the ingest is restarted", exc_info=error)
