@@ -134,10 +134,10 @@ def paged_attention(
             continue
         pages = block_table[entry, : -(-tokens // page)].long()
         keys, values = (
-            _numbers(cache)[pages].float().flatten(0, 1)[:tokens] * descale[entry, 0]
+            _rows(cache, pages).float().flatten(0, 1)[:tokens] * descale[entry, 0]
             for cache, descale in ((k, k_descale), (v, v_descale))
         )
-        queries = _numbers(q)[first:last].float().unflatten(1, (kv_heads, -1)) * q_descale[entry, 0]
+        queries = q[first:last].float().unflatten(1, (kv_heads, -1)) * q_descale[entry, 0]
         logits = torch.einsum("rhgd,thd->hgrt", queries, keys) * softmax_scale
         lse[:, first:last] = logits.logsumexp(-1).flatten(0, 1)
         found = torch.einsum("hgrt,thd->rhgd", logits.softmax(-1), values)
@@ -145,5 +145,7 @@ def paged_attention(
     return out, lse
 
 
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.float32) if tensor.dtype == torch.float8_e4m3fn else tensor
+def _rows(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Torch does not index FP8."""
+    is_fp8 = cache.dtype == torch.float8_e4m3fn
+    return cache.view(torch.uint8)[pages].view(cache.dtype) if is_fp8 else cache[pages]

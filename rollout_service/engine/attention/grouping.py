@@ -231,6 +231,8 @@ class Grouping:
             )
         if chunk < 2 or min_pages < 1:
             raise ValueError(f"chunks of {chunk} sequences with {min_pages} pages in common: 2 and 1 are the least")
+        self.last: Grouped | None = None
+        """What the last batch became."""
         self._page_tokens, self._chunk, self._min_pages = page_tokens, chunk, min_pages
         self._steps = max_pages.bit_length()
         self._width = triton.next_power_of_2(max_sequences)  # the same for every batch: the kernels are compiled once
@@ -274,7 +276,7 @@ class Grouping:
             self._starts, self._lengths, self._tables, self._tables.stride(0), self._shared_rows, self._own_rows,
             COPY=_COPY, N=n, num_warps=4,
         )  # fmt: skip
-        return Grouped(
+        self.last = Grouped(
             self._starts[: entries + 1],
             self._lengths[:entries],
             self._tables[:entries],
@@ -282,3 +284,4 @@ class Grouping:
             self._own_rows[:count],
             self._chunk,
         )
+        return self.last
