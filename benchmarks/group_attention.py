@@ -107,12 +107,12 @@ class ShapeOptions(Options):
     """Where its config.json is put."""
     linear: str = "cutlass"
     """vLLM's linear_backend for FP8."""
-    block_size: int | None = None
-    """Tokens of a page of the KV cache; vLLM's own choice if not given."""
-    batched_tokens: int | None = None
-    """Tokens of a step; vLLM's own choice if not given."""
-    graph_step: int | None = None
-    """CUDA graphs for multiples of it, which start sooner; vLLM's sizes if not given."""
+    block_size: int = 64
+    """Tokens of a page of the KV cache."""
+    batched_tokens: int = 8192
+    """Tokens of a step."""
+    graph_step: int = 32
+    """CUDA graphs for multiples of it, and for small powers of two."""
 
     def settings(self, work: list[Asked]) -> dict[str, Any]:
         """Of an engine that the work just fits, in the service's terms."""

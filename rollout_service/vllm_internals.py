@@ -206,9 +206,6 @@ NAMES = (
     ),
     _read("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator.destroy", takes="self"),
     _read("vllm.distributed.utils", "StatelessProcessGroup", gives="store"),
-    # the attention backend of plug-ins
-    _read("vllm.v1.attention.backends.registry", "register_backend", takes="backend class_path is_mamba"),
-    _read("vllm.v1.attention.backends.registry", "AttentionBackendEnum.CUSTOM"),
     # metrics
     _read(
         "vllm.v1.metrics.ray_wrappers",
@@ -288,7 +285,6 @@ from vllm.model_executor.parameter import (
 )
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.utils.torch_utils import is_quantized_kv_cache, set_default_torch_dtype
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
@@ -392,11 +388,6 @@ def kv_scale_copies(layer: torch.nn.Module, of: str) -> list[float]:
 def is_of_kv_cache(attribute: str) -> bool:
     """Whether an attention layer's attribute is its cache, or a copy of one of its scales."""
     return attribute == "kv_cache" or "_scale" in attribute
-
-
-def register_attention(class_path: str) -> None:
-    """Have vLLM's backend for plug-ins be this class."""
-    register_backend(AttentionBackendEnum.CUSTOM, class_path)
 
 
 def kv_caches(vllm_config: VllmConfig) -> list[torch.Tensor]:

@@ -37,6 +37,6 @@ def register() -> None:
         importlib.import_module("rollout_service.engine.cpu.quant_config")  # it registers itself
         request_amx()
     else:
-        from rollout_service.vllm_internals import register_attention
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-        register_attention(GROUP_ATTENTION)
+        register_backend(AttentionBackendEnum.CUSTOM, GROUP_ATTENTION)

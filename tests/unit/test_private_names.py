@@ -49,7 +49,8 @@ DOCUMENTED = {
     "vllm.distributed.weight_transfer.factory",
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.exceptions",
-    # the registry of quantization methods, whose docstring shows how to add one
+    # the registries of attention backends and quantization methods, whose docstrings show how to add one
+    "vllm.v1.attention.backends.registry",
     "vllm.model_executor.layers.quantization",
     "vllm.model_executor.layers.quantization.base_config",
     # Ray's reference: https://docs.ray.io/en/latest/serve/api/

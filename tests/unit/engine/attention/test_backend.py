@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends import flash_attn
@@ -12,8 +13,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from rollout_service.engine.attention import backend
 from rollout_service.engine.attention.backend import GroupAttentionBackend, GroupAttentionImpl
-from rollout_service.engine.plugin import GROUP_ATTENTION
-from rollout_service.vllm_internals import register_attention
+from rollout_service.engine.plugin import register
 
 USUAL: dict[str, Any] = {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 64}
 
@@ -26,8 +26,9 @@ def against(capability: tuple[int, int] = (9, 0), **asked: Any) -> list[str]:
     )
 
 
-def test_the_registered_backend_is_found_by_its_own_name() -> None:
-    register_attention(GROUP_ATTENTION)
+def test_the_backend_that_the_plug_in_registers_is_found_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    register()
     try:
         found = AttentionBackendEnum[GroupAttentionBackend.get_name()].get_class()
         assert found is GroupAttentionBackend

@@ -96,8 +96,11 @@ def test_auto_falls_back_to_flash_attention(given: dict[str, Any], monkeypatch: 
 def test_an_engine_gets_it_by_the_models_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 4096, "head_dim": 128, "vocab_size": 128}
     (tmp_path / "config.json").write_text(json.dumps(QWEN3 | shape))
-    settings = {"model": {"path": tmp_path}, "engine": {"attention_backend": "group"}}
-    config = ServiceConfig.model_validate(settings)
+    usual, config = (
+        ServiceConfig.model_validate({"model": {"path": tmp_path}, "engine": {"attention_backend": asked}})
+        for asked in ("auto", "group")
+    )
+    assert engine_args(usual, (), has_tokenizer=False).attention_backend is None  # and vLLM loads plug-ins for the CPU
     with pytest.raises(ValueError, match=r"engine.attention_backend is group: there is one kernel for the CPU"):
         engine_args(config, (), has_tokenizer=False)
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
