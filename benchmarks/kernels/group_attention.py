@@ -38,7 +38,7 @@ LAYERS = 4
 REPEATS = 7
 SPLITS = 32
 """vLLM's bound for CUDA graphs."""
-SAME = ("model", "kv", "sequences", "group", "prompt_tokens", "own_tokens", "page_tokens")
+SAME = ("model", "kv", "sequences", "group", "prompt_tokens", "own_tokens", "page_tokens", "splits")
 _CASE = re.compile(r"(\d+)x(\d+)\+(\d+)")
 
 
@@ -65,6 +65,8 @@ class GroupOptions(Options):
     """Of a step."""
     page: tuple[int, ...] = (64,)
     """Tokens of a page."""
+    splits: int = SPLITS
+    """Parts that FlashAttention may cut an entry's tokens into, for groups; fewer for large batches anyway."""
     limit_s: float = 120.0
     """No case is begun after so many seconds."""
 
@@ -88,6 +90,8 @@ class Case:
     prompt_tokens: int
     own_tokens: int
     page_tokens: int
+    splits: int
+    """Of groups."""
     plain_us: float
     """Of a layer."""
     grouped_us: float
@@ -200,11 +204,13 @@ def plain_calls(batch: Batch, output: torch.Tensor) -> list[Callable[[], object]
     return [call(keys, values) for keys, values in batch.parts]
 
 
-def grouped_calls(batch: Batch, grouped: Grouped, output: torch.Tensor, *, attends: bool) -> list[Callable[[], object]]:
+def grouped_calls(
+    batch: Batch, grouped: Grouped, output: torch.Tensor, most_splits: int, *, attends: bool
+) -> list[Callable[[], object]]:
     """Each layer's as our backend runs it; without ``attends`` all but the attention."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    one, most_splits = torch.ones((), device="cuda"), splits(grouped.rows, SPLITS)
+    one = torch.ones((), device="cuda")
     schedule = schedule_of(batch, grouped, most_splits)
     lse = torch.zeros(batch.query.shape[1], grouped.rows, device="cuda")
 
@@ -236,7 +242,7 @@ def error_of(output: torch.Tensor, batch: Batch) -> float:
     return float((output[rows].float() - wanted).abs().max() / wanted.abs().max())
 
 
-def measure(model: str, kv: str, sequences: int, sizes: tuple[int, int, int], page: int) -> Case:
+def measure(model: str, kv: str, sequences: int, sizes: tuple[int, int, int], page: int, most_splits: int) -> Case:
     """Both sides of one kind of batch."""
     batch = batch_of(model, kv, sequences, sizes, page)
     heads, kv_heads = HEADS[model]
@@ -247,18 +253,19 @@ def measure(model: str, kv: str, sequences: int, sizes: tuple[int, int, int], pa
         return grouping.group(batch.tables, batch.lengths)
 
     grouped = group()
+    parts = splits(grouped.rows, most_splits)
     outputs = [torch.empty(batch.query.shape, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
     calls = (
         plain_calls(batch, outputs[0]),
-        grouped_calls(batch, grouped, outputs[1], attends=True),
-        grouped_calls(batch, grouped, outputs[2], attends=False),
+        grouped_calls(batch, grouped, outputs[1], parts, attends=True),
+        grouped_calls(batch, grouped, outputs[2], parts, attends=False),
     )
     plain, together, around = (1e6 * statistics.median(graph_seconds(each, REPEATS)) for each in calls)
     on_gpu = 1e6 * statistics.median(graph_seconds([group], REPEATS))
     launched = 1e6 * statistics.median(wall_seconds(group, 20))
     torch.cuda.synchronize()
     errors = (error_of(outputs[0], batch), error_of(outputs[1], batch))
-    return Case(model, kv, sequences, *sizes, page, plain, together, around, on_gpu, launched, *errors)
+    return Case(model, kv, sequences, *sizes, page, parts, plain, together, around, on_gpu, launched, *errors)
 
 
 def cases(wanted: GroupOptions) -> Iterator[Case]:
@@ -267,7 +274,7 @@ def cases(wanted: GroupOptions) -> Iterator[Case]:
     for sizes, model, kv, page in itertools.product(wanted.sizes(), wanted.model, wanted.kv, wanted.page):
         if time.monotonic() > until:
             return
-        case = measure(model, kv, wanted.sequences, sizes, page)
+        case = measure(model, kv, wanted.sequences, sizes, page, wanted.splits)
         torch.cuda.empty_cache()  # the graphs' own pools
         yield case
 

@@ -14,6 +14,7 @@ from rollout_service.engine.attention.choice import HEAD_SIZES, MIN_SHARED_TOKEN
 from rollout_service.engine.attention.decoding import grouped_decode
 from rollout_service.engine.attention.flash import FlashAttend, Kernel, chunk_sequences, splits
 from rollout_service.engine.attention.grouping import Grouped, Grouping
+from rollout_service.engine.hardware import FLASH_ATTENTION_3
 from rollout_service.vllm_attention import (
     AttentionCGSupport,
     AttentionType,
@@ -29,7 +30,7 @@ from rollout_service.vllm_attention import (
 )
 
 FLASH_ATTENTION = 3
-"""Version whose decode of several rows an entry was measured; Hopper's."""
+"""Version whose decode of several rows an entry was measured."""
 MAX_ENTRIES = 992
 """Up to so many FlashAttention 3 decides for each entry how often to split it (``hopper/flash_prepare_scheduler.cu``);
 beyond, a batch is decoded as vLLM does it."""
@@ -62,7 +63,7 @@ class GroupAttentionBackend(FlashAttentionBackend):
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         """That of FlashAttention 3."""
-        return capability.major == 9
+        return capability.major == FLASH_ATTENTION_3
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

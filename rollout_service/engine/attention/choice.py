@@ -5,6 +5,7 @@ from typing import TypedDict
 
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.extra import is_batch_invariant
+from rollout_service.engine.hardware import FLASH_ATTENTION_3
 
 GROUP = "CUSTOM"
 """vLLM's name for the backend that a plug-in registers."""
@@ -16,7 +17,6 @@ QUERIES_PER_KV_HEAD = (4, 8)
 """Likewise."""
 MIN_SHARED_TOKENS = 512
 """Fewer shared tokens were not measured, and are read by each sequence."""
-_HOPPER = 9
 
 
 class AttentionSettings(TypedDict, total=False):
@@ -61,7 +61,7 @@ def _against_groups(
     engine, extra = config.engine, config.engine.extra
     overrides = extra.get("hf_overrides")
     given = {**model, **(overrides if isinstance(overrides, dict) else {})}
-    if capability is not None and capability[0] != _HOPPER:
+    if capability is not None and capability[0] != FLASH_ATTENTION_3:
         yield f"it needs FlashAttention 3, and the GPU's compute capability is {capability[0]}.{capability[1]}, not 9.0"
     if head_size not in HEAD_SIZES:
         yield f"the model's heads have {head_size} numbers, and it was measured with {_listed(HEAD_SIZES)}"
