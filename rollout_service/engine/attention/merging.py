@@ -30,7 +30,7 @@ def spread_queries(
     tl.store(rows + own * HEADS * SIZE + head * SIZE + at, value, mask=tl.where(inside, own, -1) >= 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lse_head_stride", "lse_row_stride"])  # of every batch size, or they compile anew
 def merge_rows(
     partial, lse, lse_head_stride, lse_row_stride, shared_rows, own_rows, output, token_stride,
     HEADS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
