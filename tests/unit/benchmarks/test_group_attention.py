@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks import group_attention
+from benchmarks import group_attention, headlines
 from benchmarks.common.gpu_service import Mode
 from benchmarks.common.shapes import Shape, write_config
 from benchmarks.group_attention import Asked, Comparison, GroupOptions, Pair, ShapeOptions, asked, fits_twice, table_of
@@ -78,3 +78,15 @@ def test_no_run_is_begun_that_would_not_end_in_time() -> None:
         now += 10.0
         each.seconds = 10.0
     assert begun == ["1x1x4+100", "1x1x8+100"]
+
+
+def test_the_headline_has_the_least_and_the_most_that_was_gained() -> None:
+    common = {"model": "m", "mode": "bf16", "groups": 2, "n": 4, "output_tokens": 8}
+    cases = [
+        common | {"ratio": ratio, "system_tokens": system, "prompt_tokens": 16}
+        for ratio, system in ((1.5, 0), (0.99, 32), (2.25, 0))
+    ]
+    said = headlines.group_attention({"cases": cases})
+    assert said.endswith("0.99 (m, bf16, 2 × 4 × (32 + 16 + 8)) to 2.25 (m, bf16, 2 × 4 × (16 + 8))")
+    kernels = [{"ratio": 0.98, "grouping_us": 21.4}, {"ratio": 4.2, "grouping_us": 30.0}]
+    assert "0.98 to 4.20 times as fast; the grouping takes up to 30 µs" in headlines.grouped_kernels({"cases": kernels})
