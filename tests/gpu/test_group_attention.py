@@ -44,7 +44,7 @@ def needs_hopper() -> None:
 def shuffled(page: int = PAGE, padding: int = 5) -> Batch:
     """Groups of several sizes whose members stand anywhere."""
     sequences = random.Random(0).sample(SEQUENCES, len(SEQUENCES))
-    made = batch_of(sequences, page, padding=padding, width=64)
+    made = batch_of(sequences, page, padding=padding, width=256)
     return Batch(page, made.tables.cuda(), made.lengths.cuda())
 
 
@@ -120,7 +120,7 @@ def test_the_compiled_grouping_finds_what_comparing_prefixes_finds(seed: int) ->
 
 def test_the_grouping_never_waits_for_the_gpu() -> None:
     batch = shuffled()
-    grouping = Grouping(64, 64, PAGE, 16, 2, CUDA)
+    grouping = Grouping(64, batch.tables.shape[1], PAGE, 16, 2, CUDA)
     grouping.group(batch.tables, batch.lengths)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -139,7 +139,7 @@ def test_one_graph_serves_batches_that_share_more_and_less() -> None:
     query = torch.randn(count, heads, 128, device=CUDA, dtype=torch.bfloat16)
     output = torch.empty_like(query)
     tables, lengths = torch.zeros_like(batch.tables), torch.ones_like(batch.lengths)
-    grouping = Grouping(64, 64, PAGE, 16, 2, CUDA)
+    grouping = Grouping(64, batch.tables.shape[1], PAGE, 16, 2, CUDA)
     attend = flash(flash_attn_varlen_func, cache, batch, 128, 2 * count)
     grouped = grouping.group(tables, lengths)
     grouped_decode(query, grouped, attend, output)
