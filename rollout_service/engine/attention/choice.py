@@ -1,11 +1,14 @@
 """For which models and settings a group's prompt is read once, and which backend of vLLM an engine gets for it."""
 
+import logging
 from collections.abc import Iterator
 from typing import TypedDict
 
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.extra import is_batch_invariant
 from rollout_service.engine.hardware import FLASH_ATTENTION_3
+
+logger = logging.getLogger(__name__)
 
 GROUP = "CUSTOM"
 """vLLM's name for the backend that a plug-in registers."""
@@ -34,7 +37,7 @@ class AttentionSettings(TypedDict, total=False):
 def attention_backend(
     config: ServiceConfig, model: AttentionSettings, head_size: int | None, capability: tuple[int, int] | None
 ) -> str:
-    """vLLM's name of the backend that an engine on a GPU gets.
+    """vLLM's name of the backend that an engine on a GPU gets; the log says which, and why.
 
     Args:
         model: its config.json.
@@ -52,7 +55,13 @@ def attention_backend(
                 f"engine.attention_backend is group: {'; '.join(against)}: set it to auto, which takes FlashAttention"
             )
         return GROUP
-    return GROUP if model.get("model_type") in MEASURED_MODELS and not against else "FLASH_ATTN"
+    if (kind := model.get("model_type")) not in MEASURED_MODELS:
+        against.append(f"no engine of {kind} was measured with it")
+    if not against:
+        logger.info("engine.attention_backend: auto reads a group's common prompt once")
+        return GROUP
+    logger.info("engine.attention_backend: auto is FLASH_ATTN, and not group: %s", "; ".join(against))
+    return "FLASH_ATTN"
 
 
 def _against_groups(

@@ -80,10 +80,16 @@ def test_all_that_speaks_against_it_is_said_at_once() -> None:
         chosen("group", {"attn_logit_softcapping": 50.0}, 64)
 
 
-def test_auto_is_flash_attention_until_a_model_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert chosen("auto") == "FLASH_ATTN"
+def test_auto_is_flash_attention_until_a_model_was_measured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", choice.logger.name)
+    assert chosen("auto", head_size=64) == "FLASH_ATTN"
+    assert "auto is FLASH_ATTN, and not group: the model's heads have 64 numbers" in caplog.messages[-1]
+    assert "no engine of qwen3 was measured with it" in caplog.messages[-1]
     monkeypatch.setattr(choice, "MEASURED_MODELS", ("qwen3",))
     assert chosen("auto") == "CUSTOM"
+    assert "auto reads a group's common prompt once" in caplog.messages[-1]
     assert chosen("auto", {"model_type": "llama"}) == "FLASH_ATTN"
 
 
