@@ -107,6 +107,28 @@ def attention(result: Json) -> str:
     return f"FlashAttention {bf16 / fp8:.2f} times as fast with an FP8 cache ({first})"
 
 
+def group_attention(result: Json) -> str:
+    """Of ``group_attention``: the case that gained most and the one that gained least."""
+    cases = sorted(result["cases"], key=lambda case: case["ratio"])
+    least, most = (f"{case['ratio']:.2f} ({_work(case)})" for case in (cases[0], cases[-1]))
+    return f"tokens/s of an engine that reads a group's prompt once, to FlashAttention's: {least} to {most}"
+
+
+def _work(case: Json) -> str:
+    system = f"{case['system_tokens']} + " if case["system_tokens"] else ""
+    sizes = f"{case['groups']} × {case['n']} × ({system}{case['prompt_tokens']} + {case['output_tokens']})"
+    return f"{case['model']}, {case['mode']}, {sizes}"
+
+
+def grouped_kernels(result: Json) -> str:
+    """Of ``kernels.group_attention``: the fastest and the slowest, and what the grouping costs."""
+    ratios, once = ([case[name] for case in result["cases"]] for name in ("ratio", "grouping_us"))
+    return (
+        f"attention alone {min(ratios):.2f} to {max(ratios):.2f} times as fast; the grouping takes up to "
+        f"{max(once):.0f} µs a step"
+    )
+
+
 def linear(result: Json) -> str:
     """Of ``kernels.linear``."""
     seconds: dict[str, dict[tuple[Any, ...], float]] = {"cutlass": {}, "deep_gemm": {}}

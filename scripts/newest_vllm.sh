@@ -13,7 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly VENV=.venv
 readonly NEWEST=.newest
 readonly OUT=out/newest_vllm
-readonly INTERNALS=(vllm_internals vllm_serving transformers_internals ray_internals)
+readonly INTERNALS=(vllm_internals vllm_attention vllm_serving transformers_internals ray_internals)
 # as requirements/cpu.txt and gpu.txt leave them out, and say why
 readonly LEFT_OUT='torchvision|torchaudio|torchcodec|pynvvideocodec|flashinfer[a-z-]*|tilelang|quack-kernels|humming-kernels|tokenspeed-mla|nvidia-[a-z0-9-]*|fastsafetensors|instanttensor'
 

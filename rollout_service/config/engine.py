@@ -148,8 +148,10 @@ class EngineConfig(Config):
     """vLLM's ``kernel_config.linear_backend``. On Hopper ``cutlass`` needs no compiler; ``deep_gemm``, which ``auto``
     picks, compiles its kernels with CUDA's nvcc when they are first needed, and is faster (docs/performance.md)."""
 
-    attention_backend: Literal["auto", "FLASH_ATTN", "TRITON_ATTN"] = "auto"
-    """vLLM's attention kernels on a GPU; ``auto``: FlashAttention. Both read live KV scales; others freeze them."""
+    attention_backend: Literal["auto", "group", "FLASH_ATTN", "TRITON_ATTN"] = "auto"
+    """Attention kernels on a GPU: vLLM's by their names, which read live KV scales where others freeze them, or
+    ``group``: FlashAttention 3, where decode reads a prompt that several sequences have in common once for all of them
+    (docs/group_attention.md). ``auto``: FlashAttention."""
 
     lm_head: Literal["bfloat16", "float32"] = "bfloat16"
     """In what the output head computes logits. ``float32``: nothing is rounded off them, as in trainers whose logits

@@ -1,13 +1,13 @@
 """Our configuration in vLLM's terms."""
 
 import json
-from typing import TypedDict
 
 from vllm import AsyncEngineArgs
 from vllm.config import LoggingConfig, WeightTransferConfig
 from vllm.platforms import current_platform
 
 from rollout_service.config import ServiceConfig
+from rollout_service.engine.attention.choice import AttentionSettings, attention_backend
 from rollout_service.engine.extra import refuse_batch_invariance, with_env, with_extra
 from rollout_service.engine.hardware import Attention, require_fit
 from rollout_service.engine.plugin import (
@@ -170,11 +170,10 @@ def _head_size(config: ServiceConfig) -> int | None:
     return settings.get("head_dim") or (hidden // heads if hidden and heads else None)
 
 
-class _ModelSettings(TypedDict, total=False):
+class _ModelSettings(AttentionSettings, total=False):
     """What is read here of a config.json."""
 
     hidden_size: int
-    num_attention_heads: int
     head_dim: int
     text_config: "_ModelSettings"
 
@@ -193,8 +192,12 @@ def _attention(config: ServiceConfig, on_cpu: bool) -> dict[str, object]:
     backend = config.engine.attention_backend
     if backend != "auto" and (latent or on_cpu):
         raise ValueError(f"engine.attention_backend is {backend}: {_NO_CHOICE}: set it to auto")
-    # FlashAttention reads the live KV scales at each call; FlashInfer freezes them at the first one
-    return {} if latent or on_cpu else {"attention_backend": "FLASH_ATTN" if backend == "auto" else backend}
+    if latent or on_cpu:
+        return {}
+    # FlashAttention reads the live KV scales at each call, ours does; FlashInfer freezes them at the first one
+    capability = current_platform.get_device_capability()
+    known = None if capability is None else (capability.major, capability.minor)
+    return {"attention_backend": attention_backend(config, _model_settings(config), _head_size(config), known)}
 
 
 def _kernels(config: ServiceConfig) -> dict[str, object]:

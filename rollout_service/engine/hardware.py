@@ -24,6 +24,8 @@ FLASH_ATTENTION_FP8 = (9, 10)
 which vLLM takes version 4."""
 FLASH_ATTENTION_4 = "nvidia-cutlass-dsl"
 """Package that compiles version 4. ``requirements/gpu.txt`` leaves it out."""
+FLASH_ATTENTION_3 = 9
+"""Major one of the GPUs that have version 3: Hopper."""
 FLASH_ATTENTION_HEAD = 512
 """Largest head of FlashAttention 4. Where vLLM has 2 or 3 alone it refuses those above 256 itself."""
 
@@ -84,6 +86,8 @@ def _of_attention(
     size, by_triton = attention.head_size, "engine.attention_backend: TRITON_ATTN"
     if attention.latent or config.engine.attention_backend == "TRITON_ATTN":
         return
+    if config.engine.attention_backend == "group" and capability[0] != FLASH_ATTENTION_3:
+        yield "engine.attention_backend is group, which needs FlashAttention 3, Hopper's", "it to auto"
     if config.kv_cache.dtype != "bfloat16" and capability[0] not in FLASH_ATTENTION_FP8:
         yield "FlashAttention reads no FP8 cache on it", f"{by_triton}, or kv_cache.dtype: bfloat16"
     if capability[0] == 10 and not flash_attention_4:

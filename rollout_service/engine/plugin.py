@@ -9,10 +9,13 @@ STAGING_KEY = "rollout_service_staging"
 CPU_BLOCK_FP8, CPU_BF16 = "rollout_service_cpu_block_fp8", "rollout_service_cpu_bf16"
 CPU_CHANNEL_INT8 = "rollout_service_cpu_channel_int8"
 """Names under which the quantization configurations of CPU engines are registered with vLLM."""
+GROUP_ATTENTION = "rollout_service.engine.attention.backend.GroupAttentionBackend"
+"""Where vLLM finds the attention backend that is ours."""
 
 
 def register() -> None:
-    """Register the transfer engine and, on the CPU, the quantization configurations. Safe to call again."""
+    """Register the transfer engine and, on a GPU, attention that reads a group's prompt once, on the CPU the
+    quantization configurations. Safe to call again."""
     from rollout_service.engine.child_errors import tell_errors
     from rollout_service.engine.parent_death import die_with_parent
 
@@ -33,3 +36,7 @@ def register() -> None:
 
         importlib.import_module("rollout_service.engine.cpu.quant_config")  # it registers itself
         request_amx()
+    else:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        register_backend(AttentionBackendEnum.CUSTOM, GROUP_ATTENTION)

@@ -168,7 +168,8 @@ class EngineReplica:
         self._hand_over.asked()
         status = self._weight_sync.status()
         show_load(status, self._engine.scheduler)
-        return {"version": status.version, "state": status.state, "running": self._admission.by_origin()}
+        running, capacity = self._admission.by_origin(), self._config.engine.max_num_seqs
+        return {"version": status.version, "state": status.state, "running": running, "capacity": capacity}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: what the autoscaling policy knows of this replica."""

@@ -1,4 +1,5 @@
-"""Which replica gets a call: one with the version it asks for, its session's, else the least loaded.
+"""Which replica gets a call: one with the version it asks for, its session's, else one that had a prompt with the same
+beginning and has room, else the least loaded.
 
 What replicas publish is seconds old, so the router only prefers: the replica itself checks the version and refuses
 what it cannot do, and the gateway sends the call on. The router never waits either: Serve routes with a few tasks, and
@@ -10,9 +11,9 @@ Serve ships this module to the gateway by value: it imports nothing but the stan
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
@@ -23,9 +24,19 @@ STATS_PERIOD_S = 1.0
 """How often Serve asks replicas for their routing stats."""
 MOST_SESSIONS = 100_000
 """Sessions that a gateway remembers; the one that was silent longest goes first."""
+PREFIX_TOKENS = 512
+"""Prompts that begin alike for so many tokens, or a multiple, are kept together: their replica has computed that part,
+and has it in memory once."""
+MOST_PREFIX_TOKENS = 64 * PREFIX_TOKENS
+"""Of one prompt, that are looked at."""
+MOST_PREFIXES = 100_000
+"""Beginnings of prompts that a gateway remembers; the one that was silent longest goes first."""
+UNEVEN_SHARE = 4
+"""A beginning's replica is left once it has more than the least loaded one by a capacity's part: a quarter."""
 NEVER_SENT_S = 60.0
 """A call that was cancelled between choice and sending is never reported as done; after this it counts no more."""
 
+_Key = TypeVar("_Key")
 _LAST_RESORT = {"stale": 1, "asleep": 2, "draining": 2, "starting": 2, "failed": 3}
 """States that are worse than ``ready`` and ``syncing``, by how much."""
 
@@ -42,22 +53,33 @@ class Candidate:
     """Sequences in flight."""
     turn: int = 0
     """When it was last chosen, counted in choices."""
+    capacity: int = 0
+    """Sequences that it decodes at once; 0: not known."""
 
 
 def ranked(
-    candidates: Iterable[Candidate],
+    candidates: Collection[Candidate],
     *,
     min_version: int | None = None,
     session_replica: str | None = None,
+    prefix_replica: str | None = None,
+    sequences: int = 1,
     avoid: Collection[str] = (),
 ) -> list[str]:
-    """Ids of all candidates, the best first.
+    """Ids of all candidates, the best first; ``sequences``: of the call.
 
     A sound one before a failing one, one that the call has not failed on yet, one with the version, the session's, the
-    one with the fewest sequences, the one that was chosen longest ago: sessions that begin on an idle fleet spread.
+    one that had the prompt's beginning if it has room, the one with the fewest sequences, the one that was chosen
+    longest ago: sessions that begin on an idle fleet spread.
     """
+    least = min((candidate.load for candidate in candidates), default=0)
 
-    def cost(candidate: Candidate) -> tuple[bool, bool, bool, int, bool, int, int, str]:
+    def begins_alike(candidate: Candidate) -> bool:
+        has_room = candidate.load + sequences <= candidate.capacity
+        is_even = candidate.load <= least + candidate.capacity // UNEVEN_SHARE
+        return candidate.replica_id == prefix_replica and has_room and is_even
+
+    def cost(candidate: Candidate) -> tuple[bool, bool, bool, int, bool, bool, int, int, str]:
         behind = min_version is not None and candidate.version is not None and candidate.version < min_version
         return (
             candidate.state == "failed",
@@ -65,6 +87,7 @@ def ranked(
             behind,
             _LAST_RESORT.get(candidate.state, 0),
             candidate.replica_id != session_replica,
+            not begins_alike(candidate),
             candidate.load,
             candidate.turn,
             candidate.replica_id,
@@ -73,16 +96,30 @@ def ranked(
     return [candidate.replica_id for candidate in sorted(candidates, key=cost)]
 
 
+def prefixes(prompt: Sequence[int], salt: str | None = None) -> tuple[int, ...]:
+    """Numbers for the prompt's beginnings of ``PREFIX_TOKENS`` and its multiples, the longest first.
+
+    The same in one process for the same tokens and ``salt``, what the prefix cache keeps apart; a shorter prompt has
+    none.
+    """
+    found, number = list[int](), hash(salt)
+    for end in range(PREFIX_TOKENS, min(len(prompt), MOST_PREFIX_TOKENS) + 1, PREFIX_TOKENS):
+        number = hash((number, *prompt[end - PREFIX_TOKENS : end]))
+        found.append(number)
+    return tuple(reversed(found))
+
+
 @dataclass
 class _Sent:
     replica_id: str
     sequences: int
     chosen_at: float
+    prefixes: tuple[int, ...] = ()
     arrived: bool = False
 
 
 class Ledger:
-    """What this router has in flight where, what others have there, and where sessions went last.
+    """What this router has in flight where, what others have there, and where sessions and prompts went last.
 
     Serve tells of the end of calls on threads of Ray, hence the lock.
     """
@@ -96,22 +133,33 @@ class Ledger:
         self.origin = ""
         """The gateway that this router is in: what it has in flight is counted here, and not seconds later."""
         self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._prefixes: OrderedDict[int, str] = OrderedDict()
         self._turns: dict[str, int] = {}
         self._choices = 0
 
-    def choose(self, call_id: str, replica_id: str, sequences: int, session: str | None, now: float) -> None:
-        """Count a call as in flight from the moment of choice: the next choice may come before it is sent."""
+    def choose(
+        self,
+        call_id: str,
+        replica_id: str,
+        sequences: int,
+        session: str | None,
+        now: float,
+        begins: tuple[int, ...] = (),
+    ) -> None:
+        """Count a call as in flight from the moment of choice: the next choice may come before it is sent.
+
+        ``begins``: the ``prefixes`` of its prompt.
+        """
         with self._lock:
             self.complete(call_id)
-            self._sent[call_id] = _Sent(replica_id, sequences, now)
+            self._sent[call_id] = _Sent(replica_id, sequences, now, begins)
             self._own[replica_id] = self._own.get(replica_id, 0) + sequences
             self._choices += 1
             self._turns[replica_id] = self._choices
             if session is not None:
-                self._sessions[session] = replica_id
-                self._sessions.move_to_end(session)
-                if len(self._sessions) > MOST_SESSIONS:
-                    self._sessions.popitem(last=False)
+                _remember(self._sessions, session, replica_id, MOST_SESSIONS)
+            for prefix in begins:
+                _remember(self._prefixes, prefix, replica_id, MOST_PREFIXES)
 
     def arrive(self, call_id: str, replica_id: str, session: str | None) -> None:
         """Note which replica took the call."""
@@ -120,7 +168,7 @@ class Ledger:
             if sent is None:  # it is done already
                 return
             if sent.replica_id != replica_id:
-                self.choose(call_id, replica_id, sent.sequences, session, sent.chosen_at)
+                self.choose(call_id, replica_id, sent.sequences, session, sent.chosen_at, sent.prefixes)
             self._sent[call_id].arrived = True
 
     def complete(self, call_id: str) -> None:
@@ -159,6 +207,18 @@ class Ledger:
         """Where the session's last call went; that replica may be gone."""
         return None if session is None else self._sessions.get(session)
 
+    def replica_with(self, begins: Iterable[int]) -> str | None:
+        """Where the last prompt went that began alike for longest; that replica may be gone."""
+        with self._lock:
+            return next((self._prefixes[prefix] for prefix in begins if prefix in self._prefixes), None)
+
+
+def _remember(held: OrderedDict[_Key, str], key: _Key, replica_id: str, most: int) -> None:
+    held[key] = replica_id
+    held.move_to_end(key)
+    if len(held) > most:
+        held.popitem(last=False)
+
 
 class RolloutRouter(RequestRouter):
     """Serve's request router for the engine deployment; calls other than ``generate`` go to the least loaded."""
@@ -177,15 +237,18 @@ class RolloutRouter(RequestRouter):
         call = _call(pending_request)
         session = getattr(call, "session_id", None)
         self._ledger.origin = getattr(call, "origin", self._ledger.origin)
+        begins = () if call is None else prefixes(call.prompt_token_ids, call.cache_salt)
         order = ranked(
             [self._candidate(replica) for replica in candidate_replicas],
             min_version=getattr(call, "min_weight_version", None),
             session_replica=self._ledger.replica_of(session),
+            prefix_replica=self._ledger.replica_with(begins),
+            sequences=1 if call is None else call.sampling.n,
             avoid=getattr(call, "avoid", ()),
         )
         if call is not None and pending_request is not None and order:
             call_id = pending_request.metadata.internal_request_id
-            self._ledger.choose(call_id, order[0], call.sampling.n, session, time.monotonic())
+            self._ledger.choose(call_id, order[0], call.sampling.n, session, time.monotonic(), begins)
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         return [[by_id[replica_id]] for replica_id in order]
 
@@ -211,7 +274,8 @@ class RolloutRouter(RequestRouter):
         replica_id, stats = replica.replica_id.unique_id, replica.routing_stats
         state, version = stats.get("state", "ready"), stats.get("version")
         load, turn = self._ledger.load(replica_id), self._ledger.turn(replica_id)
-        return Candidate(replica_id, version=version, state=state, load=load, turn=turn)
+        capacity = stats.get("capacity", 0)
+        return Candidate(replica_id, version=version, state=state, load=load, turn=turn, capacity=capacity)
 
 
 def _call(pending_request: PendingRequest | None) -> "GenerateCall | None":

@@ -64,6 +64,13 @@ class Probe(VersionStaging):
             if isinstance(module, RoutedExperts)
         }
 
+    def sequences_that_share(self) -> int:
+        """How many read a common prompt in the last step that decoded; 0 where attention is another backend's."""
+        runner = self.model_runner  # type: ignore[attr-defined]  # the worker's
+        builders = [group.get_metadata_builder(0) for groups in runner.attn_groups for group in groups]
+        groupings = [builder.grouping for builder in builders if hasattr(builder, "grouping")]
+        return sum(int((grouping.last.shared_rows >= 0).sum()) for grouping in groupings if grouping.last is not None)
+
 
 def _multiplied_with(module: torch.nn.Module) -> torch.Tensor:
     """The BF16 weight [N, K] that the layer's packed kernel has, whatever its parameter says: its product with 1."""

@@ -46,7 +46,7 @@ LAYERS = (
         "logs",
         "rpc",
     ),
-    *("vllm_internals", "vllm_serving"),
+    *("vllm_internals", "vllm_attention", "vllm_serving"),
     *("config", "quant", "model", "store", "metrics", "fleet", "kv_scales", "engine"),
     *("correction", "background_sender", "web", "ingest", "monitor", "shadow", "sessions", "client", "gateway"),
     *("app", "local", "cli"),

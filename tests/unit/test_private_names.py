@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 
-from rollout_service import ray_internals, transformers_internals, vllm_internals
+from rollout_service import ray_internals, transformers_internals, vllm_attention, vllm_internals
 from rollout_service.private_names import PrivateName, PrivateNameMissing, require_names
 
 PACKAGE = Path(__file__).parents[2] / "rollout_service"
 INTERNALS = {
     "vllm_internals.py",
+    "vllm_attention.py",
     "vllm_serving.py",
     "ray_internals.py",
     "transformers_internals.py",
@@ -48,7 +49,8 @@ DOCUMENTED = {
     "vllm.distributed.weight_transfer.factory",
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.exceptions",
-    # the registry of quantization methods, whose docstring shows how to add one
+    # the registries of attention backends and quantization methods, whose docstrings show how to add one
+    "vllm.v1.attention.backends.registry",
     "vllm.model_executor.layers.quantization",
     "vllm.model_executor.layers.quantization.base_config",
     # Ray's reference: https://docs.ray.io/en/latest/serve/api/
@@ -173,7 +175,7 @@ def test_what_is_public_or_our_own_is_not_taken_for_private(source: str) -> None
     assert list(private_uses(source)) == []
 
 
-@pytest.mark.parametrize("internals", [vllm_internals, ray_internals, transformers_internals])
+@pytest.mark.parametrize("internals", [vllm_internals, vllm_attention, ray_internals, transformers_internals])
 def test_the_check_at_the_start_names_each_name_that_is_gone(internals: Any) -> None:
     """Against libraries of the same modules with nothing in them."""
     for name in (name for name in internals.NAMES if not name.only_source):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import headlines
+from benchmarks import headlines, index
 from benchmarks.common.marked import write_part
 from benchmarks.common.paths import PROJECT, RESULTS
 from benchmarks.index import BENCHMARKS, PART, README, Benchmark, found_results, problems, table
@@ -76,6 +76,16 @@ class TestProblems:
         (folder / "results/cpu-2-cores/soak.json").unlink()
         table_differs, no_result = sorted(found(folder), key=lambda problem: "no result" in problem)
         assert "python -m benchmarks.soak: no result" in no_result
+        assert PART in table_differs
+
+    def test_a_result_that_was_awaited_wants_its_row(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        awaited = Benchmark("rollout.awaited", lambda _: "1", awaited=True)
+        monkeypatch.setattr(Benchmark, "exists", lambda _: True)
+        monkeypatch.setattr(index, "BENCHMARKS", (*BENCHMARKS, awaited))
+        assert found(folder) == []
+        (folder / "results/h200/rollout_awaited.json").write_text('{"date": "today"}')
+        there, table_differs = sorted(found(folder), key=lambda problem: PART in problem)
+        assert "python -m benchmarks.rollout.awaited: there is a result. Take awaited out" in there
         assert PART in table_differs
 
     def test_a_result_that_has_no_figure_is_named(self, folder: Path) -> None:

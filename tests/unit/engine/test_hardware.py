@@ -44,6 +44,7 @@ def test_a_gpu_that_has_what_is_asked_for_is_fit(capability: Capability, section
         ((8, 9), {"engine": {"linear_backend": "cutlass"}}, "cutlass multiplies FP8 blocks from 9.0 on", "triton"),
         ((8, 9), {"quant": {"weights": "none"}}, "FlashAttention reads no FP8 cache", "TRITON_ATTN, or kv_cache.dtype"),
         ((12, 0), {}, "FlashAttention reads no FP8 cache", "TRITON_ATTN"),
+        ((10, 0), {"engine": {"attention_backend": "group"}}, "group, which needs FlashAttention 3", "it to auto"),
     ],
 )
 def test_a_gpu_that_lacks_something_is_told_apart(

@@ -4,7 +4,17 @@ import itertools
 
 import pytest
 
-from rollout_service.fleet.routing import MOST_SESSIONS, NEVER_SENT_S, Candidate, Ledger, ranked
+from rollout_service.fleet import routing
+from rollout_service.fleet.routing import (
+    MOST_PREFIX_TOKENS,
+    MOST_SESSIONS,
+    NEVER_SENT_S,
+    PREFIX_TOKENS,
+    Candidate,
+    Ledger,
+    prefixes,
+    ranked,
+)
 
 IDLE = [Candidate("a", version=3), Candidate("b", version=3), Candidate("c", version=3)]
 
@@ -48,6 +58,31 @@ class TestRanked:
 
     def test_a_failed_replica_ranks_below_one_the_call_should_avoid(self) -> None:
         assert ranked([Candidate("a", state="failed"), Candidate("b")], avoid=["b"]) == ["b", "a"]
+
+    def test_a_prompt_that_begins_alike_goes_where_the_last_one_went(self) -> None:
+        candidates = [Candidate("a", load=0, capacity=64), Candidate("b", load=15, capacity=64)]
+        assert ranked(candidates, prefix_replica="b") == ["b", "a"]
+        assert ranked(candidates, prefix_replica="gone") == ["a", "b"]
+        assert ranked(candidates, session_replica="a", prefix_replica="b") == ["a", "b"]
+
+    @pytest.mark.parametrize(("load", "sequences"), [(17, 1), (60, 8)])
+    def test_it_leaves_a_replica_that_is_full_or_far_fuller_than_others(self, load: int, sequences: int) -> None:
+        other = Candidate("a", load=0 if sequences == 1 else 59, capacity=64)
+        candidates = [other, Candidate("b", load=load, capacity=64)]
+        assert ranked(candidates, prefix_replica="b", sequences=sequences) == ["a", "b"]
+
+    def test_of_a_replica_that_has_not_told_its_capacity_the_load_decides(self) -> None:
+        assert ranked([Candidate("a"), Candidate("b", load=1)], prefix_replica="b") == ["a", "b"]
+
+    def test_a_group_sent_one_by_one_stays_together_and_groups_spread(self) -> None:
+        ledger, chosen = Ledger(), []
+        for call, group in enumerate([0] * 8 + [1] * 8 + [0] * 8):
+            begins = prefixes([group] * PREFIX_TOKENS)
+            candidates = [Candidate(i, load=ledger.load(i), turn=ledger.turn(i), capacity=64) for i in "ab"]
+            order = ranked(candidates, prefix_replica=ledger.replica_with(begins))
+            ledger.choose(str(call), order[0], 1, None, 0.0, begins)
+            chosen.append(order[0])
+        assert chosen == ["a"] * 8 + ["b"] * 8 + ["a"] * 8
 
     def test_every_candidate_is_ranked_exactly_once(self) -> None:
         for avoid in itertools.chain.from_iterable(itertools.combinations("abc", n) for n in range(4)):
@@ -110,6 +145,32 @@ class TestLedger:
         ledger.keep_only({"a"}, now=NEVER_SENT_S + 1)
         assert ledger.load("a") == 1
 
+    def test_a_beginning_is_remembered_where_its_last_call_arrived(self) -> None:
+        ledger, begins = Ledger(), prefixes(range(2 * PREFIX_TOKENS))
+        ledger.choose("1", "a", 4, None, 0.0, begins)
+        assert ledger.replica_with(begins) == "a"
+        ledger.arrive("1", "b", None)
+        assert ledger.replica_with(begins) == "b"
+        assert ledger.replica_with(prefixes(range(PREFIX_TOKENS))) == "b"
+        assert ledger.replica_with(prefixes(range(1, 1 + PREFIX_TOKENS))) is None
+        assert ledger.replica_with(()) is None
+
+    def test_the_longest_beginning_in_common_decides(self) -> None:
+        ledger, system = Ledger(), range(PREFIX_TOKENS)
+        first, second = [*system, *[1] * PREFIX_TOKENS], [*system, *[2] * PREFIX_TOKENS]
+        ledger.choose("1", "a", 1, None, 0.0, prefixes(first))
+        ledger.choose("2", "b", 1, None, 0.0, prefixes(second))
+        assert ledger.replica_with(prefixes([*first, 3])) == "a"
+        assert ledger.replica_with(prefixes([*system, 4])) == "b"
+
+    def test_the_beginning_that_was_silent_longest_is_forgotten_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(routing, "MOST_PREFIXES", 2)
+        ledger = Ledger()
+        for number, prompt in enumerate((1, 2, 1, 3)):
+            ledger.choose(str(number), "a", 1, None, 0.0, prefixes([prompt] * PREFIX_TOKENS))
+        known = [ledger.replica_with(prefixes([prompt] * PREFIX_TOKENS)) for prompt in (1, 2, 3)]
+        assert known == ["a", None, "a"]
+
     def test_the_session_that_was_silent_longest_is_forgotten_first(self) -> None:
         ledger = Ledger()
         for session in range(MOST_SESSIONS):
@@ -118,3 +179,20 @@ class TestLedger:
         ledger.choose("1", "a", 1, "new", now=0)
         assert (ledger.replica_of("0"), ledger.replica_of("1"), ledger.replica_of("new")) == ("b", None, "a")
         assert ledger.replica_of(None) is None
+
+
+class TestPrefixes:
+    def test_a_prompt_has_one_for_each_whole_part(self) -> None:
+        tokens = list(range(3 * PREFIX_TOKENS))
+        longest, middle, shortest = prefixes(tokens)
+        assert prefixes(tokens[: 2 * PREFIX_TOKENS + 1]) == (middle, shortest)
+        assert prefixes(tokens[: PREFIX_TOKENS - 1]) == ()
+        assert len({longest, middle, shortest}) == 3
+
+    def test_salts_keep_prompts_apart_as_they_do_in_the_cache(self) -> None:
+        tokens = [0] * PREFIX_TOKENS
+        assert len({prefixes(tokens), prefixes(tokens, "a"), prefixes(tokens, "b")}) == 3
+
+    def test_of_a_very_long_prompt_the_beginning_is_looked_at(self) -> None:
+        tokens = range(2 * MOST_PREFIX_TOKENS)
+        assert prefixes(tokens) == prefixes(tokens[:MOST_PREFIX_TOKENS])

@@ -1,0 +1,266 @@
+"""vLLM's FlashAttention backend, where decode reads a group's common prompt once.
+
+A step in which every sequence decodes one token is grouped by the metadata builder, before its CUDA graph runs. All
+else, prompts and batches with prompts among them, goes the way of vLLM's own backend. ``choice.py`` says for what it is
+chosen; what is refused here is for whoever names it to vLLM directly.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rollout_service.engine.attention.choice import HEAD_SIZES, MIN_SHARED_TOKENS, QUERIES_PER_KV_HEAD
+from rollout_service.engine.attention.decoding import grouped_decode
+from rollout_service.engine.attention.flash import FlashAttend, Kernel, chunk_sequences, splits
+from rollout_service.engine.attention.grouping import Grouped, Grouping
+from rollout_service.engine.hardware import FLASH_ATTENTION_3
+from rollout_service.vllm_attention import (
+    AttentionCGSupport,
+    AttentionType,
+    CommonAttentionMetadata,
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+    flash_attention_calls,
+    is_quantized_kv_cache,
+    kv_cache_parts,
+    qkv_scales,
+)
+
+FLASH_ATTENTION = 3
+"""Version whose decode of several rows an entry was measured."""
+MAX_ENTRIES = 992
+"""Up to so many FlashAttention 3 decides for each entry how often to split it (``hopper/flash_prepare_scheduler.cu``);
+beyond, a batch is decoded as vLLM does it."""
+MAX_SEQUENCES = MAX_ENTRIES * 2 // 3
+
+
+class GroupAttentionBackend(FlashAttentionBackend):
+    """What vLLM asks about, and the classes that do the work."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Of the member of vLLM's enumeration of backends that plug-ins may take."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type["GroupAttentionImpl"]:
+        """Of each layer."""
+        return GroupAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["GroupAttentionMetadataBuilder"]:
+        """Of each step's metadata."""
+        return GroupAttentionMetadataBuilder
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Those that were measured."""
+        return head_size in HEAD_SIZES
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """That of FlashAttention 3."""
+        return capability.major == FLASH_ATTENTION_3
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Decoders."""
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """No: a sequence's parts depend on who else is in the batch."""
+        return False
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """No: a window may begin behind what is shared."""
+        return False
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        """No, likewise."""
+        return False
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """No: each part would count the sink."""
+        return False
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """No."""
+        return False
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """No."""
+        return False
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """No: not tried."""
+        return False
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """No: whether a batch decodes single tokens is read off the CPU's lengths."""
+        return False
+
+
+@dataclass
+class GroupAttentionMetadata(FlashAttentionMetadata):
+    """Of one step. Without ``grouped`` it is FlashAttention's own."""
+
+    grouped: Grouped | None = None
+    grouped_schedule: torch.Tensor | None = None
+    """FlashAttention's, of the grouped batch."""
+    grouped_splits: int = 0
+
+
+class GroupAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
+    """Groups the batch of a step that decodes one token of each sequence."""
+
+    supports_update_block_table = False
+    requires_block_table_width = True
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """Whole graphs of steps that decode single tokens; others have their attention outside of graphs."""
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, block_table_width: int
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.supports_draft_decode_metadata_update = False
+        most = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
+        self.grouping = Grouping(
+            min(most, MAX_SEQUENCES),
+            block_table_width,
+            self.block_size,
+            chunk_sequences(self.num_heads_q, self.num_heads_kv),
+            -(-MIN_SHARED_TOKENS // self.block_size),
+            device,
+        )
+        # room for each entry's part of FlashAttention's schedule, as in the builder that this one inherits from
+        self.grouped_schedule = torch.zeros(1 + 4 * (MAX_ENTRIES + 4), dtype=torch.int32, device=device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> GroupAttentionMetadata:
+        """Queue what groups the batch, or leave it to FlashAttention's builder."""
+        batch = common_attn_metadata
+        if not self._decodes(batch):
+            return GroupAttentionMetadata(**vars(super().build(common_prefix_len, batch, fast_build)))
+        # a fast build makes no schedule: that of the batch as it is would not be used
+        metadata = GroupAttentionMetadata(**vars(super().build(common_prefix_len, batch, fast_build=True)))
+        grouped = self.grouping.group(batch.block_table_tensor, batch.seq_lens)
+        metadata.grouped = grouped
+        metadata.grouped_splits = splits(grouped.rows, self.attention_config.flash_attn_max_num_splits_for_cuda_graph)
+        metadata.grouped_schedule = self._scheduled(grouped, batch.max_seq_len, metadata.grouped_splits)
+        return metadata
+
+    def _decodes(self, batch: CommonAttentionMetadata) -> bool:
+        """Whether each row is one sequence's token; of a single one there is nothing to group."""
+        return (
+            batch.max_query_len == 1
+            and batch.causal is True
+            and batch.num_actual_tokens == batch.num_reqs
+            and 1 < batch.num_reqs <= MAX_SEQUENCES
+        )
+
+    def _scheduled(self, grouped: Grouped, max_tokens: int, most_splits: int) -> torch.Tensor:
+        """FlashAttention's schedule, where CUDA graphs read it."""
+        quantized = is_quantized_kv_cache(self.cache_config.cache_dtype)
+        made: torch.Tensor = flash_attention_calls().get_scheduler_metadata(
+            batch_size=grouped.entries,
+            max_seqlen_q=grouped.max_rows,
+            max_seqlen_k=max_tokens,
+            num_heads_q=self.num_heads_q,
+            num_heads_kv=self.num_heads_kv,
+            headdim=self.headdim,
+            cache_seqlens=grouped.lengths,
+            qkv_dtype=torch.float8_e4m3fn if quantized else self.kv_cache_dtype,
+            cu_seqlens_q=grouped.starts,
+            page_size=self.block_size,
+            causal=False,
+            num_splits=most_splits,
+        )
+        self.grouped_schedule[: len(made)] = made
+        self.grouped_schedule[len(made) :] = 0  # as FlashAttention's builder does, lest a graph read an older one
+        return self.grouped_schedule[: len(made)]
+
+
+class GroupAttentionImpl(FlashAttentionImpl):
+    """One layer's attention.
+
+    Raises NotImplementedError, as FlashAttention's own does, for what vLLM does not ask the backend about.
+    """
+
+    supports_dcp = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        wrong = [
+            what
+            for what, there in {
+                f"FlashAttention {self.vllm_flash_attn_version}": self.vllm_flash_attn_version != FLASH_ATTENTION,
+                f"{self.num_queries_per_kv} query heads of a KV head": self.num_queries_per_kv
+                not in QUERIES_PER_KV_HEAD,
+                "ALiBi": self.alibi_slopes is not None,
+                "a sliding window": self.sliding_window != (-1, -1),
+                "a soft cap of logits": bool(self.logits_soft_cap),
+                "attention sinks": self.sinks is not None,
+            }.items()
+            if there
+        ]
+        if wrong:
+            raise NotImplementedError(
+                f"attention that reads a group's prompt once is not there for {', '.join(wrong)}: set "
+                "engine.attention_backend: FLASH_ATTN"
+            )
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: GroupAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See FlashAttention's; keys and values of this step are in the cache already."""
+        grouped = None if attn_metadata is None else attn_metadata.grouped
+        if grouped is None or output_scale is not None or output_block_scale is not None:
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        assert attn_metadata is not None
+        attend = self._attend(layer, kv_cache, attn_metadata, flash_attention_calls().flash_attn_varlen_func)
+        count = grouped.sequences
+        grouped_decode(query[:count], grouped, attend, output[:count])
+        return output
+
+    def _attend(
+        self, layer: torch.nn.Module, kv_cache: torch.Tensor, metadata: GroupAttentionMetadata, kernel: Kernel
+    ) -> FlashAttend:
+        keys, values = kv_cache_parts(kv_cache, self.head_size)
+        if is_quantized_kv_cache(self.kv_cache_dtype):
+            keys, values = keys.view(torch.float8_e4m3fn), values.view(torch.float8_e4m3fn)
+        return FlashAttend(
+            kernel=kernel,
+            keys=keys,
+            values=values,
+            scale=self.scale,
+            descales=qkv_scales(layer),
+            max_tokens=metadata.max_seq_len,
+            schedule=metadata.grouped_schedule,
+            splits=metadata.grouped_splits,
+        )

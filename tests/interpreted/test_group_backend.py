@@ -1,0 +1,138 @@
+"""From vLLM's metadata of a step to the attention's result, through the backend's own builder and layer: Triton's
+interpreter, with plain attention where FlashAttention's calls would be. vLLM's configuration is a real one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config
+from vllm import EngineArgs
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends import flash_attn
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from rollout_service.engine.attention import backend
+from rollout_service.engine.attention.backend import GroupAttentionImpl, GroupAttentionMetadataBuilder
+from rollout_service.engine.attention.choice import MIN_SHARED_TOKENS
+from tests.support.shared_pages import Batch, batch_of, paged_attention
+
+PAGE, HEADS, KV_HEADS, SIZE = 64, 8, 2, 128
+MAX_PAGES = 16
+PROMPT = [f"prompt {i}" for i in range(MIN_SHARED_TOKENS // PAGE)]
+SEQUENCES = [(PROMPT, 5), ([], 70), (PROMPT, 64), (PROMPT[:2], 40), (PROMPT, 1)]
+
+
+@pytest.fixture(scope="module")
+def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    folder: Path = tmp_path_factory.mktemp("model")
+    shape = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": SIZE, "num_hidden_layers": 1}
+    made = Qwen3Config(**shape, hidden_size=128, vocab_size=128, max_position_embeddings=MAX_PAGES * PAGE)
+    made.architectures = ["Qwen3ForCausalLM"]
+    made.save_pretrained(folder)
+    args = EngineArgs(str(folder), skip_tokenizer_init=True, dtype="float32", max_num_seqs=8, block_size=PAGE)
+    return args.create_engine_config()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """Arguments of each call of attention, in FlashAttention's place."""
+    made: list[dict[str, Any]] = []
+
+    def attention(**given: Any) -> Any:
+        made.append(given)
+        return paged_attention(**given)
+
+    def schedule(**given: Any) -> torch.Tensor:
+        return torch.arange(1 + 4 * given["batch_size"], dtype=torch.int32)
+
+    there = SimpleNamespace(flash_attn_varlen_func=attention, get_scheduler_metadata=schedule)
+    monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda **_: 3)
+    monkeypatch.setattr(backend, "flash_attention_calls", lambda: there)
+    yield made
+
+
+def builder(vllm_config: VllmConfig) -> GroupAttentionMetadataBuilder:
+    spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.float32)
+    with set_current_vllm_config(vllm_config):
+        return GroupAttentionMetadataBuilder(spec, [], vllm_config, torch.device("cpu"), MAX_PAGES)
+
+
+def metadata_of(batch: Batch, *, query_len: int = 1) -> CommonAttentionMetadata:
+    count = len(batch.lengths)
+    starts = torch.arange(count + 1, dtype=torch.int32) * query_len
+    return CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=batch.lengths, num_reqs=count,
+        num_actual_tokens=count * query_len, max_query_len=query_len, max_seq_len=int(batch.lengths.max()),
+        block_table_tensor=batch.tables, slot_mapping=torch.zeros(count * query_len, dtype=torch.int64),
+    )  # fmt: skip
+
+
+def test_a_step_of_single_tokens_is_grouped_and_attended(vllm_config: VllmConfig, calls: list[dict[str, Any]]) -> None:
+    torch.manual_seed(0)
+    batch = batch_of(SEQUENCES, PAGE, padding=2, width=MAX_PAGES)
+    made = builder(vllm_config).build(0, metadata_of(batch))
+    assert made.grouped is not None and made.grouped.max_rows == 64 * KV_HEADS // HEADS
+    assert (made.grouped.shared_rows >= 0).tolist() == [True, False, True, False, True, False, False]
+    assert made.grouped_schedule is not None and made.grouped_splits == 32
+
+    with set_current_vllm_config(vllm_config):
+        layer = GroupAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "auto")
+    cache = torch.randn(int(batch.tables.max()) + 1, KV_HEADS, PAGE, 2 * SIZE)
+    query = torch.randn(9, HEADS, SIZE)  # two rows more than the step has: the padding of a piecewise graph
+    output = torch.full_like(query, 7.0)
+    scales: Any = SimpleNamespace(_q_scale=torch.tensor(1.0), _k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
+    none = torch.empty(0)
+    assert layer.forward(scales, query, none, none, cache, made, output) is output
+
+    [call] = calls
+    assert call["fa_version"] == 3 and call["scheduler_metadata"] is made.grouped_schedule
+    keys, values = cache.transpose(1, 2).split(SIZE, dim=-1)
+    for sequence, length in enumerate(batch.lengths.tolist()):
+        pages = torch.tensor(batch.pages(sequence), dtype=torch.long)
+        k, v = (part[pages].flatten(0, 1)[:length].repeat_interleave(HEADS // KV_HEADS, 1) for part in (keys, values))
+        logits = torch.einsum("hd,thd->ht", query[sequence], k) * SIZE**-0.5
+        expected = torch.einsum("ht,thd->hd", logits.softmax(-1), v) if length else torch.zeros(HEADS, SIZE)
+        torch.testing.assert_close(output[sequence], expected, atol=2e-6, rtol=2e-6)
+    assert (output[7:] == 7.0).all()
+
+
+@pytest.mark.usefixtures("calls")
+def test_schedules_of_all_steps_lie_at_one_address_and_leave_nothing_behind(vllm_config: VllmConfig) -> None:
+    steps = builder(vllm_config)
+    large = steps.build(0, metadata_of(batch_of(SEQUENCES, PAGE, width=MAX_PAGES))).grouped_schedule
+    small = steps.build(0, metadata_of(batch_of(SEQUENCES[:2], PAGE, width=MAX_PAGES))).grouped_schedule
+    assert large is not None and small is not None
+    assert large.data_ptr() == small.data_ptr() and len(small) < len(large)
+    assert not steps.grouped_schedule[len(small) :].any()
+
+
+@pytest.mark.usefixtures("calls")
+@pytest.mark.parametrize("what", ["several tokens", "one sequence", "not causal", "too many sequences"])
+def test_other_steps_are_flash_attentions(vllm_config: VllmConfig, what: str) -> None:
+    batch = batch_of(SEQUENCES, PAGE, width=MAX_PAGES)
+    given = metadata_of(batch, query_len=2 if what == "several tokens" else 1)
+    if what == "one sequence":
+        given = metadata_of(batch_of(SEQUENCES[:1], PAGE, width=MAX_PAGES))
+    elif what == "not causal":
+        given.causal = False
+    elif what == "too many sequences":
+        many = backend.MAX_SEQUENCES + 1
+        given = metadata_of(Batch(PAGE, batch.tables[:1].expand(many, -1), batch.lengths[:1].expand(many)))
+    steps = builder(vllm_config)
+    steps.aot_schedule = False  # of the batch as it is, which FlashAttention's library makes
+    made = steps.build(0, given)
+    assert made.grouped is None and made.seq_lens is given.seq_lens and made.block_table is given.block_table_tensor
+
+
+@pytest.mark.usefixtures("calls")
+def test_graphs_are_captured_for_single_tokens_and_never_take_another_block_table(vllm_config: VllmConfig) -> None:
+    steps = builder(vllm_config)
+    assert steps.get_cudagraph_support(vllm_config, None) == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert not steps.supports_update_block_table and not steps.supports_draft_decode_metadata_update
+    zeros = Batch(PAGE, torch.zeros(4, MAX_PAGES, dtype=torch.int32), torch.ones(4, dtype=torch.int32))
+    captured = steps.build_for_cudagraph_capture(metadata_of(zeros))
+    assert captured.grouped is not None and captured.grouped.starts.tolist() == [0, 0, 0, 1, 2, 3, 4]

@@ -1,0 +1,133 @@
+"""The grouping kernels, run by Triton's interpreter: what they find, and that a sequence still sees its own tokens."""
+
+import random
+
+import pytest
+import torch
+
+from rollout_service.engine.attention.grouping import MAX_SEQUENCES, Grouping
+from tests.support.shared_pages import Batch, batch_of, expected_groups, found_groups
+
+CPU = torch.device("cpu")
+PROMPT = [f"prompt {i}" for i in range(4)]
+OTHER = [f"other {i}" for i in range(4)]
+SYSTEM = [f"system {i}" for i in range(2)]
+
+
+def check(batch: Batch, chunk: int = 4, min_pages: int = 1) -> set[tuple[tuple[int, ...], int]]:
+    """What is found, which is what was to be found."""
+    sequences, pages = batch.tables.shape
+    made = Grouping(sequences, pages, batch.page, chunk, min_pages, CPU).group(batch.tables, batch.lengths)
+    found = found_groups(batch, made)
+    assert found == expected_groups(batch, chunk, min_pages)
+    return found
+
+
+def test_members_need_not_be_adjacent() -> None:
+    batch = batch_of([(PROMPT, 5), (OTHER, 9), (PROMPT, 20), ([], 70), (OTHER, 33), (PROMPT, 1)])
+    assert check(batch) == {((0, 2, 5), 4), ((1, 4), 4)}
+
+
+def test_a_group_is_cut_into_chunks_and_one_that_is_left_over_stays_alone() -> None:
+    assert check(batch_of([(PROMPT, 3)] * 9), chunk=4) == {((0, 1, 2, 3), 4), ((4, 5, 6, 7), 4)}
+
+
+def test_groups_with_a_common_system_prompt_stay_apart() -> None:
+    first, second = SYSTEM + PROMPT, SYSTEM + OTHER
+    assert check(batch_of([(first, 5), (second, 5)] * 3)) == {((0, 2, 4), 6), ((1, 3, 5), 6)}
+
+
+def test_own_prompts_after_a_system_prompt_share_that() -> None:
+    assert check(batch_of([(SYSTEM, 40)] * 3)) == {((0, 1, 2), 2)}
+
+
+def test_what_saves_most_is_shared_and_not_what_is_deepest() -> None:
+    """Multi-turn sessions of one task: all have its prompt, and some have more in common."""
+    deeper = [*PROMPT, "turn"]
+    batch = batch_of([(deeper, 5), (deeper, 9), *[([*PROMPT, f"turn {i}"], 7) for i in range(6)]])
+    assert check(batch, chunk=8) == {(tuple(range(8)), 4)}
+    much_deeper = [*PROMPT, *(f"turn {i}" for i in range(8))]
+    batch = batch_of([(much_deeper, 5), (much_deeper, 9), (PROMPT, 7), (PROMPT, 40)])
+    assert check(batch, chunk=8) == {((0, 1), 12), ((2, 3), 4)}
+
+
+@pytest.mark.parametrize(("owns", "depth"), [((0, 0), 3), ((0, 20), 3), ((20, 0), 3), ((1, 16), 4)])
+def test_the_page_that_is_written_now_is_never_shared(owns: tuple[int, ...], depth: int) -> None:
+    """With 0, what is decoded is the last token of a prompt that the cache has whole."""
+    assert check(batch_of([(PROMPT, own) for own in owns])) == {((0, 1), depth)}
+
+
+def test_more_sharers_than_a_chunk_has_do_not_make_a_prefix_better() -> None:
+    deeper = [*PROMPT, "a", "b"]
+    batch = batch_of([(deeper, 5), (deeper, 9), *[(PROMPT, 7)] * 6])
+    assert ((0, 1), 6) in check(batch, chunk=2)
+
+
+def test_padding_is_no_sequence() -> None:
+    assert check(batch_of([(PROMPT, 5), (PROMPT, 6)], padding=3)) == {((0, 1), 4)}
+    assert check(Batch(16, torch.zeros(4, 8, dtype=torch.int32), torch.ones(4, dtype=torch.int32))) == set()
+
+
+def test_block_0_is_never_shared() -> None:
+    """Profiling runs of vLLM have lengths without blocks."""
+    batch = Batch(16, torch.zeros(3, 8, dtype=torch.int32), torch.full((3,), 100, dtype=torch.int32))
+    made = Grouping(3, 8, 16, 4, 1, CPU).group(batch.tables, batch.lengths)
+    assert found_groups(batch, made) == set()
+    assert made.starts[-1] == 3
+
+
+def test_different_prompts_and_a_single_sequence_share_nothing() -> None:
+    assert check(batch_of([([], 50), ([], 60)])) == set()
+    assert check(batch_of([(PROMPT, 4)])) == set()
+
+
+def test_too_little_in_common_is_left() -> None:
+    batch = batch_of([(PROMPT, 40), (PROMPT, 50), (SYSTEM, 40), (SYSTEM, 60)])
+    assert check(batch, min_pages=3) == {((0, 1), 4)}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_trees_of_prompts(seed: int) -> None:
+    choose = random.Random(seed)
+    page, chunk = choose.choice([4, 16, 64]), choose.choice([2, 3, 4])
+    branches = [[f"{choose.randrange(2)}" for _ in range(choose.randrange(1, 7))] for _ in range(4)]
+    paths = [["/".join(branch[: i + 1]) for i in range(len(branch))] for branch in branches]
+    sequences = [(choose.choice(paths), choose.randrange(0, 3 * page)) for _ in range(choose.randrange(2, 10))]
+    check(batch_of([(path, own or 1) for path, own in sequences], page, padding=choose.randrange(3)), chunk)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_prompts_that_were_computed_twice_in_part_are_never_mixed_up(seed: int) -> None:
+    """Equal block ids at a depth then do not mean equal ids before it: each sequence still sees its own pages."""
+    choose = random.Random(seed)
+    batch = batch_of([(PROMPT, choose.randrange(1, 40)) for _ in range(7)])
+    for sequence in range(7):
+        if choose.random() < 0.6:
+            batch.tables[sequence, choose.randrange(4)] = 1000 + sequence % 2
+    made = Grouping(7, batch.tables.shape[1], 16, 4, 1, CPU).group(batch.tables, batch.lengths)
+    found_groups(batch, made)
+
+
+def test_buffers_serve_smaller_batches_after_larger_ones() -> None:
+    """As CUDA graphs of several sizes do: all of them read the same addresses."""
+    grouping = Grouping(8, 12, 16, 4, 1, CPU)
+    addresses = set()
+    for batch in (
+        batch_of([(PROMPT, 90)] * 8, width=12),
+        batch_of([(OTHER, 5), (OTHER, 6), ([], 9)], width=12),
+        batch_of([([], 33)] * 2, width=12),
+    ):
+        made = grouping.group(batch.tables, batch.lengths)
+        assert found_groups(batch, made) == expected_groups(batch, 4, 1)
+        addresses.add((made.starts.data_ptr(), made.tables.data_ptr(), made.own_rows.data_ptr()))
+    assert len(addresses) == 1
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"groups are found among at most {MAX_SEQUENCES} sequences"):
+        Grouping(MAX_SEQUENCES + 1, 8, 16, 4, 1, CPU)
+    with pytest.raises(ValueError, match="chunks of 1 sequences"):
+        Grouping(4, 8, 16, 1, 1, CPU)
+    grouping = Grouping(4, 8, 16, 4, 1, CPU)
+    with pytest.raises(ValueError, match="5 sequences of 8 pages, and there are buffers for 4 of 8"):
+        grouping.group(torch.zeros(5, 8, dtype=torch.int32), torch.zeros(5, dtype=torch.int32))

@@ -1,0 +1,114 @@
+"""For what a group's prompt is read once, and how the rest is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+
+from rollout_service.config import ServiceConfig
+from rollout_service.engine.args import engine_args
+from rollout_service.engine.attention import choice
+from rollout_service.engine.attention.choice import attention_backend
+
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "use_sliding_window": False,
+    "sliding_window": 4096,  # as some of Qwen's say beside it
+    "layer_types": ["full_attention"] * 2,
+}
+HOPPER = (9, 0)
+
+
+def chosen(
+    asked: str,
+    model: dict[str, Any] | None = None,
+    head_size: int | None = 128,
+    capability: tuple[int, int] | None = HOPPER,
+    **engine: Any,
+) -> str:
+    settings = {"engine": {"attention_backend": asked, **engine}}
+    return attention_backend(ServiceConfig.model_validate(settings), QWEN3 | (model or {}), head_size, capability)
+
+
+def test_groups_are_a_backend_of_a_plug_in() -> None:
+    assert chosen("group") == "CUSTOM"
+    assert chosen("group", {"num_attention_heads": 64}) == "CUSTOM"  # eight query heads of a KV head
+    assert chosen("group", tensor_parallel_size=4) == "CUSTOM"
+    assert chosen("group", capability=None) == "CUSTOM"
+
+
+@pytest.mark.parametrize("named", ["FLASH_ATTN", "TRITON_ATTN"])
+def test_a_backend_of_vllm_is_taken_by_its_name(named: str) -> None:
+    assert chosen(named, {"sliding_window": 512, "use_sliding_window": True}, 64) == named
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"capability": (10, 0)}, "needs FlashAttention 3, and the GPU's compute capability is 10.0"),
+    ({"head_size": 64}, "heads have 64 numbers, and it was measured with 128"),
+    ({"head_size": None}, "heads have None numbers"),
+    ({"model": {"num_attention_heads": 28, "num_key_value_heads": 4}}, "has 7 query heads for each KV head"),
+    ({"model": {"num_key_value_heads": 32}}, "has 1 query heads for each KV head"),
+    ({"model": {"num_attention_heads": None}}, "an unknown number of query heads"),
+    ({"tensor_parallel_size": 16}, "has 2 query heads for each KV head"),
+    ({"model": {"use_sliding_window": True}}, "the model has a sliding window"),
+    ({"extra": {"hf_overrides": {"use_sliding_window": True}}}, "the model has a sliding window"),
+    (
+        {"model": {"layer_types": ["linear_attention", "full_attention", "sliding_attention"]}},
+        "the model has layers of linear_attention",
+    ),
+    ({"model": {"attn_logit_softcapping": 50.0}}, "caps its attention's logits"),
+    ({"env": {"VLLM_BATCH_INVARIANT": "1"}}, "asks for batch invariance"),
+    ({"extra": {"speculative_config": {"method": "ngram"}}}, "decodes one token of a sequence a step"),
+    ({"extra": {"decode_context_parallel_size": 2}}, "engine.extra.decode_context_parallel_size cuts them"),
+]
+
+
+@pytest.mark.parametrize(("given", "why"), REFUSED)
+def test_what_it_cannot_do_is_an_error_when_it_is_asked_for(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=r"engine.attention_backend is group: .*: set it to auto") as refused:
+        chosen("group", **given)
+    assert why in str(refused.value)
+
+
+def test_all_that_speaks_against_it_is_said_at_once() -> None:
+    with pytest.raises(ValueError, match=r"heads have 64 numbers.*; .*caps its attention's logits"):
+        chosen("group", {"attn_logit_softcapping": 50.0}, 64)
+
+
+def test_auto_is_flash_attention_until_a_model_was_measured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", choice.logger.name)
+    assert chosen("auto", head_size=64) == "FLASH_ATTN"
+    assert "auto is FLASH_ATTN, and not group: the model's heads have 64 numbers" in caplog.messages[-1]
+    assert "no engine of qwen3 was measured with it" in caplog.messages[-1]
+    monkeypatch.setattr(choice, "MEASURED_MODELS", ("qwen3",))
+    assert chosen("auto") == "CUSTOM"
+    assert "auto reads a group's common prompt once" in caplog.messages[-1]
+    assert chosen("auto", {"model_type": "llama"}) == "FLASH_ATTN"
+
+
+@pytest.mark.parametrize("given", [given for given, _ in REFUSED])
+def test_auto_falls_back_to_flash_attention(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "MEASURED_MODELS", ("qwen3",))
+    assert chosen("auto", **given) == "FLASH_ATTN"
+
+
+def test_an_engine_gets_it_by_the_models_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 4096, "head_dim": 128, "vocab_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | shape))
+    usual, config = (
+        ServiceConfig.model_validate({"model": {"path": tmp_path}, "engine": {"attention_backend": asked}})
+        for asked in ("auto", "group")
+    )
+    assert engine_args(usual, (), has_tokenizer=False).attention_backend is None  # and vLLM loads plug-ins for the CPU
+    with pytest.raises(ValueError, match=r"engine.attention_backend is group: there is one kernel for the CPU"):
+        engine_args(config, (), has_tokenizer=False)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda _: DeviceCapability(9, 0))
+    assert engine_args(config, (), has_tokenizer=False).attention_backend == "CUSTOM"
