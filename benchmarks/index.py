@@ -73,7 +73,7 @@ BENCHMARKS = (
     Benchmark("kernels.attention", headlines.attention),
     Benchmark("kernels.linear", headlines.linear),
     Benchmark("kernels.group_attention", headlines.grouped_kernels, awaited=True),
-    Benchmark("group_attention", headlines.group_attention, awaited=True),
+    Benchmark("group_attention", headlines.group_attention),
     Benchmark("kernels.decode_profile", headlines.decode_profile),
     Benchmark("mismatch.logprobs", headlines.logprobs),
     Benchmark("mismatch.kv_scales", headlines.kv_scales),
