@@ -72,7 +72,7 @@ BENCHMARKS = (
     Benchmark("quantizer", headlines.quantizer),
     Benchmark("kernels.attention", headlines.attention),
     Benchmark("kernels.linear", headlines.linear),
-    Benchmark("kernels.group_attention", headlines.grouped_kernels, awaited=True),
+    Benchmark("kernels.group_attention", headlines.grouped_kernels),
     Benchmark("group_attention", headlines.group_attention),
     Benchmark("kernels.decode_profile", headlines.decode_profile),
     Benchmark("mismatch.logprobs", headlines.logprobs),

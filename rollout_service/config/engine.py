@@ -151,7 +151,7 @@ class EngineConfig(Config):
     attention_backend: Literal["auto", "group", "FLASH_ATTN", "TRITON_ATTN"] = "auto"
     """Attention kernels on a GPU: vLLM's by their names, which read live KV scales where others freeze them, or
     ``group``: FlashAttention 3, where decode reads a prompt that several sequences have in common once for all of them
-    (docs/group_attention.md). ``auto``: FlashAttention."""
+    (docs/group_attention.md). ``auto``: that, for models that were measured with it, else ``FLASH_ATTN``."""
 
     lm_head: Literal["bfloat16", "float32"] = "bfloat16"
     """In what the output head computes logits. ``float32``: nothing is rounded off them, as in trainers whose logits

@@ -80,22 +80,19 @@ def test_all_that_speaks_against_it_is_said_at_once() -> None:
         chosen("group", {"attn_logit_softcapping": 50.0}, 64)
 
 
-def test_auto_is_flash_attention_until_a_model_was_measured(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_takes_it_for_models_that_were_measured(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", choice.logger.name)
-    assert chosen("auto", head_size=64) == "FLASH_ATTN"
-    assert "auto is FLASH_ATTN, and not group: the model's heads have 64 numbers" in caplog.messages[-1]
-    assert "no engine of qwen3 was measured with it" in caplog.messages[-1]
-    monkeypatch.setattr(choice, "MEASURED_MODELS", ("qwen3",))
     assert chosen("auto") == "CUSTOM"
     assert "auto reads a group's common prompt once" in caplog.messages[-1]
-    assert chosen("auto", {"model_type": "llama"}) == "FLASH_ATTN"
+    assert chosen("auto", {"model_type": "llama"}, head_size=64) == "FLASH_ATTN"
+    assert "auto is FLASH_ATTN, and not group: the model's heads have 64 numbers" in caplog.messages[-1]
+    assert "no engine of llama was measured with it" in caplog.messages[-1]
+    assert chosen("auto", tensor_parallel_size=2) == "FLASH_ATTN"
+    assert "no engine of 2 GPUs was measured with it" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("given", [given for given, _ in REFUSED])
-def test_auto_falls_back_to_flash_attention(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "MEASURED_MODELS", ("qwen3",))
+def test_auto_falls_back_to_flash_attention(given: dict[str, Any]) -> None:
     assert chosen("auto", **given) == "FLASH_ATTN"
 
 
