@@ -1,6 +1,7 @@
 """Our configuration in vLLM's terms."""
 
 import json
+import re
 
 from vllm import AsyncEngineArgs
 from vllm.config import LoggingConfig, WeightTransferConfig
@@ -26,6 +27,24 @@ from rollout_service.quant.blockwise import BLOCK
 BLOCK_FP8 = {"activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 """vLLM's serialized block-FP8 format: loads our codes and scales as they are, and keeps KV scales loadable
 (the online ``fp8_per_block`` resets them at each update). On the CPU it is read by our own subclass of vLLM's."""
+CHANNEL_INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "token",
+                "dynamic": True,
+            },
+        }
+    },
+}
+"""The format of compressed-tensors' W8A8 checkpoints, as vLLM reads it on a GPU."""
 
 _NO_CHOICE = "there is one kernel for the CPU, and vLLM picks the one for latent attention"
 
@@ -125,12 +144,14 @@ def _graph_sizes(config: ServiceConfig, on_cpu: bool) -> list[int] | None:
 def _quantization(config: ServiceConfig, not_converted: tuple[str, ...], on_cpu: bool) -> dict[str, object]:
     if config.quant.weights == "none":
         return {"quantization_config": {"quant_method": CPU_BF16}} if on_cpu else {}
+    scheme: dict[str, object]
     if config.quant.weights == "int8_channel":
-        if not on_cpu:
-            raise ValueError(
-                "quant.weights is int8_channel, and engines on a GPU do not load it yet: set it to fp8_block, or none"
-            )
-        scheme: dict[str, object] = {"quant_method": CPU_CHANNEL_INT8, "modules_to_not_convert": list(not_converted)}
+        if on_cpu:
+            scheme = {"quant_method": CPU_CHANNEL_INT8, "modules_to_not_convert": list(not_converted)}
+        else:
+            # vLLM looks up a layer's experts by the names of their matrices
+            experts = [rf"re:{re.escape(name)}\.\d+\." for name in not_converted if name.endswith(".experts")]
+            scheme = {**CHANNEL_INT8, "ignore": [*not_converted, *experts]}
         return {"quantization_config": scheme}
     method = CPU_BLOCK_FP8 if on_cpu else "fp8"
     scheme = {"quant_method": method, "modules_to_not_convert": list(not_converted), **BLOCK_FP8}

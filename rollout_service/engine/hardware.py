@@ -19,6 +19,8 @@ FP8: Capability = (8, 9)
 """From which on it multiplies FP8: Ada."""
 FP8_BLOCKS: Capability = (9, 0)
 """From which on CUTLASS and DeepGEMM multiply FP8 blocks: Hopper."""
+INT8_END: Capability = (10, 0)
+"""From which on CUTLASS multiplies INT8 no more: Blackwell."""
 FLASH_ATTENTION_FP8 = (9, 10)
 """Major ones for which FlashAttention reads an FP8 cache: Hopper, by its version 3, and Blackwell of data centers, for
 which vLLM takes version 4."""
@@ -70,7 +72,10 @@ def _of_weights(config: ServiceConfig, capability: Capability) -> Iterator[tuple
     if capability < BF16:
         yield "it has no BF16, in which all engines compute and which begins with 8.0", "another GPU"
     if capability < FP8 and (fp8_weights or config.kv_cache.dtype != "bfloat16"):
-        yield "it has no FP8, which begins with 8.9", "quant.weights: none and kv_cache.dtype: bfloat16"
+        yield (
+            "it has no FP8, which begins with 8.9",
+            "quant.weights: int8_channel, or none, and kv_cache.dtype: bfloat16",
+        )
     if capability < FP8_BLOCKS and fp8_weights and backend != "triton":
         kernel = (
             "Marlin, which vLLM takes by itself, keeps activations in BF16, and no update was tried with its layout"
@@ -78,6 +83,11 @@ def _of_weights(config: ServiceConfig, capability: Capability) -> Iterator[tuple
         if backend != "auto":
             kernel = f"{backend} multiplies FP8 blocks from 9.0 on"
         yield kernel, "engine.linear_backend: triton, or quant.weights: none"
+    if capability >= INT8_END and config.quant.weights == "int8_channel" and backend != "triton":
+        yield (
+            "CUTLASS multiplies no INT8 from 10.0 on",
+            "engine.linear_backend: triton, or quant.weights: fp8_block",
+        )
 
 
 def _of_attention(

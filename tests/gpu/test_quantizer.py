@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from rollout_service.errors import QuantizationError
 from rollout_service.quant.blockwise import quantize_blockwise
+from rollout_service.quant.formats import INT8_CHANNEL, WEIGHT_FORMATS
 from rollout_service.quant.quantizer import Quantizer
 from tests.support.grouped import assert_bytes_of_the_reference
 from tests.support.matrices import VIEWS, bf16_from_bits, every_pair_of_mantissas, weights
@@ -27,6 +28,12 @@ def test_a_group_of_any_matrices_gets_the_bytes_of_the_reference(
 @given(st.lists(weights(stacked=True), max_size=4))
 def test_stacked_experts_too(group: list[torch.Tensor]) -> None:
     assert_bytes_of_the_reference([weight.to(GPU) for weight in group])
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(weights(), max_size=4), st.sampled_from(sorted(VIEWS)))
+def test_int8_rows_too(group: list[torch.Tensor], view: str) -> None:
+    assert_bytes_of_the_reference([VIEWS[view](weight.to(GPU)) for weight in group], form=INT8_CHANNEL)
 
 
 @pytest.mark.parametrize("view", ["contiguous", "transposed"])
@@ -51,7 +58,9 @@ def test_every_finite_bf16_below_every_amax_exponent() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_matrices_of_a_real_models_size(dtype: torch.dtype) -> None:
     shapes = [(4096, 4096), (1024, 4096), (12288, 4096), (4096, 12288), (16, 1536, 2048), (16, 2048, 768), (576, 7168)]
-    assert_bytes_of_the_reference([(torch.randn(shape, device=GPU) * 0.02).to(dtype) for shape in shapes])
+    matrices = [(torch.randn(shape, device=GPU) * 0.02).to(dtype) for shape in shapes]
+    for form in WEIGHT_FORMATS.values():
+        assert_bytes_of_the_reference(matrices, form=form)
 
 
 def test_cpu_weights_come_back_from_the_gpu_with_the_same_bytes() -> None:

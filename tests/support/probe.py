@@ -11,9 +11,10 @@ from rollout_service.engine.cpu.block_linear import CpuBlockLinearMethod
 from rollout_service.engine.cpu.block_moe import CpuBlockMoEMethod
 from rollout_service.engine.cpu.channel_linear import CpuChannelLinearMethod
 from rollout_service.engine.cpu.channel_moe import CpuChannelMoEMethod
+from rollout_service.engine.loading.copy_plan import in_memory_order
 from rollout_service.engine.worker import VersionStaging
 from rollout_service.kv_scales.worker import held_scales
-from rollout_service.model.quant_plan import SCALE_SUFFIX
+from rollout_service.quant.formats import WEIGHT_FORMATS
 
 DECODED = ".decoded"
 """Appended to a parameter's name for the fp32 weights that are multiplied with."""
@@ -25,7 +26,7 @@ class Probe(VersionStaging):
     def weight_digests(self) -> dict[str, str]:
         """xxh3-128 of every parameter's bytes, and of what every layer really multiplies with."""
         model: torch.nn.Module = self.get_model()  # type: ignore[attr-defined]  # the worker's
-        digests = {name: digest(parameter.data) for name, parameter in model.named_parameters()}
+        digests = {name: digest(in_memory_order(parameter.data)) for name, parameter in model.named_parameters()}
         for name, module in model.named_modules():
             method = getattr(module, "quant_method", None)
             if isinstance(method, UnquantizedLinearMethod) or isinstance(module, ParallelLMHead):
@@ -42,7 +43,7 @@ class Probe(VersionStaging):
             for weight in ("w13", "w2") if config is not None else ():
                 scale = config.w1_scale if weight == "w13" else config.w2_scale
                 if scale is not None:
-                    digests[f"{name}.{weight}_weight{SCALE_SUFFIX}"] = digest(scale)
+                    digests[f"{name}.{weight}_weight{_scale_suffix(module)}"] = digest(scale)
         return digests
 
     def kv_scales(self) -> dict[str, list[float]]:
@@ -77,6 +78,11 @@ def _multiplied_with(module: torch.nn.Module) -> torch.Tensor:
     columns = module.embedding_dim if isinstance(module, ParallelLMHead) else module.input_size
     identity = torch.eye(int(columns), dtype=torch.bfloat16, device=module.weight.device)
     return module.quant_method.apply(module, identity, bias=None).T
+
+
+def _scale_suffix(experts: torch.nn.Module) -> str:
+    [form] = [made for made in WEIGHT_FORMATS.values() if hasattr(experts, f"w13_weight{made.scale_suffix}")]
+    return form.scale_suffix
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -241,9 +241,10 @@ def _require_same(
     """The copies into one parameter leave what is there now, and whatever they do not fill is zero (padding)."""
     if not copies:
         raise NoPlan(f"{name} is loaded in another way than by copies, or not at all")
-    if not parameter.is_contiguous():
-        raise NoPlan(f"{name} is not contiguous: its kernel changed the layout")
-    held = parameter.data.reshape(-1).view(torch.uint8)
+    in_order = in_memory_order(parameter.data)
+    if not in_order.is_contiguous():
+        raise NoPlan(f"{name} has gaps between its elements: its kernel changed the layout")
+    held = in_order.view(-1).view(torch.uint8)
     planned = torch.zeros_like(held)
     for c in copies:
         end = c.target + (c.rows - 1) * c.target_stride_bytes + c.row_bytes
@@ -254,6 +255,12 @@ def _require_same(
         planned.as_strided(shape, to_stride, c.target).copy_(rows)
     if not torch.equal(planned, held):
         raise NoPlan(f"{name} does not hold the stored bytes: its kernel changes them after loading")
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements, by addresses: CUTLASS, for one, is given a view [K, N] of the [N, K] that was loaded."""
+    strides = tensor.stride()
+    return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
 
 
 def _addresses(copy: Copy, parameter: torch.nn.Parameter, placement: Placement, area: torch.Tensor) -> Rows:

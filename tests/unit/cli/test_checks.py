@@ -122,7 +122,7 @@ class TestGpus:
     def test_an_ampere_has_no_fp8(self) -> None:
         findings = checks.gpu_findings([gpu(capability=(8, 0))], WITH_CUDA, plan())
         assert levels(findings) == {"gpu 0": "problem", "cuda": "ok", "gpus": "problem"}
-        assert only(findings, "gpu 0").advice == "quant.weights: none and kv_cache.dtype: bfloat16"
+        assert only(findings, "gpu 0").advice == "quant.weights: int8_channel, or none, and kv_cache.dtype: bfloat16"
         bf16 = plan(quant={"weights": "none"}, kv_cache={"dtype": "bfloat16"})
         assert levels(checks.gpu_findings([gpu(capability=(8, 0))], WITH_CUDA, bf16)) == {"gpu 0": "ok", "cuda": "ok"}
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
@@ -60,11 +61,20 @@ def test_int8_is_a_format_of_ours_on_the_cpu(tmp_path: Path) -> None:
     assert told == {"quant_method": CPU_CHANNEL_INT8, "modules_to_not_convert": ["a", "b"]}
 
 
-def test_int8_is_refused_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_is_compressed_tensors_format_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(tmp_path, "llama")
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
-    with pytest.raises(ValueError, match=r"quant\.weights is int8_channel, and engines on a GPU do not load it yet"):
-        engine_args(_config(tmp_path, quant={"weights": "int8_channel"}), (), has_tokenizer=False)
+    left = ("model.layers.0.mlp.experts", "model.layers.0.mlp.gate", "model.layers.1.self_attn.q_proj")
+    args = engine_args(_config(tmp_path, quant={"weights": "int8_channel"}), left, has_tokenizer=False)
+    read = CompressedTensorsConfig.from_config(args.hf_overrides["quantization_config"])
+
+    def is_int8(name: str) -> bool:
+        scheme = read.get_scheme_dict(torch.nn.Linear(1, 1), f"model.layers.{name}")
+        return scheme is not None and scheme["weights"].num_bits == scheme["input_activations"].num_bits == 8
+
+    assert is_int8("1.mlp.experts.0.gate_proj") and is_int8("0.self_attn.q_proj") and is_int8("0.mlp.gate_up_proj")
+    assert not is_int8("0.mlp.experts.0.gate_proj") and not is_int8("0.mlp.experts.12.down_proj")
+    assert not is_int8("0.mlp.gate") and not is_int8("1.self_attn.q_proj")
 
 
 @pytest.mark.parametrize("quant", ["fp8_block", "none"])
@@ -90,7 +100,9 @@ def test_a_gpu_without_fp8_is_refused_with_what_to_set(tmp_path: Path, monkeypat
     make_model(tmp_path, "llama")
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
     monkeypatch.setattr(type(current_platform), "get_device_capability", lambda _: DeviceCapability(8, 0))
-    with pytest.raises(ValueError, match=r"compute capability 8\.0: it has no FP8.*set quant\.weights: none"):
+    with pytest.raises(
+        ValueError, match=r"compute capability 8\.0: it has no FP8.*set quant\.weights: int8_channel, or none"
+    ):
         engine_args(_config(tmp_path), (), has_tokenizer=False)
     args = engine_args(_config(tmp_path, quant={"weights": "none"}), (), has_tokenizer=False)
     assert args.kv_cache_dtype == "auto" and args.attention_backend == "FLASH_ATTN"

@@ -82,7 +82,11 @@ def spoil(parameter: torch.Tensor) -> None:
 
 
 def transpose(parameter: torch.nn.Parameter) -> None:
-    parameter.data = parameter.data.T
+    parameter.data = parameter.data.T.contiguous()
+
+
+def spread(parameter: torch.nn.Parameter) -> None:
+    parameter.data = torch.zeros(6, 16)[:, ::2]
 
 
 def shrink(parameter: torch.nn.Parameter) -> None:
@@ -135,7 +139,8 @@ class TestRecorder:
 
 class TestPlan:
     @pytest.mark.parametrize(
-        ("change", "says"), [(spoil, "stored bytes"), (transpose, "contiguous"), (shrink, "fewer than were loaded")]
+        ("change", "says"),
+        [(spoil, "stored"), (transpose, "stored"), (spread, "has gaps"), (shrink, "fewer than were loaded")],
     )
     def test_a_kernel_that_changes_what_was_loaded_is_noticed(
         self, recorded: Recorded, change: Callable[[torch.Tensor], None], says: str
@@ -143,6 +148,11 @@ class TestPlan:
         change(recorded.model.fused)
         with pytest.raises(NoPlan, match=f"fused.*{says}"):
             _require_same("fused", recorded.model.fused, recorded.of("fused"), recorded.placement, recorded.area)
+
+    def test_a_kernel_may_read_what_was_loaded_in_another_order(self, recorded: Recorded) -> None:
+        """CUTLASS is given [K, N], a view of the [N, K] that was loaded."""
+        recorded.model.fused.data = recorded.model.fused.data.T
+        _require_same("fused", recorded.model.fused, recorded.of("fused"), recorded.placement, recorded.area)
 
     def test_a_part_that_was_not_loaded_is_noticed(self, recorded: Recorded) -> None:
         held = recorded.model.fused, recorded.placement, recorded.area
