@@ -8,7 +8,8 @@ The loop every RL trainer has, in plain PyTorch:
     4. tell the service how far its engines were from the trainer  client.report_mismatch
     5. push the new weights; rollouts of the next step come from them   client.push_weights
 
-``grpo_digits`` (``make demo``) runs it once, ``benchmarks.training.tis_ablation`` with and without the correction.
+``grpo_digits`` (``make demo``) runs it once, with ``--fake-quant`` for a policy that computes as the engines do
+(``as_engine``); ``benchmarks.training.tis_ablation`` with and without the correction.
 """
 
 import random
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from examples.as_engine import AsEngine
 from examples.digits_task import make_prompts, reward
 from rollout_service.client import SyncRolloutClient
 from rollout_service.correction import Correction, correct, preset
@@ -79,11 +81,13 @@ def train(
     *,
     correction: Correction = TIS,
     pushed: Callable[[PreTrainedModel], dict[str, torch.Tensor]] = in_bf16,
+    policy: AsEngine | None = None,
 ) -> Iterator[Step]:
     """``steps`` of GRPO on ``model``, in place, as an iterator over them: a step is done when it is yielded.
 
-    ``seed`` is that of the prompts; ``pushed`` makes a weight version of the model. Versions go on from the service's
-    newest, the first being the model as it is given, so that one service can serve several trainings in turn.
+    ``seed`` is that of the prompts; ``pushed`` makes a weight version of the model; ``policy`` computes its logits in
+    place of the model itself. Versions go on from the service's newest, the first being the model as it is given, so
+    that one service can serve several trainings in turn.
 
     Raises RuntimeError if a completion was not sampled from the weights pushed last, and what the client raises.
     """
@@ -108,7 +112,7 @@ def train(
 
         # 2. and 3. Rewards, advantages, one optimizer step.
         batch = make_batch(prompts, rollouts, tokenizer)
-        logprobs, metrics = optimize(model, optimizer, batch, correction)
+        logprobs, metrics = optimize(model, optimizer, batch, correction, policy)
 
         # 4. The service keeps the mismatch of every version and replica, and says when one is suspect.
         client.report_mismatch(rollouts, logprobs)
@@ -149,12 +153,20 @@ def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def optimize(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batch, correction: Correction
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    correction: Correction,
+    policy: AsEngine | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """One step of policy gradient; returns the trainer's logprobs [B, T] before it, and the correction's metrics."""
     length = batch.mask.shape[1]
-    logits = model(batch.tokens[:, :-1], use_cache=False, logits_to_keep=length).logits / TEMPERATURE
-    logprobs = logits.log_softmax(-1).gather(-1, batch.tokens[:, -length:, None])[..., 0]
+    read = batch.tokens[:, :-1]
+    if policy is None:
+        logits = model(read, use_cache=False, logits_to_keep=length).logits
+    else:
+        logits = policy.logits(read, length)
+    logprobs = (logits / TEMPERATURE).log_softmax(-1).gather(-1, batch.tokens[:, -length:, None])[..., 0]
 
     # The engine sampled from FP8 weights, activations and cache; we differentiate the full-precision policy. Truncated
     # importance sampling weighs each token by trainer / rollout probability, cut off at C, so that the gradient is that
@@ -165,6 +177,8 @@ def optimize(
 
     optimizer.zero_grad()
     loss.backward()
+    if policy is not None:
+        policy.hand_gradients_over()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return logprobs.detach(), corrected.metrics

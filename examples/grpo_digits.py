@@ -16,6 +16,7 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from examples.as_engine import AsEngine
 from examples.digits_task import warm_start
 from examples.grpo import train
 from examples.report import Report, StepRecord
@@ -33,11 +34,20 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the prompts and the warm start.")] = 0,
     config: Annotated[Path, typer.Option(help="Deployment to run.")] = DEPLOYMENT,
     out: Annotated[Path, typer.Option(help="Folder for summary.json and report.png.")] = Path("out/demo"),
+    fp8_kv_cache: Annotated[bool, typer.Option(help="Else the KV cache is BF16.")] = True,
+    fake_quant: Annotated[
+        bool,
+        typer.Option(
+            help="Compute the policy as the engines do, and train through their rounding (not that of the KV cache)."
+        ),
+    ] = False,
 ) -> None:
     """Train a small model to write digits backwards, with rollouts from an FP8 service, and report how it went."""
-    report = Report(out, steps)
+    report = Report(out, steps, fp8_kv_cache=fp8_kv_cache, fake_quant=fake_quant)
     disable_progress_bar()  # transformers' own
     sections: dict[str, dict[str, object]] = {"weights": {"root": out / "weights"}}
+    if not fp8_kv_cache:
+        sections["kv_cache"] = {"dtype": "bfloat16", "scales_policy": "unit"}
     if config == DEPLOYMENT and machine.installed("vllm") is not None:
         sections = on_a_gpu(sections)
         if why_not := no_gpu(load_config(config, sections)):
@@ -49,7 +59,7 @@ def main(
         with running_service(config, sections) as service:
             report.say(f"the service answers at {service.url}")
             with SyncRolloutClient(service.url) as client:
-                demonstrate(client, service.config.model.path, steps, seed, report)
+                demonstrate(client, service.config.model.path, steps, seed, report, fake_quant)
     except KeyboardInterrupt:
         report.say("interrupted: the service is stopped")
         raise typer.Exit(130) from None
@@ -69,16 +79,19 @@ def no_gpu(config: ServiceConfig) -> list[str]:
     return [f"{each.check}: {each.found} ({each.advice})" for each in findings if each.level == "problem"]
 
 
-def demonstrate(client: SyncRolloutClient, model_path: Path, steps: int, seed: int, report: Report) -> None:
+def demonstrate(
+    client: SyncRolloutClient, model_path: Path, steps: int, seed: int, report: Report, fake_quant: bool = False
+) -> None:
     """The whole training: warm start, then ``steps`` of GRPO."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     report.say("warm start: a short supervised phase, so that there is something to reinforce (under a minute)")
     report.say(f"warm start took {warm_start(model, tokenizer, seed)} supervised steps")
 
+    policy = AsEngine(model, client.recipe()) if fake_quant else None
     with report.progress():
         began = time.perf_counter()
-        for step in train(client, model, tokenizer, steps, seed):
+        for step in train(client, model, tokenizer, steps, seed, policy=policy):
             step_s = time.perf_counter() - began
             caches = [replica.kv_cache for replica in client.fleet().replicas]
             report.record(

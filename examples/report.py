@@ -45,8 +45,9 @@ class StepRecord:
 class Report:
     """Collects steps and tells about them."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
+    def __init__(self, folder: Path, steps: int, *, fp8_kv_cache: bool = True, fake_quant: bool = False) -> None:
         self._folder, self._steps = folder, steps
+        self._fp8_kv_cache, self._fake_quant = fp8_kv_cache, fake_quant
         self._records: list[StepRecord] = []
         self._started = time.perf_counter()
         self._console = Console(soft_wrap=True)
@@ -86,7 +87,7 @@ class Report:
         summary = self._summary()
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-        plot(self._records, self._folder / "report.png")
+        plot(self._records, self._title, self._folder / "report.png")
         self.say(
             f"reward {summary['reward_first']:.2f} → {summary['reward_last']:.2f} in {summary['steps']} steps, "
             f"{summary['versions']} weight versions, median update {summary['update_s_median']:.2f} s, "
@@ -101,6 +102,11 @@ class Report:
             return 1
         return 0
 
+    @property
+    def _title(self) -> str:
+        fp8 = "FP8 weights, activations and KV cache" if self._fp8_kv_cache else "FP8 weights and activations"
+        return f"GRPO through the rollout service: {fp8}" + (", policy computed likewise" if self._fake_quant else "")
+
     def _summary(self) -> dict[str, float | int]:
         records, mean = self._records, statistics.fmean
         tokens = sum(r.tokens for r in records)
@@ -108,8 +114,11 @@ class Report:
             "reward_first": records[0].reward,
             "reward_last": mean(r.reward for r in records[-EDGE_STEPS:]),
             "steps": len(records),
+            "fp8_kv_cache": self._fp8_kv_cache,
+            "fake_quant": self._fake_quant,
             "versions": len({r.version for r in records}) + 1,
             "k3_mean": mean(r.mismatch_k3 for r in records),
+            "k3_largest": max(r.mismatch_k3 for r in records),
             "tokens": tokens,
             "tokens_per_s": tokens / sum(r.rollout_s for r in records),
             "update_s_median": statistics.median(r.update_s for r in records),
@@ -118,16 +127,17 @@ class Report:
         }
 
 
-def plot(records: list[StepRecord], path: Path) -> None:
+def plot(records: list[StepRecord], title: str, path: Path) -> None:
     """Reward, mismatch and update time over steps, one above the other."""
     figure, (top, middle, bottom) = plt.subplots(3, 1, figsize=(8, 8), sharex=True, layout="constrained")
     steps = range(1, len(records) + 1)
-    figure.suptitle("GRPO through the rollout service: FP8 weights, activations and KV cache")
+    figure.suptitle(title)
     top.plot(steps, [r.reward for r in records], color="tab:green", linewidth=2)
     top.axhline(LEAST_AT_LAST, color="grey", linestyle=":", linewidth=1)
     top.set(ylabel="mean reward", ylim=(0, 1))
     middle.plot(steps, [r.mismatch_k3 for r in records], color="tab:red")
-    middle.set(ylabel="mismatch k3 (log scale)", yscale="log")
+    scale = "log" if all(r.mismatch_k3 > 0 for r in records) else "linear"  # of a policy computed as the engine's: 0
+    middle.set(ylabel="mismatch k3", yscale=scale)
     bottom.plot(steps, [r.update_s for r in records], color="tab:blue")
     bottom.set(ylabel="push → live, s", xlabel="step", ylim=(0, None))
     for axes in (top, middle, bottom):

@@ -97,7 +97,7 @@ SECTIONS: dict[Arithmetic, dict[str, dict[str, Any]]] = {
 
 def of_this_machine() -> tuple[Arithmetic, ...]:
     """What engines on this machine can do."""
-    without = (Arithmetic.INT8,) if torch.cuda.is_available() else ON_A_GPU
+    without = () if torch.cuda.is_available() else ON_A_GPU
     return tuple(each for each in Arithmetic if each not in without)
 
 

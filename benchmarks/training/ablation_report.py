@@ -25,8 +25,10 @@ STYLES = {
     "fp8": ("#0072b2", "--"),
     "coarse_tis": ("#d55e00", "-"),
     "coarse": ("#d55e00", "--"),
+    "linear": ("#009e73", "--"),
+    "as_engine": ("#009e73", "-"),
 }
-"""Colors of Okabe and Ito; dashed: without TIS."""
+"""Colors of Okabe and Ito; dashed: neither TIS nor a policy in the engine's FP8."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """What TIS does for the demo's task: rollouts in BF16, in FP8, and from a quantizer that is coarse on purpose.
 
+And what training through the engine's FP8 does, where its KV cache is BF16 (``examples.as_engine``).
+
     python -m benchmarks.training.tis_ablation --help
 
 Each arm is the loop of ``examples.grpo`` from the same weights with the same questions; arms differ in the rollout
-engine and in the correction. They run one after the other on two services: one in BF16, one in FP8, whose weight
-versions go on from run to run. Every run is kept below ``--out`` as it ends, and ``--resume`` goes on where a stopped
-ablation was. docs/tis_ablation.md has the results.
+engine, in the correction and in how the policy is computed. They run one after the other on three services, one in
+BF16, one in FP8, and one in FP8 with a BF16 KV cache, whose weight versions go on from run to run. Every run is kept
+below ``--out`` as it ends, and ``--resume`` goes on where a stopped ablation was. docs/tis_ablation.md has the results.
 """
 
 import random
@@ -15,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 import torch
 import typer
 from pydantic import Field
@@ -32,11 +33,11 @@ from benchmarks.common.paths import CPU_DEPLOYMENT, PROJECT
 from benchmarks.training.ablation_report import CURVES, Run, differences, draw, load_run, markdown, run_file, summarize
 from benchmarks.training.coarse import coarse_weights
 from examples import grpo
+from examples.as_engine import AsEngine
 from examples.digits_task import DIGITS, make_prompts, reward, warm_start
 from rollout_service.client import SyncRolloutClient
 from rollout_service.correction import correct, preset
 from rollout_service.local import LocalService, running_service
-from rollout_service.protocol.upload import TrainerRecipe
 
 PAGE, FIGURE = PROJECT / "docs/tis_ablation.md", PROJECT / "docs/tis_ablation.png"
 PART = "benchmarks/training/tis_ablation.py"
@@ -45,6 +46,7 @@ PART = "benchmarks/training/tis_ablation.py"
 SERVICES: dict[str, dict[str, dict[str, Any]]] = {
     "bf16": {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16", "scales_policy": "unit"}},
     "fp8": {"kv_cache": {"scales_policy": "unit"}},  # as in the published run
+    "fp8_linear": {"kv_cache": {"dtype": "bfloat16", "scales_policy": "unit"}},
 }
 """Laid over the deployment's YAML."""
 COARSE_LEVELS = 5
@@ -61,11 +63,13 @@ class Arm:
     """One way to train."""
 
     title: str
-    service: Literal["bf16", "fp8"]
+    service: Literal["bf16", "fp8", "fp8_linear"]
     correction: str
     """A preset of ``rollout_service.correction``."""
     coarse_levels: int | None = None
     """None: the service quantizes. Otherwise the trainer pushes codes of ``coarse`` with so many levels."""
+    as_engine: bool = False
+    """The policy is computed as the engines do, and not in fp32."""
 
 
 ARMS = {
@@ -74,6 +78,8 @@ ARMS = {
     "fp8": Arm("FP8", "fp8", "metrics_only"),
     "coarse_tis": Arm(f"FP8, weights of {COARSE_LEVELS} levels, TIS", "fp8", "token_tis", COARSE_LEVELS),
     "coarse": Arm(f"FP8, weights of {COARSE_LEVELS} levels", "fp8", "metrics_only", COARSE_LEVELS),
+    "linear": Arm("FP8, BF16 KV cache", "fp8_linear", "metrics_only"),
+    "as_engine": Arm("FP8, BF16 KV cache, policy in FP8", "fp8_linear", "metrics_only", as_engine=True),
 }
 TITLES = {name: arm.title for name, arm in ARMS.items()}
 
@@ -145,8 +151,7 @@ class Ablation:
         self._client, self._folder, self._steps = client, folder, steps
         self._model_path = service.config.model.path
         self._tokenizer = AutoTokenizer.from_pretrained(self._model_path)
-        reply = httpx.get(f"{service.url}/v1/weights/recipe").raise_for_status()
-        self._quantized = TrainerRecipe.model_validate(reply.json()).quantized
+        self._recipe = client.recipe()
 
     def run(self, arm: str, seed: int, say: Say) -> Run:
         """Train once."""
@@ -155,7 +160,14 @@ class Ablation:
         curves: dict[str, list[float]] = {name: [] for name in CURVES}
         recipe = preset(ARMS[arm].correction)
         training = grpo.train(
-            self._client, model, self._tokenizer, self._steps, seed, correction=recipe, pushed=self._pushed(arm)
+            self._client,
+            model,
+            self._tokenizer,
+            self._steps,
+            seed,
+            correction=recipe,
+            pushed=self._pushed(arm),
+            policy=AsEngine(model, self._recipe) if ARMS[arm].as_engine else None,
         )
         for step in training:
             for name, value in self._measure(step).items():
@@ -191,7 +203,7 @@ class Ablation:
         levels = ARMS[arm].coarse_levels
         if levels is None:
             return grpo.in_bf16
-        return lambda model: coarse_weights(grpo.in_bf16(model), self._quantized, levels)
+        return lambda model: coarse_weights(grpo.in_bf16(model), self._recipe.quantized, levels)
 
     def _measure(self, step: grpo.Step) -> dict[str, float]:
         metrics = correct(step.logprobs, step.batch.rollout_logprobs, step.batch.mask, MEASURED).metrics
