@@ -7,6 +7,7 @@ take as both stays in BF16. So fusing, order, renaming and experts are what vLLM
 """
 
 import bisect
+import json
 import sys
 import tempfile
 import textwrap
@@ -17,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from vllm import ModelRegistry
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
@@ -180,6 +182,7 @@ def read_layout(folder: Path) -> EngineLayout:
     register()
     model = ServedModel.load(folder)
     try:
+        _import_model_class(folder)
         config = _vllm_config(folder, {"quant_method": READING})
         with _world(config):
             layout = _read(model, config)
@@ -189,6 +192,13 @@ def read_layout(folder: Path) -> EngineLayout:
         reason = textwrap.shorten(str(error), 300, placeholder=" …")
         raise ValueError(f"vLLM {_version()} cannot build {folder.name}: {type(error).__name__}: {reason}") from error
     return layout
+
+
+def _import_model_class(folder: Path) -> None:
+    """Have vLLM look at the model's class in this process: else a process of its own imports vLLM to look at it."""
+    for architecture in json.loads((folder / "config.json").read_text()).get("architectures") or ():
+        if (registered := ModelRegistry.models.get(architecture)) is not None:
+            ModelRegistry.register_model(architecture, registered.load_model_cls())
 
 
 def _vllm_config(
