@@ -8,6 +8,7 @@ process, on the CPU; it knows the service's address and nothing else. Its loop i
 """
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -88,8 +89,8 @@ def demonstrate(
     report.say("warm start: a short supervised phase, so that there is something to reinforce (under a minute)")
     report.say(f"warm start took {warm_start(model, tokenizer, seed)} supervised steps")
 
-    policy = AsEngine(model, client.recipe()) if fake_quant else None
-    with report.progress():
+    computed = AsEngine(model, client.recipe()) if fake_quant else nullcontext()
+    with report.progress(), computed as policy:
         began = time.perf_counter()
         for step in train(client, model, tokenizer, steps, seed, policy=policy):
             step_s = time.perf_counter() - began

@@ -13,6 +13,7 @@ below ``--out`` as it ends, and ``--resume`` goes on where a stopped ablation wa
 import random
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -159,21 +160,23 @@ class Ablation:
         started = time.perf_counter()
         curves: dict[str, list[float]] = {name: [] for name in CURVES}
         recipe = preset(ARMS[arm].correction)
-        training = grpo.train(
-            self._client,
-            model,
-            self._tokenizer,
-            self._steps,
-            seed,
-            correction=recipe,
-            pushed=self._pushed(arm),
-            policy=AsEngine(model, self._recipe) if ARMS[arm].as_engine else None,
-        )
-        for step in training:
-            for name, value in self._measure(step).items():
-                curves[name].append(float(f"{value:.6g}"))
-            if step_is_told(len(curves["reward"]), self._steps):
-                say(f"step {len(curves['reward'])}/{self._steps}  {told(curves)}")
+        computed = AsEngine(model, self._recipe) if ARMS[arm].as_engine else nullcontext()
+        with computed as policy:
+            training = grpo.train(
+                self._client,
+                model,
+                self._tokenizer,
+                self._steps,
+                seed,
+                correction=recipe,
+                pushed=self._pushed(arm),
+                policy=policy,
+            )
+            for step in training:
+                for name, value in self._measure(step).items():
+                    curves[name].append(float(f"{value:.6g}"))
+                if step_is_told(len(curves["reward"]), self._steps):
+                    say(f"step {len(curves['reward'])}/{self._steps}  {told(curves)}")
         questions = make_prompts(random.Random(HELD_OUT_SEED + seed), HELD_OUT)
         return Run(
             arm=arm,
