@@ -72,36 +72,40 @@ class SharedMemory:
         ``write`` puts it there if it is not there yet; what it raises leaves the area empty. Raises Busy.
         """
         self.release()
+        deadline = time.monotonic() + limit_s
         while True:
-            self._lock(fcntl.LOCK_SH, limit_s)
-            if self._holds(wanted):
-                return
+            if self._try_lock(fcntl.LOCK_SH):
+                if self._holds(wanted):
+                    return
+                self.release()
+                # not waited for: another who writes the same keeps sharing it, for all who look again
+                if self._try_lock(fcntl.LOCK_EX):
+                    self._write(wanted, write)
+                    continue
+            if time.monotonic() >= deadline:
+                raise Busy(f"other replicas of this node have used the shared staging area for {limit_s:g} s")
+            time.sleep(_POLL_S)
+
+    def _write(self, wanted: Content, write: Callable[[], object]) -> None:
+        """With the area to oneself, which it is not afterwards: to share it is another lock."""
+        try:
+            if not self._holds(wanted):  # another may have written it since this one looked
+                self._note(None)
+                write()
+                self._note(wanted)
+        finally:
             self.release()
-            self._lock(fcntl.LOCK_EX, limit_s)
-            try:
-                if not self._holds(wanted):  # another may have written it while this one waited
-                    self._note(None)
-                    write()
-                    self._note(wanted)
-            finally:
-                self.release()  # to share it is another lock: what is there then must be looked at again
 
     def release(self) -> None:
         """Others may write into it."""
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
-    def _lock(self, kind: int, limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
-        while True:
-            try:
-                fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise Busy(
-                        f"other replicas of this node have used the shared staging area for {limit_s:g} s"
-                    ) from None
-                time.sleep(_POLL_S)
+    def _try_lock(self, kind: int) -> bool:
+        try:
+            fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def _holds(self, wanted: Content) -> bool:
         text = self._map[:HEADER_BYTES].rstrip(b"\0")

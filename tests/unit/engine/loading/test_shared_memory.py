@@ -5,8 +5,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
+from threading import Event, Semaphore, Thread
 
 import pytest
 
@@ -118,6 +119,27 @@ class TestHolding:
         first._map[:HEADER_BYTES] = first._map[:HEADER_BYTES].replace(b"digest", b"dagest")
         written: list[int] = []
         first.hold(ONE, lambda: written.append(1))
+        assert written == [1]
+
+    def test_who_waits_to_write_takes_what_another_has_written_meanwhile(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before, *waiting = (memory(tmp_path) for _ in range(3))
+        before.hold(TWO, lambda: None)
+        waits, written = Semaphore(0), list[int]()
+
+        def sleep(seconds: float) -> None:
+            waits.release()
+            Event().wait(seconds)
+
+        monkeypatch.setattr("rollout_service.engine.loading.shared_memory.time.sleep", sleep)
+        with ThreadPoolExecutor() as pool:
+            held = [pool.submit(each.hold, ONE, lambda: written.append(1), limit_s=30) for each in waiting]
+            for _ in range(10):  # both have found the other version, and wait
+                waits.acquire()
+            before.release()
+            for each in held:
+                each.result()
         assert written == [1]
 
     def test_of_many_at_once_one_writes_and_all_hold(self, tmp_path: Path) -> None:
