@@ -100,7 +100,7 @@ def scattered(weights: Weights, seed: int, share: float = 0.02) -> dict[str, tor
 
 @pytest.fixture
 def config(model: Path, tmp_path: Path) -> ServiceConfig:
-    return config_of(model, tmp_path / "log", weights={"part_bytes": 4 << 10})
+    return config_of(model, tmp_path / "log", weights={"part_bytes": 12 << 10})
 
 
 @pytest.fixture
