@@ -44,10 +44,6 @@ from rollout_service.threads import io_threads
 logger = logging.getLogger(__name__)
 
 
-_SHARED_BYTES = 32 << 20
-"""Of a trainer's memory, what one thread converts at a time: hashing is what takes longest."""
-
-
 class Phase(Enum):
     """Where a session is in its life. That a conversion failed is known beside it, and may pass (``failure``)."""
 
@@ -288,7 +284,7 @@ class UploadSession:
             raise failure
 
     async def _convert_shared(self, batch: SharedBatch) -> None:
-        groups = list(batch.groups(_SHARED_BYTES))
+        groups = list(batch.groups())
         try:
             await asyncio.gather(*(asyncio.wrap_future(self.convert(names, batch.read)) for names in groups))
         except asyncio.CancelledError:
