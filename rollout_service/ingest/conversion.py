@@ -11,12 +11,12 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from rollout_service.errors import InvalidManifest, RolloutServiceError
+from rollout_service.ingest.rooms import Rooms
 from rollout_service.metrics.process import counted_conversion
 from rollout_service.model.convert import Named, tensor_bytes
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.unquantized import UnquantizedCopy
 from rollout_service.store.writer import VersionWriter
-from rollout_service.threads import STRETCH_BYTES, in_threads, stretches
 
 FAILURES = (RolloutServiceError, OSError, RuntimeError)
 """What reading, converting and writing raise; torch raises RuntimeError, for a GPU without room among others."""
@@ -191,12 +191,14 @@ class Conversion:
     def _write(self, tensors: Iterable[Named]) -> None:
         tensors = self._noted(tensors if self._copy is None else self._copy.taken(tensors))
         convert = partial(self._converts, to_cpu=not self._writer.has_rooms)
+        rooms = Rooms(self._writer) if self._writer.has_rooms else None
         for name, tensor in counted_conversion(convert, tensors):
-            if self._writer.has_rooms:
-                _fill(self._writer.room(name), tensor)
-                self._writer.filled(name)
+            if rooms is not None:
+                rooms.fill(name, tensor)
             else:
                 self._writer.write(name, tensor_bytes(tensor))
+        if rooms is not None:
+            rooms.end()
 
     def _noted(self, tensors: Iterable[Named]) -> Iterator[Named]:
         for name, tensor in tensors:
@@ -235,18 +237,6 @@ class Conversion:
         if isinstance(error, RolloutServiceError):
             return error
         return RolloutServiceError(f"version {self._version} could not be stored: {error}")
-
-
-def _fill(room: memoryview, tensor: torch.Tensor) -> None:
-    if not room.nbytes:
-        return
-    target = torch.frombuffer(room, dtype=torch.uint8)
-    source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if source.data_ptr() == target.data_ptr():  # it was made there
-        return
-    pieces = stretches(source.nbytes, source.nbytes if source.is_cuda else STRETCH_BYTES)
-    for _ in in_threads(lambda piece: target[piece].copy_(source[piece]), pieces):
-        pass
 
 
 def _after(earlier: Sequence[Future[None]], work: Callable[..., object], *args: object) -> None:

@@ -60,7 +60,8 @@ def arguments(service: RealIngest, model: Path, how: str, version: int, seed: in
 
 async def digests(*command: str, **environment: str) -> list[str]:
     """Of two pushes by another process."""
-    trainer = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, env={**os.environ, **environment})
+    settings = [f"{name}={value}" for name, value in environment.items()]
+    trainer = await asyncio.create_subprocess_exec("env", *settings, *command, stdout=subprocess.PIPE)
     out, _ = await trainer.communicate()
     assert trainer.returncode == 0
     return out.decode().split()

@@ -44,6 +44,7 @@ LAYERS = (
         "memory",
         "pinning",
         "gpu_memory",
+        "gpu_streams",
         "shared_memory",
         "tracing",
         "logs",

@@ -1,0 +1,53 @@
+"""What is stored in a log in memory from a GPU has the digests that the host would give it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout_service.ingest import rooms
+from rollout_service.ingest.rooms import Rooms
+from rollout_service.protocol.tensors import TensorSlot
+from rollout_service.store import manifest
+from rollout_service.store.manifest import StoredTensor
+from rollout_service.store.mapped_files import MappedFiles
+from rollout_service.store.spare_files import SpareFiles
+from rollout_service.store.writer import LogMemory, VersionWriter
+
+CHUNK = 4096
+SHAPES = {
+    "large": (3, 2055),
+    "odd": (1, 4001),
+    "end": (4096 + 100,),
+    "scales": (5, 20),
+    "none": (0, 4),
+    "chunk": (CHUNK,),
+}
+
+
+def stored(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[StoredTensor, ...]:
+    folder.mkdir()
+    spare = SpareFiles(folder)
+    spare.begin()
+    slots = [TensorSlot(name=name, dtype="int8", shape=tuple(tensor.shape)) for name, tensor in tensors.items()]
+    writer = VersionWriter(folder, slots, memory=LogMemory(MappedFiles(), spare))
+    filling = Rooms(writer)
+    for name, tensor in tensors.items():
+        filling.fill(name, tensor)
+    filling.end()
+    return writer.finish()
+
+
+@pytest.mark.parametrize("queued_bytes", [1, 1 << 30])
+def test_digests_and_bytes_are_those_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queued_bytes: int
+) -> None:
+    for module in (manifest, rooms):
+        monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
+    tensors = {name: torch.randint(-127, 128, shape, dtype=torch.int8) for name, shape in SHAPES.items()}
+    by_host = stored(tmp_path / "host", tensors)
+    monkeypatch.setattr(rooms, "lies_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(rooms, "_QUEUED_BYTES", queued_bytes)
+    assert stored(tmp_path / "gpu", tensors) == by_host
+    for file in {tensor.file for tensor in by_host}:
+        assert (tmp_path / "gpu" / file).read_bytes() == (tmp_path / "host" / file).read_bytes()
