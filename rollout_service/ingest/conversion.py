@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
@@ -63,6 +64,8 @@ class Conversion:
         """Tensors that could not be converted as they came, and may come anew."""
         self._noting = threading.Lock()
         self._read: dict[str, int] = {}
+        self.quantize_s = self.store_s = 0.0
+        """Of all threads together: until tensors were converted, and until these were stored."""
         self._stored: tuple[StoredTensor, ...] | None = None
 
     @property
@@ -192,13 +195,22 @@ class Conversion:
         tensors = self._noted(tensors if self._copy is None else self._copy.taken(tensors))
         convert = partial(self._converts, to_cpu=not self._writer.has_rooms)
         rooms = Rooms(self._writer) if self._writer.has_rooms else None
+        began, store_s = time.perf_counter(), 0.0
         for name, tensor in counted_conversion(convert, tensors):
+            converted = time.perf_counter()
             if rooms is not None:
                 rooms.fill(name, tensor)
             else:
                 self._writer.write(name, tensor_bytes(tensor))
+            store_s += time.perf_counter() - converted
+        converted = time.perf_counter()
         if rooms is not None:
             rooms.end()
+        ended = time.perf_counter()
+        store_s += ended - converted
+        with self._noting:
+            self.quantize_s += ended - began - store_s
+            self.store_s += store_s
 
     def _noted(self, tensors: Iterable[Named]) -> Iterator[Named]:
         for name, tensor in tensors:
