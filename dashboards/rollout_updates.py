@@ -191,7 +191,7 @@ UPLOADS = Row(
         Panel(
             "Seconds of an upload, by transport and stage",
             "s",
-            "Medians of the rate interval. receive: until the last tensor had come, at the trainer's pace. quantize and "
+            "Medians of the rate interval. receive: until the last tensor had come, at the trainer's pace. quantize, "
             "store: of all threads together. finish: what was left after the last tensor; a long one on a disk is its "
             "sync. Compare cuda_ipc with shared_memory and parts before a trainer is given another way.",
             [

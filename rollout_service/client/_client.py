@@ -52,10 +52,6 @@ class RolloutClient(ControlCalls, MismatchCalls):
             8 outlive an outage of 16 s, 12 one of 32 s.
         ca_file: File in PEM with the authorities, or the certificate itself, by which to trust an https ``url``; None:
             those of this machine, or of ``SSL_CERT_FILE``.
-        delta_base: Where ``push_weights(..., transport="delta")`` keeps what it sent last, as many bytes as a version
-            has. ``host``: in the host's memory; of tensors on a GPU pinned, up to a third more. ``gpu``: on the GPU
-            that tensors come from, as long as an eighth of it stays free; the rest on the host. Ask for that only if
-            the trainer does not need the room: it is taken by the first push, and kept.
         transport: Takes the place of the network, for tests or for a proxy; connection limits are then its own.
     """
 
@@ -68,7 +64,6 @@ class RolloutClient(ControlCalls, MismatchCalls):
         timeout_s: float | None = None,
         retries: int = 8,
         ca_file: Path | str | None = None,
-        delta_base: Literal["host", "gpu"] = "host",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         tls = None if ca_file is None else trusting(ca_file)
@@ -95,9 +90,6 @@ class RolloutClient(ControlCalls, MismatchCalls):
         self._data = pool(max_connections, timeout_s)
         self._parts = pool(CONTROL_CONNECTIONS, CONTROL_READ_S, token=None, tls=pinned.context)
         self._uploader = Uploader(self._control, self._parts, pinned, plain=transport is None)
-        if delta_base not in ("host", "gpu"):
-            raise ValueError(f"delta_base={delta_base!r}: what was sent last is kept on the host or the gpu")
-        self._delta_base: Literal["host", "gpu"] = delta_base
         self._deltas: DeltaPushes | None = None
 
     async def __aenter__(self) -> Self:
@@ -321,10 +313,10 @@ class RolloutClient(ControlCalls, MismatchCalls):
                 that reaches it. ``http``: in parts, which outlive the ingest.
                 ``delta``: quantize here, and send, in parts, what has changed since the last push of this client with
                 ``delta``: the same version, byte for byte, in less than 1% of the bytes after one step of RL. For that
-                the client keeps what it has sent (``delta_base``), as many bytes as the version has, and up to 512 MiB
-                on the host while it compares, with tensors on a GPU the largest tensor's bytes, too, and there about
-                200 MiB; such pushes of one client wait for each other. All is sent by the first one, and where the
-                service does not have the last one any more, or more than an eighth of the bytes changes.
+                the client keeps what it has sent in the host's memory, as many bytes as the version has (of tensors on
+                a GPU pinned, up to a third more), and takes up to 512 MiB while it compares, there or on that GPU; such
+                pushes of one client wait for each other. All is sent by the first one, and where the service does not
+                have the last one any more, or more than an eighth of the bytes changes.
                 ``auto``: tensors on a GPU, of 256 MiB and more together, by ``cuda_ipc`` where that can be, others, and
                 where it cannot be, through ``shared_memory``; the first push finds out. Where neither can be, a client
                 that quantizes (``quantize="trainer"``) sends deltas from its third push on: the second one is kept, if
@@ -410,7 +402,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         from rollout_service.client._delta import DeltaPushes  # needs torch
 
         if self._deltas is None:
-            self._deltas = DeltaPushes(self._control, self._delta_base)
+            self._deltas = DeltaPushes(self._control)
         return self._deltas
 
     def _delta_is_better(self, source: TensorSource) -> bool:
