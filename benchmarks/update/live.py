@@ -27,7 +27,7 @@ versions after a start are slower, as each process registers the memory of three
 answered: what is left is converted and synced to disk, and each replica has checked, staged and loaded it. ``push_s``
 is the whole push. ``stages`` are its seconds: ``receive``, ``quantize``, ``store`` and ``finish`` as ``UploadTimings``
 has them (they overlap), ``stage``, ``closed`` and ``load`` as the slowest replica tells them. All hold what the
-disk of the ingest takes: ``--folder`` is memory if it is a tmpfs. With ``--behind`` versions are copied to a disk meanwhile
+ingest's disk takes: ``--folder`` is memory if it is a tmpfs. With ``--behind`` versions are copied to a disk meanwhile
 (``weights.durability: behind``). Adds each case, once measured, to benchmarks/results/<machine>/update_live.json, in
 place of earlier ones of the same model, transport, staging, replicas and durability. ``python -m
 benchmarks.update.waterfall`` draws them.

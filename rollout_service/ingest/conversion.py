@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -194,18 +194,16 @@ class Conversion:
     def _write(self, tensors: Iterable[Named]) -> None:
         tensors = self._noted(tensors if self._copy is None else self._copy.taken(tensors))
         convert = partial(self._converts, to_cpu=not self._writer.has_rooms)
-        rooms = Rooms(self._writer) if self._writer.has_rooms else None
         began, store_s = time.perf_counter(), 0.0
-        for name, tensor in counted_conversion(convert, tensors):
+        with Rooms(self._writer) if self._writer.has_rooms else nullcontext() as rooms:
+            for name, tensor in counted_conversion(convert, tensors):
+                converted = time.perf_counter()
+                if rooms is not None:
+                    rooms.fill(name, tensor)
+                else:
+                    self._writer.write(name, tensor_bytes(tensor))
+                store_s += time.perf_counter() - converted
             converted = time.perf_counter()
-            if rooms is not None:
-                rooms.fill(name, tensor)
-            else:
-                self._writer.write(name, tensor_bytes(tensor))
-            store_s += time.perf_counter() - converted
-        converted = time.perf_counter()
-        if rooms is not None:
-            rooms.end()
         ended = time.perf_counter()
         store_s += ended - converted
         with self._noting:

@@ -5,7 +5,7 @@ them, as they do for a byte that changes there later.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
@@ -26,12 +26,24 @@ class _Queued(NamedTuple):
 
 
 class Rooms:
-    """Those of one version, for one thread."""
+    """Those of one version, for one thread. A context manager: nothing is written there any more once it ends."""
 
     def __init__(self, writer: VersionWriter) -> None:
         self._writer = writer
         self._queued: list[_Queued] = []
         self._queued_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.end()
+        elif self._queued:  # the rooms may be given up now
+            with _stream(self._queued[0].data.device) as stream:
+                if stream is not None:
+                    stream.synchronize()
+            self._queued = []
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Store a tensor, or begin to: ``end`` does the rest."""

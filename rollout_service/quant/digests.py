@@ -245,7 +245,8 @@ def _words_at(addresses, inside, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _product(keyed):
-    return (keyed & 0xFFFFFFFF) * (keyed >> 32)
+    # spelled so that the compiler multiplies 32 bits by 32
+    return keyed.to(tl.uint32).to(tl.uint64) * (keyed >> 32).to(tl.uint32).to(tl.uint64)
 
 
 @triton.jit

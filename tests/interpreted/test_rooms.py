@@ -31,10 +31,9 @@ def stored(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[StoredTensor
     spare.begin()
     slots = [TensorSlot(name=name, dtype="int8", shape=tuple(tensor.shape)) for name, tensor in tensors.items()]
     writer = VersionWriter(folder, slots, memory=LogMemory(MappedFiles(), spare))
-    filling = Rooms(writer)
-    for name, tensor in tensors.items():
-        filling.fill(name, tensor)
-    filling.end()
+    with Rooms(writer) as filling:
+        for name, tensor in tensors.items():
+            filling.fill(name, tensor)
     return writer.finish()
 
 

@@ -6,8 +6,8 @@ and the way over PCIe has been checked with it. Nothing of it counts before all 
 of that is queued, and a thread waits once, at the end. The kernels, of one warp a chunk, run beside the engine's own.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -55,7 +55,7 @@ def _stage(
         [Run(address + start, chunk.nbytes) for start, (_, chunk) in zip(starts, piece.chunks, strict=True)]
         for starts, piece in zip(places, found, strict=True)
     ]
-    with _stream(area.device):
+    with _stream(area.device) as stream, _waited_for(stream):
         hashing = Hashing(runs, area.device)
         for number, piece in enumerate(found):
             source = torch.frombuffer(reader.view(piece), dtype=torch.uint8)
@@ -86,5 +86,15 @@ def _move(move: Move, passage: torch.Tensor, area: torch.Tensor) -> None:
     target.view(move.rows, move.row_bytes).copy_(rows, non_blocking=True)
 
 
-def _stream(device: torch.device) -> AbstractContextManager[object]:
+def _stream(device: torch.device) -> AbstractContextManager[torch.cuda.Stream | None]:
     return own_stream(device) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def _waited_for(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Nothing is copied any more when this ends, however it does: the files may be unmapped then."""
+    try:
+        yield
+    finally:
+        if stream is not None:
+            stream.synchronize()
