@@ -177,7 +177,7 @@ def _folded_product(a: Words, b: Words) -> Words:
     return high
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["runs"])  # or it is compiled anew for tables that begin elsewhere
 def add_up(runs, words, sums, ALIGNED: tl.constexpr, UNROLLED: tl.constexpr):
     """The eight sums of each run; grid: (runs,).
 

@@ -37,16 +37,16 @@ def stored(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[StoredTensor
     return writer.finish()
 
 
-@pytest.mark.parametrize("queued_bytes", [1, 1 << 30])
+@pytest.mark.parametrize("held_bytes", [1, 1 << 30])
 def test_digests_and_bytes_are_those_of_the_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queued_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_bytes: int
 ) -> None:
     for module in (manifest, rooms):
         monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
     tensors = {name: torch.randint(-127, 128, shape, dtype=torch.int8) for name, shape in SHAPES.items()}
     by_host = stored(tmp_path / "host", tensors)
     monkeypatch.setattr(rooms, "lies_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(rooms, "_QUEUED_BYTES", queued_bytes)
+    monkeypatch.setattr(rooms, "_HELD_BYTES", held_bytes)
     assert stored(tmp_path / "gpu", tensors) == by_host
     for file in {tensor.file for tensor in by_host}:
         assert (tmp_path / "gpu" / file).read_bytes() == (tmp_path / "host" / file).read_bytes()
