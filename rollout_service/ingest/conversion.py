@@ -195,7 +195,7 @@ class Conversion:
         tensors = self._noted(tensors if self._copy is None else self._copy.taken(tensors))
         convert = partial(self._converts, to_cpu=not self._writer.has_rooms)
         began, store_s = time.perf_counter(), 0.0
-        with Rooms(self._writer) if self._writer.has_rooms else nullcontext() as rooms:
+        with self._rooms() if self._writer.has_rooms else nullcontext() as rooms:
             for name, tensor in counted_conversion(convert, tensors):
                 converted = time.perf_counter()
                 if rooms is not None:
@@ -209,6 +209,9 @@ class Conversion:
         with self._noting:
             self.quantize_s += ended - began - store_s
             self.store_s += store_s
+
+    def _rooms(self) -> Rooms:
+        return Rooms(self._writer, torch.device("cuda", 0) if self._writer.are_rooms_registered else None)
 
     def _noted(self, tensors: Iterable[Named]) -> Iterator[Named]:
         for name, tensor in tensors:

@@ -103,6 +103,11 @@ class VersionWriter:
         """Whether the files are memory, which is written to through ``room``."""
         return bool(self._mapped)
 
+    @property
+    def are_rooms_registered(self) -> bool:
+        """Whether a GPU reads and writes them at the speed of PCIe."""
+        return self._memory is not None and self._memory.mapped.are_registered
+
     def room(self, name: str) -> memoryview:
         """Where the bytes of a tensor belong, uint8 [nbytes], to be filled before ``filled``. Raises KeyError."""
         file, offset = self._place[name]
