@@ -189,6 +189,20 @@ UPLOADS = Row(
             [Query(f"sum by (transport) ({rate('ray_rollout_received_bytes_total', APPLICATION)})", "{{transport}}")],
         ),
         Panel(
+            "Seconds of an upload, by transport and stage",
+            "s",
+            "Medians of the rate interval. receive: until the last tensor had come, at the trainer's pace. quantize, "
+            "store: of all threads together. finish: what was left after the last tensor; a long one on a disk is its "
+            "sync. Compare cuda_ipc with shared_memory and parts before a trainer is given another way.",
+            [
+                Query(
+                    f"histogram_quantile(0.5, sum by (le, transport, stage) "
+                    f"({rate('ray_rollout_received_seconds_bucket', APPLICATION)}))",
+                    "{{transport}} {{stage}}",
+                )
+            ],
+        ),
+        Panel(
             "Quantizer",
             "Bps",
             "Bytes that went in per second of reading, quantizing and writing. Below the upload's rate the quantizer "

@@ -30,7 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -149,7 +149,7 @@ def versions(weights: Tensors, recipe: TrainerRecipe) -> dict[int, Tensors]:
 
 def sent(version: Tensors) -> SentWeights:
     """A client's memory after it has sent that version."""
-    weights = SentWeights(tuple(describe(name, tensor) for name, tensor in version.items()), delta_base())
+    weights = SentWeights(tuple(describe(name, tensor) for name, tensor in version.items()))
     for _ in weights.take(version.items()):
         pass
     return weights
@@ -232,8 +232,7 @@ def timed(old: Tensors, new: Tensors) -> results.Json:
             taken[name] += [each] if repeat else []  # the first is not counted
         for _ in base.take(old.items()):
             pass
-    where = "gpu" if base.gpu_bytes else "host"
-    return {"threads": io_threads(), "nbytes": base.nbytes, "base": where, **taken}
+    return {"threads": io_threads(), "nbytes": base.nbytes, **taken}
 
 
 async def pushed(folder: Path, log: Path, old: Tensors, new: Tensors) -> results.Json:
@@ -247,7 +246,7 @@ async def pushed(folder: Path, log: Path, old: Tensors, new: Tensors) -> results
         {"transport": "shared_memory", "quantize": "trainer"},
     ]
     with process(functools.partial(serve_ingest, log), folder) as (url, pid):
-        async with RolloutClient(url, delta_base=delta_base()) as client:
+        async with RolloutClient(url) as client:
             digests = set[str | None]()
             for name, way in zip(taken, ways, strict=True):
                 # the first is a whole version in any case, and the files of a log in memory are new in the next two
@@ -273,11 +272,6 @@ def cpu_s(pid: int) -> float:
     """That a process has used."""
     times = psutil.Process(pid).cpu_times()
     return times.user + times.system
-
-
-def delta_base() -> Literal["host", "gpu"]:
-    """Where a client keeps what it sent."""
-    return "gpu" if torch.cuda.is_available() else "host"
 
 
 # --- what is said of it

@@ -11,20 +11,26 @@ Transports:
 - ``parts``: BF16 over HTTP, quantized by the service, parts as they come;
 - ``trainer``: codes and scales over HTTP, quantized by this process;
 - ``shared_memory``: BF16 through memory that this process and the ingest share, quantized by the service;
+- ``cuda_ipc``: likewise through memory of this process's GPU;
+- ``nccl``: BF16 by a broadcast that the ingest's receiver takes part in, as vLLM's trainers send it (``nccl.py``). It
+  needs a GPU for each of the two, and is left out, by name, where there is one;
 - ``delta``: what has changed in codes, scales and BF16 tensors over HTTP, quantized and compared by this process. Of 2%
   of the BF16 weights the last bit changes between two versions (``benchmarks.update.delta`` measures steps of an
   optimizer); for all other transports every weight does. The first push, of everything, is not measured;
-- ``delta_gpu``: the same, and what was sent last stays on the trainer's GPU (``RolloutClient(delta_base="gpu")``).
 
-This process is the trainer: it has its weights on a GPU, the engine's own if it sees no other, and changes all of them
-for each version. With the log in memory the first versions after a start are slower, as each process registers the
-memory of three versions with CUDA: these pushes, ``--warmups`` of them by the first transport, are ``first_push_s``.
+This process is the trainer: it has its weights on a GPU, the engine's own if it sees no other, else the last one, and
+changes all of them for each version; but the folder of ``path`` stays what it is. With the log in memory the first
+versions after a start are slower, as each process registers the memory of three versions with CUDA: these pushes,
+``--warmups`` of them by the first transport, are ``first_push_s``; of others, one, where the first takes memory.
 
-``all_live_s`` is from the last part's acknowledgement, or for ``path`` from the call, until the commit is answered:
-what is left is converted and synced to disk, and each replica has checked, staged and loaded it. ``push_s`` is the
-whole push. Both hold what the ingest's disk takes: ``--folder`` is memory if it is a tmpfs. With ``--behind`` versions
-are copied from there to a disk meanwhile (``weights.durability: behind``). Adds its cases to
-benchmarks/results/<machine>/update_live.json, in place of earlier ones of the same model, transport and durability.
+``all_live_s`` is from the last part's acknowledgement, or for ``path`` and ``nccl`` from the call, until the commit is
+answered: what is left is converted and synced to disk, and each replica has checked, staged and loaded it. ``push_s``
+is the whole push. ``stages`` are its seconds: ``receive``, ``quantize``, ``store`` and ``finish`` as ``UploadTimings``
+has them (they overlap), ``stage``, ``closed`` and ``load`` as the slowest replica tells them. All hold what the
+ingest's disk takes: ``--folder`` is memory if it is a tmpfs. With ``--behind`` versions are copied to a disk meanwhile
+(``weights.durability: behind``). Adds each case, once measured, to benchmarks/results/<machine>/update_live.json, in
+place of earlier ones of the same model, transport, staging, replicas and durability. ``python -m
+benchmarks.update.waterfall`` draws them.
 """
 
 import asyncio
@@ -32,7 +38,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -61,14 +67,17 @@ from benchmarks.common.shapes import write_config
 from benchmarks.common.work import WorkOptions
 from benchmarks.update.busy import busy
 from rollout_service.client import RolloutClient
+from rollout_service.errors import RolloutServiceError
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import UpdateTimings
+from rollout_service.protocol.weights import UploadTimings, WeightStatus
 from rollout_service.store.mapped_files import is_in_memory
 
 RESULT = "update_live"
-SAME = ("model", "door", "layers", "scales_policy", "durability")
+SAME = ("model", "door", "layers", "scales_policy", "durability", "staging", "replicas")
 """Fields in which two cases agree that measured the same."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 256
+LEAST_REPEATS = 3
 DELTA_SHARE = 0.02
 """Of BF16 weights, that differ between two versions."""
 
@@ -80,13 +89,9 @@ class Transport(StrEnum):
     PARTS = "parts"
     TRAINER = "trainer"
     SHARED_MEMORY = "shared_memory"
+    CUDA_IPC = "cuda_ipc"
+    NCCL = "nccl"
     DELTA = "delta"
-    DELTA_GPU = "delta_gpu"
-
-    @property
-    def is_delta(self) -> bool:
-        """Whether what has changed is sent."""
-        return self in (Transport.DELTA, Transport.DELTA_GPU)
 
 
 class PushOptions(Options):
@@ -96,6 +101,10 @@ class PushOptions(Options):
     """May be repeated."""
     repeats: int = 5
     """Versions by each transport."""
+    seconds: float = 20.0
+    """A transport that has taken so long has three versions, if fewer than ``repeats``."""
+    replicas: int = 1
+    """Of the engine, each on a GPU of its own."""
     warmups: int = 3
     """Versions before those, by the first transport."""
     gpu_share: float = ENGINES_SHARE
@@ -106,6 +115,10 @@ class PushOptions(Options):
     """Of the KV cache: reuse, calibrate or unit."""
     behind: Path | None = None
     """A folder on a disk, in which a log lies behind that in memory; None: there is none."""
+
+
+FIRST_IS_SLOWER = (Transport.DELTA, Transport.NCCL, Transport.SHARED_MEMORY, Transport.CUDA_IPC)
+"""They take memory, or send everything, or begin a group: their first push is not measured."""
 
 
 class LiveEngine(EngineOptions):
@@ -133,6 +146,11 @@ class Case:
     """``weights.durability``."""
     log: str = "disk"
     """Where versions are served from: disk or memory."""
+    staging: str = "auto"
+    """``engine.staging``."""
+    replicas: int = 1
+    gpus: int = 1
+    """Of the host. With one, trainer, ingest and engine share it."""
     sent_gbytes: float = 0.0
     """What the trainer's files or parts hold."""
     gbytes: float = 0.0
@@ -145,12 +163,19 @@ class Case:
     closed_s: list[float] = field(default_factory=list)
     load_s: list[float] = field(default_factory=list)
     """These three as the replica reports them: ``UpdateTimings``."""
+    stages: list[dict[str, float]] = field(default_factory=list)
+    """Of each version of ``push_s``."""
 
-    def add(self, timings: UpdateTimings) -> None:
-        """Of one replica's last update."""
-        self.stage_s.append(timings.stage_s)
-        self.closed_s.append(timings.closed_s)
-        self.load_s.append(timings.load_s)
+    def add(self, uploaded: UploadTimings | None, updates: Sequence[UpdateTimings]) -> None:
+        """Of one version, and of each replica's update to it."""
+        self.stage_s += [timings.stage_s for timings in updates]
+        self.closed_s += [timings.closed_s for timings in updates]
+        self.load_s += [timings.load_s for timings in updates]
+        received = {} if uploaded is None else uploaded.model_dump()
+        slowest = {name: max(getattr(timings, name) for timings in updates) for name in UpdateTimings.model_fields}
+        self.stages.append(
+            {name.removesuffix("_s"): seconds for name, seconds in (received | slowest).items() if name.endswith("_s")}
+        )
 
 
 class LastByte:
@@ -170,9 +195,21 @@ class LastByte:
 class Trainer:
     """A model's BF16 weights, on a GPU if there is one."""
 
-    def __init__(self, folder: Path) -> None:
-        """``folder``: has its config.json."""
+    def __init__(self, folder: Path, url: str = "") -> None:
+        """``folder``: has its config.json. ``url``: of the service, for broadcasts."""
+        if torch.cuda.device_count() > 1:
+            torch.cuda.set_device(torch.cuda.device_count() - 1)
         self.tensors = {name: gaussian(shape) for name, shape in ServedModel.load(folder).shapes.items()}
+        self._url = url
+        self._broadcasts: Any = None
+
+    def broadcast(self) -> None:
+        """All weights, until they are committed."""
+        if self._broadcasts is None:
+            from benchmarks.update.nccl import Broadcasts  # imports vLLM
+
+            self._broadcasts = Broadcasts(self._url, self.tensors)
+        self._broadcasts.push()
 
     def step(self, share: float = 1.0) -> None:
         """Other weights, as large. ``share``: of them changes, by the last bit if that is less than all."""
@@ -189,19 +226,22 @@ async def push(client: RolloutClient, version: int, folder: Path, case: Case, tr
     """One version by the case's transport, until all replicas serve it. ``trainer``: made here if it is None."""
     if case.door != Transport.PATH:
         trainer = trainer or Trainer(folder)
-        trainer.step(DELTA_SHARE if Transport(case.door).is_delta else 1.0)
+        trainer.step(DELTA_SHARE if case.door == Transport.DELTA else 1.0)
     last = LastByte()
     started = time.perf_counter()
     if case.door == Transport.PATH:
         last.at, last.nbytes = started, sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         status = await client.push_path(version, folder)
+    elif case.door == Transport.NCCL:
+        assert trainer is not None
+        last.at, last.nbytes = started, sum(tensor.nbytes for tensor in trainer.tensors.values())
+        await asyncio.to_thread(trainer.broadcast)
+        status = await live(client, version)
     else:
         assert trainer is not None
         how: dict[str, Any]
-        if Transport(case.door).is_delta:
-            how = {"transport": "delta"}
-        elif case.door == Transport.SHARED_MEMORY:
-            how = {"transport": "shared_memory"}
+        if case.door in (Transport.DELTA, Transport.SHARED_MEMORY, Transport.CUDA_IPC):
+            how = {"transport": str(case.door)}
         else:
             how = {"transport": "http", "quantize": "trainer" if case.door == Transport.TRAINER else "service"}
         status = await client.push_weights(version, trainer.tensors, progress=last.progress, **how)
@@ -211,10 +251,17 @@ async def push(client: RolloutClient, version: int, folder: Path, case: Case, tr
     case.sent_gbytes, case.gbytes = last.nbytes / 1e9, (status.total_bytes or 0) / 1e9
     case.push_s.append(ended - started)
     case.all_live_s.append(ended - last.at)
-    for replica in (await client.fleet()).replicas:
-        if replica.update is None:
-            raise RuntimeError(f"replica {replica.replica_id} has told no timings")
-        case.add(replica.update)
+    replicas = (await client.fleet()).replicas
+    if silent := [replica.replica_id for replica in replicas if replica.update is None]:
+        raise RuntimeError(f"replicas {silent} have told no timings")
+    case.add(status.timings, [replica.update for replica in replicas if replica.update is not None])
+
+
+async def live(client: RolloutClient, version: int) -> WeightStatus:
+    """Of a version, once it is live: a broadcast is answered when it is committed."""
+    while (status := await client.weights(version)).state != "live":
+        await asyncio.sleep(0.01)
+    return status
 
 
 def rollouts(client: RolloutClient, concurrent: int) -> AbstractAsyncContextManager[None]:
@@ -237,31 +284,53 @@ class Updates:
     repeats: int
     concurrent: int
     warmups: int = 0
+    seconds: float = 20.0
 
     async def measure(self, url: str) -> None:
         """All cases, with a running service whose version 0 has taught it its load plan. Each is kept once done."""
         version = 0
-        trainer = None if all(case.door == Transport.PATH for case in self.cases) else Trainer(self.folder)
-        async with (
-            RolloutClient(url) as client,
-            RolloutClient(url, delta_base="gpu") as with_base_on_gpu,
-            rollouts(client, self.concurrent),
-        ):
+        trainer = None if all(case.door == Transport.PATH for case in self.cases) else Trainer(self.folder, url)
+        failed: list[str] = []
+        async with RolloutClient(url) as client, rollouts(client, self.concurrent):
             for number, case in enumerate(self.cases):
-                pushing = with_base_on_gpu if case.door == Transport.DELTA_GPU else client
-                for _ in range(self.warmups if number == 0 else int(Transport(case.door).is_delta)):
-                    first = replace(case, push_s=case.first_push_s, all_live_s=[], stage_s=[], closed_s=[], load_s=[])
-                    await push(pushing, version := version + 1, self.folder, first, trainer)
-                for _ in range(self.repeats):
-                    await push(pushing, version := version + 1, self.folder, case, trainer)
-                keep(case, self.concurrent)
-                print(json.dumps(asdict(case)), flush=True)
+                if case.door == Transport.NCCL and case.gpus < 2:
+                    print("nccl: not measured, trainer and ingest need a GPU each, and there is one", flush=True)
+                    continue
+                try:
+                    version = await self._case(client, case, version, number == 0, trainer)
+                except RolloutServiceError as error:  # the other cases may be measured all the same
+                    print(f"{case.door}: {error}", flush=True)
+                    failed.append(case.door)
+                    version = max(status.version for status in await client.weights())
+                else:
+                    keep(case, self.concurrent)
+                    print(json.dumps(asdict(case)), flush=True)
+        if failed:
+            raise RuntimeError(f"not measured: {', '.join(failed)}")
+
+    async def _case(
+        self, client: RolloutClient, case: Case, version: int, is_first: bool, trainer: Trainer | None
+    ) -> int:
+        """Its pushes, after ``version``. Returns the last one's."""
+        for _ in range(self.warmups if is_first else int(case.door in FIRST_IS_SLOWER)):
+            first = replace(
+                case, push_s=case.first_push_s, all_live_s=[], stage_s=[], closed_s=[], load_s=[], stages=[]
+            )
+            await push(client, version := version + 1, self.folder, first, trainer)
+        began = time.perf_counter()
+        for done in range(self.repeats):
+            if done >= LEAST_REPEATS and time.perf_counter() - began > self.seconds:
+                break
+            await push(client, version := version + 1, self.folder, case, trainer)
+        return version
 
 
 def keep(case: Case, concurrent: int) -> Path:
     """Add it to the result, in place of an earlier one of the same model and transport."""
     new = asdict(case) | {"concurrent": concurrent}
-    earlier = [{"durability": "before_live"} | case for case in results.cases(RESULT)]  # once there was no other
+    # once there was no other
+    before = {"durability": "before_live", "staging": "auto", "replicas": 1}
+    earlier = [before | case for case in results.cases(RESULT)]
     return results.write(RESULT, {"cases": results.joined(earlier, [new], SAME)})
 
 
@@ -271,6 +340,8 @@ def table_of(cases: list[Case]) -> Table:
     for column in ("model", "transport", "GB sent", "GB", "push", "all live", "of it staging", "closed"):
         table.add_column(column, justify="left" if column in ("model", "transport") else "right")
     for c in cases:
+        if not c.push_s:
+            continue
         seconds = [f"{statistics.median(values):.3f}" for values in (c.push_s, c.all_live_s, c.stage_s, c.closed_s)]
         table.add_row(c.model, c.door, f"{c.sent_gbytes:.2f}", f"{c.gbytes:.2f}", *seconds)
     return table
@@ -281,7 +352,17 @@ def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
     durability = "before_live" if pushes.behind is None else "behind"
     log = "memory" if is_in_memory(model.folder) else "disk"
     cases = [
-        Case(model.model, transport, model.layers, pushes.scales_policy, durability, log)
+        Case(
+            model.model,
+            transport,
+            model.layers,
+            pushes.scales_policy,
+            durability,
+            log,
+            engine.staging,
+            pushes.replicas,
+            max(1, torch.cuda.device_count()),
+        )
         for transport in pushes.transport
     ]
     work = WorkOptions()  # not done: it makes the engine that benchmarks.rollout.throughput has
@@ -294,12 +375,16 @@ def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
         settings = settings_of(Mode.FP8KV, path, path.parent, fitting(work) | engine.settings(work.sequences))
         settings["kv_cache"]["scales_policy"] = pushes.scales_policy
         settings["engine"]["gpu_memory_utilization"] = pushes.gpu_share
+        settings["scaling"] |= {"min_replicas": pushes.replicas, "max_replicas": pushes.replicas}
         if pushes.behind is not None:
             settings["weights"] |= {"durability": durability, "durable_root": behind}
         with serving(settings, path.parent, model.verbose) as service:
             if model.free:
                 remove_weights(path)
-            asyncio.run(Updates(cases, path, pushes.repeats, pushes.concurrent, pushes.warmups).measure(service.url))
+            updates = Updates(
+                cases, path, pushes.repeats, pushes.concurrent, pushes.warmups, pushes.seconds
+            )  # fmt: skip
+            asyncio.run(updates.measure(service.url))
     console = Console()
     console.print(table_of(cases))
     console.print(f"added to {results.path(RESULT)}")

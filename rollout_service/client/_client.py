@@ -52,10 +52,6 @@ class RolloutClient(ControlCalls, MismatchCalls):
             8 outlive an outage of 16 s, 12 one of 32 s.
         ca_file: File in PEM with the authorities, or the certificate itself, by which to trust an https ``url``; None:
             those of this machine, or of ``SSL_CERT_FILE``.
-        delta_base: Where ``push_weights(..., transport="delta")`` keeps what it sent last, as many bytes as a version
-            has. ``host``: in the host's memory; of tensors on a GPU pinned, up to a third more. ``gpu``: on the GPU
-            that tensors come from, as long as an eighth of it stays free; the rest on the host. Ask for that only if
-            the trainer does not need the room: it is taken by the first push, and kept.
         transport: Takes the place of the network, for tests or for a proxy; connection limits are then its own.
     """
 
@@ -68,7 +64,6 @@ class RolloutClient(ControlCalls, MismatchCalls):
         timeout_s: float | None = None,
         retries: int = 8,
         ca_file: Path | str | None = None,
-        delta_base: Literal["host", "gpu"] = "host",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         tls = None if ca_file is None else trusting(ca_file)
@@ -95,9 +90,6 @@ class RolloutClient(ControlCalls, MismatchCalls):
         self._data = pool(max_connections, timeout_s)
         self._parts = pool(CONTROL_CONNECTIONS, CONTROL_READ_S, token=None, tls=pinned.context)
         self._uploader = Uploader(self._control, self._parts, pinned, plain=transport is None)
-        if delta_base not in ("host", "gpu"):
-            raise ValueError(f"delta_base={delta_base!r}: what was sent last is kept on the host or the gpu")
-        self._delta_base: Literal["host", "gpu"] = delta_base
         self._deltas: DeltaPushes | None = None
 
     async def __aenter__(self) -> Self:
@@ -315,19 +307,22 @@ class RolloutClient(ControlCalls, MismatchCalls):
                 tensors are quantized at once, so a generator may not reuse a tensor's memory for the next. None:
                 ``trainer`` for a ``delta``, otherwise ``service``.
             transport: ``shared_memory``: through memory that this process and the ingest share, which they can on one
-                machine, as one user and outside of separate containers. It holds four batches, of 256 MiB or the
-                largest tensor each, and is kept for the next push. ``http``: in parts, which outlive the ingest.
+                machine, as one user and outside of separate containers. It holds 1 GiB, or the largest tensor if that
+                is larger, and is kept for the next push. ``cuda_ipc``: likewise through memory of this process's
+                current GPU, as much; the ingest needs a GPU, too (``weights.ingest_num_gpus``), the same one or one
+                that reaches it. ``http``: in parts, which outlive the ingest.
                 ``delta``: quantize here, and send, in parts, what has changed since the last push of this client with
                 ``delta``: the same version, byte for byte, in less than 1% of the bytes after one step of RL. For that
-                the client keeps what it has sent (``delta_base``), as many bytes as the version has, and up to 512 MiB
-                on the host while it compares, with tensors on a GPU the largest tensor's bytes, too, and there about
-                200 MiB; such pushes of one client wait for each other. All is sent by the first one, and where the
-                service does not have the last one any more, or more than an eighth of the bytes changes.
-                ``auto``: of 256 MiB and more through shared memory where that can be, which the first push finds out.
-                Where it cannot be, a client that quantizes (``quantize="trainer"``) sends deltas from its third push
-                on: the second one is kept, if it needs no more than half of the host's free memory. Once more than an
-                eighth of the bytes has changed from one push to the next, this client sends all from then on, and
-                keeps nothing. Everything else goes over ``http``.
+                the client keeps what it has sent in the host's memory, as many bytes as the version has (of tensors on
+                a GPU pinned, up to a third more), and takes up to 512 MiB while it compares, there or on that GPU; such
+                pushes of one client wait for each other. All is sent by the first one, and where the service does not
+                have the last one any more, or more than an eighth of the bytes changes.
+                ``auto``: tensors on a GPU, of 256 MiB and more together, by ``cuda_ipc`` where that can be, others, and
+                where it cannot be, through ``shared_memory``; the first push finds out. Where neither can be, a client
+                that quantizes (``quantize="trainer"``) sends deltas from its third push on: the second one is kept, if
+                it needs no more than half of the host's free memory. Once more than an eighth of the bytes has changed
+                from one push to the next, this client sends all from then on, and keeps nothing. Everything else goes
+                over ``http``.
             kv_scales: Scales of an FP8 KV cache for these weights, from ``rollout_service.kv_scales``; they are part
                 of the version. None: ``kv_cache.scales_policy`` of the service says which it gets.
             mode: What happens to rollouts that are running, see ``CommitUpload.mode``.
@@ -344,7 +339,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
             InvalidManifest: Names or shapes are not the served model's, or KV scales not those of its layers.
             QuantizationError: A weight is NaN or infinite. Nothing is committed.
             VersionConflict: The version is not newer than the newest, or was uploaded with other bytes.
-            NotShared: With ``transport="shared_memory"``, the ingest cannot reach this process's memory.
+            NotShared: With ``transport="shared_memory"`` or ``"cuda_ipc"``, the ingest cannot reach this process's
+                memory, and why.
             CommitTimeout: Committed, but some replica was not live in time: ``detail`` says which. Or it was not
                 durable.
             InvalidRequest: ``wait="durable"`` where the log is in memory alone. Nothing is committed.
@@ -406,12 +402,12 @@ class RolloutClient(ControlCalls, MismatchCalls):
         from rollout_service.client._delta import DeltaPushes  # needs torch
 
         if self._deltas is None:
-            self._deltas = DeltaPushes(self._control, self._delta_base)
+            self._deltas = DeltaPushes(self._control)
         return self._deltas
 
     def _delta_is_better(self, source: TensorSource) -> bool:
         large = sum(tensor.nbytes for tensor in source.table) >= LEAST_SHARED_BYTES
-        return large and not self._uploader.may_share(source.table) and self._delta_pushes().are_worth_it(source.table)
+        return large and not self._uploader.may_share(source) and self._delta_pushes().are_worth_it(source.table)
 
     async def push_path(
         self,

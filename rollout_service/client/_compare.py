@@ -1,28 +1,29 @@
 """What changes from one version to the next: found by threads, or on the GPU that holds the new tensors.
 
-From a GPU come positions and differences, and a copy of the new bytes, of which the digest is taken on the host. The
-old bytes, if the host has them, are there before the comparison that needs them. On the GPU that takes some five times
-the bytes of a piece; on the host, of the new bytes, ``AT_ONCE_BYTES`` and the largest tensor.
+From a GPU come positions, differences and digests; of the new bytes only those of segments that have changed too much.
+The old bytes come from the host, before the comparison that needs them. On the GPU that takes some five times the bytes
+of a piece, and ``AT_ONCE_BYTES`` until what was found there is encoded.
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollout_service.client._parts import host_memory
 from rollout_service.client._pieces import Piece
 from rollout_service.protocol import delta
-from rollout_service.store.manifest import tensor_digests
+from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES, joined_digests, tensor_digests
 from rollout_service.threads import io_threads
 
 logger = logging.getLogger("rollout_service.client")
@@ -51,16 +52,65 @@ class Elements(NamedTuple):
     """New bits minus old bits, which wrap around; of the elements' size."""
 
 
-class OnHost(NamedTuple):
-    """New bytes in the host's memory, which are there once ``wait`` has returned."""
+class NewBytes(Protocol):
+    """Of tensors, one after the other, or of a part of one."""
 
-    data: memoryview
-    wait: Callable[[], object]
+    @property
+    def data(self) -> memoryview:
+        """In the host's memory."""
 
-    def digest(self) -> str:
-        """Of these bytes."""
-        self.wait()
-        return digest_of(self.data)
+    def digest(self, place: slice) -> str:
+        """Of a whole tensor, as ``StoredTensor.digest``."""
+
+
+class HostBytes:
+    """Those that the host has."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data = data
+
+    def digest(self, place: slice) -> str:
+        """See ``NewBytes``."""
+        return digest_of(self.data[place])
+
+
+class GpuBytes:
+    """Those that the current stream has made, in a GPU's memory, where they are hashed."""
+
+    def __init__(self, flat: torch.Tensor, tensors: Sequence[slice]) -> None:
+        """``tensors``: whose digests will be asked for."""
+        from rollout_service.quant.digests import Hashing, Run  # needs triton
+
+        self._flat = flat
+        self._starts = [start for place in tensors for start in range(place.start, place.stop, CHUNK_BYTES)]
+        ends = [min(start + CHUNK_BYTES, place.stop) for place in tensors
+                for start in range(place.start, place.stop, CHUNK_BYTES)]  # fmt: skip
+        self._ends = ends
+        runs = [Run(flat.data_ptr() + start, end - start) for start, end in zip(self._starts, ends, strict=True)]
+        self._hashing = Hashing([runs], flat.device)
+        self._hashing.queue(0)
+        self._hashed = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
+
+    @functools.cached_property
+    def data(self) -> memoryview:
+        """See ``NewBytes``: copied when it is first asked for."""
+        self._wait()
+        return view_of(self._flat.cpu())
+
+    def digest(self, place: slice) -> str:
+        """See ``NewBytes``."""
+        first = bisect.bisect_left(self._starts, place.start)
+        count = -(-_length(place) // CHUNK_BYTES)
+        return joined_digests(self._digests[first * DIGEST_BYTES : (first + count) * DIGEST_BYTES])[0]
+
+    @functools.cached_property
+    def _digests(self) -> bytes:
+        self._wait()
+        return self._hashing.read(lambda number: self.data[self._starts[number] : self._ends[number]])
+
+    def _wait(self) -> None:
+        if self._hashed is not None:
+            self._hashed.synchronize()
 
 
 class _SpanChange(NamedTuple):
@@ -101,7 +151,7 @@ class Comparison:
     """Of the tensors of a new version with the ``kept`` pieces of the old one. A context manager, for one thread."""
 
     def __init__(self, pieces: Sequence[Piece], kept: Sequence[torch.Tensor]) -> None:
-        """``pieces``: as of ``pieces_of``. ``kept``: uint8, each on the CPU or a GPU."""
+        """``pieces``: as of ``pieces_of``. ``kept``: uint8, on the CPU."""
         self._pieces, self._kept = pieces, kept
         self._next = 0
         self._gpus: dict[torch.device, _Gpu] = {}
@@ -109,7 +159,6 @@ class Comparison:
         self._compared: deque[tuple[Piece, Future[list[_SpanChange]]]] = deque()
         self._segments: dict[int, list[bytes]] = defaultdict(list)
         self._digests: dict[int, Callable[[], str]] = {}
-        self._on_host: dict[int, OnHost] = {}
         self.waiting: dict[int, torch.Tensor] = {}
         """Tensors that were added and are compared once the last one of their piece is."""
         self.changed_bytes = 0
@@ -132,7 +181,6 @@ class Comparison:
             self._next += 1
         for tensor in begun:
             del self.waiting[tensor]
-            self._on_host.pop(tensor, None)
 
     def finish(self) -> dict[int, Changed | None]:
         """What became of the tensors that were compared, by their places in the table."""
@@ -157,8 +205,8 @@ class Comparison:
                 logger.warning("what has changed is looked for on the CPU, since the GPU has no room: %s", error)
         if work is None:
             if piece.is_part:
-                self._tensor_on_host(piece.spans[0].tensor)
-            work = partial(_compared, self._kept[index].cpu(), [flat.cpu() for flat in flats], piece)
+                self._begin_digest(piece.spans[0].tensor)
+            work = partial(_compared, self._kept[index], [flat.cpu() for flat in flats], piece)
         self._compared.append((piece, self._pool.submit(work)))
 
     def _found_on_gpu(self, index: int, flats: list[torch.Tensor]) -> Callable[[], list[_SpanChange]]:
@@ -169,18 +217,17 @@ class Comparison:
             gpu.upload(index + 1, self._kept[index + 1])
         new = flats[0] if len(flats) == 1 else torch.cat(flats)
         elements = changed_elements(old, new, piece.itemsize)
-        if not piece.is_part:
-            return partial(_encoded, elements, piece, gpu.on_host(new))
-        tensor = self._tensor_on_host(piece.spans[0].tensor)
-        return partial(_encoded, elements, piece, OnHost(tensor.data[piece.spans[0].part], tensor.wait))
+        if piece.is_part:
+            self._begin_digest(piece.spans[0].tensor)
+        places = [] if piece.is_part else [span.place for span in piece.spans]
+        return partial(_encoded, elements, piece, GpuBytes(new, places))
 
-    def _tensor_on_host(self, number: int) -> OnHost:
-        """Of a tensor in several pieces: its new bytes, and its digest is begun."""
-        if number not in self._on_host:
-            flat = self.waiting[number]
-            new = self._gpu(flat.device).on_host(flat) if flat.is_cuda else OnHost(view_of(flat), int)
-            self._on_host[number], self._digests[number] = new, self._pool.submit(new.digest).result
-        return self._on_host[number]
+    def _begin_digest(self, number: int) -> None:
+        """Of a tensor in several pieces."""
+        if number not in self._digests:
+            flat, all_of_it = self.waiting[number], slice(0, self.waiting[number].nbytes)
+            new: NewBytes = GpuBytes(flat, [all_of_it]) if flat.is_cuda else HostBytes(view_of(flat))
+            self._digests[number] = self._pool.submit(new.digest, all_of_it).result
 
     def _gpu(self, device: torch.device) -> _Gpu:
         if device not in self._gpus:
@@ -197,16 +244,16 @@ class Comparison:
 
 
 class _Gpu:
-    """Copies to and from one GPU, beside what is computed there."""
+    """Copies to one GPU, beside what is computed there."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._up = torch.cuda.Stream(device)
         self._uploads: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
 
     def upload(self, index: int, kept: torch.Tensor) -> None:
-        """Begin to copy a piece here, if it is on the host."""
-        if kept.is_cuda or index in self._uploads:
+        """Begin to copy a piece here."""
+        if index in self._uploads:
             return
         with torch.cuda.device(self._device), torch.cuda.stream(self._up):
             copy = torch.empty(kept.nbytes, dtype=torch.uint8, device=self._device)
@@ -215,24 +262,12 @@ class _Gpu:
 
     def uploaded(self, index: int, kept: torch.Tensor) -> torch.Tensor:
         """A piece here, for the current stream."""
-        if kept.is_cuda:
-            return kept.to(self._device)
         self.upload(index, kept)
         copy, done = self._uploads.pop(index)
         current = torch.cuda.current_stream(self._device)
         current.wait_event(done)
         copy.record_stream(current)
         return copy
-
-    def on_host(self, flat: torch.Tensor) -> OnHost:
-        """Begin to copy what the current stream has made."""
-        data = host_memory(flat.nbytes, pinned=True)
-        self._down.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.device(self._device), torch.cuda.stream(self._down):
-            data.copy_(flat, non_blocking=True)
-            flat.record_stream(self._down)
-            done = self._down.record_event()
-        return OnHost(view_of(data), done.synchronize)
 
 
 def _compared(old: torch.Tensor, new: list[torch.Tensor], piece: Piece) -> list[_SpanChange]:
@@ -241,28 +276,25 @@ def _compared(old: torch.Tensor, new: list[torch.Tensor], piece: Piece) -> list[
     for span, flat in zip(piece.spans, new, strict=True):
         was, now = view_of(old[span.place]), view_of(flat)
         segments = delta.encode_segments(was, now, piece.itemsize)
-        found.append(_change(piece, segments, now))
+        found.append(_change(piece, segments, partial(digest_of, now)))
     return found
 
 
-def _encoded(elements: Elements | None, piece: Piece, new: OnHost) -> list[_SpanChange]:
+def _encoded(elements: Elements | None, piece: Piece, new: NewBytes) -> list[_SpanChange]:
     """A piece of which it is known where it has changed, span by span."""
     places = [_within(span.place, part) for span in piece.spans for part in delta.segments(_length(span.place))]
     if elements is None:
-        new.wait()
         segments = [delta.encode_whole(new.data[place]) for place in places]
     else:
         segments = _encoded_elements(elements, places, piece.itemsize, new)
-    if any(segment != delta.NOTHING for segment in segments):
-        new.wait()
     found, rest = [], iter(segments)
     for span in piece.spans:
         of_span = [next(rest) for _ in delta.segments(_length(span.place))]
-        found.append(_change(piece, of_span, new.data[span.place]))
+        found.append(_change(piece, of_span, partial(new.digest, span.place)))
     return found
 
 
-def _encoded_elements(elements: Elements, places: list[slice], itemsize: int, new: OnHost) -> list[bytes]:
+def _encoded_elements(elements: Elements, places: list[slice], itemsize: int, new: NewBytes) -> list[bytes]:
     """Each of the segments at these places in a piece."""
     starts = np.array([place.start for place in places], np.int64) // itemsize
     edges = [*np.searchsorted(elements.positions, starts).tolist(), elements.positions.size]
@@ -274,15 +306,14 @@ def _encoded_elements(elements: Elements, places: list[slice], itemsize: int, ne
         positions = elements.positions[start:end] - first
         encoded = delta.encode_changes(positions, elements.differences[start:end], _length(place))
         if encoded is None:
-            new.wait()
             encoded = delta.encode_whole(new.data[place])
         segments.append(encoded)
     return segments
 
 
-def _change(piece: Piece, segments: list[bytes], new: memoryview) -> _SpanChange:
+def _change(piece: Piece, segments: list[bytes], digest: Callable[[], str]) -> _SpanChange:
     changed = any(segment != delta.NOTHING for segment in segments)
-    return _SpanChange(segments, digest_of(new) if changed and not piece.is_part else None)
+    return _SpanChange(segments, digest() if changed and not piece.is_part else None)
 
 
 def _length(part: slice) -> int:

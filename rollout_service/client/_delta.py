@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from rollout_service.client._control import ControlCalls
 from rollout_service.client._http import Http
-from rollout_service.client._sent_weights import LARGEST_SHARE, Changes, SentWeights, Where, nbytes_of
+from rollout_service.client._sent_weights import LARGEST_SHARE, Changes, SentWeights, nbytes_of
 from rollout_service.client._tensors import Progress, TensorSource, TensorThread, every_rank_gathers
 from rollout_service.client._upload import Uploader, announcement, converter_of
 from rollout_service.errors import CommitTimeout, DeltaBaseGone, InvalidDelta
@@ -62,9 +62,8 @@ class Push:
 class DeltaPushes:
     """All pushes of one client that may be deltas, one after the other. Keeps what was sent last."""
 
-    def __init__(self, http: Http, where: Where) -> None:
-        """``where``: see ``SentWeights``."""
-        self._http, self._where = http, where
+    def __init__(self, http: Http) -> None:
+        self._http = http
         self._turn = asyncio.Lock()
         self._sent: SentWeights | None = None
         """None also while its bytes are being changed: whoever is interrupted then leaves nothing behind."""
@@ -100,7 +99,7 @@ class DeltaPushes:
             if sent is not None:
                 await push.thread.call(sent.become_newer, version)
             if sent is None or not sent.may_be_base_of(version, table):
-                sent = sent if sent is not None and sent.table == table else SentWeights(table, self._where)
+                sent = sent if sent is not None and sent.table == table else SentWeights(table)
                 return await self._push_whole(push, announced, sent, sent.take(stored))
             changes = await self._compared(push, sent, stored)
             if changes is not None and (status := await self._push_changes(push, announced, sent, changes)):

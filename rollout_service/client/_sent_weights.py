@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 
 from rollout_service.client._compare import Changed, Comparison, bytes_of, digest_of, view_of
@@ -20,12 +18,9 @@ from rollout_service.threads import in_threads
 
 LARGEST_SHARE = 1 / 8
 """Of a version's bytes that its delta may have: to make and apply a larger one takes about as long as to send all."""
-LEFT_ON_GPU = 1 / 8
-"""Of a GPU's memory, that stays free if pieces are kept there."""
 
 Changes = list[Changed | None]
 """Of each tensor of a table, in its order; None: it is what it was."""
-Where = Literal["host", "gpu"]
 
 _SpanSegment = tuple[Span, delta.Segment]
 """What changes in a span."""
@@ -37,15 +32,13 @@ def nbytes_of(changes: Changes) -> int:
 
 
 class SentWeights:
-    """The tensors of one version, as they are stored. For one thread at a time."""
+    """The tensors of one version, as they are stored, in the host's memory. For one thread at a time."""
 
-    def __init__(self, table: tuple[UploadTensor, ...], where: Where = "host") -> None:
-        """``where``: ``gpu``: pieces of tensors that come from a GPU stay there, as long as there is room."""
+    def __init__(self, table: tuple[UploadTensor, ...]) -> None:
         self.table = table
         self.version: int | None = None
         """Which it is; None: none that is known to be committed."""
         self._newer: tuple[int, Changes] | None = None
-        self._where = where
         self._pieces = pieces_of(table)
         self._kept: list[torch.Tensor | None] = [None] * len(self._pieces)
         self._spans: dict[int, list[tuple[int, Span]]] = defaultdict(list)
@@ -58,11 +51,6 @@ class SentWeights:
     def nbytes(self) -> int:
         """Of all tensors."""
         return sum(tensor.nbytes for tensor in self.table)
-
-    @property
-    def gpu_bytes(self) -> int:
-        """Of the tensors that are kept on a GPU."""
-        return sum(kept.nbytes for kept in self._kept if kept is not None and kept.is_cuda)
 
     def may_be_base_of(self, version: NewVersion, table: tuple[UploadTensor, ...]) -> bool:
         """Whether ``version``, with tensors as of ``table``, may be pushed as a delta of this one."""
@@ -124,9 +112,8 @@ class SentWeights:
                 self._digests[number] = changed.digest
                 for index, span, segment in self._segments(number, changed):
                     jobs[index].append((span, segment))
-        for scattered in in_threads(self._change, list(jobs.items())):
-            if scattered is not None:
-                scattered.add()
+        for _ in in_threads(self._change, list(jobs.items())):
+            pass
 
     def note_newer(self, version: int, changes: Changes) -> None:
         """A delta of this version was committed as ``version``."""
@@ -149,21 +136,12 @@ class SentWeights:
         for index, span in self._spans[number]:
             kept = self._kept[index]
             if kept is None:
-                kept = self._kept[index] = self._room(self._pieces[index].nbytes, flat.device)
+                kept = self._kept[index] = host_memory(self._pieces[index].nbytes, pinned=flat.is_cuda)
             kept[span.place].copy_(flat[span.part])
         pieces = list(self._bytes_of(number))
         # of a GPU's tensor that was copied here in one piece, that copy, since CUDA copies slowly to other memory
-        whole = pieces[0] if len(pieces) == 1 and not pieces[0].is_cuda else flat.cpu()
+        whole = pieces[0] if len(pieces) == 1 else flat.cpu()
         self._digests[number] = digest_of(view_of(whole))
-
-    def _room(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        if device.type != "cuda":
-            return torch.empty(nbytes, dtype=torch.uint8)
-        if self._where == "gpu":
-            free, total = torch.cuda.mem_get_info(device)
-            if free - nbytes >= LEFT_ON_GPU * total:
-                return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return host_memory(nbytes, pinned=True)  # of which torch takes the next power of two
 
     def _segments(self, number: int, changed: Changed) -> Iterator[tuple[int, Span, delta.Segment]]:
         """What changes in a tensor, with the span that has it, and the piece of that."""
@@ -176,45 +154,12 @@ class SentWeights:
                 index, span = next(spans)
             yield index, span, segment
 
-    def _change(self, job: tuple[int, list[_SpanSegment]]) -> _Scattered | None:
-        """Change a piece. What is returned is to be done by the thread whose stream has made the piece."""
+    def _change(self, job: tuple[int, list[_SpanSegment]]) -> None:
         index, changes = job
-        kept, piece = self._kept[index], self._pieces[index]
+        kept = self._kept[index]
         assert kept is not None
-        if kept.is_cuda:
-            return _Scattered.decoded(kept, changes, piece.itemsize)
         for span, segment in changes:
-            delta.apply_segment(segment, view_of(kept[_place_of(span, segment)]), piece.itemsize)
-        return None
-
-
-class _Scattered(NamedTuple):
-    """Changes of a piece on a GPU."""
-
-    kept: torch.Tensor
-    whole: list[tuple[slice, torch.Tensor]]
-    """New bytes, and where they belong."""
-    positions: torch.Tensor
-    differences: torch.Tensor
-
-    @classmethod
-    def decoded(cls, kept: torch.Tensor, changes: list[_SpanSegment], itemsize: int) -> _Scattered:
-        whole, found = [], []
-        for span, segment in changes:
-            place = _place_of(span, segment)
-            if (new := delta.new_bytes(segment)) is not None:
-                whole.append((place, torch.frombuffer(bytearray(new), dtype=torch.uint8)))
-            else:
-                positions, differences = delta.decode_changes(segment, place.stop - place.start, itemsize)
-                found.append((positions + place.start // itemsize, differences.view(f"<i{itemsize}")))
-        of_each = zip(*found, strict=True) if found else ([np.empty(0, np.int64)], [np.empty(0, f"<i{itemsize}")])
-        return cls(kept, whole, *(torch.from_numpy(np.concatenate(arrays)) for arrays in of_each))
-
-    def add(self) -> None:
-        for place, new in self.whole:
-            self.kept[place].copy_(new)
-        elements, at = self.kept.view(self.differences.dtype), self.positions.to(self.kept.device)
-        elements[at] = elements[at] + self.differences.to(self.kept.device)
+            delta.apply_segment(segment, view_of(kept[_place_of(span, segment)]), self._pieces[index].itemsize)
 
 
 def _place_of(span: Span, segment: delta.Segment) -> slice:

@@ -1,4 +1,4 @@
-"""Sends a version to an ingest on the trainer's own machine through memory that both share.
+"""Sends a version to an ingest on the trainer's own machine through memory that both share: the host's, or a GPU's.
 
 Tensors are copied into the memory batch by batch, and the ingest reads a batch while the next one is copied. Nothing
 goes through sockets, and nothing is hashed on the way: it is memory. What is said: ``rollout_service.protocol.upload``.
@@ -10,16 +10,18 @@ import asyncio
 import logging
 import os
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rollout_service.client._http import Http
 from rollout_service.client._retry import Repeat
 from rollout_service.client._tensors import Progress, TensorThread
 from rollout_service.errors import NotFound, NotShared
+from rollout_service.gpu_memory import OwnGpuMemory
 from rollout_service.protocol.upload import (
-    SHARED_ALIGNMENT,
     Announcement,
+    CudaIpcSource,
     SharedMemorySource,
     SharedTensor,
     SharedTensors,
@@ -27,6 +29,7 @@ from rollout_service.protocol.upload import (
     UploadTensor,
     with_kv_scales,
 )
+from rollout_service.ring import Ring, aligned
 from rollout_service.shared_memory import SharedMemory, machine
 from rollout_service.tasks import raise_first_failure
 
@@ -35,9 +38,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout_service.client")
 BATCH_BYTES = 256 << 20
-"""Of one batch, unless a tensor is larger."""
+"""Of one batch, unless a single tensor is larger."""
 BATCHES = 4
-"""One is copied while the others are read."""
+"""That the memory holds: one is copied while the others are read. Or it holds the largest tensor, if that is more."""
 _MOST_TENSORS = 10_000
 """Of one batch."""
 
@@ -46,19 +49,122 @@ LEAST_SHARED_BYTES = 256 << 20
 """A version that is smaller goes through sockets as fast."""
 
 
-class SharedMemoryPushes:
-    """Those of one client, which keeps the memory from one to the next."""
+class TrainersMemory(Protocol):
+    """Memory of this process that an ingest can read, kept from one push to the next."""
 
-    def __init__(self, http: Http, begin: Callable[[Announcement], Awaitable[UploadPlan]]) -> None:
-        """``begin``: announces a version."""
-        self._http, self._begin = http, begin
-        self._ring: SharedRing | None = None
-        self._reached = True
+    nbytes: int
+    """How much there is."""
+
+    def source(self, tensors: tuple[UploadTensor, ...]) -> SharedMemorySource:
+        """For one push of these tensors. Raises OSError."""
+
+    def room(self, start: int, nbytes: int) -> torch.Tensor:
+        """These bytes of it, uint8."""
+
+    def close(self) -> None:
+        """Give it up: the ingest sees that it is gone."""
+
+
+class HostMemory:
+    """The host's."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Registered with CUDA, if this process uses CUDA: a GPU then writes there at the speed of PCIe.
+
+        Raises OSError.
+        """
+        import torch
+
+        from rollout_service.pinning import pin_if_possible
+
+        self.nbytes = nbytes
+        self._memory = SharedMemory.create(nbytes)
+        if torch.cuda.is_initialized():
+            pin_if_possible(self._memory.view)
+
+    def source(self, tensors: tuple[UploadTensor, ...]) -> SharedMemorySource:
+        """See ``TrainersMemory``."""
+        return SharedMemorySource(tensors=tensors, **_named(self._memory))
+
+    def room(self, start: int, nbytes: int) -> torch.Tensor:
+        """See ``TrainersMemory``."""
+        import torch
+
+        return torch.frombuffer(self._memory.view, dtype=torch.uint8, count=nbytes, offset=start)
+
+    def close(self) -> None:
+        """See ``TrainersMemory``."""
+        self._memory.close()
+
+
+class GpuMemory:
+    """The current GPU's, and a page of the host's by which the ingest knows whose it is, and that it is there."""
+
+    _given_up: OwnGpuMemory | None = None
+    """Memory that an ingest may have mapped still, for which CUDA promises nothing if it is freed. Of this process: the
+    last one, so that pushes which fail do not fill the GPU."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Raises OSError."""
+        self.nbytes = nbytes
+        self._memory = SharedMemory.create(1)
+        try:
+            self._on_gpu = OwnGpuMemory(nbytes)
+        except OSError:
+            self._memory.close()
+            raise
+
+    def source(self, tensors: tuple[UploadTensor, ...]) -> SharedMemorySource:
+        """See ``TrainersMemory``."""
+        gpu = self._on_gpu
+        return CudaIpcSource(
+            tensors=tensors, gpu=gpu.gpu, handle=gpu.handle, handle_bytes=gpu.nbytes, **_named(self._memory)
+        )
+
+    def room(self, start: int, nbytes: int) -> torch.Tensor:
+        """See ``TrainersMemory``."""
+        return self._on_gpu.tensor[start : start + nbytes]
+
+    def close(self) -> None:
+        """See ``TrainersMemory``."""
+        self._memory.close()
+        before, GpuMemory._given_up = GpuMemory._given_up, self._on_gpu
+        if before is not None and before is not self._on_gpu:
+            before.free()
+
+
+def _named(memory: SharedMemory) -> dict[str, Any]:
+    return {
+        "transfer": uuid.uuid4().hex,
+        "machine": machine(),
+        "process": os.getpid(),
+        "descriptor": memory.descriptor,
+        "memory": memory.name,
+    }
+
+
+class SharedMemoryPushes:
+    """Those of one client through one kind of memory, which is kept from one to the next."""
+
+    def __init__(
+        self,
+        http: Http,
+        begin: Callable[[Announcement], Awaitable[UploadPlan]],
+        take_memory: Callable[[int], TrainersMemory],
+    ) -> None:
+        """
+        Args:
+            begin: announces a version.
+            take_memory: so many bytes. Raises OSError.
+        """
+        self._http, self._begin, self._take_memory = http, begin, take_memory
+        self._memory: TrainersMemory | None = None
+        self.reached = True
         """Whether the ingest can read this process's memory, as far as it is known."""
 
     def is_worth_trying(self, table: tuple[UploadTensor, ...]) -> bool:
         """Whether to try it first for a version of these tensors."""
-        return self._reached and sum(tensor.nbytes for tensor in table) >= LEAST_SHARED_BYTES
+        return self.reached and sum(tensor.nbytes for tensor in table) >= LEAST_SHARED_BYTES
 
     async def push(
         self,
@@ -75,6 +181,7 @@ class SharedMemoryPushes:
 
         Args:
             announce: makes the announcement, given its source.
+            tensors: those of ``table``, in its order. None is taken before the ingest has reached the memory.
             otherwise: there is another way: None is returned if the ingest cannot reach the memory.
             again: the tensors can be read once more, from the first on: None is returned, too, if the service has
                 dropped what it was sent.
@@ -82,22 +189,21 @@ class SharedMemoryPushes:
         Raises NotShared, and what the service refuses tensors with.
         """
         try:
-            if self._ring is None or self._ring.slot_bytes < slot_bytes(table):
-                self.close()
-                self._ring = SharedRing(slot_bytes(table))
-            ring, source = self._ring, self._ring.source(table)
+            memory = await self._memory_for(table, thread)
+            source = memory.source(table)
             announced = announce(source=source)
             plan = await self._begin(announced)
         except (NotShared, OSError) as error:
             self.close()
-            self._reached = False
+            self.reached = False
+            if not otherwise and not isinstance(error, NotShared):
+                raise NotShared(f"there is no memory to share: {error}") from error
             if not otherwise:
                 raise
-            logger.info("weights go through sockets, not through shared memory: %s", error)
+            logger.info("weights do not go through memory of this kind: %s", error)
             return None
         try:
-            total = sum(tensor.nbytes for tensor in table)
-            await send_shared(self._http, ring, plan.version, source.transfer, tensors, total, thread, progress)
+            await send_shared(self._http, memory, plan.version, source, tensors, thread, progress)
         except BaseException as error:
             self.close()  # the ingest may be reading what the next push would write
             if not isinstance(error, NotFound) or not again:
@@ -106,143 +212,99 @@ class SharedMemoryPushes:
             return None
         return plan.version, with_kv_scales(source.transfer, announced.kv_scales)
 
+    async def _memory_for(self, table: tuple[UploadTensor, ...], thread: TensorThread) -> TrainersMemory:
+        needed = memory_bytes(table)
+        if self._memory is None or self._memory.nbytes < needed:
+            self.close()
+            self._memory = await thread.call(self._take_memory, needed)
+        return self._memory
+
     def close(self) -> None:
         """Let go of the memory that is kept for the next push."""
-        if self._ring is not None:
-            self._ring.close()
-        self._ring = None
+        if self._memory is not None:
+            self._memory.close()
+        self._memory = None
 
 
-class SharedRing:
-    """Memory for ``BATCHES`` batches; kept for the next push, since its pages and its registration cost seconds."""
-
-    def __init__(self, slot_bytes: int) -> None:
-        """Raises OSError."""
-        self.slot_bytes = slot_bytes
-        self.memory = SharedMemory.create(BATCHES * slot_bytes)
-        self._pinned = False
-
-    def source(self, tensors: tuple[UploadTensor, ...]) -> SharedMemorySource:
-        """For one push of these tensors. Raises OSError."""
-        return SharedMemorySource(
-            transfer=uuid.uuid4().hex,
-            machine=machine(),
-            process=os.getpid(),
-            descriptor=self.memory.descriptor,
-            memory=self.memory.name,
-            tensors=tensors,
-        )
-
-    def pin(self) -> None:
-        """Register it with CUDA, if this process uses CUDA: a GPU then writes there at the speed of PCIe."""
-        import torch
-
-        from rollout_service.pinning import pin_if_possible
-
-        if torch.cuda.is_initialized() and not self._pinned:
-            pin_if_possible(self.memory.view)
-            self._pinned = True
-
-    def fill(self, tensors: Iterator[tuple[str, torch.Tensor]], slot: int, held: Held) -> Batch:
-        """Copy tensors into a slot until one does not fit, which is ``held`` for the next; empty: there are none left.
-
-        What was queued on this thread's CUDA stream is done when this returns.
-        """
-        import torch
-
-        start = slot * self.slot_bytes
-        end = start + min(self.slot_bytes, BATCH_BYTES)
-        placed: list[SharedTensor] = []
-        nbytes, is_on_gpu = 0, False
-        while (found := held.take() or next(tensors, None)) is not None:
-            name, tensor = found
-            # the first one fits in any case: a slot is as large as the largest tensor
-            if placed and (start + tensor.nbytes > end or len(placed) == _MOST_TENSORS):
-                held.keep(name, tensor)
-                break
-            if tensor.nbytes:
-                target = torch.frombuffer(self.memory.view[start : start + tensor.nbytes], dtype=tensor.dtype)
-                target.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
-            is_on_gpu = is_on_gpu or tensor.is_cuda
-            placed.append(SharedTensor(name=name, offset=start))
-            nbytes += tensor.nbytes
-            start += _aligned(tensor.nbytes)
-            del tensor, found
-        if is_on_gpu:
-            torch.cuda.current_stream().synchronize()
-        return Batch(tuple(placed), nbytes)
-
-    def close(self) -> None:
-        """Give it up: the ingest sees that it is gone."""
-        self.memory.close()
+def memory_bytes(tensors: Iterable[UploadTensor]) -> int:
+    """Room for ``BATCHES`` batches, or for the largest tensor, or for all of them if that is less."""
+    sizes = [aligned(max(tensor.nbytes, 1)) for tensor in tensors]
+    return max(*sizes, min(BATCHES * aligned(BATCH_BYTES), sum(sizes)), 1)
 
 
-class Batch(NamedTuple):
-    """Tensors that lie in a slot."""
-
-    tensors: tuple[SharedTensor, ...]
-    nbytes: int
-
-
-class Held:
-    """At most one tensor, taken from a source and not copied yet."""
-
-    def __init__(self) -> None:
-        self._tensor: tuple[str, torch.Tensor] | None = None
-
-    def keep(self, name: str, tensor: torch.Tensor) -> None:
-        """Hold it."""
-        self._tensor = name, tensor
-
-    def take(self) -> tuple[str, torch.Tensor] | None:
-        """It, if there is one; held no more."""
-        taken, self._tensor = self._tensor, None
-        return taken
+def batches(tensors: Iterable[UploadTensor]) -> Iterator[list[UploadTensor]]:
+    """All of them, in their order: up to ``BATCH_BYTES`` each, or a single tensor."""
+    batch: list[UploadTensor] = []
+    nbytes = 0
+    for tensor in tensors:
+        size = aligned(max(tensor.nbytes, 1))
+        if batch and (nbytes + size > BATCH_BYTES or len(batch) == _MOST_TENSORS):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(tensor)
+        nbytes += size
+    if batch:
+        yield batch
 
 
-def slot_bytes(tensors: Iterable[UploadTensor]) -> int:
-    """Room for a batch, or for all of them if that is less."""
-    sizes = [_aligned(tensor.nbytes) for tensor in tensors]
-    return max(SHARED_ALIGNMENT, *sizes, min(BATCH_BYTES, sum(sizes)))
+def fill(
+    memory: TrainersMemory, start: int, batch: list[UploadTensor], tensors: Iterator[tuple[str, torch.Tensor]]
+) -> tuple[SharedTensor, ...]:
+    """Copy the next tensors, which are those of ``batch``, into the memory from ``start`` on.
 
+    What was queued on this thread's CUDA stream is done when this returns. Raises ValueError for another tensor.
+    """
+    import torch
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // SHARED_ALIGNMENT) * SHARED_ALIGNMENT
+    placed: list[SharedTensor] = []
+    is_on_gpu = False
+    for entry in batch:
+        name, tensor = next(tensors)
+        if name != entry.name or tensor.nbytes != entry.nbytes:
+            raise ValueError(f"{name} of {tensor.nbytes} bytes came, where the table has {entry.name}")
+        if tensor.nbytes:
+            room = memory.room(start, tensor.nbytes)
+            room.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+            is_on_gpu = is_on_gpu or tensor.is_cuda or room.is_cuda
+        placed.append(SharedTensor(name=name, offset=start))
+        start += aligned(max(tensor.nbytes, 1))
+        del tensor  # before a generator makes the next
+    if is_on_gpu:
+        torch.cuda.current_stream().synchronize()
+    return tuple(placed)
 
 
 async def send_shared(
     http: Http,
-    ring: SharedRing,
+    memory: TrainersMemory,
     version: int,
-    transfer: str,
+    source: SharedMemorySource,
     tensors: Iterable[tuple[str, torch.Tensor]],
-    total_bytes: int,
     thread: TensorThread,
     progress: Progress | None,
 ) -> None:
-    """Send the tensors of a version that was announced with ``ring.source``; all have been read when this returns.
+    """Send the tensors of a version that was announced with ``source``; all have been read when this returns.
 
     Raises what the service refuses a batch with.
     """
-    source, held, done_bytes = iter(tensors), Held(), 0
-    free: asyncio.Queue[int] = asyncio.Queue()
-    for slot in range(BATCHES):
-        free.put_nowait(slot)
+    coming, done_bytes = iter(tensors), 0
+    total_bytes = sum(tensor.nbytes for tensor in source.tensors)
+    ring, under_way = Ring(memory.nbytes), deque[asyncio.Task[None]]()
 
-    async def send(number: int, batch: Batch, slot: int) -> None:
+    async def send(number: int, placed: tuple[SharedTensor, ...], nbytes: int) -> None:
         nonlocal done_bytes
-        body = SharedTensors(transfer=transfer, batch=number, tensors=batch.tensors).model_dump(mode="json")
+        body = SharedTensors(transfer=source.transfer, batch=number, tensors=placed).model_dump(mode="json")
         await http.send("POST", f"/v1/weights/{version}/shared", json=body, repeat=Repeat.IDEMPOTENT)
-        done_bytes += batch.nbytes
+        done_bytes += nbytes
         if progress is not None:
             progress(done_bytes, total_bytes)
-        free.put_nowait(slot)
 
-    await thread.call(ring.pin)
     async with raise_first_failure() as group:
-        for number in range(1 << 62):
-            slot = await free.get()
-            batch = await thread.call(ring.fill, source, slot, held)
-            if not batch.tensors:
-                break
-            group.create_task(send(number, batch, slot))
+        for number, batch in enumerate(batches(source.tensors)):
+            while (start := ring.take(sum(aligned(max(tensor.nbytes, 1)) for tensor in batch))) is None:
+                await asyncio.wait([under_way.popleft()])  # what it raises cancels this, too
+                ring.give_back(1)
+            placed = await thread.call(fill, memory, start, batch, coming)
+            nbytes = sum(tensor.nbytes for tensor in batch)
+            under_way.append(group.create_task(send(number, placed, nbytes)))
+        await thread.call(next, coming, None)  # a source that has more says so

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import httpx
 
@@ -47,7 +47,6 @@ class SyncRolloutClient:
         timeout_s: float | None = None,
         retries: int = 8,
         ca_file: Path | str | None = None,
-        delta_base: Literal["host", "gpu"] = "host",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._client = RolloutClient(
@@ -57,7 +56,6 @@ class SyncRolloutClient:
             timeout_s=timeout_s,
             retries=retries,
             ca_file=ca_file,
-            delta_base=delta_base,
             transport=transport,
         )
         running: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()

@@ -36,6 +36,8 @@ class TensorSource:
         self.held = isinstance(self._pairs, list | tuple)
         """Whether the tensors are all there, and stay what they are; if not, each is made when its turn comes."""
         self.table = tuple(table) if table is not None else _table(self._pairs)
+        self.is_on_gpu = _are_on_gpu(self._pairs) if self.held else _uses_gpu()
+        """Whether tensors lie on a GPU; of those that are made when their turn comes, whether this process uses one."""
 
     @property
     def can_be_read_again(self) -> bool:
@@ -170,6 +172,16 @@ def _hold(tensor: torch.Tensor) -> torch.Tensor:
 
     owned_by_the_trainer = isinstance(tensor, torch.nn.Parameter) or hasattr(tensor, "full_tensor")
     return tensor if owned_by_the_trainer else tensor.cpu()
+
+
+def _are_on_gpu(pairs: Iterable[tuple[str, torch.Tensor]]) -> bool:
+    return any(tensor.is_cuda for _, tensor in pairs)
+
+
+def _uses_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_initialized())
 
 
 def _table(pairs: Iterable[tuple[str, torch.Tensor]]) -> tuple[UploadTensor, ...]:

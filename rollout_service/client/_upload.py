@@ -20,7 +20,7 @@ from rollout_service.client._http import Http, http_timeout, parse
 from rollout_service.client._parts import Part, bytes_of_each, cut_parts
 from rollout_service.client._plain_http import PlainConnections
 from rollout_service.client._retry import Repeat, error_of, retrying
-from rollout_service.client._shared_memory import SharedMemoryPushes
+from rollout_service.client._shared_memory import GpuMemory, HostMemory, SharedMemoryPushes
 from rollout_service.client._tensors import Progress, TensorSource, TensorThread, every_rank_gathers
 from rollout_service.errors import (
     CommitTimeout,
@@ -70,7 +70,9 @@ COMMIT_GRACE_S = 120.0
 _KIND = {"Content-Type": "application/octet-stream"}
 
 Quantize = Literal["service", "trainer"]
-Transport = Literal["auto", "http", "shared_memory", "delta"]
+Transport = Literal["auto", "http", "shared_memory", "cuda_ipc", "delta"]
+Shared = Literal["shared_memory", "cuda_ipc"]
+"""Transports through memory."""
 
 
 def named_scales(kv_scales: KVScales | None) -> dict[str, float] | None:
@@ -98,15 +100,31 @@ class Uploader:
         """
         self._http, self._direct, self._pinned, self._plain = http, direct, pinned, plain
         self._given_up: set[str] = set()
-        self._shared = SharedMemoryPushes(http, self.begin)
+        self._shared: dict[Shared, SharedMemoryPushes] = {
+            "cuda_ipc": SharedMemoryPushes(http, self.begin, GpuMemory),
+            "shared_memory": SharedMemoryPushes(http, self.begin, HostMemory),
+        }
 
     def close(self) -> None:
         """Let go of the memory that is kept for the next push."""
-        self._shared.close()
+        for pushes in self._shared.values():
+            pushes.close()
 
-    def may_share(self, table: tuple[UploadTensor, ...]) -> bool:
-        """Whether tensors with this table would go through shared memory, as far as it is known."""
-        return self._shared.is_worth_trying(table)
+    def may_share(self, source: TensorSource) -> bool:
+        """Whether these tensors would go through memory, as far as it is known."""
+        return bool(self._ways_of(source, "auto", source.table))
+
+    def _ways_of(self, source: TensorSource, transport: Transport, table: tuple[UploadTensor, ...]) -> list[Shared]:
+        """Kinds of memory, in the order in which they are tried."""
+        if transport == "cuda_ipc" or transport == "shared_memory":
+            return [transport]
+        if transport != "auto":
+            return []
+        return [
+            kind
+            for kind, pushes in self._shared.items()
+            if pushes.is_worth_trying(table) and (kind != "cuda_ipc" or source.is_on_gpu)
+        ]
 
     async def begin(self, begin: Announcement) -> UploadPlan:
         """Announce a version. Raises InvalidManifest, VersionConflict."""
@@ -162,29 +180,30 @@ class Uploader:
             if quantize == "trainer":
                 converter = await thread.call(converter_of, await ControlCalls(self._http).recipe())
                 table = tuple(converter.table(table))
-            shares = transport == "shared_memory" or (transport == "auto" and self._shared.is_worth_trying(table))
-            if quantize == "trainer":
-                # a ring of shared memory takes codes from the CPU, a part from wherever they are
-                stored = converter.convert(stored, to_cpu=shares)
-            if shares:
-                may_go_in_parts = transport == "auto"
+            ways = self._ways_of(source, transport, table)
+            for kind in ways:
+                if quantize == "trainer":
+                    # the host's memory takes codes from the CPU, a GPU's and a part from wherever they are
+                    stored = converter.convert(gathering.tensors, to_cpu=kind == "shared_memory")
                 try:
-                    sent = await self._shared.push(
+                    sent = await self._shared[kind].push(
                         partial(announcement, version, kv_scales=kv_scales, label=label),
                         table,
                         stored,
                         thread,
                         progress,
-                        otherwise=may_go_in_parts,
-                        again=may_go_in_parts and source.can_be_read_again,
+                        otherwise=transport == "auto",
+                        again=transport == "auto" and source.can_be_read_again,
                     )
                 except QuantizationError as error:
                     raise _staged_still(version, error) from error
                 if sent is not None:
                     return sent
                 stored = gathering.begin()
-                if quantize == "trainer":
-                    stored = converter.convert(stored, to_cpu=False)
+                if self._shared[kind].reached:  # but the service has dropped what it had: in parts, which it keeps
+                    break
+            if quantize == "trainer":
+                stored = converter.convert(gathering.tensors, to_cpu=False)
             announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
             return await self.send_stream(
                 announced,

@@ -2,21 +2,22 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from rollout_service.errors import InvalidManifest, RolloutServiceError
+from rollout_service.ingest.rooms import Rooms
 from rollout_service.metrics.process import counted_conversion
 from rollout_service.model.convert import Named, tensor_bytes
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.unquantized import UnquantizedCopy
 from rollout_service.store.writer import VersionWriter
-from rollout_service.threads import STRETCH_BYTES, in_threads, stretches
 
 FAILURES = (RolloutServiceError, OSError, RuntimeError)
 """What reading, converting and writing raise; torch raises RuntimeError, for a GPU without room among others."""
@@ -63,6 +64,8 @@ class Conversion:
         """Tensors that could not be converted as they came, and may come anew."""
         self._noting = threading.Lock()
         self._read: dict[str, int] = {}
+        self.quantize_s = self.store_s = 0.0
+        """Of all threads together: until tensors were converted, and until these were stored."""
         self._stored: tuple[StoredTensor, ...] | None = None
 
     @property
@@ -191,12 +194,24 @@ class Conversion:
     def _write(self, tensors: Iterable[Named]) -> None:
         tensors = self._noted(tensors if self._copy is None else self._copy.taken(tensors))
         convert = partial(self._converts, to_cpu=not self._writer.has_rooms)
-        for name, tensor in counted_conversion(convert, tensors):
-            if self._writer.has_rooms:
-                _fill(self._writer.room(name), tensor)
-                self._writer.filled(name)
-            else:
-                self._writer.write(name, tensor_bytes(tensor))
+        began, store_s = time.perf_counter(), 0.0
+        with self._rooms() if self._writer.has_rooms else nullcontext() as rooms:
+            for name, tensor in counted_conversion(convert, tensors):
+                converted = time.perf_counter()
+                if rooms is not None:
+                    rooms.fill(name, tensor)
+                else:
+                    self._writer.write(name, tensor_bytes(tensor))
+                store_s += time.perf_counter() - converted
+            converted = time.perf_counter()
+        ended = time.perf_counter()
+        store_s += ended - converted
+        with self._noting:
+            self.quantize_s += ended - began - store_s
+            self.store_s += store_s
+
+    def _rooms(self) -> Rooms:
+        return Rooms(self._writer, torch.device("cuda", 0) if self._writer.are_rooms_registered else None)
 
     def _noted(self, tensors: Iterable[Named]) -> Iterator[Named]:
         for name, tensor in tensors:
@@ -235,18 +250,6 @@ class Conversion:
         if isinstance(error, RolloutServiceError):
             return error
         return RolloutServiceError(f"version {self._version} could not be stored: {error}")
-
-
-def _fill(room: memoryview, tensor: torch.Tensor) -> None:
-    if not room.nbytes:
-        return
-    target = torch.frombuffer(room, dtype=torch.uint8)
-    source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if source.data_ptr() == target.data_ptr():  # it was made there
-        return
-    pieces = stretches(source.nbytes, source.nbytes if source.is_cuda else STRETCH_BYTES)
-    for _ in in_threads(lambda piece: target[piece].copy_(source[piece]), pieces):
-        pass
 
 
 def _after(earlier: Sequence[Future[None]], work: Callable[..., object], *args: object) -> None:

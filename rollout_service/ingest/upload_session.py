@@ -32,7 +32,7 @@ from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.base import Failure
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.protocol.upload import BeginUpload, BroadcastSource, SharedMemorySource, part_size
-from rollout_service.protocol.weights import WeightStatus
+from rollout_service.protocol.weights import UploadTimings, WeightStatus
 from rollout_service.store.durable_io import DISK_FULL, no_room, remove_tree
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.part_space import DirectSpace, PartSpace
@@ -42,10 +42,6 @@ from rollout_service.store.writer import LogMemory, VersionWriter
 from rollout_service.threads import io_threads
 
 logger = logging.getLogger(__name__)
-
-
-_SHARED_BYTES = 32 << 20
-"""Of a trainer's memory, what one thread converts at a time: hashing is what takes longest."""
 
 
 class Phase(Enum):
@@ -203,6 +199,16 @@ class UploadSession:
         return self.begin.nbytes if self.begin.source is None else self._conversion.read_bytes
 
     @property
+    def timings(self) -> UploadTimings:
+        """Once it is finished."""
+        return UploadTimings(
+            receive_s=self._received_at - self._begun_at,
+            quantize_s=self._conversion.quantize_s,
+            store_s=self._conversion.store_s,
+            finish_s=self._stored_at - self._received_at,
+        )
+
+    @property
     def num_parts(self) -> int:
         """Parts of the whole upload."""
         return self.record.num_parts
@@ -272,7 +278,7 @@ class UploadSession:
         """
         if self._phase is not Phase.RECEIVING:
             raise NotFound(f"version {self.begin.version} was dropped while its tensors came: begin anew")
-        self.touched_at = time.monotonic()
+        self.touched_at = self._received_at = time.monotonic()
         return self._conversion.begin(names, read)
 
     async def convert_shared(self, number: int, batch: SharedBatch) -> None:
@@ -288,12 +294,13 @@ class UploadSession:
             raise failure
 
     async def _convert_shared(self, batch: SharedBatch) -> None:
-        groups = list(batch.groups(_SHARED_BYTES))
+        groups = list(batch.groups())
         try:
             await asyncio.gather(*(asyncio.wrap_future(self.convert(names, batch.read)) for names in groups))
         except asyncio.CancelledError:
             raise NotFound(f"version {self.begin.version} was dropped while its tensors came: begin anew") from None
         self._to_come.difference_update(*groups)
+        self._received_at = time.monotonic()
 
     def all_came(self) -> None:
         """A broadcast has brought every tensor: from now on the version can be committed."""

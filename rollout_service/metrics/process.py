@@ -21,6 +21,7 @@ from rollout_service.metrics import table
 from rollout_service.metrics.table import Metric
 from rollout_service.protocol.fleet import UpdateTimings
 from rollout_service.protocol.rollout import Rollout
+from rollout_service.protocol.weights import UploadTimings
 
 _P = ParamSpec("_P")
 _Answer = TypeVar("_Answer")
@@ -182,8 +183,11 @@ def count_part(nbytes: int) -> None:
     record(table.UPLOAD_BYTES, nbytes)
 
 
-def count_received(transport: str, nbytes: int, version_bytes: int) -> None:
+def count_received(transport: str, nbytes: int, version_bytes: int, timings: UploadTimings) -> None:
     """Count a version that was committed, which came in ``nbytes`` and is stored in ``version_bytes``."""
     record(table.VERSIONS_RECEIVED, transport=transport)
     record(table.RECEIVED_BYTES, nbytes, transport=transport)
     record(table.RECEIVED_VERSION_BYTES, version_bytes, transport=transport)
+    seconds = {"receive": timings.receive_s, "quantize": timings.quantize_s, "store": timings.store_s}
+    for stage, spent in (seconds | {"finish": timings.finish_s}).items():
+        record(table.RECEIVED_SECONDS, spent, transport=transport, stage=stage)

@@ -139,7 +139,7 @@ UPLOAD_BYTES = _process("upload_bytes_total", "counter", "bytes", (), "Bytes of 
 VERSIONS_RECEIVED = _process(
     "versions_received_total", "counter", "", ("transport",),
     "Versions that were committed, by how their tensors came: parts, delta (changes, in parts), path (of a folder, as "
-    "version 0), objects (of Ray), broadcast, or shared_memory.",
+    "version 0), objects (of Ray), broadcast, shared_memory or cuda_ipc.",
 )  # fmt: skip
 RECEIVED_BYTES = _process(
     "received_bytes_total", "counter", "bytes", ("transport",),
@@ -148,6 +148,13 @@ RECEIVED_BYTES = _process(
 RECEIVED_VERSION_BYTES = _process(
     "received_version_bytes_total", "counter", "bytes", ("transport",),
     "Bytes of these versions as they are stored. Of deltas, what whole pushes would have sent.",
+)  # fmt: skip
+RECEIVED_SECONDS = _process(
+    "received_seconds", "histogram", "seconds", ("transport", "stage"),
+    "Until such a version was stored; stages overlap. receive: from its announcement until its last tensor had come; "
+    "quantize and store: of all threads together, reading, quantizing and checking, and writing and hashing; finish: "
+    "from the last tensor until all were stored. What follows is ray_rollout_update_seconds of the replicas.",
+    _UPDATE_S,
 )  # fmt: skip
 QUANTIZE_SECONDS = _process(
     "quantize_seconds_total", "counter", "seconds", (),

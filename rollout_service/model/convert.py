@@ -149,7 +149,7 @@ def _require_numbers(name: str, codes: torch.Tensor, form: WeightFormat) -> None
         if codes.numel() and int(codes.min()) == _NO_INT8_CODE:
             _require(name, codes, codes != _NO_INT8_CODE, "a code beyond those that are symmetric")
         return
-    if any_has_all_bits(np.frombuffer(tensor_bytes(codes), np.uint8), _NAN_CODE):
+    if codes.is_cuda or any_has_all_bits(np.frombuffer(tensor_bytes(codes), np.uint8), _NAN_CODE):
         _require(name, codes, codes.view(torch.uint8) & _NAN_CODE != _NAN_CODE, "a code for NaN")
 
 

@@ -27,8 +27,8 @@ from the announcement.
 Parts go to the service's own address, with the bearer token, or to ``UploadPlan.upload_url`` with the header
 X-Upload-Key and no token, once that address has proved itself (the last of these routes, which only it has).
 
-A trainer on the ingest's own machine may announce memory that both share, instead of a table that parts follow, and
-then says which tensors lie in it, batch by batch. NotShared says that the ingest cannot reach it.
+A trainer on the ingest's own machine may announce memory that both share, the host's or a GPU's, instead of a table
+that parts follow, and then says which tensors lie in it, batch by batch. NotShared: the ingest cannot reach it.
 
 All of them may be repeated. ``UploadPlan.digests`` lists the parts that the ingest has, of a committed version too, so
 that a client sends what is missing and can tell whether the rest is what it would send. Who sends one part with other
@@ -59,6 +59,7 @@ from pydantic import Field, model_validator
 from rollout_service.protocol.base import NEXT, Frozen, KnownVersion, NewVersion, VersionLabel, WeightVersion
 from rollout_service.protocol.experts import ExpertNaming
 from rollout_service.protocol.fleet import PauseMode
+from rollout_service.ring import ALIGNMENT_BYTES
 
 PART_DIGEST_HEADER = "X-Part-Digest"
 UPLOADER_HEADER = "X-Uploader"
@@ -142,7 +143,23 @@ class SharedMemorySource(Frozen):
     """All that will come."""
 
 
-SHARED_ALIGNMENT = 64
+class CudaIpcSource(SharedMemorySource):
+    """Memory on the trainer's GPU, filled again and again in the same way: offsets of ``SharedTensors`` count in it.
+
+    The shared memory has no tensors then. Who can open it is a process of the same machine and user, and it is there
+    for as long as the trainer has the GPU's memory.
+    """
+
+    transport: ClassVar[str] = "cuda_ipc"
+    gpu: str = Field(max_length=64)
+    """UUID of the trainer's GPU, for messages: who opens the handle need not see that GPU."""
+    handle: str = Field(pattern="^[0-9a-f]{128}$")
+    """``cudaIpcMemHandle_t`` of one allocation, in hex."""
+    handle_bytes: int = Field(ge=1)
+    """Of that allocation, that may be used."""
+
+
+SHARED_ALIGNMENT = ALIGNMENT_BYTES
 """Of the first byte of a tensor in shared memory."""
 
 
@@ -192,7 +209,7 @@ class Announcement(Frozen):
     version: NewVersion
     """``next``: the ingest gives it a number."""
     tensors: tuple[UploadTensor, ...] = ()
-    source: PathSource | ObjectSource | BroadcastSource | SharedMemorySource | None = None
+    source: PathSource | ObjectSource | BroadcastSource | SharedMemorySource | CudaIpcSource | None = None
     kv_scales: dict[str, float] | None = None
     """Scales of the FP8 KV cache that go with these weights, as ``KVScales.named()`` gives them: all of q, k and v of
     every attention layer. None: the service's ``kv_cache.scales_policy`` says which."""

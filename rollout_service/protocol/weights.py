@@ -18,6 +18,19 @@ class TensorDigests(Frozen):
     """Tensor → xxh3-128 in hex of its bytes, as engines load them."""
 
 
+class UploadTimings(Frozen):
+    """Where the seconds of a version went until it was stored. Stages overlap, so they do not add up to its upload."""
+
+    receive_s: float
+    """From its announcement until its last tensor, or part, had come; 0 of a folder, which the service reads itself."""
+    quantize_s: float
+    """Of all threads together: reading tensors from where they came to, quantizing, and checking them."""
+    store_s: float
+    """Of all threads together: putting tensors into the log, and hashing them."""
+    finish_s: float
+    """From the last tensor until all were stored, and synced to a disk if the log is on one."""
+
+
 class WeightStatus(Frozen):
     """State of one weight version, from upload to live."""
 
@@ -47,6 +60,8 @@ class WeightStatus(Frozen):
     error: Failure | None = None
     """Why a staged version cannot be committed: mend the weights and begin it anew. Or what the disk did not confirm of
     a committed one, or why it could not be copied there."""
+    timings: UploadTimings | None = None
+    """Of the version that this ingest committed last; None: of others. Replicas tell of theirs: ``replicas``."""
     replicas: tuple[ReplicaStatus, ...] = ()
     suspect: tuple[Suspicion, ...] | None = None
     """Replicas on which its mismatch is above a threshold of ``monitor``; None: not asked, or the monitor is away."""

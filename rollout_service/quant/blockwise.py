@@ -22,6 +22,8 @@ AMAX_FLOOR = 1e-12
 CODES = torch.float8_e4m3fn
 _EXPONENT_BF16 = 0x7F80
 """All ones: NaN or infinity."""
+_ON_GPU = 16 << 20
+"""Elements of a tensor that are looked at in one go."""
 _PIECE_BYTES = 1 << 18
 
 
@@ -82,7 +84,12 @@ def require_finite(weight: torch.Tensor, name: str) -> None:
 
 
 def _is_finite_bf16(weight: torch.Tensor) -> bool:
-    """Whether these are BF16 on the CPU and all finite."""
+    """Whether these are on a GPU, or BF16 on the CPU, and all finite."""
+    if weight.is_cuda:
+        # in pieces: torch takes several times the bytes of what it looks at, and an embedding has a GB
+        flat = weight.detach().reshape(-1)
+        found = [torch.isfinite(flat[piece].to(torch.bfloat16)).all() for piece in stretches(flat.numel(), _ON_GPU)]
+        return not found or bool(torch.stack(found).all())
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
         return False
     numbers = weight.detach().reshape(-1).view(torch.int16).numpy()

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -10,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from rollout_service.gpu_streams import own_stream
 from rollout_service.quant.blockwise import quantize_blockwise, require_finite
 from rollout_service.quant.channelwise import quantize_channelwise
 from rollout_service.quant.formats import FP8_BLOCK, INT8_CHANNEL, WeightFormat
@@ -33,7 +33,6 @@ class Quantizer:
             raise ValueError("quant.device is cuda, but torch sees no GPU here: give this process one, or set auto")
         self._power_of_two, self._form = power_of_two, form
         self._cpu_weights_to_gpu = device != "cpu" and torch.cuda.is_available()
-        self._of_thread = threading.local()
 
     @property
     def uses_gpu(self) -> bool:
@@ -66,9 +65,7 @@ class Quantizer:
         from rollout_service.quant.cuda import GroupedQuantization
 
         callers = torch.cuda.current_stream(gpu)
-        stream = self._stream(gpu)
-        stream.wait_stream(callers)
-        with torch.cuda.device(gpu), torch.cuda.stream(stream):
+        with own_stream(gpu) as stream:
             sources = [_pinned(weight.detach()).to(gpu, non_blocking=True) for _, weight in weights]
             shapes = [tuple(weight.shape) for weight in sources]
             codes = _Bucket.of(shapes, self._form.dtype, gpu, align=16)  # the kernel stores 16 bytes at a time
@@ -88,13 +85,6 @@ class Quantizer:
             for name, weight in weights:
                 require_finite(weight, name)
         return list(zip(codes.views(), scales.views(), strict=True))
-
-    def _stream(self, gpu: torch.device) -> torch.cuda.Stream:
-        # each thread's own: of one stream for all, copies to the GPU and from it would wait for each other
-        streams: dict[torch.device, torch.cuda.Stream] | None = getattr(self._of_thread, "streams", None)
-        if streams is None:
-            streams = self._of_thread.streams = {}
-        return streams.setdefault(gpu, torch.cuda.Stream(gpu))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ MANIFEST_FILE = "manifest.json"
 
 CHUNK_BYTES = 1 << 20
 """Of a tensor, that one digest covers: a worker that needs a part of a large tensor checks no more than that part."""
-_DIGEST_BYTES = 16
+DIGEST_BYTES = 16
+"""Of xxh3-128."""
 
 
 class Chunk(NamedTuple):
@@ -60,7 +61,7 @@ class StoredTensor(Frozen):
             except binascii.Error as error:
                 raise ValueError(f"chunk_digests of {self.name} are not base64: {error}") from error
             chunks = -(-self.nbytes // CHUNK_BYTES)
-            if len(digests) != chunks * _DIGEST_BYTES or xxhash.xxh3_128_hexdigest(digests) != self.digest:
+            if len(digests) != chunks * DIGEST_BYTES or xxhash.xxh3_128_hexdigest(digests) != self.digest:
                 raise ValueError(f"chunk_digests of {self.name} are not those of its {chunks} chunks")
         return self
 
@@ -71,7 +72,7 @@ class StoredTensor(Frozen):
             return
         digests = base64.b64decode(self.chunk_digests)
         for number, start in enumerate(range(0, self.nbytes, CHUNK_BYTES)):
-            digest = digests[number * _DIGEST_BYTES : (number + 1) * _DIGEST_BYTES]
+            digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
             yield Chunk(start, min(CHUNK_BYTES, self.nbytes - start), digest)
 
 
@@ -80,7 +81,15 @@ def tensor_digests(data: memoryview) -> tuple[str, str]:
     data = data.cast("B")
     if data.nbytes <= CHUNK_BYTES:
         return xxhash.xxh3_128_hexdigest(data), ""
-    digests = b"".join(in_threads(lambda piece: _chunk_digests(data[piece]), stretches(data.nbytes, STRETCH_BYTES)))
+    return joined_digests(
+        b"".join(in_threads(lambda piece: _chunk_digests(data[piece]), stretches(data.nbytes, STRETCH_BYTES)))
+    )
+
+
+def joined_digests(digests: bytes) -> tuple[str, str]:
+    """``digest`` and ``chunk_digests`` of a tensor whose chunks have these digests, one after the other."""
+    if len(digests) == DIGEST_BYTES:
+        return digests.hex(), ""
     return xxhash.xxh3_128_hexdigest(digests), base64.b64encode(digests).decode()
 
 

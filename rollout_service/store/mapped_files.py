@@ -53,6 +53,11 @@ class MappedFiles:
         self._held: dict[tuple[int, int], _Mapping] = {}
         self._lock = threading.Lock()
 
+    @property
+    def are_registered(self) -> bool:
+        """Whether files are registered with a device."""
+        return self._registered is not None
+
     def of(self, fd: int) -> memoryview:
         """All bytes of an open file, which may be read and written. Raises OSError.
 

@@ -5,7 +5,7 @@ dropped meanwhile comes anew from the disk, and a file may be written to.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Self
 
@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from rollout_service.errors import LogCorrupt
-from rollout_service.store.manifest import CHUNK_BYTES, Chunk, Manifest, StoredTensor
+from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES, Chunk, Manifest, StoredTensor
 from rollout_service.store.mapped_files import MappedFiles, close_version_file, open_version_file
 
 
@@ -82,10 +82,23 @@ class VersionReader:
         return bool(self._mapped)
 
     def view(self, piece: Piece) -> memoryview:
-        """A piece where the mapped file has it, checked there: valid until ``close``, as nobody writes it before."""
-        memory = self._mapped[piece.file][piece.offset : piece.offset + piece.nbytes]
-        self._check(piece, memory, memory.nbytes)
-        return memory
+        """A piece where the mapped file has it: valid until ``close``, as nobody writes it before.
+
+        Unchecked: for who asks ``require`` about the bytes that become of it.
+        """
+        return self._mapped[piece.file][piece.offset : piece.offset + piece.nbytes]
+
+    def require(self, chunks: Sequence[tuple[StoredTensor, Chunk]], digests: bytes) -> None:
+        """Raise LogCorrupt for the first of these chunks whose bytes, by their xxh3-128, are not the manifest's.
+
+        ``digests``: of all of them, one after the other, of ``DIGEST_BYTES`` each.
+        """
+        if digests == b"".join(chunk.digest for _, chunk in chunks):
+            return
+        for number, (tensor, chunk) in enumerate(chunks):
+            found = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+            if found != chunk.digest:
+                self._refuse(tensor, chunk, found.hex(), 0)
 
     def copy_unchecked(self, tensor: StoredTensor, part: slice, memory: memoryview) -> None:
         """Copy these bytes of a tensor: for who checks what becomes of them."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollout_service.protocol.tensors import StoredDtype, TensorSlot
-from rollout_service.store.manifest import StoredTensor, tensor_digests
+from rollout_service.store.manifest import StoredTensor, joined_digests, tensor_digests
 from rollout_service.store.mapped_files import MappedFiles, Registered, is_in_memory
 from rollout_service.store.spare_files import SpareFiles
 from rollout_service.threads import in_threads
@@ -96,26 +96,34 @@ class VersionWriter:
         file, offset = self._place[name]
         _write_at(self._fds[file], data, offset)
         self._sync_early(file, data.nbytes)
-        self._note(slot, data)
+        self._note(slot, tensor_digests(data))
 
     @property
     def has_rooms(self) -> bool:
         """Whether the files are memory, which is written to through ``room``."""
         return bool(self._mapped)
 
+    @property
+    def are_rooms_registered(self) -> bool:
+        """Whether a GPU reads and writes them at the speed of PCIe."""
+        return self._memory is not None and self._memory.mapped.are_registered
+
     def room(self, name: str) -> memoryview:
         """Where the bytes of a tensor belong, uint8 [nbytes], to be filled before ``filled``. Raises KeyError."""
         file, offset = self._place[name]
         return self._mapped[file][offset : offset + self._slots[name].nbytes]
 
-    def filled(self, name: str) -> None:
-        """A tensor's bytes are in its room. Raises KeyError."""
-        self._note(self._slots[name], self.room(name))
+    def filled(self, name: str, digests: bytes | None = None) -> None:
+        """A tensor's bytes are in its room. Raises KeyError.
 
-    def _note(self, slot: TensorSlot, data: memoryview) -> None:
+        ``digests``: xxh3-128 of each of their chunks, one after the other; None: they are hashed here.
+        """
+        self._note(self._slots[name], tensor_digests(self.room(name)) if digests is None else joined_digests(digests))
+
+    def _note(self, slot: TensorSlot, digests: tuple[str, str]) -> None:
         name = slot.name
         file, offset = self._place[name]
-        digest, chunk_digests = tensor_digests(data)
+        digest, chunk_digests = digests
         self._written[name] = StoredTensor(
             name=name,
             dtype=slot.dtype,

@@ -1,37 +1,32 @@
-"""Deltas of weights on a GPU, compared there: the versions that a push of all makes, wherever the base is kept."""
+"""Deltas of weights on a GPU, compared there: the versions that a push of all makes."""
 
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
 
 from rollout_service.client import RolloutClient
-from rollout_service.client import _sent_weights as sent_weights
 from tests.support.models import make_model
 from tests.unit.client.real_ingest import real_ingest
 from tests.unit.ingest.trainer import folder_weights
 
 
-@pytest.mark.parametrize("base", ["host", "gpu"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("sizes", [(8 << 20, 64 << 20), (1 << 10, 4 << 10)], ids=["one piece", "many pieces"])
 async def test_a_delta_is_found_on_the_gpu(
     tmp_path: Path,
     family: str,
-    base: Literal["host", "gpu"],
     sizes: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rollout_service.protocol.delta.SEGMENT_BYTES", sizes[0])
     monkeypatch.setattr("rollout_service.client._pieces.PIECE_BYTES", sizes[1])
-    monkeypatch.setattr(sent_weights, "LEFT_ON_GPU", 0.0)
     folder = make_model(tmp_path / "model", family)
     weights = {name: tensor.cuda() for name, tensor in folder_weights(folder).items()}
     generator = torch.Generator("cuda").manual_seed(0)
     async with (
         real_ingest(folder, tmp_path / "log", weights={"keep_versions": 10}) as service,
-        RolloutClient(service.url, delta_base=base) as client,
+        RolloutClient(service.url) as client,
         RolloutClient(service.url) as other,
     ):
         for version in range(5):
@@ -39,9 +34,6 @@ async def test_a_delta_is_found_on_the_gpu(
             whole = await other.push_weights("next", weights, transport="http", wait="none")
             assert pushed.digest == whole.digest
             assert (pushed.delta_of is None) == (version == 0)
-            assert client._deltas is not None and client._deltas._sent is not None
-            kept = client._deltas._sent.gpu_bytes
-            assert kept == (client._deltas._sent.nbytes if base == "gpu" else 0)
             for tensor in weights.values():
                 hit = torch.rand(tensor.shape, device="cuda", generator=generator) < 0.01
                 tensor.view(torch.int16).bitwise_xor_(hit)

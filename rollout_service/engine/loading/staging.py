@@ -1,8 +1,9 @@
 """The next version, read and checked while the engine serves: into memory next to the worker's model.
 
-One reader: a worker checks the bytes that it will load from, in the memory that they are copied from, and rank 0 checks
-all others, so that the whole version was checked before the engine closes. A version that cannot lie in the area is
-checked by rank 0 alone, and checked again as each worker reads it while the engine is closed.
+One reader: a worker checks the bytes that it will load from, in the memory that they are copied from (of a log in
+memory, on the GPU: ``device_staging.py``), and rank 0 checks all others, so that the whole version was checked before
+the engine closes. A version that cannot lie in the area is checked by rank 0 alone, and checked again as each worker
+reads it while the engine is closed.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ import torch
 from pydantic import ValidationError
 
 from rollout_service.engine.loading.copy_plan import CopyPlan
+from rollout_service.engine.loading.device_staging import PASSAGE_BYTES, PASSAGES, stage_on_device
 from rollout_service.engine.loading.placement import Move, Placement, layout_of, whole_span
 from rollout_service.engine.loading.shared_memory import Busy, Content, SharedMemory
 from rollout_service.errors import LogCorrupt
@@ -174,8 +176,11 @@ class StagingBuffer:
         """How large it is; None: as large as the version."""
         self.memory = torch.empty(0, dtype=torch.uint8)
         """uint8 [bytes]. In host memory it is taken for the first version: who follows the same log shares it."""
+        self._passages: list[torch.Tensor] = []
         if kind == "device":
-            self.memory = _taken(area_bytes(model), device, pinned=False)
+            # one allocation, which sleeps as a whole, and in which passages begin at aligned addresses
+            sizes = [PASSAGE_BYTES] * PASSAGES + [area_bytes(model)]
+            *self._passages, self.memory = _taken(sum(sizes), device, pinned=False).split(sizes)
 
     def fill(self, folder: Path, manifest: Manifest, placement: Placement, *, every: bool) -> None:
         """Read what ``placement`` holds, and check it in the memory that it is copied from, or stays in.
@@ -228,15 +233,18 @@ class StagingBuffer:
             raise CannotStage(str(error)) from error
 
     def _read(self, folder: Path, manifest: Manifest, placement: Placement, *, every: bool) -> None:
-        found = list(pieces(placement.chunks(manifest, every=every), PIECE_BYTES))
-        if any(piece.nbytes > PIECE_BYTES for piece in found) and not self._taken_anew:
-            raise CannotStage(
-                f"the manifest of version {manifest.version} has no digests of chunks, as an older release wrote it"
-            )
-        lanes = [found[first :: self._threads] for first in range(self._threads)]
         with self._reader(folder, manifest) as reader:
-            # all memory before anything is read
-            work = [(self._lane(is_mapped=reader.is_mapped), lane) for lane in lanes if lane]
+            most_bytes = PASSAGE_BYTES if reader.is_mapped else PIECE_BYTES
+            found = list(pieces(placement.chunks(manifest, every=every), most_bytes))
+            if any(piece.nbytes > most_bytes for piece in found) and not self._taken_anew:
+                raise CannotStage(
+                    f"the manifest of version {manifest.version} has no digests of chunks, as an older release wrote it"
+                )
+            if reader.is_mapped:
+                stage_on_device(reader, found, placement, self.memory, self._passages)
+                return
+            lanes = [found[first :: self._threads] for first in range(self._threads)]
+            work = [(self._lane(), lane) for lane in lanes if lane]  # all memory before anything is read
             list(in_threads(lambda each: _run(each[0], reader, placement, each[1]), work))
 
     def _reader(self, folder: Path, manifest: Manifest) -> VersionReader:
@@ -254,11 +262,11 @@ class StagingBuffer:
             self._mapped = None
             return VersionReader(folder, manifest)
 
-    def _lane(self, *, is_mapped: bool) -> "_Lane":
+    def _lane(self) -> "_Lane":
         if not self.memory.is_cuda:
             return _Fill(self.memory)
         with torch.cuda.device(self._device):  # a thread's is the first one: pinning would take a context there
-            return _ToDevice(self.memory, self._device, is_mapped=is_mapped)
+            return _ToDevice(self.memory, self._device)
 
     def release(self) -> None:
         """Its content is not needed any more. No GPU may still read it, since other processes may write there now."""
@@ -329,15 +337,15 @@ class _Fill:
 
 
 class _ToDevice:
-    """Into an area on a device: from a mapped file, or by way of pinned memory. It is checked there.
+    """Into an area on a device, by way of pinned memory, where it is checked.
 
     Contiguous runs are copied from where they were checked; parts of rows are packed in a buffer first, so that the
     copies to the device are few, and need no kernel, which the engine's own would wait for.
     """
 
-    def __init__(self, area: torch.Tensor, device: torch.device, *, is_mapped: bool) -> None:
-        self._area, self._device, self._is_mapped = area, device, is_mapped
-        self._buffers = [(_pinned(0 if is_mapped else PIECE_BYTES), _pinned(PIECE_BYTES)) for _ in range(2)]
+    def __init__(self, area: torch.Tensor, device: torch.device) -> None:
+        self._area, self._device = area, device
+        self._buffers = [(_pinned(PIECE_BYTES), _pinned(PIECE_BYTES)) for _ in range(2)]
         self._free = [torch.cuda.Event() for _ in self._buffers]
         self._stream = torch.cuda.Stream(device)
         self._turn = 0
@@ -346,10 +354,7 @@ class _ToDevice:
         (read, packed), free = self._buffers[self._turn], self._free[self._turn]
         self._turn = 1 - self._turn
         free.synchronize()
-        if self._is_mapped:
-            read = torch.frombuffer(reader.view(piece), dtype=torch.uint8)
-        else:
-            reader.read(piece, read.numpy().data)
+        reader.read(piece, read.numpy().data)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             for target, held in packed_runs(moves, read, packed, self._stream.synchronize):
                 self._area[target : target + held.numel()].copy_(held, non_blocking=True)

@@ -3,7 +3,7 @@
     receiver.py  in the ingest: starts the process, tells it what to receive, hands batches on, kills it
     process.py   what the process does
     links.py     how it takes one broadcast: NCCL, or gloo where the ingest has no GPU
-    ring.py      the memory that both share
+    shared_memory.py  the memory that both share
     messages.py  what they say to each other
 
 It is a process of its own because a collective cannot be cancelled: a trainer that dies in the middle leaves the other

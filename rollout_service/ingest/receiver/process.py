@@ -24,8 +24,9 @@ from rollout_service.ingest.receiver.messages import (
     Received,
     TrainerThere,
 )
-from rollout_service.ingest.receiver.ring import Ring, SharedMemory, aligned
+from rollout_service.ingest.receiver.shared_memory import SharedMemory
 from rollout_service.protocol.weight_transfer import TensorsToCome, broadcasts, total
+from rollout_service.ring import Ring, aligned
 
 BATCH_BYTES = 64 << 20
 """What is handed on together, unless a single tensor is larger; several are converted at once."""

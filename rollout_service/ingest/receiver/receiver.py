@@ -29,9 +29,10 @@ from rollout_service.ingest.receiver.messages import (
     TrainerThere,
 )
 from rollout_service.ingest.receiver.process import run
-from rollout_service.ingest.receiver.ring import SharedMemory, aligned
+from rollout_service.ingest.receiver.shared_memory import SharedMemory
 from rollout_service.ingest.sources.source import as_tensor
 from rollout_service.protocol.weight_transfer import TensorsToCome, TransferBackend, TransferInit
+from rollout_service.ring import aligned
 
 logger = logging.getLogger(__name__)
 

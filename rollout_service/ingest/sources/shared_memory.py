@@ -1,31 +1,92 @@
-"""Tensors in memory that a trainer on this machine shares: read where they lie, and converted as they come."""
+"""Tensors in memory that a trainer on this machine shares, the host's or a GPU's: converted as they come.
+
+In the host's memory they are read where they lie. A GPU's are copied first, within the GPU or over NVLink, since torch
+takes no address that belongs to a GPU which this process does not see.
+"""
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from rollout_service.errors import InvalidRequest, NotShared
-from rollout_service.ingest.sources.source import as_tensor, in_batches
-from rollout_service.protocol.upload import SHARED_ALIGNMENT, SharedMemorySource, SharedTensors, UploadTensor
+from rollout_service.gpu_memory import OtherGpuMemory
+from rollout_service.ingest.sources.source import as_tensor, in_batches, of_dtype
+from rollout_service.protocol.upload import (
+    SHARED_ALIGNMENT,
+    CudaIpcSource,
+    SharedMemorySource,
+    SharedTensors,
+    UploadTensor,
+)
+from rollout_service.ring import aligned
 from rollout_service.shared_memory import SharedMemory, machine
 from rollout_service.store.mapped_files import Registered
 
 _MOST_MEMORIES = 16
 """Trainers' memories that stay mapped."""
+_HOST_BYTES, _GPU_BYTES = 32 << 20, 128 << 20
+"""What one thread converts at a time. Of the host's memory: hashing is what takes longest. Of a GPU's: launches."""
+
+
+class MappedMemory(Protocol):
+    """A trainer's memory, mapped here."""
+
+    nbytes: int
+    group_bytes: int
+    """What one thread is to convert at a time."""
+
+    def read(self, places: Iterable[tuple[UploadTensor, int]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors that begin at these bytes, on the device that has them. What is yielded is used before the next is
+        asked for."""
+
+    def close(self) -> None:
+        """Nothing is read any more."""
+
+
+class _HostMemory:
+    def __init__(self, memory: SharedMemory, registered: Registered | None) -> None:
+        self.nbytes, self.group_bytes = memory.nbytes, _HOST_BYTES
+        self._memory = memory
+        self._unregister: Callable[[], None] | None = None if registered is None else registered(memory.view)
+
+    def read(self, places: Iterable[tuple[UploadTensor, int]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for tensor, offset in places:
+            data = self._memory.view[offset : offset + tensor.nbytes]
+            yield tensor.name, as_tensor(data, tensor.dtype, tensor.shape)
+
+    def close(self) -> None:
+        if self._unregister is not None:
+            self._unregister()
+        self._memory.close()
+
+
+class _GpuMemory:
+    def __init__(self, page: SharedMemory, memory: OtherGpuMemory) -> None:
+        self.nbytes, self.group_bytes = memory.nbytes, _GPU_BYTES
+        self._page, self._memory = page, memory
+
+    def read(self, places: Iterable[tuple[UploadTensor, int]]) -> Iterator[tuple[str, torch.Tensor]]:
+        found = list(places)
+        copies = self._memory.room(sum(aligned(tensor.nbytes) for tensor, _ in found))
+        start = 0
+        for tensor, offset in found:
+            if tensor.nbytes:
+                self._memory.copy(offset, copies[start : start + tensor.nbytes])
+            yield tensor.name, of_dtype(copies[start : start + tensor.nbytes], tensor.dtype, tensor.shape)
+            start += aligned(tensor.nbytes)
+
+    def close(self) -> None:
+        self._memory.close()
+        self._page.close()
 
 
 @dataclass(frozen=True)
 class _Opened:
-    memory: SharedMemory
+    memory: MappedMemory
     source: SharedMemorySource
-    unregister: Callable[[], None] | None
-
-    def close(self) -> None:
-        if self.unregister is not None:
-            self.unregister()
-        self.memory.close()
 
 
 class TrainerMemory:
@@ -37,33 +98,46 @@ class TrainerMemory:
         self._opened: dict[str, _Opened] = {}
         self._lock = threading.Lock()
 
-    def open(self, source: SharedMemorySource) -> memoryview:
-        """All bytes of it. Raises NotShared, with the reason."""
+    def open(self, source: SharedMemorySource) -> MappedMemory:
+        """It, mapped. Raises NotShared, with the reason."""
         with self._lock:
             opened = self._opened.get(source.memory)
             if opened is None:
                 try:
-                    opened = self._opened[source.memory] = self._open(source)
+                    opened = self._opened[source.memory] = _Opened(self._open(source), source)
                 except OSError as error:
+                    what = f"GPU {source.gpu}" if isinstance(source, CudaIpcSource) else "memory"
                     raise NotShared(
-                        f"the trainer's memory cannot be read here: {error}. Send the tensors in parts",
+                        f"the trainer's {what} cannot be read here: {error}. Send the tensors in parts",
                         {"process": source.process},
                     ) from error
-            return opened.memory.view
+            return opened.memory
 
-    def _open(self, source: SharedMemorySource) -> _Opened:
+    def _open(self, source: SharedMemorySource) -> MappedMemory:
         if (here := machine()) != source.machine:
             raise OSError(f"the trainer runs on another machine ({source.machine}, and this is {here})")
         if len(self._opened) >= _MOST_MEMORIES:
             raise OSError(f"the memories of {len(self._opened)} trainers are mapped already")
-        memory = SharedMemory.open(source.process, source.descriptor, source.memory)
-        return _Opened(memory, source, None if self._registered is None else self._registered(memory.view))
+        if not isinstance(source, CudaIpcSource):
+            return _HostMemory(self._host_memory(source), self._registered)
+        if self._registered is None:
+            raise OSError("the ingest has no GPU: weights.ingest_num_gpus is 0, or quant.device is cpu")
+        page = self._host_memory(source)
+        try:
+            return _GpuMemory(page, OtherGpuMemory(source.handle, source.handle_bytes))
+        except OSError:
+            page.close()
+            raise
 
     @staticmethod
-    def is_there(source: SharedMemorySource) -> bool:
+    def _host_memory(source: SharedMemorySource) -> SharedMemory:
+        return SharedMemory.open(source.process, source.descriptor, source.memory)
+
+    @classmethod
+    def is_there(cls, source: SharedMemorySource) -> bool:
         """Whether the trainer still has it."""
         try:
-            SharedMemory.open(source.process, source.descriptor, source.memory).close()
+            cls._host_memory(source).close()
         except OSError:
             return False
         return True
@@ -73,20 +147,20 @@ class TrainerMemory:
         with self._lock:
             for name, opened in list(self._opened.items()):
                 if name not in used and not self.is_there(opened.source):
-                    self._opened.pop(name).close()
+                    self._opened.pop(name).memory.close()
 
     def close(self) -> None:
         """Let go of all of it. Nothing may be read from it any more."""
         with self._lock:
             for opened in self._opened.values():
-                opened.close()
+                opened.memory.close()
             self._opened = {}
 
 
 class SharedBatch:
     """The tensors of one ``SharedTensors``."""
 
-    def __init__(self, source: SharedMemorySource, batch: SharedTensors, memory: memoryview) -> None:
+    def __init__(self, source: SharedMemorySource, batch: SharedTensors, memory: MappedMemory) -> None:
         """Raises InvalidRequest for a name that was not announced, or a place outside the memory."""
         announced = {tensor.name: tensor for tensor in source.tensors}
         self._places: dict[str, tuple[UploadTensor, int]] = {}
@@ -104,12 +178,11 @@ class SharedBatch:
                 )
             self._places[shared.name] = tensor, shared.offset
 
-    def groups(self, nbytes: int) -> Iterator[list[str]]:
-        """The names, in lists of about ``nbytes``, which different threads convert."""
-        return in_batches(((name, tensor.nbytes) for name, (tensor, _) in self._places.items()), nbytes)
+    def groups(self) -> Iterator[list[str]]:
+        """The names, in lists that different threads convert."""
+        sizes = ((name, tensor.nbytes) for name, (tensor, _) in self._places.items())
+        return in_batches(sizes, self._memory.group_bytes)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views of the shared memory."""
-        for name in names:
-            tensor, offset = self._places[name]
-            yield name, as_tensor(self._memory[offset : offset + tensor.nbytes], tensor.dtype, tensor.shape)
+        """These tensors, as ``MappedMemory.read`` does."""
+        return self._memory.read(self._places[name] for name in names)

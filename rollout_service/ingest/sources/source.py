@@ -21,6 +21,11 @@ def as_tensor(data: memoryview, dtype: str, shape: tuple[int, ...], start: int =
     return torch.frombuffer(data, dtype=_DTYPES[dtype], count=math.prod(shape), offset=start).view(shape)
 
 
+def of_dtype(data: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """uint8 [nbytes] on any device, as a tensor of that dtype, whose elements are aligned; without a copy."""
+    return data.view(_DTYPES[dtype]).view(shape)
+
+
 def in_batches(sizes: Iterable[tuple[str, int]], batch_bytes: int) -> Iterator[list[str]]:
     """Names, given with their bytes, in lists that end with the first name that makes them ``batch_bytes`` or more."""
     names: list[str] = []

@@ -4,9 +4,16 @@ import pytest
 import torch
 
 from rollout_service.client import _pieces
-from rollout_service.client._compare import Elements, OnHost, _compared, _encoded, bytes_of, changed_elements, view_of
+from rollout_service.client._compare import (
+    Elements,
+    HostBytes,
+    _compared,
+    _encoded,
+    bytes_of,
+    changed_elements,
+    view_of,
+)
 from rollout_service.client._pieces import Piece, pieces_of
-from rollout_service.client._sent_weights import _Scattered
 from rollout_service.client._tensors import describe
 from rollout_service.protocol import delta
 from rollout_service.protocol.upload import UploadTensor
@@ -43,7 +50,7 @@ def test_positions_and_differences_are_encoded_as_the_comparison_of_threads(
     elements = changed_elements(old, new, dtype.itemsize)
     assert elements is not None and elements.positions.size == int(share * 10_000)
     piece = piece_of(new, dtype.itemsize)
-    of_gpu = _encoded(elements, piece, OnHost(view_of(new), int))
+    of_gpu = _encoded(elements, piece, HostBytes(view_of(new)))
     of_threads = _compared(old, [new[span.place] for span in piece.spans], piece)
     assert of_gpu == of_threads
     for change, span in zip(of_gpu, piece.spans, strict=True):
@@ -57,33 +64,8 @@ def test_a_piece_of_which_too_much_changes_is_encoded_whole(dtype: torch.dtype) 
     old, new = pair(dtype, 0.4)
     assert changed_elements(old, new, dtype.itemsize) is None
     piece = piece_of(new, dtype.itemsize)
-    for change, span in zip(_encoded(None, piece, OnHost(view_of(new), int)), piece.spans, strict=True):
+    for change, span in zip(_encoded(None, piece, HostBytes(view_of(new))), piece.spans, strict=True):
         assert b"".join(change.segments) == delta.encode_whole(view_of(new[span.place]))
-
-
-def test_new_bytes_are_read_once_they_are_on_the_host() -> None:
-    old, new = pair(torch.bfloat16, 0.01)
-    elements, late = changed_elements(old, new, 2), torch.zeros_like(new)
-    change = _encoded(elements, piece_of(new, 2), OnHost(view_of(late), lambda: late.copy_(new)))
-    assert change == _encoded(elements, piece_of(new, 2), OnHost(view_of(new), int))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.9])
-def test_changes_are_added_where_a_gpu_keeps_the_old_bytes(
-    dtype: torch.dtype, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(delta, "SEGMENT_BYTES", 512)
-    old, new = pair(dtype, share)
-    new[1000:2000] = 7  # as a whole segment
-    piece, kept = piece_of(new, dtype.itemsize), old.clone()
-    changes = [
-        (span, segment)
-        for span, change in zip(piece.spans, _compared(old, [new[s.place] for s in piece.spans], piece), strict=True)
-        for segment in delta.changed_segments(memoryview(b"".join(change.segments)), span.part.stop, dtype.itemsize)
-    ]
-    _Scattered.decoded(kept, changes, dtype.itemsize).add()
-    assert kept.equal(new)
 
 
 def test_no_element_is_changed_of_nothing() -> None:

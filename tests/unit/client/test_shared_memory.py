@@ -68,6 +68,18 @@ class TestPush:
         assert shared.digest == in_parts.digest
         assert await how_it_came(service, 2) == "SharedMemorySource"
         service.log.verify(service.log.manifest(2))
+        assert shared.timings is not None and min(shared.timings.model_dump().values()) > 0
+        assert (await service.ingest.status(1)).timings is None
+
+    async def test_a_tensor_larger_than_four_batches_takes_all_the_memory(
+        self, service: RealIngest, client: RolloutClient, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(_shared_memory, "BATCH_BYTES", 3000)
+        in_parts = await client.push_weights(1, dict(weights), transport="http", wait="none")
+        shared = await client.push_weights(2, dict(weights), transport="shared_memory", wait="none")
+        assert shared.digest == in_parts.digest
+        memory = client._uploader._shared["shared_memory"]._memory
+        assert memory is not None and memory.nbytes == max(tensor.nbytes for tensor in weights.values()) > 4 * 3000
 
     async def test_progress_counts_every_byte(self, client: RolloutClient, weights: Weights) -> None:
         seen: list[tuple[int, int]] = []
@@ -82,8 +94,8 @@ class TestPush:
         for version in (1, 2):
             await client.push_weights(version, dict(weights), transport="shared_memory", wait="none")
             if version == 1:
-                ring = client._uploader._shared._ring
-        assert ring is not None and client._uploader._shared._ring is ring
+                memory = client._uploader._shared["shared_memory"]._memory
+        assert memory is not None and client._uploader._shared["shared_memory"]._memory is memory
 
     async def test_a_generator_and_tensors_of_any_layout_are_copied(
         self, client: RolloutClient, weights: Weights
@@ -124,7 +136,7 @@ class TestPush:
         push.cancel()
         with pytest.raises(asyncio.CancelledError):
             await push
-        assert client._uploader._shared._ring is None  # the ingest may be reading it still
+        assert client._uploader._shared["shared_memory"]._memory is None  # the ingest may be reading it still
         other = changed(weights, 0.5)
         await client.push_weights(1, other, transport="shared_memory", wait="none")
         expected = await client.push_weights(2, other, transport="http", wait="none")
@@ -168,7 +180,7 @@ class TestTheWayThatIsTaken:
         assert status.state == "committed" and await how_it_came(service, 1) == "parts"
 
     async def test_an_unknown_transport_is_refused(self, client: RolloutClient, weights: Weights) -> None:
-        with pytest.raises(ValueError, match="transport='pigeon': it is one of auto, http, shared_memory"):
+        with pytest.raises(ValueError, match="transport='pigeon': it is one of auto, http, shared_memory, cuda_ipc"):
             await client.push_weights(1, dict(weights), transport="pigeon")  # type: ignore[call-overload]
 
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.ingest.receiver.ring import Ring, SharedMemory, aligned
+from rollout_service.ingest.receiver.shared_memory import SharedMemory
+from rollout_service.ring import Ring, aligned
 
 RING_BYTES = 1024
 

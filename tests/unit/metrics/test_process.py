@@ -30,8 +30,11 @@ from rollout_service.metrics.table import Metric
 from rollout_service.protocol.fleet import KVCacheChoice, UpdateTimings
 from rollout_service.protocol.kv_scales import KVMeasurement, LayerError
 from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.weights import UploadTimings
 from rollout_service.store.manifest import Manifest, Recipe
 from tests.unit.metrics.counts import Counts
+
+TIMINGS = UploadTimings(receive_s=1.0, quantize_s=2.0, store_s=3.0, finish_s=4.0)
 
 
 @pytest.fixture
@@ -153,14 +156,16 @@ class TestCounted:
         assert counts.total(table.UPLOAD_PARTS) == 2 and counts.total(table.UPLOAD_BYTES) == 15
 
     def test_versions_count_by_how_they_came_with_their_bytes_and_those_that_came(self, counts: Counts) -> None:
-        count_received("delta", 10, 1000)
-        count_received("delta", 0, 1000)  # nothing had changed
-        count_received("parts", 1000, 1000)
+        count_received("delta", 10, 1000, TIMINGS)
+        count_received("delta", 0, 1000, TIMINGS)  # nothing had changed
+        count_received("parts", 1000, 1000, TIMINGS)
         assert (
             counts.total(table.VERSIONS_RECEIVED, "delta") == 2 and counts.total(table.VERSIONS_RECEIVED, "parts") == 1
         )
         assert counts.total(table.RECEIVED_BYTES, "delta") == 10
         assert counts.total(table.RECEIVED_VERSION_BYTES, "delta") == 2000
+        seconds = {stage: counts.total(table.RECEIVED_SECONDS, "delta", stage) for stage in ("receive", "finish")}
+        assert seconds == {"receive": 2.0, "finish": 8.0}
 
     def test_an_idle_engine_shows_zeros_and_not_nothing(self, counts: Counts) -> None:
         set_load(0.0, 0.0, 0.0)

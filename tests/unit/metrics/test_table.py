@@ -11,7 +11,7 @@ BOUNDED = {
     "finish_reason": "vLLM's, three",
     "reason": "three classes in errors.py",
     "cause": "two",
-    "stage": "three",
+    "stage": "of an upload four, of an update three",
     "state": "of replicas, versions or sequences",
     "source": "two",
     "quantile": "four",

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from rollout_service.errors import LogCorrupt
 from rollout_service.protocol.tensors import TensorSlot
@@ -168,7 +169,7 @@ def test_of_two_dropped_versions_one_is_kept(log: WeightLog, memory: LogMemory) 
     assert {path.stat().st_ino for path in (log.root / "spare").iterdir()} == set(inodes.values())
 
 
-def test_a_view_is_checked_where_the_file_is_mapped(log: WeightLog, memory: LogMemory) -> None:
+def test_a_view_is_what_the_file_has_now_and_its_digests_are_compared(log: WeightLog, memory: LogMemory) -> None:
     manifest = commit(log, memory, 1)
     [piece, *_] = pieces([(t, c) for t in manifest.tensors for c in t.chunks()], 1 << 20)
     mapped = MappedFiles()
@@ -179,8 +180,12 @@ def test_a_view_is_checked_where_the_file_is_mapped(log: WeightLog, memory: LogM
         with open(log.folder(1) / piece.file, "r+b") as stream:
             stream.seek(piece.offset + 5)
             stream.write(b"\xff")
+        view = reader.view(piece)
+        starts = [tensor.offset + chunk.start - piece.offset for tensor, chunk in piece.chunks]
+        held_now = [view[start : start + c.nbytes] for start, (_, c) in zip(starts, piece.chunks, strict=True)]
+        reader.require(piece.chunks, b"".join(chunk.digest for _, chunk in piece.chunks))
         with pytest.raises(LogCorrupt, match="a in weights-00001"):
-            reader.view(piece)
+            reader.require(piece.chunks, b"".join(map(xxhash.xxh3_128_digest, held_now)))
 
 
 def test_a_file_that_a_reader_has_mapped_is_written_again_once_it_is_closed(log: WeightLog, memory: LogMemory) -> None:

@@ -1,0 +1,140 @@
+"""Puts converted tensors where a log in memory has them, and has a GPU hash them, if there is one.
+
+What lies on the GPU is hashed there as it is copied to its room: the digest is of the codes as they were made. Whether
+the bytes in the log are those, the workers find out that load them, as they do for a byte that changes there later.
+What lies on the host, such as a delta's tensors, is hashed on the GPU, too, from its room: faster than by threads.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import NamedTuple, Self
+
+import torch
+
+from rollout_service.gpu_streams import own_stream
+from rollout_service.ring import aligned
+from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES
+from rollout_service.store.writer import VersionWriter
+from rollout_service.threads import STRETCH_BYTES, in_threads, stretches
+
+_HELD_BYTES = 64 << 20
+"""That are stored or hashed at once: a kernel or a few for all of them, and one wait."""
+_SCRATCH_BYTES = 32 << 20
+"""Of the GPU, for what is copied there to be hashed."""
+
+
+class _Held(NamedTuple):
+    name: str
+    data: torch.Tensor | None
+    """uint8 [nbytes], on the GPU: kept until it has been copied. None: it is in its room."""
+    room: memoryview
+
+
+class Rooms:
+    """Those of one version, for one thread. A context manager: all is stored once it ends, unless it fails."""
+
+    def __init__(self, writer: VersionWriter, gpu: torch.device | None) -> None:
+        """``gpu``: with which rooms are registered; None: with none, and what lies on the host is hashed there."""
+        self._writer, self._gpu = writer, gpu
+        self._held: list[_Held] = []
+        self._held_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._store()
+
+    def fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Store a tensor, or hold it until many are stored at once."""
+        room = self._writer.room(name)
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
+        if data.nbytes != room.nbytes:
+            raise ValueError(f"{name} has {data.nbytes} bytes, its slot {room.nbytes}")
+        on_gpu = lies_on_gpu(tensor)
+        if not on_gpu:
+            _copy(room, data)
+        if not room.nbytes or not (on_gpu or self._gpu):
+            self._writer.filled(name)
+            return
+        self._held.append(_Held(name, data if on_gpu else None, room))
+        self._held_bytes += data.nbytes
+        if self._held_bytes >= _HELD_BYTES:
+            self._store()
+
+    def _store(self) -> None:
+        """Hash what is held, copy what is not in its room, and wait for both."""
+        from rollout_service.quant.digests import Hashing, Run  # needs triton, and a second to be imported
+
+        held, self._held, self._held_bytes = self._held, [], 0
+        if not held:
+            return
+        device = next((each.data.device for each in held if each.data is not None), self._gpu)
+        assert device is not None
+        with own_stream(device) if device.type == "cuda" else nullcontext() as stream:
+            scratch = torch.empty(
+                _SCRATCH_BYTES if any(each.data is None for each in held) else 0, dtype=torch.uint8, device=device
+            )
+            groups = _groups(held, scratch)
+            chunks = [chunk for group in groups for chunk in group]
+            hashing = Hashing(
+                [[Run(chunk.address, chunk.in_room.nbytes) for chunk in group] for group in groups], device
+            )
+            try:
+                for number, group in enumerate(groups):
+                    for chunk in group:
+                        if chunk.scratch is not None:
+                            chunk.scratch.copy_(torch.frombuffer(chunk.in_room, dtype=torch.uint8), non_blocking=True)
+                    hashing.queue(number)
+                for each in held:
+                    if each.data is not None:
+                        torch.frombuffer(each.room, dtype=torch.uint8).copy_(each.data, non_blocking=True)
+            finally:  # nothing is copied to a room that is given up
+                if stream is not None:
+                    stream.synchronize()
+            found, at = hashing.read(lambda number: chunks[number].in_room), 0
+        for each in held:
+            end = at + -(-each.room.nbytes // CHUNK_BYTES) * DIGEST_BYTES
+            self._writer.filled(each.name, found[at:end])
+            at = end
+
+
+class _Chunk(NamedTuple):
+    address: int
+    in_room: memoryview
+    scratch: torch.Tensor | None
+    """Where it is to be copied to, uint8 on the GPU; None: it is there."""
+
+
+def _groups(held: Sequence[_Held], scratch: torch.Tensor) -> list[list[_Chunk]]:
+    """Their chunks, in order; each group needs the scratch once."""
+    groups: list[list[_Chunk]] = [[]]
+    position = 0
+    for each in held:
+        for start in range(0, each.room.nbytes, CHUNK_BYTES):
+            in_room = each.room[start : start + CHUNK_BYTES]
+            if each.data is not None:
+                groups[-1].append(_Chunk(each.data.data_ptr() + start, in_room, None))
+                continue
+            if position + in_room.nbytes > scratch.nbytes:
+                groups.append([])
+                position = 0
+            place = scratch[position : position + in_room.nbytes]
+            groups[-1].append(_Chunk(place.data_ptr(), in_room, place))
+            position += aligned(in_room.nbytes)
+    return groups
+
+
+def lies_on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether its bytes are hashed on the device that has them."""
+    return tensor.is_cuda
+
+
+def _copy(room: memoryview, data: torch.Tensor) -> None:
+    if not room.nbytes:
+        return
+    target = torch.frombuffer(room, dtype=torch.uint8)
+    if data.data_ptr() != target.data_ptr():  # or it was made there
+        for _ in in_threads(lambda piece: target[piece].copy_(data[piece]), stretches(data.nbytes, STRETCH_BYTES)):
+            pass

@@ -1,0 +1,254 @@
+"""xxh3-128 of many runs of bytes on a GPU: the digests of a manifest's chunks, at the speed of the GPU's memory.
+
+An input of more than 240 bytes is read by xxh3 in blocks of 1024 bytes, each of 16 stripes of 64. Eight sums of 64 bits
+are kept, and what a stripe adds to them does not depend on them: a program, of one warp, adds a block's stripes side by
+side, and only what follows a block (``scramble``) is one after the other. Chunks of at most 1 MiB are many enough to
+keep a GPU busy. The last step, which makes 128 bits of eight sums, is the host's, for all chunks at once.
+
+Shorter inputs are hashed otherwise by xxh3, and here by the host.
+Format: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+import xxhash
+
+Words = npt.NDArray[np.uint64]
+
+LEAST_BYTES = 241
+"""Of a run that is hashed on the GPU."""
+DIGEST_BYTES = 16
+
+_BLOCK_BYTES = 1024
+_UNROLLED = 8
+"""Blocks whose bytes are asked for at once; memory answers after as long as they take."""
+_U64 = (1 << 64) - 1
+_P32_1, _P32_2, _P32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+_P64_1, _P64_2 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F
+_P64_3, _P64_4, _P64_5 = 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
+_AVALANCHE = 0x165667919E3779F9
+_SUMS = (_P32_3, _P64_1, _P64_2, _P64_3, _P64_4, _P32_2, _P64_5, _P32_1)
+"""What the eight begin with."""
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248e"
+    "e03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8a8fa763fe39c343ff9dcbbc7c70b4f1d"
+    "8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc"
+    "8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+"""xxh3's own, which stands for seed 0."""
+
+
+class Run(NamedTuple):
+    """Bytes that are hashed."""
+
+    address: int
+    nbytes: int
+
+
+def _words(start: int, count: int) -> list[int]:
+    return [int.from_bytes(_SECRET[start + 8 * i : start + 8 * i + 8], "little") for i in range(count)]
+
+
+_TABLE = np.array([*_words(0, 24), *_words(len(_SECRET) - 71, 8), *_SUMS], np.uint64).view(np.int64)
+"""What the kernel reads: of a stripe s of a block words s to s + 8, of ``scramble`` words 16 to 24, of the last stripe
+words 24 to 32, and the sums' beginnings."""
+
+
+class Hashing:
+    """The digests of runs in a GPU's memory, in groups that are hashed when their bytes are there.
+
+    ``device``: in Triton's interpreter the CPU. Raises RuntimeError if the kernel does not do there what xxhash does,
+    which is tried once in a process.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Run]], device: torch.device) -> None:
+        require_equal_digests(device)
+        self._prepare(groups, device)
+
+    @classmethod
+    def untried(cls, groups: Sequence[Sequence[Run]], device: torch.device) -> Self:
+        """Whatever the kernel does."""
+        made = cls.__new__(cls)
+        made._prepare(groups, device)
+        return made
+
+    def _prepare(self, groups: Sequence[Sequence[Run]], device: torch.device) -> None:
+        runs = np.array([run for group in groups for run in group], np.int64).reshape(-1, 2)
+        self._lengths = runs[:, 1].astype(np.uint64)
+        self._is_long = runs[:, 1] >= LEAST_BYTES
+        rows = np.cumsum(self._is_long) - 1
+        self._launches: list[list[tuple[slice, bool]]] = []
+        """Of each group: of which rows of the table, and whether these runs are aligned."""
+        table: list[np.ndarray] = []
+        first = made = 0
+        for group in groups:
+            numbers = np.arange(first, first + len(group))
+            first += len(group)
+            launches = []
+            for is_aligned in (True, False):
+                some = numbers[self._is_long[numbers] & ((runs[numbers, 0] % 8 == 0) == is_aligned)]
+                if len(some):
+                    launches.append((slice(made, made + len(some)), is_aligned))
+                    table.append(np.concatenate([runs[some], rows[some, None]], axis=1))
+                    made += len(some)
+            self._launches.append(launches)
+        self._table = torch.from_numpy(np.concatenate(table) if table else np.empty((0, 3), np.int64)).to(device)
+        self._words = _words_on(device)
+        self._sums = torch.empty((made, 8), dtype=torch.int64, device=device)
+
+    def queue(self, group: int) -> None:
+        """Hash a group on the current stream. The bytes must stay what they are until the stream has come so far."""
+        for rows, is_aligned in self._launches[group]:
+            table = self._table[rows]
+            add_up[(len(table),)](
+                table, self._words, self._sums, ALIGNED=is_aligned, UNROLLED=_UNROLLED, num_warps=1
+            )  # fmt: skip
+
+    def read(self, short: Callable[[int], memoryview]) -> bytes:
+        """``DIGEST_BYTES`` of each run, one after the other, as ``xxhash.xxh3_128_digest`` gives them.
+
+        All groups must have been queued on the current stream, or on others that were waited for. ``short``: the bytes
+        of a run, by its number, on the host; asked for those of less than ``LEAST_BYTES``.
+        """
+        found = np.empty((len(self._lengths), DIGEST_BYTES), np.uint8)
+        sums, lengths = self._sums.cpu().numpy().view(np.uint64), self._lengths[self._is_long]
+        low = _merged(sums, 11, lengths * np.uint64(_P64_1))
+        high = _merged(sums, len(_SECRET) - 64 - 11, ~(lengths * np.uint64(_P64_2)))
+        found[self._is_long] = np.stack([high, low], axis=1).astype(">u8").view(np.uint8)
+        for number in np.flatnonzero(~self._is_long).tolist():
+            found[number] = np.frombuffer(xxhash.xxh3_128_digest(short(number)), np.uint8)
+        return found.tobytes()
+
+
+@cache
+def _words_on(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(_TABLE).to(device)
+
+
+_trying = threading.Lock()
+_tried: set[torch.device] = set()
+
+
+def require_equal_digests(device: torch.device) -> None:
+    """Raises RuntimeError if the kernel does not do on ``device`` what xxhash does. It is tried once in a process."""
+    with _trying:
+        if device in _tried:
+            return
+        data = np.random.default_rng(0).integers(0, 256, 20_000, np.uint8)
+        there = torch.from_numpy(data).to(device)
+        places = [(0, 20_000), (8, 1024), (16, 1025), (3, 4096), (7, 241), (5, 10_000), (9, 12)]
+        held = [data[start : start + nbytes].data for start, nbytes in places]
+        hashing = Hashing.untried([[Run(there.data_ptr() + start, nbytes) for start, nbytes in places]], device)
+        hashing.queue(0)
+        if hashing.read(held.__getitem__) != b"".join(map(xxhash.xxh3_128_digest, held)):
+            raise RuntimeError(f"the kernel that hashes on {device} does not give the digests of xxhash: report this")
+        _tried.add(device)
+
+
+def _merged(sums: Words, start: int, begin: Words) -> Words:
+    """uint64 [runs] of sums [runs, 8]."""
+    keyed = sums ^ np.array(_words(start, 8), np.uint64)
+    merged = begin.copy()
+    for pair in range(4):
+        merged += _folded_product(keyed[:, 2 * pair], keyed[:, 2 * pair + 1])
+    merged ^= merged >> np.uint64(37)
+    merged *= np.uint64(_AVALANCHE)
+    merged ^= merged >> np.uint64(32)
+    return merged
+
+
+def _folded_product(a: Words, b: Words) -> Words:
+    """The lower half of the 128 bits of a · b, xor the upper half."""
+    half, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
+    a_low, a_high, b_low, b_high = a & mask, a >> half, b & mask, b >> half
+    low = a_low * b_low
+    middle = a_high * b_low + (low >> half)
+    other = a_low * b_high + (middle & mask)
+    high: Words = a_high * b_high + (middle >> half) + (other >> half)
+    high ^= a * b
+    return high
+
+
+@triton.jit(do_not_specialize_on_alignment=["runs"])  # or it is compiled anew for tables that begin elsewhere
+def add_up(runs, words, sums, ALIGNED: tl.constexpr, UNROLLED: tl.constexpr):
+    """The eight sums of each run; grid: (runs,).
+
+    ``runs`` int64 [runs, 3]: address, bytes, and row in ``sums``, int64 [all runs, 8]. ``words`` int64: ``_TABLE``.
+    ``ALIGNED``: every address is a multiple of 8.
+    """
+    entry = runs + 3 * tl.program_id(0)
+    address, nbytes, row = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    lane = tl.arange(0, 8)
+    stripe = tl.arange(0, 16)
+    places = 64 * stripe[:, None] + 8 * lane[None, :]
+    swapped = 64 * stripe[:, None] + 8 * (lane ^ 1)[None, :]
+    keys = tl.load(words + stripe[:, None] + lane[None, :]).to(tl.uint64, bitcast=True)
+    scrambling = tl.load(words + 16 + lane).to(tl.uint64, bitcast=True)
+    found = tl.load(words + 32 + lane).to(tl.uint64, bitcast=True)
+
+    blocks = (nbytes - 1) // 1024
+    unrolled = blocks // UNROLLED
+    for several in range(unrolled):
+        for one in tl.static_range(UNROLLED):
+            start = address + (several * UNROLLED + one) * 1024
+            found = _scrambled(found + _of_stripes(start, places, swapped, keys, ALIGNED), scrambling)
+    for block in range(unrolled * UNROLLED, blocks):
+        found = _scrambled(found + _of_stripes(address + block * 1024, places, swapped, keys, ALIGNED), scrambling)
+
+    rest = (nbytes - 1 - blocks * 1024) // 64
+    if rest > 0:
+        inside = (stripe < rest)[:, None] & (lane >= 0)[None, :]
+        start = address + blocks * 1024
+        mine = _words_at(start + places, inside, ALIGNED)
+        others = _words_at(start + swapped, inside, ALIGNED)
+        product = tl.where(inside, _product(mine ^ keys), 0)
+        found += tl.sum(product + others, 0)
+
+    last = address + nbytes - 64
+    everywhere = lane >= 0
+    keys_of_last = tl.load(words + 24 + lane).to(tl.uint64, bitcast=True)
+    found += _product(_words_at(last + 8 * lane, everywhere, False) ^ keys_of_last)
+    found += _words_at(last + 8 * (lane ^ 1), everywhere, False)
+    tl.store(sums + 8 * row + lane, found.to(tl.int64, bitcast=True))
+
+
+@triton.jit
+def _of_stripes(start, places, swapped, keys, ALIGNED: tl.constexpr):
+    """What 16 stripes add, uint64 [8]."""
+    everywhere = places >= 0
+    product = _product(_words_at(start + places, everywhere, ALIGNED) ^ keys)
+    return tl.sum(product + _words_at(start + swapped, everywhere, ALIGNED), 0)
+
+
+@triton.jit
+def _words_at(addresses, inside, ALIGNED: tl.constexpr):
+    """uint64, little-endian, 0 where it is not ``inside``. Without ``ALIGNED`` of the two words that hold the bytes."""
+    if ALIGNED:
+        pointers = addresses.to(tl.pointer_type(tl.int64))
+        return tl.load(pointers, mask=inside, other=0).to(tl.uint64, bitcast=True)
+    skipped = (addresses & 7) * 8
+    pointers = (addresses - (addresses & 7)).to(tl.pointer_type(tl.int64))
+    low = tl.load(pointers, mask=inside, other=0).to(tl.uint64, bitcast=True)
+    # of an aligned address the second word is none of its bytes, and may lie outside of the memory
+    high = tl.load(pointers + 1, mask=inside & (skipped > 0), other=0).to(tl.uint64, bitcast=True)
+    shift = skipped.to(tl.uint64, bitcast=True)
+    return (low >> shift) | ((high << 1) << (63 - shift))
+
+
+@triton.jit
+def _product(keyed):
+    # spelled so that the compiler multiplies 32 bits by 32
+    return keyed.to(tl.uint32).to(tl.uint64) * (keyed >> 32).to(tl.uint32).to(tl.uint64)
+
+
+@triton.jit
+def _scrambled(sums, keys):
+    return (sums ^ (sums >> 47) ^ keys) * 0x9E3779B1

@@ -1,0 +1,66 @@
+"""What is stored in a log in memory from a GPU has the digests that the host would give it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout_service.ingest import rooms
+from rollout_service.ingest.rooms import Rooms
+from rollout_service.protocol.tensors import TensorSlot
+from rollout_service.store import manifest
+from rollout_service.store.manifest import StoredTensor
+from rollout_service.store.mapped_files import MappedFiles
+from rollout_service.store.spare_files import SpareFiles
+from rollout_service.store.writer import LogMemory, VersionWriter
+
+CHUNK = 4096
+SHAPES = {
+    "large": (3, 2055),
+    "odd": (1, 4001),
+    "end": (4096 + 100,),
+    "scales": (5, 20),
+    "none": (0, 4),
+    "chunk": (CHUNK,),
+}
+
+
+def stored(folder: Path, tensors: dict[str, torch.Tensor], gpu: torch.device | None = None) -> tuple[StoredTensor, ...]:
+    folder.mkdir()
+    spare = SpareFiles(folder)
+    spare.begin()
+    slots = [TensorSlot(name=name, dtype="int8", shape=tuple(tensor.shape)) for name, tensor in tensors.items()]
+    writer = VersionWriter(folder, slots, memory=LogMemory(MappedFiles(), spare))
+    with Rooms(writer, gpu) as filling:
+        for name, tensor in tensors.items():
+            filling.fill(name, tensor)
+    return writer.finish()
+
+
+ALL = set(SHAPES.values())
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("held_bytes", [1, 1 << 30])
+@pytest.mark.parametrize(
+    ("lie_on_gpu", "gpu"),
+    [(ALL, None), (set(), CPU), ({SHAPES["odd"], SHAPES["chunk"]}, CPU)],
+    ids=["on the GPU", "on the host", "some on each"],
+)
+def test_digests_and_bytes_are_those_of_the_host(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    held_bytes: int,
+    lie_on_gpu: set[tuple[int, ...]],
+    gpu: torch.device | None,
+) -> None:
+    for module in (manifest, rooms):
+        monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
+    tensors = {name: torch.randint(-127, 128, shape, dtype=torch.int8) for name, shape in SHAPES.items()}
+    by_host = stored(tmp_path / "host", tensors)
+    monkeypatch.setattr(rooms, "lies_on_gpu", lambda tensor: tensor.shape in lie_on_gpu)
+    monkeypatch.setattr(rooms, "_SCRATCH_BYTES", 2 * CHUNK + 64)
+    monkeypatch.setattr(rooms, "_HELD_BYTES", held_bytes)
+    assert stored(tmp_path / "gpu", tensors, gpu) == by_host
+    for file in {tensor.file for tensor in by_host}:
+        assert (tmp_path / "gpu" / file).read_bytes() == (tmp_path / "host" / file).read_bytes()

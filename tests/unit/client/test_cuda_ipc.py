@@ -1,0 +1,205 @@
+"""Versions through memory of a GPU that trainer and ingest share: all but CUDA's calls, whose place files take here.
+
+With the calls themselves: tests/gpu/test_cuda_ipc.py.
+"""
+
+import asyncio
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout_service.client import RolloutClient, _shared_memory, _tensors, _upload
+from rollout_service.errors import NotShared, QuantizationError
+from rollout_service.gpu_memory import OwnGpuMemory
+from rollout_service.ingest.sources import shared_memory as source
+from tests.unit.client.real_ingest import RealIngest, real_ingest
+from tests.unit.client.test_shared_memory import how_it_came
+from tests.unit.ingest.trainer import Weights
+
+FILES: dict[str, Path] = {}
+"""Memory that has a handle, by it."""
+
+
+class OwnFile:
+    """In place of ``OwnGpuMemory``."""
+
+    gpu = "GPU-of-a-test"
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        with tempfile.NamedTemporaryFile(delete=False) as file:
+            file.truncate(nbytes)
+        self.handle = uuid.uuid4().hex * 4
+        FILES[self.handle] = Path(file.name)
+        self.tensor = torch.from_file(file.name, shared=True, size=nbytes, dtype=torch.uint8)
+
+    def free(self) -> None:
+        FILES.pop(self.handle).unlink()
+
+
+class OthersFile:
+    """In place of ``OtherGpuMemory``."""
+
+    def __init__(self, handle: str, nbytes: int) -> None:
+        if handle not in FILES:
+            raise OSError("cudaIpcOpenMemHandle: invalid resource handle (cudaErrorInvalidResourceHandle)")
+        self.nbytes = nbytes
+        self._memory = torch.from_file(str(FILES[handle]), shared=True, size=nbytes, dtype=torch.uint8)
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy(self, start: int, target: torch.Tensor) -> None:
+        target.copy_(self._memory[start : start + target.nbytes])
+
+    def close(self) -> None:
+        del self._memory
+
+
+@pytest.fixture(autouse=True)
+def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(_shared_memory, "OwnGpuMemory", OwnFile)
+    monkeypatch.setattr(_shared_memory.GpuMemory, "_given_up", None)
+    monkeypatch.setattr(source, "OtherGpuMemory", OthersFile)
+    monkeypatch.setattr(_shared_memory, "BATCH_BYTES", 100_000)
+    monkeypatch.setattr(_shared_memory, "LEAST_SHARED_BYTES", 0)
+    yield
+    for path in FILES.values():
+        path.unlink()
+    FILES.clear()
+
+
+@pytest.fixture
+async def service(model: Path, tmp_path: Path) -> AsyncIterator[RealIngest]:
+    async with real_ingest(model, tmp_path / "log") as running:
+        running.ingest._uploads._trainer_memory._registered = lambda _: lambda: None  # as if it had a GPU
+        yield running
+
+
+@pytest.fixture
+async def client(service: RealIngest) -> AsyncIterator[RolloutClient]:
+    async with RolloutClient(service.url, retries=1) as client:
+        yield client
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tensors, "_are_on_gpu", lambda pairs: True)
+
+
+@pytest.mark.parametrize("quantize", ["service", "trainer"])
+async def test_the_version_is_the_one_that_parts_make(
+    service: RealIngest, client: RolloutClient, weights: Weights, quantize: _upload.Quantize
+) -> None:
+    in_parts = await client.push_weights(1, dict(weights), transport="http", wait="none")
+    for version in (2, 3):
+        status = await client.push_weights(version, dict(weights), transport="cuda_ipc", quantize=quantize, wait="none")
+        assert status.digest == in_parts.digest
+        assert await how_it_came(service, version) == "CudaIpcSource"
+        service.log.verify(service.log.manifest(version))
+    assert len(FILES) == 1  # the second push was given the memory of the first
+
+
+async def test_nan_is_refused_by_name_and_the_memory_is_not_freed_at_once(
+    service: RealIngest, client: RolloutClient, weights: Weights
+) -> None:
+    bad = {name: tensor.clone() for name, tensor in weights.items()}
+    bad["model.norm.weight"][3] = float("nan")
+    for _ in range(3):
+        with pytest.raises(QuantizationError, match=r"model\.norm\.weight\[3\]"):
+            await client.push_weights(1, bad, transport="cuda_ipc", wait="none")
+    assert len(FILES) == 1  # of the last push, which the ingest may be reading
+    status = await client.push_weights(1, dict(weights), transport="cuda_ipc", wait="none")
+    assert status.state == "committed"
+
+
+async def test_memory_that_its_trainer_gave_up_is_closed(
+    service: RealIngest, client: RolloutClient, weights: Weights
+) -> None:
+    memories = service.ingest._uploads._trainer_memory
+    await client.push_weights(1, dict(weights), transport="cuda_ipc", wait="none")
+    memories.prune(set())
+    assert len(memories._opened) == 1
+    await client.aclose()
+    memories.prune(set())
+    assert memories._opened == {}
+
+
+@pytest.mark.usefixtures("on_gpu")
+class TestAuto:
+    async def test_tensors_on_a_gpu_go_this_way(
+        self, service: RealIngest, client: RolloutClient, weights: Weights
+    ) -> None:
+        await client.push_weights(1, dict(weights), wait="none")
+        assert await how_it_came(service, 1) == "CudaIpcSource"
+
+    async def test_others_through_the_hosts_memory(
+        self, service: RealIngest, client: RolloutClient, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(_tensors, "_are_on_gpu", lambda pairs: False)
+        await client.push_weights(1, dict(weights), wait="none")
+        assert await how_it_came(service, 1) == "SharedMemorySource"
+
+    @pytest.mark.parametrize("quantize", ["service", "trainer"])
+    async def test_an_ingest_without_a_gpu_takes_the_hosts_memory(
+        self, service: RealIngest, client: RolloutClient, weights: Weights, quantize: _upload.Quantize
+    ) -> None:
+        service.ingest._uploads._trainer_memory._registered = None
+        await client.push_weights(1, dict(weights), quantize=quantize, wait="none")
+        assert await how_it_came(service, 1) == "SharedMemorySource"
+        with pytest.raises(NotShared, match="the ingest has no GPU"):
+            await client.push_weights(2, dict(weights), transport="cuda_ipc", wait="none")
+
+    async def test_a_handle_that_cuda_does_not_open(
+        self, service: RealIngest, client: RolloutClient, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(OwnFile, "__init__", _without_a_handle)
+        one_shot = iter(weights.items())
+        table = _tensors.TensorSource(dict(weights), None).table
+        monkeypatch.setattr(_tensors, "_uses_gpu", lambda: True)
+        await client.push_weights(1, one_shot, tensor_table=table, wait="none")
+        assert await how_it_came(service, 1) == "SharedMemorySource"
+        with pytest.raises(NotShared, match="GPU GPU-of-a-test cannot be read here: cudaIpc"):
+            await client.push_weights(2, dict(weights), transport="cuda_ipc", wait="none")
+
+    async def test_a_trainer_whose_gpu_has_no_room(
+        self, service: RealIngest, client: RolloutClient, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(self: OwnFile, nbytes: int) -> None:
+            raise OSError("cudaMalloc: out of memory (cudaErrorMemoryAllocation)")
+
+        monkeypatch.setattr(OwnFile, "__init__", refuse)
+        await client.push_weights(1, dict(weights), wait="none")
+        assert await how_it_came(service, 1) == "SharedMemorySource"
+        with pytest.raises(NotShared, match="no memory to share: cudaMalloc: out of memory"):
+            await client.push_weights(2, dict(weights), transport="cuda_ipc", wait="none")
+
+    async def test_a_version_that_the_service_dropped_is_sent_in_parts(
+        self, service: RealIngest, client: RolloutClient, weights: Weights
+    ) -> None:
+        discarding: list[asyncio.Task[None]] = []
+
+        def drop(done: int, total: int) -> None:
+            if not discarding:
+                discarding.append(asyncio.create_task(service.ingest.discard(1)))
+
+        status = await client.push_weights(1, dict(weights), wait="none", progress=drop)
+        assert status.state == "committed" and await how_it_came(service, 1) == "parts"
+
+
+def _without_a_handle(self: OwnFile, nbytes: int) -> None:
+    self.nbytes, self.handle = nbytes, "f" * 128
+    self.tensor = torch.empty(nbytes, dtype=torch.uint8)
+    self.free = lambda: None  # type: ignore[method-assign]
+
+
+def test_without_cuda_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    with pytest.raises(OSError, match="cuda-bindings"):
+        OwnGpuMemory(100)
