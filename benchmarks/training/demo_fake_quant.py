@@ -1,4 +1,4 @@
-"""Keeps two runs of the demo, whose policy is computed as the engines compute it or as transformers does, and plots them.
+"""Keeps and plots two runs of the demo, whose policy computes as the engines do, or as transformers does.
 
     python -m examples.grpo_digits --no-fp8-kv-cache --fake-quant --out out/demo_fake_quant
     python -m examples.grpo_digits --no-fp8-kv-cache --out out/demo_bf16_kv

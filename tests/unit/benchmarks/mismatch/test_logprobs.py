@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.mismatch.logprobs import mismatch, score
 from rollout_service.protocol.rollout import Completion, Span
+from rollout_service.protocol.routed_experts import RoutedExperts
 from tests.support.models import FAMILIES
 
 
@@ -37,6 +38,21 @@ def test_a_completion_is_scored_after_its_prompt() -> None:
             whole = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
         expected = [float(whole[i - 1, tokens[i]]) for i in (3, 4)]
         assert row.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_completion_is_scored_by_the_experts_that_the_engine_told() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES["qwen3_moe"](), dtype=torch.float32).eval()
+    completion = _completion(9, 8)
+    chosen: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _module, _inputs, output: chosen.append(output[2]))
+    plain = score(model, [([5, 6, 7], completion)])
+    own = torch.stack(chosen, 1)[:-1].numpy().astype("uint8")
+    others = (own + 1) % model.config.num_experts
+    for experts, same in ((own, True), (others, False)):
+        told = completion.model_copy(update={"routed_experts": RoutedExperts.of(experts, 0)})
+        assert torch.equal(score(model, [([5, 6, 7], told)], replay=True), plain) is same
 
 
 def _completion(*tokens: int) -> Completion:
