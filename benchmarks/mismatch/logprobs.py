@@ -265,7 +265,9 @@ class Trained:
 
     def __init__(self, name: Model, folder: Path) -> None:
         self.name, self.folder = name, folder
-        self.fp32 = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(DEVICE)
+        # in fp32 on a GPU one expert after the other: grouped products are made for BF16
+        one_by_one = {"experts_implementation": "eager"} if GPU and name != Model.QWEN3 else {}
+        self.fp32 = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **one_by_one).eval().to(DEVICE)
         self.bf16 = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval().to(DEVICE)
 
     def cases(self, engine: Engine, config: ServiceConfig, sampled: Sampled) -> Iterator[Case]:
