@@ -125,7 +125,11 @@ class Report:
             "update_s_median": statistics.median(r.update_s for r in records),
             "kv_calibration_share": sum(r.calibration_s for r in records) / sum(r.step_s for r in records),
             "wall_s": time.perf_counter() - self._started,
-            "by_step": {"reward": [r.reward for r in records], "mismatch_k3": [r.mismatch_k3 for r in records]},
+            "by_step": {
+                "step": list(range(1, len(records) + 1)),
+                "reward": [r.reward for r in records],
+                "mismatch_k3": [r.mismatch_k3 for r in records],
+            },
         }
 
 

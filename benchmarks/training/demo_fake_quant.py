@@ -51,9 +51,9 @@ def plot(runs: dict[str, Json], picture: Path) -> None:
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
     figure.suptitle("GRPO through an FP8 service with a BF16 KV cache")
     for name, summary in runs.items():
-        steps, found = range(1, summary["steps"] + 1), summary["by_step"]
-        top.plot(steps, found["reward"], label=LABELS[name], linewidth=2)
-        bottom.plot(steps, found["mismatch_k3"], label=LABELS[name])
+        found = summary["by_step"]
+        top.plot(found["step"], found["reward"], label=LABELS[name], linewidth=2)
+        bottom.plot(found["step"], found["mismatch_k3"], label=LABELS[name])
     top.set(ylabel="mean reward", ylim=(0, 1))
     # below 1e-12 is rounding of the mean itself, and many steps have exactly 0
     bottom.set(ylabel="mismatch k3, nats a token", xlabel="step", ylim=(0, None))

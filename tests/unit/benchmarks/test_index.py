@@ -14,6 +14,7 @@ from benchmarks.common.paths import PROJECT, RESULTS
 from benchmarks.index import BENCHMARKS, PART, README, Benchmark, found_results, problems, table
 
 PARTS_OF_OTHERS = {
+    "benchmarks.mismatch.logprobs_tables",
     "benchmarks.index",
     "benchmarks.clients.table",
     "benchmarks.families.table",

@@ -25,7 +25,7 @@ def summary(fake_quant: bool, k3: float) -> dict[str, Any]:
         "reward_first": 0.25,
         "reward_last": 1.0,
         "k3_mean": k3,
-        "by_step": {"reward": [0.25, 1.0], "mismatch_k3": [2 * k3, 0.0]},
+        "by_step": {"step": [1, 2], "reward": [0.25, 1.0], "mismatch_k3": [2 * k3, 0.0]},
     }
 
 
