@@ -250,6 +250,8 @@ def sample(
         # DeepGEMM's kernels are compiled when they are needed; the warm-up would compile all that could be
         e8m0 = str(int(engine == Engine.DEEP_GEMM_E8M0))
         environment = {"VLLM_USE_DEEP_GEMM_E8M0": e8m0, "VLLM_DEEP_GEMM_WARMUP": "skip"}
+        if GPU:  # which this process has used
+            environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         # nothing is measured: others may use the GPU meanwhile
         arguments = {"kv_cache_memory_bytes": KV_CACHE_BYTES} if GPU else {}
         async with bare_engine(config, environment=environment, arguments=arguments) as running:
