@@ -30,8 +30,8 @@ dashboards-check: setup ## every panel and alert against a real Prometheus and a
 	@$(PYTHON_VENV) -m dashboards.check
 
 # tests run beside each other: threads that spin while they wait, and engines that vLLM binds to one core, cost minutes
-test: export OMP_NUM_THREADS := 1
-test: export VLLM_CPU_OMP_THREADS_BIND := nobind
+test test-unit test-live test-slow: export OMP_NUM_THREADS := 1
+test test-unit test-live test-slow: export VLLM_CPU_OMP_THREADS_BIND := nobind
 test: check ## lint, types, unit tests and tests with real engines (12 minutes on 2 cores)
 	@TRITON_INTERPRET=1 $(PYTHON_VENV) -m pytest tests/interpreted
 	@# a worker each for the service and engines alone; unit tests take the cores while those wait

@@ -153,12 +153,17 @@ def quantizer(result: Json) -> str:
     return f"{last['name']} at {last['ratio_to_copy']:.0%} of a copy's speed"
 
 
+def lm_head(result: Json) -> str:
+    """Of ``kernels.lm_head``."""
+    fp32 = one(result["cases"], lm_head="float32")
+    return f"logits in fp32 add {fp32['added_ms']:.2f} ms to a decode step of {result['sequences']} sequences"
+
+
 def logprobs(result: Json) -> str:
     """Of ``mismatch.logprobs``."""
-    cases = [case for case in result["cases"] if case.get("trainer", "fp32") == "fp32"]  # the only one at first
-    family = cases[0]["family"]
-    k3 = [f"{mode} {one(cases, family=family, mode=mode)['k3']:.1e}" for mode in ("bf16", "fp8", "fp8kv")]
-    return f"k3 of {family} against fp32: {', '.join(k3)}"
+    engines = ("bf16", "fp8_block", "fp8_block, fp8 kv")
+    k3 = [f"{engine} {one(result['cases'], model='qwen3', engine=engine)['k3']:.1e}" for engine in engines]
+    return f"k3 of qwen3 against fp32: {'; '.join(k3)}"
 
 
 def kv_scales(result: Json) -> str:
@@ -181,6 +186,13 @@ def tis_ablation(result: Json) -> str:
     """Of ``training.tis_ablation``."""
     tis, plain = (result["summary"][arm]["final_reward"]["mean"] for arm in ("fp8_tis", "fp8"))
     return f"final reward in FP8 {tis:.3f} with TIS, {plain:.3f} without"
+
+
+def demo_fake_quant(result: Json) -> str:
+    """Of ``training.demo_fake_quant``."""
+    with_it, without = (result["runs"][name] for name in ("fake_quant", "plain"))
+    reward = f"reward {with_it['reward_first']:.2f} → {with_it['reward_last']:.2f}"
+    return f"{reward} under fake_quant, mean k3 {with_it['k3_mean']:.1e} instead of {without['k3_mean']:.1e}"
 
 
 def demo(result: Json) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -107,7 +108,7 @@ class Report:
         fp8 = "FP8 weights, activations and KV cache" if self._fp8_kv_cache else "FP8 weights and activations"
         return f"GRPO through the rollout service: {fp8}" + (", policy computed likewise" if self._fake_quant else "")
 
-    def _summary(self) -> dict[str, float | int]:
+    def _summary(self) -> dict[str, Any]:
         records, mean = self._records, statistics.fmean
         tokens = sum(r.tokens for r in records)
         return {
@@ -124,6 +125,11 @@ class Report:
             "update_s_median": statistics.median(r.update_s for r in records),
             "kv_calibration_share": sum(r.calibration_s for r in records) / sum(r.step_s for r in records),
             "wall_s": time.perf_counter() - self._started,
+            "by_step": {
+                "step": list(range(1, len(records) + 1)),
+                "reward": [r.reward for r in records],
+                "mismatch_k3": [r.mismatch_k3 for r in records],
+            },
         }
 
 

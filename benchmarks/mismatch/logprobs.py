@@ -1,30 +1,32 @@
 """How far an engine's logprobs are from a trainer's of the same weights, by the arithmetic that both use.
 
-    python -m benchmarks.mismatch.logprobs [--family qwen3] [--family qwen3_moe] [--mode bf16 --mode fp8 …]
+    python -m benchmarks.mismatch.logprobs [--model qwen3] [--engine bf16 --engine fp8_block …]
 
-Small models trained on the spot (``repeating.py``). Each engine samples ``--prompts`` sequences; forward passes with
-the unquantized BF16 weights score the same tokens, and the formulas are those of ``rollout_service.correction``. The
-row ``bf16`` is what engine and trainer differ by anyway. Each run adds its cases to the same file, in place of earlier
-ones of the same model, mode and trainer.
+Small models trained on the spot (``repeating.py``), and by name ``qwen3_30b_a3b``: two layers of that model's shapes
+with random weights. Each engine samples ``--prompts`` sequences; forward passes of trainers with the unquantized
+weights score the same tokens, and the formulas are those of ``rollout_service.correction``. A row's ``engine`` names
+the engine, and after it the trainer where that is not one in fp32. Each row is written as soon as it is measured, in
+place of an earlier one of the same model and engine.
 
-Trainers compute in ``fp32`` or in ``bf16``; ``engine_roundings`` is ``bf16`` rounded where the engine rounds, for
-engines with BF16 weights, and ``fake_quant`` that with the engine's FP8 in its layers, for those with FP8 weights
-(``rollout_service.quant``); both have a head in fp32 where the engine has. Engines:
+Trainers:
 
-- ``bf16``: nothing is quantized;
-- ``bf16_fp32_head``, ``fp8_fp32_head``: as the rows without, with ``engine.lm_head: float32``;
-- ``fp8``: weights and activations, by CUTLASS on a GPU as in ``deployments/fp8_rollout.yaml``, by our own kernel on the
-  CPU;
-- ``int8``: weights by output channel and activations by token; the CPU only;
-- ``fp8kv``: the KV cache, too, with scales of 1;
-- ``fp8kv_calibrated``: as ``fp8kv``, with the scales that a trainer measures;
-- ``deep_gemm``, ``deep_gemm_e8m0``: as ``fp8``, by DeepGEMM with scales in fp32 or as powers of two; a GPU only.
+- fp32, without a name: what engines differ from the exact forward pass by;
+- ``bf16 trainer``: as most train;
+- ``engine_roundings trainer``, ``fake_quant trainer``: BF16, computed as the engine does (``rollout_service.quant``),
+  its FP8 products in fp32; ``fake_quant trainer, bf16 products``: in BF16, as it would be trained on a GPU;
+- ``routes replayed``: each token goes to the experts that the engine chose (``examples/routing_replay.py``); on a GPU.
+
+Engines are named by what is quantized; ``fp32 lm_head`` is ``engine.lm_head: float32``, and scales of the FP8 KV cache
+are 1 or a trainer's. CUDA's kernels are called one by one (``enforce_eager``), but for ``compiled``. On a GPU linear
+layers are CUTLASS's, where DeepGEMM's are not named, and several engines are started at once: nothing is timed.
 """
 
 import asyncio
+import multiprocessing
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -35,12 +37,14 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import linear
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
 from benchmarks.common.engine import bare_engine, commit, load_version
+from benchmarks.common.shapes import SHAPES, Shape
 from benchmarks.mismatch.repeating import PERIOD, repeating, train
+from examples.routing_replay import replayed
 from rollout_service.config import ServiceConfig
 from rollout_service.correction.metrics import mismatch_metrics
 from rollout_service.correction.ratios import compare
@@ -49,64 +53,97 @@ from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import Sampling
 from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe
-from rollout_service.quant.engine_roundings import engine_roundings
+from rollout_service.quant.engine_roundings import Kernels, engine_roundings
 from rollout_service.quant.fake_quant import fake_quant
 from rollout_service.quant.forwards import Forwards
 from rollout_service.store.log import WeightLog
 
 RESULT = "mismatch_logprobs"
-SAME = ("family", "mode", "trainer")
+SAME = ("model", "engine")
 """Fields in which two cases agree that measured the same."""
 BATCH = 16
-"""Sequences in a step of training."""
+"""Sequences in a step of training, and in a forward pass."""
 PROMPT_SEED, CALIBRATION_SEED = 10**6, 2 * 10**6
 KV_CACHE_BYTES = 1 << 30
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
 
 
-class Arithmetic(StrEnum):
-    """Of an engine: see the list above."""
+class Model(StrEnum):
+    """``QWEN3_30B_A3B``: two layers of its shapes, with random weights; a GPU only."""
+
+    QWEN3 = "qwen3"
+    QWEN3_MOE = "qwen3_moe"
+    QWEN3_30B_A3B = "qwen3_30b_a3b"
+
+
+class Engine(StrEnum):
+    """An engine's arithmetic; the last ones on a GPU only."""
 
     BF16 = "bf16"
-    BF16_FP32_HEAD = "bf16_fp32_head"
-    FP8 = "fp8"
-    FP8_FP32_HEAD = "fp8_fp32_head"
-    INT8 = "int8"
-    FP8KV = "fp8kv"
-    FP8KV_CALIBRATED = "fp8kv_calibrated"
-    DEEP_GEMM = "deep_gemm"
-    DEEP_GEMM_E8M0 = "deep_gemm_e8m0"
+    BF16_FP32_HEAD = "bf16, fp32 lm_head"
+    INT8 = "int8_channel"
+    FP8 = "fp8_block"
+    FP8_FP32_HEAD = "fp8_block, fp32 lm_head"
+    FP8KV = "fp8_block, fp8 kv"
+    FP8KV_MEASURED = "fp8_block, fp8 kv, measured scales"
+    FP8_COMPILED = "fp8_block, compiled"
+    DEEP_GEMM_E8M0 = "fp8_block, DeepGEMM E8M0"
 
 
-ON_A_GPU = (Arithmetic.DEEP_GEMM, Arithmetic.DEEP_GEMM_E8M0)
-SECTIONS: dict[Arithmetic, dict[str, dict[str, Any]]] = {
-    Arithmetic.BF16: {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16"}},
-    Arithmetic.BF16_FP32_HEAD: {
-        "quant": {"weights": "none"},
-        "kv_cache": {"dtype": "bfloat16"},
-        "engine": {"lm_head": "float32"},
-    },
-    Arithmetic.FP8: {"kv_cache": {"dtype": "bfloat16"}},
-    Arithmetic.FP8_FP32_HEAD: {"kv_cache": {"dtype": "bfloat16"}, "engine": {"lm_head": "float32"}},
-    Arithmetic.INT8: {"quant": {"weights": "int8_channel"}, "kv_cache": {"dtype": "bfloat16"}},
-    Arithmetic.FP8KV: {"kv_cache": {"dtype": "fp8_e4m3"}},
-    Arithmetic.FP8KV_CALIBRATED: {"kv_cache": {"dtype": "fp8_e4m3"}},
-    Arithmetic.DEEP_GEMM: {"kv_cache": {"dtype": "bfloat16"}, "engine": {"linear_backend": "deep_gemm"}},
-    Arithmetic.DEEP_GEMM_E8M0: {"kv_cache": {"dtype": "bfloat16"}, "engine": {"linear_backend": "deep_gemm"}},
+class Trainer(StrEnum):
+    """What a row is named by after its engine."""
+
+    FP32 = ""
+    BF16 = "bf16 trainer"
+    FP32_REPLAYED = "routes replayed"
+    BF16_REPLAYED = "bf16 trainer, routes replayed"
+    AS_ENGINE = "engine_roundings trainer"
+    FAKE_QUANT = "fake_quant trainer"
+    FAKE_QUANT_REPLAYED = "fake_quant trainer, routes replayed"
+    FAKE_QUANT_IN_BF16 = "fake_quant trainer, bf16 products"
+
+
+BF16_CACHE: dict[str, Any] = {"kv_cache": {"dtype": "bfloat16"}}
+NOT_QUANTIZED: dict[str, Any] = BF16_CACHE | {"quant": {"weights": "none"}}
+SECTIONS: dict[Engine, dict[str, dict[str, Any]]] = {
+    Engine.BF16: NOT_QUANTIZED,
+    Engine.BF16_FP32_HEAD: NOT_QUANTIZED | {"engine": {"lm_head": "float32"}},
+    Engine.INT8: BF16_CACHE | {"quant": {"weights": "int8_channel"}},
+    Engine.FP8: BF16_CACHE,
+    Engine.FP8_FP32_HEAD: BF16_CACHE | {"engine": {"lm_head": "float32"}},
+    Engine.FP8KV: {"kv_cache": {"dtype": "fp8_e4m3"}},
+    Engine.FP8KV_MEASURED: {"kv_cache": {"dtype": "fp8_e4m3"}},
+    Engine.FP8_COMPILED: BF16_CACHE | {"engine": {"enforce_eager": False, "cuda_graph_sizes": [8]}},
+    Engine.DEEP_GEMM_E8M0: BF16_CACHE | {"engine": {"linear_backend": "deep_gemm"}},
 }
+TRAINERS: dict[Engine, tuple[Trainer, ...]] = {
+    Engine.BF16: (Trainer.FP32, Trainer.BF16, Trainer.AS_ENGINE, Trainer.FP32_REPLAYED, Trainer.BF16_REPLAYED),
+    Engine.BF16_FP32_HEAD: (Trainer.FP32, Trainer.BF16, Trainer.AS_ENGINE),
+    Engine.FP8_FP32_HEAD: (Trainer.FP32, Trainer.FAKE_QUANT),
+    Engine.FP8: (
+        Trainer.FP32, Trainer.BF16, Trainer.FAKE_QUANT, Trainer.FAKE_QUANT_IN_BF16, Trainer.BF16_REPLAYED,
+        Trainer.FAKE_QUANT_REPLAYED,
+    ),
+    Engine.FP8KV: (Trainer.FP32, Trainer.FAKE_QUANT),
+    Engine.FP8_COMPILED: (Trainer.FP32, Trainer.FAKE_QUANT),
+}  # fmt: skip
+"""Of engines that are not here, the one in fp32 alone."""
+ON_A_GPU = {Engine.FP8_COMPILED, Engine.DEEP_GEMM_E8M0}
+REPLAYED = {Trainer.FP32_REPLAYED, Trainer.BF16_REPLAYED, Trainer.FAKE_QUANT_REPLAYED}
 
 
-def of_this_machine() -> tuple[Arithmetic, ...]:
-    """What engines on this machine can do."""
-    without = () if torch.cuda.is_available() else ON_A_GPU
-    return tuple(each for each in Arithmetic if each not in without)
+def of_this_machine() -> tuple[Engine, ...]:
+    """Engines that this machine can run."""
+    return tuple(each for each in Engine if GPU or each not in ON_A_GPU)
 
 
 class SampleOptions(Options):
     """Models and samples."""
 
-    family: tuple[str, ...] = ("qwen3", "qwen3_moe")
-    """Of tests/support/models.py; may be repeated."""
-    mode: tuple[Arithmetic, ...] = Field(default_factory=of_this_machine)
+    model: tuple[Model, ...] = (Model.QWEN3, Model.QWEN3_MOE)
+    """May be repeated; of qwen3_30b_a3b, ``bf16`` and ``fp8_block`` are what is wanted."""
+    engine: tuple[Engine, ...] = Field(default_factory=of_this_machine)
     """May be repeated; all that this machine has."""
     steps: int = 300
     """Of training."""
@@ -114,6 +151,10 @@ class SampleOptions(Options):
     """One completion is sampled of each."""
     tokens: int = 48
     """Sampled for each prompt."""
+    jobs: int = 6 if GPU else 1
+    """Engines at once."""
+    routes: bool = True
+    """On a GPU ``bf16`` and ``fp8_block`` engines of a mixture return their experts."""
 
 
 Sampled = list[tuple[list[int], Completion]]
@@ -122,11 +163,11 @@ Sampled = list[tuple[list[int], Completion]]
 
 @dataclass(frozen=True)
 class Case:
-    """One arithmetic of one model."""
+    """One engine and one trainer of one model."""
 
-    family: str
-    mode: str
-    trainer: str
+    model: str
+    engine: str
+    """With its trainer."""
     tokens: int
     k1: float
     """Mean of engine − trainer, nats a token."""
@@ -134,94 +175,135 @@ class Case:
     """Mean of exp(lr) − 1 − lr, lr = trainer − engine, nats a token."""
     prob_error: float
     """Mean of exp |lr|."""
-    abs_mean: float
-    abs_max: float
+    abs_diff_mean: float
+    abs_diff_max: float
     nll: float
     """Of the sampled tokens by the trainer, nats a token: how sure the model is."""
 
 
-def mismatch(family: str, mode: str, trainer: str, scored: torch.Tensor, engine: torch.Tensor) -> Case:
-    """Of logprobs [completions, tokens] of the same sampled tokens."""
-    metrics = mismatch_metrics(compare(scored, engine, torch.ones_like(engine, dtype=torch.bool)))
+def mismatch(model: str, engine: str, scored: torch.Tensor, sampled: torch.Tensor) -> Case:
+    """Of logprobs [completions, tokens] of the same sampled tokens, a trainer's and the engine's."""
+    metrics = mismatch_metrics(compare(scored, sampled, torch.ones_like(sampled, dtype=torch.bool)))
     return Case(
-        family=family,
-        mode=mode,
-        trainer=trainer,
-        tokens=engine.numel(),
+        model=model,
+        engine=engine,
+        tokens=sampled.numel(),
         k1=metrics["kl"],
         k3=metrics["k3_kl"],
         prob_error=metrics["token_mult_prob_error"],
-        abs_mean=metrics["rollout_train_logprobs_abs_diff_mean"],
-        abs_max=metrics["rollout_train_logprobs_abs_diff_max"],
+        abs_diff_mean=metrics["rollout_train_logprobs_abs_diff_mean"],
+        abs_diff_max=metrics["rollout_train_logprobs_abs_diff_max"],
         nll=metrics["training_log_ppl"],
     )
 
 
-def score(model: PreTrainedModel, sampled: Sampled) -> torch.Tensor:
+def score(model: PreTrainedModel, sampled: Sampled, *, replay: bool = False) -> torch.Tensor:
     """Logprobs of the completions' tokens [completions, tokens]; all prompts and all completions of one length."""
     tokens = torch.tensor([[*prompt, *completion.token_ids] for prompt, completion in sampled])
-    first = len(sampled[0][0])
-    with torch.no_grad():
-        logits = torch.cat([model(rows).logits[:, first - 1 : -1].float() for rows in tokens.split(16)])
-    return logits.log_softmax(-1).gather(-1, tokens[:, first:, None])[..., 0]
+    first, found = len(sampled[0][0]), []
+    for start in range(0, len(tokens), BATCH):
+        rows = tokens[start : start + BATCH].to(model.device)
+        with torch.no_grad(), routes(model, sampled[start : start + BATCH]) if replay else nullcontext():
+            logits = model(rows).logits[:, first - 1 : -1].float()
+        found.append(logits.log_softmax(-1).gather(-1, rows[:, first:, None])[..., 0].cpu())
+    return torch.cat(found)
+
+
+@contextmanager
+def routes(model: PreTrainedModel, sampled: Sampled) -> Iterator[None]:
+    """The model sends these prompts and completions to the engine's experts."""
+    told = [
+        completion.routed_experts.unpacked(len(prompt) + len(completion.token_ids))
+        for prompt, completion in sampled
+        if completion.routed_experts is not None
+    ]
+    experts = torch.stack([torch.from_numpy(of_tokens.astype("int64")) for of_tokens, _ in told])
+    with replayed(model, experts, torch.stack([torch.from_numpy(known) for _, known in told])):
+        yield
 
 
 def measured_scales(model: PreTrainedModel) -> dict[str, float]:
     """Of q, k and v of each layer, as a trainer measures them on sequences like those that are sampled."""
     with torch.no_grad(), observe_qkv(model) as observation:
         for seed in range(CALIBRATION_SEED, CALIBRATION_SEED + 8):
-            model(repeating(8, seed))
+            model(repeating(8, seed).to(model.device))
     return observation.scales(type(model).__name__).named()
 
 
-async def sample(
-    config: ServiceConfig, mode: Arithmetic, options: SampleOptions, kv_scales: dict[str, float] | None
+def sample(
+    config: ServiceConfig, engine: Engine, options: SampleOptions, kv_scales: dict[str, float] | None
 ) -> Sampled:
-    """One completion of each prompt. ``kv_scales``: a version 1 of the model has them."""
-    again = BeginUpload(version=1, source=PathSource(path=config.model.path), kv_scales=kv_scales)
-    version = await commit(config, *([] if kv_scales is None else [again]))
-    sampling = Sampling(max_tokens=options.tokens, ignore_eos=True)
-    prompts = repeating(options.prompts, PROMPT_SEED, tokens=PERIOD + 4).tolist()
-    # DeepGEMM's kernels are compiled when they are needed; the warm-up would compile all that could be
-    e8m0 = str(int(mode == Arithmetic.DEEP_GEMM_E8M0))
-    environment = {"VLLM_USE_DEEP_GEMM_E8M0": e8m0, "VLLM_DEEP_GEMM_WARMUP": "skip"}
-    # nothing is measured: others may use the GPU meanwhile
-    arguments = {"kv_cache_memory_bytes": KV_CACHE_BYTES} if torch.cuda.is_available() else {}
-    async with bare_engine(config, environment=environment, arguments=arguments) as engine:
-        await load_version(engine, WeightLog(config.weights.root).folder(version), version)
-        calls = [engine.generate(f"{i}", tuple(prompt), sampling) for i, prompt in enumerate(prompts)]
-        return [(prompt, found[0]) for prompt, found in zip(prompts, await asyncio.gather(*calls), strict=True)]
+    """One completion of each prompt, by an engine that this process starts.
+
+    ``kv_scales``: a version 1 of the model has them.
+    """
+
+    async def sampled() -> Sampled:
+        again = BeginUpload(version=1, source=PathSource(path=config.model.path), kv_scales=kv_scales)
+        version = await commit(config, *([] if kv_scales is None else [again]))
+        sampling = Sampling(
+            max_tokens=options.tokens,
+            ignore_eos=True,
+            routed_experts_prompt_start=0 if config.engine.return_routed_experts else None,
+        )
+        prompts = repeating(options.prompts, PROMPT_SEED, tokens=PERIOD + 4).tolist()
+        # DeepGEMM's kernels are compiled when they are needed; the warm-up would compile all that could be
+        e8m0 = str(int(engine == Engine.DEEP_GEMM_E8M0))
+        environment = {"VLLM_USE_DEEP_GEMM_E8M0": e8m0, "VLLM_DEEP_GEMM_WARMUP": "skip"}
+        if GPU:  # which this process has used
+            environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        # nothing is measured: others may use the GPU meanwhile
+        arguments = {"kv_cache_memory_bytes": KV_CACHE_BYTES} if GPU else {}
+        async with bare_engine(config, environment=environment, arguments=arguments) as running:
+            await load_version(running, WeightLog(config.weights.root).folder(version), version)
+            calls = [running.generate(f"{i}", tuple(prompt), sampling) for i, prompt in enumerate(prompts)]
+            return [(prompt, found[0]) for prompt, found in zip(prompts, await asyncio.gather(*calls), strict=True)]
+
+    return asyncio.run(sampled())
 
 
-def measure(family: str, folder: Path, options: SampleOptions) -> Iterator[Case]:
-    """All modes of one trained model, which is in ``folder``."""
-    reference = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32).eval()
-    in_bf16 = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.bfloat16).eval()
-    for mode in options.mode:
-        config = config_of(folder / family, folder / f"log-{family}-{mode}", mode)
-        scales = measured_scales(reference) if mode == Arithmetic.FP8KV_CALIBRATED else None
-        sampled = asyncio.run(sample(config, mode, options, scales))
-        engines = torch.tensor([completion.logprobs for _, completion in sampled])
-        yield mismatch(family, mode, "fp32", score(reference, sampled), engines)
-        yield mismatch(family, mode, "bf16", score(in_bf16, sampled), engines)
-        if mode != Arithmetic.INT8:
-            with as_the_engine(in_bf16, config) as trainer:
-                yield mismatch(family, mode, trainer, score(in_bf16, sampled), engines)
+class Trained:
+    """A model's two trainers, in fp32 and BF16, with the same weights."""
 
+    def __init__(self, name: Model, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        # in fp32 on a GPU one expert after the other: grouped products are made for BF16
+        one_by_one = {"experts_implementation": "eager"} if GPU and name != Model.QWEN3 else {}
+        self.fp32 = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **one_by_one).eval().to(DEVICE)
+        self.bf16 = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval().to(DEVICE)
 
-@contextmanager
-def as_the_engine(model: PreTrainedModel, config: ServiceConfig) -> Iterator[str]:
-    """The model computes as the engine with that configuration inside the block; how that is called."""
-    with ExitStack() as stack:
-        if config.engine.lm_head == "float32":
-            head = Forwards({model.lm_head: lambda hidden: linear(hidden.float(), model.lm_head.weight.float())})
-            stack.callback(head.remove)
-        if config.quant.weights == "none":
-            stack.enter_context(engine_roundings(model))
-            yield "engine_roundings"
-        else:
-            stack.enter_context(fake_quant(model, recipe_of(config)))
-            yield "fake_quant"
+    def cases(self, engine: Engine, config: ServiceConfig, sampled: Sampled) -> Iterator[Case]:
+        """Of each trainer of that engine, that this model and machine have."""
+        logprobs = torch.tensor([completion.logprobs for _, completion in sampled])
+        for trainer in TRAINERS.get(engine, (Trainer.FP32,)):
+            if trainer in REPLAYED and not config.engine.return_routed_experts:
+                continue
+            if trainer == Trainer.FAKE_QUANT_IN_BF16 and not GPU:
+                continue  # on the CPU products are in fp32
+            with self._computing(trainer, config) as model:
+                scored = score(model, sampled, replay=trainer in REPLAYED)
+            yield mismatch(self.name, ", ".join(filter(None, (engine, trainer))), scored, logprobs)
+
+    @contextmanager
+    def _computing(self, trainer: Trainer, config: ServiceConfig) -> Iterator[PreTrainedModel]:
+        """The model that computes as that trainer; as the engine with ``config``, if it is one of those."""
+        if trainer in (Trainer.FP32, Trainer.FP32_REPLAYED):
+            yield self.fp32
+            return
+        kernels: Kernels = "cpu"
+        if GPU:
+            kernels = "cuda_eager" if config.engine.enforce_eager else "cuda_compiled"
+        with ExitStack() as stack:
+            if config.engine.lm_head == "float32":
+                head = self.bf16.lm_head
+                forwards = Forwards({head: lambda hidden: linear(hidden.float(), head.weight.float())})
+                stack.callback(forwards.remove)
+            if trainer == Trainer.AS_ENGINE:
+                stack.enter_context(engine_roundings(self.bf16, kernels))
+            elif trainer not in (Trainer.BF16, Trainer.BF16_REPLAYED):
+                exact = trainer != Trainer.FAKE_QUANT_IN_BF16
+                stack.enter_context(fake_quant(self.bf16, recipe_of(config), kernels=kernels, exact=exact))
+            yield self.bf16
 
 
 def recipe_of(config: ServiceConfig) -> TrainerRecipe:
@@ -231,50 +313,84 @@ def recipe_of(config: ServiceConfig) -> TrainerRecipe:
     return TrainerRecipe(weights=config.quant.weights, quantized=tuple(plan.quantized), experts=model.experts)
 
 
-def config_of(model: Path, root: Path, mode: Arithmetic) -> ServiceConfig:
-    """Of an engine with that arithmetic."""
-    engine: dict[str, Any] = {"max_model_len": 512, "gpu_memory_utilization": 0.2, "enforce_eager": True}
-    if torch.cuda.is_available():
-        engine |= {"linear_backend": "cutlass"}
-    sections = SECTIONS[mode]
+def config_of(model: Model, folder: Path, engine: Engine, options: SampleOptions) -> ServiceConfig:
+    """Of an engine with that arithmetic; the model lies in ``folder``, beside which versions are written."""
+    settings: dict[str, Any] = {"max_model_len": 512, "gpu_memory_utilization": 0.2, "enforce_eager": True}
+    if GPU:
+        wants_routes = engine in (Engine.BF16, Engine.FP8) and model != Model.QWEN3
+        settings |= {"linear_backend": "cutlass", "return_routed_experts": wants_routes and options.routes}
+    sections = SECTIONS[engine]
     return ServiceConfig.model_validate(
         {
             **sections,
-            "model": {"path": model},
-            "engine": engine | sections.get("engine", {}),
-            "weights": {"root": root, "source_roots": [root.parent]},
+            "model": {"path": folder},
+            "engine": settings | sections.get("engine", {}),
+            "weights": {"root": folder.parent / f"log-{folder.name}-{engine.name}", "source_roots": [folder.parent]},
         }
     )
+
+
+def make(model: Model, folder: Path, options: SampleOptions) -> float | None:
+    """Save the model in ``folder``; returns the last loss of its training, None of one that is not trained."""
+    if model != Model.QWEN3_30B_A3B:
+        return train(model, folder, options.steps, BATCH, DEVICE)
+    if not GPU:
+        raise ValueError(f"--model {model} has 1.3 billion parameters, which a GPU is wanted for")
+    smaller = {"num_hidden_layers": 2, "vocab_size": 1024, "bos_token_id": 1, "eos_token_id": 2}
+    shape = {name: value for name, value in SHAPES[Shape.QWEN3_30B_A3B].items() if name != "architectures"}
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        made = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**shape | smaller), dtype=torch.bfloat16)
+    made.save_pretrained(folder)
+    return None
+
+
+def main(options: SampleOptions) -> None:
+    """Measure, print the table, and add the cases to benchmarks/results/<machine>/mismatch_logprobs.json."""
+    console, cases, failed = Console(), list[Case](), list[BaseException]()
+    spawned = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as root, ProcessPoolExecutor(options.jobs, spawned) as pool:
+        for model in options.model:
+            folder = Path(root) / model
+            loss = make(model, folder, options)
+            trained = Trained(model, folder)
+            console.log(f"{model}: made, {'random' if loss is None else f'{loss:.3f} nats a token'}")
+            configs = {engine: config_of(model, folder, engine, options) for engine in options.engine}
+            scales = {each: measured_scales(trained.fp32) for each in configs if each == Engine.FP8KV_MEASURED}
+            sampling = {
+                pool.submit(sample, config, engine, options, scales.get(engine)): engine
+                for engine, config in configs.items()
+            }
+            for future in as_completed(sampling):
+                engine = sampling[future]
+                if (error := future.exception()) is not None:
+                    console.log(f"{model}, {engine}: {error}")
+                    failed.append(error)
+                    continue
+                for case in trained.cases(engine, configs[engine], future.result()):
+                    cases.append(case)
+                    keep(case, options, loss)
+                    console.log(f"{case.model}, {case.engine}: k3 {case.k3:.1e}")
+    console.print(table_of(cases))
+    if failed:
+        raise BaseExceptionGroup(f"{len(failed)} engines failed; the others' rows are written", failed)
+
+
+def keep(case: Case, options: SampleOptions, loss: float | None) -> Path:
+    """In place of an earlier one with the same ``SAME``. ``loss``: the last one of the model's training."""
+    new = asdict(case) | {"steps": 0 if loss is None else options.steps, "prompts": options.prompts, "loss": loss}
+    return results.write(RESULT, {"cases": results.joined(results.cases(RESULT), [new], SAME)})
 
 
 def table_of(cases: list[Case]) -> Table:
     """For people."""
     table = Table(title=f"engine against a forward pass of a trainer with BF16 weights, on {results.machine()}")
-    for column in ("model", "mode", "trainer", "k1", "k3", "mean exp|lr|", "mean |lr|", "max |lr|", "nll"):
-        table.add_column(column, justify="left" if column in ("model", "mode", "trainer") else "right")
+    for column in ("model", "engine", "k1", "k3", "mean exp|lr|", "mean |lr|", "max |lr|", "nll"):
+        table.add_column(column, justify="left" if column in ("model", "engine") else "right")
     for c in cases:
-        numbers = (f"{c.k1:+.1e}", f"{c.k3:.1e}", f"{c.prob_error:.4f}", f"{c.abs_mean:.4f}", f"{c.abs_max:.2f}")
-        table.add_row(c.family, c.mode, c.trainer, *numbers, f"{c.nll:.2f}")
+        numbers = (f"{c.k1:+.1e}", f"{c.k3:.1e}", f"{c.prob_error:.4f}", f"{c.abs_diff_mean:.4f}")
+        table.add_row(c.model, c.engine, *numbers, f"{c.abs_diff_max:.2f}", f"{c.nll:.2f}")
     return table
-
-
-def main(options: SampleOptions) -> None:
-    """Measure, print the table, and add the cases to benchmarks/results/<machine>/mismatch/logprobs.json."""
-    console, cases = Console(), list[Case]()
-    with tempfile.TemporaryDirectory() as folder:
-        for family in options.family:
-            loss = train(family, Path(folder) / family, options.steps, BATCH)
-            console.log(f"{family}: trained to {loss:.3f} nats a token")
-            for case in measure(family, Path(folder), options):
-                cases.append(case)
-                console.log(f"wrote {keep(case, options, loss)}")  # each is kept, whatever the next one does
-    console.print(table_of(cases))
-
-
-def keep(case: Case, options: SampleOptions, loss: float) -> Path:
-    """In place of an earlier one with the same ``SAME``. ``loss``: the last one of the model's training."""
-    new = asdict(case) | {"steps": options.steps, "prompts": options.prompts, "loss": loss}
-    return results.write(RESULT, {"cases": results.joined(results.cases(RESULT), [new], SAME)})
 
 
 if __name__ == "__main__":

@@ -18,15 +18,17 @@ def repeating(count: int, seed: int, tokens: int = TRAINED_TOKENS) -> torch.Tens
     return start.repeat(1, -(-tokens // PERIOD))[:, :tokens]
 
 
-def train(family: str, folder: Path, steps: int, batch: int) -> float:
+def train(family: str, folder: Path, steps: int, batch: int, device: str = "cpu") -> float:
     """Save a model of the family in BF16 after so many steps of AdamW; returns its last loss in nats a token."""
     torch.manual_seed(0)
     torch.set_num_threads(1)  # small matrices: a second thread waits more than it works
-    model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
+    config = FAMILIES[family]()
+    one_by_one = {"experts_implementation": "eager"} if device != "cpu" and hasattr(config, "num_experts") else {}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **one_by_one).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loss = torch.zeros(())
     for step in range(steps):
-        sequences = repeating(batch, seed=step)
+        sequences = repeating(batch, seed=step).to(device)
         loss = model(sequences, labels=sequences).loss
         optimizer.zero_grad()
         loss.backward()

@@ -135,6 +135,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
         session_id: str | None = None,
         priority: int = 0,
         on_abort: OnAbort = "continue",
+        return_routed_experts: bool = False,
+        routed_experts_prompt_start: int | None = None,
         request_id: str | None = None,
     ) -> Rollout:
         """Sample ``n`` completions of one prompt, given as text or token ids. Parameters have vLLM's names and meaning.
@@ -152,6 +154,10 @@ class RolloutClient(ControlCalls, MismatchCalls):
             priority: Lower is scheduled earlier.
             on_abort: When an update, a pause or a lost replica cuts a completion short: ``continue`` on another
                 replica from the tokens it has, or ``return`` it with ``finish_reason="abort"``.
+            return_routed_experts: Have ``Rollout.routed_experts`` say which experts each token went to, for a service
+                with ``engine.return_routed_experts``.
+            routed_experts_prompt_start: Only from this token of the prompt on: the last one that had no row after the
+                turn before, where this prompt goes on from that.
             request_id: Name of this rollout in logs; the service makes one up otherwise.
 
         Raises:
@@ -172,6 +178,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
             stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
             min_tokens=min_tokens,
+            routed_experts_prompt_start=routed_experts_prompt_start,
         )
         request = request_of(
             prompt,
@@ -180,6 +187,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
             session_id=session_id,
             priority=priority,
             on_abort=on_abort,
+            return_routed_experts=return_routed_experts,
             request_id=request_id,
         )
         reply = await self._data.send("POST", "/inference/v1/generate", json=body_of(request), repeat=Repeat.IF_LOST)

@@ -35,6 +35,8 @@ class GenerateOptions(TypedDict, total=False):
     session_id: str | None
     priority: int
     on_abort: OnAbort
+    return_routed_experts: bool
+    routed_experts_prompt_start: int | None
 
 
 def sampling_of(**parameters: object) -> Sampling:

@@ -177,6 +177,12 @@ class EngineConfig(Config):
     that a trainer can renormalize over them (docs/correction.md). It holds for every request: all need ``top_k`` of at
     least 1 and a temperature above 0, and others are refused. Not on the CPU."""
 
+    return_routed_experts: bool = False
+    """Requests may ask with ``return_routed_experts`` which experts each token went to, so that a trainer can send it
+    to the same ones (docs/correction.md). Engines note it for all tokens then, of cached prompts too: as many bytes of
+    host memory as the KV cache has tokens, times layers and experts a token. Mixtures of experts alone; not on the
+    CPU."""
+
     extra: dict[str, JsonValue] = Field(default_factory=dict)
     """More arguments of vLLM, by the names of its AsyncEngineArgs: docs/vllm_settings.md. What the service decides
     itself is refused, with the setting to use instead. ``hf_overrides`` may set what changes no tensor, above all RoPE

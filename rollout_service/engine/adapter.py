@@ -32,6 +32,7 @@ from rollout_service.metrics.process import record
 from rollout_service.protocol.fleet import PauseMode, Staging
 from rollout_service.protocol.kv_scales import KVMeasurement
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span
+from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import Reasoning, Sampling
 from rollout_service.protocol.sampling_mask import pack
 from rollout_service.vllm_internals import pause_scheduler
@@ -110,7 +111,9 @@ class EngineAdapter:
 
         Raises EngineFailed when the engine is dead or broken, InvalidRequest for what vLLM refuses, NonFiniteLogprob.
         """
-        stream = self._stream(request_id, prompt, vllm_sampling(sampling), priority, cache_salt, reasoning)
+        if sampling.routed_experts_prompt_start is not None and not self._llm.vllm_config.aux_output_config.enabled:
+            raise InvalidRequest("routed experts are asked for, and engine.return_routed_experts is not set")
+        stream = self._stream(request_id, prompt, vllm_sampling(sampling, len(prompt)), priority, cache_salt, reasoning)
         return completions(await self._output(request_id, stream), sampling)
 
     async def score(self, request_id: str, token_ids: tuple[int, ...]) -> tuple[tuple[float, ...], int]:
@@ -121,7 +124,8 @@ class EngineAdapter:
         """
         # vLLM tells the logprobs of a prompt with its first token
         sampled_token = Sampling(max_tokens=1, ignore_eos=True, top_k=self._least_top_k, prompt_logprobs=0)
-        output = await self._output(request_id, self._stream(request_id, token_ids, vllm_sampling(sampled_token)))
+        parameters = vllm_sampling(sampled_token, len(token_ids))
+        output = await self._output(request_id, self._stream(request_id, token_ids, parameters))
         [sampled] = output.outputs
         return prompt_logprobs(output), completion(sampled).spans[0].version
 
@@ -344,8 +348,13 @@ _NOT_VLLMS = {"stop", "stop_token_ids", "logprobs", "structured_outputs", "route
 """Of the sampling parameters: those that vLLM gets in another form, or not at all."""
 
 
-def vllm_sampling(sampling: Sampling) -> SamplingParams:
-    """vLLM's parameters, for one message when all completions are done. Raises InvalidRequest for what vLLM refuses."""
+def vllm_sampling(sampling: Sampling, prompt_tokens: int = 0) -> SamplingParams:
+    """vLLM's parameters, for one message when all completions are done. Raises InvalidRequest for what vLLM refuses.
+
+    An engine that notes routed experts tells them with every completion: those of the prompt's ``prompt_tokens`` are
+    left out of one that nobody asked for.
+    """
+    experts_from = sampling.routed_experts_prompt_start
     try:
         return SamplingParams(
             **sampling.model_dump(exclude=_NOT_VLLMS | {"detokenize", "output_kind"}),
@@ -353,6 +362,7 @@ def vllm_sampling(sampling: Sampling) -> SamplingParams:
             stop_token_ids=list(sampling.stop_token_ids),
             logprobs=sampling.logprobs or 0,
             structured_outputs=_structured_outputs(sampling),
+            routed_experts_prompt_start=prompt_tokens if experts_from is None else experts_from,
             flat_logprobs=True,
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -382,6 +392,12 @@ def completions(output: RequestOutput, sampling: Sampling) -> tuple[Completion, 
         asked = sampling.structured_outputs.model_dump_json(exclude_none=True)
         raise InvalidRequest(f"vLLM cannot make what {asked} describes")
     made = tuple(completion(each, sampling.logprobs or 0) for each in output.outputs)
+    if (experts_from := sampling.routed_experts_prompt_start) is not None:
+        tokens = len(output.prompt_token_ids or ())
+        made = tuple(
+            each.model_copy(update={"routed_experts": routed_experts(told, experts_from, tokens)})
+            for each, told in zip(made, output.outputs, strict=True)
+        )
     if sampling.prompt_logprobs is None:
         return made
     of_the_prompt = prompt_candidates(output)
@@ -418,6 +434,27 @@ def packed_mask(output: CompletionOutput) -> tuple[str, ...] | None:
             f"vLLM returned sampling masks of {len(mask.token_ids)} tokens for a completion of {len(output.token_ids)}"
         )
     return (pack(mask.token_ids),)
+
+
+def routed_experts(output: CompletionOutput, start: int, prompt_tokens: int) -> RoutedExperts | None:
+    """The experts of tokens from ``start`` on, counted from the prompt's first; None of a completion without tokens.
+
+    Raises EngineFailed if vLLM tells none, or of more tokens than there are, or nothing but zeros: a router never
+    chooses an expert twice for a token, so zeros come from a kernel that does not tell what it chose.
+    """
+    if not output.token_ids:
+        return None
+    experts, read = output.routed_experts, prompt_tokens + len(output.token_ids) - 1 - start
+    if experts is None:
+        raise EngineFailed(f"vLLM told no routed experts with a completion of {len(output.token_ids)} tokens")
+    if len(experts) > read:
+        raise EngineFailed(f"vLLM told routed experts of {len(experts)} tokens, where {read} were read from {start} on")
+    if experts.size and experts.shape[-1] > 1 and not experts.any():
+        raise EngineFailed(
+            f"vLLM told expert 0 for all {experts.shape[-1]} choices of {len(experts)} tokens in every layer: the "
+            "kernel for this model's experts does not tell what it chose. Set engine.return_routed_experts: false"
+        )
+    return RoutedExperts.of(experts, start)
 
 
 def sampled_logprobs(output: CompletionOutput) -> tuple[float, ...]:

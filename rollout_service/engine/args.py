@@ -84,6 +84,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         # importance ratios need the distribution that was sampled from, temperature included
         logprobs_mode="processed_logprobs",
         return_sampling_mask=_returns_masks(config, on_cpu),
+        enable_return_routed_experts=_returns_experts(config, on_cpu),
         # the model's generation_config.json must not change what a trainer asked for
         generation_config="vllm",
         weight_transfer_config=WeightTransferConfig(backend=TRANSFER_BACKEND),
@@ -132,6 +133,21 @@ def _returns_masks(config: ServiceConfig, on_cpu: bool) -> bool:
             "which there is not for the CPU: leave it out, and sample without top_p, top_k and min_p"
         )
     return config.engine.return_sampling_mask
+
+
+def _returns_experts(config: ServiceConfig, on_cpu: bool) -> bool:
+    wanted = config.engine.return_routed_experts
+    if wanted and not _has(config, *EXPERT_COUNTS):
+        raise ValueError(
+            f"engine.return_routed_experts is true, and {config.model.path} has no experts: leave it out, or serve a "
+            "mixture of experts"
+        )
+    if wanted and on_cpu:
+        raise ValueError(
+            "engine.return_routed_experts is true, and vLLM returns routed experts from its Model Runner V2 alone, "
+            "which there is not for the CPU: leave it out"
+        )
+    return wanted
 
 
 def _graph_sizes(config: ServiceConfig, on_cpu: bool) -> list[int] | None:

@@ -49,6 +49,8 @@ INSTEAD: dict[str, str] = {
     "model": "set model.path",
     "reasoning_parser": "set chat.reasoning_parser",
     "return_sampling_mask": "set engine.return_sampling_mask",
+    "enable_return_routed_experts": "set engine.return_routed_experts",
+    "aux_output_config": "set engine.return_routed_experts",
     "scheduling_policy": "requests have a priority",
     "seed": "set engine.seed",
     "skip_tokenizer_init": "it is skipped where the model has no tokenizer",

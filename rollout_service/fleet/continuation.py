@@ -5,13 +5,18 @@ from typing import TypeVar
 import xxhash
 
 from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling
 
 _T = TypeVar("_T")
 
 
 def remainder(call: GenerateCall, partial: Completion, attempt: int) -> GenerateCall:
-    """The request for the tokens that ``partial``, one of the call's completions, still lacks."""
+    """The request for the tokens that ``partial``, one of the call's completions, still lacks.
+
+    Experts are asked for from the last token on, which no engine has read; from where the call wants them, if
+    ``partial`` came without any.
+    """
     done = len(partial.token_ids)
     sampling = call.sampling
     changes: dict[str, object] = {"n": 1, "min_tokens": max(0, sampling.min_tokens - done), "prompt_logprobs": None}
@@ -19,6 +24,8 @@ def remainder(call: GenerateCall, partial: Completion, attempt: int) -> Generate
         changes["max_tokens"] = sampling.max_tokens - done
     if sampling.seed is not None:
         changes["seed"] = _seed(sampling.seed, partial.index, done)
+    if sampling.routed_experts_prompt_start is not None and partial.routed_experts is not None:
+        changes["routed_experts_prompt_start"] = len(call.prompt_token_ids) + done - 1
     return call.model_copy(
         update={
             "request_id": f"{call.request_id}-{partial.index}-{attempt}",
@@ -46,12 +53,13 @@ def kept(partial: Completion, sampling: Sampling) -> Completion:
     """
     penalized = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
     looks_back = bool(sampling.stop) or penalized or sampling.structured_outputs is not None
-    nothing = {"token_ids": (), "logprobs": (), "spans": (), "top_logprobs": None, "packed_sampling_mask": None}
+    nothing: dict[str, tuple[()] | None] = {"token_ids": (), "logprobs": (), "spans": ()}
+    nothing |= dict.fromkeys(("top_logprobs", "packed_sampling_mask", "routed_experts"))
     return partial.model_copy(update=nothing) if looks_back else partial
 
 
-def joined(partial: Completion, rest: Completion) -> Completion:
-    """One completion of a partial one and what was made after it; it ends as ``rest`` ended."""
+def joined(call: GenerateCall, partial: Completion, rest: Completion) -> Completion:
+    """One completion of a partial one of the call's and what was made after it; it ends as ``rest`` ended."""
     done = len(partial.token_ids)
     return Completion(
         index=partial.index,
@@ -63,7 +71,17 @@ def joined(partial: Completion, rest: Completion) -> Completion:
         top_logprobs=_joined([piece.top_logprobs for piece in (partial, rest) if piece.token_ids]),
         prompt_logprobs=partial.prompt_logprobs,
         packed_sampling_mask=_joined([piece.packed_sampling_mask for piece in (partial, rest) if piece.token_ids]),
+        routed_experts=_joined_experts(partial, rest, len(call.prompt_token_ids)),
     )
+
+
+def _joined_experts(partial: Completion, rest: Completion, prompt_tokens: int) -> RoutedExperts | None:
+    """Those of both. Tokens that ``partial`` made without telling its experts are missing: what the rest's engine chose
+    for them is not what they were sampled with. Only the last of them was read there first."""
+    first, second = partial.routed_experts, rest.routed_experts
+    if first is None and second is not None:
+        return second.without(prompt_tokens, prompt_tokens + len(partial.token_ids) - 1)
+    return first if second is None or first is None else first.followed_by(second)
 
 
 def _joined(pieces: list[tuple[_T, ...] | None]) -> tuple[_T, ...] | None:

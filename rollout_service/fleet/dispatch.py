@@ -78,7 +78,7 @@ class Dispatcher:
                 rollout = await self._generated(remainder(call, base, progress.attempts), progress)
             except (EngineFailed, NotReady):
                 break  # what there is goes back to the caller rather than nothing
-            completion, replica_id = joined(base, rollout.completions[0]), rollout.replica_id
+            completion, replica_id = joined(call, base, rollout.completions[0]), rollout.replica_id
             if rollout.returned:
                 break
         return completion, replica_id, progress.attempts

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from rollout_service.errors import InvalidRequest
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
-from rollout_service.gateway.generate import packed_mask, prompt_logprobs, sampled_first, spans, usage
+from rollout_service.gateway.generate import packed_mask, prompt_logprobs, routed_experts, sampled_first, spans, usage
 from rollout_service.gateway.prompts import DATA_ERRORS, model_name, roll_out, text_of, tokenize
 from rollout_service.gateway.routes import OpenRoute
 from rollout_service.protocol.generate import (
@@ -20,6 +20,7 @@ from rollout_service.protocol.generate import (
     Usage,
 )
 from rollout_service.protocol.rollout import Completion, FinishReason, Rollout, Span
+from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import (
     MOST_COMPLETIONS,
     MOST_LOGPROBS,
@@ -115,6 +116,7 @@ class CompletionChoice(BaseModel):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     packed_sampling_mask: list[str] | None = None
+    routed_experts: RoutedExperts | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
 
@@ -201,7 +203,7 @@ def _choice(
         choice["prompt_token_ids"] = rollout.prompt_token_ids
     if sampling.prompt_logprobs is not None:
         choice["prompt_logprobs"] = prompt_logprobs(rollout)
-    return choice | packed_mask(completion)
+    return choice | packed_mask(completion) | routed_experts(completion)
 
 
 def _logprobs(completion: Completion, body: CompletionRequest, services: Services) -> dict[str, object]:

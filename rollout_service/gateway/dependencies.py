@@ -74,6 +74,8 @@ class Services:
     """What agents said."""
     returns_masks: bool = False
     """``engine.return_sampling_mask``."""
+    returns_experts: bool = False
+    """``engine.return_routed_experts``."""
     may_sleep: bool = False
     """``engine.enable_sleep_mode``."""
     not_running: Callable[[], dict[str, str]] = dict
@@ -121,6 +123,7 @@ class Services:
             aliases=config.model.aliases,
             sessions=Sessions() if sessions is None else session_client(sessions),
             returns_masks=config.engine.return_sampling_mask,
+            returns_experts=config.engine.return_routed_experts,
             may_sleep=config.engine.enable_sleep_mode,
             not_running=partial(not_running, serve.get_replica_context().app_name),
             tensor_parallel_size=config.engine.tensor_parallel_size,

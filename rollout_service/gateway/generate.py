@@ -52,7 +52,7 @@ def _choice(completion: Completion, services: Services, body: GenerateRequest) -
         choice["text"] = text_of(completion, body.sampling_params, services)
     if body.flat_logprobs and completion.top_logprobs is not None:
         choice["top_logprobs"] = completion.top_logprobs
-    return choice | packed_mask(completion)
+    return choice | packed_mask(completion) | routed_experts(completion)
 
 
 def _by_token(completion: Completion) -> list[dict[str, object]]:
@@ -103,6 +103,12 @@ def packed_mask(completion: Completion) -> dict[str, object]:
     """The sampling mask's chunks, where the deployment returns them. vLLM's own form is several times as long."""
     mask = completion.packed_sampling_mask
     return {} if mask is None else {"packed_sampling_mask": mask}
+
+
+def routed_experts(completion: Completion) -> dict[str, object]:
+    """Which experts its tokens went to, if they were asked for."""
+    experts = completion.routed_experts
+    return {} if experts is None else {"routed_experts": experts.model_dump()}
 
 
 def usage(rollouts: list[Rollout]) -> dict[str, int]:

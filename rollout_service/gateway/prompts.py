@@ -155,6 +155,27 @@ def _check_mask(sampling: Sampling) -> None:
         )
 
 
+def _with_experts(prompt: Sequence[int], sampling: Sampling, services: Services, asked: bool) -> Sampling:
+    """``sampling`` with the token from which on experts are to be told; None: they are not.
+
+    Raises InvalidRequest where they cannot be.
+    """
+    start = sampling.routed_experts_prompt_start
+    if not services.returns_experts:
+        if asked:
+            raise InvalidRequest(
+                "return_routed_experts is true, and this deployment's engines do not note which experts they choose: "
+                "leave it out, or set engine.return_routed_experts where a mixture of experts is served on a GPU"
+            )
+        return sampling.model_copy(update={"routed_experts_prompt_start": None})
+    if start is not None and start > len(prompt):
+        raise InvalidRequest(
+            f"routed_experts_prompt_start={start} is beyond the prompt's {len(prompt)} tokens",
+            {"routed_experts_prompt_start": start, "prompt_tokens": len(prompt)},
+        )
+    return sampling.model_copy(update={"routed_experts_prompt_start": 0 if asked and start is None else start})
+
+
 async def _number_of(version: int | str | None, services: Services) -> int | None:
     """Of a version that may be given by its label. Raises NotFound for one that no version has."""
     return await services.ingest.version_of(version) if isinstance(version, str) else version
@@ -170,6 +191,7 @@ async def roll_out(
 ) -> Rollout:
     """Check one prompt and have an engine complete it."""
     check_prompt(prompt, sampling, services)
+    sampling = _with_experts(prompt, sampling, services, options.return_routed_experts)
     if sampling.max_tokens is None:
         sampling = sampling.model_copy(update={"max_tokens": services.max_model_len - len(prompt)})
     request = GenerateCall(

@@ -7,6 +7,7 @@ from pydantic import BaseModel, Field, FiniteFloat, StrictInt, model_validator
 from rollout_service.errors import InvalidRequest
 from rollout_service.protocol.base import Frozen, KnownVersion
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, OnAbort, Span
+from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import Sampling, refuse_many_unknown, without_idle_nulls
 
 TokenIds = Annotated[tuple[StrictInt, ...], Field(fail_fast=True)]
@@ -32,6 +33,9 @@ class RolloutOptions(Frozen):
 
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     """Only requests of the same salt share what the prefix cache holds. A new weight version empties it anyway."""
+    return_routed_experts: bool = False
+    """Tell which experts each token went to: ``routed_experts`` of each choice, see ``RoutedExperts``. The deployment
+    needs ``engine.return_routed_experts``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -132,6 +136,8 @@ class GenerateChoice(BaseModel):
     """With ``flat_logprobs`` and ``sampling_params.logprobs`` above 0: see ``Completion``."""
     packed_sampling_mask: tuple[str, ...] | None = None
     """See ``Completion``. vLLM's own form is several times as long."""
+    routed_experts: RoutedExperts | None = None
+    """See ``RolloutOptions.return_routed_experts``."""
 
     def completion(self) -> Completion:
         """Raises ValueError if tokens, logprobs and spans do not match."""
@@ -148,6 +154,7 @@ class GenerateChoice(BaseModel):
             text=self.text,
             top_logprobs=self.top_logprobs,
             packed_sampling_mask=self.packed_sampling_mask,
+            routed_experts=self.routed_experts,
         )
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field, WithJsonSchema, model_validator
 
 from rollout_service.protocol.base import MAX_VERSION, Frozen, WeightVersion
+from rollout_service.protocol.routed_experts import Experts, Known, RoutedExperts
 
 FinishReason = Literal["stop", "length", "abort"]
 OnAbort = Literal["continue", "return"]
@@ -66,6 +67,8 @@ class Completion(Frozen):
     packed_sampling_mask: tuple[str, ...] | None = None
     """Which tokens each token was drawn from, in the chunks of ``rollout_service.protocol.sampling_mask``; None unless
     ``engine.return_sampling_mask`` is set."""
+    routed_experts: RoutedExperts | None = None
+    """Which experts its tokens went to, with ``return_routed_experts``; ``Rollout.routed_experts`` unpacks them."""
 
     @model_validator(mode="after")
     def _aligned(self) -> "Completion":
@@ -103,3 +106,19 @@ class Rollout(Frozen):
     truncated_sampling: bool = False
     """Sampled from a part of the vocabulary (``top_p``, ``top_k``, ``min_p``, ``min_tokens``), over which the logprobs
     are renormalized: they do not compare with those of the whole vocabulary, and the monitor does not judge them."""
+
+    def routed_experts(self, index: int = 0) -> tuple[Experts, Known]:
+        """Which experts each token of the prompt and of completion ``index`` went to.
+
+        Returns [tokens, layers, topk], uint8 or uint16, and bool [tokens]: which of them are known. Never known are the
+        last token, which no engine has read, and those before ``routed_experts_prompt_start``.
+
+        Raises ValueError if they were not asked for, or the completion has no token.
+        """
+        completion = self.completions[index]
+        if completion.routed_experts is None:
+            raise ValueError(
+                f"completion {index} of {self.request_id} came without its experts: ask for return_routed_experts=True "
+                "(a completion that was cut off before its first token has none)"
+            )
+        return completion.routed_experts.unpacked(len(self.prompt_token_ids) + len(completion.token_ids))

@@ -149,6 +149,10 @@ class CommonSampling(Frozen):
     """Put spaces between special tokens in the text, where the tokenizer knows of such."""
     include_stop_str_in_output: bool = False
     """Leave the stop string that ended a completion in its text. ``token_ids`` have it in any case."""
+    routed_experts_prompt_start: int | None = Field(default=None, ge=0)
+    """From which token of the prompt on routed experts come back, at most the prompt's length: those before it are
+    known from an earlier turn. A deployment with ``engine.return_routed_experts`` returns them to whoever gives it;
+    others ignore it. None: from the first, for a request with ``return_routed_experts``."""
 
     @property
     def is_truncated(self) -> bool:
@@ -202,8 +206,6 @@ class Sampling(CommonSampling):
     """vLLM's; a request's ``output_mode`` says whether text comes back."""
     output_kind: Literal[2] = 2
     """vLLM's FINAL_ONLY: one reply, when all is done."""
-    routed_experts_prompt_start: int | None = Field(default=None, ge=0)
-    """From which token of the prompt on routed experts are wanted, where a server returns them. This one does not."""
 
 
 class Reasoning(Frozen):

@@ -3,23 +3,27 @@
     with engine_roundings(model):
         loss = …
 
-Between a layer's products vLLM rounds to the model's dtype less often than transformers:
+Between a layer's products vLLM rounds to the model's dtype less often than transformers, and not in the same places on
+a CPU, in CUDA kernels (``engine.enforce_eager``) and in what torch.compile makes of it (a GPU without that):
 
-- rotary embedding: sines and cosines are rounded, the rotation is in fp32, and its result is rounded
-  (``rotary_embedding`` of vLLM's kernels for CPUs and CUDA);
-- RMSNorm after a residual sum: of the sum before it is rounded; the residual that goes on is the rounded sum
-  (``fused_add_rms_norm`` as vLLM writes it in torch, which CPU engines run);
+- rotary embedding: sines and cosines are rounded, the rotation is in fp32, and its result is rounded;
+- RMSNorm after a residual sum: compiled, and on the CPU, of the sum before it is rounded; CUDA's
+  ``fused_add_rms_norm`` rounds it first. The residual that goes on is the rounded sum;
+- RMSNorm's weight: on a GPU it multiplies what is not rounded yet, that of QK-norm as well;
+- SwiGLU of dense layers: compiled, one rounding in place of two;
+- the weights of chosen experts: not rounded on a GPU;
 - attention of a CPU engine: in fp32 from rounded queries, keys and values to a rounded result (on processors without
   AMX). Elsewhere the trainer's own attention is called, with rounded queries and keys.
 
-Read in vLLM 0.32. All of it is differentiated as it is computed. A model in fp32 computes as before: nothing rounds.
+Read in vLLM 0.32; what holds on a GPU was not compared with an engine yet. All of it is differentiated as it is
+computed. A model in fp32 computes as before: nothing rounds.
 """
 
 from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from threading import Lock
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -37,6 +41,8 @@ KNOWN_LAYERS = frozenset(
     f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")
 )
 """Classes of transformers whose forward pass is known: RMSNorm, attention, sum, RMSNorm, MLP, sum."""
+Kernels = Literal["cpu", "cuda_eager", "cuda_compiled"]
+"""What an engine computes with between its products."""
 
 
 class EngineRoundings:
@@ -60,8 +66,15 @@ class EngineRoundings:
         self.remove()
 
 
-def engine_roundings(model: nn.Module) -> EngineRoundings:
+def kernels_of(model: nn.Module) -> Kernels:
+    """Those of a default engine where the model's first parameter lies."""
+    return "cpu" if next(model.parameters()).device.type == "cpu" else "cuda_compiled"
+
+
+def engine_roundings(model: nn.Module, kernels: Kernels | None = None) -> EngineRoundings:
     """Have a transformers causal language model round where vLLM does, from now on.
+
+    ``kernels``: the engine's; None: those of a default engine on the model's kind of device, ``kernels_of``.
 
     Between decoder layers goes the sum in fp32, four bytes a channel in place of two, that gradient checkpointing keeps
     as well. FSDP2 rounds it, and with it a part of the gain, unless its ``MixedPrecisionPolicy`` has
@@ -69,6 +82,7 @@ def engine_roundings(model: nn.Module) -> EngineRoundings:
 
     Raises ValueError for a model whose decoder layers are not all of ``KNOWN_LAYERS``.
     """
+    kernels = kernels or kernels_of(model)
     inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if inner is None:
         raise ValueError(f"{type(model).__name__} holds no transformers model")
@@ -82,12 +96,14 @@ def engine_roundings(model: nn.Module) -> EngineRoundings:
         )
     forwards: dict[nn.Module, Forward] = {
         backbone.rotary_emb: _rotary_forward(backbone.rotary_emb),
-        backbone.norm: _norm_forward(backbone.norm),
+        backbone.norm: _norm_forward(backbone.norm, kernels),
     }
     for layer in layers:
         forwards[layer] = _layer_forward(layer)
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            forwards[norm] = _norm_forward(norm)
+            forwards[norm] = _norm_forward(norm, kernels)
+        if kernels != "cpu":
+            forwards |= _forwards_on_a_gpu(layer, kernels)
     return EngineRoundings(Forwards(forwards), attention_kernel(inner), [layer.self_attn for layer in layers])
 
 
@@ -113,11 +129,58 @@ def _rotary_forward(rotary: nn.Module) -> Forward:
     return forward
 
 
-def _norm_forward(norm: Any) -> Forward:
+def _norm_forward(norm: Any, kernels: Kernels) -> Forward:
     def forward(summed: torch.Tensor) -> torch.Tensor:
-        rounded, summed = _rounded(norm.weight), summed.float()
+        rounded = _rounded(norm.weight)
+        if kernels == "cuda_eager":
+            summed = summed.to(rounded)
+        summed = summed.float()
         normalized = summed * torch.rsqrt(summed.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-        made: torch.Tensor = norm.weight.to(rounded) * normalized.to(rounded)
+        made: torch.Tensor
+        if kernels == "cpu":
+            made = norm.weight.to(rounded) * normalized.to(rounded)
+        else:
+            made = (norm.weight.to(rounded).float() * normalized).to(rounded)
+        return made
+
+    return forward
+
+
+def _forwards_on_a_gpu(layer: Any, kernels: Kernels) -> dict[nn.Module, Forward]:
+    """Of QK-norm, the dense MLP and the router, what the layer has of them."""
+    forwards: dict[nn.Module, Forward] = {}
+    norm: Any
+    for name in ("q_norm", "k_norm"):
+        if (norm := getattr(layer.self_attn, name, None)) is not None:
+            forwards[norm] = _norm_forward(norm, kernels)
+    router: Any = getattr(layer.mlp, "gate", None)
+    if hasattr(router, "norm_topk_prob"):
+        forwards[router] = _router_forward(router)
+    if kernels == "cuda_compiled":
+        mlp: Any
+        for mlp in (layer.mlp, getattr(layer.mlp, "shared_expert", None)):
+            if hasattr(mlp, "gate_proj"):
+                forwards[mlp] = _mlp_forward(mlp)
+    return forwards
+
+
+def _router_forward(router: Any) -> Forward:
+    own = router.forward
+
+    def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits, _, chosen = own(hidden)
+        weights = logits.softmax(-1, dtype=torch.float32).gather(-1, chosen)
+        if router.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights, chosen
+
+    return forward
+
+
+def _mlp_forward(mlp: Any) -> Forward:
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = mlp.gate_proj(hidden), mlp.up_proj(hidden)
+        made: torch.Tensor = mlp.down_proj((mlp.act_fn(gate.float()) * up.float()).to(gate.dtype))
         return made
 
     return forward

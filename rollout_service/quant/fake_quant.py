@@ -13,6 +13,7 @@ training does. A layer keeps for it what it would keep without: the input and th
 
 import logging
 import re
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -22,7 +23,7 @@ from torch.nn.functional import linear
 from rollout_service.protocol.experts import pieces
 from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.quant.blockwise import BLOCK, CODES, E4M3_MAX, dequantize_blockwise
-from rollout_service.quant.engine_roundings import EngineRoundings, engine_roundings
+from rollout_service.quant.engine_roundings import EngineRoundings, Kernels, engine_roundings, kernels_of
 from rollout_service.quant.forwards import Forward, Forwards
 from rollout_service.quant.quantizer import Quantizer
 
@@ -59,7 +60,14 @@ class FakeQuant:
         self.remove()
 
 
-def fake_quant(model: nn.Module, recipe: TrainerRecipe, *, roundings: bool = True) -> FakeQuant:
+def fake_quant(
+    model: nn.Module,
+    recipe: TrainerRecipe,
+    *,
+    roundings: bool = True,
+    kernels: Kernels | None = None,
+    exact: bool = False,
+) -> FakeQuant:
     """Have a transformers ``model`` compute as the engines of the service with that ``recipe``, from now on.
 
     Args:
@@ -67,9 +75,12 @@ def fake_quant(model: nn.Module, recipe: TrainerRecipe, *, roundings: bool = Tru
         recipe: ``client.recipe()``.
         roundings: those of ``engine_roundings`` as well, which has its conditions. A model of which they are not known
             keeps its own, and a warning says so.
+        kernels: as for ``engine_roundings``.
+        exact: products in fp32 on a GPU, too, as the engines' are but for the order of sums: many times slower there
+            than in BF16, in which each factor is rounded again.
 
-    Products and biases are computed in fp32 on the CPU, and elsewhere in the dtype of autocast or else of the input, in
-    which each factor is rounded again; the result has that dtype. Nothing of the model's parameters changes.
+    Products and biases are computed in fp32 on the CPU, and elsewhere, if not ``exact``, in the dtype of autocast or
+    else of the input; the result has that dtype. Nothing of the model's parameters changes.
 
     Raises ValueError if the service quantizes nothing, to another format than FP8, something that ``model`` has not, or
     a part of a layer.
@@ -96,15 +107,32 @@ def fake_quant(model: nn.Module, recipe: TrainerRecipe, *, roundings: bool = Tru
         )
     quantizer = Quantizer(power_of_two=recipe.scales == "power_of_two")
     forwards: dict[nn.Module, Forward] = {}
+    kernels = kernels or kernels_of(model)
+    arithmetic = _Arithmetic(quantizer, kernels, exact)
     for name, leaves in held.items():
         module = model.get_submodule(name)
-        forwards[module] = _forward_of(module, name, leaves, quantizer)
-    return FakeQuant(forwards, _roundings_of(model) if roundings else None)
+        forwards[module] = _forward_of(module, name, leaves, arithmetic)
+    return FakeQuant(forwards, _roundings_of(model, kernels) if roundings else None)
 
 
-def _roundings_of(model: nn.Module) -> EngineRoundings | None:
+@dataclass(frozen=True)
+class _Arithmetic:
+    """How layers compute."""
+
+    quantizer: Quantizer
+    kernels: Kernels
+    exact: bool
+
+    def product(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """``input @ weightᵀ`` of what both are in FP8."""
+        in_fp32 = self.exact or hidden.device.type == "cpu"
+        made: torch.Tensor = _Product.apply(hidden, weight, self.quantizer, in_fp32)  # type: ignore[no-untyped-call]
+        return made
+
+
+def _roundings_of(model: nn.Module, kernels: Kernels) -> EngineRoundings | None:
     try:
-        return engine_roundings(model)
+        return engine_roundings(model, kernels)
     except ValueError as error:
         logger.warning("%s: the trainer's logprobs will be further from the engines'", error)
         return None
@@ -115,40 +143,43 @@ def _own(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
-def _forward_of(module: nn.Module, name: str, held: set[str], quantizer: Quantizer) -> Forward:
+def _forward_of(module: nn.Module, name: str, held: set[str], arithmetic: _Arithmetic) -> Forward:
     if isinstance(module, nn.Linear) and held == {"weight"}:
-        return _linear_forward(module, quantizer)
+        return _linear_forward(module, arithmetic)
     if held == _STACKED and callable(getattr(module, "act_fn", None)):
-        return _experts_forward(module, quantizer)
+        return _experts_forward(module, arithmetic)
     raise ValueError(
         f"{name} is a {type(module).__name__} with {', '.join(sorted(held))} in FP8. Known here are Linear layers, and "
         f"experts with {' and '.join(sorted(_STACKED))}, act_fn between them"
     )
 
 
-def _linear_forward(module: nn.Linear, quantizer: Quantizer) -> Forward:
+def _linear_forward(module: nn.Linear, arithmetic: _Arithmetic) -> Forward:
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        made = _product(hidden, module.weight, quantizer)
+        made = arithmetic.product(hidden, module.weight)
         return (made if module.bias is None else made + module.bias).to(_made(hidden))
 
     return forward
 
 
-def _experts_forward(module: Any, quantizer: Quantizer) -> Forward:
+def _experts_forward(module: Any, arithmetic: _Arithmetic) -> Forward:
     def forward(hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         # taken apart once: the gradient of a view of one expert alone would be as large as all of them
         gates_ups, downs = module.gate_up_proj.unbind(), module.down_proj.unbind()
         output = torch.zeros_like(hidden, dtype=torch.float32)
-        if hidden.device.type == "cpu":  # vLLM's router for the CPU rounds them, its kernel for CUDA does not
-            top_k_weights = top_k_weights.to(_made(hidden))
+        on_cpu, rounded = arithmetic.kernels == "cpu", _made(hidden)
+        if on_cpu:  # vLLM's router for the CPU rounds them, its kernel for CUDA does not
+            top_k_weights = top_k_weights.to(rounded)
         for expert, (gate_up, down) in enumerate(zip(gates_ups, downs, strict=True)):
             token, place = (top_k_index == expert).nonzero(as_tuple=True)
             if len(token):
-                # rounded where engines on the CPU do, ``CpuBlockMoEMethod``
-                both = _product(hidden[token], gate_up, quantizer).to(_made(hidden)).float()
+                # rounded where engines on the CPU do, ``CpuBlockMoEMethod``; vLLM's kernels for CUDA round what the
+                # activation makes of the gate, and each expert's weighted result, as well
+                both = arithmetic.product(hidden[token], gate_up).to(rounded).float()
                 gate, up = both.chunk(2, dim=-1)
-                made = _product((module.act_fn(gate) * up).to(_made(hidden)), down, quantizer)
-                output = output.index_add(0, token, made.float() * top_k_weights[token, place, None])
+                gated = module.act_fn(gate) if on_cpu else module.act_fn(gate).to(rounded)
+                made = arithmetic.product((gated * up).to(rounded), down).float() * top_k_weights[token, place, None]
+                output = output.index_add(0, token, made if on_cpu else made.to(rounded).float())
         return output.to(hidden.dtype)
 
     return forward
@@ -160,25 +191,22 @@ def _made(hidden: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
-def _product(hidden: torch.Tensor, weight: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
-    made: torch.Tensor = _Product.apply(hidden, weight, quantizer)  # type: ignore[no-untyped-call]
-    return made
-
-
 class _Product(torch.autograd.Function):
-    """``input @ weightᵀ`` of what both are in FP8; input [..., K], weight [N, K]; fp32 on the CPU."""
+    """``input @ weightᵀ`` of what both are in FP8; input [..., K], weight [N, K]."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, quantizer: Quantizer, in_fp32: bool
+    ) -> torch.Tensor:
         kind = hidden.device.type
-        ctx.quantizer, ctx.computed = quantizer, torch.float32 if kind == "cpu" else _made(hidden)
+        ctx.quantizer, ctx.computed = quantizer, torch.float32 if in_fp32 else _made(hidden)
         ctx.save_for_backward(hidden, weight)
         with torch.autocast(kind, enabled=False):
             inputs, weights = through_groups(hidden), _through_blocks(weight, quantizer)
             return linear(inputs.to(ctx.computed), weights.to(ctx.computed))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         hidden, weight = ctx.saved_tensors
         gradient = gradient.to(ctx.computed)
         of_hidden = of_weight = None
@@ -187,7 +215,7 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             inputs = through_groups(hidden).to(ctx.computed)
             of_weight = (gradient.flatten(0, -2).T @ inputs.flatten(0, -2)).to(weight.dtype)
-        return of_hidden, of_weight, None
+        return of_hidden, of_weight, None, None
 
 
 def through_groups(hidden: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,7 @@ def shadow_config(config: ServiceConfig) -> ServiceConfig:
             # nobody waits while it loads, and a second copy of BF16 weights would be large
             "staging": "none",
             "return_sampling_mask": False,  # it scores at temperature 1 with nothing cut off
+            "return_routed_experts": False,
             # positions are the model's; all else may be for what samples, as speculation is
             "extra": {name: value for name, value in config.engine.extra.items() if name == "hf_overrides"},
         }

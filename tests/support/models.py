@@ -83,6 +83,10 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
+OF_EACH_CLASS = tuple(family for family in FAMILIES if not family.endswith(("_tp", "_ep")))
+"""Without those that are the same classes with larger vocabularies."""
+
+
 def config_of(family: str) -> PretrainedConfig:
     """The configuration of a family of ``FAMILIES``, with the name of its class."""
     config = FAMILIES[family]()

@@ -17,6 +17,8 @@ from tests.support.clock import Clock
 from tests.support.models import make_model
 from tests.unit.ingest.trainer import Trainer, config_of, folder_weights
 
+torch.set_num_threads(1)  # threads that wait for one another on a busy machine cost ten times what small models need
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -15,6 +15,7 @@ from benchmarks.index import BENCHMARKS, PART, README, Benchmark, found_results,
 
 PARTS_OF_OTHERS = {
     "benchmarks.update.waterfall",
+    "benchmarks.mismatch.logprobs_tables",
     "benchmarks.index",
     "benchmarks.clients.table",
     "benchmarks.families.table",

@@ -11,7 +11,7 @@ from transformers import Qwen3MoeConfig
 from rollout_service.cli.inspect_memory import inspect_memory, print_memory
 from rollout_service.cli.inspect_model import ModelReport, inspect_model, print_report
 from rollout_service.config import ModelConfig, QuantConfig
-from tests.support.models import FAMILIES, make_model, stored_shapes
+from tests.support.models import FAMILIES, OF_EACH_CLASS, make_model, stored_shapes
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_int8_stores_a_scale_for_each_channel(qwen3_30b_a3b: Path) -> None:
     assert {row.dtype for row in report.kinds} == {"INT8", "BF16"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_EACH_CLASS)
 def test_the_report_counts_every_tensor_of_a_version_once(family: str, tmp_path: Path) -> None:
     report = inspect_model(ModelConfig(path=make_model(tmp_path, family)), QuantConfig())
     stored = stored_shapes(tmp_path)

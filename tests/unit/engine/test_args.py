@@ -149,3 +149,19 @@ def test_sampling_masks_are_passed_to_vllm_but_refused_on_cpu(tmp_path: Path, mo
     assert engine_args(masks, (), has_tokenizer=False).return_sampling_mask
     assert not engine_args(_config(tmp_path), (), has_tokenizer=False).return_sampling_mask
     assert not engine_args(shadow_config(masks), (), has_tokenizer=False).return_sampling_mask
+
+
+def test_routed_experts_are_passed_to_vllm_but_refused_without_experts_and_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(tmp_path, "qwen3_moe")
+    asked = _config(tmp_path, engine={"return_routed_experts": True})
+    with pytest.raises(ValueError, match=r"engine.return_routed_experts is true.*Model Runner V2.*not for the CPU"):
+        engine_args(asked, (), has_tokenizer=False)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    assert engine_args(asked, (), has_tokenizer=False).enable_return_routed_experts
+    assert not engine_args(_config(tmp_path), (), has_tokenizer=False).enable_return_routed_experts
+    assert not engine_args(shadow_config(asked), (), has_tokenizer=False).enable_return_routed_experts
+    make_model(tmp_path, "llama")
+    with pytest.raises(ValueError, match=r"engine.return_routed_experts is true, and .* has no experts"):
+        engine_args(asked, (), has_tokenizer=False)

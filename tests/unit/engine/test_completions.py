@@ -1,13 +1,15 @@
 """What becomes of vLLM's final output."""
 
+import numpy as np
 import pytest
 from vllm import CompletionOutput, RequestOutput
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import WeightVersionSpan
 
-from rollout_service.engine.adapter import completions
+from rollout_service.engine.adapter import completions, vllm_sampling
 from rollout_service.errors import EngineFailed, InvalidRequest
 from rollout_service.protocol.rollout import Span
+from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import Sampling, StructuredOutputs
 
 DIGITS = Sampling(n=2, structured_outputs=StructuredOutputs(regex="[0-9]{3}"))
@@ -50,3 +52,63 @@ def test_an_error_without_a_structure_is_the_engines() -> None:
     with pytest.raises(EngineFailed, match="finish_reason='error'") as failed:
         completions(output("error"), Sampling())
     assert failed.value.http_status == 500
+
+
+def routed(output: RequestOutput, *experts: np.ndarray) -> RequestOutput:
+    """Each completion with its [tokens, layers, topk]."""
+    for made, each in zip(output.outputs, experts, strict=True):
+        made.routed_experts = each
+    return output
+
+
+def chosen(tokens: int) -> np.ndarray:
+    """Of one layer: expert 0 and another."""
+    return np.array([[[0, token + 1]] for token in range(tokens)], np.uint8).reshape(-1, 1, 2)
+
+
+FROM_1 = Sampling(routed_experts_prompt_start=1)
+
+
+def test_routed_experts_begin_where_they_were_asked_for() -> None:
+    asked = routed(output("stop", "length"), chosen(1), chosen(1))
+    asked.prompt_token_ids = [1, 2]
+    first, second = completions(asked, Sampling(n=2, routed_experts_prompt_start=1))
+    assert first.routed_experts == second.routed_experts == RoutedExperts.of(chosen(1), 1)
+    [unasked] = completions(routed(output("stop"), chosen(1)), Sampling())
+    assert unasked.routed_experts is None
+
+
+def test_an_abort_may_leave_rows_untold_and_a_completion_without_tokens_has_none() -> None:
+    [cut] = completions(routed(output("abort"), chosen(0)), Sampling(routed_experts_prompt_start=0))
+    assert cut.routed_experts is not None and cut.routed_experts.shape == (0, 1, 2)
+    nothing = output("abort")
+    nothing.outputs[0].token_ids, nothing.outputs[0].logprobs = [], FlatLogprobs()
+    nothing.outputs[0].weight_versions = []
+    assert completions(nothing, FROM_1)[0].routed_experts is None
+
+
+@pytest.mark.parametrize(
+    ("experts", "says"),
+    [
+        (None, "told no routed experts with a completion of 1 tokens"),
+        (chosen(2), "of 2 tokens, where 1 were read from 1 on"),
+        (np.zeros((1, 3, 2), np.uint8), "does not tell what it chose. Set engine.return_routed_experts: false"),
+    ],
+    ids=["none", "too many", "zeros"],
+)
+def test_routed_experts_that_cannot_be_right_fail_the_request(experts: np.ndarray | None, says: str) -> None:
+    asked = routed(output("stop"), experts)
+    asked.prompt_token_ids = [1, 2]
+    with pytest.raises(EngineFailed, match=says):
+        completions(asked, FROM_1)
+
+
+def test_expert_0_may_be_the_only_one_of_a_token() -> None:
+    asked = routed(output("stop"), np.zeros((1, 3, 1), np.uint8))
+    asked.prompt_token_ids = [1, 2]
+    assert completions(asked, FROM_1)[0].routed_experts is not None
+
+
+def test_an_engine_that_notes_experts_leaves_out_the_prompts_where_nobody_asked() -> None:
+    assert vllm_sampling(Sampling(), 7).routed_experts_prompt_start == 7
+    assert vllm_sampling(Sampling(routed_experts_prompt_start=2), 7).routed_experts_prompt_start == 2

@@ -1,9 +1,11 @@
 """A completion in two pieces becomes one, as if it had been made in one go."""
 
+import numpy as np
 import pytest
 
 from rollout_service.fleet.continuation import joined, kept, remainder
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span
+from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling
 
 
@@ -23,9 +25,12 @@ def call(**sampling: object) -> GenerateCall:
     )
 
 
+CALL = call()
+
+
 def test_pieces_join_with_logprobs_and_the_end_of_the_second() -> None:
     rest = piece((8, 9), (5, 2), end="stop").model_copy(update={"stop_reason": 9})
-    whole = joined(piece((6, 7), (4, 2), index=2), rest)
+    whole = joined(CALL, piece((6, 7), (4, 2), index=2), rest)
     assert (whole.index, whole.token_ids) == (2, (6, 7, 8, 9))
     assert whole.logprobs == pytest.approx((-0.6, -0.7, -0.8, -0.9))
     assert (whole.finish_reason, whole.stop_reason) == ("stop", 9)
@@ -33,13 +38,13 @@ def test_pieces_join_with_logprobs_and_the_end_of_the_second() -> None:
 
 
 def test_spans_of_one_version_across_the_join_are_merged() -> None:
-    whole = joined(piece((5, 6, 7), (3, 1), (4, 2)), piece((8, 9), (4, 1), (5, 1), end="length"))
+    whole = joined(CALL, piece((5, 6, 7), (3, 1), (4, 2)), piece((8, 9), (4, 1), (5, 1), end="length"))
     assert [(s.version, s.start, s.end) for s in whole.spans] == [(3, 0, 1), (4, 1, 4), (5, 4, 5)]
 
 
 @pytest.mark.parametrize(("first", "second"), [((), (7,)), ((7,), ()), ((), ())])
 def test_a_piece_may_be_empty(first: tuple[int, ...], second: tuple[int, ...]) -> None:
-    whole = joined(piece(first, *[(3, 1)] * len(first)), piece(second, *[(3, 1)] * len(second)))
+    whole = joined(CALL, piece(first, *[(3, 1)] * len(first)), piece(second, *[(3, 1)] * len(second)))
     assert whole.token_ids == first + second
     assert sum(span.end - span.start for span in whole.spans) == len(whole.token_ids)
 
@@ -101,20 +106,82 @@ def test_likeliest_tokens_of_both_pieces_follow_one_another() -> None:
 
     of_the_prompt = (None, (Candidate(2, -1.0, 1),))
     first = likely((6, 7)).model_copy(update={"prompt_logprobs": of_the_prompt})
-    whole = joined(first, likely((8,)))
+    whole = joined(CALL, first, likely((8,)))
     assert [candidate.token_id for (candidate,) in whole.top_logprobs or ()] == [6, 7, 8]
     assert whole.prompt_logprobs == of_the_prompt
     # the rest is asked for nothing of the prompt, which by then has the first tokens in it
     assert remainder(call(prompt_logprobs=1, logprobs=1), first, 2).sampling == Sampling(n=1, logprobs=1)
     anew = kept(first, Sampling(stop=("x",)))
-    assert anew.top_logprobs is None and joined(anew, likely((9,))).top_logprobs == ((Candidate(9, -0.5, 1),),)
+    assert anew.top_logprobs is None and joined(CALL, anew, likely((9,))).top_logprobs == ((Candidate(9, -0.5, 1),),)
 
 
 def test_sampling_masks_of_both_pieces_come_one_after_the_other() -> None:
     first, second = piece((6, 7), (3, 2)), piece((8,), (3, 1))
-    assert joined(masked(first, "a"), masked(second, "b")).packed_sampling_mask == ("a", "b")
-    assert joined(piece(()), masked(second, "b")).packed_sampling_mask == ("b",)
-    assert joined(masked(first, "a"), piece(())).packed_sampling_mask == ("a",)
-    assert joined(first, second).packed_sampling_mask is None
+    assert joined(CALL, masked(first, "a"), masked(second, "b")).packed_sampling_mask == ("a", "b")
+    assert joined(CALL, piece(()), masked(second, "b")).packed_sampling_mask == ("b",)
+    assert joined(CALL, masked(first, "a"), piece(())).packed_sampling_mask == ("a",)
+    assert joined(CALL, first, second).packed_sampling_mask is None
     anew = kept(masked(first, "a"), Sampling(stop=("x",)))
-    assert joined(anew, masked(second, "b")).packed_sampling_mask == ("b",)
+    assert joined(CALL, anew, masked(second, "b")).packed_sampling_mask == ("b",)
+
+
+def routed(completion: Completion, start: int, *rows: int) -> Completion:
+    """With ``rows`` of one layer and two experts each, the first of them that of token ``start``."""
+    experts = np.array([[[row, row + 1]] for row in rows], np.uint8).reshape(-1, 1, 2)
+    return completion.model_copy(update={"routed_experts": RoutedExperts.of(experts, start)})
+
+
+def known(completion: Completion) -> dict[int, int]:
+    """The first expert of each token whose experts are known, of a prompt of two tokens."""
+    assert completion.routed_experts is not None
+    experts, told = completion.routed_experts.unpacked(2 + len(completion.token_ids))
+    return {int(token): int(experts[token, 0, 0]) for token in told.nonzero()[0]}
+
+
+class TestRoutedExperts:
+    """Token i of the whole sequence, prompt (1, 2) first, has the row 10 + i."""
+
+    asking = call(routed_experts_prompt_start=0)
+    partial = routed(piece((6, 7), (3, 2)), 0, 10, 11, 12)
+
+    def test_the_rest_begins_with_the_last_token_that_has_no_row(self) -> None:
+        rest = remainder(self.asking, self.partial, 2)
+        assert rest.sampling.routed_experts_prompt_start == 3 == len(rest.prompt_token_ids) - 1
+        whole = joined(self.asking, self.partial, routed(piece((8, 9), (4, 2), end="stop"), 3, 13, 14))
+        assert known(whole) == {0: 10, 1: 11, 2: 12, 3: 13, 4: 14}
+
+    def test_three_pieces_join_too_and_one_without_tokens_adds_nothing(self) -> None:
+        second = joined(self.asking, self.partial, routed(piece((8,), (4, 1)), 3, 13))
+        assert joined(self.asking, second, piece(())) == second
+        third = joined(self.asking, second, routed(piece((9,), (5, 1), end="stop"), 4, 14))
+        assert known(third) == {0: 10, 1: 11, 2: 12, 3: 13, 4: 14}
+
+    def test_a_start_of_the_callers_own_holds_for_all_pieces(self) -> None:
+        late = call(routed_experts_prompt_start=2)
+        first = routed(piece((6,), (3, 1)), 2)
+        assert remainder(late, piece(()), 2).sampling.routed_experts_prompt_start == 2
+        assert remainder(late, first, 2).sampling.routed_experts_prompt_start == 2
+        assert known(joined(late, first, routed(piece((7, 8), (3, 2)), 2, 12, 13))) == {2: 12, 3: 13}
+
+    def test_tokens_that_came_without_theirs_are_missing(self) -> None:
+        """As those of a replica that died. The next one reads their last token first, and the prompt as well."""
+        lost = piece((6, 7, 8), (3, 3))
+        assert remainder(self.asking, lost, 2).sampling.routed_experts_prompt_start == 0
+        whole = joined(self.asking, lost, routed(piece((9,), (3, 1), end="stop"), 0, 10, 11, 12, 13, 14))
+        assert whole.routed_experts is not None and whole.routed_experts.missing == ((2, 4),)
+        assert known(whole) == {0: 10, 1: 11, 4: 14}
+
+    def test_a_rest_without_its_own_leaves_the_first_ones(self) -> None:
+        whole = joined(self.asking, self.partial, piece((8, 9), (4, 2), end="stop"))
+        assert known(whole) == {0: 10, 1: 11, 2: 12}
+        again = joined(self.asking, whole, routed(piece((5,), (4, 1)), 5, 15))
+        assert known(again) == {0: 10, 1: 11, 2: 12, 5: 15}
+
+    def test_what_starts_anew_forgets_them(self) -> None:
+        anew = kept(self.partial, Sampling(stop=("x",)))
+        assert anew.routed_experts is None
+        assert known(joined(self.asking, anew, routed(piece((9,), (4, 1)), 0, 10, 11))) == {0: 10, 1: 11}
+
+    def test_nobody_who_did_not_ask_gets_any(self) -> None:
+        assert remainder(CALL, piece((6, 7), (3, 2)), 2).sampling.routed_experts_prompt_start is None
+        assert joined(CALL, piece((6,), (3, 1)), piece((7,), (3, 1))).routed_experts is None

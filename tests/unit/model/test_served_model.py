@@ -19,7 +19,7 @@ from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.experts import pieces
 from rollout_service.protocol.upload import UploadTensor
 from tests.support.families import MULTIMODAL, make_family
-from tests.support.models import EMBEDDING, FAMILIES, LM_HEAD, NUM_EXPERTS, make_model, stored_shapes
+from tests.support.models import EMBEDDING, FAMILIES, LM_HEAD, NUM_EXPERTS, OF_EACH_CLASS, make_model, stored_shapes
 
 BF16 = QuantPlan(frozenset())
 EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
@@ -119,7 +119,7 @@ def moe(moe_model: Path) -> ServedModel:
 
 
 class TestFamilies:
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("family", OF_EACH_CLASS)
     def test_shapes_are_what_transformers_saves(self, family: str, tmp_path: Path) -> None:
         model = ServedModel.load(make_model(tmp_path, family))
         stored = stored_shapes(tmp_path)

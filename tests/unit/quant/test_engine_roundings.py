@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
-from rollout_service.quant.engine_roundings import EngineRoundings, engine_roundings
+from rollout_service.quant.engine_roundings import EngineRoundings, Kernels, engine_roundings
 from rollout_service.quant.forwards import Forwards
 from rollout_service.transformers_internals import AttentionFunction, registered_attention
 from tests.support.models import FAMILIES
@@ -86,6 +86,49 @@ class TestForward:
         assert torch.equal(normed, normalized(residual, model.model.layers[0].post_attention_layernorm))
         expected = residual.bfloat16().float() + fed.float()
         assert torch.equal(second, normalized(expected, model.model.layers[1].input_layernorm))
+
+    @pytest.mark.parametrize("kernels", ["cuda_eager", "cuda_compiled"])
+    def test_on_a_gpu_the_norm_rounds_once_and_cuda_kernels_the_sum_before(self, kernels: Kernels) -> None:
+        model = made("qwen3")
+        names = ("embed_tokens", "layers.0.self_attn", "layers.0.post_attention_layernorm", "layers.0.self_attn.q_proj")
+        with engine_roundings(model, kernels):
+            embedded, attended, normed, projected, queries = outputs(model, *names, "layers.0.self_attn.q_norm")
+        summed = embedded.float() + attended.float()
+        if kernels == "cuda_eager":
+            summed = summed.bfloat16().float()
+        layer = model.model.layers[0]
+
+        def once(hidden: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+            deviation = (hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
+            return hidden / deviation * norm.weight.float()
+
+        of_sum, of_queries = (
+            once(summed, layer.post_attention_layernorm),
+            once(projected.float().view_as(queries), layer.self_attn.q_norm),
+        )
+        # one rounding apart at most: the reference divides where the kernel multiplies
+        torch.testing.assert_close(normed.float(), of_sum, rtol=2**-8, atol=0)
+        torch.testing.assert_close(queries.float(), of_queries, rtol=2**-8, atol=0)
+        assert (normed == of_sum.bfloat16()).float().mean() > 0.99
+
+    def test_compiled_swiglu_rounds_once(self) -> None:
+        model = made("llama")
+        with engine_roundings(model, "cuda_compiled"):
+            gate, up, fed = outputs(model, "layers.0.mlp.gate_proj", "layers.0.mlp.up_proj", "layers.0.mlp")
+        gated = (nn.functional.silu(gate.float()) * up.float()).bfloat16()
+        assert torch.equal(fed, model.model.layers[0].mlp.down_proj(gated))
+
+    @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral"])
+    def test_on_a_gpu_the_weights_of_experts_are_not_rounded(self, family: str) -> None:
+        model, weights = made(family), list[torch.Tensor]()
+        router = model.model.layers[0].mlp.gate
+        with engine_roundings(model, "cuda_eager"):
+            hook = router.register_forward_hook(lambda _module, _inputs, output: weights.append(output[1]))
+            logits(model)
+            hook.remove()
+        assert weights[0].dtype == torch.float32
+        if getattr(router, "norm_topk_prob", True):
+            torch.testing.assert_close(weights[0].sum(-1), torch.ones(TOKENS.numel()))
 
     def test_rotated_queries_and_keys_are_rounded_once_and_attention_is_in_fp32(self) -> None:
         model = made("llama")
