@@ -27,8 +27,6 @@ SIZE = 128
 Way = Literal["cvt", "bits", "plain"]
 """How codes become FP16: by the GPU's instruction for two of them, by shifts (the value is then 2⁻⁸ of the code's), or
 by the same shifts in Triton's own words, which its interpreter understands, too."""
-Keys = Literal["fp16", "fp8"]
-"""What the products of queries and keys are in. ``fp8`` needs queries in FP8; keys are not converted then."""
 
 _CVT = tl.constexpr(
     """{
@@ -83,31 +81,23 @@ def _blocks(table, at, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _attend(
     at, end, blocks, keys, values, page_stride, token_stride, q_first, q_second, scale, most, total, first, second,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr, WAY: tl.constexpr, KEYS: tl.constexpr,
-    LAST: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr, WAY: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Take in the tokens from ``at`` on; ``LAST``: there may be fewer than ``BLOCK``."""
     pair, token = tl.arange(0, PAIRS), at + tl.arange(0, BLOCK)
     where = blocks.to(tl.int64) * page_stride + token % PAGE * token_stride
     there = token < end
     value_at = values + where[:, None] + pair[None, :]
-    if KEYS == "fp8":
-        number = tl.arange(0, 2 * PAIRS)
-        key_at = keys.to(tl.pointer_type(tl.float8e4nv), bitcast=True) + 2 * where[None, :] + number[:, None]
-    else:
-        key_at = keys + where[None, :] + pair[:, None]
+    key_at = keys + where[None, :] + pair[:, None]
     if LAST:
-        codes_k = tl.load(key_at, mask=there[None, :], other=0.0)
+        codes_k = tl.load(key_at, mask=there[None, :], other=0)
         codes_v = tl.load(value_at, mask=there[:, None], other=0)  # whatever lies there, 0 times it is to be 0
     else:
         codes_k = tl.load(key_at)
         codes_v = tl.load(value_at)
-    if KEYS == "fp8":
-        logits = tl.dot(q_first, codes_k)
-    else:
-        k_first, k_second = _halves(codes_k, WAY)
-        logits = tl.dot(q_first, k_first)
-        logits = tl.dot(q_second, k_second, acc=logits)
+    k_first, k_second = _halves(codes_k, WAY)
+    logits = tl.dot(q_first, k_first)
+    logits = tl.dot(q_second, k_second, acc=logits)
     if LAST:
         logits = tl.where(there[None, :], logits, float("-inf"))
     now = tl.maximum(most, tl.max(logits, axis=1) * scale)
@@ -122,11 +112,11 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["n"])
-def decode_part(  # noqa: PLR0915 - a kernel is one function
+def decode_part(
     q, keys, values, tables, lengths, q_scale, k_scale, v_scale, out, lse, softmax_scale, n,
     q_stride, page_stride, token_stride, head_stride, table_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, WAY: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+    STAGES: tl.constexpr, WAY: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """One KV head of one sequence, or a part of its tokens: a program each, heads of a sequence side by side.
 
@@ -147,10 +137,7 @@ def decode_part(  # noqa: PLR0915 - a kernel is one function
     # pairs, as keys are: where Triton sees numbers of 8 bits it reads keys in the way that suits those
     q_first, q_second = _halves(tl.load(q + at_query + pair[None, :], mask=real, other=0), WAY)
     scale = softmax_scale * 1.4426950408889634 * tl.load(q_scale) * tl.load(k_scale)
-    if KEYS == "fp8":
-        codes = q.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
-        q_first = tl.load(codes + 2 * at_query + tl.arange(0, 2 * PAIRS)[None, :], mask=real, other=0.0)
-    elif WAY != "cvt":
+    if WAY != "cvt":
         scale *= 65536.0
     table = tables + sequence.to(tl.int64) * table_stride
     keys += head * head_stride
@@ -171,13 +158,13 @@ def decode_part(  # noqa: PLR0915 - a kernel is one function
             ahead = _blocks(table, at + BLOCK, end, PAGE, BLOCK)
             most, total, first, second = _attend(
                 at, end, blocks, keys, values, page_stride, token_stride, q_first, q_second, scale,
-                most, total, first, second, PAGE, BLOCK, PAIRS, WAY, KEYS, False,
+                most, total, first, second, PAGE, BLOCK, PAIRS, WAY, False,
             )  # fmt: skip
             blocks = ahead
         if whole < end:
             most, total, first, second = _attend(
                 whole, end, blocks, keys, values, page_stride, token_stride, q_first, q_second, scale,
-                most, total, first, second, PAGE, BLOCK, PAIRS, WAY, KEYS, True,
+                most, total, first, second, PAGE, BLOCK, PAIRS, WAY, True,
             )  # fmt: skip
 
     weight = tl.load(v_scale) / tl.where(total > 0.0, total, 1.0)
@@ -218,7 +205,6 @@ class Variant:
     """How the kernel is made."""
 
     way: Way = "cvt"
-    keys: Keys = "fp16"
     block: int = 64
     """Tokens of a turn; a power of two."""
     warps: int = 1
@@ -229,7 +215,7 @@ class Variant:
     """Parts of a sequence; a power of two. More than one are merged by a second kernel."""
 
     def __str__(self) -> str:
-        return f"{self.way}/{self.keys} {self.block} tokens, {self.warps} warps, {self.stages} stages, {self.splits}"
+        return f"{self.way}, {self.block} tokens, {self.warps} warps, {self.stages} stages, {self.splits} parts"
 
 
 @dataclass(frozen=True)
@@ -288,7 +274,7 @@ class Decode:
             out if single else self.parts, lse if single else self.part_lse, softmax_scale, n,
             pairs.stride(0), page_stride, token_stride, head_stride, tables.stride(0),
             KV_HEADS=kv_heads, GROUP=group, PAGE=page, BLOCK=how.block, SPLITS=how.splits, STAGES=how.stages,
-            WAY=how.way, KEYS=how.keys, ROWS=ROWS, PAIRS=SIZE // 2, num_warps=how.warps,
+            WAY=how.way, ROWS=ROWS, PAIRS=SIZE // 2, num_warps=how.warps,
         )  # fmt: skip
         if not single:
             merge_parts[(n, heads)](
