@@ -114,6 +114,23 @@ def group_attention(result: Json) -> str:
     return f"tokens/s of an engine that reads a group's prompt once, to FlashAttention's: {least} to {most}"
 
 
+def prompt_routing(result: Json) -> str:
+    """Of ``rollout.prompt_routing``."""
+    beginnings, load = (
+        one(result["cases"], side=side)["hit_share"] for side in ("by prompts' beginnings", "by load alone")
+    )
+    return f"{beginnings:.1%} of prompt tokens found in the prefix cache, without placement {load:.1%}; two replicas"
+
+
+def fp8_decode(result: Json) -> str:
+    """Of ``kernels.fp8_decode``: the fastest variant."""
+    best = max(result["cases"], key=lambda case: case["tb_per_s"])
+    return (
+        f"an FP8 cache read at {best['tb_per_s']:.2f} TB/s ({best['variant']}), by FlashAttention 3 at "
+        f"{best['flash_attention_tb_per_s']:.2f}"
+    )
+
+
 def _work(case: Json) -> str:
     system = f"{case['system_tokens']} + " if case["system_tokens"] else ""
     sizes = f"{case['groups']} × {case['n']} × ({system}{case['prompt_tokens']} + {case['output_tokens']})"

@@ -71,7 +71,11 @@ def metadata_of(batch: Batch, *, query_len: int = 1) -> CommonAttentionMetadata:
     )  # fmt: skip
 
 
-def test_a_step_of_single_tokens_is_grouped_and_attended(vllm_config: VllmConfig, calls: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_a_step_of_single_tokens_is_grouped_and_attended(
+    vllm_config: VllmConfig, calls: list[dict[str, Any]], layout: str
+) -> None:
+    """``layout``: vLLM's name for whether a page's heads or its tokens come first in memory; the shape is the same."""
     torch.manual_seed(0)
     batch = batch_of(SEQUENCES, PAGE, padding=2, width=MAX_PAGES)
     made = builder(vllm_config).build(0, metadata_of(batch))
@@ -82,6 +86,8 @@ def test_a_step_of_single_tokens_is_grouped_and_attended(vllm_config: VllmConfig
     with set_current_vllm_config(vllm_config):
         layer = GroupAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "auto")
     cache = torch.randn(int(batch.tables.max()) + 1, KV_HEADS, PAGE, 2 * SIZE)
+    if layout == "NHD":
+        cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
     query = torch.randn(9, HEADS, SIZE)  # two rows more than the step has: the padding of a piecewise graph
     output = torch.full_like(query, 7.0)
     scales: Any = SimpleNamespace(_q_scale=torch.tensor(1.0), _k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))

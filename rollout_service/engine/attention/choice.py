@@ -16,10 +16,12 @@ SHOWN = {GROUP: "group"}
 """vLLM's name → the one in ``engine.attention_backend``, where they differ."""
 MEASURED_MODELS = ("qwen3",)
 """``model_type`` of models for which ``auto`` takes it: those whose whole engine was measured with it, on one GPU."""
-HEAD_SIZES = (128,)
-"""Measured, for the attention alone."""
+HEAD_SIZES = (64, 128)
+"""Right, by ``tests/gpu/test_group_attention.py``."""
+MEASURED_HEAD_SIZE = 128
+"""Of those models."""
 QUERIES_PER_KV_HEAD = (4, 8)
-"""Likewise."""
+"""Measured, for the attention alone."""
 MIN_SHARED_TOKENS = 512
 """Fewer shared tokens were not measured, and are read by each sequence."""
 _NO_CHOICE = "there is one kernel for the CPU, and vLLM picks the one for latent attention"
@@ -100,14 +102,20 @@ def attention_choice(
                 f"engine.attention_backend is group: {'; '.join(against)}: set it to auto, which takes FlashAttention"
             )
         return AttentionChoice(GROUP, "engine.attention_backend is group")
-    kind = model.get("model_type")
-    if kind not in MEASURED_MODELS:
-        against.append(f"no engine of {kind} was measured with it")
-    if config.engine.tensor_parallel_size != 1:
-        against.append(f"no engine of {config.engine.tensor_parallel_size} GPUs was measured with it")
-    if against:
+    if against := [*against, *_not_measured(config, model)]:
         return AttentionChoice("FLASH_ATTN", f"auto takes it, and not group: {'; '.join(against)}")
+    kind = model.get("model_type")
     return AttentionChoice(GROUP, f"auto takes it for {kind}, whose engines were measured with it on one GPU")
+
+
+def _not_measured(config: ServiceConfig, model: AttentionSettings) -> Iterator[str]:
+    if (kind := model.get("model_type")) not in MEASURED_MODELS:
+        yield f"no engine of {kind} was measured with it"
+    if (size := head_size(model)) in HEAD_SIZES and size != MEASURED_HEAD_SIZE:
+        yield f"no engine with heads of {size} numbers was measured with it"
+    # each rank groups for its own heads, and needs nothing of the others: it is right, and was not measured
+    if config.engine.tensor_parallel_size != 1:
+        yield f"no engine of {config.engine.tensor_parallel_size} GPUs was measured with it"
 
 
 def _against_groups(
@@ -119,7 +127,7 @@ def _against_groups(
     if capability is not None and capability[0] != FLASH_ATTENTION_3:
         yield f"it needs FlashAttention 3, and the GPU's compute capability is {capability[0]}.{capability[1]}, not 9.0"
     if (size := head_size(model)) not in HEAD_SIZES:
-        yield f"the model's heads have {size} numbers, and it was measured with {_listed(HEAD_SIZES)}"
+        yield f"the model's heads have {size} numbers, and it is right with {_listed(HEAD_SIZES)}"
     if (ratio := _queries_per_kv_head(model, engine.tensor_parallel_size)) not in QUERIES_PER_KV_HEAD:
         found = "an unknown number of" if ratio is None else f"{ratio:g}"
         measured = _listed(QUERIES_PER_KV_HEAD)

@@ -45,6 +45,7 @@ def test_groups_are_a_backend_of_a_plug_in() -> None:
     assert chosen("group") == "CUSTOM"
     assert chosen("group", {"num_attention_heads": 64}) == "CUSTOM"  # eight query heads of a KV head
     assert chosen("group", tensor_parallel_size=4) == "CUSTOM"
+    assert chosen("group", {"head_dim": 64}) == "CUSTOM"
     assert chosen("group", capability=None) == "CUSTOM"
 
 
@@ -55,8 +56,9 @@ def test_a_backend_of_vllm_is_taken_by_its_name(named: str) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"capability": (10, 0)}, "needs FlashAttention 3, and the GPU's compute capability is 10.0"),
-    ({"model": {"head_dim": 64}}, "heads have 64 numbers, and it was measured with 128"),
-    ({"model": {"head_dim": None, "hidden_size": 2048}}, "heads have 64 numbers"),
+    ({"model": {"head_dim": 96}}, "heads have 96 numbers, and it is right with 64 and 128"),
+    ({"model": {"head_dim": 256}}, "heads have 256 numbers"),
+    ({"model": {"head_dim": None, "hidden_size": 3072}}, "heads have 96 numbers"),
     ({"model": {"head_dim": None, "hidden_size": None}}, "heads have None numbers"),
     ({"model": {"num_attention_heads": 28, "num_key_value_heads": 4}}, "has 7 query heads for each KV head"),
     ({"model": {"num_key_value_heads": 32}}, "has 1 query heads for each KV head"),
@@ -83,8 +85,8 @@ def test_what_it_cannot_do_is_an_error_when_it_is_asked_for(given: dict[str, Any
 
 
 def test_all_that_speaks_against_it_is_said_at_once() -> None:
-    with pytest.raises(ValueError, match=r"heads have 64 numbers.*; .*caps its attention's logits"):
-        chosen("group", {"attn_logit_softcapping": 50.0, "head_dim": 64})
+    with pytest.raises(ValueError, match=r"heads have 96 numbers.*; .*caps its attention's logits"):
+        chosen("group", {"attn_logit_softcapping": 50.0, "head_dim": 96})
 
 
 def test_auto_takes_it_for_models_that_were_measured() -> None:
@@ -93,8 +95,10 @@ def test_auto_takes_it_for_models_that_were_measured() -> None:
     )
     llama = choose("auto", {"model_type": "llama", "head_dim": 64})
     assert llama.backend == "FLASH_ATTN"
-    assert llama.why.startswith("auto takes it, and not group: the model's heads have 64 numbers")
-    assert "no engine of llama was measured with it" in llama.why
+    assert llama.why == (
+        "auto takes it, and not group: no engine of llama was measured with it; no engine with heads of 64 numbers was "
+        "measured with it"
+    )
     two = choose("auto", tensor_parallel_size=2)
     assert two.backend == "FLASH_ATTN" and "no engine of 2 GPUs was measured with it" in two.why
 
