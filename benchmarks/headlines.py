@@ -131,6 +131,15 @@ def fp8_decode(result: Json) -> str:
     )
 
 
+def engine_core(result: Json) -> str:
+    """Of ``rollout.engine_core``: the first case."""
+    case = result["cases"][0]
+    core = max(case["cores"].items(), key=lambda item: item[1])
+    return (
+        f"{case['model']}, {case['case']}: {core[0]} keeps {core[1]:.2f} cores busy at {case['step_ms']:.1f} ms a step"
+    )
+
+
 def _work(case: Json) -> str:
     system = f"{case['system_tokens']} + " if case["system_tokens"] else ""
     sizes = f"{case['groups']} × {case['n']} × ({system}{case['prompt_tokens']} + {case['output_tokens']})"

@@ -65,6 +65,7 @@ BENCHMARKS = (
     Benchmark("rollout.chat", headlines.chat),
     Benchmark("rollout.length_bias", headlines.length_bias),
     Benchmark("rollout.prompt_routing", headlines.prompt_routing),
+    Benchmark("rollout.engine_core", headlines.engine_core, awaited=True),
     Benchmark("update.engine", headlines.engine_update),
     Benchmark("update.live", headlines.live_update),
     Benchmark("update.sleep", headlines.sleeping),
