@@ -131,6 +131,15 @@ def fp8_decode(result: Json) -> str:
     )
 
 
+def group_mismatch(result: Json) -> str:
+    """Of ``mismatch.groups``: k3 against fp32, to FlashAttention's."""
+    k3 = {case["mode"]: case["k3"] for case in result["cases"]}
+    noise, groups = (
+        k3[mode] / k3["FLASH_ATTN, all at once"] for mode in ("FLASH_ATTN, in 4 parts", "group, all at once")
+    )
+    return f"k3 against fp32 {groups:.2f} of FlashAttention's, whose own is {noise:.2f} of it in other batches"
+
+
 def engine_core(result: Json) -> str:
     """Of ``rollout.engine_core``: the first case."""
     case = result["cases"][0]

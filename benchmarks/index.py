@@ -79,6 +79,7 @@ BENCHMARKS = (
     Benchmark("group_attention", headlines.group_attention),
     Benchmark("kernels.decode_profile", headlines.decode_profile),
     Benchmark("mismatch.logprobs", headlines.logprobs),
+    Benchmark("mismatch.groups", headlines.group_mismatch, awaited=True),
     Benchmark("mismatch.kv_scales", headlines.kv_scales),
     Benchmark("mismatch.measuring", headlines.measuring),
     Benchmark("training.tis_ablation", headlines.tis_ablation, "--publish"),

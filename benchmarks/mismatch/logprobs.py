@@ -159,11 +159,12 @@ def mismatch(family: str, mode: str, trainer: str, scored: torch.Tensor, engine:
 
 def score(model: PreTrainedModel, sampled: Sampled) -> torch.Tensor:
     """Logprobs of the completions' tokens [completions, tokens]; all prompts and all completions of one length."""
-    tokens = torch.tensor([[*prompt, *completion.token_ids] for prompt, completion in sampled])
+    rows = [[*prompt, *completion.token_ids] for prompt, completion in sampled]
+    tokens = torch.tensor(rows, device=model.device)
     first = len(sampled[0][0])
     with torch.no_grad():
-        logits = torch.cat([model(rows).logits[:, first - 1 : -1].float() for rows in tokens.split(16)])
-    return logits.log_softmax(-1).gather(-1, tokens[:, first:, None])[..., 0]
+        logits = torch.cat([model(part).logits[:, first - 1 : -1].float() for part in tokens.split(16)])
+    return logits.log_softmax(-1).gather(-1, tokens[:, first:, None])[..., 0].cpu()
 
 
 def measured_scales(model: PreTrainedModel) -> dict[str, float]:

@@ -33,8 +33,8 @@ from rollout_service.config import ServiceConfig
 
 RESULT = "rollout_engine_core"
 SAME = ("model", "mode", "attention", "case", "vllm", "layers")
-ENGINE_CORE = "EngineCore"
-"""In the title that vLLM gives its process."""
+VLLM = "VLLM::"
+"""In the titles that vLLM gives its processes: its core and, of several GPUs or on the CPU, workers."""
 SHOWN = 40
 LEAST = 0.01
 """Share of a thread's samples below which a function is not written down."""
@@ -86,7 +86,7 @@ def case_of(turns: Case, found: dict[tuple[str, str], Profile]) -> Json:
     """Figures, and each thread's functions of vLLM's process and of ours."""
     threads = []
     for (process, thread), profile in sorted(found.items(), key=lambda item: -item[1].samples):
-        if ENGINE_CORE in process or thread == "MainThread":
+        if VLLM in process or thread == "MainThread":
             named = {"within": profile.within(), "itself": profile.innermost()}
             kept = {kind: {n: share for n, share in all_.items() if share >= LEAST} for kind, all_ in named.items()}
             threads.append({"process": process[:80], "thread": thread, "samples": profile.samples, **kept})
@@ -100,12 +100,13 @@ def case_of(turns: Case, found: dict[tuple[str, str], Profile]) -> Json:
 
 
 def tables(case: Json) -> list[Table]:
-    """Of the threads of vLLM's process, for people."""
+    """Of the threads of vLLM's processes, for people."""
     made = []
     for thread in case["threads"]:
-        if ENGINE_CORE not in thread["process"]:
+        if VLLM not in thread["process"]:
             continue
-        table = Table("within", "itself", "function", title=f"{thread['thread']}, {thread['samples']} samples")
+        title = f"{thread['process']}, {thread['thread']}, {thread['samples']} samples"
+        table = Table("within", "itself", "function", title=title)
         for name, share in list(thread["within"].items())[:SHOWN]:
             table.add_row(f"{share:.1%}", f"{thread['itself'].get(name, 0.0):.1%}", name)
         made.append(table)

@@ -38,7 +38,7 @@ def title() -> str:
 
 
 def sample(folder: Path) -> None:
-    """Without end."""
+    """Until the folder is gone."""
     sys.setswitchinterval(SWITCH_S)
     mine = threading.get_ident()
     while True:
@@ -49,8 +49,12 @@ def sample(folder: Path) -> None:
                 if ident != mine:
                     stacks[";".join([names.get(ident, "?"), *stack_of(frame)])] += 1
             time.sleep(INTERVAL_S)
-        with (folder / f"{os.getpid()}.jsonl").open("a") as file:
-            file.write(json.dumps({"at": time.monotonic(), "process": title(), "stacks": stacks}) + "\n")
+        line = json.dumps({"at": time.monotonic(), "process": title(), "stacks": stacks})
+        try:
+            with (folder / f"{os.getpid()}.jsonl").open("a") as file:
+                file.write(line + "\n")
+        except FileNotFoundError:
+            return
 
 
 def start() -> None:

@@ -1,5 +1,6 @@
 """Cases of the comparison: how they are named, what they need, and what is written of them."""
 
+import asyncio
 import math
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from benchmarks.group_attention import Asked, Comparison, GroupOptions, Pair, Sh
 from benchmarks.group_attention_plot import draw, grid_of
 from benchmarks.rollout.turns import Case as Turns
 from benchmarks.rollout.turns import Sample
+from rollout_service.protocol.sampling import Sampling
 
 
 def test_a_case_is_named_by_its_sizes() -> None:
@@ -80,6 +82,25 @@ def test_no_run_is_begun_that_would_not_end_in_time() -> None:
         now += 10.0
         each.seconds = 10.0
     assert begun == ["1x1x4+100", "1x1x8+100"]
+
+
+async def test_a_run_that_is_not_over_in_time_is_given_up_and_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[object] = []
+    monkeypatch.setattr(group_attention.results, "write", lambda *content: written.append(content))
+    given_up = asyncio.Event()
+
+    async def never(prompt: list[int], sampling: Sampling) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.set()
+
+    one = pair("1x1x4+100")
+    for turn in one.turns.values():
+        turn.rates.clear()
+    comparison = Comparison(GroupOptions(), [one], {}, 0.05, Console(quiet=True), clock=lambda: 0.0)
+    await comparison._run(one, {"baseline": never, "group": never})
+    assert given_up.is_set() and not one.is_whole and not written
 
 
 def test_the_headline_has_the_least_and_the_most_that_was_gained() -> None:
