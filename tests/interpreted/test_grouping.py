@@ -134,7 +134,9 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_what_is_read_and_what_is_not_is_counted() -> None:
-    grouping = Grouping(8, 12, 16, 4, 1, CPU)
+    """Asked outside of the inference mode that buffers are made in."""
+    with torch.inference_mode():
+        grouping = Grouping(8, 12, 16, 4, 1, CPU)
     assert grouping.reads.seen() == (0, 0)
     first = batch_of([(PROMPT, 5)] * 3 + [([], 9)], width=12, padding=2)  # two of three read no prompt of 64 tokens
     grouping.group(first.tables, first.lengths)

@@ -34,7 +34,8 @@ class KVReads:
         attended, spared = self._copy.tolist()
         self._last = (attended, spared)
         if self._counts is not None:
-            self._copy.copy_(self._counts, non_blocking=True)
+            with torch.inference_mode():  # in which vLLM may have made both, and outside of which it is not allowed
+                self._copy.copy_(self._counts, non_blocking=True)
             if self._device.type == "cuda":
                 self._copied = torch.cuda.Event()
                 self._copied.record()
