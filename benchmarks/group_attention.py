@@ -9,7 +9,8 @@ tokens, all at once, temperature 1, no end of sequence, nothing of it in the pre
 is a prompt of so many tokens that all groups begin with. A short run, with an eighth of the tokens, comes before each
 whole one: two lengths tell what a step takes. The two engines live beside each other and take turns; where memory
 does not hold both, or with ``--after``, one comes after the other with all its cases. Each case is written as soon as
-both have run it. No run is begun that would not end before ``--limit-s``, by what the one before it took.
+both have run it. No run is begun that would not end before ``--limit-s``, by what the one before it took,
+and one that is not over by then is given up.
 """
 
 import asyncio
@@ -237,7 +238,15 @@ class Comparison:
 
     async def _run(self, pair: Pair, sides: dict[str, Generate]) -> None:
         started = self.clock()
-        await take_turns(pair.asked.work(), self.options.repeats, sides, pair.turns)
+        left = asyncio.timeout(max(0.0, self.until - started))
+        try:
+            async with left:
+                await take_turns(pair.asked.work(), self.options.repeats, sides, pair.turns)
+        except TimeoutError:
+            if not left.expired():
+                raise
+            self.console.print(f"{pair.asked}: given up, --limit-s is over")
+            return
         pair.seconds = self.clock() - started
         for side in sides:
             rate, step = statistics.median(pair.turns[side].rates), statistics.median(pair.turns[side].step_ms)

@@ -114,6 +114,41 @@ def group_attention(result: Json) -> str:
     return f"tokens/s of an engine that reads a group's prompt once, to FlashAttention's: {least} to {most}"
 
 
+def prompt_routing(result: Json) -> str:
+    """Of ``rollout.prompt_routing``."""
+    beginnings, load = (
+        one(result["cases"], side=side)["hit_share"] for side in ("by prompts' beginnings", "by load alone")
+    )
+    return f"{beginnings:.1%} of prompt tokens found in the prefix cache, without placement {load:.1%}; two replicas"
+
+
+def fp8_decode(result: Json) -> str:
+    """Of ``kernels.fp8_decode``: the fastest variant."""
+    best = max(result["cases"], key=lambda case: case["tb_per_s"])
+    return (
+        f"an FP8 cache read at {best['tb_per_s']:.2f} TB/s ({best['variant']}), by FlashAttention 3 at "
+        f"{best['flash_attention_tb_per_s']:.2f}"
+    )
+
+
+def group_mismatch(result: Json) -> str:
+    """Of ``mismatch.groups``: k3 against fp32, to FlashAttention's."""
+    k3 = {case["mode"]: case["k3"] for case in result["cases"]}
+    noise, groups = (
+        k3[mode] / k3["FLASH_ATTN, all at once"] for mode in ("FLASH_ATTN, in 4 parts", "group, all at once")
+    )
+    return f"k3 against fp32 {groups:.2f} of FlashAttention's, whose own is {noise:.2f} of it in other batches"
+
+
+def engine_core(result: Json) -> str:
+    """Of ``rollout.engine_core``: the first case."""
+    case = result["cases"][0]
+    core = max(case["cores"].items(), key=lambda item: item[1])
+    return (
+        f"{case['model']}, {case['case']}: {core[0]} keeps {core[1]:.2f} cores busy at {case['step_ms']:.1f} ms a step"
+    )
+
+
 def _work(case: Json) -> str:
     system = f"{case['system_tokens']} + " if case["system_tokens"] else ""
     sizes = f"{case['groups']} × {case['n']} × ({system}{case['prompt_tokens']} + {case['output_tokens']})"

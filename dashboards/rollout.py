@@ -263,6 +263,21 @@ FLEET = Row(
             ],
         ),
         Panel(
+            "Decode attention spared by groups",
+            "percentunit",
+            "Share of the tokens that decode attends to and does not read again, since another completion of the same "
+            "prompt has read them: (n-1)/n of the prompts' part where groups decode together. Near 0 with n above 1: "
+            "prompts below 512 tokens, or members on other replicas. Nothing here: attention is another kernel's, see "
+            "GET /v1/fleet.",
+            [
+                Query(
+                    f"sum by (replica) ({rate('ray_rollout_decode_kv_tokens_spared_total', ENGINE)}) / "
+                    f"(sum by (replica) ({rate('ray_rollout_decode_kv_tokens_total', ENGINE)}) > 0)",
+                    "{{replica}}",
+                )
+            ],
+        ),
+        Panel(
             "Preemptions",
             "cps",
             "Sequences thrown out of the KV cache and computed again. Each update does so to those that run; between "

@@ -68,6 +68,8 @@ NAMES = (
         "kv_sharing_target_layer_name",
     ),
     _read(f"{_LAYERS}.attention", "is_deferred_attention_layer", takes="layer"),
+    _read(f"{_LAYERS}.attention_layer_base", "AttentionLayerBase.get_attn_backend", takes="self"),
+    _read("vllm.v1.attention.backend", "AttentionBackend.get_name", takes=""),
     _read(
         f"{_LAYERS}.attention.attention",
         "set_default_quant_scales",
@@ -238,6 +240,7 @@ from vllm.model_executor.kernels.linear import (
     FP8ScaledMMLinearLayerConfig,
 )
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe import (
     FusedMoEMethodBase,
     FusedMoEQuantConfig,
@@ -388,6 +391,12 @@ def kv_scale_copies(layer: torch.nn.Module, of: str) -> list[float]:
 def is_of_kv_cache(attribute: str) -> bool:
     """Whether an attention layer's attribute is its cache, or a copy of one of its scales."""
     return attribute == "kv_cache" or "_scale" in attribute
+
+
+def attention_layers(vllm_config: VllmConfig) -> list[AttentionLayerBase]:
+    """Every layer that keeps something of a sequence, in a worker."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    return [layer for layer in layers if isinstance(layer, AttentionLayerBase)]
 
 
 def kv_caches(vllm_config: VllmConfig) -> list[torch.Tensor]:

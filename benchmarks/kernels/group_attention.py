@@ -140,10 +140,15 @@ class Batch:
         return int(self.lengths.max())
 
 
-def batch_of(model: str, kv: str, sequences: int, sizes: tuple[int, int, int], page: int) -> Batch:
-    """Random numbers; pages lie anywhere, and members of a group anywhere in the batch."""
+def batch_of(
+    query_and_kv_heads: tuple[int, int], kv: str, sequences: int, sizes: tuple[int, int, int], page: int
+) -> Batch:
+    """Random numbers; pages lie anywhere, and members of a group anywhere in the batch.
+
+    ``sizes``: sequences of a group, tokens of its prompt, and own ones of each.
+    """
     group, prompt, own = sizes
-    heads, kv_heads = HEADS[model]
+    heads, kv_heads = query_and_kv_heads
     groups, shared, private = -(-sequences // group), prompt // page, -(-own // page)
     dtype = torch.float8_e4m3fn if kv == Cache.FP8 else torch.bfloat16
     pages = groups * shared + sequences * private
@@ -244,7 +249,7 @@ def error_of(output: torch.Tensor, batch: Batch) -> float:
 
 def measure(model: str, kv: str, sequences: int, sizes: tuple[int, int, int], page: int, most_splits: int) -> Case:
     """Both sides of one kind of batch."""
-    batch = batch_of(model, kv, sequences, sizes, page)
+    batch = batch_of(HEADS[model], kv, sequences, sizes, page)
     heads, kv_heads = HEADS[model]
     chunk, fewest = chunk_sequences(heads, kv_heads), -(-MIN_SHARED_TOKENS // page)
     grouping = Grouping(sequences, batch.tables.shape[1], page, chunk, fewest, torch.device("cuda"))

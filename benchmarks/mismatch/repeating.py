@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from tests.support.models import FAMILIES
 
@@ -20,18 +20,24 @@ def repeating(count: int, seed: int, tokens: int = TRAINED_TOKENS) -> torch.Tens
 
 def train(family: str, folder: Path, steps: int, batch: int, device: str = "cpu") -> float:
     """Save a model of the family in BF16 after so many steps of AdamW; returns its last loss in nats a token."""
+    return train_shape(FAMILIES[family](), folder, steps, batch, device=device)
+
+
+def train_shape(
+    shape: PretrainedConfig, folder: Path, steps: int, batch: int, tokens: int = TRAINED_TOKENS, device: str = "cpu"
+) -> float:
+    """The same for any shape, on sequences of so many tokens."""
     torch.manual_seed(0)
     torch.set_num_threads(1)  # small matrices: a second thread waits more than it works
-    config = FAMILIES[family]()
-    one_by_one = {"experts_implementation": "eager"} if device != "cpu" and hasattr(config, "num_experts") else {}
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **one_by_one).to(device)
+    one_by_one = {"experts_implementation": "eager"} if device != "cpu" and hasattr(shape, "num_experts") else {}
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, **one_by_one).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loss = torch.zeros(())
     for step in range(steps):
-        sequences = repeating(batch, seed=step).to(device)
+        sequences = repeating(batch, step, tokens).to(device)
         loss = model(sequences, labels=sequences).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.to("cpu", torch.bfloat16).save_pretrained(folder)
     return float(loss)

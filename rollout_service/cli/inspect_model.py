@@ -1,15 +1,18 @@
 """What quantization makes of a model, from its config.json alone: one row for each kind of tensor."""
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rollout_service.config import ModelConfig, QuantConfig
+from rollout_service.config import EngineConfig, ModelConfig, QuantConfig, ServiceConfig
+from rollout_service.engine.attention.choice import SHOWN, attention_choice, attention_settings
 from rollout_service.model.families import shard_shape
 from rollout_service.model.hub import config_file
 from rollout_service.model.names import kind, ranges
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.fleet import AttentionStatus
 from rollout_service.quant.formats import INT8_CHANNEL
 
 if TYPE_CHECKING:
@@ -60,6 +63,8 @@ class ModelReport(Frozen):
     """Who says what the engine makes of the model's layers: this release's table, or vLLM."""
     not_converted: tuple[str, ...]
     """What could be quantized and is not, by the names that vLLM compares with."""
+    attention: AttentionStatus
+    """Of an engine on a Hopper GPU."""
     kv_bytes_per_token: int | None
     """Of a KV cache in FP8, on each GPU, if all layers keep all tokens. None: how this model caches is not known."""
 
@@ -100,6 +105,7 @@ def inspect_model(
         kinds=tuple(_kinds(model, plan, tensor_parallel_size, expert_parallel)),
         layout=TABLE if model.layout is None else model.layout.source,
         not_converted=plan.not_converted,
+        attention=_attention(folder, quant, tensor_parallel_size),
         kv_bytes_per_token=_kv_bytes_per_token(model, tensor_parallel_size),
     )
 
@@ -114,6 +120,8 @@ def print_report(report: ModelReport, console: "Console") -> None:
             break
     console.print(table)
     console.print(f"How the engine fuses and cuts layers: {report.layout}.", style="dim")
+    [kernels] = report.attention.backends
+    console.print(f"Attention on a Hopper GPU: {kernels}: {report.attention.why}.", style="dim", markup=False)
     if left_out:
         missing = ", ".join(DISPENSABLE[:left_out])
         console.print(f"The terminal is too narrow for: {missing}. Widen it, or see --json.", style="dim")
@@ -158,6 +166,14 @@ def _columns(report: ModelReport) -> list[tuple[str, str, list[str]]]:
             [f"{row.dtype}: {row.why_not}" if row.why_not else row.dtype for row in kinds],
         ),
     ]
+
+
+def _attention(folder: Path, quant: QuantConfig, tensor_parallel_size: int) -> AttentionStatus:
+    """With the service's other settings as they are by default."""
+    engine = EngineConfig(tensor_parallel_size=tensor_parallel_size)
+    choice = attention_choice(ServiceConfig(quant=quant, engine=engine), attention_settings(folder))
+    chosen = "vLLM's choice" if choice.backend is None else SHOWN.get(choice.backend, choice.backend)
+    return AttentionStatus(backends=(chosen,), why=choice.why)
 
 
 def _experts_per_gpu(experts: int, gpus: int) -> tuple[int, int]:

@@ -379,12 +379,18 @@ def _fleet_table(fleet: "Fleet") -> "Table":
     table.add_column("error")
     for replica in fleet.replicas:
         table.add_row(*_fleet_row(replica))
-    table.caption = escape("\n".join([*_kv_caches(fleet), *_failed_starts(fleet)]))
+    table.caption = escape("\n".join([*_attention(fleet), *_kv_caches(fleet), *_failed_starts(fleet)]))
     return table
 
 
 def _named(version: int, label: str | None) -> str:
     return str(version) if label is None else f"{version} ({label})"
+
+
+def _attention(fleet: "Fleet") -> list[str]:
+    """A line for each sort of attention in the fleet, and why it is so."""
+    found = [replica.attention for replica in fleet.replicas if replica.attention is not None]
+    return sorted({f"attention {' and '.join(each.backends)}: {each.why}" for each in found})
 
 
 def _kv_caches(fleet: "Fleet") -> list[str]:

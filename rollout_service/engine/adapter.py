@@ -57,6 +57,8 @@ class EngineAdapter:
         self._llm = AsyncLLM.from_engine_args(args, stat_loggers=loggers)
         self.staging: Staging | None = None
         """Where its workers stage versions; None before ``connect``."""
+        self.attention_backends: tuple[str, ...] = ()
+        """See ``AttentionStatus``; empty before ``connect``."""
         self._half_loaded: str | None = None
         self._has_loaded = False
         self._load_limit_s, self._loading_since = load_limit_s, math.inf
@@ -83,6 +85,12 @@ class EngineAdapter:
         answers: list[Any] = await self._llm.collective_rpc(method, args=args)
         return answers
 
+    async def kv_reads(self) -> tuple[int, int]:
+        """Tokens of KV that decode has attended to in batches that were grouped, and those of them that it did not read
+        since another sequence's reading served; of one layer, up to when this was asked before."""
+        (attended, spared), *_ = await self.ask_workers("kv_reads")  # each rank groups the same batches
+        return attended, spared
+
     async def label(self, version: int) -> None:
         """Call the weights that are loaded a version: dummies, say, which have no number."""
         await self._llm.update_weight_version(str(version))
@@ -91,6 +99,7 @@ class EngineAdapter:
         """Prepare the weight-transfer engine in the workers, and run two steps on the dummy weights."""
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         (self.staging, why), *_ = await self.ask_workers("staging_kind")
+        self.attention_backends = tuple((await self.ask_workers("attention_backends"))[0])
         if why is not None:
             logger.log(logging.WARNING if self.staging == "none" else logging.INFO, "%s", why)
         # the first forward passes compile and allocate for seconds; no rollout should wait for that

@@ -1,6 +1,6 @@
 """Our configuration in vLLM's terms."""
 
-import json
+import logging
 import re
 
 from vllm import AsyncEngineArgs
@@ -8,8 +8,15 @@ from vllm.config import LoggingConfig, WeightTransferConfig
 from vllm.platforms import current_platform
 
 from rollout_service.config import ServiceConfig
-from rollout_service.engine.attention.choice import AttentionSettings, attention_backend
-from rollout_service.engine.extra import refuse_batch_invariance, with_env, with_extra
+from rollout_service.engine.attention.choice import (
+    AttentionChoice,
+    attention_choice,
+    attention_settings,
+    has_latent_attention,
+    head_size,
+)
+from rollout_service.engine.batch_invariance import refuse_batch_invariance
+from rollout_service.engine.extra import with_env, with_extra
 from rollout_service.engine.hardware import Attention, require_fit
 from rollout_service.engine.plugin import (
     CPU_BF16,
@@ -46,7 +53,7 @@ CHANNEL_INT8 = {
 }
 """The format of compressed-tensors' W8A8 checkpoints, as vLLM reads it on a GPU."""
 
-_NO_CHOICE = "there is one kernel for the CPU, and vLLM picks the one for latent attention"
+logger = logging.getLogger(__name__)
 
 
 def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_tokenizer: bool) -> AsyncEngineArgs:
@@ -57,7 +64,8 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
     engine = config.engine
     on_cpu = current_platform.is_cpu()
     if (capability := current_platform.get_device_capability()) is not None:
-        attention = Attention(_head_size(config), _has_latent_attention(config))
+        model = attention_settings(config.model.path)
+        attention = Attention(head_size(model), has_latent_attention(model))
         require_fit(config, (capability.major, capability.minor), attention)
     refuse_batch_invariance(config, on_cpu, _has(config, *EXPERT_COUNTS))
     owned = _named(
@@ -95,7 +103,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         enable_prefix_caching=True,
         scheduling_policy="priority",  # with equal priorities: in order of arrival, as with the other policy
         disable_log_stats=True,
-        **_attention(config, on_cpu),
+        **_attention(config),
         **({} if on_cpu or config.quant.weights == "none" else _kernels(config)),
     )
     return AsyncEngineArgs(**with_extra(owned, config, on_cpu))
@@ -181,7 +189,7 @@ def _head(config: ServiceConfig) -> dict[str, object]:
 def _kv_cache_dtype(config: ServiceConfig, on_cpu: bool) -> str:
     """vLLM's ``auto`` is the model's own dtype."""
     dtype = config.kv_cache.dtype
-    if on_cpu and _has_latent_attention(config):
+    if on_cpu and has_latent_attention(attention_settings(config.model.path)):
         if dtype == "fp8_e4m3":
             raise ValueError(
                 f"{config.model.path} has latent attention (MLA), whose KV cache vLLM keeps in BF16 on the CPU: set "
@@ -191,50 +199,22 @@ def _kv_cache_dtype(config: ServiceConfig, on_cpu: bool) -> str:
     return "auto" if dtype == "bfloat16" else "fp8_e4m3"
 
 
-def _has_latent_attention(config: ServiceConfig) -> bool:
-    return _has(config, "kv_lora_rank")
-
-
 def _has(config: ServiceConfig, *keys: str) -> bool:
     """Whether the model's config.json has one of these."""
-    return not _model_settings(config).keys().isdisjoint(keys)
+    return not attention_settings(config.model.path).keys().isdisjoint(keys)
 
 
-def _head_size(config: ServiceConfig) -> int | None:
-    """Of attention; None: the model does not say it in the usual words."""
-    settings = _model_settings(config)
-    hidden, heads = settings.get("hidden_size"), settings.get("num_attention_heads")
-    return settings.get("head_dim") or (hidden // heads if hidden and heads else None)
+def _attention(config: ServiceConfig) -> dict[str, object]:
+    choice = attention_of(config)
+    logger.info("attention of %s: %s", choice.backend or "vLLM's choice", choice.why)
+    return {} if choice.backend is None else {"attention_backend": choice.backend}
 
 
-class _ModelSettings(AttentionSettings, total=False):
-    """What is read here of a config.json."""
-
-    hidden_size: int
-    head_dim: int
-    text_config: "_ModelSettings"
-
-
-def _model_settings(config: ServiceConfig) -> _ModelSettings:
-    """Of a model's language part, where it has others."""
-    settings: _ModelSettings = json.loads((config.model.path / "config.json").read_text())
-    return settings.get("text_config") or settings
-
-
-def _attention(config: ServiceConfig, on_cpu: bool) -> dict[str, object]:
-    latent = _has_latent_attention(config)
-    if latent and on_cpu:
-        # the one for AMX frees kv_b_proj, so that no update can be loaded
-        return {"attention_backend": "CPU_MLA"}
-    backend = config.engine.attention_backend
-    if backend != "auto" and (latent or on_cpu):
-        raise ValueError(f"engine.attention_backend is {backend}: {_NO_CHOICE}: set it to auto")
-    if latent or on_cpu:
-        return {}
-    # FlashAttention reads the live KV scales at each call, ours does; FlashInfer freezes them at the first one
-    capability = current_platform.get_device_capability()
-    known = None if capability is None else (capability.major, capability.minor)
-    return {"attention_backend": attention_backend(config, _model_settings(config), _head_size(config), known)}
+def attention_of(config: ServiceConfig) -> AttentionChoice:
+    """Which attention kernels an engine gets here, and why. Raises ValueError as ``attention_choice``."""
+    on_cpu, found = current_platform.is_cpu(), current_platform.get_device_capability()
+    capability = None if found is None else (found.major, found.minor)
+    return attention_choice(config, attention_settings(config.model.path), on_cpu=on_cpu, capability=capability)
 
 
 def _kernels(config: ServiceConfig) -> dict[str, object]:

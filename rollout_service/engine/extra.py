@@ -109,7 +109,6 @@ POSITIONS = frozenset(
 _DATA_PARALLEL = "data_parallel_"
 _NOT_OURS_EITHER = re.compile("(CUDA|HIP|ROCR)_VISIBLE_DEVICES|RAY_.*")
 _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
-BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
 
 def check_extra(config: ServiceConfig) -> None:
@@ -200,27 +199,3 @@ def with_env(owned: dict[str, str], config: ServiceConfig) -> dict[str, str]:
         if _NOT_OURS_EITHER.fullmatch(name):
             raise ValueError(f"engine.env.{name} is not taken: Ray sets it, see scaling.num_gpus and scaling.resources")
     return {**config.engine.env, **owned}
-
-
-def is_batch_invariant(config: ServiceConfig) -> bool:
-    """Whether vLLM is to compute each sequence alike whatever else is in its batch."""
-    return config.engine.env.get(BATCH_INVARIANT, "0") != "0"
-
-
-def refuse_batch_invariance(config: ServiceConfig, on_cpu: bool, has_experts: bool) -> None:
-    """Raise ValueError if vLLM 0.32 would not keep it.
-
-    Attention is FlashAttention's or Triton's, which do (``supports_batch_invariance``); where the model has latent
-    attention, vLLM picks a kernel that does, or refuses.
-    """
-    if not is_batch_invariant(config):
-        return
-    if on_cpu:
-        raise ValueError(
-            f"engine.env.{BATCH_INVARIANT} is set, and vLLM has no batch-invariant kernels for the CPU: leave it out"
-        )
-    if has_experts and config.quant.weights == "fp8_block":
-        raise ValueError(
-            f"engine.env.{BATCH_INVARIANT} is set, and vLLM does not keep it for experts in FP8 (its issues 57016 and "
-            "57092): set quant.weights: none, or leave it out"
-        )

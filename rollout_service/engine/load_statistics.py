@@ -1,12 +1,15 @@
 """How busy an engine is: for the autoscaler and for Prometheus."""
 
+import asyncio
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Protocol
 
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from rollout_service.fleet.autoscaling import KV_USAGE, RUNNING, SERVING, VERSION, WAITING
-from rollout_service.metrics.process import set_load
+from rollout_service.metrics.process import count_kv_reads, set_load
 from rollout_service.protocol.fleet import EngineLoad, ReplicaStatus
 from rollout_service.vllm_internals import (
     IterationStats,
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.metrics.loggers import MultiModalCacheStats
 
+KV_READS_PERIOD_S = 5.0
+"""How often workers are asked what attention has read, where it reads a group's prompt once."""
 FRESH_S = 5.0
 """vLLM sends its scheduler's numbers with a step's outputs. After an abort, or while paused, the last ones stay."""
 
@@ -89,6 +94,27 @@ class RayStats(RayPrometheusStatLogger):
         if iteration_stats is not None:
             iteration_stats = without_inter_token_latencies(iteration_stats)
         super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+
+
+class ReadingEngine(Protocol):
+    """What is needed of the engine adapter."""
+
+    async def kv_reads(self) -> tuple[int, int]: ...
+
+
+async def watch_kv_reads(engine: ReadingEngine, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+    """Count what ``EngineAdapter.kv_reads`` says, a period late, until the engine is dead."""
+    before: tuple[int, int] | None = None
+    try:
+        await engine.kv_reads()  # whose answer is of no time: the next one is of now
+        while True:
+            await sleep(KV_READS_PERIOD_S)
+            attended, spared = await engine.kv_reads()
+            if before is not None:  # what was before belongs to vLLM's own runs, of the engine's start
+                count_kv_reads(attended - before[0], spared - before[1])
+            before = attended, spared
+    except EngineDeadError:  # whoever asks for its health hears of it
+        return
 
 
 def autoscaling_stats(status: ReplicaStatus, log: SchedulerLog) -> dict[str, float]:

@@ -12,9 +12,9 @@ from rollout_service.config import ServiceConfig
 from rollout_service.drain import Drain
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.admission import AdmissionLimit
-from rollout_service.engine.args import engine_args, not_converted
+from rollout_service.engine.args import attention_of, engine_args, not_converted
 from rollout_service.engine.handover import HandOver
-from rollout_service.engine.load_statistics import autoscaling_stats, show_load
+from rollout_service.engine.load_statistics import autoscaling_stats, show_load, watch_kv_reads
 from rollout_service.engine.plugin import register
 from rollout_service.engine.startup import StartupHeartbeat, says_why_it_fails
 from rollout_service.engine.weight_sync import WeightSync
@@ -31,7 +31,7 @@ from rollout_service.kv_scales.calibrator import (
 from rollout_service.logs import log_with_serve
 from rollout_service.model.hub import with_model_here
 from rollout_service.model.served_model import ServedModel
-from rollout_service.protocol.fleet import EngineLoad, KVCacheChoice, ReplicaStatus
+from rollout_service.protocol.fleet import AttentionStatus, EngineLoad, KVCacheChoice, ReplicaStatus
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.rpc import EngineCalls, ingest_client
@@ -77,6 +77,8 @@ class EngineReplica:
                 choice = await choose_bf16(self._ingest, unfit)
                 await self._start(model, choice, copies, announcement)
         self._watching = asyncio.create_task(self._hand_over.watch(self._engine))
+        if "group" in self._engine.attention_backends:
+            self._counting = asyncio.create_task(watch_kv_reads(self._engine))
         self._drain.serves(self._end)
 
     async def _start(
@@ -92,6 +94,7 @@ class EngineReplica:
         plan = await asyncio.to_thread(model.plan, config.quant, *sizes)  # it may ask vLLM, in another process
         left_in_bf16 = not_converted(model, plan)
         args = engine_args(config, left_in_bf16, model.has_tokenizer)
+        why = attention_of(config).why
         self._engine = EngineAdapter(args, load_limit_s=config.engine.load_limit_s)
         try:
             await self._engine.connect()
@@ -106,6 +109,7 @@ class EngineReplica:
                 copies,
                 self._kv_scales(choice),
                 self._load,
+                AttentionStatus(backends=self._engine.attention_backends, why=why),
             )
             announcement.status = self._weight_sync.status
             await self._weight_sync.start()

@@ -34,7 +34,14 @@ from rollout_service.errors import (
 from rollout_service.kv_scales.calibrator import KVScaleSource, NoKVScales
 from rollout_service.metrics import table
 from rollout_service.metrics.process import count_update, record
-from rollout_service.protocol.fleet import EngineLoad, PauseMode, ReplicaStatus, Staging, UpdateTimings
+from rollout_service.protocol.fleet import (
+    AttentionStatus,
+    EngineLoad,
+    PauseMode,
+    ReplicaStatus,
+    Staging,
+    UpdateTimings,
+)
 from rollout_service.protocol.weight_log import DesiredState, Head
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.node_cache import NodeCache
@@ -86,6 +93,7 @@ class WeightSync:
         copies: NodeCache | None = None,
         kv_scales: KVScaleSource | None = None,
         load: Callable[[], EngineLoad] | None = None,
+        attention: AttentionStatus | None = None,
     ) -> None:
         """
         Args:
@@ -95,9 +103,10 @@ class WeightSync:
             copies: of this node, if it does not see the log.
             kv_scales: None: the cache has none.
             load: of the engine, for the reports.
+            attention: of the engine, for the reports.
         """
         self._replica_id, self._engine, self._ingest, self._config = replica_id, engine, ingest, config
-        self._running, self._draining, self._load = running, draining, load
+        self._running, self._draining, self._load, self._attention = running, draining, load, attention
         self._kv_scales = kv_scales or NoKVScales()
         self._log = FollowedLog(config.root_here(), copies, fingerprint)
         self._life = ReplicaLife()
@@ -158,6 +167,7 @@ class WeightSync:
             update=life.update,
             staging=self._engine.staging,
             kv_cache=self._kv_scales.status,
+            attention=self._attention,
             load=None if self._load is None else self._load(),
         )
 

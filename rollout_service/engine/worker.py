@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollout_service.engine.attention.worker import AttentionWorker
 from rollout_service.engine.sleeping import SleepingWorker
 from rollout_service.kv_scales.worker import KVScalesWorker
 
@@ -12,9 +13,9 @@ if TYPE_CHECKING:
     from rollout_service.protocol.fleet import Staging
 
 
-class VersionStaging(KVScalesWorker, SleepingWorker):
+class VersionStaging(KVScalesWorker, SleepingWorker, AttentionWorker):
     """Mixed into vLLM's worker class: reads and checks the next version while the engine serves; measures KV scales;
-    gives memory back and takes it again."""
+    gives memory back and takes it again; says what attends, and how much it reads."""
 
     weight_transfer_engine: "LogWeightTransferEngine"
 

@@ -143,6 +143,12 @@ def set_load(running: float, waiting: float, kv_usage: float) -> None:
     record(table.KV_USAGE, kv_usage)
 
 
+def count_kv_reads(attended: int, spared: int) -> None:
+    """Count tokens of KV that decode attended to, and those of them that it did not have to read."""
+    record(table.DECODE_KV_TOKENS, attended)
+    record(table.DECODE_KV_TOKENS_SPARED, spared)
+
+
 def counted_conversion(
     convert: Callable[[Iterable[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]],
     tensors: Iterable[tuple[str, torch.Tensor]],

@@ -131,6 +131,16 @@ SEQUENCES = _process(
     "Sequences in an engine, running or waiting: what the autoscaler sees. Unlike vLLM's gauges, there while it idles.",
 )  # fmt: skip
 KV_USAGE = _process("kv_usage_ratio", "gauge", "ratio", (), "Share of the KV cache's blocks that sequences hold.")
+DECODE_KV_TOKENS = _process(
+    "decode_kv_tokens_total", "counter", "tokens", (),
+    "Tokens of KV that decode steps attend to, each sequence's counted, of one layer: of steps that decode alone, in "
+    "engines whose attention reads a group's prompt once (docs/group_attention.md); others, and those on the CPU, have "
+    "none.",
+)  # fmt: skip
+DECODE_KV_TOKENS_SPARED = _process(
+    "decode_kv_tokens_spared_total", "counter", "tokens", (),
+    "Those of them that were not read again, since another sequence of the group had them in common.",
+)  # fmt: skip
 
 # --- ingest
 

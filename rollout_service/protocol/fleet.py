@@ -50,6 +50,14 @@ class KVCacheStatus(Frozen):
     """Layer → why FP8 is not accurate enough for its k and v, as last measured."""
 
 
+class AttentionStatus(Frozen):
+    """The attention kernels of an engine."""
+
+    backends: tuple[str, ...]
+    """vLLM's names of those that its layers have; ``group`` is ours: docs/group_attention.md."""
+    why: str
+
+
 class EngineLoad(Frozen):
     """How busy one engine is, in sequences, as vLLM's scheduler counts them."""
 
@@ -95,6 +103,8 @@ class ReplicaStatus(Frozen):
     staging: Staging | None = None
     """What ``engine.staging`` has come to; None until its engine runs."""
     kv_cache: KVCacheStatus | None = None
+    """None until its engine runs."""
+    attention: AttentionStatus | None = None
     """None until its engine runs."""
     load: EngineLoad | None = None
     """None until its engine runs."""

@@ -156,6 +156,15 @@ async def test_candidates_and_prompt_logprobs_are_the_models(served: tuple[Servi
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_an_engine_says_what_attends_and_that_nothing_is_spared(
+    served: tuple[ServiceConfig, EngineAdapter],
+) -> None:
+    _, engine = served
+    assert engine.attention_backends == ("CPU_ATTN",)
+    assert await engine.kv_reads() == (0, 0)
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_bias_and_structured_outputs_steer_what_is_drawn(served: tuple[ServiceConfig, EngineAdapter]) -> None:
     config, engine = served
     await load(engine, WeightLog(config.weights.root).folder(0), 0)

@@ -122,11 +122,28 @@ def test_the_grouping_never_waits_for_the_gpu() -> None:
     batch = shuffled()
     grouping = Grouping(64, batch.tables.shape[1], PAGE, 16, 2, CUDA)
     grouping.group(batch.tables, batch.lengths)
+    grouping.reads.seen()
     torch.cuda.set_sync_debug_mode("error")
     try:
         grouping.group(batch.tables, batch.lengths)
+        grouping.reads.seen()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_what_is_read_and_what_is_not_is_counted() -> None:
+    """Also where a CUDA graph of another batch is in between: the counter is of the groupings alone."""
+    batch = shuffled()
+    grouping = Grouping(64, batch.tables.shape[1], PAGE, 16, 2, CUDA)
+    for _ in range(3):
+        made = grouping.group(batch.tables, batch.lengths)
+    attended, spared = grouping.reads.counts.tolist()
+    assert attended == 3 * int(batch.lengths.sum())
+    assert attended - spared == 3 * int(made.lengths.sum())
+    assert spared > 0
+    assert grouping.reads.seen() == (0, 0)
+    torch.cuda.synchronize()
+    assert grouping.reads.seen() == (attended, spared)
 
 
 def test_one_graph_serves_batches_that_share_more_and_less() -> None:
@@ -157,11 +174,11 @@ def test_one_graph_serves_batches_that_share_more_and_less() -> None:
         torch.testing.assert_close(output.float(), wanted, atol=0.02, rtol=0.02)
 
 
-def make_wide_heads(folder: Path, _: str) -> Path:
-    """A small Qwen3 with heads of 128 and four query heads of each KV head."""
+def make_wide_heads(folder: Path, size: str) -> Path:
+    """A small Qwen3 with heads of so many numbers and four query heads of each KV head."""
     config = Qwen3Config(
         vocab_size=128, hidden_size=256, intermediate_size=384, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=128, max_position_embeddings=2048, tie_word_embeddings=False,
+        num_key_value_heads=2, head_dim=int(size), max_position_embeddings=2048, tie_word_embeddings=False,
         bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -169,8 +186,8 @@ def make_wide_heads(folder: Path, _: str) -> Path:
     return folder
 
 
-async def differences(one: OneEngine, folder: Path) -> tuple[torch.Tensor, list[int]]:
-    """Of decoded logprobs from the fp32 reference; and sequences that shared pages in the last step."""
+async def differences(one: OneEngine, folder: Path) -> tuple[torch.Tensor, list[int], tuple[int, int]]:
+    """Of decoded logprobs from the fp32 reference; sequences that shared pages in the last step; and what was read."""
     numbers = random.Random(1)
     system = [numbers.randrange(3, 128) for _ in range(530)]
     prompts = [[*system, *(numbers.randrange(3, 128) for _ in range(length))] for length in (110, 64, 200)]
@@ -182,11 +199,21 @@ async def differences(one: OneEngine, folder: Path) -> tuple[torch.Tensor, list[
         for prompt, completions in zip(prompts, answers, strict=True)
         for c in completions
     ]
-    return torch.cat(found), await one.engine.ask_workers("sequences_that_share")
+    shared = await one.engine.ask_workers("sequences_that_share")
+    await one.engine.kv_reads()
+    return torch.cat(found), shared, await one.engine.kv_reads()
 
 
+@pytest.mark.parametrize(
+    ("size", "gpus"),
+    [
+        (128, 1),
+        (64, 1),
+        pytest.param(128, 2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")),
+    ],
+)
 async def test_an_engines_logprobs_are_as_near_to_the_reference_as_flash_attentions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    size: int, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """18 sequences in three groups with a common system prompt; ours in whole CUDA graphs of 16 and 32 sequences."""
     means, shared = {}, {}
@@ -194,12 +221,16 @@ async def test_an_engines_logprobs_are_as_near_to_the_reference_as_flash_attenti
         settings: dict[str, Any] = {
             "attention_backend": backend, "kv_cache_dtype": "fp8_e4m3", "linear_backend": "cutlass",
             "gpu_memory_utilization": 0.1, "max_model_len": 1024, "max_num_seqs": 32,
+            "tensor_parallel_size": gpus,
         }  # fmt: skip
         home = tmp_path / backend
         home.mkdir()
-        async with running("", home, monkeypatch, make=make_wide_heads, **settings, **graphs) as one:
+        async with running(str(size), home, monkeypatch, make=make_wide_heads, **settings, **graphs) as one:
             folder = await one.update(1, random_weights(one.config.model.path, seed=1))
-            found, [shared[backend]] = await differences(one, folder)
+            found, ranks, reads = await differences(one, folder)
+            [shared[backend]] = set(ranks)  # all ranks group alike
+            assert one.engine.attention_backends == (backend,)
+            assert (reads == (0, 0)) if backend == "FLASH_ATTN" else (reads[0] > reads[1] > 0), reads
             means[backend] = float(found.abs().mean())
     assert shared["FLASH_ATTN"] == 0 and shared["group"] >= 6, shared
     assert means["group"] <= 0.002 + 1.25 * means["FLASH_ATTN"], means

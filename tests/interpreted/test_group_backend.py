@@ -11,13 +11,19 @@ import torch
 from transformers import Qwen3Config
 from vllm import EngineArgs
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from rollout_service.engine.attention import backend
-from rollout_service.engine.attention.backend import GroupAttentionImpl, GroupAttentionMetadataBuilder
+from rollout_service.engine.attention.backend import (
+    GroupAttentionBackend,
+    GroupAttentionImpl,
+    GroupAttentionMetadataBuilder,
+)
 from rollout_service.engine.attention.choice import MIN_SHARED_TOKENS
+from rollout_service.engine.attention.worker import AttentionWorker
 from tests.support.shared_pages import Batch, batch_of, paged_attention
 
 PAGE, HEADS, KV_HEADS, SIZE = 64, 8, 2, 128
@@ -55,10 +61,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     yield made
 
 
-def builder(vllm_config: VllmConfig) -> GroupAttentionMetadataBuilder:
+def builder(vllm_config: VllmConfig, layers: tuple[str, ...] = ()) -> GroupAttentionMetadataBuilder:
     spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.float32)
     with set_current_vllm_config(vllm_config):
-        return GroupAttentionMetadataBuilder(spec, [], vllm_config, torch.device("cpu"), MAX_PAGES)
+        return GroupAttentionMetadataBuilder(spec, [*layers], vllm_config, torch.device("cpu"), MAX_PAGES)
 
 
 def metadata_of(batch: Batch, *, query_len: int = 1) -> CommonAttentionMetadata:
@@ -71,7 +77,11 @@ def metadata_of(batch: Batch, *, query_len: int = 1) -> CommonAttentionMetadata:
     )  # fmt: skip
 
 
-def test_a_step_of_single_tokens_is_grouped_and_attended(vllm_config: VllmConfig, calls: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_a_step_of_single_tokens_is_grouped_and_attended(
+    vllm_config: VllmConfig, calls: list[dict[str, Any]], layout: str
+) -> None:
+    """``layout``: vLLM's name for whether a page's heads or its tokens come first in memory; the shape is the same."""
     torch.manual_seed(0)
     batch = batch_of(SEQUENCES, PAGE, padding=2, width=MAX_PAGES)
     made = builder(vllm_config).build(0, metadata_of(batch))
@@ -82,6 +92,8 @@ def test_a_step_of_single_tokens_is_grouped_and_attended(vllm_config: VllmConfig
     with set_current_vllm_config(vllm_config):
         layer = GroupAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "auto")
     cache = torch.randn(int(batch.tables.max()) + 1, KV_HEADS, PAGE, 2 * SIZE)
+    if layout == "NHD":
+        cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
     query = torch.randn(9, HEADS, SIZE)  # two rows more than the step has: the padding of a piecewise graph
     output = torch.full_like(query, 7.0)
     scales: Any = SimpleNamespace(_q_scale=torch.tensor(1.0), _k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
@@ -98,6 +110,36 @@ def test_a_step_of_single_tokens_is_grouped_and_attended(vllm_config: VllmConfig
         expected = torch.einsum("ht,thd->hd", logits.softmax(-1), v) if length else torch.zeros(HEADS, SIZE)
         torch.testing.assert_close(output[sequence], expected, atol=2e-6, rtol=2e-6)
     assert (output[7:] == 7.0).all()
+
+
+class Layer(AttentionLayerBase):
+    """One that vLLM would make of the backend."""
+
+    def __init__(self) -> None:
+        self.impl = GroupAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "auto")
+
+    def get_attn_backend(self) -> type[GroupAttentionBackend]:
+        return GroupAttentionBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> None:
+        return None
+
+
+@pytest.mark.usefixtures("calls")
+def test_a_worker_says_what_attends_and_what_it_did_not_read(
+    vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with set_current_vllm_config(vllm_config):
+        layers = {"layers.0.attn": Layer(), "layers.1.attn": Layer()}
+    monkeypatch.setattr(vllm_config.compilation_config, "static_forward_context", layers)
+    worker = AttentionWorker()
+    worker.weight_transfer_engine = SimpleNamespace(vllm_config=vllm_config)
+    assert worker.attention_backends() == ["group"]
+    assert worker.kv_reads() == (0, 0)
+    batch = batch_of(SEQUENCES, PAGE, padding=2, width=MAX_PAGES)
+    builder(vllm_config, tuple(layers)).build(0, metadata_of(batch))
+    worker.kv_reads()
+    assert worker.kv_reads() == (int(batch.lengths.sum()), 2 * MIN_SHARED_TOKENS)  # of one layer; three share a prompt
 
 
 @pytest.mark.usefixtures("calls")

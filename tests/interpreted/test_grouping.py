@@ -131,3 +131,26 @@ def test_what_does_not_fit_is_refused() -> None:
     grouping = Grouping(4, 8, 16, 4, 1, CPU)
     with pytest.raises(ValueError, match="5 sequences of 8 pages, and there are buffers for 4 of 8"):
         grouping.group(torch.zeros(5, 8, dtype=torch.int32), torch.zeros(5, dtype=torch.int32))
+
+
+def test_what_is_read_and_what_is_not_is_counted() -> None:
+    """Asked outside of the inference mode that buffers are made in."""
+    with torch.inference_mode():
+        grouping = Grouping(8, 12, 16, 4, 1, CPU)
+    assert grouping.reads.seen() == (0, 0)
+    first = batch_of([(PROMPT, 5)] * 3 + [([], 9)], width=12, padding=2)  # two of three read no prompt of 64 tokens
+    grouping.group(first.tables, first.lengths)
+    assert grouping.reads.seen() == (0, 0)  # and a copy is queued
+    second = batch_of([([], 33)] * 2, width=12)
+    grouping.group(second.tables, second.lengths)
+    assert grouping.reads.seen() == (3 * 69 + 9, 2 * 64)
+    assert grouping.reads.seen() == (3 * 69 + 9 + 66, 2 * 64)
+
+
+def test_one_that_does_not_have_the_pages_after_all_spares_nothing() -> None:
+    batch = batch_of([(PROMPT, 5)] * 3)
+    batch.tables[2, 0] = 1000
+    grouping = Grouping(3, batch.tables.shape[1], 16, 4, 1, CPU)
+    made = grouping.group(batch.tables, batch.lengths)
+    assert int((made.shared_rows >= 0).sum()) == 2
+    assert grouping.reads.counts.tolist() == [3 * 69, 64]

@@ -109,7 +109,10 @@ async def test_rollouts_and_an_update_move_what_the_processes_count(
     by = {(c.name, *c.labels.values()): c.value(after) - c.value(before) for c in MOVED}
     assert {key: by[key] for key, c in zip(by, MOVED, strict=True) if by[key] < c.more} == {}
     assert total(after, "ray_rollout_kv_calibration_seconds_count", deployment="engine") >= 1  # at the first start
-    replicas = {replica.replica_id for replica in (await client.fleet()).replicas}
+    fleet = await client.fleet()
+    assert {r.attention and r.attention.backends for r in fleet.replicas} == {("CPU_ATTN",)}
+    assert not [s for s in after if s.name.startswith("ray_rollout_decode_kv_tokens")]  # of groups' attention alone
+    replicas = {replica.replica_id for replica in fleet.replicas}
     updated = {s.labels["replica"] for s in after if s.name == "ray_rollout_updates_total"}
     idle = {s.labels["replica"] for s in after if s.name == "ray_rollout_sequences"}
     generated = {s.labels["ReplicaId"] for s in after if s.name == "ray_vllm_generation_tokens_total"}

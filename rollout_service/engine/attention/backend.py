@@ -14,6 +14,7 @@ from rollout_service.engine.attention.choice import HEAD_SIZES, MIN_SHARED_TOKEN
 from rollout_service.engine.attention.decoding import grouped_decode
 from rollout_service.engine.attention.flash import FlashAttend, Kernel, chunk_sequences, splits
 from rollout_service.engine.attention.grouping import Grouped, Grouping
+from rollout_service.engine.attention.reads import KVReads
 from rollout_service.engine.hardware import FLASH_ATTENTION_3
 from rollout_service.vllm_attention import (
     AttentionCGSupport,
@@ -146,6 +147,8 @@ class GroupAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
             -(-MIN_SHARED_TOKENS // self.block_size),
             device,
         )
+        for name in layer_names:
+            vllm_config.compilation_config.static_forward_context[name].impl.reads = self.grouping.reads
         # room for each entry's part of FlashAttention's schedule, as in the builder that this one inherits from
         self.grouped_schedule = torch.zeros(1 + 4 * (MAX_ENTRIES + 4), dtype=torch.int32, device=device)
 
@@ -202,6 +205,8 @@ class GroupAttentionImpl(FlashAttentionImpl):
     """
 
     supports_dcp = False
+    reads: KVReads
+    """Of the builder that groups this layer's batches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,81 +1,133 @@
 """For which models and settings a group's prompt is read once, and which backend of vLLM an engine gets for it."""
 
-import logging
+import json
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TypedDict
 
 from rollout_service.config import ServiceConfig
-from rollout_service.engine.extra import is_batch_invariant
+from rollout_service.engine.batch_invariance import is_batch_invariant
 from rollout_service.engine.hardware import FLASH_ATTENTION_3
-
-logger = logging.getLogger(__name__)
 
 GROUP = "CUSTOM"
 """vLLM's name for the backend that a plug-in registers."""
+SHOWN = {GROUP: "group"}
+"""vLLM's name → the one in ``engine.attention_backend``, where they differ."""
 MEASURED_MODELS = ("qwen3",)
 """``model_type`` of models for which ``auto`` takes it: those whose whole engine was measured with it, on one GPU."""
-HEAD_SIZES = (128,)
-"""Measured, for the attention alone."""
+HEAD_SIZES = (64, 128)
+"""Right, by ``tests/gpu/test_group_attention.py``."""
+MEASURED_HEAD_SIZE = 128
+"""Of those models."""
 QUERIES_PER_KV_HEAD = (4, 8)
-"""Likewise."""
+"""Measured, for the attention alone."""
 MIN_SHARED_TOKENS = 512
 """Fewer shared tokens were not measured, and are read by each sequence."""
+_NO_CHOICE = "there is one kernel for the CPU, and vLLM picks the one for latent attention"
 
 
 class AttentionSettings(TypedDict, total=False):
     """What is read here of a config.json."""
 
     model_type: str
+    hidden_size: int
+    head_dim: int | None
     num_attention_heads: int
     num_key_value_heads: int
     sliding_window: int | None
     use_sliding_window: bool
     layer_types: list[str]
     attn_logit_softcapping: float | None
+    kv_lora_rank: int | None
 
 
-def attention_backend(
-    config: ServiceConfig, model: AttentionSettings, head_size: int | None, capability: tuple[int, int] | None
-) -> str:
-    """vLLM's name of the backend that an engine on a GPU gets; the log says which, and why.
+class _Settings(AttentionSettings, total=False):
+    text_config: AttentionSettings
+
+
+def attention_settings(folder: Path) -> AttentionSettings:
+    """Of a model's language part, where it has others."""
+    settings: _Settings = json.loads((folder / "config.json").read_text())
+    return settings.get("text_config") or settings
+
+
+def head_size(model: AttentionSettings) -> int | None:
+    """Of attention; None: the model does not say it in the usual words."""
+    hidden, heads = model.get("hidden_size"), model.get("num_attention_heads")
+    return model.get("head_dim") or (hidden // heads if hidden and heads else None)
+
+
+def has_latent_attention(model: AttentionSettings) -> bool:
+    """Whether it is MLA."""
+    return "kv_lora_rank" in model
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """The attention kernels of an engine."""
+
+    backend: str | None
+    """vLLM's name; None: vLLM picks."""
+    why: str
+    """For logs, ``inspect`` and the fleet."""
+
+
+def attention_choice(
+    config: ServiceConfig, model: AttentionSettings, *, on_cpu: bool = False, capability: tuple[int, int] | None = None
+) -> AttentionChoice:
+    """Which backend an engine gets, and why.
 
     Args:
         model: its config.json.
         capability: the GPU's compute capability; None: not known.
 
-    Raises ValueError if the configuration asks for groups and something speaks against them.
+    Raises ValueError if the configuration asks for what the platform or the model does not have.
     """
-    asked = config.engine.attention_backend
+    asked, latent = config.engine.attention_backend, has_latent_attention(model)
+    if latent and on_cpu:
+        # the one for AMX frees kv_b_proj, so that no update can be loaded
+        return AttentionChoice("CPU_MLA", "of the CPU's kernels for latent attention, the one that takes updates")
+    if latent or on_cpu:
+        if asked != "auto":
+            raise ValueError(f"engine.attention_backend is {asked}: {_NO_CHOICE}: set it to auto")
+        return AttentionChoice(None, "vLLM picks the one for latent attention" if latent else "the CPU has one kernel")
+    # FlashAttention reads the live KV scales at each call, ours does; FlashInfer freezes them at the first one
     if asked not in ("auto", "group"):
-        return asked
-    against = [*_against_groups(config, model, head_size, capability)]
+        return AttentionChoice(asked, f"engine.attention_backend is {asked}")
+    against = [*_against_groups(config, model, capability)]
     if asked == "group":
         if against:
             raise ValueError(
                 f"engine.attention_backend is group: {'; '.join(against)}: set it to auto, which takes FlashAttention"
             )
-        return GROUP
+        return AttentionChoice(GROUP, "engine.attention_backend is group")
+    if against := [*against, *_not_measured(config, model)]:
+        return AttentionChoice("FLASH_ATTN", f"auto takes it, and not group: {'; '.join(against)}")
+    kind = model.get("model_type")
+    return AttentionChoice(GROUP, f"auto takes it for {kind}, whose engines were measured with it on one GPU")
+
+
+def _not_measured(config: ServiceConfig, model: AttentionSettings) -> Iterator[str]:
     if (kind := model.get("model_type")) not in MEASURED_MODELS:
-        against.append(f"no engine of {kind} was measured with it")
+        yield f"no engine of {kind} was measured with it"
+    if (size := head_size(model)) in HEAD_SIZES and size != MEASURED_HEAD_SIZE:
+        yield f"no engine with heads of {size} numbers was measured with it"
+    # each rank groups for its own heads, and needs nothing of the others: it is right, and was not measured
     if config.engine.tensor_parallel_size != 1:
-        against.append(f"no engine of {config.engine.tensor_parallel_size} GPUs was measured with it")
-    if not against:
-        logger.info("engine.attention_backend: auto reads a group's common prompt once")
-        return GROUP
-    logger.info("engine.attention_backend: auto is FLASH_ATTN, and not group: %s", "; ".join(against))
-    return "FLASH_ATTN"
+        yield f"no engine of {config.engine.tensor_parallel_size} GPUs was measured with it"
 
 
 def _against_groups(
-    config: ServiceConfig, model: AttentionSettings, head_size: int | None, capability: tuple[int, int] | None
+    config: ServiceConfig, model: AttentionSettings, capability: tuple[int, int] | None
 ) -> Iterator[str]:
     engine, extra = config.engine, config.engine.extra
     overrides = extra.get("hf_overrides")
     given = {**model, **(overrides if isinstance(overrides, dict) else {})}
     if capability is not None and capability[0] != FLASH_ATTENTION_3:
         yield f"it needs FlashAttention 3, and the GPU's compute capability is {capability[0]}.{capability[1]}, not 9.0"
-    if head_size not in HEAD_SIZES:
-        yield f"the model's heads have {head_size} numbers, and it was measured with {_listed(HEAD_SIZES)}"
+    if (size := head_size(model)) not in HEAD_SIZES:
+        yield f"the model's heads have {size} numbers, and it is right with {_listed(HEAD_SIZES)}"
     if (ratio := _queries_per_kv_head(model, engine.tensor_parallel_size)) not in QUERIES_PER_KV_HEAD:
         found = "an unknown number of" if ratio is None else f"{ratio:g}"
         measured = _listed(QUERIES_PER_KV_HEAD)

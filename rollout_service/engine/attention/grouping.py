@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout_service.engine.attention.reads import KVReads
+
 MAX_PAGES = (1 << 20) - 1
 MAX_SEQUENCES = 1 << 10
 _KEY = tl.constexpr(MAX_PAGES + 1)
@@ -93,7 +95,7 @@ def form_chunks(keys, count, heads, places, sizes, CHUNK: tl.constexpr, N: tl.co
 
 @triton.jit
 def _fill_shared(
-    entry, tables, row_stride, page, keys, leads, their_sizes, starts, entry_lengths, target,
+    entry, tables, row_stride, page, keys, leads, their_sizes, starts, entry_lengths, target, reads,
     COPY: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     others = tl.arange(0, N)
@@ -104,6 +106,7 @@ def _fill_shared(
     depth = tl.where(used, tl.load(keys + head) % _KEY, 0)
     tl.store(starts + entry + 1, tl.sum(tl.where(order <= entry, their_sizes, 0), axis=0))
     tl.store(entry_lengths + entry, depth * page)
+    tl.atomic_add(reads + 1, -(depth * page).to(tl.int64), sem="relaxed")
     source, at = tables + head.to(tl.int64) * row_stride, tl.arange(0, COPY)
     for done in range(0, depth, COPY):
         inside = done + at < depth
@@ -125,7 +128,7 @@ def _has_pages(source, shared, depth, COPY: tl.constexpr):
 @triton.jit
 def _fill_own(
     mine, tables, row_stride, lengths, count, page, keys, heads, places, their_sizes,
-    start, entry_length, target, shared_rows, own_rows,
+    start, entry_length, target, shared_rows, own_rows, reads,
     COPY: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     others = tl.arange(0, N)
@@ -143,6 +146,8 @@ def _fill_own(
     tl.store(own_rows + mine, tl.where(length > 0, row, -1))
     tl.store(start, tl.where(length > 0, row + 1, row))
     tl.store(entry_length, length - depth * page)
+    tl.atomic_add(reads, length.to(tl.int64), sem="relaxed")
+    tl.atomic_add(reads + 1, (depth * page).to(tl.int64), sem="relaxed")
     pages = (length + page - 1) // page - depth
     at = tl.arange(0, COPY)
     for done in range(0, pages, COPY):
@@ -153,7 +158,7 @@ def _fill_own(
 @triton.jit(do_not_specialize=["count"])
 def fill_batch(
     tables, row_stride, lengths, count, page, keys, heads, places, sizes,
-    starts, entry_lengths, entry_tables, entry_stride, shared_rows, own_rows,
+    starts, entry_lengths, entry_tables, entry_stride, shared_rows, own_rows, reads,
     COPY: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Write the batch's entries: ``count // 2`` programs for shared ones, then one for each sequence's own.
@@ -164,6 +169,7 @@ def fill_batch(
         entry_lengths: to write, int32 [entries]: tokens of KV that they attend to.
         entry_tables: to write, int32 [entries, entry_stride]: block ids of these tokens; the rest of a row stays.
         shared_rows, own_rows: to write, int32 [count]: a sequence's two rows; −1: it has none.
+        reads: to add to, int64 [2]: the tokens of all sequences, and those that their entries have fewer.
     """
     entry = tl.program_id(0)
     others = tl.arange(0, N)
@@ -173,11 +179,13 @@ def fill_batch(
     if entry == 0:
         tl.store(starts, 0)
     if entry < count // 2:
-        _fill_shared(entry, tables, row_stride, page, keys, leads, their_sizes, starts, entry_lengths, target, COPY, N)
+        _fill_shared(
+            entry, tables, row_stride, page, keys, leads, their_sizes, starts, entry_lengths, target, reads, COPY, N
+        )
     else:
         _fill_own(
             entry - count // 2, tables, row_stride, lengths, count, page, keys, heads, places, their_sizes,
-            starts + entry + 1, entry_lengths + entry, target, shared_rows, own_rows, COPY, N,
+            starts + entry + 1, entry_lengths + entry, target, shared_rows, own_rows, reads, COPY, N,
         )  # fmt: skip
 
 
@@ -233,6 +241,8 @@ class Grouping:
             raise ValueError(f"chunks of {chunk} sequences with {min_pages} pages in common: 2 and 1 are the least")
         self.last: Grouped | None = None
         """What the last batch became."""
+        self.reads = KVReads(device)
+        """Of all batches."""
         self._page_tokens, self._chunk, self._min_pages = page_tokens, chunk, min_pages
         self._steps = max_pages.bit_length()
         self._width = triton.next_power_of_2(max_sequences)  # the same for every batch: the kernels are compiled once
@@ -274,7 +284,7 @@ class Grouping:
         fill_batch[(entries,)](
             *given, self._keys, self._heads, self._places, self._sizes,
             self._starts, self._lengths, self._tables, self._tables.stride(0), self._shared_rows, self._own_rows,
-            COPY=_COPY, N=n, num_warps=4,
+            self.reads.counts, COPY=_COPY, N=n, num_warps=4,
         )  # fmt: skip
         self.last = Grouped(
             self._starts[: entries + 1],

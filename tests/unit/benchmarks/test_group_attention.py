@@ -1,5 +1,7 @@
 """Cases of the comparison: how they are named, what they need, and what is written of them."""
 
+import asyncio
+import math
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,10 @@ from benchmarks import group_attention, headlines
 from benchmarks.common.gpu_service import Mode
 from benchmarks.common.shapes import Shape, write_config
 from benchmarks.group_attention import Asked, Comparison, GroupOptions, Pair, ShapeOptions, asked, fits_twice, table_of
+from benchmarks.group_attention_plot import draw, grid_of
 from benchmarks.rollout.turns import Case as Turns
 from benchmarks.rollout.turns import Sample
+from rollout_service.protocol.sampling import Sampling
 
 
 def test_a_case_is_named_by_its_sizes() -> None:
@@ -80,6 +84,25 @@ def test_no_run_is_begun_that_would_not_end_in_time() -> None:
     assert begun == ["1x1x4+100", "1x1x8+100"]
 
 
+async def test_a_run_that_is_not_over_in_time_is_given_up_and_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[object] = []
+    monkeypatch.setattr(group_attention.results, "write", lambda *content: written.append(content))
+    given_up = asyncio.Event()
+
+    async def never(prompt: list[int], sampling: Sampling) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.set()
+
+    one = pair("1x1x4+100")
+    for turn in one.turns.values():
+        turn.rates.clear()
+    comparison = Comparison(GroupOptions(), [one], {}, 0.05, Console(quiet=True), clock=lambda: 0.0)
+    await comparison._run(one, {"baseline": never, "group": never})
+    assert given_up.is_set() and not one.is_whole and not written
+
+
 def test_the_headline_has_the_least_and_the_most_that_was_gained() -> None:
     common = {"model": "m", "mode": "bf16", "groups": 2, "n": 4, "output_tokens": 8}
     cases = [
@@ -90,3 +113,16 @@ def test_the_headline_has_the_least_and_the_most_that_was_gained() -> None:
     assert said.endswith("0.99 (m, bf16, 2 × 4 × (32 + 16 + 8)) to 2.25 (m, bf16, 2 × 4 × (16 + 8))")
     kernels = [{"ratio": 0.98, "grouping_us": 21.4}, {"ratio": 4.2, "grouping_us": 30.0}]
     assert "0.98 to 4.20 times as fast; the grouping takes up to 30 µs" in headlines.grouped_kernels({"cases": kernels})
+
+
+def test_the_picture_leaves_open_what_was_not_measured(tmp_path: Path) -> None:
+    sizes = {(16, 1024): 2.0, (16, 4096): 4.0, (4, 4096): 2.5}
+    alike = {"model": "qwen3-8b", "kv": "fp8", "own_tokens": 512}
+    cases = [alike | {"group": g, "prompt_tokens": p, "ratio": r} for (g, p), r in sizes.items()]
+    others = [alike | {"own_tokens": 2048, "group": 8, "prompt_tokens": 512, "ratio": 9.0}]
+    prompts, groups, ratios = grid_of([*cases, *others])
+    assert (prompts, groups) == ([1024, 4096], [4, 16])
+    assert math.isnan(ratios[0][0]) and ratios[0][1] == 2.5 and ratios[1] == [2.0, 4.0]
+    one = {"model": "m", "groups": 2, "n": 2, "system_tokens": 0, "prompt_tokens": 8, "output_tokens": 8}
+    draw(cases, [one | {"ratio": 1.5, "step_ratio": 2.0}], tmp_path / "picture.png", "h200")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000

@@ -50,6 +50,13 @@ def test_a_model_of_30b_parameters_is_half_as_large_in_fp8(qwen3_30b_a3b: Path) 
     assert sum(row.count for row in report.kinds) == 48 * (6 + 3 * 128 + 1 + 2) + 3
 
 
+def test_the_report_says_what_attends_and_why(qwen3_30b_a3b: Path) -> None:
+    report = inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig(), 2)
+    assert report.attention.backends == ("FLASH_ATTN",)
+    assert "no engine of qwen3_moe was measured with it; no engine of 2 GPUs was" in report.attention.why
+    assert "Attention on a Hopper GPU: FLASH_ATTN: auto takes it" in " ".join(printed(report, 200))
+
+
 def test_int8_stores_a_scale_for_each_channel(qwen3_30b_a3b: Path) -> None:
     report = inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig(weights="int8_channel"), 16)
     linear = 48 * (2 * 4096 * 2048 + 2 * 512 * 2048 + 128 * 3 * 768 * 2048)

@@ -18,6 +18,7 @@ import rollout_service
 from rollout_service.cli.main import app
 from rollout_service.config import ServiceConfig
 from rollout_service.protocol.fleet import (
+    AttentionStatus,
     FailedStart,
     FailedStarts,
     Fleet,
@@ -40,6 +41,7 @@ FLEET = Fleet(
             running=5,
             update=UpdateTimings(stage_s=1.0, closed_s=0.25, load_s=0.125),
             kv_cache=KVCacheStatus(choice=KVCacheChoice(dtype="bfloat16", why="2 of 2 layers do not")),
+            attention=AttentionStatus(backends=("GDN_ATTN", "group"), why="[asked] for"),
         ),
         ReplicaStatus(replica_id="engine#two", version=7, state="syncing", target=8, paused=True),
         ReplicaStatus(replica_id="engine#three", version=None, state="failed", error="[boom] no memory"),
@@ -293,6 +295,7 @@ class TestFleet:
         assert "syncing, paused" in rows["engine#two"] and "7 → 8" in rows["engine#two"]
         assert "failed" in rows["engine#three"] and "[boom] no memory" in rows["engine#three"]
         assert result.output.count("KV cache bfloat16: 2 of 2 layers do not") == 1
+        assert result.output.count("attention GDN_ATTN and group: [asked] for") == 1
         words = " ".join(result.output.split())
         assert "2 failed starts; one went well since; the first, of zero: [boom] no disk" in words
 

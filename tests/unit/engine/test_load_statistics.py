@@ -7,10 +7,13 @@ from rollout_service.protocol.fleet import EngineLoad, ReplicaStatus
 
 pytest.importorskip("vllm")
 
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import SchedulerStats
 
 from rollout_service.engine import load_statistics
-from rollout_service.engine.load_statistics import SchedulerLog, autoscaling_stats
+from rollout_service.engine.load_statistics import SchedulerLog, autoscaling_stats, watch_kv_reads
+from rollout_service.metrics import process, table
+from tests.unit.metrics.counts import Counts
 
 STEP = SchedulerStats(num_running_reqs=5, num_waiting_reqs=2, num_skipped_waiting_reqs=1, kv_cache_usage=0.25)
 
@@ -73,3 +76,28 @@ def test_what_a_paused_engine_holds_is_reported_as_deferred(log: SchedulerLog, m
     monkeypatch.setattr(load_statistics, "FRESH_S", -1.0)
     held = EngineLoad(running=0, waiting=0, deferred=8, kv_cache_usage=0.25, kv_cache_tokens=512)
     assert log.engine_load(admitted=8, kv_cache_tokens=512) == held
+
+
+async def test_what_attention_reads_counts_from_the_first_answer_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = Counts()
+    monkeypatch.setattr(process, "sink", counts)
+
+    answers = [(0, 0), (1000, 0), (1500, 300), (1500, 300), (4000, 2300)]  # what vLLM's own runs read comes first
+
+    class Engine:
+        """Dead at the end."""
+
+        async def kv_reads(self) -> tuple[int, int]:
+            if not answers:
+                raise EngineDeadError
+            return answers.pop(0)
+
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    await watch_kv_reads(Engine(), sleep)
+    assert counts.total(table.DECODE_KV_TOKENS) == 3000
+    assert counts.total(table.DECODE_KV_TOKENS_SPARED) == 2300
+    assert slept == [load_statistics.KV_READS_PERIOD_S] * 5

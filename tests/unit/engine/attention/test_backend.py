@@ -41,12 +41,14 @@ def test_the_backend_that_the_plug_in_registers_is_found_by_its_own_name(monkeyp
 def test_what_was_measured_is_valid() -> None:
     assert against() == []
     assert against(block_size=16) == []
+    assert against(head_size=64) == []
 
 
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        ({"head_size": 64}, "head_size not supported"),
+        ({"head_size": 96}, "head_size not supported"),
+        ({"head_size": 256}, "head_size not supported"),
         ({"capability": (8, 0)}, "compute capability not supported"),
         ({"capability": (10, 0)}, "compute capability not supported"),
         ({"use_mla": True}, "MLA not supported"),
@@ -70,6 +72,7 @@ def test_what_it_cannot_do_is_denied_to_vllm(asked: dict[str, Any], reason: str)
 def layer(version: int, monkeypatch: pytest.MonkeyPatch, *, heads: int = 32, **given: Any) -> GroupAttentionImpl:
     """One layer's, where vLLM has that version of FlashAttention."""
     monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda **_: version)
+    monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: True, raising=False)  # imported for CUDA
     usual = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
     return GroupAttentionImpl(heads, 128, 128**-0.5, 8, **(usual | given))
 
@@ -82,6 +85,7 @@ def layer(version: int, monkeypatch: pytest.MonkeyPatch, *, heads: int = 32, **g
         (3, {"alibi_slopes": [0.5] * 32}, "ALiBi"),
         (3, {"sliding_window": 128}, "a sliding window"),
         (3, {"logits_soft_cap": 50.0}, "a soft cap of logits"),
+        (3, {"sinks": torch.zeros(32)}, "attention sinks"),
     ],
 )
 def test_a_layer_that_it_cannot_do_is_refused(

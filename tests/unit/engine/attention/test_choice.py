@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from vllm.platforms import current_platform
@@ -10,13 +10,14 @@ from vllm.platforms.interface import DeviceCapability
 
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.args import engine_args
-from rollout_service.engine.attention import choice
-from rollout_service.engine.attention.choice import attention_backend
+from rollout_service.engine.attention.choice import AttentionChoice, AttentionSettings, attention_choice
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "head_dim": 128,
     "use_sliding_window": False,
     "sliding_window": 4096,  # as some of Qwen's say beside it
     "layer_types": ["full_attention"] * 2,
@@ -24,33 +25,41 @@ QWEN3: dict[str, Any] = {
 HOPPER = (9, 0)
 
 
-def chosen(
+def choose(
     asked: str,
     model: dict[str, Any] | None = None,
-    head_size: int | None = 128,
     capability: tuple[int, int] | None = HOPPER,
+    on_cpu: bool = False,
     **engine: Any,
-) -> str:
-    settings = {"engine": {"attention_backend": asked, **engine}}
-    return attention_backend(ServiceConfig.model_validate(settings), QWEN3 | (model or {}), head_size, capability)
+) -> AttentionChoice:
+    config = ServiceConfig.model_validate({"engine": {"attention_backend": asked, **engine}})
+    settings = cast(AttentionSettings, QWEN3 | (model or {}))
+    return attention_choice(config, settings, on_cpu=on_cpu, capability=capability)
+
+
+def chosen(asked: str, model: dict[str, Any] | None = None, **given: Any) -> str | None:
+    return choose(asked, model, **given).backend
 
 
 def test_groups_are_a_backend_of_a_plug_in() -> None:
     assert chosen("group") == "CUSTOM"
     assert chosen("group", {"num_attention_heads": 64}) == "CUSTOM"  # eight query heads of a KV head
     assert chosen("group", tensor_parallel_size=4) == "CUSTOM"
+    assert chosen("group", {"head_dim": 64}) == "CUSTOM"
     assert chosen("group", capability=None) == "CUSTOM"
 
 
 @pytest.mark.parametrize("named", ["FLASH_ATTN", "TRITON_ATTN"])
 def test_a_backend_of_vllm_is_taken_by_its_name(named: str) -> None:
-    assert chosen(named, {"sliding_window": 512, "use_sliding_window": True}, 64) == named
+    assert chosen(named, {"sliding_window": 512, "use_sliding_window": True, "head_dim": 64}) == named
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"capability": (10, 0)}, "needs FlashAttention 3, and the GPU's compute capability is 10.0"),
-    ({"head_size": 64}, "heads have 64 numbers, and it was measured with 128"),
-    ({"head_size": None}, "heads have None numbers"),
+    ({"model": {"head_dim": 96}}, "heads have 96 numbers, and it is right with 64 and 128"),
+    ({"model": {"head_dim": 256}}, "heads have 256 numbers"),
+    ({"model": {"head_dim": None, "hidden_size": 3072}}, "heads have 96 numbers"),
+    ({"model": {"head_dim": None, "hidden_size": None}}, "heads have None numbers"),
     ({"model": {"num_attention_heads": 28, "num_key_value_heads": 4}}, "has 7 query heads for each KV head"),
     ({"model": {"num_key_value_heads": 32}}, "has 1 query heads for each KV head"),
     ({"model": {"num_attention_heads": None}}, "an unknown number of query heads"),
@@ -76,19 +85,32 @@ def test_what_it_cannot_do_is_an_error_when_it_is_asked_for(given: dict[str, Any
 
 
 def test_all_that_speaks_against_it_is_said_at_once() -> None:
-    with pytest.raises(ValueError, match=r"heads have 64 numbers.*; .*caps its attention's logits"):
-        chosen("group", {"attn_logit_softcapping": 50.0}, 64)
+    with pytest.raises(ValueError, match=r"heads have 96 numbers.*; .*caps its attention's logits"):
+        chosen("group", {"attn_logit_softcapping": 50.0, "head_dim": 96})
 
 
-def test_auto_takes_it_for_models_that_were_measured(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", choice.logger.name)
-    assert chosen("auto") == "CUSTOM"
-    assert "auto reads a group's common prompt once" in caplog.messages[-1]
-    assert chosen("auto", {"model_type": "llama"}, head_size=64) == "FLASH_ATTN"
-    assert "auto is FLASH_ATTN, and not group: the model's heads have 64 numbers" in caplog.messages[-1]
-    assert "no engine of llama was measured with it" in caplog.messages[-1]
-    assert chosen("auto", tensor_parallel_size=2) == "FLASH_ATTN"
-    assert "no engine of 2 GPUs was measured with it" in caplog.messages[-1]
+def test_auto_takes_it_for_models_that_were_measured() -> None:
+    assert choose("auto") == AttentionChoice(
+        "CUSTOM", "auto takes it for qwen3, whose engines were measured with it on one GPU"
+    )
+    llama = choose("auto", {"model_type": "llama", "head_dim": 64})
+    assert llama.backend == "FLASH_ATTN"
+    assert llama.why == (
+        "auto takes it, and not group: no engine of llama was measured with it; no engine with heads of 64 numbers was "
+        "measured with it"
+    )
+    two = choose("auto", tensor_parallel_size=2)
+    assert two.backend == "FLASH_ATTN" and "no engine of 2 GPUs was measured with it" in two.why
+
+
+def test_vllm_picks_where_there_is_no_choice() -> None:
+    assert choose("auto", on_cpu=True) == AttentionChoice(None, "the CPU has one kernel")
+    latent = {"kv_lora_rank": 512}
+    assert choose("auto", latent) == AttentionChoice(None, "vLLM picks the one for latent attention")
+    assert chosen("auto", latent, on_cpu=True) == "CPU_MLA"
+    for given in ({"model": latent}, {"on_cpu": True}):
+        with pytest.raises(ValueError, match=r"engine.attention_backend is group: there is one kernel for the CPU"):
+            chosen("group", **given)
 
 
 @pytest.mark.parametrize("given", [given for given, _ in REFUSED])
@@ -97,7 +119,7 @@ def test_auto_falls_back_to_flash_attention(given: dict[str, Any]) -> None:
 
 
 def test_an_engine_gets_it_by_the_models_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 4096, "head_dim": 128, "vocab_size": 128}
+    shape = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 128}
     (tmp_path / "config.json").write_text(json.dumps(QWEN3 | shape))
     usual, config = (
         ServiceConfig.model_validate({"model": {"path": tmp_path}, "engine": {"attention_backend": asked}})

@@ -21,7 +21,7 @@ NUMBERS |= {"lse_row_stride"}
     [
         (choose_prefixes, {"CHUNK": 16, "STEPS": 10, "N": 256}, {}),
         (form_chunks, {"CHUNK": 16, "N": 256}, {}),
-        (fill_batch, {"COPY": 512, "N": 256}, {}),
+        (fill_batch, {"COPY": 512, "N": 256}, {"reads": "*i64"}),
         (spread_queries, HEADS, {"query": "*fp8e4nv", "rows": "*fp8e4nv"}),
         (spread_queries, HEADS, {"query": "*bf16", "rows": "*bf16"}),
         (merge_rows, HEADS, {"partial": "*bf16", "lse": "*fp32", "output": "*bf16"}),

@@ -1,0 +1,60 @@
+"""The decode kernel for an FP8 cache as it is compiled: no farther from fp32 than FP16 products are."""
+
+import pytest
+import torch
+
+from benchmarks.kernels.fp8_decode.kernel import SIZE, Decode, Variant
+from tests.support.shared_pages import paged_attention
+
+CUDA = torch.device("cuda")
+LENGTHS = (1, 0, 63, 64, 65, 700, 1000, 2000)
+
+
+@pytest.fixture(autouse=True)
+def needs_hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel is Hopper's")
+
+
+@pytest.mark.parametrize(
+    "variant", [Variant(), Variant("bits", warps=2), Variant("plain", block=32, splits=4)], ids=str
+)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (64, 8), (32, 4)])
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_the_kernel_attends_as_fp32_attention(
+    variant: Variant, heads: int, kv_heads: int, page: int, tokens_first: bool
+) -> None:
+    """What lies behind a sequence's end is NaN; scales are read when the kernel runs."""
+    torch.manual_seed(heads)
+    n, pages = len(LENGTHS), -(-max(LENGTHS) // page)
+    tables = (torch.randperm(n * pages, device=CUDA) + 1).int().view(n, pages)
+    cache = torch.randn(1 + n * pages, page, kv_heads, 2 * SIZE, device=CUDA)
+    for table, length in zip(tables.tolist(), LENGTHS, strict=True):
+        for i, block in enumerate(table):
+            cache[block, max(0, length - i * page) :] = torch.nan
+    stored = (
+        cache.to(torch.float8_e4m3fn) if tokens_first else cache.transpose(1, 2).contiguous().to(torch.float8_e4m3fn)
+    )
+    keys, values = (stored if tokens_first else stored.transpose(1, 2)).split(SIZE, dim=-1)
+    query = torch.randn(n, heads, SIZE, device=CUDA).to(torch.float8_e4m3fn)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=CUDA)
+    q, k, v = (torch.ones((), device=CUDA) for _ in range(3))
+    out = torch.full((n, heads, SIZE), torch.nan, device=CUDA, dtype=torch.bfloat16)
+    lse = torch.full((heads, n), torch.nan, device=CUDA)
+    decode = Decode.of(variant, n, heads, CUDA)
+    for scale, value in ((q, 0.5), (k, 2.0), (v, 0.25)):
+        scale.fill_(value)
+    decode(query, keys, values, tables, lengths, (q, k, v), SIZE**-0.5, out, lse)
+
+    wanted = torch.empty(n, heads, SIZE, device=CUDA)
+    descales = [scale.expand(n, kv_heads) for scale in (q, k, v)]
+    _, wanted_lse = paged_attention(
+        q=query, k=keys, v=values, out=wanted, cu_seqlens_q=torch.arange(n + 1), max_seqlen_q=1, seqused_k=lengths,
+        max_seqlen_k=1 << 20, softmax_scale=SIZE**-0.5, causal=False, block_table=tables,
+        q_descale=descales[0], k_descale=descales[1], v_descale=descales[2],
+    )  # fmt: skip
+    there = lengths > 0
+    torch.testing.assert_close(lse[:, there], wanted_lse.to(CUDA)[:, there], atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(out[there].float(), wanted[there], atol=4e-3, rtol=1e-2)  # BF16 results
+    assert (out[~there] == 0).all() and (lse[:, ~there] == -torch.inf).all()

@@ -1,0 +1,82 @@
+"""The decode kernel for an FP8 cache, run by Triton's interpreter, beside plain attention."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from benchmarks.kernels.fp8_decode.kernel import SIZE, Decode, Variant, _halves
+from tests.support.shared_pages import paged_attention
+
+PAGE = 32
+LENGTHS = (70, 1, 0, 64, 33)
+SCALES = tuple(torch.tensor(scale) for scale in (0.5, 2.0, 0.25))
+
+
+def fp8(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).mul(2).to(torch.float8_e4m3fn)
+
+
+@triton.jit
+def convert(codes, first, second, N: tl.constexpr):
+    """Of all pairs of codes."""
+    at = tl.arange(0, N)
+    a, b = _halves(tl.load(codes + at), "plain")
+    tl.store(first + at, a)
+    tl.store(second + at, b)
+
+
+def test_every_code_becomes_its_value() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 0x7F) != 0x7F]  # not a number
+    pairs = torch.stack([codes, codes.flip(0)], dim=1).contiguous()
+    first, second = torch.empty(256, dtype=torch.float16), torch.empty(256, dtype=torch.float16)
+    padded = torch.zeros(256, dtype=torch.int16)
+    padded[: len(codes)] = pairs.view(torch.int16).flatten()
+    convert[(1,)](padded, first, second, N=256)
+    wanted = codes.view(torch.float8_e4m3fn).float()
+    assert torch.equal(first[: len(codes)].float() * 256, wanted)
+    assert torch.equal(second[: len(codes)].float() * 256, wanted.flip(0))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "block", "splits"), [(8, 2, 32, 1), (8, 1, 32, 4), (4, 1, 64, 1), (4, 1, 16, 2)]
+)
+@pytest.mark.parametrize("layout", ["heads first", "tokens first"])
+def test_the_kernel_attends_as_plain_attention(heads: int, kv_heads: int, block: int, splits: int, layout: str) -> None:
+    """Lengths that are no multiple of anything, parts without a token, and blocks smaller and larger than a page."""
+    n, pages = len(LENGTHS), -(-max(LENGTHS) // PAGE)
+    order = (kv_heads, PAGE) if layout == "heads first" else (PAGE, kv_heads)
+    cache = fp8(1 + n * pages, *order, 2 * SIZE, seed=heads)
+    by_token = cache.transpose(1, 2) if layout == "heads first" else cache
+    keys, values = by_token.split(SIZE, dim=-1)
+    tables = (torch.randperm(n * pages, generator=torch.Generator().manual_seed(1)) + 1).int().view(n, pages)
+    query, lengths = fp8(n, heads, SIZE, seed=1), torch.tensor(LENGTHS, dtype=torch.int32)
+    out, lse = torch.full((n, heads, SIZE), torch.nan), torch.full((heads, n), torch.nan)
+    decode = Decode.of(Variant("plain", block=block, splits=splits), n, heads, torch.device("cpu"))
+    decode(query, keys, values, tables, lengths, SCALES, SIZE**-0.5, out, lse)
+
+    wanted, wanted_lse = torch.empty_like(out), torch.empty_like(lse)
+    descales = [scale.expand(n, kv_heads) for scale in SCALES]
+    _, wanted_lse = paged_attention(
+        q=query, k=keys, v=values, out=wanted, cu_seqlens_q=torch.arange(n + 1), max_seqlen_q=1, seqused_k=lengths,
+        max_seqlen_k=1 << 20, softmax_scale=SIZE**-0.5, causal=False, block_table=tables,
+        q_descale=descales[0], k_descale=descales[1], v_descale=descales[2],
+    )  # fmt: skip
+    there = lengths > 0
+    torch.testing.assert_close(lse[:, there], wanted_lse[:, there], atol=1e-4, rtol=1e-4)
+    # weights are rounded to FP16
+    torch.testing.assert_close(out[there], wanted[there], atol=2e-3, rtol=2e-3)
+    assert (out[~there] == 0).all() and (lse[:, ~there] == -torch.inf).all()
+
+
+def test_what_a_tile_has_no_rows_for_is_refused() -> None:
+    decode = Decode.of(Variant("plain"), 1, 32, torch.device("cpu"))
+    cache = fp8(2, PAGE, 1, SIZE, seed=1)
+    one = torch.ones(1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="32 query heads of 128 numbers for 1 KV heads"):
+        decode(
+            fp8(1, 32, SIZE, seed=1), cache, cache, one, one[0], SCALES, 1.0,
+            torch.empty(1, 32, SIZE), torch.empty(32, 1),
+        )  # fmt: skip
