@@ -1,6 +1,6 @@
 """What the gateway's routes stand on: the served model's facts and the clients of the other deployments."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Protocol
@@ -102,12 +102,20 @@ class Services:
         model = ServedModel.of(config.model)
         calls_ingest, calls_monitor = ingest_client(ingest), monitor_client(monitor)
         pinned = PinnedCertificates()
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path) if model.has_tokenizer else None
+
+        def decode(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+            assert tokenizer is not None
+            return str(tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
         return cls(
             name=config.model.name,
             vocab_size=model.vocab_size,
             max_model_len=config.engine.max_model_len,
-            tokenizer=AutoTokenizer.from_pretrained(config.model.path) if model.has_tokenizer else None,
-            dispatcher=Dispatcher(EngineClient(engine), calls_ingest, config.engine),
+            tokenizer=tokenizer,
+            dispatcher=Dispatcher(
+                EngineClient(engine), calls_ingest, config.engine, None if tokenizer is None else decode
+            ),
             ingest=calls_ingest,
             authorizer=Authorizer(config.auth.secret(), config.auth.trusted_networks),
             http=httpx.AsyncClient(  # callers go away in the middle of a part, and none may take a connection along

@@ -1,10 +1,13 @@
 """A completion in two pieces becomes one, as if it had been made in one go."""
 
+from collections.abc import Sequence
+
 import pytest
 
-from rollout_service.fleet.continuation import joined, kept, remainder
+from rollout_service.fleet.continuation import ended_at_stop, joined, kept, part, remainder
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span
 from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling
+from rollout_service.protocol.sampling_mask import pack, unpack
 
 
 def piece(tokens: tuple[int, ...], *spans: tuple[int, int], index: int = 0, end: FinishReason = "abort") -> Completion:
@@ -75,7 +78,6 @@ def test_the_largest_seed_has_successors() -> None:
 @pytest.mark.parametrize(
     "looks_back",
     [
-        {"stop": ("x",)},
         {"presence_penalty": 0.5},
         {"frequency_penalty": -0.5},
         {"structured_outputs": {"json_object": True}},
@@ -84,7 +86,7 @@ def test_the_largest_seed_has_successors() -> None:
 )
 def test_sampling_that_looks_back_at_the_completion_starts_anew(looks_back: dict[str, object]) -> None:
     partial = piece((6, 7), (3, 2), index=1)
-    assert kept(partial, Sampling(repetition_penalty=1.2, stop_token_ids=(3,))) == partial
+    assert kept(partial, Sampling(repetition_penalty=1.2, stop_token_ids=(3,), stop=("x",))) == partial
     anew = kept(partial, Sampling(**looks_back))
     assert (anew.index, anew.token_ids, anew.logprobs, anew.spans) == (1, (), (), ())
 
@@ -106,7 +108,7 @@ def test_likeliest_tokens_of_both_pieces_follow_one_another() -> None:
     assert whole.prompt_logprobs == of_the_prompt
     # the rest is asked for nothing of the prompt, which by then has the first tokens in it
     assert remainder(call(prompt_logprobs=1, logprobs=1), first, 2).sampling == Sampling(n=1, logprobs=1)
-    anew = kept(first, Sampling(stop=("x",)))
+    anew = kept(first, Sampling(presence_penalty=1.0))
     assert anew.top_logprobs is None and joined(anew, likely((9,))).top_logprobs == ((Candidate(9, -0.5, 1),),)
 
 
@@ -116,5 +118,55 @@ def test_sampling_masks_of_both_pieces_come_one_after_the_other() -> None:
     assert joined(piece(()), masked(second, "b")).packed_sampling_mask == ("b",)
     assert joined(masked(first, "a"), piece(())).packed_sampling_mask == ("a",)
     assert joined(first, second).packed_sampling_mask is None
-    anew = kept(masked(first, "a"), Sampling(stop=("x",)))
+    anew = kept(masked(first, "a"), Sampling(presence_penalty=1.0))
     assert joined(anew, masked(second, "b")).packed_sampling_mask == ("b",)
+
+
+def test_what_a_lost_replica_told_has_no_logprobs_of_the_prompt_so_the_rest_is_asked_for_them() -> None:
+    told = piece((6, 7), (4, 2))
+    assert remainder(call(prompt_logprobs=1), told, 2).sampling.prompt_logprobs == 1
+    of_the_prompt, of_the_first_tokens = (None, (Candidate(2, -1.0, 1),)), ((Candidate(6, -1.0, 1),),) * 2
+    rest = piece((8,), (4, 1)).model_copy(update={"prompt_logprobs": of_the_prompt + of_the_first_tokens})
+    assert joined(told, rest).prompt_logprobs == of_the_prompt
+
+
+def test_a_part_has_the_logprobs_spans_and_masks_of_its_tokens() -> None:
+    whole = masked(piece((5, 6, 7, 8), (3, 2), (4, 2)), pack([[1], [2, 3], [4], [5]]))
+    middle = part(whole, 1, 3)
+    assert middle.token_ids == (6, 7) and middle.logprobs == pytest.approx((-0.6, -0.7))
+    assert [(s.version, s.start, s.end) for s in middle.spans] == [(3, 0, 1), (4, 1, 2)]
+    counts, ids = unpack(middle.packed_sampling_mask or ())
+    assert (counts.tolist(), ids.tolist()) == ([2, 1], [2, 3, 4])
+    nothing = part(whole, 4, 4)
+    assert (nothing.token_ids, nothing.spans, nothing.packed_sampling_mask) == ((), (), ())
+
+
+TEXT_OF = {1: "a", 2: "b", 3: "END", 4: "E", 5: "ND", 6: "", 7: "ENDx"}
+
+
+def stopped(tokens: tuple[int, ...], seam: int, *stop: str, min_tokens: int = 0) -> Completion:
+    def decode(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return "".join(TEXT_OF[token] for token in token_ids)
+
+    sampling = Sampling(stop=stop, min_tokens=min_tokens)
+    return ended_at_stop(piece(tokens, (3, len(tokens)), end="length"), seam, sampling, decode)
+
+
+class TestStopStringsAcrossASeam:
+    def test_one_that_lies_across_it_ends_the_completion_with_the_token_that_completes_it(self) -> None:
+        cut = stopped((1, 4, 5, 2, 2), 2, "END")
+        assert (cut.token_ids, cut.finish_reason, cut.stop_reason) == ((1, 4, 5), "stop", "END")
+        assert len(cut.logprobs) == 3 and cut.spans[-1].end == 3
+        assert stopped((4, 6, 6, 5, 1), 1, "END").token_ids == (4, 6, 6, 5)
+
+    def test_what_is_complete_on_one_side_is_the_engines_to_find(self) -> None:
+        for tokens, seam in [((3, 1, 1), 1), ((1, 2, 3), 2), ((1, 4, 1, 5), 2)]:
+            assert stopped(tokens, seam, "END").token_ids == tokens
+
+    def test_the_one_that_ends_first_counts(self) -> None:
+        cut = stopped((1, 4, 7, 2), 2, "aEENDx", "EEN")
+        assert (cut.token_ids, cut.stop_reason) == ((1, 4, 7), "EEN")
+
+    def test_none_ends_it_before_the_least_number_of_tokens(self) -> None:
+        assert stopped((4, 5, 1), 1, "END", min_tokens=2).token_ids == (4, 5, 1)
+        assert stopped((4, 5, 1), 1, "END", min_tokens=1).token_ids == (4, 5)
