@@ -17,6 +17,7 @@ from rollout_service.client._mismatch import MismatchCalls
 from rollout_service.client._retry import Repeat
 from rollout_service.client._sessions import AgentSession
 from rollout_service.client._shared_memory import LEAST_SHARED_BYTES
+from rollout_service.client._stream import RolloutStream
 from rollout_service.client._tensors import Progress, TensorSource, TensorThread, drain
 from rollout_service.client._upload import Quantize, Transport, Uploader, announcement, named_scales
 from rollout_service.protocol.base import NewVersion
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from rollout_service.client._delta import DeltaPushes
     from rollout_service.client._tensors import NamedTensors
     from rollout_service.kv_scales import KVScales
+
+_ABOUT_THE_REQUEST = ("min_weight_version", "session_id", "priority", "on_abort")
+"""Of the options of a generation: what says nothing of how to sample."""
 
 
 class RolloutClient(ControlCalls, MismatchCalls):
@@ -192,6 +196,30 @@ class RolloutClient(ControlCalls, MismatchCalls):
         )
         reply = await self._data.send("POST", "/inference/v1/generate", json=body_of(request), repeat=Repeat.IF_LOST)
         return rollout_of(reply, request)
+
+    def generate_stream(
+        self, prompt: Prompt, *, request_id: str | None = None, **options: Unpack[GenerateOptions]
+    ) -> RolloutStream:
+        """``generate``, read while it is made: ``async with client.generate_stream(prompt) as stream:``.
+
+        ``async for piece in stream:`` yields a ``StreamPiece`` each time that tokens have come, of any of the
+        completions; then ``stream.rollout`` is what ``generate`` would have returned. Leaving the block cancels what is
+        left on the service. Of requests whose completions start anew when they are cut short (penalties), and after an
+        interruption where there are stop strings, the tokens come when a completion has ended.
+
+        Args:
+            prompt: Text or token ids. Pieces of a prompt in text have text.
+            request_id: As for ``generate``.
+            **options: As for ``generate``.
+
+        Raises:
+            InvalidRequest: A parameter that the service does not take. All else is raised as the block is entered, or
+                by the iteration.
+        """
+        given = dict(options)
+        about = {name: given.pop(name) for name in _ABOUT_THE_REQUEST if name in given}
+        request = request_of(prompt, sampling_of(**given), request_id=request_id, **about)
+        return RolloutStream(self._data, request)
 
     async def generate_batch(
         self,

@@ -17,7 +17,8 @@ from rollout_service.protocol.sampling import GenerateCall
 PERIOD_S = 0.4
 """Between two answers to a gateway: about as much work is lost when a replica dies."""
 LIVE_PERIOD_S = 0.1
-"""The same while somebody reads along."""
+"""The same while somebody reads a call along, for the calls that somebody reads along."""
+_LIVE_PERIODS = round(PERIOD_S / LIVE_PERIOD_S)
 QUIET_PERIODS = 5
 """An answer without anything is given after so many: a paused engine makes nothing for a while."""
 MOST_TOKENS = 1 << 16
@@ -57,6 +58,8 @@ class _Gateway:
     calls: dict[int, _Call] = field(default_factory=dict)
     answer: int = 0
     """Number of the last one."""
+    periods: int = 0
+    """Of ``LIVE_PERIOD_S``, since the calls that nobody reads along were looked at."""
 
 
 class Progress:
@@ -101,17 +104,23 @@ class Progress:
             gateway = self._gateways.get(ask.origin, _Gateway())
             for call in gateway.calls.values():
                 call.settle(arrived=ask.acknowledged == gateway.answer)
-            pieces = self._pieces(gateway)
+            gateway.periods += 1 if live else _LIVE_PERIODS
+            is_everybodys_turn = gateway.periods >= _LIVE_PERIODS
+            if is_everybodys_turn:
+                gateway.periods = 0
+            pieces = self._pieces(gateway, is_everybodys_turn)
             if pieces or not gateway.calls:
                 break
         gateway.answer = next(self._answers)
         return ProgressReply(number=gateway.answer, pieces=tuple(pieces))
 
-    def _pieces(self, gateway: _Gateway) -> list[Piece]:
+    def _pieces(self, gateway: _Gateway, is_everybodys_turn: bool) -> list[Piece]:
         pieces, tokens = list[Piece](), 0
         for number, call in list(gateway.calls.items()):
             if tokens >= MOST_TOKENS:
                 break
+            if not (call.live or is_everybodys_turn):
+                continue
             for made in self._read(call.engine_id, call.sent, call.candidates):
                 ended = made.finish_reason != "abort"
                 if not made.token_ids and (not ended or made.index in call.ends_sent):

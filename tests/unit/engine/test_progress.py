@@ -125,6 +125,18 @@ async def test_an_answer_waits_for_something_but_not_for_long(engine: Engine, pr
     assert engine.slept[QUIET_PERIODS:] == [LIVE_PERIOD_S]
 
 
+async def test_calls_that_nobody_reads_along_are_looked_at_more_rarely(engine: Engine, progress: Progress) -> None:
+    with progress.follow(call(1)) as one, progress.follow(call(2, name="s", live=True)) as other:
+        told, acknowledged = [], 0
+        for made in range(1, 9):
+            engine.made = {one: [made], other: [made]}
+            reply = await progress.told(ask(acknowledged))
+            acknowledged = reply.number
+            told.append({piece.call: len(piece.made.token_ids) for piece in reply.pieces})
+    assert told == [*[{2: 1}] * 3, {1: 4, 2: 1}, *[{2: 1}] * 3, {1: 4, 2: 1}]
+    assert set(engine.slept) == {LIVE_PERIOD_S}
+
+
 async def test_an_answer_has_a_largest_size(engine: Engine, progress: Progress) -> None:
     with progress.follow(call(1)) as one, progress.follow(call(2)) as other:
         engine.made = {one: [MOST_TOKENS], other: [3]}

@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from rollout_service.client import RolloutClient
 from rollout_service.config.engine import EngineConfig
-from rollout_service.errors import NonFiniteLogprob, RolloutServiceError
+from rollout_service.errors import InvalidRequest, NonFiniteLogprob, RolloutServiceError
 from rollout_service.fleet.continuation import part
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.fleet.placements import PLACEMENTS
@@ -220,6 +221,38 @@ class TestChat:
         events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
         deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
         assert "".join(deltas) == TEXT and len(deltas) > 1
+
+
+class TestClient:
+    async def test_pieces_and_then_the_whole(self, chatting: Services, telling: TellingEngine) -> None:
+        services = replace(chatting, dispatcher=Dispatcher(telling, None, EngineConfig()))  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(app=create_app(services))
+        async with RolloutClient(URL, transport=transport) as client:
+            async with client.generate_stream("hi", n=2, priority=1, seed=4) as stream:
+                with pytest.raises(RuntimeError, match="not over"):
+                    _ = stream.rollout
+                pieces = [piece async for piece in stream]
+            whole = stream.rollout
+        assert (telling.calls[0].priority, telling.calls[0].sampling.seed) == (1, 4)
+        for completion in whole.completions:
+            own = [piece for piece in pieces if piece.index == completion.index]
+            assert [len(piece.token_ids) for piece in own] == [1, 3, 1, 6, 2]
+            assert tuple(token for piece in own for token in piece.token_ids) == completion.token_ids
+            assert "".join(piece.text or "" for piece in own) == completion.text == TEXT
+            assert own[-1].spans == completion.spans and [piece.finish_reason for piece in own] == [None] * 4 + ["stop"]
+        assert (whole.prompt_token_ids, whole.replica_id, whole.attempts) == (ids("hi"), "r1", 1)
+
+    async def test_errors_of_the_service_are_raised(self, chatting: Services, telling: TellingEngine) -> None:
+        telling.error = NonFiniteLogprob("broken weights", {"position": 3})
+        services = replace(chatting, dispatcher=Dispatcher(telling, None, EngineConfig()))  # type: ignore[arg-type]
+        async with RolloutClient(URL, transport=httpx.ASGITransport(app=create_app(services))) as client:
+            with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+                await client.generate_stream([9999]).open()
+            with pytest.raises(NonFiniteLogprob, match="broken weights"):
+                async with client.generate_stream([5]) as stream:
+                    assert [piece.token_ids async for piece in stream] == []
+            with pytest.raises(InvalidRequest, match="temperature"):
+                client.generate_stream([5], temperature=-1.0)
 
 
 async def test_who_goes_away_ends_the_work(chatting: Services, telling: TellingEngine) -> None:
