@@ -16,6 +16,7 @@ from rollout_service.config import ServiceConfig
 from rollout_service.connections import ManyConnections
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.fleet.serve_status import not_running
+from rollout_service.gateway.detached import DetachedRollouts
 from rollout_service.model.served_model import ServedModel
 from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.rpc import (
@@ -72,6 +73,10 @@ class Services:
     """Answers them. None: there are none."""
     sessions: SessionCalls = field(default_factory=Sessions)
     """What agents said."""
+    detached: DetachedRollouts = field(default_factory=DetachedRollouts)
+    """Rollouts that nobody waits for."""
+    num_gateways: int = 1
+    """``scaling.gateways``."""
     returns_masks: bool = False
     """``engine.return_sampling_mask``."""
     may_sleep: bool = False
@@ -128,6 +133,7 @@ class Services:
             shadow=ShadowFeed(None if shadow is None else shadow_client(shadow), config.shadow),
             aliases=config.model.aliases,
             sessions=Sessions() if sessions is None else session_client(sessions),
+            num_gateways=config.scaling.gateways,
             returns_masks=config.engine.return_sampling_mask,
             may_sleep=config.engine.enable_sleep_mode,
             not_running=partial(not_running, serve.get_replica_context().app_name),

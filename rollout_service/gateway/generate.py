@@ -6,14 +6,23 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
 
+from rollout_service.errors import InvalidRequest, VersionConflict
 from rollout_service.fleet.live import LivePiece
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
-from rollout_service.gateway.prompts import DATA_ERRORS, model_name, roll_out, text_of, tokenize
+from rollout_service.gateway.prompts import DATA_ERRORS, check_prompt, model_name, roll_out, text_of, tokenize
 from rollout_service.gateway.routes import OpenRoute
 from rollout_service.gateway.streams import EVENT_STREAM, Spans, TextStream, event_stream, live_pieces
-from rollout_service.protocol.generate import GenerateReply, GenerateRequest, RolloutOptions, StreamOptions
+from rollout_service.protocol.generate import (
+    DetachedRollout,
+    GenerateReply,
+    GenerateRequest,
+    RolloutOptions,
+    StreamOptions,
+)
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout
+from rollout_service.web.errors import documented
 
 router = APIRouter(tags=["generate"], route_class=OpenRoute)
 
@@ -21,7 +30,12 @@ router = APIRouter(tags=["generate"], route_class=OpenRoute)
 @router.post(
     "/inference/v1/generate",
     response_model=dict[str, object],
-    responses={200: {"model": GenerateReply, **EVENT_STREAM}, **DATA_ERRORS},
+    responses={
+        200: {"model": GenerateReply, **EVENT_STREAM},
+        202: {"model": DetachedRollout},
+        **DATA_ERRORS,
+        **documented(VersionConflict),
+    },
 )
 async def generate(
     body: GenerateRequest, services: Here, x_session_id: SessionHeader = None
@@ -31,9 +45,35 @@ async def generate(
     prompt = body.token_ids or ()
     if body.prompt is not None:
         [prompt] = await tokenize([body.prompt], services)
+    options = body.options(x_session_id)
     if body.stream:
-        return await event_stream(_chunks(prompt, body, services, body.options(x_session_id)))
-    rollout = await roll_out(prompt, body.sampling_params, services, body.options(x_session_id))
+        return await event_stream(_chunks(prompt, body, services, options))
+    if body.detach:
+        return _detach(prompt, body, services, options, model)
+    return await _reply(prompt, body, services, options, model)
+
+
+def _detach(
+    prompt: tuple[int, ...], body: GenerateRequest, services: Services, options: RolloutOptions, model: str
+) -> Response:
+    """Begin it, and answer at once. What is wrong with the request is said at once, too."""
+    if services.num_gateways > 1:
+        raise InvalidRequest(
+            f"detach is not implemented with scaling.gateways={services.num_gateways}: the one that collects a rollout "
+            "would ask another gateway than the one that has it; wait for the reply, or set it to 1"
+        )
+    check_prompt(prompt, body.sampling_params, services)
+    longest = body.sampling_params.max_tokens or services.max_model_len - len(prompt)
+    body = body.model_copy(update={"return_token_ids": True})  # who collects it may not know what was asked for
+    work = _reply(prompt, body, services, options, model)
+    rollout_id = services.detached.begin(work, longest * body.sampling_params.n, options.request_id)
+    return JSONResponse({"id": rollout_id}, status_code=202)
+
+
+async def _reply(
+    prompt: tuple[int, ...], body: GenerateRequest, services: Services, options: RolloutOptions, model: str
+) -> dict[str, object]:
+    rollout = await roll_out(prompt, body.sampling_params, services, options)
     reply: dict[str, object] = {
         "request_id": rollout.request_id,
         "model": model,

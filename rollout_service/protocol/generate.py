@@ -83,6 +83,8 @@ class GenerateRequest(RolloutOptions):
     stream: bool | None = False
     """Server-sent events, while it is made: see ``GenerateChunk``."""
     stream_options: StreamOptions | None = None
+    detach: bool = False
+    """Answer at once, with the id by which ``GET /v1/rollouts/{id}`` collects the reply: ``request_id`` if given."""
 
     @model_validator(mode="after")
     def _ids_or_text(self) -> "GenerateRequest":
@@ -93,6 +95,8 @@ class GenerateRequest(RolloutOptions):
     @model_validator(mode="after")
     def _streams(self) -> "GenerateRequest":
         require_stream(self.stream, self.stream_options, self.sampling_params)
+        if self.stream and self.detach:
+            raise ValueError("a rollout is either streamed or detached: leave out stream or detach")
         return self
 
 
@@ -189,6 +193,12 @@ class GenerateReply(BaseModel):
     truncated_sampling: bool = False
     prompt_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+
+
+class DetachedRollout(BaseModel):
+    """A rollout that is under way, whoever waits for it."""
+
+    id: str
 
 
 class GenerateChunk(BaseModel):
