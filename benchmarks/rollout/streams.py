@@ -159,18 +159,24 @@ async def measure(service: LocalService, options: LoadOptions) -> Found:
     return found
 
 
+def overrides_in(folder: str, options: LoadOptions) -> dict[str, dict[str, object]]:
+    """Of the shipped CPU deployment."""
+    return {
+        "weights": {"root": folder + "/log", "keep_versions": 8},
+        "model": {"path": folder + "/tiny-qwen3"},
+        "scaling": {"min_replicas": 2, "max_replicas": 2},
+        "engine": {"max_model_len": max(1024, options.out + 64)},
+    }
+
+
 def main(options: LoadOptions) -> None:
     """Measure, and write benchmarks/results/<machine>/streams.json."""
     random.seed(options.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        overrides = {
-            "weights": {"root": folder + "/log", "keep_versions": 8},
-            "model": {"path": folder + "/tiny-qwen3"},
-            "scaling": {"min_replicas": 2, "max_replicas": 2},
-            "engine": {"max_model_len": max(1024, options.out + 64)},
-        }
-        with running_service(CPU_DEPLOYMENT, overrides) as service:
-            found = asyncio.run(measure(service, options))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_service(CPU_DEPLOYMENT, overrides_in(folder, options)) as service,
+    ):
+        found = asyncio.run(measure(service, options))
     content = {
         "kills": options.kills,
         "rollouts": found.rollouts,

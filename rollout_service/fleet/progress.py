@@ -11,6 +11,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from contextvars import Context
 
 from rollout_service.errors import NotReady, RolloutServiceError
 from rollout_service.fleet.placements import PLACEMENTS, Placements
@@ -50,9 +51,11 @@ class Draft:
         for span in made.spans:
             self._add_span(span.model_copy(update={"start": start + span.start, "end": start + span.end}))
         if made.top_logprobs is not None:
-            self._top_logprobs = [*(self._top_logprobs or ()), *made.top_logprobs]
+            self._top_logprobs = self._top_logprobs or []
+            self._top_logprobs += made.top_logprobs
         if made.packed_sampling_mask is not None:
-            self._masks = [*(self._masks or ()), *made.packed_sampling_mask]
+            self._masks = self._masks or []
+            self._masks += made.packed_sampling_mask
             self._mask_starts += [start] * len(made.packed_sampling_mask)
         self.finish_reason, self.stop_reason = made.finish_reason, made.stop_reason
 
@@ -156,7 +159,11 @@ class Follower:
             return
         record.replica_id = replica_id
         if replica_id not in self._asking:
-            self._asking[replica_id] = asyncio.create_task(self._ask(replica_id), name=f"progress of {replica_id}")
+            self._asking[replica_id] = asyncio.create_task(
+                self._ask(replica_id),
+                name=f"progress of {replica_id}",
+                context=Context(),  # and not that of the request which came first, with its trace
+            )
 
     async def _ask(self, replica_id: str) -> None:
         """As long as the replica has calls."""

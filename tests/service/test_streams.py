@@ -31,11 +31,18 @@ async def test_a_rollout_is_read_while_it_is_made_over_an_update(
 
 
 async def test_who_goes_away_ends_the_work(client: RolloutClient) -> None:
-    async with client.generate_stream(PROMPT, max_tokens=3000, n=8, ignore_eos=True) as stream:
+    """A paused engine never ends a rollout by itself."""
+    async with client.generate_stream(PROMPT, max_tokens=480, n=8, ignore_eos=True) as stream:
         await anext(stream)
-        assert sum(replica.running for replica in (await client.fleet()).replicas) == 8
-    while any(replica.running for replica in (await client.fleet()).replicas):
-        await asyncio.sleep(0.1)
+        await client.pause("keep")
+        await _until(client, running=8)
+    await _until(client, running=0)
+    await client.resume()
+
+
+async def _until(client: RolloutClient, running: int) -> None:
+    while sum(replica.running for replica in (await client.fleet()).replicas) != running:
+        await asyncio.sleep(0.05)
 
 
 async def test_chats_and_completions_are_streamed(service: LocalService, http: httpx.AsyncClient) -> None:
