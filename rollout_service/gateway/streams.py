@@ -43,7 +43,7 @@ class TextStream:
             text = text_of(whole, self._sampling, self._services) or ""
             return text[len(self._sent) :]
         self._held += self._decoded()
-        ready = self._held[: len(self._held) - self._held_back]
+        ready = self._held[: max(0, len(self._held) - self._held_back)]
         self._held = self._held[len(ready) :]
         self._sent += ready
         return ready

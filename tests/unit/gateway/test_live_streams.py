@@ -182,6 +182,8 @@ class TestCompletions:
     async def test_what_may_be_the_beginning_of_a_stop_string_is_held_back(self, http: httpx.AsyncClient) -> None:
         chunks = await streamed(http, "/v1/completions", prompt="hi", stop=["lo!"], max_tokens=13)
         assert [choice["text"] for choice in of_choice(chunks, 0)] == ["", "he", "l", "lo, wo", "rld"]
+        chunks = await streamed(http, "/v1/completions", prompt="hi", stop=["loooooong"], max_tokens=13)
+        assert [choice["text"] for choice in of_choice(chunks, 0)] == ["", "", "", "hel", "lo, world"]
 
     async def test_an_error_before_the_first_token_is_an_http_error(
         self, http: httpx.AsyncClient, telling: TellingEngine
