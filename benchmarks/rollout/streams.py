@@ -1,6 +1,6 @@
 """How much work is lost when a replica is killed under long rollouts, and whether what is joined is right.
 
-    python -m benchmarks.rollout.streams [--kills 5]
+    python -m benchmarks.rollout.streams [--kills 5] [--seed 0]
 
 Two replicas of the small model, whose every token tells the version that made it (``tests/support/telltale.py``). In
 each round ``--at-once`` rollouts of ``--out`` tokens begin together, and as many are streamed; at a random moment one
@@ -14,13 +14,14 @@ with ``--http-to-bare-before`` and ``--http-to-bare``.
 """
 
 import asyncio
+import json
 import random
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, field
-
-from rich.console import Console
+from collections.abc import AsyncGenerator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
@@ -44,7 +45,7 @@ class LoadOptions(Options):
     """Rounds, with a kill in each."""
     at_once: int = 8
     """Rollouts of a round; as many more are streamed."""
-    out: int = 900
+    out: int = 600
     """Tokens of a rollout."""
     seed: int = 0
     """Of the moments."""
@@ -73,11 +74,12 @@ class Watched:
 
 @dataclass
 class Found:
-    """What became of all rounds."""
+    """What became of the rollouts of a round."""
 
-    lost_s: list[float] = field(default_factory=list)
-    lost_tokens: list[float] = field(default_factory=list)
     rollouts: int = 0
+    lost_s: list[float] = field(default_factory=list)
+    """Of each rollout that has tokens of the killed replica and of another."""
+    lost_tokens: list[float] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
@@ -92,8 +94,9 @@ async def watch(client: RolloutClient, out: int, watched: Watched) -> Rollout:
     return stream.rollout
 
 
-async def one_kill(service: LocalService, client: RolloutClient, options: LoadOptions, found: Found) -> None:
+async def one_kill(service: LocalService, client: RolloutClient, options: LoadOptions) -> Found:
     """A round."""
+    found = Found()
     while len((await client.fleet()).replicas) != 2 or any(r.state != "ready" for r in (await client.fleet()).replicas):
         await asyncio.sleep(0.5)
     watched = [Watched() for _ in range(options.at_once)]
@@ -121,6 +124,7 @@ async def one_kill(service: LocalService, client: RolloutClient, options: LoadOp
         else:
             _look_at(outcome.completions[0], options.out, found)
     _count_lost([o for o in done if isinstance(o, Rollout)], watched, killed_at, found)
+    return found
 
 
 def _look_at(completion: Completion, out: int, found: Found) -> None:
@@ -149,14 +153,12 @@ def _count_lost(done: list[Rollout], watched: list[Watched], killed_at: float, f
         found.lost_tokens.append(lost_s * made / max(1e-9, end - begin))
 
 
-async def measure(service: LocalService, options: LoadOptions) -> Found:
-    """All rounds, on one service."""
-    found = Found()
+async def measure(service: LocalService, options: LoadOptions) -> AsyncGenerator[Found]:
+    """Each round, on one service."""
     async with RolloutClient(service.url, retries=12) as client:
         await client.push_weights(1, canary_weights(service.config.model.path, 1))
         for _ in range(options.kills):
-            await one_kill(service, client, options, found)
-    return found
+            yield await one_kill(service, client, options)
 
 
 def overrides_in(folder: str, options: LoadOptions) -> dict[str, dict[str, object]]:
@@ -169,31 +171,45 @@ def overrides_in(folder: str, options: LoadOptions) -> dict[str, dict[str, objec
     }
 
 
+async def rounds(service: LocalService, options: LoadOptions) -> None:
+    """Measure, and write after each round what there is."""
+    async for found in measure(service, options):
+        lost = ", ".join(f"{each:.2f}" for each in found.lost_s)
+        print(f"{found.rollouts} rollouts, {len(found.lost_s)} of them went on, having lost {lost} s", flush=True)
+        path = write(found, options)
+    print(f"wrote {path}")
+
+
+def write(found: Found, options: LoadOptions) -> Path:
+    """Add a round to the result."""
+    file = results.path("streams")
+    earlier = json.loads(file.read_text())["rounds"] if file.exists() else []
+    every = [*earlier, asdict(found) | {"date": results.today(), "command": results.command()}]
+    lost = [each for one in every for each in one["lost_s"]]
+    content = {
+        "kills": len(every),
+        "rollouts": sum(one["rollouts"] for one in every),
+        "rollouts_that_went_on": len(lost),
+        "tokens_lost_max_s": round(max(lost, default=0.0), 3),
+        "tokens_lost_median_s": round(statistics.median(lost), 3) if lost else None,
+        "tokens_lost_max": round(max((each for one in every for each in one["lost_tokens"]), default=0.0), 1),
+        "stale_tokens": sum(len(one["stale"]) for one in every),
+        "lost_requests": sum(len(one["failed"]) for one in every),
+        "http_to_bare_before": options.http_to_bare_before,
+        "http_to_bare": options.http_to_bare,
+        "rounds": every,
+    }
+    return results.write("streams", content)
+
+
 def main(options: LoadOptions) -> None:
-    """Measure, and write benchmarks/results/<machine>/streams.json."""
+    """Measure; adds its rounds to benchmarks/results/<machine>/streams.json."""
     random.seed(options.seed)
     with (
         tempfile.TemporaryDirectory() as folder,
         running_service(CPU_DEPLOYMENT, overrides_in(folder, options)) as service,
     ):
-        found = asyncio.run(measure(service, options))
-    content = {
-        "kills": options.kills,
-        "rollouts": found.rollouts,
-        "rollouts_of_the_killed": len(found.lost_s),
-        "tokens_lost_max_s": round(max(found.lost_s), 3),
-        "tokens_lost_median_s": round(statistics.median(found.lost_s), 3),
-        "tokens_lost_max": round(max(found.lost_tokens), 1),
-        "lost_s": [round(each, 3) for each in found.lost_s],
-        "stale_tokens": len(found.stale),
-        "lost_requests": len(found.failed),
-        "notes": [*found.stale[:3], *found.failed[:3]],
-        "http_to_bare_before": options.http_to_bare_before,
-        "http_to_bare": options.http_to_bare,
-    }
-    console = Console()
-    console.print(content)
-    console.print(f"wrote {results.write('streams', content)}")
+        asyncio.run(rounds(service, options))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,12 @@ import asyncio, dataclasses, json, sys
 from benchmarks.common.paths import CPU_DEPLOYMENT
 from benchmarks.rollout.streams import LoadOptions, measure, overrides_in
 from rollout_service.local import running_service
-options = LoadOptions(kills=1, at_once=6, out=700)
+options = LoadOptions(kills=1, at_once=6)
+async def one_round(service):
+    async for found in measure(service, options):
+        print(json.dumps(dataclasses.asdict(found)))
 with running_service(CPU_DEPLOYMENT, overrides_in(sys.argv[1], options)) as service:
-    print(json.dumps(dataclasses.asdict(asyncio.run(measure(service, options)))))
+    asyncio.run(one_round(service))
 """
 
 
