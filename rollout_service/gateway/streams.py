@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from typing import Any
 
 from fastapi.responses import StreamingResponse
 
@@ -16,8 +17,8 @@ from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling import Reasoning, Sampling
 from rollout_service.tasks import raise_first_failure
 
-EVENT_STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
-"""Of a route's documented reply."""
+EVENT_STREAM: dict[str, Any] = {"content": {"text/event-stream": {}}}
+"""Of a route's documented reply. OpenAPI 3.1 has no schema for events; their classes say what each holds."""
 _INCOMPLETE = "\ufffd"
 """How the bytes of half a character are decoded."""
 
