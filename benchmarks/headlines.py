@@ -44,6 +44,14 @@ def chat(result: Json) -> str:
     )
 
 
+def streams(result: Json) -> str:
+    """Of ``rollout.streams``."""
+    return (
+        f"{result['kills']} kills under {result['rollouts']} rollouts: at most {result['tokens_lost_max_s']:.2f} s of "
+        f"work lost, {result['stale_tokens']} stale tokens, {result['lost_requests']} lost requests"
+    )
+
+
 def length_bias(result: Json) -> str:
     """Of ``rollout.length_bias``."""
     mean = {case["case"]: case["mean_tokens"] for case in result["cases"]}

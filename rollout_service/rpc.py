@@ -25,6 +25,7 @@ from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.fleet import Fleet, KVCacheChoice, PauseMode, ReplicaStatus, SleepTag
 from rollout_service.protocol.kv_scales import CalibrationLease, KVMeasurement, KVScaleResult
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchSource, MismatchTable, Suspicion
+from rollout_service.protocol.progress import ProgressAsk, ProgressReply
 from rollout_service.protocol.recent_rollout import RecentRollout
 from rollout_service.protocol.rollout import OnAbort, Rollout
 from rollout_service.protocol.sampling import GenerateCall
@@ -125,6 +126,7 @@ class EngineCalls(Protocol):
     """An engine replica that the router chooses, for gateways; see ``engine/replica.py``."""
 
     async def generate(self, call: GenerateCall) -> Rollout: ...
+    async def progress(self, ask: ProgressAsk) -> ProgressReply: ...
 
 
 class MonitorCalls(Protocol):
@@ -207,6 +209,12 @@ class EngineClient:
             except RayActorError as error:
                 raise EngineFailed(f"the replica died with this call: {error}") from error
         return rollout
+
+    async def progress(self, ask: ProgressAsk) -> ProgressReply:
+        """See ``EngineReplica.progress``. Raises NotReady when that replica is gone."""
+        with _translated("engine"):
+            reply: ProgressReply = await only_the_trace().run(self._handle.progress.remote, ask)
+        return reply
 
 
 def report_from_thread(ingest: DeploymentHandle, status: ReplicaStatus, timeout_s: float) -> None:

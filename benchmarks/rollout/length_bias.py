@@ -1,6 +1,6 @@
 """How the lengths of completions change when an update aborts what runs at every step of the trainer.
 
-    python -m benchmarks.rollout.length_bias [--completions 1200]
+    python -m benchmarks.rollout.length_bias [--completions 2000] [--cases undisturbed,continued]
 
 One engine of the small model with random weights, which samples all tokens about equally often; 3 of its 128 end a
 completion, so that lengths are geometric, about 43 tokens on average, whatever the completion is. ``--at-once`` prompts
@@ -9,18 +9,26 @@ of it:
 
 - ``undisturbed``: nothing is aborted;
 - ``continued``: the gateway's dispatcher goes on from the tokens so far;
-- ``restarted``: it starts anew from the prompt, as it does for requests with stop strings or penalties (here one of
-  1e-6, which changes no probability that could be seen), and as it does for those whose replica died.
+- ``continued_stop_strings``: likewise, with stop strings in place of stop tokens, which end completions as often;
+- ``restarted``: it starts anew from the prompt, as it does for requests with penalties (here one of 1e-6, which changes
+  no probability that could be seen).
   ``engine.max_attempts`` is as large as it takes;
 - ``restarted_3_attempts``: likewise, with the default limit: then the partial completion comes back as ``abort``;
 - ``dropped``: ``on_abort="return"``, and the trainer drops what was aborted.
+
+Each case's lengths are held against the undisturbed ones by the Kolmogorov–Smirnov test of two samples: the largest
+difference of their distribution functions, and how likely one as large is if they are the same distribution (its
+asymptotic formula, which says too much rather than too little for lengths, which are whole numbers).
 """
 
 import asyncio
 import itertools
+import math
 import statistics
 import tempfile
-from dataclasses import asdict, dataclass
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -33,7 +41,7 @@ from rollout_service.config import ServiceConfig
 from rollout_service.config.engine import EngineConfig
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.fleet.dispatch import Dispatcher
-from rollout_service.model.tiny import make_tiny_qwen3
+from rollout_service.model.tiny import VOCABULARY, make_tiny_qwen3
 from rollout_service.protocol.rollout import OnAbort, Rollout
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from rollout_service.store.log import WeightLog
@@ -57,11 +65,14 @@ class Treatment:
     on_abort: OnAbort = "continue"
     aborts: bool = True
     """Whether updates abort at all."""
+    stop_strings: bool = False
+    """In place of stop tokens."""
 
 
 TREATMENTS = (
     Treatment("undisturbed", aborts=False),
     Treatment("continued"),
+    Treatment("continued_stop_strings", stop_strings=True),
     Treatment("restarted", restarts=True),
     Treatment("restarted_3_attempts", restarts=True, max_attempts=EngineConfig().max_attempts),
     Treatment("dropped", on_abort="return"),
@@ -71,7 +82,7 @@ TREATMENTS = (
 class LoadOptions(Options):
     """The trainer."""
 
-    completions: int = 1200
+    completions: int = 2000
     """That it gets in each case."""
     at_once: int = 64
     """Prompts that run at any time."""
@@ -99,6 +110,9 @@ class Case:
     sampled_tokens: int
     """By the engine, those that were thrown away included."""
     delivered_tokens: int
+    ks_statistic: float = 0.0
+    """Against the undisturbed case."""
+    ks_p: float = 1.0
 
 
 @dataclass
@@ -126,16 +140,19 @@ class Trainer:
     def __init__(self, adapter: EngineAdapter, treatment: Treatment, options: LoadOptions) -> None:
         self._adapter, self._treatment, self._options = adapter, treatment, options
         self._engine = OneEngine(adapter)
-        self._dispatcher = Dispatcher(self._engine, None, EngineConfig(max_attempts=treatment.max_attempts))
+        limits = EngineConfig(max_attempts=treatment.max_attempts)
+        self._dispatcher = Dispatcher(self._engine, None, limits, _decode)
         self._sampling = Sampling(
             max_tokens=LONGEST,
             ignore_eos=True,
-            stop_token_ids=STOPS,
+            stop_token_ids=() if treatment.stop_strings else STOPS,
+            stop=tuple(VOCABULARY[token] for token in STOPS) if treatment.stop_strings else (),
             presence_penalty=UNSEEN_PENALTY if treatment.restarts else 0.0,
         )
         self._numbers = itertools.count(1)
         self._step_over = asyncio.Event()
-        self._lengths: list[int] = []
+        self.lengths: list[int] = []
+        """Tokens of the completions that it got."""
         self._in_step = self._aborts = self._dropped = self._truncated = 0
 
     async def run(self) -> Case:
@@ -146,20 +163,20 @@ class Trainer:
             updating.cancel()
         return Case(
             case=self._treatment.name,
-            completions=len(self._lengths),
+            completions=len(self.lengths),
             dropped=self._dropped,
             truncated=self._truncated,
-            mean_tokens=round(statistics.mean(self._lengths), 2),
-            median_tokens=statistics.median(self._lengths),
-            histogram=_histogram(self._lengths),
+            mean_tokens=round(statistics.mean(self.lengths), 2),
+            median_tokens=statistics.median(self.lengths),
+            histogram=_histogram(self.lengths),
             aborts=self._aborts,
             sampled_tokens=self._engine.sampled_tokens,
-            delivered_tokens=sum(self._lengths),
+            delivered_tokens=sum(self.lengths),
         )
 
     async def _ask(self) -> None:
         """One prompt after the other."""
-        while len(self._lengths) < self._options.completions:
+        while len(self.lengths) < self._options.completions:
             name = f"{self._treatment.name}-{next(self._numbers)}"
             call = GenerateCall(request_id=name, prompt_token_ids=(5, 6), sampling=self._sampling)
             (completion,) = (await self._dispatcher.complete(call, self._treatment.on_abort)).completions
@@ -168,7 +185,7 @@ class Trainer:
                 self._dropped += 1
                 continue
             self._truncated += aborted
-            self._lengths.append(len(completion.token_ids))
+            self.lengths.append(len(completion.token_ids))
             self._in_step += 1
             if self._in_step >= self._options.in_a_step:
                 self._step_over.set()
@@ -189,8 +206,25 @@ def _histogram(lengths: list[int]) -> dict[str, float]:
     return {f"{low}-{high}": round(sum(low <= n < high for n in lengths) / len(lengths), 4) for low, high in pairs}
 
 
-async def measure(options: LoadOptions) -> list[Case]:
-    """Every case, on one engine."""
+def _decode(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+    """A character a token, as the small model's tokenizer has it."""
+    return "".join(VOCABULARY[token] for token in token_ids)
+
+
+def kolmogorov_smirnov(first: Sequence[int], second: Sequence[int]) -> tuple[float, float]:
+    """Largest difference of the two samples' distribution functions, and its p-value by the asymptotic formula."""
+    one, other = sorted(first), sorted(second)
+    n, m = len(one), len(other)
+    largest = max(abs(bisect_right(one, x) / n - bisect_right(other, x) / m) for x in {*one, *other})
+    at = largest * math.sqrt(n * m / (n + m))
+    if at < 0.2:  # the series below needs many terms there, and is 1
+        return largest, 1.0
+    p = 2 * sum((-1) ** (k - 1) * math.exp(-2 * (k * at) ** 2) for k in range(1, 101))
+    return largest, min(1.0, max(0.0, p))
+
+
+async def measure(options: LoadOptions, treatments: Sequence[Treatment] = TREATMENTS) -> list[Case]:
+    """Every case, on one engine; the first is what the others are held against."""
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_qwen3(Path(folder) / "model")
         config = ServiceConfig.model_validate(
@@ -202,30 +236,51 @@ async def measure(options: LoadOptions) -> list[Case]:
             }
         )
         version = await commit(config)
-        async with bare_engine(config) as adapter:
+        async with bare_engine(config, has_tokenizer=True) as adapter:
             await load_version(adapter, WeightLog(config.weights.root).folder(version), version)
-            return [await Trainer(adapter, treatment, options).run() for treatment in TREATMENTS]
+            found = list[tuple[Case, list[int]]]()
+            for treatment in treatments:
+                trainer = Trainer(adapter, treatment, options)
+                found.append((await trainer.run(), trainer.lengths))
+    against = found[0][1]
+    return [_held_against(case, kolmogorov_smirnov(against, lengths)) for case, lengths in found]
+
+
+def _held_against(case: Case, ks: tuple[float, float]) -> Case:
+    return replace(case, ks_statistic=round(ks[0], 4), ks_p=round(ks[1], 4))
 
 
 def table_of(cases: list[Case]) -> Table:
     """For people."""
-    table = Table("", "mean", "median", *cases[0].histogram, "truncated", "dropped", "sampled / delivered")
+    table = Table("", "mean", "median", *cases[0].histogram, "truncated", "dropped", "sampled / delivered", "KS p")
     for c in cases:
         shares = [f"{share:.1%}" for share in c.histogram.values()]
         wasted = f"{c.sampled_tokens / c.delivered_tokens:.2f}"
         table.add_row(
-            c.case, f"{c.mean_tokens:.1f}", f"{c.median_tokens:g}", *shares, f"{c.truncated}", f"{c.dropped}", wasted
+            c.case,
+            f"{c.mean_tokens:.1f}",
+            f"{c.median_tokens:g}",
+            *shares,
+            f"{c.truncated}",
+            f"{c.dropped}",
+            wasted,
+            f"{c.ks_p:.3f}",
         )
     return table
 
 
-def main(options: LoadOptions) -> None:
-    """Measure, print the table, and write benchmarks/results/<machine>/rollout/length_bias.json."""
-    cases = asyncio.run(measure(options))
+def main(options: LoadOptions, cases: str = "") -> None:
+    """Measure, print the table, and write benchmarks/results/<machine>/rollout_length_bias.json.
+
+    ``cases``: names with commas between, ``undisturbed`` first; empty: all. Those of before stay for the others.
+    """
+    treatments = [t for t in TREATMENTS if not cases or t.name in cases.split(",")]
+    made = asyncio.run(measure(options, treatments))
     console = Console()
-    console.print(table_of(cases))
+    console.print(table_of(made))
     shape = {"at_once": options.at_once, "completions_in_a_step": options.in_a_step}
-    console.print(f"wrote {results.write('rollout_length_bias', shape | {'cases': [asdict(case) for case in cases]})}")
+    all_cases = results.joined(results.cases("rollout_length_bias"), map(asdict, made), same=["case"])
+    console.print(f"wrote {results.write('rollout_length_bias', shape | {'cases': all_cases})}")
 
 
 if __name__ == "__main__":

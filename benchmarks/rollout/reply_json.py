@@ -76,7 +76,7 @@ class ReadyEngine:
             for i, (t, lp) in enumerate(zip(ids, logprobs, strict=True))
         )
 
-    async def complete(self, call: GenerateCall, on_abort: str) -> Rollout:
+    async def complete(self, call: GenerateCall, on_abort: str, live: None = None) -> Rollout:
         """See ``Dispatcher.complete``."""
         return Rollout(
             request_id=call.request_id,

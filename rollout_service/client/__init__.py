@@ -8,6 +8,7 @@
 """
 
 from rollout_service.client._client import RolloutClient
+from rollout_service.client._stream import RolloutStream, StreamPiece
 from rollout_service.client._sync import SyncRolloutClient
 
-__all__ = ["RolloutClient", "SyncRolloutClient"]
+__all__ = ["RolloutClient", "RolloutStream", "StreamPiece", "SyncRolloutClient"]

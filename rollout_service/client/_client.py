@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, Unpack, get_args, overload
+from urllib.parse import quote
 
 import httpx
 
 from rollout_service.client._control import CONTROL_CONNECTIONS, CONTROL_READ_S, ControlCalls
 from rollout_service.client._generate import GenerateOptions, Prompt, body_of, request_of, rollout_of, sampling_of
-from rollout_service.client._http import Http
+from rollout_service.client._http import Http, parse
 from rollout_service.client._mismatch import MismatchCalls
 from rollout_service.client._retry import Repeat
 from rollout_service.client._sessions import AgentSession
 from rollout_service.client._shared_memory import LEAST_SHARED_BYTES
+from rollout_service.client._stream import RolloutStream
 from rollout_service.client._tensors import Progress, TensorSource, TensorThread, drain
 from rollout_service.client._upload import Quantize, Transport, Uploader, announcement, named_scales
 from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.fleet import PauseMode
+from rollout_service.protocol.generate import DetachedRollout
 from rollout_service.protocol.rollout import OnAbort, Rollout
 from rollout_service.protocol.sessions import OpenSession
 from rollout_service.protocol.upload import CommitUpload, PathSource, RollBack, UploadTensor, WaitFor
@@ -32,6 +36,13 @@ if TYPE_CHECKING:
     from rollout_service.client._delta import DeltaPushes
     from rollout_service.client._tensors import NamedTensors
     from rollout_service.kv_scales import KVScales
+
+_ABOUT_THE_REQUEST = ("min_weight_version", "session_id", "priority", "on_abort")
+"""Of the options of a generation: what says nothing of how to sample."""
+
+
+def _rollout_url(rollout_id: str) -> str:
+    return f"/v1/rollouts/{quote(rollout_id, safe='')}"
 
 
 class RolloutClient(ControlCalls, MismatchCalls):
@@ -192,6 +203,76 @@ class RolloutClient(ControlCalls, MismatchCalls):
         )
         reply = await self._data.send("POST", "/inference/v1/generate", json=body_of(request), repeat=Repeat.IF_LOST)
         return rollout_of(reply, request)
+
+    def generate_stream(
+        self, prompt: Prompt, *, request_id: str | None = None, **options: Unpack[GenerateOptions]
+    ) -> RolloutStream:
+        """``generate``, read while it is made: ``async with client.generate_stream(prompt) as stream:``.
+
+        ``async for piece in stream:`` yields a ``StreamPiece`` each time that tokens have come, of any of the
+        completions; then ``stream.rollout`` is what ``generate`` would have returned. Leaving the block cancels what is
+        left on the service. Of requests whose completions start anew when they are cut short (penalties), and after an
+        interruption where there are stop strings, the tokens come when a completion has ended.
+
+        Args:
+            prompt: Text or token ids. Pieces of a prompt in text have text.
+            request_id: As for ``generate``.
+            **options: As for ``generate``.
+
+        Raises:
+            InvalidRequest: A parameter that the service does not take. All else is raised as the block is entered, or
+                by the iteration.
+        """
+        given = dict(options)
+        about = {name: given.pop(name) for name in _ABOUT_THE_REQUEST if name in given}
+        request = request_of(prompt, sampling_of(**given), request_id=request_id, **about)
+        return RolloutStream(self._data, request)
+
+    async def detach(self, prompt: Prompt, *, request_id: str | None = None, **options: Unpack[GenerateOptions]) -> str:
+        """Have ``generate`` done without waiting for it. Returns the id by which ``collect`` gets what it made.
+
+        The service keeps it in the gateway's memory for an hour after its end. A trainer that restarts collects what it
+        had asked for under names of its own (``request_id``).
+
+        Args:
+            prompt: Text or token ids.
+            request_id: The id; None: the service makes one up.
+            **options: As for ``generate``.
+
+        Raises:
+            InvalidRequest: A parameter or token that the service does not take.
+            VersionConflict: There is one of that id.
+            Overloaded: The service keeps too many.
+        """
+        given = dict(options)
+        about = {name: given.pop(name) for name in _ABOUT_THE_REQUEST if name in given}
+        request = request_of(prompt, sampling_of(**given), request_id=request_id, detach=True, **about)
+        reply = await self._data.send(
+            "POST", "/inference/v1/generate", json=body_of(request), repeat=Repeat.IF_NOT_ACCEPTED
+        )
+        return parse(DetachedRollout, reply).id
+
+    async def collect(self, rollout_id: str, *, timeout_s: float | None = None) -> Rollout:
+        """What a detached rollout made; it stays there until its time is over or ``discard_rollout``.
+
+        Args:
+            rollout_id: As ``detach`` returned it.
+            timeout_s: Longest wait; None: as long as it takes.
+
+        Raises:
+            NotFound: There is none: its time is over, it was discarded, or the gateway that had it has ended.
+            TimeoutError: It is not done in time; it goes on.
+            RolloutServiceError: What ``generate`` would have raised.
+        """
+        async with asyncio.timeout(timeout_s):
+            while True:
+                reply = await self._data.send("GET", _rollout_url(rollout_id), repeat=Repeat.IDEMPOTENT)
+                if reply.status_code != 202:
+                    return rollout_of(reply)
+
+    async def discard_rollout(self, rollout_id: str) -> None:
+        """End a detached rollout if it is under way, and have the service forget it."""
+        await self._data.send("DELETE", _rollout_url(rollout_id), repeat=Repeat.IDEMPOTENT)
 
     async def generate_batch(
         self,

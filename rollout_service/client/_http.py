@@ -86,6 +86,25 @@ class Http:
             raise error_of(response)
         return response
 
+    async def open_stream(self, method: str, url: str, *, repeat: Repeat, json: object) -> httpx.Response:
+        """Send, and return a 2xx reply whose body is still to be read. It is the caller's to close."""
+        self._bind_to_running_loop()
+
+        async def attempt() -> httpx.Response:
+            response = await self._client.send(self._client.build_request(method, url, json=json), stream=True)
+            if not response.is_success:
+                await response.aread()
+            return response
+
+        try:
+            response: httpx.Response = await retrying(repeat, self.retries)(attempt)
+        except httpx.TransportError as error:
+            error.add_note(_explain(error, method, url, self.url, repeat))
+            raise
+        if not response.is_success:
+            raise error_of(response)
+        return response
+
     async def aclose(self) -> None:
         """Close every connection."""
         await self._client.aclose()

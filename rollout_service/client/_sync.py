@@ -3,16 +3,19 @@
 import asyncio
 import functools
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 import httpx
 
 from rollout_service.client._client import RolloutClient
+from rollout_service.client._generate import GenerateOptions, Prompt
 from rollout_service.client._sessions import AgentSession
+from rollout_service.client._stream import RolloutStream, StreamPiece
+from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sessions import Session
 
 Parameters = ParamSpec("Parameters")
@@ -66,6 +69,9 @@ class SyncRolloutClient:
         self._loop, self._closing = running.result()
 
     generate = _blocking(RolloutClient.generate)
+    detach = _blocking(RolloutClient.detach)
+    collect = _blocking(RolloutClient.collect)
+    discard_rollout = _blocking(RolloutClient.discard_rollout)
     generate_batch = _blocking(RolloutClient.generate_batch)
     push_weights = _blocking(RolloutClient.push_weights)
     push_path = _blocking(RolloutClient.push_path)
@@ -85,6 +91,15 @@ class SyncRolloutClient:
     fleet = _blocking(RolloutClient.fleet)
     models = _blocking(RolloutClient.models)
     health = _blocking(RolloutClient.health)
+
+    def generate_stream(
+        self, prompt: Prompt, *, request_id: str | None = None, **options: Unpack[GenerateOptions]
+    ) -> "SyncRolloutStream":
+        """``generate``, read while it is made: ``with client.generate_stream(prompt) as stream:``.
+
+        ``for piece in stream:`` then yields what ``RolloutClient.generate_stream`` does; same arguments.
+        """
+        return SyncRolloutStream(self._client.generate_stream(prompt, request_id=request_id, **options), self)
 
     def session(self, session_id: str | None = None, *, ttl_s: float = 3600.0) -> "SyncAgentSession":
         """A conversation of an agent that chats by itself: ``with client.session() as session:``.
@@ -145,6 +160,31 @@ class SyncRolloutClient:
             for task in begun:
                 if task is not None and not task.done():
                     self._loop.call_soon_threadsafe(task.cancel)
+
+
+class SyncRolloutStream:
+    """RolloutStream without ``await``."""
+
+    def __init__(self, stream: RolloutStream, client: SyncRolloutClient) -> None:
+        self._stream, self._client = stream, client
+
+    @property
+    def rollout(self) -> Rollout:
+        """All of it. Raises RuntimeError before the last piece was read."""
+        return self._stream.rollout
+
+    def __enter__(self) -> Self:
+        self._client._wait(lambda _: self._stream.open())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._client._wait(lambda _: self._stream.aclose())
+
+    def __iter__(self) -> Iterator[StreamPiece]:
+        while (piece := self._client._wait(lambda _: self._stream.next())) is not None:
+            yield piece
 
 
 class SyncAgentSession:

@@ -10,7 +10,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from rollout_service.protocol.rollout import Candidate, Completion, FinishReason
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import Reasoning, Sampling
 from rollout_service.protocol.sampling_mask import pack
-from rollout_service.vllm_internals import pause_scheduler
+from rollout_service.vllm_internals import made_since, pause_scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,23 @@ class EngineAdapter:
             raise InvalidRequest("routed experts are asked for, and engine.return_routed_experts is not set")
         stream = self._stream(request_id, prompt, vllm_sampling(sampling, len(prompt)), priority, cache_salt, reasoning)
         return completions(await self._output(request_id, stream), sampling)
+
+    def made_since(self, request_id: str, since: Sequence[int], candidates: int = 0) -> list[Completion]:
+        """What ``generate`` has made meanwhile of each completion that has more than its first ``since[index]`` tokens.
+
+        Each with these tokens alone, whose spans count from the first of them. ``finish_reason`` is "abort" for one
+        that goes on, and its own for one that has ended while others of the call go on: those come every time.
+        ``candidates``: the call's ``sampling.logprobs``. Nothing is said of what ``generate`` will raise for, nor of a
+        call that is over.
+        """
+        made = []
+        for output in made_since(self._llm, request_id, since):
+            goes_on = output.finish_reason is None
+            try:
+                made.append(completion(replace(output, finish_reason="abort") if goes_on else output, candidates))
+            except (EngineFailed, NonFiniteLogprob):
+                continue
+        return made
 
     async def score(self, request_id: str, token_ids: tuple[int, ...]) -> tuple[tuple[float, ...], int]:
         """Natural-log probability of each token but the first, given those before it, [tokens - 1], and the version.

@@ -16,6 +16,7 @@ from rollout_service.engine.args import attention_of, engine_args, not_converted
 from rollout_service.engine.handover import HandOver
 from rollout_service.engine.load_statistics import autoscaling_stats, show_load, watch_kv_reads
 from rollout_service.engine.plugin import register
+from rollout_service.engine.progress import Progress
 from rollout_service.engine.startup import StartupHeartbeat, says_why_it_fails
 from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed, KVCacheUnfit, NotReady, Overloaded, TooEarly
@@ -32,6 +33,7 @@ from rollout_service.logs import log_with_serve
 from rollout_service.model.hub import with_model_here
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import AttentionStatus, EngineLoad, KVCacheChoice, ReplicaStatus
+from rollout_service.protocol.progress import ProgressAsk, ProgressReply
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.rpc import EngineCalls, ingest_client
@@ -96,6 +98,7 @@ class EngineReplica:
         args = engine_args(config, left_in_bf16, model.has_tokenizer)
         why = attention_of(config).why
         self._engine = EngineAdapter(args, load_limit_s=config.engine.load_limit_s)
+        self._progress = Progress(self._engine.made_since)
         try:
             await self._engine.connect()
             self._weight_sync = WeightSync(
@@ -140,9 +143,9 @@ class EngineReplica:
             if call.min_weight_version is not None:  # waiting, it holds no place: the version may never come
                 await self._wait_version(call.min_weight_version)
             returns = self._weight_sync.returns
-            with self._admission.admit(call.sampling.n, call.origin):
+            with self._admission.admit(call.sampling.n, call.origin), self._progress.follow(call) as engine_id:
                 completions = await self._engine.generate(
-                    call.request_id,
+                    engine_id,
                     call.prompt_token_ids,
                     call.sampling,
                     call.priority,
@@ -161,6 +164,19 @@ class EngineReplica:
         self._batch.add(rollout)
         describe(rollout)
         return rollout
+
+    async def progress(self, ask: ProgressAsk) -> ProgressReply:
+        """What a gateway's calls have made since it asked last, with labels; it waits a moment for something.
+
+        Raises NotReady if another replica is meant: Serve has removed that one.
+        """
+        self._hand_over.asked()
+        if ask.replica_id != self._replica_id:
+            raise NotReady(f"replica {ask.replica_id} takes no more calls: this is {self._replica_id}")
+        reply = await self._progress.told(ask)
+        made = self._weight_sync.labels.on([piece.made for piece in reply.pieces])
+        labelled = [piece.model_copy(update={"made": m}) for piece, m in zip(reply.pieces, made, strict=True)]
+        return reply.model_copy(update={"pieces": tuple(labelled)})
 
     async def status(self) -> ReplicaStatus:
         """What this replica says of itself."""

@@ -2,17 +2,21 @@
 
 A *refusal* (full, behind the version asked for, being replaced) costs nothing: another replica is asked. An *attempt*
 is a generation that began: it may be aborted, and then goes on from its tokens on another replica, or be lost with its
-replica, and then starts anew from what was there before. Attempts are bounded.
+replica, and then goes on from those that the replica had told (``fleet/progress.py``). Attempts are bounded.
 """
 
 import asyncio
 import time
 import uuid
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from rollout_service.config.engine import EngineConfig
 from rollout_service.errors import DeploymentFailed, EngineFailed, NotReady, Overloaded, RolloutServiceError, TooEarly
-from rollout_service.fleet.continuation import joined, kept, named, remainder
+from rollout_service.fleet.continuation import Decode, ended_at_stop, joined, kept, named, remainder
+from rollout_service.fleet.live import LiveRollout
+from rollout_service.fleet.progress import Follower, Record
 from rollout_service.metrics import table
 from rollout_service.metrics.process import outcome_of, record
 from rollout_service.protocol.rollout import Completion, OnAbort, Rollout
@@ -31,32 +35,49 @@ class _Progress:
 
     attempts: int = 1
     lost_on: tuple[str, ...] = ()
+    cut_short_by: Literal["abort", "lost"] = "abort"
+
+    def lose(self, replica_id: object) -> None:
+        """The replica that it was on is lost."""
+        self.cut_short_by = "lost"
+        self.lost_on += (replica_id,) if isinstance(replica_id, str) else ()
+
+
+Watch = Callable[[Record], None]
+"""Is told of the record of each generation that begins."""
 
 
 class Dispatcher:
     """Has calls answered by the engine deployment."""
 
-    def __init__(self, engine: EngineCalls, ingest: IngestCalls, limits: EngineConfig) -> None:
-        self._engine, self._ingest, self._limits = engine, ingest, limits
+    def __init__(
+        self, engine: EngineCalls, ingest: IngestCalls, limits: EngineConfig, decode: Decode | None = None
+    ) -> None:
+        """``decode``: the model's tokenizer. None: it has none, and no call has stop strings."""
+        self._engine, self._ingest, self._limits, self._decode = engine, ingest, limits, decode
         self._origin = uuid.uuid4().hex
+        self._follower = Follower(engine, self._origin)
 
-    async def complete(self, call: GenerateCall, on_abort: OnAbort = "continue") -> Rollout:
+    async def complete(
+        self, call: GenerateCall, on_abort: OnAbort = "continue", live: LiveRollout | None = None
+    ) -> Rollout:
         """The ``n`` completions of one prompt. Cancelling cancels them wherever they are made.
 
         With ``on_abort="return"``, when attempts are used up, or when a pause that returns what it aborts was the
-        cause, an aborted completion comes back with the tokens it has and ``finish_reason="abort"``.
+        cause, an aborted completion comes back with the tokens it has and ``finish_reason="abort"``. So does one whose
+        replica was lost. ``live``: somebody who reads along.
 
         Raises Overloaded, TooEarly, NotReady, InvalidRequest, NonFiniteLogprob, or EngineFailed when every attempt
         lost its replica.
         """
         progress = _Progress()
-        call = call.model_copy(update={"origin": self._origin})
-        rollout = await self._generated(call, progress)
+        call = call.model_copy(update={"origin": self._origin, "live": live is not None})
+        rollout = await self._generated(call, progress, lambda record: live.watch(record) if live else None)
         if on_abort == "return" or rollout.returned or all(c.finish_reason != "abort" for c in rollout.completions):
             return rollout.model_copy(update={"attempts": progress.attempts})
         async with raise_first_failure() as group:
             rests = [
-                group.create_task(self._finished(call, completion, rollout.replica_id, progress.attempts))
+                group.create_task(self._finished(call, completion, rollout.replica_id, progress, live))
                 for completion in rollout.completions
             ]
         completions, replicas, attempts = zip(*(rest.result() for rest in rests), strict=True)
@@ -66,28 +87,39 @@ class Dispatcher:
         )
 
     async def _finished(
-        self, call: GenerateCall, completion: Completion, replica_id: str, attempts: int
+        self, call: GenerateCall, completion: Completion, replica_id: str, so_far: _Progress, live: LiveRollout | None
     ) -> tuple[Completion, str, int]:
         """``completion``, gone on with until it ends by itself or attempts are used up; who made its end; attempts."""
-        progress = _Progress(attempts)
+        progress = replace(so_far)
         while completion.finish_reason == "abort" and progress.attempts < self._limits.max_attempts:
             progress.attempts += 1
-            record(table.CONTINUATIONS, cause="abort")
+            record(table.CONTINUATIONS, cause=progress.cut_short_by)
             base = kept(completion, call.sampling)
+
+            def watch(rest: Record, base: Completion = base) -> None:
+                if live is not None:
+                    live.watch_rest(base, rest)
+
+            progress.cut_short_by = "abort"
             try:
-                rollout = await self._generated(remainder(call, base, progress.attempts), progress)
+                rollout = await self._generated(remainder(call, base, progress.attempts), progress, watch)
             except (EngineFailed, NotReady):
                 break  # what there is goes back to the caller rather than nothing
             completion, replica_id = joined(call, base, rollout.completions[0]), rollout.replica_id
+            if call.sampling.stop and self._decode is not None:
+                completion = ended_at_stop(call, completion, len(base.token_ids), self._decode)
             if rollout.returned:
                 break
         return completion, replica_id, progress.attempts
 
-    async def _generated(self, call: GenerateCall, progress: _Progress) -> Rollout:
-        """One generation that was not lost with its replica. Raises EngineFailed when attempts are used up."""
+    async def _generated(self, call: GenerateCall, progress: _Progress, watch: Watch) -> Rollout:
+        """One generation that was not lost with its replica before it made a token.
+
+        Raises EngineFailed when attempts are used up.
+        """
         while True:
             try:
-                return await self._taken(call, progress)
+                return await self._taken(call, progress, watch)
             except EngineFailed as lost:  # the replica died with the call, or its engine did
                 if progress.attempts >= self._limits.max_attempts:
                     raise EngineFailed(
@@ -97,17 +129,17 @@ class Dispatcher:
                     ) from lost
                 progress.attempts += 1
                 record(table.CONTINUATIONS, cause="lost")
-                replica_id = lost.detail.get("replica_id")
-                progress.lost_on += (replica_id,) if isinstance(replica_id, str) else ()
 
-    async def _taken(self, call: GenerateCall, progress: _Progress) -> Rollout:
-        """The answer of the first replica that does not refuse."""
+    async def _taken(self, call: GenerateCall, progress: _Progress, watch: Watch) -> Rollout:
+        """The answer of the first replica that does not refuse; of one that is lost, what it had told.
+
+        Raises EngineFailed when it had told no token.
+        """
         started = time.monotonic()
         refused = set(progress.lost_on)
         while True:
             try:
-                avoiding = call.model_copy(update={"avoid": tuple(sorted(refused))})
-                return named(await self._engine.generate(avoiding))
+                return await self._sent(call.model_copy(update={"avoid": tuple(sorted(refused))}), progress, watch)
             except DeploymentFailed:
                 raise
             except _REFUSALS as refusal:
@@ -120,6 +152,24 @@ class Dispatcher:
                     raise await self._last_word(call, refusal) from refusal
             await asyncio.sleep(_PAUSE_S)
             refused.clear()
+
+    async def _sent(self, call: GenerateCall, progress: _Progress, watch: Watch) -> Rollout:
+        """One replica's answer, or what it had told when it was lost."""
+        with self._follower.follow(call.sampling.n) as told:
+            watch(told)
+            try:
+                return named(await self._engine.generate(call.model_copy(update={"number": told.number})))
+            except EngineFailed as lost:
+                replica_id = lost.detail.get("replica_id", told.replica_id)
+                progress.lose(replica_id)
+                if told.is_empty:
+                    raise
+                return Rollout(
+                    request_id=call.request_id,
+                    prompt_token_ids=call.prompt_token_ids,
+                    completions=tuple(_whole(each, call) for each in told.completions()),
+                    replica_id=told.replica_id or str(replica_id),
+                )
 
     def _patience_s(self, refusal: RolloutServiceError, progress: _Progress) -> float:
         if isinstance(refusal, TooEarly):
@@ -145,3 +195,9 @@ class Dispatcher:
                 "live": live,
             },
         )
+
+
+def _whole(told: Completion, call: GenerateCall) -> Completion:
+    """Of a replica that was lost as it made the last token that was asked for."""
+    is_whole = told.finish_reason == "abort" and len(told.token_ids) == call.sampling.max_tokens
+    return told.model_copy(update={"finish_reason": "length"}) if is_whole else told

@@ -5,7 +5,7 @@ What replicas publish is seconds old, so the router only prefers: the replica it
 what it cannot do, and the gateway sends the call on. The router never waits either: Serve routes with a few tasks, and
 a call that waited in one for its version would hold up all others.
 
-Serve ships this module to the gateway by value: it imports nothing but the standard library and Ray.
+Serve ships this module to the gateway by value: as it is loaded, it imports nothing but the standard library and Ray.
 """
 
 import threading
@@ -250,11 +250,19 @@ class RolloutRouter(RequestRouter):
             call_id = pending_request.metadata.internal_request_id
             self._ledger.choose(call_id, order[0], call.sampling.n, session, time.monotonic(), begins)
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        if (meant := _meant(pending_request)) in by_id:
+            order = [meant]
         return [[by_id[replica_id]] for replica_id in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
         """Serve's hook: a replica took the call."""
-        session = getattr(_call(pending_request), "session_id", None)
+        call = _call(pending_request)
+        session = getattr(call, "session_id", None)
+        if call is not None and call.number:
+            # by name, and not as this module is loaded: the gateway's own, which what is shipped by value cannot hold
+            from rollout_service.fleet.placements import PLACEMENTS
+
+            PLACEMENTS.note(call.origin, call.number, replica_id.unique_id)
         self._ledger.arrive(pending_request.metadata.internal_request_id, replica_id.unique_id, session)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
@@ -276,6 +284,12 @@ class RolloutRouter(RequestRouter):
         load, turn = self._ledger.load(replica_id), self._ledger.turn(replica_id)
         capacity = stats.get("capacity", 0)
         return Candidate(replica_id, version=version, state=state, load=load, turn=turn, capacity=capacity)
+
+
+def _meant(pending_request: PendingRequest | None) -> str:
+    """The replica that a ``ProgressAsk`` is for; else an empty string. One that is gone has nothing to tell."""
+    argument = pending_request.args[0] if pending_request is not None and pending_request.args else None
+    return str(getattr(argument, "replica_id", ""))
 
 
 def _call(pending_request: PendingRequest | None) -> "GenerateCall | None":

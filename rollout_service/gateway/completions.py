@@ -2,22 +2,43 @@
 
 import time
 import uuid
-from typing import Annotated, Literal, Self
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated, Any, Literal, Self
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field, model_validator
 
 from rollout_service.errors import InvalidRequest
+from rollout_service.fleet.live import LivePiece
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
-from rollout_service.gateway.generate import packed_mask, prompt_logprobs, routed_experts, sampled_first, spans, usage
+from rollout_service.gateway.generate import (
+    packed_mask,
+    prompt_logprobs,
+    routed_experts,
+    sampled_first,
+    spans,
+    token_counts,
+    usage,
+)
 from rollout_service.gateway.prompts import DATA_ERRORS, model_name, roll_out, text_of, tokenize
 from rollout_service.gateway.routes import OpenRoute
+from rollout_service.gateway.streams import (
+    EVENT_STREAM,
+    Spans,
+    TextStream,
+    event_stream,
+    live_pieces,
+    side_by_side,
+)
 from rollout_service.protocol.generate import (
     ModelName,
     PromptLogprobs,
     RolloutOptions,
+    StreamOptions,
     TokenIds,
     Usage,
+    require_stream,
 )
 from rollout_service.protocol.rollout import Completion, FinishReason, Rollout, Span
 from rollout_service.protocol.routed_experts import RoutedExperts
@@ -61,7 +82,9 @@ class CompletionRequest(RolloutOptions, CommonSampling):
     return_tokens_as_token_ids: bool | None = False
     """``logprobs.tokens`` reads ``token_id:123`` instead of text."""
     user: str | None = None
-    stream: Literal[False] | None = False
+    stream: bool | None = False
+    """Server-sent events, while it is made: see ``CompletionChunk``."""
+    stream_options: StreamOptions | None = None
     echo: Literal[False] | None = False
     best_of: Literal[1] | None = None
     use_beam_search: Literal[False] | None = False
@@ -76,6 +99,11 @@ class CompletionRequest(RolloutOptions, CommonSampling):
         longest, newer = self.max_tokens, self.max_completion_tokens
         if newer is not None and "max_tokens" in self.model_fields_set and longest != newer:
             raise ValueError(f"max_tokens={longest} and max_completion_tokens={newer} differ: send one")
+        return self
+
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        require_stream(self.stream, self.stream_options, self, self.return_routed_experts)
         return self
 
     @property
@@ -133,13 +161,53 @@ class CompletionReply(BaseModel):
     truncated_sampling: bool
 
 
-@router.post("/v1/completions", responses={200: {"model": CompletionReply}, **DATA_ERRORS})
-async def completions(body: CompletionRequest, services: Here, x_session_id: SessionHeader = None) -> dict[str, object]:
+class StreamedCompletionChoice(BaseModel):
+    """More of one completion."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    weight_versions: list[Span]
+    """Of the chunk's tokens, counted from the completion's first; all of the completion's where it ends."""
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    """In a choice's first chunk."""
+    packed_sampling_mask: list[str] | None = None
+
+
+class CompletionChunk(BaseModel):
+    """Documents an event of a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[StreamedCompletionChoice]
+    """None in the last one, which ``stream_options.include_usage`` asks for."""
+    usage: Usage | None = None
+    attempts: int | None = None
+    """In the last one, like ``truncated_sampling``."""
+    truncated_sampling: bool | None = None
+
+
+@router.post(
+    "/v1/completions",
+    response_model=dict[str, object],
+    responses={200: {"model": CompletionReply, **EVENT_STREAM}, **DATA_ERRORS},
+)
+async def completions(
+    body: CompletionRequest, services: Here, x_session_id: SessionHeader = None
+) -> dict[str, object] | Response:
     """The completions of all prompts; choice ``i * n + j`` is completion ``j`` of prompt ``i``."""
     model = model_name(body.model, services)
     identity = body.request_id or f"cmpl-{uuid.uuid4().hex}"
     sampling, options = body.sampling(), body.options(x_session_id)
     prompts = await _prompts(body, services)
+    if body.stream:
+        common = {"id": identity, "object": "text_completion", "created": int(time.time()), "model": model}
+        return await event_stream(_chunks(prompts, common, body, sampling, options, services))
     async with raise_first_failure() as group:
         tasks = [
             group.create_task(
@@ -162,6 +230,72 @@ async def completions(body: CompletionRequest, services: Here, x_session_id: Ses
         "attempts": max((rollout.attempts for rollout in rollouts), default=1),
         "truncated_sampling": sampling.is_truncated,
     }
+
+
+async def _chunks(
+    prompts: list[tuple[int, ...]],
+    common: dict[str, object],
+    body: CompletionRequest,
+    sampling: Sampling,
+    options: RolloutOptions,
+    services: Services,
+) -> AsyncGenerator[dict[str, object]]:
+    """See ``CompletionChunk``."""
+    wanted, rollouts = body.stream_options or StreamOptions(), list[Rollout]()
+    streams = [
+        live_pieces(prompt, sampling, services, options.model_copy(update={"request_id": f"{common['id']}-{i}"}))
+        for i, prompt in enumerate(prompts)
+    ]
+    choices = [_StreamedChoice(i, body, sampling, services) for i in range(len(prompts) * sampling.n)]
+    async with aclosing(side_by_side(streams)) as pieces:
+        async for i, piece in pieces:
+            if isinstance(piece, Rollout):
+                rollouts.append(piece)
+                continue
+            choice = choices[i * sampling.n + piece.made.index]
+            chunk = common | {"choices": [choice.more(piece, prompts[i])]}
+            if wanted.continuous_usage_stats:
+                chunk["usage"] = token_counts(len(prompts[i]), piece.start + len(piece.made.token_ids))
+            yield chunk
+    if wanted.include_usage:
+        yield common | {
+            "choices": [],
+            "usage": usage(rollouts),
+            "attempts": max((rollout.attempts for rollout in rollouts), default=1),
+            "truncated_sampling": sampling.is_truncated,
+        }
+
+
+class _StreamedChoice:
+    """What a choice's chunks have to know of those before."""
+
+    def __init__(self, index: int, body: CompletionRequest, sampling: Sampling, services: Services) -> None:
+        self._index, self._body, self._services = index, body, services
+        self._text, self._spans = TextStream(sampling, services), Spans()
+        self._characters = 0
+        """Of the tokens so far, each decoded by itself."""
+
+    def more(self, piece: LivePiece, prompt: tuple[int, ...]) -> dict[str, object]:
+        """The choice of a chunk."""
+        made = self._spans.of(piece)
+        choice: dict[str, object] = {
+            "index": self._index,
+            "text": self._text.add(piece),
+            "logprobs": None if self._body.candidates is None else self._logprobs(made),
+            "finish_reason": made.finish_reason if piece.is_last else None,
+            "stop_reason": made.stop_reason,
+            "weight_versions": spans(made),
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = made.token_ids
+            if piece.start == 0:
+                choice["prompt_token_ids"] = prompt
+        return choice | packed_mask(made)
+
+    def _logprobs(self, made: Completion) -> dict[str, object]:
+        told, begin = _logprobs(made, self._body, self._services), self._characters
+        self._characters += sum(map(len, told["tokens"]))
+        return told | {"text_offset": [begin + offset for offset in told["text_offset"]]}
 
 
 async def _prompts(body: CompletionRequest, services: Services) -> list[tuple[int, ...]]:
@@ -206,7 +340,7 @@ def _choice(
     return choice | packed_mask(completion) | routed_experts(completion)
 
 
-def _logprobs(completion: Completion, body: CompletionRequest, services: Services) -> dict[str, object]:
+def _logprobs(completion: Completion, body: CompletionRequest, services: Services) -> dict[str, Any]:
     def named(token: int) -> str:
         if body.return_tokens_as_token_ids or services.tokenizer is None:
             return f"token_id:{token}"

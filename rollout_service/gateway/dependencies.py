@@ -1,6 +1,6 @@
 """What the gateway's routes stand on: the served model's facts and the clients of the other deployments."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Protocol
@@ -16,6 +16,7 @@ from rollout_service.config import ServiceConfig
 from rollout_service.connections import ManyConnections
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.fleet.serve_status import not_running
+from rollout_service.gateway.detached import DetachedRollouts
 from rollout_service.model.served_model import ServedModel
 from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.rpc import (
@@ -72,6 +73,10 @@ class Services:
     """Answers them. None: there are none."""
     sessions: SessionCalls = field(default_factory=Sessions)
     """What agents said."""
+    detached: DetachedRollouts = field(default_factory=DetachedRollouts)
+    """Rollouts that nobody waits for."""
+    num_gateways: int = 1
+    """``scaling.gateways``."""
     returns_masks: bool = False
     """``engine.return_sampling_mask``."""
     returns_experts: bool = False
@@ -104,12 +109,20 @@ class Services:
         model = ServedModel.of(config.model)
         calls_ingest, calls_monitor = ingest_client(ingest), monitor_client(monitor)
         pinned = PinnedCertificates()
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path) if model.has_tokenizer else None
+
+        def decode(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+            assert tokenizer is not None
+            return str(tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
         return cls(
             name=config.model.name,
             vocab_size=model.vocab_size,
             max_model_len=config.engine.max_model_len,
-            tokenizer=AutoTokenizer.from_pretrained(config.model.path) if model.has_tokenizer else None,
-            dispatcher=Dispatcher(EngineClient(engine), calls_ingest, config.engine),
+            tokenizer=tokenizer,
+            dispatcher=Dispatcher(
+                EngineClient(engine), calls_ingest, config.engine, None if tokenizer is None else decode
+            ),
             ingest=calls_ingest,
             authorizer=Authorizer(config.auth.secret(), config.auth.trusted_networks),
             http=httpx.AsyncClient(  # callers go away in the middle of a part, and none may take a connection along
@@ -122,6 +135,7 @@ class Services:
             shadow=ShadowFeed(None if shadow is None else shadow_client(shadow), config.shadow),
             aliases=config.model.aliases,
             sessions=Sessions() if sessions is None else session_client(sessions),
+            num_gateways=config.scaling.gateways,
             returns_masks=config.engine.return_sampling_mask,
             returns_experts=config.engine.return_routed_experts,
             may_sleep=config.engine.enable_sleep_mode,

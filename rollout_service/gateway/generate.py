@@ -1,32 +1,85 @@
 """``POST /inference/v1/generate``: tokens in, tokens out, as vLLM's clients expect it."""
 
 import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
 
+from rollout_service.errors import InvalidRequest, VersionConflict
+from rollout_service.fleet.live import LivePiece
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
-from rollout_service.gateway.prompts import DATA_ERRORS, model_name, roll_out, text_of, tokenize
+from rollout_service.gateway.prompts import DATA_ERRORS, check_prompt, model_name, roll_out, text_of, tokenize
 from rollout_service.gateway.routes import OpenRoute
-from rollout_service.protocol.generate import GenerateReply, GenerateRequest
+from rollout_service.gateway.streams import EVENT_STREAM, Spans, TextStream, event_stream, live_pieces
+from rollout_service.protocol.generate import (
+    DetachedRollout,
+    GenerateReply,
+    GenerateRequest,
+    RolloutOptions,
+    StreamOptions,
+)
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout
+from rollout_service.web.errors import documented
 
 router = APIRouter(tags=["generate"], route_class=OpenRoute)
 
 
-@router.post("/inference/v1/generate", responses={200: {"model": GenerateReply}, **DATA_ERRORS})
-async def generate(body: GenerateRequest, services: Here, x_session_id: SessionHeader = None) -> dict[str, object]:
+@router.post(
+    "/inference/v1/generate",
+    response_model=dict[str, object],
+    responses={
+        200: {"model": GenerateReply, **EVENT_STREAM},
+        202: {"model": DetachedRollout},
+        **DATA_ERRORS,
+        **documented(VersionConflict),
+    },
+)
+async def generate(
+    body: GenerateRequest, services: Here, x_session_id: SessionHeader = None
+) -> dict[str, object] | Response:
     """The completions of one prompt, with the logprob and the weight version of every token."""
     model = model_name(body.model, services)
     prompt = body.token_ids or ()
     if body.prompt is not None:
         [prompt] = await tokenize([body.prompt], services)
-    rollout = await roll_out(prompt, body.sampling_params, services, body.options(x_session_id))
+    options = body.options(x_session_id)
+    if body.stream:
+        return await event_stream(_chunks(prompt, body, services, options))
+    if body.detach:
+        return _detach(prompt, body, services, options, model)
+    return await _reply(prompt, body, services, options, model)
+
+
+def _detach(
+    prompt: tuple[int, ...], body: GenerateRequest, services: Services, options: RolloutOptions, model: str
+) -> Response:
+    """Begin it, and answer at once. What is wrong with the request is said at once, too."""
+    if services.num_gateways > 1:
+        raise InvalidRequest(
+            f"detach is not implemented with scaling.gateways={services.num_gateways}: the one that collects a rollout "
+            "would ask another gateway than the one that has it; wait for the reply, or set it to 1"
+        )
+    check_prompt(prompt, body.sampling_params, services)
+    longest = body.sampling_params.max_tokens or services.max_model_len - len(prompt)
+    body = body.model_copy(update={"return_token_ids": True})  # who collects it may not know what was asked for
+    work = _reply(prompt, body, services, options, model)
+    rollout_id = services.detached.begin(work, longest * body.sampling_params.n, options.request_id)
+    return JSONResponse({"id": rollout_id}, status_code=202)
+
+
+async def _reply(
+    prompt: tuple[int, ...], body: GenerateRequest, services: Services, options: RolloutOptions, model: str
+) -> dict[str, object]:
+    rollout = await roll_out(prompt, body.sampling_params, services, options)
     reply: dict[str, object] = {
         "request_id": rollout.request_id,
         "model": model,
         "created": int(time.time()),
         "output_mode": body.output_mode,
-        "choices": [_choice(c, services, body) for c in rollout.completions],
+        "choices": [_whole_choice(c, services, body) for c in rollout.completions],
         "usage": usage([rollout]),
         "replica_id": rollout.replica_id,
         "attempts": rollout.attempts,
@@ -39,7 +92,42 @@ async def generate(body: GenerateRequest, services: Here, x_session_id: SessionH
     return reply
 
 
-def _choice(completion: Completion, services: Services, body: GenerateRequest) -> dict[str, object]:
+async def _chunks(
+    prompt: tuple[int, ...], body: GenerateRequest, services: Services, options: RolloutOptions
+) -> AsyncGenerator[dict[str, object]]:
+    """See ``GenerateChunk``."""
+    options = options.model_copy(update={"request_id": options.request_id or uuid.uuid4().hex})
+    wanted, common = body.stream_options or StreamOptions(), dict[str, object]()
+    common |= {"request_id": options.request_id, "output_mode": body.output_mode}
+    sampling = body.sampling_params
+    texts = [TextStream(sampling, services) for _ in range(sampling.n)]
+    gathered = [Spans() for _ in range(sampling.n)]
+    of_the_prompt: dict[str, object] = {}
+    if body.return_token_ids or body.prompt is not None:
+        of_the_prompt["prompt_token_ids"] = prompt
+    async with aclosing(live_pieces(prompt, sampling, services, options)) as pieces:
+        async for piece in pieces:
+            if isinstance(piece, LivePiece):
+                made = gathered[piece.made.index].of(piece)
+                choice = _choice(made, body) | {"finish_reason": made.finish_reason if piece.is_last else None}
+                if body.output_mode == "text":
+                    choice["text"] = texts[made.index].add(piece)
+                chunk = common | of_the_prompt | {"choices": [choice]}
+                if wanted.continuous_usage_stats:
+                    chunk["usage"] = token_counts(len(prompt), piece.start + len(made.token_ids))
+                of_the_prompt = {}
+                yield chunk
+            elif wanted.include_usage:
+                yield common | {
+                    "choices": [],
+                    "usage": usage([piece]),
+                    "replica_id": piece.replica_id,
+                    "attempts": piece.attempts,
+                    "truncated_sampling": piece.truncated_sampling,
+                }
+
+
+def _choice(completion: Completion, body: GenerateRequest) -> dict[str, object]:
     choice: dict[str, object] = {
         "index": completion.index,
         "token_ids": completion.token_ids,
@@ -48,11 +136,14 @@ def _choice(completion: Completion, services: Services, body: GenerateRequest) -
         "stop_reason": completion.stop_reason,
         "weight_versions": spans(completion),
     }
-    if body.output_mode == "text":
-        choice["text"] = text_of(completion, body.sampling_params, services)
     if body.flat_logprobs and completion.top_logprobs is not None:
         choice["top_logprobs"] = completion.top_logprobs
     return choice | packed_mask(completion) | routed_experts(completion)
+
+
+def _whole_choice(completion: Completion, services: Services, body: GenerateRequest) -> dict[str, object]:
+    text = {"text": text_of(completion, body.sampling_params, services)} if body.output_mode == "text" else {}
+    return _choice(completion, body) | text
 
 
 def _by_token(completion: Completion) -> list[dict[str, object]]:
@@ -115,4 +206,9 @@ def usage(rollouts: list[Rollout]) -> dict[str, int]:
     """Token counts of a reply."""
     prompt = sum(len(rollout.prompt_token_ids) for rollout in rollouts)
     completion = sum(len(c.token_ids) for rollout in rollouts for c in rollout.completions)
+    return token_counts(prompt, completion)
+
+
+def token_counts(prompt: int, completion: int) -> dict[str, int]:
+    """Of so many tokens."""
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

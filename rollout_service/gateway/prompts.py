@@ -15,6 +15,7 @@ from rollout_service.errors import (
     Overloaded,
     TooEarly,
 )
+from rollout_service.fleet.live import LiveRollout
 from rollout_service.gateway.dependencies import Services
 from rollout_service.metrics.process import counted_rollout
 from rollout_service.protocol.generate import RolloutOptions
@@ -188,8 +189,9 @@ async def roll_out(
     services: Services,
     options: RolloutOptions = RolloutOptions(),  # noqa: B008  # frozen
     reasoning: Reasoning | None = None,
+    live: LiveRollout | None = None,
 ) -> Rollout:
-    """Check one prompt and have an engine complete it."""
+    """Check one prompt and have an engine complete it. ``live``: for who reads along."""
     check_prompt(prompt, sampling, services)
     sampling = _with_experts(prompt, sampling, services, options.return_routed_experts)
     if sampling.max_tokens is None:
@@ -204,7 +206,7 @@ async def roll_out(
         cache_salt=options.cache_salt,
         reasoning=reasoning if sampling.structured_outputs is not None else None,
     )
-    rollout = await services.dispatcher.complete(request, options.on_abort)
+    rollout = await services.dispatcher.complete(request, options.on_abort, live)
     if sampling.is_truncated:
         rollout = rollout.model_copy(update={"truncated_sampling": True})
     describe(rollout)

@@ -89,7 +89,7 @@ REFUSALS = _process(
 CONTINUATIONS = _process(
     "continuations_total", "counter", "", ("cause",),
     "Attempts after the first: abort (a completion was cut off by an update or pause and goes on from its tokens) or "
-    "lost (the replica died under the request, which begins anew).",
+    "lost (the replica died under it, and it goes on from the tokens that had left it, or anew if there are none).",
 )  # fmt: skip
 
 # --- shadow, if there is one

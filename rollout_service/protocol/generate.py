@@ -8,7 +8,7 @@ from rollout_service.errors import InvalidRequest
 from rollout_service.protocol.base import Frozen, KnownVersion
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, OnAbort, Span
 from rollout_service.protocol.routed_experts import RoutedExperts
-from rollout_service.protocol.sampling import Sampling, refuse_many_unknown, without_idle_nulls
+from rollout_service.protocol.sampling import CommonSampling, Sampling, refuse_many_unknown, without_idle_nulls
 
 TokenIds = Annotated[tuple[StrictInt, ...], Field(fail_fast=True)]
 """Fails at the first that is none: a body has room for millions, and pydantic would make an error of each."""
@@ -52,6 +52,25 @@ class RolloutOptions(Frozen):
         return RolloutOptions(**{**fields, "session_id": self.session_id or session_header or None})
 
 
+class StreamOptions(Frozen):
+    """OpenAI's and vLLM's, of a request with ``stream``."""
+
+    include_usage: bool | None = False
+    """A last chunk without choices has ``usage``."""
+    continuous_usage_stats: bool | None = False
+    """Each chunk has the usage so far, of its choice."""
+
+
+def require_stream(stream: bool | None, options: StreamOptions | None, sampling: CommonSampling, experts: bool) -> None:
+    """Raise ValueError for what does not go together. ``experts``: ``return_routed_experts``."""
+    if options is not None and not stream:
+        raise ValueError("stream_options are for stream=true: leave them out")
+    if stream and sampling.prompt_logprobs is not None:
+        raise ValueError("prompt_logprobs have no place in a stream: leave out one of them")
+    if stream and experts:
+        raise ValueError("routed experts are known when a completion has ended, not in a stream: leave out one of them")
+
+
 class GenerateRequest(RolloutOptions):
     """vLLM's ``GenerateRequest``, as far as it is implemented, plus ``prompt`` and what ``RolloutOptions`` adds."""
 
@@ -67,12 +86,23 @@ class GenerateRequest(RolloutOptions):
     them. Our client asks for it; vLLM's do not know it."""
     return_token_ids: bool = False
     """Repeat the prompt's ids in the reply."""
-    stream: Literal[False] | None = False
+    stream: bool | None = False
+    """Server-sent events, while it is made: see ``GenerateChunk``."""
+    stream_options: StreamOptions | None = None
+    detach: bool = False
+    """Answer at once, with the id by which ``GET /v1/rollouts/{id}`` collects the reply: ``request_id`` if given."""
 
     @model_validator(mode="after")
     def _ids_or_text(self) -> "GenerateRequest":
         if (self.token_ids is None) == (self.prompt is None):
             raise ValueError("give either token_ids or prompt")
+        return self
+
+    @model_validator(mode="after")
+    def _streams(self) -> "GenerateRequest":
+        require_stream(self.stream, self.stream_options, self.sampling_params, self.return_routed_experts)
+        if self.stream and self.detach:
+            raise ValueError("a rollout is either streamed or detached: leave out stream or detach")
         return self
 
 
@@ -172,3 +202,42 @@ class GenerateReply(BaseModel):
     truncated_sampling: bool = False
     prompt_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+
+
+class DetachedRollout(BaseModel):
+    """A rollout that is under way, whoever waits for it."""
+
+    id: str
+
+
+class GenerateChunk(BaseModel):
+    """An event of a stream: more of one completion, or, without choices, what a reply says as a whole.
+
+    A choice's ``weight_versions`` are those of the chunk's tokens, counted from the completion's first token; the chunk
+    that ends it (``finish_reason``) has all of the completion's, as vLLM's has.
+    """
+
+    request_id: str
+    output_mode: Literal["tokens", "text"] = "tokens"
+    choices: list["StreamedChoice"]
+    prompt_token_ids: tuple[int, ...] | None = None
+    """In the first chunk, where the reply would have them."""
+    usage: Usage | None = None
+    replica_id: str | None = None
+    """This and the next two: in the last chunk, with ``stream_options.include_usage``."""
+    attempts: int | None = None
+    truncated_sampling: bool | None = None
+
+
+class StreamedChoice(BaseModel):
+    """More of one completion."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: Annotated[tuple[FiniteFloat, ...] | TokenLogprobs, Field(union_mode="left_to_right")]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    weight_versions: tuple[Span, ...]
+    text: str | None = None
+    top_logprobs: tuple[tuple[Candidate, ...], ...] | None = None
+    packed_sampling_mask: tuple[str, ...] | None = None

@@ -102,6 +102,14 @@ class RoutedExperts(Frozen):
         missing = (*self.missing, *([(self.end, rest.start)] if gap else ()), *rest.missing)
         return RoutedExperts.of(np.concatenate([self.rows(), between, rest.rows()]), self.start, missing)
 
+    def until(self, end: int) -> "RoutedExperts":
+        """The same without the rows of token ``end`` and of those after it."""
+        if end >= self.end:
+            return self
+        end = max(end, self.start)
+        missing = tuple((first, min(last, end)) for first, last in self.missing if first < end)
+        return RoutedExperts.of(self.rows()[: end - self.start], self.start, missing)
+
     def without(self, first: int, end: int) -> "RoutedExperts":
         """The same with the rows of tokens [first, end) missing."""
         first, end = max(first, self.start), min(end, self.end)

@@ -235,5 +235,9 @@ class GenerateCall(Frozen):
     """Only prompts of the same salt share what the prefix cache holds."""
     origin: str = ""
     """The gateway that sends it, which knows itself what it has in flight where."""
+    number: int = 0
+    """Which of that gateway's calls it is, for ``protocol/progress.py``; 0: nobody asks what it has made so far."""
+    live: bool = False
+    """Somebody reads along."""
     avoid: tuple[str, ...] = ()
     """Replicas that refused or lost this call: others first."""

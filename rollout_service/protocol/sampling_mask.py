@@ -30,6 +30,13 @@ def pack(kept: Sequence[Sequence[int]]) -> str:
     return base64.b64encode(zlib.compress(planes.tobytes(), _LEVEL)).decode()
 
 
+def repacked(chunks: Sequence[str], start: int, end: int) -> tuple[str, ...]:
+    """The ids of tokens ``[start, end)`` alone, in one chunk. Raises ValueError for what ``pack`` did not make."""
+    counts, ids = unpack(chunks)
+    kept = np.split(ids, np.cumsum(counts)[:-1]) if len(counts) else []
+    return (pack([each.tolist() for each in kept[start:end]]),) if kept[start:end] else ()
+
+
 def unpack(chunks: Sequence[str]) -> tuple[Ids, Ids]:
     """How many ids were kept for each token, [tokens], and all of them in order, [sum of those]; both int64.
 

@@ -19,6 +19,7 @@ from rollout_service.engine.args import engine_args, engine_environment
 from rollout_service.engine.plugin import register
 from rollout_service.errors import EngineFailed, InvalidRequest
 from rollout_service.fleet.autoscaling import RUNNING
+from rollout_service.fleet.continuation import joined, part
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.tiny import make_tiny_qwen3
 from rollout_service.protocol.rollout import Completion
@@ -288,6 +289,57 @@ async def test_a_waiting_pause_can_be_cancelled_or_overridden(
     await pausing
     await engine.resume()
     assert [c.versions for c in await engine.generate("next", (5, 6), short)] == [(1,)]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_is_made_meanwhile_is_what_comes_in_the_end(served: tuple[ServiceConfig, EngineAdapter]) -> None:
+    """Tokens, logprobs, candidates and the version that made each, for a reader at every step and for a slow one."""
+    config, engine = served
+    folder = WeightLog(config.weights.root).folder(0)
+    await load(engine, folder, 0)
+    several = Sampling(n=6, max_tokens=300, ignore_eos=True, stop_token_ids=tuple(range(64, 68)), logprobs=2)
+    making = asyncio.create_task(engine.generate("several", PROMPTS[0], several))
+    quick, slow = Reader(engine, "several", several), Reader(engine, "several", several)
+    version = 0
+    while not making.done():
+        if quick.read() and version < 24:  # an update at each of the first steps
+            version += 1
+            await load(engine, folder, version)
+        if version % 7 == 6:
+            slow.read()
+        await asyncio.sleep(0)
+    final = await making
+    assert max(len(c.spans) for c in final) > 12 and max(len(c.token_ids) for c in final) > 24
+    for reader in (quick, slow):
+        for whole in final:
+            read = reader.made[whole.index]
+            length = len(read.token_ids)
+            assert read.token_ids == whole.token_ids[:length]
+            assert (read.logprobs, read.top_logprobs or ()) == (
+                whole.logprobs[:length], (whole.top_logprobs or ())[:length],
+            )  # fmt: skip
+            assert read.spans == part(whole, 0, length).spans
+    ended = [c for c in quick.made if c.finish_reason != "abort"]
+    assert 0 < len(ended) < len(final) and all(c == final[c.index] for c in ended)
+    assert all(len(c.token_ids) > 0 for c in quick.made) and any(len(c.token_ids) > 0 for c in slow.made)
+    assert engine.made_since("several", [0] * 6) == []
+
+
+class Reader:
+    """Reads along what an engine makes of a call."""
+
+    def __init__(self, engine: EngineAdapter, request_id: str, sampling: Sampling) -> None:
+        self._engine, self._request_id, self._candidates = engine, request_id, sampling.logprobs or 0
+        empty = {"token_ids": (), "logprobs": (), "finish_reason": "abort", "spans": ()}
+        self.made = [Completion(index=index, **empty) for index in range(sampling.n)]
+
+    def read(self) -> bool:
+        """Whether there was anything new."""
+        since = [len(completion.token_ids) for completion in self.made]
+        pieces = self._engine.made_since(self._request_id, since, self._candidates)
+        for piece in pieces:
+            self.made[piece.index] = joined(self.made[piece.index], piece)
+        return any(piece.token_ids for piece in pieces)
 
 
 async def _finish(engine: EngineAdapter, priority: int, finished: list[int]) -> None:

@@ -1,13 +1,18 @@
 """vLLM's sampling masks on a GPU: an engine's truncated logprobs are the reference's, renormalized over them."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 import torch
 
 from rollout_service.correction import SamplingSupport, correct, preset
+from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.errors import InvalidRequest
+from rollout_service.fleet.continuation import joined, part
+from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import Sampling
+from rollout_service.protocol.sampling_mask import unpack
 from tests.support.models import random_weights
 from tests.support.one_engine import PROMPTS, running
 from tests.support.reference import reference_model
@@ -42,5 +47,24 @@ async def test_truncated_logprobs_match_the_model_over_the_kept_tokens(
             distance = "rollout_corr/rollout_train_logprobs_abs_diff_mean"
             assert renormalized[distance] < BF16_MEAN
             assert correct(plain, rollout, mask).metrics[distance] > 10 * BF16_MEAN
+        await assert_what_is_read_meanwhile_has_its_masks(one.engine)
         with pytest.raises(InvalidRequest, match="top_k > 0"):
             await one.engine.generate("whole", PROMPTS[0], Sampling(max_tokens=2))
+
+
+async def assert_what_is_read_meanwhile_has_its_masks(engine: EngineAdapter) -> None:
+    """The pieces of rollouts that are under way, joined, are the beginning of what comes in the end."""
+    sampling = Sampling(n=4, max_tokens=64, ignore_eos=True, top_k=5)
+    empty = {"token_ids": (), "logprobs": (), "finish_reason": "abort", "spans": ()}
+    made = [Completion(index=index, **empty) for index in range(sampling.n)]
+    making = asyncio.create_task(engine.generate("meanwhile", PROMPTS[0], sampling))
+    while not making.done():
+        for piece in engine.made_since("meanwhile", [len(each.token_ids) for each in made]):
+            made[piece.index] = joined(made[piece.index], piece)
+        await asyncio.sleep(0)
+    for whole in await making:
+        read = made[whole.index]
+        length = len(read.token_ids)
+        assert length > 0 and (read.token_ids, read.logprobs) == (whole.token_ids[:length], whole.logprobs[:length])
+        told, begin = unpack(read.packed_sampling_mask or ()), unpack(part(whole, 0, length).packed_sampling_mask or ())
+        assert [each.tolist() for each in told] == [each.tolist() for each in begin]

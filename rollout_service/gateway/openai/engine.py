@@ -4,6 +4,7 @@ Imports vLLM's server: see ``vllm_serving.py``.
 """
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
@@ -11,12 +12,15 @@ from vllm import CompletionOutput, RequestOutput, SamplingParams
 from vllm.config import VllmConfig
 from vllm.logprobs import Logprob
 from vllm.outputs import WeightVersionSpan
+from vllm.sampling_params import RequestOutputKind
 
 from rollout_service.errors import BadRequest, RolloutServiceError
+from rollout_service.fleet.live import LivePiece
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.generate import sampled_first
 from rollout_service.gateway.openai.exchange import current
 from rollout_service.gateway.prompts import roll_out, text_of
+from rollout_service.gateway.streams import TextStream, live_pieces
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout
 from rollout_service.protocol.sampling import Reasoning, Sampling, StructuredOutputs
 from rollout_service.vllm_serving import EngineClient
@@ -30,7 +34,7 @@ _AS_THEY_ARE = frozenset(Sampling.model_fields) & frozenset(SamplingParams.__str
 _OF_THE_REPLY = frozenset(
     {"output_kind", "stream_interval", "flat_logprobs", "skip_clone", "output_text_buffer_length"}
 )
-"""What says in which pieces vLLM's engine answers. Here the answer is one piece."""
+"""What says in which pieces vLLM's engine answers."""
 _AS_REQUESTED = {"extra_args": "vllm_xargs, kv_transfer_params or ec_transfer_params"}
 _DEFAULTS = SamplingParams()
 
@@ -70,7 +74,11 @@ class DispatchedEngine(EngineClient):
         trace_headers: object = None,
         **others: object,
     ) -> AsyncGenerator[RequestOutput]:
-        """One output, when all completions of the prompt are done. Tracing headers are not passed on."""
+        """Outputs as vLLM's ``output_kind`` asks: of what is new each time, or one when all completions are done.
+
+        The ends of completions come when all are done, with what a reply says as a whole. Tracing headers are not
+        passed on.
+        """
         exchange = current.get()
         try:
             unknown = sorted(name for name, value in others.items() if value is not None)
@@ -86,12 +94,44 @@ class DispatchedEngine(EngineClient):
                 }
             )
             reasoning = Reasoning(ended=reasoning_ended, parser_kwargs=reasoning_parser_kwargs or {})
-            rollout = await roll_out(_token_ids(prompt), sampling, self._services, options, reasoning)
+            token_ids = _token_ids(prompt)
+            if sampling_params.output_kind == RequestOutputKind.DELTA:
+                pieces = live_pieces(token_ids, sampling, self._services, options, reasoning)
+                async with aclosing(self._deltas(pieces, token_ids, request_id, sampling, sampling_params)) as outputs:
+                    async for output in outputs:
+                        yield output
+                return
+            rollout = await roll_out(token_ids, sampling, self._services, options, reasoning)
         except RolloutServiceError as error:
             exchange.error = error
             raise
         exchange.rollouts.append(rollout)
         yield _output(rollout, sampling, sampling_params, self._services)
+
+    async def _deltas(
+        self,
+        pieces: AsyncGenerator[LivePiece | Rollout],
+        prompt: tuple[int, ...],
+        request_id: str,
+        sampling: Sampling,
+        params: SamplingParams,
+    ) -> AsyncGenerator[RequestOutput]:
+        """vLLM's outputs of what is new each time."""
+        exchange, ends = current.get(), list[CompletionOutput]()
+        texts = [TextStream(sampling, self._services) for _ in range(sampling.n)]
+        async with aclosing(pieces):
+            async for piece in pieces:
+                exchange.begun = True
+                if isinstance(piece, Rollout):
+                    exchange.rollouts.append(piece)
+                    continue
+                text = texts[piece.made.index].add(piece)
+                output = _completion_output(piece.made, text, piece.is_last, params, self._services)
+                if piece.is_last:
+                    ends.append(output)
+                else:
+                    yield _request_output(request_id, prompt, [output], finished=False)
+        yield _request_output(request_id, prompt, ends, finished=True)
 
     abort: Any = _not_here("abort")
     add_lora: Any = _not_here("add_lora")
@@ -152,30 +192,41 @@ def _token_ids(prompt: Mapping[str, object]) -> tuple[int, ...]:
 
 def _output(rollout: Rollout, sampling: Sampling, params: SamplingParams, services: Services) -> RequestOutput:
     prompt_logprobs = rollout.completions[0].prompt_logprobs
+    outputs = [
+        _completion_output(each, text_of(each, sampling, services) or "", True, params, services)
+        for each in rollout.completions
+    ]
+    output = _request_output(rollout.request_id, rollout.prompt_token_ids, outputs, finished=True)
+    if prompt_logprobs is not None:
+        output.prompt_logprobs = [None if each is None else _by_id(each, services) for each in prompt_logprobs]
+    return output
+
+
+def _request_output(
+    request_id: str, prompt: tuple[int, ...], outputs: list[CompletionOutput], *, finished: bool
+) -> RequestOutput:
     return RequestOutput(
-        request_id=rollout.request_id,
+        request_id=request_id,
         prompt=None,
-        prompt_token_ids=list(rollout.prompt_token_ids),
-        prompt_logprobs=None
-        if prompt_logprobs is None
-        else [None if each is None else _by_id(each, services) for each in prompt_logprobs],
-        outputs=[_completion_output(each, sampling, params, services) for each in rollout.completions],
-        finished=True,
+        prompt_token_ids=list(prompt),
+        prompt_logprobs=None,
+        outputs=outputs,
+        finished=finished,
     )
 
 
 def _completion_output(
-    completion: Completion, sampling: Sampling, params: SamplingParams, services: Services
+    completion: Completion, text: str, has_ended: bool, params: SamplingParams, services: Services
 ) -> CompletionOutput:
     likeliest = completion.top_logprobs or ((),) * len(completion.token_ids)
     sampled = zip(completion.token_ids, completion.logprobs, likeliest, strict=True)
     return CompletionOutput(
         index=completion.index,
-        text=text_of(completion, sampling, services) or "",
+        text=text,
         token_ids=list(completion.token_ids),
         cumulative_logprob=None,
         logprobs=None if params.logprobs is None else [_by_id(sampled_first(*each), services) for each in sampled],
-        finish_reason=completion.finish_reason,
+        finish_reason=completion.finish_reason if has_ended else None,
         stop_reason=completion.stop_reason,
         weight_versions=[WeightVersionSpan(str(s.version), s.start, s.end) for s in completion.spans],
     )

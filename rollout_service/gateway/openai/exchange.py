@@ -17,6 +17,8 @@ class Exchange:
     options: RolloutOptions = RolloutOptions()  # noqa: RUF009  # frozen
     rollouts: list[Rollout] = field(default_factory=list)
     """Those that answered the request, in order."""
+    begun: bool = False
+    """Whether a stream has its first tokens."""
     session: "SessionTurn | None" = None
     """The session that the reply is a turn of."""
     error: RolloutServiceError | None = None

@@ -2,7 +2,7 @@
 
 What this service adds to a reply: ``weight_versions`` of each choice (in vLLM's form; of a reply without choices, its
 own), ``weight_version`` if all tokens are of one, ``attempts`` and ``truncated_sampling``. What vLLM's request models
-would take and drop is refused by name. A stream has its text in one piece, when all is done.
+would take and drop is refused by name.
 """
 
 import json
@@ -289,7 +289,7 @@ async def _stream(lines: AsyncIterator[str], exchange: Exchange) -> Response:
         before.append(line)
         if exchange.error is not None:
             raise exchange.error
-        if exchange.rollouts:
+        if exchange.begun:
             break
 
     async def all_of_them() -> AsyncIterator[str]:

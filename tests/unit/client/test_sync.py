@@ -1,5 +1,6 @@
 import asyncio
 import inspect
+import json
 import signal
 import threading
 from concurrent.futures import CancelledError
@@ -27,6 +28,28 @@ def test_it_generates_and_pushes(threaded_service: Service) -> None:
         assert client.wait_live(1).state == "live"
         assert [status.version for status in client.weights()] == [1]
         assert client.weights(1).version == 1
+
+
+def test_it_reads_a_rollout_while_it_is_made() -> None:
+    service = Service()
+    choice = {"index": 0, "logprobs": [-0.5], "stop_reason": None}
+    versions = [{"version": "3", "start": 0, "end": 2}]
+    chunks: list[dict[str, Any]] = [
+        {"choices": [choice | {"token_ids": [7], "finish_reason": None, "weight_versions": []}]},
+        {"choices": [choice | {"token_ids": [8], "finish_reason": "length", "weight_versions": versions}]},
+        {"choices": [], "replica_id": "a", "attempts": 2, "truncated_sampling": False},
+    ]
+
+    async def stream(request: Request) -> Response:
+        assert (await request.json())["stream"] is True
+        events = [f"data: {json.dumps({'request_id': 'r', **chunk})}\n\n" for chunk in chunks]
+        return Response("".join(events) + "data: [DONE]\n\n", media_type="text/event-stream")
+
+    service.generate = stream
+    with serving_in_a_thread(service), SyncRolloutClient(service.url) as client:
+        with client.generate_stream([1, 2]) as read:
+            assert [piece.token_ids for piece in read] == [(7,), (8,)]
+        assert read.rollout.completions[0].versions == (3,) and read.rollout.attempts == 2
 
 
 def test_errors_are_those_of_the_service(threaded_service: Service) -> None:
@@ -156,7 +179,7 @@ def public_methods(kind: type) -> dict[str, Any]:
 def test_both_clients_have_the_same_methods_and_documentation() -> None:
     asynchronous, blocking = public_methods(RolloutClient), public_methods(SyncRolloutClient)
     assert asynchronous.keys() - ASYNC_ONLY == blocking.keys() - {"close"}
-    for name in asynchronous.keys() - ASYNC_ONLY - {"session"}:
+    for name in asynchronous.keys() - ASYNC_ONLY - {"session", "generate_stream"}:
         assert signature(asynchronous[name]) == signature(blocking[name]), name
         assert asynchronous[name].__doc__ == blocking[name].__doc__
     assert signature(RolloutClient) == signature(SyncRolloutClient)

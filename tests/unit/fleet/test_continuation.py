@@ -1,12 +1,15 @@
 """A completion in two pieces becomes one, as if it had been made in one go."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
-from rollout_service.fleet.continuation import joined, kept, remainder
+from rollout_service.fleet.continuation import ended_at_stop, joined, kept, part, remainder
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling
+from rollout_service.protocol.sampling_mask import pack, unpack
 
 
 def piece(tokens: tuple[int, ...], *spans: tuple[int, int], index: int = 0, end: FinishReason = "abort") -> Completion:
@@ -80,7 +83,6 @@ def test_the_largest_seed_has_successors() -> None:
 @pytest.mark.parametrize(
     "looks_back",
     [
-        {"stop": ("x",)},
         {"presence_penalty": 0.5},
         {"frequency_penalty": -0.5},
         {"structured_outputs": {"json_object": True}},
@@ -89,7 +91,7 @@ def test_the_largest_seed_has_successors() -> None:
 )
 def test_sampling_that_looks_back_at_the_completion_starts_anew(looks_back: dict[str, object]) -> None:
     partial = piece((6, 7), (3, 2), index=1)
-    assert kept(partial, Sampling(repetition_penalty=1.2, stop_token_ids=(3,))) == partial
+    assert kept(partial, Sampling(repetition_penalty=1.2, stop_token_ids=(3,), stop=("x",))) == partial
     anew = kept(partial, Sampling(**looks_back))
     assert (anew.index, anew.token_ids, anew.logprobs, anew.spans) == (1, (), (), ())
 
@@ -111,7 +113,7 @@ def test_likeliest_tokens_of_both_pieces_follow_one_another() -> None:
     assert whole.prompt_logprobs == of_the_prompt
     # the rest is asked for nothing of the prompt, which by then has the first tokens in it
     assert remainder(call(prompt_logprobs=1, logprobs=1), first, 2).sampling == Sampling(n=1, logprobs=1)
-    anew = kept(first, Sampling(stop=("x",)))
+    anew = kept(first, Sampling(presence_penalty=1.0))
     assert anew.top_logprobs is None and joined(CALL, anew, likely((9,))).top_logprobs == ((Candidate(9, -0.5, 1),),)
 
 
@@ -121,7 +123,7 @@ def test_sampling_masks_of_both_pieces_come_one_after_the_other() -> None:
     assert joined(CALL, piece(()), masked(second, "b")).packed_sampling_mask == ("b",)
     assert joined(CALL, masked(first, "a"), piece(())).packed_sampling_mask == ("a",)
     assert joined(CALL, first, second).packed_sampling_mask is None
-    anew = kept(masked(first, "a"), Sampling(stop=("x",)))
+    anew = kept(masked(first, "a"), Sampling(presence_penalty=1.0))
     assert joined(CALL, anew, masked(second, "b")).packed_sampling_mask == ("b",)
 
 
@@ -178,10 +180,66 @@ class TestRoutedExperts:
         assert known(again) == {0: 10, 1: 11, 2: 12, 5: 15}
 
     def test_what_starts_anew_forgets_them(self) -> None:
-        anew = kept(self.partial, Sampling(stop=("x",)))
+        anew = kept(self.partial, Sampling(presence_penalty=1.0))
         assert anew.routed_experts is None
         assert known(joined(self.asking, anew, routed(piece((9,), (4, 1)), 0, 10, 11))) == {0: 10, 1: 11}
 
     def test_nobody_who_did_not_ask_gets_any(self) -> None:
         assert remainder(CALL, piece((6, 7), (3, 2)), 2).sampling.routed_experts_prompt_start is None
         assert joined(CALL, piece((6,), (3, 1)), piece((7,), (3, 1))).routed_experts is None
+
+
+def test_what_a_lost_replica_told_has_no_logprobs_of_the_prompt_so_the_rest_is_asked_for_them() -> None:
+    told = piece((6, 7), (4, 2))
+    assert remainder(call(prompt_logprobs=1), told, 2).sampling.prompt_logprobs == 1
+    of_the_prompt, of_the_first_tokens = (None, (Candidate(2, -1.0, 1),)), ((Candidate(6, -1.0, 1),),) * 2
+    rest = piece((8,), (4, 1)).model_copy(update={"prompt_logprobs": of_the_prompt + of_the_first_tokens})
+    assert joined(call(prompt_logprobs=1), told, rest).prompt_logprobs == of_the_prompt
+
+
+def test_a_part_has_the_logprobs_spans_and_masks_of_its_tokens() -> None:
+    whole = masked(piece((5, 6, 7, 8), (3, 2), (4, 2)), pack([[1], [2, 3], [4], [5]]))
+    middle = part(whole, 1, 3)
+    assert middle.token_ids == (6, 7) and middle.logprobs == pytest.approx((-0.6, -0.7))
+    assert [(s.version, s.start, s.end) for s in middle.spans] == [(3, 0, 1), (4, 1, 2)]
+    counts, ids = unpack(middle.packed_sampling_mask or ())
+    assert (counts.tolist(), ids.tolist()) == ([2, 1], [2, 3, 4])
+    nothing = part(whole, 4, 4)
+    assert (nothing.token_ids, nothing.spans, nothing.packed_sampling_mask) == ((), (), ())
+
+
+TEXT_OF = {1: "a", 2: "b", 3: "END", 4: "E", 5: "ND", 6: "", 7: "ENDx"}
+
+
+def stopped(tokens: tuple[int, ...], seam: int, *stop: str, min_tokens: int = 0) -> Completion:
+    def decode(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return "".join(TEXT_OF[token] for token in token_ids)
+
+    asking = call(stop=stop, min_tokens=min_tokens)
+    return ended_at_stop(asking, piece(tokens, (3, len(tokens)), end="length"), seam, decode)
+
+
+class TestStopStringsAcrossASeam:
+    def test_one_that_lies_across_it_ends_the_completion_with_the_token_that_completes_it(self) -> None:
+        cut = stopped((1, 4, 5, 2, 2), 2, "END")
+        assert (cut.token_ids, cut.finish_reason, cut.stop_reason) == ((1, 4, 5), "stop", "END")
+        assert len(cut.logprobs) == 3 and cut.spans[-1].end == 3
+        assert stopped((4, 6, 6, 5, 1), 1, "END").token_ids == (4, 6, 6, 5)
+
+    def test_the_experts_of_what_comes_after_it_are_left_out(self) -> None:
+        asking = call(stop=("END",), routed_experts_prompt_start=0)
+        whole = routed(piece((1, 4, 5, 2), (3, 4), end="length"), 0, 10, 11, 12, 13, 14)
+        cut = ended_at_stop(asking, whole, 2, lambda tokens, _: "".join(TEXT_OF[token] for token in tokens))
+        assert cut.token_ids == (1, 4, 5) and known(cut) == {0: 10, 1: 11, 2: 12, 3: 13}
+
+    def test_what_is_complete_on_one_side_is_the_engines_to_find(self) -> None:
+        for tokens, seam in [((3, 1, 1), 1), ((1, 2, 3), 2), ((1, 4, 1, 5), 2)]:
+            assert stopped(tokens, seam, "END").token_ids == tokens
+
+    def test_the_one_that_ends_first_counts(self) -> None:
+        cut = stopped((1, 4, 7, 2), 2, "aEENDx", "EEN")
+        assert (cut.token_ids, cut.stop_reason) == ((1, 4, 7), "EEN")
+
+    def test_none_ends_it_before_the_least_number_of_tokens(self) -> None:
+        assert stopped((4, 5, 1), 1, "END", min_tokens=2).token_ids == (4, 5, 1)
+        assert stopped((4, 5, 1), 1, "END", min_tokens=1).token_ids == (4, 5)

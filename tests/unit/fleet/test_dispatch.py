@@ -1,7 +1,7 @@
 """A rollout on engines that refuse, abort and die."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -18,7 +18,9 @@ from rollout_service.errors import (
     TooEarly,
 )
 from rollout_service.fleet.dispatch import Dispatcher
+from rollout_service.fleet.placements import PLACEMENTS
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
+from rollout_service.protocol.progress import Piece, ProgressAsk, ProgressReply
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from rollout_service.rpc import EngineClient
@@ -151,6 +153,73 @@ class TestLostReplica:
             await dispatcher(engine).complete(call())
 
 
+class DyingEngine:
+    """Replicas that tell some tokens and then die, all but the last one."""
+
+    def __init__(self, *told: tuple[Completion, ...], last: Step) -> None:
+        self._told, self._last = list(told), last
+        self.calls: list[GenerateCall] = []
+        self._taken_in = asyncio.Event()
+
+    async def generate(self, call: GenerateCall) -> Rollout:
+        self.calls.append(call)
+        if not self._told:
+            assert callable(self._last)
+            return self._last(call)
+        PLACEMENTS.note(call.origin, call.number, f"r{len(self.calls)}")
+        await self._taken_in.wait()
+        self._taken_in.clear()
+        raise EngineFailed("it died")
+
+    async def progress(self, ask: ProgressAsk) -> ProgressReply:
+        if ask.acknowledged:  # what was told before is in the gateway's record
+            self._taken_in.set()
+            await asyncio.Event().wait()
+        number = self.calls[-1].number
+        pieces = tuple(Piece(call=number, start=0, made=completion) for completion in self._told.pop(0))
+        return ProgressReply(number=1, pieces=pieces)
+
+
+class TestWhatALostReplicaTold:
+    async def test_a_rollout_goes_on_from_the_tokens_that_had_left_the_replica(self) -> None:
+        first, second = completions_of(made(4, end="abort")), completions_of(made(2, version=4, end="abort"))
+        engine = DyingEngine(first, second, last=made(3, version=5, replica_id="b"))
+        rollout = await Dispatcher(engine, Ingest(), EngineConfig()).complete(call())
+        [completion] = rollout.completions
+        assert completion.token_ids == (3,) * 4 + (4,) * 2 + (5,) * 3
+        assert [(s.version, s.start, s.end, s.replica_id) for s in completion.spans] == [
+            (3, 0, 4, "r1"), (4, 4, 6, "r2"), (5, 6, 9, "b"),
+        ]  # fmt: skip
+        assert (rollout.attempts, rollout.replica_id, completion.finish_reason) == (3, "b", "length")
+        assert [len(c.prompt_token_ids) for c in engine.calls] == [2, 6, 8]
+        assert [c.sampling.max_tokens for c in engine.calls] == [9, 5, 3]
+        assert engine.calls[2].avoid == ("r1", "r2")
+
+    async def test_completions_that_had_ended_are_not_made_again(self) -> None:
+        ended, cut = completions_of(made(9, 4, end="abort"))
+        engine = DyingEngine((ended.model_copy(update={"finish_reason": "stop", "stop_reason": 3}), cut), last=made(5))
+        rollout = await Dispatcher(engine, Ingest(), EngineConfig()).complete(call(n=2))
+        assert [(c.index, c.finish_reason, len(c.token_ids)) for c in rollout.completions] == [
+            (0, "stop", 9), (1, "length", 9),
+        ]  # fmt: skip
+        assert len(engine.calls) == 2 and engine.calls[1].sampling.n == 1
+
+    async def test_a_completion_that_was_whole_is_not_asked_for_more(self) -> None:
+        engine = DyingEngine(completions_of(made(9, end="abort")), last=DIED)
+        rollout = await Dispatcher(engine, Ingest(), EngineConfig()).complete(call())
+        assert [(c.finish_reason, len(c.token_ids)) for c in rollout.completions] == [("length", 9)]
+
+    async def test_who_continues_by_itself_gets_them_as_aborted(self) -> None:
+        engine = DyingEngine(completions_of(made(4, end="abort")), last=DIED)
+        rollout = await Dispatcher(engine, Ingest(), EngineConfig()).complete(call(), on_abort="return")
+        assert [(c.finish_reason, len(c.token_ids)) for c in rollout.completions] == [("abort", 4)]
+
+
+def completions_of(step: Step) -> tuple[Completion, ...]:
+    assert callable(step)
+    return step(call()).completions
+
+
 class TestRefusal:
     @pytest.mark.parametrize("cls", [Overloaded, NotReady, TooEarly])
     async def test_a_refusal_is_no_attempt_and_another_replica_is_asked(self, cls: type[RolloutServiceError]) -> None:
@@ -228,12 +297,24 @@ class TestAbort:
         assert [c.versions for c in rollout.completions] == [(3,)] * 3
         assert [(c.version, c.replica_id) for c in calls_of(rollout)] == [(3, "a"), (3, "a")]
 
-    async def test_an_aborted_completion_with_stop_strings_starts_anew(self) -> None:
+    async def test_an_aborted_completion_with_penalties_starts_anew(self) -> None:
         engine = Script([made(4, end="abort"), made(9, version=4)])
-        sampling = Sampling(max_tokens=9, stop=("x",))
+        sampling = Sampling(max_tokens=9, presence_penalty=1.0)
         rollout = await dispatcher(engine).complete(call().model_copy(update={"sampling": sampling}))
         assert rollout.completions[0].token_ids == (4,) * 9 and rollout.attempts == 2
         assert engine.calls[1].prompt_token_ids == (1, 2) and engine.calls[1].sampling == sampling
+
+    async def test_a_stop_string_across_the_seam_ends_a_completion(self) -> None:
+        def decode(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+            return "".join(map(str, token_ids))
+
+        engine = Script([made(4, end="abort"), made(5, version=4)])
+        dispatching = Dispatcher(EngineClient(engine), Ingest(), EngineConfig(), decode)
+        sampling = Sampling(max_tokens=9, stop=("344",))
+        rollout = await dispatching.complete(call().model_copy(update={"sampling": sampling}))
+        [completion] = rollout.completions
+        assert completion.token_ids == (3,) * 4 + (4,) * 2
+        assert (completion.finish_reason, completion.stop_reason, rollout.attempts) == ("stop", "344", 2)
 
     async def test_an_aborted_completion_is_returned_as_is_when_asked_for(self) -> None:
         engine = Script([made(4, end="abort")])

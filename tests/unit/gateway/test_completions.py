@@ -51,7 +51,8 @@ class TestRequest:
     @pytest.mark.parametrize(
         ("field", "value"),
         [
-            ("stream", True),
+            ("stream", "often"),
+            ("stream_options", {"include_usage": True}),
             ("echo", True),
             ("best_of", 2),
             ("suffix", "x"),

@@ -77,7 +77,8 @@ def test_a_prompt_is_given_either_as_ids_or_as_text(body: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("stream", True),
+        ("stream", "often"),
+        ("stream_options", {"include_usage": True}),
         ("output_mode", "logits"),
         ("request_id", ""),
         ("request_id", "x" * 257),

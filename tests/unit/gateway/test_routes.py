@@ -20,6 +20,8 @@ from tests.unit.gateway.fakes import EchoEngine
 OPEN = {
     ("POST", "/inference/v1/generate"),
     ("POST", "/v1/completions"),
+    ("GET", "/v1/rollouts/{rollout_id:path}"),
+    ("DELETE", "/v1/rollouts/{rollout_id:path}"),
     ("POST", "/generate"),
     ("GET", "/health_generate"),
     ("GET", "/v1/models"),
@@ -184,9 +186,9 @@ async def test_the_reply_to_a_body_full_of_problems_is_short(
 
 
 async def test_problems_beyond_those_told_are_counted(services: Services) -> None:
-    names = {f"k{i}": 0 for i in range(16)}
+    names = {f"k{i}": 0 for i in range(20)}
     error = await refused(services, GENERATE, {"token_ids": [5], "sampling_params": {"n": 0}, "priority": "x", **names})
-    assert "16 names are no fields here" in error["message"]
+    assert "20 names are no fields here" in error["message"]
     tensors = [{"name": "", "dtype": "int3", "shape": []}] * 100
     async with client(services) as http:
         reply = await http.post("/v1/weights", json={"version": 1, "tensors": tensors})

@@ -1,10 +1,11 @@
 """What a trainer counts of the completions that its updates abort."""
 
 import asyncio
+import random
 
 import pytest
 
-from benchmarks.rollout.length_bias import TREATMENTS, LoadOptions, Trainer, Treatment
+from benchmarks.rollout.length_bias import TREATMENTS, LoadOptions, Trainer, Treatment, kolmogorov_smirnov
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.rollout import Completion, FinishReason, Span
 from rollout_service.protocol.sampling import Sampling
@@ -50,8 +51,19 @@ async def test_what_is_delivered_is_counted(treatment: Treatment) -> None:
     assert case.delivered_tokens == pytest.approx(case.completions * case.mean_tokens, rel=0.01)
     assert (case.aborts > 0) == treatment.aborts
     assert (case.dropped > 0) == (treatment.on_abort == "return")
-    if treatment.name in ("undisturbed", "continued"):
+    if treatment.name in ("undisturbed", "continued", "continued_stop_strings"):
         assert case.sampled_tokens == case.delivered_tokens
         assert case.truncated == 0
     else:
         assert case.sampled_tokens > case.delivered_tokens
+
+
+def test_the_same_distribution_is_told_from_another() -> None:
+    draw = random.Random(0)
+    one, same, shorter = ([min(320, int(draw.expovariate(1 / mean))) for _ in range(2000)] for mean in (43, 43, 36))
+    statistic, p = kolmogorov_smirnov(one, same)
+    assert statistic < 0.05 and p > 0.05
+    assert kolmogorov_smirnov(one, shorter)[1] < 1e-4
+    assert kolmogorov_smirnov([1, 2, 3], [1, 2, 3]) == (0.0, 1.0)
+    # 1.358 is the critical value at 5%: https://en.wikipedia.org/wiki/Kolmogorov-Smirnov_test
+    assert kolmogorov_smirnov([0] * 1000 + [1] * 1000, [0] * 1086 + [1] * 914)[1] == pytest.approx(0.0496, abs=0.001)

@@ -1,0 +1,168 @@
+"""A rollout that is read while it is made."""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import httpx
+from pydantic import ValidationError
+
+from rollout_service.client._generate import body_of
+from rollout_service.client._http import Http
+from rollout_service.client._retry import Repeat
+from rollout_service.errors import RolloutServiceError, from_wire
+from rollout_service.protocol.generate import GenerateChunk, GenerateRequest, StreamedChoice, StreamOptions
+from rollout_service.protocol.rollout import Completion, FinishReason, Rollout, Span
+
+
+@dataclass(frozen=True)
+class StreamPiece:
+    """More of one completion."""
+
+    index: int
+    """Of the completion."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Natural log of the probability of each token."""
+    spans: tuple[Span, ...]
+    """Which weights made them, counted from the completion's first token. In the piece that ends it: of all of it."""
+    text: str | None
+    """For a prompt that is text."""
+    finish_reason: FinishReason | None
+    """None until the completion ends."""
+
+
+class RolloutStream:
+    """``async with client.generate_stream(prompt) as stream:`` and ``async for piece in stream:``.
+
+    Leaving the block before the end cancels the work on the service. Once all pieces were read, ``rollout`` is all of
+    them, as ``generate`` returns it.
+    """
+
+    def __init__(self, http: Http, request: GenerateRequest) -> None:
+        options = StreamOptions(include_usage=True)
+        self._http, self._request = http, request.model_copy(update={"stream": True, "stream_options": options})
+        self._response: httpx.Response | None = None
+        self._lines: AsyncIterator[str] | None = None
+        self._pieces: list[list[StreamedChoice]] = [[] for _ in range(request.sampling_params.n)]
+        self._prompt_token_ids = request.token_ids
+        self._ready: list[StreamPiece] = []
+        self._rollout: Rollout | None = None
+
+    @property
+    def rollout(self) -> Rollout:
+        """All of it. Raises RuntimeError before the last piece was read."""
+        if self._rollout is None:
+            raise RuntimeError("the rollout is not over: read all pieces of the stream first")
+        return self._rollout
+
+    async def open(self) -> Self:
+        """What ``async with`` does. Raises what ``generate`` raises; it is tried again likewise."""
+        body = body_of(self._request)
+        self._response = await self._http.open_stream(
+            "POST", "/inference/v1/generate", json=body, repeat=Repeat.IF_LOST
+        )
+        self._lines = self._response.aiter_lines()
+        return self
+
+    async def next(self) -> StreamPiece | None:
+        """The next piece; None: there are no more.
+
+        Raises the service's error where the rollout fails, or ``httpx.TransportError`` when the connection does: what
+        was read is then all there is.
+        """
+        if self._lines is None:
+            raise RuntimeError("open the stream first: async with client.generate_stream(...) as stream")
+        while not self._ready:
+            line = await anext(self._lines, None)
+            if line is None:
+                raise httpx.RemoteProtocolError("the service ended the stream before the rollout was over")
+            if line == "data: [DONE]":
+                return None
+            if line.startswith("data: "):
+                self._take(line.removeprefix("data: "))
+        return self._ready.pop(0)
+
+    def _take(self, event: str) -> None:
+        try:
+            data = json.loads(event)
+            if "error" in data:
+                raise from_wire(200, data)
+            chunk = GenerateChunk.model_validate(data)
+        except (ValueError, ValidationError) as error:
+            raise RolloutServiceError(f"an event that this client does not understand: {error}") from error
+        self._prompt_token_ids = chunk.prompt_token_ids or self._prompt_token_ids
+        for choice in chunk.choices:
+            self._pieces[choice.index].append(choice)
+            self._ready.append(
+                StreamPiece(
+                    choice.index,
+                    choice.token_ids,
+                    _flat(choice),
+                    choice.weight_versions,
+                    choice.text,
+                    choice.finish_reason,
+                )
+            )
+        if not chunk.choices:
+            self._rollout = self._whole(chunk)
+
+    def _whole(self, last: GenerateChunk) -> Rollout:
+        try:
+            return Rollout(
+                request_id=last.request_id,
+                prompt_token_ids=self._prompt_token_ids or (),
+                completions=tuple(_joined(pieces) for pieces in self._pieces),
+                replica_id=last.replica_id or "",
+                attempts=last.attempts or 1,
+                truncated_sampling=bool(last.truncated_sampling),
+            )
+        except (ValueError, IndexError) as error:
+            raise RolloutServiceError(f"stream {last.request_id} contradicts itself: {error}") from error
+
+    async def aclose(self) -> None:
+        """End the work, if it is not over."""
+        if self._response is not None:
+            await self._response.aclose()
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StreamPiece:
+        if (piece := await self.next()) is None:
+            raise StopAsyncIteration
+        return piece
+
+
+def _flat(choice: StreamedChoice) -> tuple[float, ...]:
+    if isinstance(choice.logprobs, tuple):
+        return choice.logprobs
+    return tuple(token.logprob for token in choice.logprobs.content)
+
+
+def _joined(pieces: list[StreamedChoice]) -> Completion:
+    last = pieces[-1]
+    if last.finish_reason is None:
+        raise ValueError(f"completion {last.index} has no end")
+    texts = [piece.text for piece in pieces if piece.text is not None]
+    masks = [chunk for piece in pieces for chunk in piece.packed_sampling_mask or ()]
+    return Completion(
+        index=last.index,
+        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+        logprobs=tuple(logprob for piece in pieces for logprob in _flat(piece)),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        spans=last.weight_versions,
+        text="".join(texts) if texts else None,
+        packed_sampling_mask=tuple(masks) if masks else None,
+    )

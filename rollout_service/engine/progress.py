@@ -1,0 +1,133 @@
+"""What the calls of each gateway have made so far, read from the engine when the gateway asks.
+
+Nothing is done at a step of the engine and nothing is buffered: a call's tokens stand in vLLM's own record of it, and
+this holds how many of them the gateway has. A call that ends before anybody asks costs an entry in a dictionary.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rollout_service.protocol.progress import Piece, ProgressAsk, ProgressReply
+from rollout_service.protocol.rollout import Completion
+from rollout_service.protocol.sampling import GenerateCall
+
+PERIOD_S = 0.4
+"""Between two answers to a gateway: about as much work is lost when a replica dies."""
+LIVE_PERIOD_S = 0.1
+"""The same while somebody reads a call along, for the calls that somebody reads along."""
+_LIVE_PERIODS = round(PERIOD_S / LIVE_PERIOD_S)
+QUIET_PERIODS = 5
+"""An answer without anything is given after so many: a paused engine makes nothing for a while."""
+MOST_TOKENS = 1 << 16
+"""Of one answer, about; the rest comes with the next."""
+
+Read = Callable[[str, Sequence[int], int], list[Completion]]
+"""``EngineAdapter.made_since``."""
+
+
+@dataclass
+class _Call:
+    """One that is under way."""
+
+    engine_id: str
+    candidates: int
+    live: bool
+    sent: list[int]
+    """Tokens of each completion that were in an answer."""
+    acknowledged: list[int]
+    """Those of answers that arrived."""
+    ends_sent: set[int] = field(default_factory=set)
+    """Completions whose end was in an answer."""
+    ends_acknowledged: set[int] = field(default_factory=set)
+
+    def settle(self, arrived: bool) -> None:
+        """The last answer has arrived, or it is to be given again."""
+        if arrived:
+            self.acknowledged, self.ends_acknowledged = list(self.sent), set(self.ends_sent)
+        else:
+            self.sent, self.ends_sent = list(self.acknowledged), set(self.ends_acknowledged)
+
+
+@dataclass
+class _Gateway:
+    """One that has calls here."""
+
+    calls: dict[int, _Call] = field(default_factory=dict)
+    answer: int = 0
+    """Number of the last one."""
+    periods: int = 0
+    """Of ``LIVE_PERIOD_S``, since the calls that nobody reads along were looked at."""
+
+
+class Progress:
+    """Of one replica."""
+
+    def __init__(self, read: Read, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        """``sleep``: in seconds."""
+        self._read, self._sleep = read, sleep
+        self._gateways: dict[str, _Gateway] = {}
+        self._engine_ids: set[str] = set()
+        self._copies, self._answers = itertools.count(2), itertools.count(1)
+
+    @contextmanager
+    def follow(self, call: GenerateCall) -> Iterator[str]:
+        """While a call is under way: its name in the engine, which no other call there has."""
+        name = call.request_id
+        while name in self._engine_ids:  # callers choose the names
+            name = f"{call.request_id}-again-{next(self._copies)}"
+        self._engine_ids.add(name)
+        gateway = self._gateways.setdefault(call.origin, _Gateway()) if call.number else None
+        if gateway is not None:
+            sampling = call.sampling
+            gateway.calls[call.number] = _Call(
+                name, sampling.logprobs or 0, call.live, [0] * sampling.n, [0] * sampling.n
+            )
+        try:
+            yield name
+        finally:
+            self._engine_ids.discard(name)
+            if gateway is not None:
+                del gateway.calls[call.number]
+                if not gateway.calls:
+                    self._gateways.pop(call.origin, None)
+
+    async def told(self, ask: ProgressAsk) -> ProgressReply:
+        """What was made for a gateway; it waits for something, though not for long."""
+        pieces: list[Piece] = []
+        for _ in range(QUIET_PERIODS):
+            gateway = self._gateways.get(ask.origin, _Gateway())
+            live = any(call.live for call in gateway.calls.values())
+            await self._sleep(LIVE_PERIOD_S if live else PERIOD_S)
+            gateway = self._gateways.get(ask.origin, _Gateway())
+            for call in gateway.calls.values():
+                call.settle(arrived=ask.acknowledged == gateway.answer)
+            gateway.periods += 1 if live else _LIVE_PERIODS
+            is_everybodys_turn = gateway.periods >= _LIVE_PERIODS
+            if is_everybodys_turn:
+                gateway.periods = 0
+            pieces = self._pieces(gateway, is_everybodys_turn)
+            if pieces or not gateway.calls:
+                break
+        gateway.answer = next(self._answers)
+        return ProgressReply(number=gateway.answer, pieces=tuple(pieces))
+
+    def _pieces(self, gateway: _Gateway, is_everybodys_turn: bool) -> list[Piece]:
+        pieces, tokens = list[Piece](), 0
+        for number, call in list(gateway.calls.items()):
+            if tokens >= MOST_TOKENS:
+                break
+            if not (call.live or is_everybodys_turn):
+                continue
+            for made in self._read(call.engine_id, call.sent, call.candidates):
+                ended = made.finish_reason != "abort"
+                if not made.token_ids and (not ended or made.index in call.ends_sent):
+                    continue
+                pieces.append(Piece(call=number, start=call.sent[made.index], made=made))
+                call.sent[made.index] += len(made.token_ids)
+                tokens += len(made.token_ids)
+                if ended:
+                    call.ends_sent.add(made.index)
+        return pieces

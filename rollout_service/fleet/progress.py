@@ -1,0 +1,187 @@
+"""What a gateway's calls have made so far, so that they can go on elsewhere when their replica is lost.
+
+One question at a time goes to each replica that has calls of this gateway (``protocol/progress.py``). What comes is
+kept until the call is answered: 12 bytes a token, of at most ``max_tokens``, and what else the request asked for.
+"""
+
+import asyncio
+import itertools
+import logging
+from array import array
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import Context
+
+from rollout_service.errors import NotReady, RolloutServiceError
+from rollout_service.fleet.placements import PLACEMENTS, Placements
+from rollout_service.protocol.progress import Piece, ProgressAsk
+from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span
+from rollout_service.rpc import EngineCalls
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+"""After a question that was not answered."""
+
+
+class Draft:
+    """One completion of one generation, as far as was told."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.finish_reason: FinishReason = "abort"
+        """Its own once it has ended."""
+        self.stop_reason: int | str | None = None
+        self._token_ids, self._logprobs = array("i"), array("d")
+        self._spans: list[Span] = []
+        self._top_logprobs: list[tuple[Candidate, ...]] | None = None
+        self._masks: list[str] | None = None
+        self._mask_starts: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    def add(self, start: int, made: Completion) -> None:
+        """More of it. What was told before is not taken again."""
+        if start != len(self):
+            return
+        self._token_ids.extend(made.token_ids)
+        self._logprobs.extend(made.logprobs)
+        for span in made.spans:
+            self._add_span(span.model_copy(update={"start": start + span.start, "end": start + span.end}))
+        if made.top_logprobs is not None:
+            self._top_logprobs = self._top_logprobs or []
+            self._top_logprobs += made.top_logprobs
+        if made.packed_sampling_mask is not None:
+            self._masks = self._masks or []
+            self._masks += made.packed_sampling_mask
+            self._mask_starts += [start] * len(made.packed_sampling_mask)
+        self.finish_reason, self.stop_reason = made.finish_reason, made.stop_reason
+
+    def _add_span(self, span: Span) -> None:
+        last = self._spans[-1] if self._spans else None
+        if last is not None and (last.version, last.label) == (span.version, span.label):
+            self._spans[-1] = last.model_copy(update={"end": span.end})
+        else:
+            self._spans.append(span)
+
+    def since(self, start: int, replica_id: str | None) -> Completion:
+        """What came after ``start`` tokens, where a piece ended; its spans count from there and name the replica."""
+        return Completion(
+            index=self.index,
+            token_ids=tuple(self._token_ids[start:]),
+            logprobs=tuple(self._logprobs[start:]),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            spans=tuple(
+                span.model_copy(
+                    update={"start": max(0, span.start - start), "end": span.end - start, "replica_id": replica_id}
+                )
+                for span in self._spans
+                if span.end > start
+            ),
+            top_logprobs=None if self._top_logprobs is None else tuple(self._top_logprobs[start:]),
+            packed_sampling_mask=None
+            if self._masks is None
+            else tuple(self._masks[bisect_left(self._mask_starts, start) :]),
+        )
+
+
+class Record:
+    """One call, while it is under way on one replica."""
+
+    def __init__(self, number: int, num_completions: int) -> None:
+        self.number = number
+        self.replica_id: str | None = None
+        """That took it; None: none so far."""
+        self.drafts = tuple(Draft(index) for index in range(num_completions))
+        self._on_more: Callable[[], None] | None = None
+
+    def on_more(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called whenever more has come."""
+        self._on_more = call
+
+    def add(self, piece: Piece) -> None:
+        """Take in what a replica told."""
+        self.drafts[piece.made.index].add(piece.start, piece.made)
+        if self._on_more is not None:
+            self._on_more()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token has come."""
+        return not any(len(draft) for draft in self.drafts)
+
+    def completions(self) -> tuple[Completion, ...]:
+        """All of it so far; ``finish_reason`` is "abort" where a completion has not ended."""
+        return tuple(draft.since(0, self.replica_id) for draft in self.drafts)
+
+
+class Follower:
+    """Asks the replicas that have calls of one gateway."""
+
+    def __init__(
+        self,
+        engine: EngineCalls,
+        origin: str,
+        placements: Placements = PLACEMENTS,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """``origin``: the gateway. ``sleep``: in seconds."""
+        self._engine, self._origin, self._placements, self._sleep = engine, origin, placements, sleep
+        self._numbers = itertools.count(1)
+        self._records: dict[int, Record] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+
+    @contextmanager
+    def follow(self, num_completions: int) -> Iterator[Record]:
+        """While a call that carries the record's ``number`` is under way."""
+        if not self._records:
+            loop = asyncio.get_running_loop()
+
+            def placed(number: int, replica_id: str) -> None:
+                loop.call_soon_threadsafe(self._placed, number, replica_id)
+
+            self._placements.listen(self._origin, placed)
+        record = Record(next(self._numbers), num_completions)
+        self._records[record.number] = record
+        try:
+            yield record
+        finally:
+            del self._records[record.number]
+            if not self._records:
+                self._placements.forget(self._origin)
+
+    def _placed(self, number: int, replica_id: str) -> None:
+        record = self._records.get(number)
+        if record is None:  # answered, or refused, already
+            return
+        record.replica_id = replica_id
+        if replica_id not in self._asking:
+            self._asking[replica_id] = asyncio.create_task(
+                self._ask(replica_id),
+                name=f"progress of {replica_id}",
+                context=Context(),  # and not that of the request which came first, with its trace
+            )
+
+    async def _ask(self, replica_id: str) -> None:
+        """As long as the replica has calls."""
+        acknowledged = 0
+        try:
+            while any(record.replica_id == replica_id for record in self._records.values()):
+                ask = ProgressAsk(replica_id=replica_id, origin=self._origin, acknowledged=acknowledged)
+                try:
+                    reply = await self._engine.progress(ask)
+                except RolloutServiceError as error:
+                    level = logging.DEBUG if isinstance(error, NotReady) else logging.WARNING
+                    logger.log(level, "%s does not tell what it has made: %s", replica_id, error)
+                    await self._sleep(RETRY_S)
+                    continue
+                acknowledged = reply.number
+                for piece in reply.pieces:
+                    record = self._records.get(piece.call)
+                    if record is not None and record.replica_id == replica_id:
+                        record.add(piece)
+        finally:
+            del self._asking[replica_id]

@@ -1,0 +1,156 @@
+"""Server-sent events of rollouts while they are made, for the routes that send tokens."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastapi.responses import StreamingResponse
+
+from rollout_service.errors import RolloutServiceError
+from rollout_service.fleet.live import LivePiece, LiveRollout
+from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.prompts import detokenize, roll_out, text_of
+from rollout_service.protocol.generate import RolloutOptions
+from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.sampling import Reasoning, Sampling
+from rollout_service.tasks import raise_first_failure
+
+EVENT_STREAM: dict[str, Any] = {"content": {"text/event-stream": {}}}
+"""Of a route's documented reply. OpenAPI 3.1 has no schema for events; their classes say what each holds."""
+_INCOMPLETE = "\ufffd"
+"""How the bytes of half a character are decoded."""
+
+
+class TextStream:
+    """The text of one completion, piece by piece; all pieces together are ``text_of`` the whole."""
+
+    def __init__(self, sampling: Sampling, services: Services) -> None:
+        self._sampling, self._services = sampling, services
+        self._token_ids: list[int] = []
+        self._from = self._told_to = 0
+        """Tokens whose text was found are those before ``_told_to``; what comes is decoded with those from ``_from``
+        on, as the text of a token depends on what is before it."""
+        self._sent = self._held = ""
+        held_back = 0 if sampling.include_stop_str_in_output else max(map(len, sampling.stop), default=1) - 1
+        self._held_back = held_back
+
+    def add(self, piece: LivePiece) -> str:
+        """The text that is new with a piece, but for the beginning of what may be a stop string. No tokenizer: none."""
+        self._token_ids += piece.made.token_ids
+        if piece.is_last:
+            whole = piece.made.model_copy(update={"token_ids": tuple(self._token_ids)})
+            text = text_of(whole, self._sampling, self._services) or ""
+            return text[len(self._sent) :]
+        self._held += self._decoded()
+        ready = self._held[: max(0, len(self._held) - self._held_back)]
+        self._held = self._held[len(ready) :]
+        self._sent += ready
+        return ready
+
+    def _decoded(self) -> str:
+        before = self._text(self._token_ids[self._from : self._told_to])
+        text = self._text(self._token_ids[self._from :])
+        if len(text) <= len(before) or text.endswith(_INCOMPLETE):
+            return ""
+        self._from, self._told_to = self._told_to, len(self._token_ids)
+        return text[len(before) :]
+
+    def _text(self, token_ids: list[int]) -> str:
+        return detokenize(token_ids, self._services, self._sampling.skip_special_tokens) or ""
+
+
+class Spans:
+    """Those of one completion, gathered from its pieces."""
+
+    def __init__(self) -> None:
+        self._gathered: list[Span] = []
+
+    def of(self, piece: LivePiece) -> Completion:
+        """The piece with spans that count from the completion's first token; the last piece has all of them."""
+        own = [span.model_copy(update={"start": span.start + piece.start, "end": span.end + piece.start})
+               for span in piece.made.spans]  # fmt: skip
+        for span in own:
+            last = self._gathered[-1] if self._gathered else None
+            if last is not None and last.model_copy(update={"start": span.start, "end": span.end}) == span:
+                self._gathered[-1] = last.model_copy(update={"end": span.end})
+            else:
+                self._gathered.append(span)
+        return piece.made.model_copy(update={"spans": tuple(self._gathered if piece.is_last else own)})
+
+
+async def live_pieces(
+    prompt: tuple[int, ...],
+    sampling: Sampling,
+    services: Services,
+    options: RolloutOptions,
+    reasoning: Reasoning | None = None,
+) -> AsyncGenerator[LivePiece | Rollout]:
+    """What ``roll_out`` makes, as it is made, and then all of it. Closing this ends the work."""
+    live = LiveRollout(sampling)
+    making = asyncio.create_task(roll_out(prompt, sampling, services, options, reasoning, live))
+    async with aclosing(live.pieces(making)) as pieces:
+        async for piece in pieces:
+            yield piece
+    yield making.result()
+
+
+async def side_by_side(
+    streams: Sequence[AsyncGenerator[LivePiece | Rollout]],
+) -> AsyncGenerator[tuple[int, LivePiece | Rollout]]:
+    """What several streams yield, with the number of each; none is read further before it was taken here."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for one in only:
+                yield 0, one
+        return
+    taken: asyncio.Queue[tuple[int, LivePiece | Rollout] | None] = asyncio.Queue(maxsize=1)
+
+    async def read(number: int, stream: AsyncGenerator[LivePiece | Rollout]) -> None:
+        async with aclosing(stream):
+            async for item in stream:
+                await taken.put((number, item))
+
+    async def read_all() -> None:
+        try:
+            async with raise_first_failure() as group:
+                for number, stream in enumerate(streams):
+                    group.create_task(read(number, stream))
+        except Exception:  # and not when nobody takes anything any more
+            await taken.put(None)
+            raise
+        await taken.put(None)
+
+    reading = asyncio.create_task(read_all())
+    try:
+        while (item := await taken.get()) is not None:
+            yield item
+        await reading
+    finally:
+        reading.cancel()
+        await asyncio.wait([reading])
+
+
+async def event_stream(chunks: AsyncGenerator[dict[str, object]]) -> StreamingResponse:
+    """The reply. It begins with the first chunk, so that an error before that is an HTTP error.
+
+    One that comes later is an event with the error in the service's form, in place of the rest.
+    """
+    first = await anext(chunks)
+
+    async def lines() -> AsyncIterator[str]:
+        async with aclosing(chunks):
+            try:
+                yield _event(first)
+                async for chunk in chunks:
+                    yield _event(chunk)
+            except RolloutServiceError as error:
+                yield _event(error.to_wire())
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(lines(), media_type="text/event-stream")
+
+
+def _event(chunk: object) -> str:
+    return f"data: {json.dumps(chunk)}\n\n"

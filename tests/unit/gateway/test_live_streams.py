@@ -1,0 +1,283 @@
+"""Streams while tokens are made: every route sends them as they come, and all together are the whole reply."""
+
+import asyncio
+import itertools
+import json
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+import pytest
+
+from rollout_service.client import RolloutClient
+from rollout_service.config.engine import EngineConfig
+from rollout_service.errors import InvalidRequest, NonFiniteLogprob, RolloutServiceError
+from rollout_service.fleet.continuation import part
+from rollout_service.fleet.dispatch import Dispatcher
+from rollout_service.fleet.placements import PLACEMENTS
+from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.deployment import create_app
+from rollout_service.model.tiny import EOS, VOCABULARY
+from rollout_service.protocol.progress import Piece, ProgressAsk, ProgressReply
+from rollout_service.protocol.rollout import Candidate, Completion, Rollout, Span
+from rollout_service.protocol.sampling import GenerateCall
+from tests.unit.gateway.chats import HELLO, URL, ids
+
+TEXT = "hello, world"
+STEPS = (1, 4, 5, 11)
+"""Tokens of each completion that are told at a time; the rest comes with the reply."""
+
+
+@dataclass
+class TellingEngine:
+    """Says ``TEXT`` and the end of sequence under versions 3 and 4, and tells some of it before."""
+
+    error: RolloutServiceError | None = None
+    """Raised in place of the reply."""
+    calls: list[GenerateCall] = field(default_factory=list)
+    cancelled: int = 0
+    told: dict[int, int] = field(default_factory=dict)
+    """Steps of each call that were told."""
+    all_told: dict[int, asyncio.Event] = field(default_factory=dict)
+    replies: bool = True
+    """Or it never does."""
+
+    async def generate(self, call: GenerateCall) -> Rollout:
+        assert call.live
+        self.calls.append(call)
+        self.told[call.number], self.all_told[call.number] = 0, asyncio.Event()
+        PLACEMENTS.note(call.origin, call.number, "r1")
+        try:
+            await self.all_told[call.number].wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.error is not None:
+            raise self.error
+        wholes = tuple(self.whole(call, index) for index in range(call.sampling.n))
+        return Rollout(
+            request_id=call.request_id, prompt_token_ids=call.prompt_token_ids, completions=wholes, replica_id="r1"
+        )
+
+    async def progress(self, ask: ProgressAsk) -> ProgressReply:
+        await asyncio.sleep(0)
+        if not self.replies and set(self.told.values()) == {len(STEPS)}:
+            await asyncio.Event().wait()
+        pieces = []
+        for call in self.calls:
+            told = self.told[call.number]
+            if told == len(STEPS):
+                assert self.replies
+                self.all_told[call.number].set()
+                continue
+            start, end = (0, *STEPS)[told], STEPS[told]
+            for index in range(call.sampling.n):
+                made = part(self.whole(call, index), start, end)
+                made = made.model_copy(update={"finish_reason": "abort", "stop_reason": None})
+                pieces.append(Piece(call=call.number, start=start, made=made))
+            self.told[call.number] += 1
+        return ProgressReply(number=ask.acknowledged + 1, pieces=tuple(pieces))
+
+    def whole(self, call: GenerateCall, index: int) -> Completion:
+        tokens = (*ids(TEXT), VOCABULARY.index(EOS))
+        k = call.sampling.logprobs or 0
+        return Completion(
+            index=index,
+            token_ids=tokens,
+            logprobs=tuple(-0.1 * at for at in range(len(tokens))),
+            finish_reason="stop",
+            spans=(Span(version=3, start=0, end=3), Span(version=4, start=3, end=len(tokens))),
+            top_logprobs=tuple((Candidate(t, -0.5, 1), Candidate(5, -2.0, 2))[:k] for t in tokens) if k else None,
+        )
+
+
+@pytest.fixture
+def telling() -> TellingEngine:
+    return TellingEngine()
+
+
+@pytest.fixture
+def http(chatting: Services, telling: TellingEngine) -> httpx.AsyncClient:
+    services = replace(chatting, dispatcher=Dispatcher(telling, None, EngineConfig()))  # type: ignore[arg-type]
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=create_app(services)), base_url=URL)
+
+
+async def streamed(http: httpx.AsyncClient, path: str, **body: object) -> list[dict[str, Any]]:
+    """The chunks of a stream."""
+    reply = await http.post(path, json={**body, "stream": True})
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    *lines, done, nothing = reply.text.split("\n\n")
+    assert (done, nothing) == ("data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def of_choice(chunks: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
+    return [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+
+
+WHOLE_SPANS = [("3", 0, 3), ("4", 3, 13)]
+
+
+def spans(choice: dict[str, Any]) -> list[tuple[str, int, int]]:
+    return [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
+
+
+class TestGenerate:
+    @pytest.mark.parametrize("flat", [False, True])
+    async def test_tokens_come_as_they_are_made(self, http: httpx.AsyncClient, flat: bool) -> None:
+        sampling = {"n": 2, "logprobs": 0}
+        asked = {"token_ids": [5, 6], "sampling_params": sampling, "flat_logprobs": flat, "request_id": "mine"}
+        chunks = await streamed(http, "/inference/v1/generate", **asked)
+        assert {chunk["request_id"] for chunk in chunks} == {"mine"} and len(chunks) == 10
+        for index in range(2):
+            choices = of_choice(chunks, index)
+            assert [len(c["token_ids"]) for c in choices] == [1, 3, 1, 6, 2]
+            assert [t for c in choices for t in c["token_ids"]] == [*ids(TEXT), VOCABULARY.index(EOS)]
+            logprobs = [c["logprobs"] if flat else [t["logprob"] for t in c["logprobs"]["content"]] for c in choices]
+            assert list(itertools.chain(*logprobs)) == pytest.approx([-0.1 * at for at in range(13)])
+            assert [c["finish_reason"] for c in choices] == [None] * 4 + ["stop"]
+            assert [spans(c) for c in choices] == [
+                [("3", 0, 1)], [("3", 1, 3), ("4", 3, 4)], [("4", 4, 5)], [("4", 5, 11)], WHOLE_SPANS,
+            ]  # fmt: skip
+
+    async def test_text_and_usage_where_they_are_asked_for(self, http: httpx.AsyncClient) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = await streamed(http, "/inference/v1/generate", prompt="hi", output_mode="text", stream_options=options)
+        *pieces, last = chunks
+        assert "".join(choice["text"] for choice in of_choice(pieces, 0)) == TEXT
+        assert [("prompt_token_ids" in chunk) for chunk in chunks] == [True] + [False] * 5
+        assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 4, 5, 11, 13, 13]
+        assert (last["choices"], last["replica_id"], last["attempts"], last["truncated_sampling"]) == (
+            [],
+            "r1",
+            1,
+            False,
+        )
+
+    async def test_prompt_logprobs_have_no_place_in_it(self, http: httpx.AsyncClient) -> None:
+        body = {"token_ids": [5], "sampling_params": {"prompt_logprobs": 1}, "stream": True}
+        refused = await http.post("/inference/v1/generate", json=body)
+        assert refused.status_code == 422 and "prompt_logprobs have no place in a stream" in refused.text
+
+
+class TestCompletions:
+    async def test_several_prompts_come_side_by_side(self, http: httpx.AsyncClient) -> None:
+        asked = {"prompt": [[5, 6], [7]], "n": 2, "logprobs": 1, "max_tokens": 13, "return_token_ids": True}
+        chunks = await streamed(http, "/v1/completions", **asked, stream_options={"include_usage": True})
+        *pieces, last = chunks
+        assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 52, "total_tokens": 55}
+        assert (last["choices"], last["attempts"]) == ([], 1)
+        body = {**asked, "stream": False}
+        for index in range(4):
+            choices = of_choice(pieces, index)
+            assert "".join(choice["text"] for choice in choices) == TEXT
+            tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+            assert "".join(tokens[:-1]) == TEXT and len(tokens) == 13
+            offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+            assert offsets == list(range(13))
+            assert choices[0]["prompt_token_ids"] == body["prompt"][index // 2]  # type: ignore[index]
+            assert spans(choices[-1]) == WHOLE_SPANS and choices[-1]["finish_reason"] == "stop"
+
+    async def test_what_may_be_the_beginning_of_a_stop_string_is_held_back(self, http: httpx.AsyncClient) -> None:
+        chunks = await streamed(http, "/v1/completions", prompt="hi", stop=["lo!"], max_tokens=13)
+        assert [choice["text"] for choice in of_choice(chunks, 0)] == ["", "he", "l", "lo, wo", "rld"]
+        chunks = await streamed(http, "/v1/completions", prompt="hi", stop=["loooooong"], max_tokens=13)
+        assert [choice["text"] for choice in of_choice(chunks, 0)] == ["", "", "", "hel", "lo, world"]
+
+    async def test_an_error_before_the_first_token_is_an_http_error(
+        self, http: httpx.AsyncClient, telling: TellingEngine
+    ) -> None:
+        reply = await http.post("/v1/completions", json={"prompt": [9999], "stream": True})
+        assert reply.status_code == 422 and telling.calls == []
+
+    async def test_a_later_error_is_the_last_event(self, http: httpx.AsyncClient, telling: TellingEngine) -> None:
+        telling.error = NonFiniteLogprob("broken weights", {"position": 3})
+        for prompt in ([5], [[5], [6]]):
+            *pieces, last = await streamed(http, "/v1/completions", prompt=prompt, max_tokens=13)
+            assert pieces and last["error"]["type"] == "NonFiniteLogprob" and last["error"]["detail"] == {"position": 3}
+
+
+class TestChat:
+    async def test_text_comes_as_it_is_made(self, http: httpx.AsyncClient) -> None:
+        chunks = await streamed(http, "/v1/chat/completions", model="tiny", messages=HELLO, n=2, logprobs=True)
+        for index in range(2):
+            choices = of_choice(chunks, index)
+            said = [choice["delta"]["content"] for choice in choices if choice["delta"].get("content")]
+            assert said == ["h", "ell", "o", ", worl", "d"]
+            logprobs = [t["logprob"] for c in choices for t in (c.get("logprobs") or {"content": []})["content"]]
+            assert logprobs == pytest.approx([-0.1 * at for at in range(13)])
+            [end] = [choice for choice in choices if choice["finish_reason"]]
+            assert end["finish_reason"] == "stop" and spans(end) == WHOLE_SPANS
+
+    async def test_so_it_does_for_anthropic_and_openais_responses(self, http: httpx.AsyncClient) -> None:
+        body: dict[str, Any] = {"model": "tiny", "max_tokens": 20, "messages": HELLO, "stream": True}
+        lines = (await http.post("/v1/messages", json=body)).text.splitlines()
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        assert [e["delta"]["text"] for e in events if e["type"] == "content_block_delta"] == [
+            "h", "ell", "o", ", worl", "d",
+        ]  # fmt: skip
+        lines = (
+            await http.post("/v1/responses", json={"model": "tiny", "input": "hi", "stream": True})
+        ).text.splitlines()
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+        assert "".join(deltas) == TEXT and len(deltas) > 1
+
+
+class TestClient:
+    async def test_pieces_and_then_the_whole(self, chatting: Services, telling: TellingEngine) -> None:
+        services = replace(chatting, dispatcher=Dispatcher(telling, None, EngineConfig()))  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(app=create_app(services))
+        async with RolloutClient(URL, transport=transport) as client:
+            async with client.generate_stream("hi", n=2, priority=1, seed=4) as stream:
+                with pytest.raises(RuntimeError, match="not over"):
+                    _ = stream.rollout
+                pieces = [piece async for piece in stream]
+            whole = stream.rollout
+        assert (telling.calls[0].priority, telling.calls[0].sampling.seed) == (1, 4)
+        for completion in whole.completions:
+            own = [piece for piece in pieces if piece.index == completion.index]
+            assert [len(piece.token_ids) for piece in own] == [1, 3, 1, 6, 2]
+            assert tuple(token for piece in own for token in piece.token_ids) == completion.token_ids
+            assert "".join(piece.text or "" for piece in own) == completion.text == TEXT
+            assert own[-1].spans == completion.spans and [piece.finish_reason for piece in own] == [None] * 4 + ["stop"]
+        assert (whole.prompt_token_ids, whole.replica_id, whole.attempts) == (ids("hi"), "r1", 1)
+
+    async def test_errors_of_the_service_are_raised(self, chatting: Services, telling: TellingEngine) -> None:
+        telling.error = NonFiniteLogprob("broken weights", {"position": 3})
+        services = replace(chatting, dispatcher=Dispatcher(telling, None, EngineConfig()))  # type: ignore[arg-type]
+        async with RolloutClient(URL, transport=httpx.ASGITransport(app=create_app(services))) as client:
+            with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+                await client.generate_stream([9999]).open()
+            with pytest.raises(NonFiniteLogprob, match="broken weights"):
+                async with client.generate_stream([5]) as stream:
+                    assert [piece.token_ids async for piece in stream] == []
+            with pytest.raises(InvalidRequest, match="temperature"):
+                client.generate_stream([5], temperature=-1.0)
+
+
+async def test_who_goes_away_ends_the_work(chatting: Services, telling: TellingEngine) -> None:
+    services = replace(chatting, dispatcher=Dispatcher(telling, None, EngineConfig()))  # type: ignore[arg-type]
+    app, body = create_app(services), {"prompt": [[5], [6]], "max_tokens": 13, "stream": True}
+    sent = asyncio.Event()
+    telling.replies = False
+    requests = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
+
+    async def receive() -> dict[str, Any]:
+        if (message := next(requests, None)) is not None:
+            return message
+        await sent.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            sent.set()
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": "/v1/completions",
+        "raw_path": b"/v1/completions", "query_string": b"", "headers": [(b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "scheme": "http", "root_path": "",
+    }  # fmt: skip
+    await app(scope, receive, send)
+    assert len(telling.calls) == telling.cancelled == 2
