@@ -66,7 +66,7 @@ class EngineOptions(Options):
     linear: str = "cutlass"
     """vLLM's linear_backend for FP8."""
     attention: str = "auto"
-    """vLLM's attention_backend; auto: FlashAttention."""
+    """engine.attention_backend."""
     block_size: int | None = None
     """Tokens of a page of the KV cache; vLLM's own choice if not given."""
     batched_tokens: int | None = None
