@@ -64,7 +64,7 @@ BENCHMARKS = (
     Benchmark("rollout.reply_json", headlines.reply_json),
     Benchmark("rollout.chat", headlines.chat),
     Benchmark("rollout.length_bias", headlines.length_bias),
-    Benchmark("rollout.streams", headlines.streams, result="streams", awaited=True),
+    Benchmark("rollout.streams", headlines.streams, result="streams"),
     Benchmark("update.engine", headlines.engine_update),
     Benchmark("update.live", headlines.live_update),
     Benchmark("update.sleep", headlines.sleeping),
