@@ -77,6 +77,9 @@ class EngineOptions(Options):
     """Where versions are staged: auto, device, host or none."""
     eager: bool = False
     """No torch.compile and no CUDA graphs: the engine starts sooner."""
+    kv_gb: float | None = None
+    """Of the KV cache; else what is left of the share, which vLLM measures: nothing else may start or end on the GPU
+    meanwhile."""
 
     def settings(self, sequences: int) -> dict[str, Any]:
         """In the service's terms, with CUDA graphs for up to so many sequences."""
@@ -87,7 +90,9 @@ class EngineOptions(Options):
             "max_num_batched_tokens": self.batched_tokens,
             "cuda_graph_sizes": None if self.eager else graph_sizes(self.graph_step, sequences),
             "staging": self.staging,
-        } | ({"enforce_eager": True} if self.eager else {})
+            **({"enforce_eager": True} if self.eager else {}),
+            **({} if self.kv_gb is None else {"extra": {"kv_cache_memory_bytes": int(self.kv_gb * 1e9)}}),
+        }
 
 
 def graph_sizes(step: int | None, sequences: int) -> list[int] | None:
