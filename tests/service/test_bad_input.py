@@ -28,7 +28,18 @@ BAD_REQUESTS = {
     "a string for a number": (GENERATE, {"token_ids": ["x"]}, 422, "token_ids.0"),
     "an unknown field": (GENERATE, {"token_ids": [5], "foo": 1}, 422, "foo is not a field"),
     "an unknown sampling field": (GENERATE, {"token_ids": [5], "sampling_params": {"beams": 2}}, 422, "beams"),
-    "streaming": (GENERATE, {"token_ids": [5], "stream": True}, 422, "stream"),
+    "a stream with the prompt's logprobs": (
+        GENERATE,
+        {"token_ids": [5], "stream": True, "sampling_params": {"prompt_logprobs": 0}},
+        422,
+        "prompt_logprobs",
+    ),
+    "a stream with experts": (
+        GENERATE,
+        {"token_ids": [5], "stream": True, "return_routed_experts": True},
+        422,
+        "stream",
+    ),
     "top logprobs": (GENERATE, {"token_ids": [5], "sampling_params": {"logprobs": 21}}, 422, "logprobs"),
     "a grammar that is none": (
         GENERATE,
