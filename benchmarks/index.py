@@ -76,7 +76,7 @@ BENCHMARKS = (
     Benchmark("kernels.attention", headlines.attention),
     Benchmark("kernels.linear", headlines.linear),
     Benchmark("kernels.group_attention", headlines.grouped_kernels),
-    Benchmark("kernels.fp8_decode", headlines.fp8_decode, awaited=True),
+    Benchmark("kernels.fp8_decode", headlines.fp8_decode),
     Benchmark("group_attention", headlines.group_attention),
     Benchmark("kernels.decode_profile", headlines.decode_profile),
     Benchmark("kernels.lm_head", headlines.lm_head, awaited=True),
@@ -111,6 +111,18 @@ BENCHMARKS = (
         headlines.gpu_tests,
         "--name tests_gpu_ep tests/gpu/test_expert_parallel.py",
         result="tests_gpu_ep",
+    ),
+    Benchmark(
+        "gpu_tests",
+        headlines.gpu_tests,
+        "--name tests_gpu_routes tests/gpu/test_routed_experts.py",
+        result="tests_gpu_routes",
+    ),
+    Benchmark(
+        "gpu_tests",
+        headlines.gpu_tests,
+        "--name tests_gpu_memory tests/gpu/test_cuda_ipc.py",
+        result="tests_gpu_memory",
     ),
 )
 """In the order of the table."""

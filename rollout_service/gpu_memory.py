@@ -7,10 +7,14 @@ where Ray has set ``CUDA_VISIBLE_DEVICES``: it is mapped for the GPU that the pr
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+HANDLE_BYTES = 64
+"""``CUDA_IPC_HANDLE_SIZE``. The bindings give a handle's address and not its bytes."""
 
 
 def _bindings() -> tuple[Any, Any]:
@@ -54,7 +58,8 @@ class OwnGpuMemory:
         self.nbytes = nbytes
         self._pointer: int | None = int(_call("cudaMalloc", nbytes))
         try:
-            self.handle: str = bytes(_call("cudaIpcGetMemHandle", self._pointer).reserved).hex()
+            made = _call("cudaIpcGetMemHandle", self._pointer)
+            self.handle: str = ctypes.string_at(made.getPtr(), HANDLE_BYTES).hex()
         except OSError:
             self.free()
             raise
@@ -79,7 +84,7 @@ class OtherGpuMemory:
         self.nbytes = nbytes
         _use(0)
         opened = runtime.cudaIpcMemHandle_t()
-        opened.reserved = bytes.fromhex(handle)
+        ctypes.memmove(opened.getPtr(), bytes.fromhex(handle), HANDLE_BYTES)
         self._pointer: int | None = int(_call("cudaIpcOpenMemHandle", opened, runtime.cudaIpcMemLazyEnablePeerAccess))
         # a copy from beyond its end would leave this process without a GPU until it ends
         code, base, size = driver.cuMemGetAddressRange(self._pointer)

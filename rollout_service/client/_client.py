@@ -406,12 +406,11 @@ class RolloutClient(ControlCalls, MismatchCalls):
                 a GPU pinned, up to a third more), and takes up to 512 MiB while it compares, there or on that GPU; such
                 pushes of one client wait for each other. All is sent by the first one, and where the service does not
                 have the last one any more, or more than an eighth of the bytes changes.
-                ``auto``: tensors on a GPU, of 256 MiB and more together, by ``cuda_ipc`` where that can be, others, and
-                where it cannot be, through ``shared_memory``; the first push finds out. Where neither can be, a client
-                that quantizes (``quantize="trainer"``) sends deltas from its third push on: the second one is kept, if
-                it needs no more than half of the host's free memory. Once more than an eighth of the bytes has changed
-                from one push to the next, this client sends all from then on, and keeps nothing. Everything else goes
-                over ``http``.
+                ``auto``: of 256 MiB and more through ``shared_memory`` where that can be, which the first push finds
+                out. Where it cannot be, a client that quantizes (``quantize="trainer"``) sends deltas from its third
+                push on: the second one is kept, if it needs no more than half of the host's free memory. Once more than
+                an eighth of the bytes has changed from one push to the next, this client sends all from then on, and
+                keeps nothing. Everything else goes over ``http``.
             kv_scales: Scales of an FP8 KV cache for these weights, from ``rollout_service.kv_scales``; they are part
                 of the version. None: ``kv_cache.scales_policy`` of the service says which it gets.
             mode: What happens to rollouts that are running, see ``CommitUpload.mode``.

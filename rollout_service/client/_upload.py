@@ -73,6 +73,9 @@ Quantize = Literal["service", "trainer"]
 Transport = Literal["auto", "http", "shared_memory", "cuda_ipc", "delta"]
 Shared = Literal["shared_memory", "cuda_ipc"]
 """Transports through memory."""
+BY_ITSELF: tuple[Shared, ...] = ("shared_memory",)
+"""Those that ``auto`` tries, in this order. ``cuda_ipc`` would be the first, and takes 1 GiB of the trainer's GPU for a
+gain that has not been measured yet."""
 
 
 def named_scales(kv_scales: KVScales | None) -> dict[str, float] | None:
@@ -122,8 +125,8 @@ class Uploader:
             return []
         return [
             kind
-            for kind, pushes in self._shared.items()
-            if pushes.is_worth_trying(table) and (kind != "cuda_ipc" or source.is_on_gpu)
+            for kind in BY_ITSELF
+            if self._shared[kind].is_worth_trying(table) and (kind != "cuda_ipc" or source.is_on_gpu)
         ]
 
     async def begin(self, begin: Announcement) -> UploadPlan:

@@ -26,7 +26,7 @@ async def test_a_rollout_is_read_while_it_is_made_over_an_update(
     [completion] = stream.rollout.completions
     assert len(pieces) > 2 and sum((piece.token_ids for piece in pieces), ()) == completion.token_ids
     assert len(completion.token_ids) == LENGTH and completion.versions == (telltale, telltale + 1)
-    assert stream.rollout.attempts == 2
+    assert stream.rollout.attempts > 1  # one more where it went on at a replica that was to be updated, too
     assert_pure(completion)
 
 

@@ -251,7 +251,8 @@ def _require_same(
         if end > held.numel():
             raise NoPlan(f"{name} has {held.numel()} bytes, fewer than were loaded: its kernel changed the layout")
         shape, from_stride, to_stride = (c.rows, c.row_bytes), (c.staged_stride(), 1), (c.target_stride_bytes, 1)
-        rows = area.as_strided(shape, from_stride, placement.places[c.span])
+        # counted from the beginning of the memory, of which the area may be a part
+        rows = area.as_strided(shape, from_stride, area.storage_offset() + placement.places[c.span])
         planned.as_strided(shape, to_stride, c.target).copy_(rows)
     if not torch.equal(planned, held):
         raise NoPlan(f"{name} does not hold the stored bytes: its kernel changes them after loading")

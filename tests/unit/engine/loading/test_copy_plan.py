@@ -101,6 +101,11 @@ class TestRecorder:
             assert torch.equal(replayed(parameter, recorded, mine), parameter)
             _require_same(name, parameter, mine, recorded.placement, recorded.area)
 
+    def test_the_area_may_be_a_part_of_other_memory(self, recorded: Recorded) -> None:
+        area = torch.cat([torch.full((96,), 7, dtype=torch.uint8), recorded.area])[96:]
+        for name, parameter in recorded.model.named_parameters():
+            _require_same(name, parameter, recorded.of(name), recorded.placement, area)
+
     def test_only_the_part_read_of_each_row_is_staged(self, recorded: Recorded) -> None:
         assert [(copy.source, copy.row_bytes, copy.rows) for copy in recorded.of("cut")] == [(12, 12, 4)]
         assert recorded.placement.nbytes == sum(4 * p.numel() for p in recorded.model.parameters())
