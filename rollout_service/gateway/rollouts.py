@@ -5,10 +5,12 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Response
 from fastapi.responses import JSONResponse
 
+from rollout_service.errors import NotFound
 from rollout_service.gateway.dependencies import Here
 from rollout_service.gateway.prompts import DATA_ERRORS
 from rollout_service.gateway.routes import OpenRoute
 from rollout_service.protocol.generate import DetachedRollout, GenerateReply
+from rollout_service.web.errors import documented
 
 router = APIRouter(prefix="/v1/rollouts", tags=["generate"], route_class=OpenRoute)
 RolloutId = Annotated[str, Path(min_length=1, max_length=256)]
@@ -31,7 +33,7 @@ async def collect(
     return JSONResponse({"id": rollout_id}, status_code=202) if reply is None else reply
 
 
-@router.delete("/{rollout_id:path}", status_code=204)
+@router.delete("/{rollout_id:path}", status_code=204, responses=documented(NotFound))
 async def delete(rollout_id: RolloutId, services: Here) -> None:
     """End it if it is under way, and forget it."""
     services.detached.delete(rollout_id)
