@@ -156,10 +156,8 @@ class TestLostReplica:
 class DyingEngine:
     """Replicas that tell some tokens and then die, all but the last one."""
 
-    def __init__(
-        self, *told: tuple[Completion, ...], last: Step, loss: RolloutServiceError = EngineFailed("it died")
-    ) -> None:
-        self._told, self._last, self._loss = list(told), last, loss
+    def __init__(self, *told: tuple[Completion, ...], last: Step, loss: RolloutServiceError | None = None) -> None:
+        self._told, self._last, self._loss = list(told), last, loss or EngineFailed("it died")
         self.calls: list[GenerateCall] = []
         self._taken_in = asyncio.Event()
 
