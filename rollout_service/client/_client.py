@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from rollout_service.client._tensors import NamedTensors
     from rollout_service.kv_scales import KVScales
 
-_ABOUT_THE_REQUEST = ("min_weight_version", "session_id", "priority", "on_abort")
+_ABOUT_THE_REQUEST = ("min_weight_version", "session_id", "priority", "on_abort", "return_routed_experts")
 """Of the options of a generation: what says nothing of how to sample."""
 
 

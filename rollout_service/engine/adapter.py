@@ -466,8 +466,9 @@ def packed_mask(output: CompletionOutput) -> tuple[str, ...] | None:
 def routed_experts(output: CompletionOutput, start: int, prompt_tokens: int) -> RoutedExperts | None:
     """The experts of tokens from ``start`` on, counted from the prompt's first; None of a completion without tokens.
 
-    Raises EngineFailed if vLLM tells none, or of more tokens than there are, or nothing but zeros: a router never
-    chooses an expert twice for a token, so zeros come from a kernel that does not tell what it chose.
+    Raises EngineFailed if vLLM tells none, or of more tokens than there are. InvalidRequest if it tells nothing but
+    zeros: a router never chooses an expert twice for a token, so zeros come from a kernel that does not tell what it
+    chose, and another replica's would not either.
     """
     if not output.token_ids:
         return None
@@ -477,7 +478,7 @@ def routed_experts(output: CompletionOutput, start: int, prompt_tokens: int) -> 
     if len(experts) > read:
         raise EngineFailed(f"vLLM told routed experts of {len(experts)} tokens, where {read} were read from {start} on")
     if experts.size and experts.shape[-1] > 1 and not experts.any():
-        raise EngineFailed(
+        raise InvalidRequest(
             f"vLLM told expert 0 for all {experts.shape[-1]} choices of {len(experts)} tokens in every layer: the "
             "kernel for this model's experts does not tell what it chose. Set engine.return_routed_experts: false"
         )

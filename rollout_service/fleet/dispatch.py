@@ -159,7 +159,11 @@ class Dispatcher:
             watch(told)
             try:
                 return named(await self._engine.generate(call.model_copy(update={"number": told.number})))
-            except EngineFailed as lost:
+            except DeploymentFailed:
+                raise
+            except (EngineFailed, NotReady) as lost:
+                if told.is_empty and isinstance(lost, NotReady):
+                    raise  # a refusal; of a call that made tokens it is a loss: its answer went with a node, say
                 replica_id = lost.detail.get("replica_id", told.replica_id)
                 progress.lose(replica_id)
                 if told.is_empty:

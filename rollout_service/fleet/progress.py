@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import Context
 
 from rollout_service.errors import NotReady, RolloutServiceError
+from rollout_service.fleet.continuation import part
 from rollout_service.fleet.placements import PLACEMENTS, Placements
 from rollout_service.protocol.progress import Piece, ProgressAsk
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span
@@ -43,9 +44,13 @@ class Draft:
         return len(self._token_ids)
 
     def add(self, start: int, made: Completion) -> None:
-        """More of it. What was told before is not taken again."""
-        if start != len(self):
+        """More of it. What was told before is not taken again, as when an answer came after all that was taken for
+        lost."""
+        told, ended = len(self) - start, self.finish_reason != "abort"
+        if ended or not 0 <= told <= len(made.token_ids):
             return
+        if told:
+            start, made = len(self), part(made, told, len(made.token_ids))
         self._token_ids.extend(made.token_ids)
         self._logprobs.extend(made.logprobs)
         for span in made.spans:
@@ -96,6 +101,8 @@ class Record:
         self.replica_id: str | None = None
         """That took it; None: none so far."""
         self.drafts = tuple(Draft(index) for index in range(num_completions))
+        self.early: list[tuple[str, Piece]] = []
+        """What replicas told before the router said which of them took the call."""
         self._on_more: Callable[[], None] | None = None
 
     def on_more(self, call: Callable[[], None]) -> None:
@@ -158,6 +165,10 @@ class Follower:
         if record is None:  # answered, or refused, already
             return
         record.replica_id = replica_id
+        for teller, piece in record.early:
+            if teller == replica_id:
+                record.add(piece)
+        record.early.clear()
         if replica_id not in self._asking:
             self._asking[replica_id] = asyncio.create_task(
                 self._ask(replica_id),
@@ -181,7 +192,11 @@ class Follower:
                 acknowledged = reply.number
                 for piece in reply.pieces:
                     record = self._records.get(piece.call)
-                    if record is not None and record.replica_id == replica_id:
+                    if record is None:
+                        continue
+                    if record.replica_id is None:  # two threads of Serve's bring the answer and the placement
+                        record.early.append((replica_id, piece))
+                    elif record.replica_id == replica_id:
                         record.add(piece)
         finally:
             del self._asking[replica_id]

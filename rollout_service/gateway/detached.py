@@ -14,7 +14,8 @@ KEPT_S = 3600.0
 MOST_ROLLOUTS = 16384
 """Under way or kept."""
 MOST_TOKENS = 1 << 26
-"""Of completions, kept or asked for: about 10 GB of replies."""
+"""Of prompts and completions, and candidates beside them, kept or asked for: about 10 GB of replies with flat logprobs,
+and three times that with logprobs in vLLM's form."""
 
 
 @dataclass
@@ -38,7 +39,7 @@ class DetachedRollouts:
         self._detached: dict[str, _Detached] = {}
 
     def begin(self, work: Coroutine[object, None, Reply], tokens: int, name: str | None = None) -> str:
-        """Have ``work`` done; the id by which it is collected. ``tokens``: the most that it may make.
+        """Have ``work`` done; the id by which it is collected. ``tokens``: the most that its reply may hold.
 
         Raises VersionConflict if there is one of that name, Overloaded if there are too many.
         """

@@ -11,7 +11,15 @@ from fastapi.responses import JSONResponse
 from rollout_service.errors import InvalidRequest, VersionConflict
 from rollout_service.fleet.live import LivePiece
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
-from rollout_service.gateway.prompts import DATA_ERRORS, check_prompt, model_name, roll_out, text_of, tokenize
+from rollout_service.gateway.prompts import (
+    DATA_ERRORS,
+    check_prompt,
+    model_name,
+    roll_out,
+    text_of,
+    tokenize,
+    with_experts,
+)
 from rollout_service.gateway.routes import OpenRoute
 from rollout_service.gateway.streams import EVENT_STREAM, Spans, TextStream, event_stream, live_pieces
 from rollout_service.protocol.generate import (
@@ -22,6 +30,7 @@ from rollout_service.protocol.generate import (
     StreamOptions,
 )
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout
+from rollout_service.protocol.sampling import Sampling
 from rollout_service.web.errors import documented
 
 router = APIRouter(tags=["generate"], route_class=OpenRoute)
@@ -63,11 +72,25 @@ def _detach(
             "would ask another gateway than the one that has it; wait for the reply, or set it to 1"
         )
     check_prompt(prompt, body.sampling_params, services)
-    longest = body.sampling_params.max_tokens or services.max_model_len - len(prompt)
+    asked = with_experts(prompt, body.sampling_params, services, options.return_routed_experts)
     body = body.model_copy(update={"return_token_ids": True})  # who collects it may not know what was asked for
     work = _reply(prompt, body, services, options, model)
-    rollout_id = services.detached.begin(work, longest * body.sampling_params.n, options.request_id)
+    most = _most_kept(len(prompt), asked, services.max_model_len)
+    rollout_id = services.detached.begin(work, most, options.request_id)
     return JSONResponse({"id": rollout_id}, status_code=202)
+
+
+_EXPERTS_OF_A_TOKEN = 8
+"""A token's experts take up to 1 KiB in a reply, about as much as so many tokens."""
+
+
+def _most_kept(prompt: int, sampling: Sampling, max_model_len: int) -> int:
+    """The most that a reply may hold, in tokens: those of the prompt and of its completions, and as one token more each
+    of the likeliest beside them."""
+    longest = sampling.max_tokens or max_model_len - prompt
+    kept = prompt * (1 + (sampling.prompt_logprobs or 0)) + sampling.n * longest * (1 + (sampling.logprobs or 0))
+    start = sampling.routed_experts_prompt_start
+    return kept if start is None else kept + sampling.n * (prompt - start + longest) * _EXPERTS_OF_A_TOKEN
 
 
 async def _reply(

@@ -156,7 +156,7 @@ def _check_mask(sampling: Sampling) -> None:
         )
 
 
-def _with_experts(prompt: Sequence[int], sampling: Sampling, services: Services, asked: bool) -> Sampling:
+def with_experts(prompt: Sequence[int], sampling: Sampling, services: Services, asked: bool) -> Sampling:
     """``sampling`` with the token from which on experts are to be told; None: they are not.
 
     Raises InvalidRequest where they cannot be.
@@ -193,7 +193,7 @@ async def roll_out(
 ) -> Rollout:
     """Check one prompt and have an engine complete it. ``live``: for who reads along."""
     check_prompt(prompt, sampling, services)
-    sampling = _with_experts(prompt, sampling, services, options.return_routed_experts)
+    sampling = with_experts(prompt, sampling, services, options.return_routed_experts)
     if sampling.max_tokens is None:
         sampling = sampling.model_copy(update={"max_tokens": services.max_model_len - len(prompt)})
     request = GenerateCall(

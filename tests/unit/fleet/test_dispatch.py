@@ -156,8 +156,8 @@ class TestLostReplica:
 class DyingEngine:
     """Replicas that tell some tokens and then die, all but the last one."""
 
-    def __init__(self, *told: tuple[Completion, ...], last: Step) -> None:
-        self._told, self._last = list(told), last
+    def __init__(self, *told: tuple[Completion, ...], last: Step, loss: RolloutServiceError | None = None) -> None:
+        self._told, self._last, self._loss = list(told), last, loss or EngineFailed("it died")
         self.calls: list[GenerateCall] = []
         self._taken_in = asyncio.Event()
 
@@ -169,7 +169,7 @@ class DyingEngine:
         PLACEMENTS.note(call.origin, call.number, f"r{len(self.calls)}")
         await self._taken_in.wait()
         self._taken_in.clear()
-        raise EngineFailed("it died")
+        raise self._loss
 
     async def progress(self, ask: ProgressAsk) -> ProgressReply:
         if ask.acknowledged:  # what was told before is in the gateway's record
@@ -194,6 +194,14 @@ class TestWhatALostReplicaTold:
         assert [len(c.prompt_token_ids) for c in engine.calls] == [2, 6, 8]
         assert [c.sampling.max_tokens for c in engine.calls] == [9, 5, 3]
         assert engine.calls[2].avoid == ("r1", "r2")
+
+    async def test_so_does_one_whose_answer_was_lost_on_its_way(self) -> None:
+        first = completions_of(made(4, end="abort"))
+        lost = NotReady("the engine did not take this call: OwnerDiedError")
+        engine = DyingEngine(first, last=made(5, version=4, replica_id="b"), loss=lost)
+        rollout = await Dispatcher(engine, Ingest(), EngineConfig()).complete(call())
+        assert rollout.completions[0].token_ids == (3,) * 4 + (4,) * 5 and rollout.attempts == 2
+        assert [c.avoid for c in engine.calls] == [(), ("r1",)]
 
     async def test_completions_that_had_ended_are_not_made_again(self) -> None:
         ended, cut = completions_of(made(9, 4, end="abort"))

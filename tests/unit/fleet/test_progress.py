@@ -40,6 +40,15 @@ class TestDraft:
             draft.add(start, made(1, 2))
         assert draft.since(0, None).token_ids == (1, 2)
 
+    def test_of_a_piece_that_was_told_in_part_the_rest_is_taken(self) -> None:
+        draft = Draft(0)
+        draft.add(0, made(1, 2))
+        draft.add(1, made(2, 3, 4, version=4, end="stop"))
+        draft.add(0, made(1, 2, 3, 4, 5))
+        whole = draft.since(0, None)
+        assert whole.token_ids == (1, 2, 3, 4) and whole.finish_reason == "stop"
+        assert [(s.version, s.start, s.end) for s in whole.spans] == [(3, 0, 2), (4, 2, 4)]
+
     def test_candidates_and_masks_come_along(self) -> None:
         draft = Draft(0)
         for start, token in enumerate((1, 2)):
@@ -97,6 +106,19 @@ async def test_what_comes_too_late_is_for_nobody() -> None:
         placements.note("g", elsewhere.number, "b")
         await engine.used_up.wait()
         assert not second.is_empty and elsewhere.is_empty
+
+
+async def test_what_comes_before_the_placement_is_kept_for_it() -> None:
+    early = tuple(Piece(call=number, start=0, made=made(number)) for number in (2, 3))
+    engine, placements = Engine(early, (Piece(call=2, start=1, made=made(8)),)), Placements()
+    follower = Follower(engine, "g", placements)  # type: ignore[arg-type]
+    with follower.follow(1) as first, follower.follow(1) as second, follower.follow(1) as elsewhere:
+        placements.note("g", first.number, "a")
+        await engine.used_up.wait()
+        placements.note("g", second.number, "a")
+        placements.note("g", elsewhere.number, "b")
+        await asyncio.sleep(0)
+        assert [c.token_ids for c in second.completions()] == [(2, 8)] and elsewhere.is_empty
 
 
 async def test_nobody_is_asked_when_all_calls_are_answered() -> None:

@@ -13,6 +13,7 @@ from rollout_service.gateway.deployment import create_app
 from rollout_service.gateway.detached import KEPT_S, DetachedRollouts, Reply
 from tests.unit.gateway.chats import URL
 from tests.unit.gateway.fakes import EchoEngine
+from tests.unit.gateway.test_weights import http_to
 
 
 @dataclass
@@ -117,3 +118,16 @@ async def test_a_client_collects_what_it_had_asked_for(services: Services, engin
     async with RolloutClient(URL, transport=httpx.ASGITransport(app=create_app(several))) as trainer:
         with pytest.raises(InvalidRequest, match=r"not implemented with scaling\.gateways=2"):
             await trainer.detach([5])
+
+
+@pytest.mark.parametrize("asked", [{}, {"logprobs": 1}, {"prompt_logprobs": 1}], ids=str)
+async def test_all_that_a_reply_may_hold_counts(services: Services, asked: dict[str, int]) -> None:
+    room = 8 + 2 * 4
+    body = {"token_ids": [5] * 8, "sampling_params": {"max_tokens": 4, "n": 2, **asked}, "detach": True}
+    for most, status in ((room, 503 if asked else 202), (room - 1, 503)):
+        detached = DetachedRollouts(most_tokens=most)
+        async with http_to(replace(services, detached=detached)) as http:
+            reply = await http.post("/inference/v1/generate", json=body)
+        assert reply.status_code == status
+        if status == 202:
+            detached.delete(reply.json()["id"])
