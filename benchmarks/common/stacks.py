@@ -19,10 +19,11 @@ def sampled(folder: Path) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", FOLDER)}  # noqa: TID251 - processes inherit it
     path = [str(SAMPLER), *filter(None, [before["PYTHONPATH"]])]
     os.environ.update({"PYTHONPATH": os.pathsep.join(path), FOLDER: str(folder)})  # noqa: TID251
-    runpy.run_path(str(SAMPLER / "sitecustomize.py"))
+    sampler = runpy.run_path(str(SAMPLER / "sitecustomize.py"))
     try:
         yield
     finally:
+        sampler["stop"]()
         for name, value in before.items():
             os.environ.pop(name)  # noqa: TID251
             if value is not None:

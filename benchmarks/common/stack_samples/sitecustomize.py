@@ -6,6 +6,7 @@ Each process appends a line of JSON a period to ``<pid>.jsonl``: ``at``, by ``ti
 ``stacks``, thread and functions from the outermost on, joined by ``;``, to how often they were seen.
 """
 
+import gc
 import json
 import os
 import sys
@@ -37,18 +38,27 @@ def title() -> str:
     return Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
 
 
+def frames() -> dict[int, FrameType]:
+    """Of each thread. Python holds a lock meanwhile that a garbage collection may wait for, in this very thread."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
+
+
 def sample(folder: Path) -> None:
-    """Until the folder is gone."""
-    sys.setswitchinterval(SWITCH_S)
+    """Until it is stopped, or the folder is gone."""
     mine = threading.get_ident()
-    while True:
+    while not stopping.is_set():
         stacks, until = Counter[str](), time.monotonic() + PERIOD_S
-        while time.monotonic() < until:
+        while time.monotonic() < until and not stopping.wait(INTERVAL_S):
             names = {thread.ident: thread.name for thread in threading.enumerate()}
-            for ident, frame in sys._current_frames().items():
+            for ident, frame in frames().items():
                 if ident != mine:
                     stacks[";".join([names.get(ident, "?"), *stack_of(frame)])] += 1
-            time.sleep(INTERVAL_S)
         line = json.dumps({"at": time.monotonic(), "process": title(), "stacks": stacks})
         try:
             with (folder / f"{os.getpid()}.jsonl").open("a") as file:
@@ -59,9 +69,23 @@ def sample(folder: Path) -> None:
 
 def start() -> None:
     """In a thread of its own, which ends with the process."""
+    global sampling  # noqa: PLW0603 - the module is the process's only sampler
     if folder := os.environ.get(FOLDER):  # noqa: TID251 - there is nobody who could pass it
-        threading.Thread(target=sample, args=(Path(folder),), name="stack samples", daemon=True).start()
+        sys.setswitchinterval(SWITCH_S)
+        sampling = threading.Thread(target=sample, args=(Path(folder),), name="stack samples", daemon=True)
+        sampling.start()
 
 
+def stop() -> None:
+    """Leave the process as it was. The last line is written."""
+    stopping.set()
+    if sampling is not None:
+        sampling.join()
+        sys.setswitchinterval(before)
+
+
+stopping = threading.Event()
+sampling: threading.Thread | None = None
+before = sys.getswitchinterval()
 start()
 os.register_at_fork(after_in_child=start)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -40,8 +41,11 @@ def test_a_process_is_sampled_from_its_start(tmp_path: Path) -> None:
 
 
 def test_other_processes_are_left_alone(tmp_path: Path) -> None:
+    interval = sys.getswitchinterval()
     with sampled(tmp_path):
-        pass
+        assert "stack samples" in {thread.name for thread in threading.enumerate()}
+    assert "stack samples" not in {thread.name for thread in threading.enumerate()}
+    assert sys.getswitchinterval() == interval
     subprocess.run([sys.executable, "-c", "import time; time.sleep(0.7)"], check=True)
     assert {file.stem for file in tmp_path.iterdir()} <= {str(os.getpid())}
 
