@@ -52,6 +52,8 @@ class OwnGpuMemory:
         """Raises OSError."""
         import torch
 
+        if not torch.cuda.is_available():  # torch's own errors are of several kinds
+            raise OSError("this process sees no GPU")
         torch.cuda.init()
         self._device = torch.cuda.current_device()
         _use(self._device)
@@ -71,8 +73,10 @@ class OwnGpuMemory:
         """Give it back. Again does no harm. Nobody may be using it, in this process or another."""
         pointer, self._pointer = self._pointer, None
         if pointer is not None:
-            _use(self._device)
-            _call("cudaFree", pointer)
+            import torch
+
+            with torch.cuda.device(self._device):  # the thread, which may be the trainer's, keeps its own
+                _call("cudaFree", pointer)
 
 
 class OtherGpuMemory:

@@ -252,12 +252,13 @@ def fill(
 ) -> tuple[SharedTensor, ...]:
     """Copy the next tensors, which are those of ``batch``, into the memory from ``start`` on.
 
-    What was queued on this thread's CUDA stream is done when this returns. Raises ValueError for another tensor.
+    The copies are done when this returns. Raises ValueError for another tensor.
     """
     import torch
 
     placed: list[SharedTensor] = []
-    is_on_gpu = False
+    gpus: set[torch.device] = set()
+    """Whose streams copy: of a model on several GPUs each tensor's own."""
     for entry in batch:
         name, tensor = next(tensors)
         if name != entry.name or tensor.nbytes != entry.nbytes:
@@ -265,12 +266,12 @@ def fill(
         if tensor.nbytes:
             room = memory.room(start, tensor.nbytes)
             room.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
-            is_on_gpu = is_on_gpu or tensor.is_cuda or room.is_cuda
+            gpus |= {one.device for one in (tensor, room) if one.is_cuda}
         placed.append(SharedTensor(name=name, offset=start))
         start += aligned(max(tensor.nbytes, 1))
         del tensor  # before a generator makes the next
-    if is_on_gpu:
-        torch.cuda.current_stream().synchronize()
+    for gpu in gpus:
+        torch.cuda.current_stream(gpu).synchronize()
     return tuple(placed)
 
 

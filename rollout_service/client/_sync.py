@@ -144,19 +144,24 @@ class SyncRolloutClient:
             raise RuntimeError("a progress callback may not call its own SyncRolloutClient: it would wait for itself")
         if not self._thread.is_alive():
             raise RuntimeError("this SyncRolloutClient is closed: make a new one")
+        # in this thread, whose CUDA device and stream a push of weights goes by
+        coroutine = method(self._client, *args, **kwargs)
         begun: list[asyncio.Task[Any] | None] = []
         given_up = threading.Event()
 
         async def call() -> Result:
             begun.append(asyncio.current_task())
             if given_up.is_set():
+                coroutine.close()
                 raise asyncio.CancelledError
-            return await method(self._client, *args, **kwargs)
+            return await coroutine
 
         try:
             return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
         finally:  # Ctrl-C may end the wait, and also come before there is a future to wait for
             given_up.set()
+            if not begun:
+                coroutine.close()  # nobody awaits it any more
             for task in begun:
                 if task is not None and not task.done():
                     self._loop.call_soon_threadsafe(task.cancel)

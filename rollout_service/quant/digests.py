@@ -11,6 +11,7 @@ Format: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import NamedTuple, Self
 
@@ -105,12 +106,15 @@ class Hashing:
         self._sums = torch.empty((made, 8), dtype=torch.int64, device=device)
 
     def queue(self, group: int) -> None:
-        """Hash a group on the current stream. The bytes must stay what they are until the stream has come so far."""
-        for rows, is_aligned in self._launches[group]:
-            table = self._table[rows]
-            add_up[(len(table),)](
-                table, self._words, self._sums, ALIGNED=is_aligned, UNROLLED=_UNROLLED, num_warps=1
-            )  # fmt: skip
+        """Hash a group on the device's current stream. The bytes must stay what they are until that has come so far."""
+        device = self._table.device
+        # Triton launches on the thread's device, wherever the memory is
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            for rows, is_aligned in self._launches[group]:
+                table = self._table[rows]
+                add_up[(len(table),)](
+                    table, self._words, self._sums, ALIGNED=is_aligned, UNROLLED=_UNROLLED, num_warps=1
+                )  # fmt: skip
 
     def read(self, short: Callable[[int], memoryview]) -> bytes:
         """``DIGEST_BYTES`` of each run, one after the other, as ``xxhash.xxh3_128_digest`` gives them.

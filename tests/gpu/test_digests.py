@@ -41,6 +41,17 @@ def test_of_every_length_and_alignment() -> None:
     compare(memory, list(zip(starts, draw.integers(0, CHUNK_BYTES + 1, 4000).tolist(), strict=True)))
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_another_gpu_than_the_threads() -> None:
+    other = torch.device("cuda", 1)
+    there = torch.randint(0, 256, (CHUNK_BYTES,), dtype=torch.uint8, device=other)
+    with torch.cuda.device(0):
+        hashing = Hashing([[Run(there.data_ptr(), there.nbytes)]], other)
+        hashing.queue(0)
+        found = hashing.read(lambda number: memoryview(b""))
+    assert found == xxhash.xxh3_128_digest(there.cpu().numpy().data)
+
+
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("chunks", [32, 128, 9000])
 def test_speed(chunks: int, aligned: bool, capsys: pytest.CaptureFixture[str]) -> None:

@@ -206,11 +206,6 @@ class StagingBuffer:
         except Busy as reason:
             raise CannotStage(str(reason)) from reason
 
-    @property
-    def is_shared(self) -> bool:
-        """Other processes write into it after ``release``."""
-        return self._shared is not None
-
     def _take_host_memory(self, log: Path, nbytes: int) -> None:
         """The node's, shared by all replicas that follow the log; if that cannot be had, memory of this worker."""
         free = memory().free_bytes
@@ -241,7 +236,10 @@ class StagingBuffer:
                     f"the manifest of version {manifest.version} has no digests of chunks, as an older release wrote it"
                 )
             if reader.is_mapped:
-                stage_on_device(reader, found, placement, self.memory, self._passages)
+                try:
+                    stage_on_device(reader, found, placement, self.memory, self._passages)
+                except torch.OutOfMemoryError as error:  # for the tables of what is hashed, some 100 bytes a MiB
+                    raise CannotStage(f"the GPU has no memory to check version {manifest.version}: {error}") from error
                 return
             lanes = [found[first :: self._threads] for first in range(self._threads)]
             work = [(self._lane(), lane) for lane in lanes if lane]  # all memory before anything is read

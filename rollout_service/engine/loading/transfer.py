@@ -201,8 +201,9 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
             renew_convolutions(self.model)
             self._learn(self._layerwise)
             self._layerwise = None
-        if self._area is not None and self._area.is_shared and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the copies are only queued
+        if self._area is not None and self.device.type == "cuda":
+            # the copies are only queued, and another stream, or process, writes the next version into the area
+            torch.cuda.synchronize(self.device)
         self._stager.forget()
         if self._area is not None and self._area.limit_bytes is not None:
             staged_bytes = 0 if self._plan is None else self._plan.placement.nbytes

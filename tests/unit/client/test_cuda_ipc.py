@@ -8,6 +8,7 @@ import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rollout_service.client import RolloutClient, _shared_memory, _tensors, _upl
 from rollout_service.errors import NotShared, QuantizationError
 from rollout_service.gpu_memory import OwnGpuMemory
 from rollout_service.ingest.sources import shared_memory as source
+from rollout_service.protocol.upload import SharedMemorySource, UploadTensor
 from tests.unit.client.real_ingest import RealIngest, real_ingest
 from tests.unit.client.test_shared_memory import how_it_came
 from tests.unit.ingest.trainer import Weights
@@ -209,8 +211,56 @@ def _without_a_handle(self: OwnFile, nbytes: int) -> None:
 
 
 def test_without_cuda_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="no GPU"):
+        OwnGpuMemory(100)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     with pytest.raises(OSError, match="cuda-bindings"):
         OwnGpuMemory(100)
+
+
+class _OnGpu(torch.Tensor):
+    """Of the host, and says that it lies on a GPU."""
+
+    gpu: torch.device
+    is_cuda = True
+    device = property(lambda self: self.gpu)
+
+
+class _Room:
+    """In place of a trainer's memory."""
+
+    nbytes = 4096
+
+    def __init__(self) -> None:
+        self.memory = torch.zeros(self.nbytes, dtype=torch.uint8)
+
+    def source(self, tensors: tuple[UploadTensor, ...]) -> SharedMemorySource:
+        raise NotImplementedError
+
+    def room(self, start: int, nbytes: int) -> torch.Tensor:
+        return self.memory[start : start + nbytes]
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+def test_the_copies_of_every_gpu_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[object] = []
+
+    def current_stream(device: object = None) -> SimpleNamespace:
+        return SimpleNamespace(synchronize=lambda: waited.append(device))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    tensors = {}
+    for name, gpu in (("a", 0), ("b", 3), ("c", 3)):
+        tensors[name] = torch.full((5,), gpu, dtype=torch.float32).as_subclass(_OnGpu)
+        tensors[name].gpu = torch.device("cuda", gpu)
+    table = [UploadTensor(name=name, dtype="float32", shape=(5,)) for name in tensors]
+    memory = _Room()
+    placed = _shared_memory.fill(memory, 64, table, iter(tensors.items()))
+    assert [each.offset for each in placed] == [64, 128, 192]
+    assert memory.room(128, 20).view(torch.float32).tolist() == [3.0] * 5
+    assert sorted(map(str, waited)) == ["cuda:0", "cuda:3"]

@@ -11,7 +11,7 @@ import torch
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollout_service.client import RolloutClient, SyncRolloutClient
+from rollout_service.client import RolloutClient, SyncRolloutClient, _tensors
 from rollout_service.client._sessions import AgentSession
 from rollout_service.client._sync import SyncAgentSession
 from rollout_service.errors import NotFound
@@ -28,6 +28,16 @@ def test_it_generates_and_pushes(threaded_service: Service) -> None:
         assert client.wait_live(1).state == "live"
         assert [status.version for status in client.weights()] == [1]
         assert client.weights(1).version == 1
+
+
+def test_a_push_goes_by_the_cuda_stream_of_the_callers_thread(
+    threaded_service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(_tensors, "_cuda_stream_of_this_thread", lambda: asked.append(threading.get_ident()))
+    with SyncRolloutClient(threaded_service.url) as client:
+        client.push_weights(1, {"w": torch.ones(4)})
+    assert asked == [threading.get_ident()]
 
 
 def test_it_reads_a_rollout_while_it_is_made() -> None:

@@ -16,6 +16,8 @@ from rollout_service.errors import LogCorrupt
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import CHUNK_BYTES, Manifest, Recipe
+from rollout_service.store.mapped_files import MappedFiles
+from rollout_service.store.reading import VersionReader
 from rollout_service.store.writer import VersionWriter
 from tests.unit.store.versions import FIRST, SECOND, commit, flip_a_byte
 
@@ -121,6 +123,18 @@ def test_a_file_that_is_too_short_is_an_error_that_names_it(log: WeightLog) -> N
     file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(LogCorrupt, match=f"{SECOND} in .*{file.name} ends 5 bytes early"):
         area().fill(log.folder(1), manifest, Placement.whole(manifest), every=True)
+
+
+def test_a_gpu_without_memory_to_check_in_refuses_the_version(log: WeightLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    manifest = log.manifest(1)
+    staging = area("device")
+    monkeypatch.setattr(staging, "_reader", lambda folder, manifest: VersionReader(folder, manifest, MappedFiles()))
+    monkeypatch.setattr(staging_module, "stage_on_device", out_of_memory)
+    with pytest.raises(CannotStage, match="no memory to check version 1: CUDA out of memory"):
+        staging.fill(log.folder(1), manifest, Placement.whole(manifest), every=True)
 
 
 def test_after_a_failure_the_next_version_is_staged(log: WeightLog) -> None:
