@@ -23,7 +23,7 @@ from rollout_service.fleet.continuation import joined, part
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.tiny import make_tiny_qwen3
 from rollout_service.protocol.rollout import Completion
-from rollout_service.protocol.sampling import Sampling, StructuredOutputs
+from rollout_service.protocol.sampling import GenerateCall, Sampling, StructuredOutputs
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE, read_manifest
@@ -330,6 +330,7 @@ class Reader:
 
     def __init__(self, engine: EngineAdapter, request_id: str, sampling: Sampling) -> None:
         self._engine, self._request_id, self._candidates = engine, request_id, sampling.logprobs or 0
+        self._call = GenerateCall(request_id=request_id, prompt_token_ids=PROMPTS[0], sampling=sampling)
         empty = {"token_ids": (), "logprobs": (), "finish_reason": "abort", "spans": ()}
         self.made = [Completion(index=index, **empty) for index in range(sampling.n)]
 
@@ -338,7 +339,7 @@ class Reader:
         since = [len(completion.token_ids) for completion in self.made]
         pieces = self._engine.made_since(self._request_id, since, self._candidates)
         for piece in pieces:
-            self.made[piece.index] = joined(self.made[piece.index], piece)
+            self.made[piece.index] = joined(self._call, self.made[piece.index], piece)
         return any(piece.token_ids for piece in pieces)
 
 

@@ -11,7 +11,7 @@ from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.errors import InvalidRequest
 from rollout_service.fleet.continuation import joined, part
 from rollout_service.protocol.rollout import Completion
-from rollout_service.protocol.sampling import Sampling
+from rollout_service.protocol.sampling import GenerateCall, Sampling
 from rollout_service.protocol.sampling_mask import unpack
 from tests.support.models import random_weights
 from tests.support.one_engine import PROMPTS, running
@@ -57,10 +57,11 @@ async def assert_what_is_read_meanwhile_has_its_masks(engine: EngineAdapter) -> 
     sampling = Sampling(n=4, max_tokens=64, ignore_eos=True, top_k=5)
     empty = {"token_ids": (), "logprobs": (), "finish_reason": "abort", "spans": ()}
     made = [Completion(index=index, **empty) for index in range(sampling.n)]
+    call = GenerateCall(request_id="meanwhile", prompt_token_ids=PROMPTS[0], sampling=sampling)
     making = asyncio.create_task(engine.generate("meanwhile", PROMPTS[0], sampling))
     while not making.done():
         for piece in engine.made_since("meanwhile", [len(each.token_ids) for each in made]):
-            made[piece.index] = joined(made[piece.index], piece)
+            made[piece.index] = joined(call, made[piece.index], piece)
         await asyncio.sleep(0)
     for whole in await making:
         read = made[whole.index]
