@@ -57,7 +57,7 @@ from rollout_service.protocol.upload import (
 )
 from rollout_service.protocol.weight_log import DesiredState, LogFile, Newest
 from rollout_service.protocol.weight_transfer import WIRE_DTYPE_BYTES
-from rollout_service.protocol.weights import TensorDigests, UploadTimings, WeightStatus
+from rollout_service.protocol.weights import TensorDigests, WeightStatus
 from rollout_service.rpc import Bucket
 from rollout_service.store.chunk_server import ChunkServer
 from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remove_tree
@@ -97,8 +97,6 @@ class Ingest:
         self._converter = Converter(self._trainer_recipe, device=config.quant.device)
         self._unquantized = UnquantizedLog(self._log.root, self._model) if config.shadow.share else None
         self._labels = VersionLabels(self._log)
-        self._timings: tuple[int, UploadTimings] | None = None
-        """Of the version that was committed last."""
         self._uploads = Uploads(
             config.weights,
             self._log,
@@ -356,7 +354,7 @@ class Ingest:
             kv_scales_from=summary.kv_scales_from,
             durable=self._durability.is_durable(version),
             error=self._durability.failure(version),
-            timings=self._timings[1] if self._timings is not None and self._timings[0] == version else None,
+            timings=summary.timings,
             replicas=self._fleet.table.live(),
         )
 
@@ -497,9 +495,9 @@ class Ingest:
                 label=staged.begin.label,
             )
             manifest = self._kv_scales.added_to(bare, staged.begin.kv_scales)
-            await self._append(manifest, staged.complete_record(), request.mode)
+            record = staged.complete_record().model_copy(update={"timings": staged.timings})
+            await self._append(manifest, record, request.mode)
             count_received(staged.transport, staged.received_bytes, manifest.total_bytes, staged.timings)
-            self._timings = version, staged.timings
             await self._uploads.committed_now(version, manifest.digest)
             await self._remove_old()
 

@@ -61,7 +61,7 @@ class WeightStatus(Frozen):
     """Why a staged version cannot be committed: mend the weights and begin it anew. Or what the disk did not confirm of
     a committed one, or why it could not be copied there."""
     timings: UploadTimings | None = None
-    """Of the version that this ingest committed last; None: of others. Replicas tell of theirs: ``replicas``."""
+    """None while staged, and of a rollback. Replicas tell of theirs: ``replicas``."""
     replicas: tuple[ReplicaStatus, ...] = ()
     suspect: tuple[Suspicion, ...] | None = None
     """Replicas on which its mismatch is above a threshold of ``monitor``; None: not asked, or the monitor is away."""

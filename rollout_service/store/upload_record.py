@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from rollout_service.errors import LogCorrupt, VersionConflict
 from rollout_service.protocol.base import NEXT, Frozen
 from rollout_service.protocol.upload import BeginUpload, num_parts, upload_digest, with_kv_scales
+from rollout_service.protocol.weights import UploadTimings
 from rollout_service.store.durable_io import read_sealed, write_sealed
 
 RECORD_FILE = "upload.json"
@@ -30,6 +31,8 @@ class UploadRecord(Frozen):
 
     manifest_digest: str = ""
     """xxh3-128 of the file manifest.json; empty while the upload is under way."""
+    timings: UploadTimings | None = None
+    """None while the upload is under way, and of versions of before they were kept."""
 
     @property
     def num_parts(self) -> int:

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from rollout_service.protocol.base import Failure
-from rollout_service.protocol.weights import KVScalesFrom
+from rollout_service.protocol.weights import KVScalesFrom, UploadTimings
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.upload_record import UploadRecord
 
@@ -22,11 +22,13 @@ class VersionSummary(NamedTuple):
     rollback_of: int | None
     delta_of: int | None
     uploaded_bytes: int | None
+    timings: UploadTimings | None
 
     @classmethod
     def of(cls, manifest: Manifest, digest: str, log_digest: str, record: UploadRecord | None) -> "VersionSummary":
         """``digest``: the manifest's, which takes a while to compute. ``record``: how it came, if that is known."""
-        begin = None if record is None or manifest.rollback_of is not None else record.begin
+        pushed = None if manifest.rollback_of is not None else record
+        begin = None if pushed is None else pushed.begin
         return cls(
             digest,
             log_digest,
@@ -37,6 +39,7 @@ class VersionSummary(NamedTuple):
             manifest.rollback_of,
             None if begin is None or begin.delta is None else begin.delta.base,
             None if begin is None or begin.source is not None else begin.nbytes,
+            None if pushed is None else pushed.timings,
         )
 
 
