@@ -69,7 +69,7 @@ class TestPush:
         assert await how_it_came(service, 2) == "SharedMemorySource"
         service.log.verify(service.log.manifest(2))
         assert shared.timings is not None and min(shared.timings.model_dump().values()) > 0
-        assert (await service.ingest.status(1)).timings is None
+        assert (await service.ingest.status(1)).timings == in_parts.timings != shared.timings
 
     async def test_a_tensor_larger_than_four_batches_takes_all_the_memory(
         self, service: RealIngest, client: RolloutClient, weights: Weights, monkeypatch: pytest.MonkeyPatch
