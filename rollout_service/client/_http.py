@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import ssl
-from collections.abc import AsyncIterable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
 from typing import TypeVar
 
 import httpx
@@ -77,14 +77,7 @@ class Http:
             headers=headers,
             timeout=timeout or httpx.USE_CLIENT_DEFAULT,
         )
-        try:
-            response: httpx.Response = await retrying(repeat, self.retries)(attempt)
-        except httpx.TransportError as error:
-            error.add_note(_explain(error, method, url, self.url, repeat))
-            raise
-        if not response.is_success:
-            raise error_of(response)
-        return response
+        return await self._answer(attempt, method, url, repeat)
 
     async def open_stream(self, method: str, url: str, *, repeat: Repeat, json: object) -> httpx.Response:
         """Send, and return a 2xx reply whose body is still to be read. It is the caller's to close."""
@@ -96,6 +89,12 @@ class Http:
                 await response.aread()
             return response
 
+        return await self._answer(attempt, method, url, repeat)
+
+    async def _answer(
+        self, attempt: Callable[[], Awaitable[httpx.Response]], method: str, url: str, repeat: Repeat
+    ) -> httpx.Response:
+        """The 2xx reply of an attempt, of as many as ``repeat`` allows."""
         try:
             response: httpx.Response = await retrying(repeat, self.retries)(attempt)
         except httpx.TransportError as error:
