@@ -6,9 +6,10 @@
 The attention alone, without an engine. ``--sequences`` decode one token each, in groups whose prompt is the same pages;
 a case is ``sequences of a group x tokens of its prompt + tokens of each's own``. One side is FlashAttention 3 as vLLM
 0.32 calls it, the other one this package's kernels, layer by layer as its backend runs them: queries to their rows,
-FlashAttention, parts merged. Both run in CUDA graphs over ``LAYERS`` layers whose caches are larger than the GPU's L2.
-What is done once a step comes apart: the grouping, on the GPU and until it is launched. Each case is written as soon as
-it is there, and the most wanted come first; one whose result is wrong is not written, and ends the command with 1.
+FlashAttention, parts merged; of an FP8 cache FlashAttention reads what is shared, and the decode kernel the rest. Both
+run in CUDA graphs over ``LAYERS`` layers whose caches are larger than the GPU's L2. What is done once a step comes
+apart: the grouping, on the GPU and until it is launched. Each case is written as soon as it is there, and the most
+wanted come first; one whose result is wrong is not written, and ends the command with 1.
 """
 
 import itertools
@@ -29,9 +30,10 @@ from benchmarks.common.command import Options, run
 from benchmarks.common.timing import graph_seconds, wall_seconds
 from benchmarks.kernels.attention import HEAD_DIM, HEADS
 from rollout_service.engine.attention.choice import MIN_SHARED_TOKENS
-from rollout_service.engine.attention.decoding import grouped_decode
+from rollout_service.engine.attention.decoding import FP8Cache, grouped_decode, grouped_fp8_decode
 from rollout_service.engine.attention.flash import FlashAttend, chunk_sequences, splits
-from rollout_service.engine.attention.grouping import Grouped, Grouping
+from rollout_service.engine.attention.fp8_decode import Variant, splits_of
+from rollout_service.engine.attention.grouping import Entries, Grouped, Grouping
 
 RESULT = "kernels_group_attention"
 LAYERS = 4
@@ -95,7 +97,7 @@ class Case:
     plain_us: float
     """Of a layer."""
     grouped_us: float
-    """Of a layer: rows, FlashAttention, merge."""
+    """Of a layer, all kernels."""
     around_us: float
     """Of that, without FlashAttention."""
     grouping_us: float
@@ -164,13 +166,13 @@ def batch_of(
     return Batch(query, caches, tables, prompt + own - spread, page)
 
 
-def schedule_of(batch: Batch, grouped: Grouped | None, most_splits: int) -> torch.Tensor:
-    """FlashAttention's: of the grouped batch, or of the batch as it is."""
+def schedule_of(batch: Batch, grouped: Entries | None, most_splits: int) -> torch.Tensor:
+    """FlashAttention's: of entries, or of the batch as it is."""
     from vllm.vllm_flash_attn import get_scheduler_metadata
 
     count, heads, _ = batch.query.shape
     schedule: torch.Tensor = get_scheduler_metadata(
-        batch_size=count if grouped is None else grouped.entries,
+        batch_size=count if grouped is None else len(grouped),
         max_seqlen_q=1 if grouped is None else grouped.max_rows,
         max_seqlen_k=batch.longest,
         num_heads_q=heads,
@@ -216,15 +218,21 @@ def grouped_calls(
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     one = torch.ones((), device="cuda")
-    schedule = schedule_of(batch, grouped, most_splits)
-    lse = torch.zeros(batch.query.shape[1], grouped.rows, device="cuda")
+    count, heads, _ = batch.query.shape
+    is_fp8 = batch.query.dtype == torch.float8_e4m3fn
+    schedule = schedule_of(batch, grouped.shared if is_fp8 else grouped, most_splits)
+    lse = torch.zeros(heads, count if is_fp8 else grouped.rows, device="cuda")
+    variant = Variant(splits=splits_of(count, batch.caches.shape[2]))
 
     def call(keys: torch.Tensor, values: torch.Tensor) -> Callable[[], object]:
         attend = FlashAttend(
             flash_attn_varlen_func, keys, values, HEAD_DIM**-0.5, (one, one, one), batch.longest, schedule, most_splits
         )
         way = attend if attends else lambda rows, batch, output: lse
-        return lambda: grouped_decode(batch.query, grouped, way, output)
+        if not is_fp8:
+            return lambda: grouped_decode(batch.query, grouped, way, output)
+        cache = FP8Cache(keys, values, (one, one, one), HEAD_DIM**-0.5, variant)
+        return lambda: grouped_fp8_decode(batch.query, grouped, way, cache, output)
 
     return [call(keys, values) for keys, values in batch.parts]
 
@@ -258,7 +266,7 @@ def measure(model: str, kv: str, sequences: int, sizes: tuple[int, int, int], pa
         return grouping.group(batch.tables, batch.lengths)
 
     grouped = group()
-    parts = splits(grouped.rows, most_splits)
+    parts = splits(sequences if kv == Cache.FP8 else grouped.rows, most_splits)
     outputs = [torch.empty(batch.query.shape, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
     calls = (
         plain_calls(batch, outputs[0]),

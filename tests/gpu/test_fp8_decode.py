@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.kernels.fp8_decode.kernel import SIZE, Decode, Variant
+from rollout_service.engine.attention.fp8_decode import SIZE, Variant, decode
 from tests.support.shared_pages import paged_attention
 
 CUDA = torch.device("cuda")
@@ -42,10 +42,9 @@ def test_the_kernel_attends_as_fp32_attention(
     q, k, v = (torch.ones((), device=CUDA) for _ in range(3))
     out = torch.full((n, heads, SIZE), torch.nan, device=CUDA, dtype=torch.bfloat16)
     lse = torch.full((heads, n), torch.nan, device=CUDA)
-    decode = Decode.of(variant, n, heads, CUDA)
     for scale, value in ((q, 0.5), (k, 2.0), (v, 0.25)):
         scale.fill_(value)
-    decode(query, keys, values, tables, lengths, (q, k, v), SIZE**-0.5, out, lse)
+    decode(query, keys, values, tables, lengths, (q, k, v), SIZE**-0.5, out, lse, variant=variant)
 
     wanted = torch.empty(n, heads, SIZE, device=CUDA)
     descales = [scale.expand(n, kv_heads) for scale in (q, k, v)]

@@ -98,7 +98,7 @@ def test_groups_attend_as_near_to_fp32_as_plain_decode(
 
     alone = torch.arange(count + 1, device=CUDA, dtype=torch.int32)
     none, own = torch.full_like(alone[1:], -1), alone[:-1].contiguous()
-    each = Grouped(alone, batch.lengths, batch.tables, none, own, 1)
+    each = Grouped(alone, batch.lengths, batch.tables, 1, none, own)
     grouped_decode(query, each, attend, plain)
     wanted = exact(query, attend, batch)
     largest = wanted.abs().amax()
@@ -114,7 +114,10 @@ def test_the_compiled_grouping_finds_what_comparing_prefixes_finds(seed: int) ->
     paths += [paths[0][: choose.randrange(1, len(paths[0]) + 1)] + [f"{n}.{i}" for i in range(90)] for n in range(8)]
     batch = batch_of([(choose.choice(paths), choose.randrange(1, 900)) for _ in range(250)], page, padding=6)
     made = Grouping(300, batch.tables.shape[1], page, chunk, 3, CUDA).group(batch.tables.cuda(), batch.lengths.cuda())
-    made = Grouped(*(t.cpu() for t in (made.starts, made.lengths, made.tables, made.shared_rows, made.own_rows)), chunk)
+    starts, lengths, tables, shared, own = (
+        t.cpu() for t in (made.starts, made.lengths, made.tables, made.shared_rows, made.own_rows)
+    )
+    made = Grouped(starts, lengths, tables, chunk, shared, own)
     assert found_groups(batch, made) == expected_groups(batch, chunk, 3)
 
 

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from benchmarks.kernels.fp8_decode.kernel import SIZE, Decode, Variant, _halves
+from rollout_service.engine.attention.fp8_decode import SIZE, Before, Variant, _halves, decode, splits_of
 from tests.support.shared_pages import paged_attention
 
 PAGE = 32
@@ -54,8 +54,8 @@ def test_the_kernel_attends_as_plain_attention(heads: int, kv_heads: int, block:
     tables = (torch.randperm(n * pages, generator=torch.Generator().manual_seed(1)) + 1).int().view(n, pages)
     query, lengths = fp8(n, heads, SIZE, seed=1), torch.tensor(LENGTHS, dtype=torch.int32)
     out, lse = torch.full((n, heads, SIZE), torch.nan), torch.full((heads, n), torch.nan)
-    decode = Decode.of(Variant("plain", block=block, splits=splits), n, heads, torch.device("cpu"))
-    decode(query, keys, values, tables, lengths, SCALES, SIZE**-0.5, out, lse)
+    variant = Variant("plain", block=block, splits=splits)
+    decode(query, keys, values, tables, lengths, SCALES, SIZE**-0.5, out, lse, variant=variant)
 
     wanted, wanted_lse = torch.empty_like(out), torch.empty_like(lse)
     descales = [scale.expand(n, kv_heads) for scale in SCALES]
@@ -71,12 +71,53 @@ def test_the_kernel_attends_as_plain_attention(heads: int, kv_heads: int, block:
     assert (out[~there] == 0).all() and (lse[:, ~there] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("splits", [1, 4])
+def test_the_kernel_goes_on_from_a_result_over_earlier_tokens(splits: int) -> None:
+    """Some sequences have one, in another order; a row whose LSE is not finite counts for nothing, NaN as it is."""
+    n, heads, kv_heads, earlier = len(LENGTHS), 8, 2, 2  # pages
+    pages = earlier + -(-max(LENGTHS) // PAGE)
+    cache = fp8(1 + n * pages, kv_heads, PAGE, 2 * SIZE, seed=3).transpose(1, 2)
+    keys, values = cache.split(SIZE, dim=-1)
+    tables = (torch.randperm(n * pages, generator=torch.Generator().manual_seed(1)) + 1).int().view(n, pages)
+    query, own = fp8(n, heads, SIZE, seed=1), torch.tensor(LENGTHS, dtype=torch.int32)
+    has = torch.tensor([True, False, True, True, False])  # the third has nothing else
+    rows = torch.tensor([3, -1, 0, 1, 2], dtype=torch.int32)  # the last one's is without tokens
+
+    def plain(table: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.empty(n, heads, SIZE)
+        scales = [scale.expand(n, kv_heads) for scale in SCALES]
+        _, lse = paged_attention(
+            q=query, k=keys, v=values, out=out, cu_seqlens_q=torch.arange(n + 1), max_seqlen_q=1, seqused_k=lengths,
+            max_seqlen_k=1 << 20, softmax_scale=SIZE**-0.5, causal=False, block_table=table,
+            q_descale=scales[0], k_descale=scales[1], v_descale=scales[2],
+        )  # fmt: skip
+        return out, lse
+
+    shared_out, shared_lse = plain(tables, torch.full((n,), earlier * PAGE))
+    before = Before(rows, torch.full((4, heads, SIZE), torch.nan), torch.full((4, heads), torch.nan).transpose(0, 1))
+    for sequence in has.nonzero().flatten().tolist():
+        before.out[rows[sequence]], before.lse[:, rows[sequence]] = shared_out[sequence], shared_lse[:, sequence]
+    before.lse[:, 2] = -torch.inf
+    out, lse = torch.full((n, heads, SIZE), torch.nan), torch.full((heads, n), torch.nan)
+    tail = tables[:, earlier:]
+    decode(query, keys, values, tail, own, SCALES, SIZE**-0.5, out, lse, before, Variant("plain", 32, splits=splits))
+
+    whole, whole_lse = plain(tables, own + earlier * PAGE)
+    alone, alone_lse = plain(tail.contiguous(), own)
+    torch.testing.assert_close(lse, torch.where(has, whole_lse, alone_lse), atol=1e-4, rtol=1e-4)
+    wanted = torch.where(has[:, None, None], whole, alone)
+    torch.testing.assert_close(out, wanted, atol=2e-3, rtol=2e-3)
+
+
+def test_a_small_batch_is_cut_into_parts_that_fill_a_gpu() -> None:
+    assert [splits_of(n, 8) for n in (256, 128, 100, 32, 2)] == [1, 1, 2, 4, 32]
+
+
 def test_what_a_tile_has_no_rows_for_is_refused() -> None:
-    decode = Decode.of(Variant("plain"), 1, 32, torch.device("cpu"))
     cache = fp8(2, PAGE, 1, SIZE, seed=1)
     one = torch.ones(1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="32 query heads of 128 numbers for 1 KV heads"):
         decode(
             fp8(1, 32, SIZE, seed=1), cache, cache, one, one[0], SCALES, 1.0,
-            torch.empty(1, 32, SIZE), torch.empty(32, 1),
+            torch.empty(1, 32, SIZE),
         )  # fmt: skip

@@ -112,6 +112,39 @@ def test_a_step_of_single_tokens_is_grouped_and_attended(
     assert (output[7:] == 7.0).all()
 
 
+def test_own_tokens_of_an_fp8_cache_are_read_by_the_decode_kernel(
+    vllm_config: VllmConfig, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And shared ones by FlashAttention, whose schedule is of these alone."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(vllm_config.cache_config, "cache_dtype", "fp8_e4m3")
+    monkeypatch.setattr(flash_attn, "flash_attn_supports_kv_cache_dtype", lambda *_, **__: True)
+    batch = batch_of(SEQUENCES, PAGE, padding=2, width=MAX_PAGES)
+    made = builder(vllm_config).build(0, metadata_of(batch))
+    assert made.grouped is not None and made.grouped_schedule is not None and made.own_kernel is not None
+    assert len(made.grouped.shared) == len(batch.lengths) // 2 and made.own_kernel.splits == 32
+
+    with set_current_vllm_config(vllm_config):
+        layer = GroupAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "fp8_e4m3")
+    cache = torch.randn(int(batch.tables.max()) + 1, KV_HEADS, PAGE, 2 * SIZE).to(torch.float8_e4m3fn)
+    query = torch.randn(9, HEADS, SIZE).to(torch.float8_e4m3fn)
+    output = torch.full((9, HEADS, SIZE), 7.0)
+    scales: Any = SimpleNamespace(_q_scale=torch.tensor(0.5), _k_scale=torch.tensor(2.0), _v_scale=torch.tensor(0.25))
+    none = torch.empty(0)
+    layer.forward(scales, query, none, none, cache.view(torch.uint8), made, output)
+
+    [call] = calls
+    assert call["q"].shape[0] == len(batch.lengths) and call["seqused_k"].tolist() == [MIN_SHARED_TOKENS, 0, 0]
+    keys, values = cache.float().transpose(1, 2).split(SIZE, dim=-1)
+    for sequence, length in enumerate(batch.lengths.tolist()):
+        pages = torch.tensor(batch.pages(sequence), dtype=torch.long)
+        k, v = (part[pages].flatten(0, 1)[:length].repeat_interleave(HEADS // KV_HEADS, 1) for part in (keys, values))
+        logits = torch.einsum("hd,thd->ht", query[sequence].float(), k) * SIZE**-0.5  # scales of q and k cancel
+        expected = torch.einsum("ht,thd->hd", logits.softmax(-1), v / 4) if length else torch.zeros(HEADS, SIZE)
+        torch.testing.assert_close(output[sequence], expected, atol=2e-3, rtol=2e-3)
+    assert (output[7:] == 7.0).all()
+
+
 class Layer(AttentionLayerBase):
     """One that vLLM would make of the backend."""
 

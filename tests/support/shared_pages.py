@@ -73,7 +73,7 @@ def expected_groups(batch: Batch, chunk: int, min_pages: int) -> set[tuple[tuple
 def found_groups(batch: Batch, made: Grouped) -> set[tuple[tuple[int, ...], int]]:
     """The same of what the kernels made. Asserts that each sequence's rows see exactly its own tokens, in order."""
     starts = made.starts.tolist()
-    entry_of = {row: e for e in range(made.entries) for row in range(starts[e], starts[e + 1])}
+    entry_of = {row: e for e in range(len(made)) for row in range(starts[e], starts[e + 1])}
     shared: defaultdict[int, list[int]] = defaultdict(list)
     taken: set[int] = set()
     for sequence, length in enumerate(batch.lengths.tolist()):

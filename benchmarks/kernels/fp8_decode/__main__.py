@@ -24,8 +24,8 @@ from benchmarks.common import results
 from benchmarks.common.command import Options, run
 from benchmarks.common.timing import copy_seconds, graph_seconds
 from benchmarks.kernels.attention import HEAD_DIM
-from benchmarks.kernels.fp8_decode.kernel import Decode, Variant
 from benchmarks.kernels.group_attention import LAYERS, Batch, batch_of, plain_calls
+from rollout_service.engine.attention.fp8_decode import Variant, decode
 
 RESULT = "kernels_fp8_decode"
 REPEATS = 5
@@ -131,8 +131,7 @@ class Shape:
     def measure(self, variant: Variant) -> Case:
         """One variant's figures."""
         batch, one = self.batch, torch.ones((), device="cuda")
-        n, heads, size = batch.query.shape
-        decode = Decode.of(variant, n, heads, batch.query.device)
+        n, _, size = batch.query.shape
         self._out.fill_(torch.nan)
         self._lse.fill_(torch.nan)
         calls = [
@@ -146,6 +145,7 @@ class Shape:
                 size**-0.5,
                 self._out,
                 self._lse,
+                variant=variant,
             )
             for keys, values in batch.parts
         ]

@@ -1,8 +1,10 @@
-"""vLLM's FlashAttention backend, where decode reads a group's common prompt once.
+"""vLLM's FlashAttention backend, where decode reads a group's prompt once, and an FP8 cache at the speed of memory.
 
-A step in which every sequence decodes one token is grouped by the metadata builder, before its CUDA graph runs. All
-else, prompts and batches with prompts among them, goes the way of vLLM's own backend. ``choice.py`` says for what it is
-chosen; what is refused here is for whoever names it to vLLM directly.
+A step in which every sequence decodes one token is grouped by the metadata builder, before its CUDA graph runs.
+FlashAttention reads what sequences share, and what each has of its own, too, unless the cache is in FP8 and heads have
+128 numbers: then ``fp8_decode.py`` reads that. All else, prompts and batches with prompts among them, goes the way of
+vLLM's own backend. ``choice.py`` says for what it is chosen; what is refused here is for whoever names it to vLLM
+directly.
 """
 
 from dataclasses import dataclass
@@ -10,10 +12,11 @@ from typing import Any
 
 import torch
 
+from rollout_service.engine.attention import fp8_decode
 from rollout_service.engine.attention.choice import HEAD_SIZES, MIN_SHARED_TOKENS, QUERIES_PER_KV_HEAD
-from rollout_service.engine.attention.decoding import grouped_decode
+from rollout_service.engine.attention.decoding import FP8Cache, grouped_decode, grouped_fp8_decode
 from rollout_service.engine.attention.flash import FlashAttend, Kernel, chunk_sequences, splits
-from rollout_service.engine.attention.grouping import Grouped, Grouping
+from rollout_service.engine.attention.grouping import Entries, Grouped, Grouping
 from rollout_service.engine.attention.reads import KVReads
 from rollout_service.engine.hardware import FLASH_ATTENTION_3
 from rollout_service.vllm_attention import (
@@ -118,8 +121,10 @@ class GroupAttentionMetadata(FlashAttentionMetadata):
 
     grouped: Grouped | None = None
     grouped_schedule: torch.Tensor | None = None
-    """FlashAttention's, of the grouped batch."""
+    """FlashAttention's, of the grouped batch, or of its shared entries alone."""
     grouped_splits: int = 0
+    own_kernel: fp8_decode.Variant | None = None
+    """What reads each sequence's own tokens; None: FlashAttention, with the shared ones."""
 
 
 class GroupAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -151,6 +156,11 @@ class GroupAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
             vllm_config.compilation_config.static_forward_context[name].impl.reads = self.grouping.reads
         # room for each entry's part of FlashAttention's schedule, as in the builder that this one inherits from
         self.grouped_schedule = torch.zeros(1 + 4 * (MAX_ENTRIES + 4), dtype=torch.int32, device=device)
+        self.reads_fp8_itself = (
+            is_quantized_kv_cache(self.cache_config.cache_dtype)
+            and self.headdim == fp8_decode.SIZE
+            and self.num_heads_q <= self.num_heads_kv * fp8_decode.ROWS
+        )
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -163,8 +173,12 @@ class GroupAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         metadata = GroupAttentionMetadata(**vars(super().build(common_prefix_len, batch, fast_build=True)))
         grouped = self.grouping.group(batch.block_table_tensor, batch.seq_lens)
         metadata.grouped = grouped
-        metadata.grouped_splits = splits(grouped.rows, self.attention_config.flash_attn_max_num_splits_for_cuda_graph)
-        metadata.grouped_schedule = self._scheduled(grouped, batch.max_seq_len, metadata.grouped_splits)
+        entries, rows = (grouped.shared, grouped.sequences) if self.reads_fp8_itself else (grouped, grouped.rows)
+        metadata.grouped_splits = splits(rows, self.attention_config.flash_attn_max_num_splits_for_cuda_graph)
+        metadata.grouped_schedule = self._scheduled(entries, batch.max_seq_len, metadata.grouped_splits)
+        if self.reads_fp8_itself:
+            parts = fp8_decode.splits_of(grouped.sequences, self.num_heads_kv)
+            metadata.own_kernel = fp8_decode.Variant(splits=parts)
         return metadata
 
     def _decodes(self, batch: CommonAttentionMetadata) -> bool:
@@ -176,11 +190,11 @@ class GroupAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
             and 1 < batch.num_reqs <= MAX_SEQUENCES
         )
 
-    def _scheduled(self, grouped: Grouped, max_tokens: int, most_splits: int) -> torch.Tensor:
+    def _scheduled(self, grouped: Entries, max_tokens: int, most_splits: int) -> torch.Tensor:
         """FlashAttention's schedule, where CUDA graphs read it."""
         quantized = is_quantized_kv_cache(self.cache_config.cache_dtype)
         made: torch.Tensor = flash_attention_calls().get_scheduler_metadata(
-            batch_size=grouped.entries,
+            batch_size=len(grouped),
             max_seqlen_q=grouped.max_rows,
             max_seqlen_k=max_tokens,
             num_heads_q=self.num_heads_q,
@@ -250,7 +264,11 @@ class GroupAttentionImpl(FlashAttentionImpl):
         assert attn_metadata is not None
         attend = self._attend(layer, kv_cache, attn_metadata, flash_attention_calls().flash_attn_varlen_func)
         count = grouped.sequences
-        grouped_decode(query[:count], grouped, attend, output[:count])
+        if (own := attn_metadata.own_kernel) is None:
+            grouped_decode(query[:count], grouped, attend, output[:count])
+        else:
+            cache = FP8Cache(attend.keys, attend.values, attend.descales, attend.scale, own)
+            grouped_fp8_decode(query[:count], grouped, attend, cache, output[:count])
         return output
 
     def _attend(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rollout_service.engine.attention.grouping import Grouped
+from rollout_service.engine.attention.grouping import Entries
 
 PACKED_ROWS = 64
 """Rows of a tile: FlashAttention packs all query heads of one KV head into it, and one group of warps multiplies up to
@@ -48,9 +48,9 @@ class FlashAttend:
     """As vLLM's ``get_scheduler_metadata`` made it for the same batch; None: the kernel makes it."""
     splits: int
 
-    def __call__(self, rows: torch.Tensor, batch: Grouped, output: torch.Tensor) -> torch.Tensor:
+    def __call__(self, rows: torch.Tensor, batch: Entries, output: torch.Tensor) -> torch.Tensor:
         """See ``Attend``."""
-        shape = (batch.entries, self.keys.shape[2])
+        shape = (len(batch), self.keys.shape[2])
         q_descale, k_descale, v_descale = (descale.expand(shape) for descale in self.descales)
         _, lse = self.kernel(
             q=rows,

@@ -190,8 +190,8 @@ def fill_batch(
 
 
 @dataclass(frozen=True)
-class Grouped:
-    """A decode batch of ``n`` sequences as shared and own entries; views of a ``Grouping``'s buffers."""
+class Entries:
+    """Rows of queries that attend to the same tokens, and these tokens' pages."""
 
     starts: torch.Tensor
     """int32 [entries + 1]: the rows of entry ``e`` are those from ``starts[e]`` up to ``starts[e + 1]``."""
@@ -199,12 +199,22 @@ class Grouped:
     """int32 [entries]: tokens of KV that all rows of an entry attend to; 0: it has no rows, or nothing to attend to."""
     tables: torch.Tensor
     """Block ids int32 [entries, pages]."""
+    max_rows: int
+    """Of one entry."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+@dataclass(frozen=True)
+class Grouped(Entries):
+    """A decode batch of ``n`` sequences: its shared entries, then an own one of each; views of a ``Grouping``'s
+    buffers."""
+
     shared_rows: torch.Tensor
     """int32 [n]: the row of each sequence's query among the shared entries; −1: it shares nothing."""
     own_rows: torch.Tensor
     """int32 [n]: the row among the own entries; −1: the sequence is padding."""
-    max_rows: int
-    """Of one entry."""
 
     @property
     def sequences(self) -> int:
@@ -212,9 +222,20 @@ class Grouped:
         return len(self.own_rows)
 
     @property
-    def entries(self) -> int:
-        """Shared and own ones."""
-        return len(self.lengths)
+    def shared(self) -> Entries:
+        """The shared entries alone, whose rows are at most ``sequences``."""
+        count = len(self) - self.sequences
+        return Entries(self.starts[: count + 1], self.lengths[:count], self.tables[:count], self.max_rows)
+
+    @property
+    def own_lengths(self) -> torch.Tensor:
+        """int32 [n]: tokens of each sequence's own entry, in the batch's order."""
+        return self.lengths[len(self) - self.sequences :]
+
+    @property
+    def own_tables(self) -> torch.Tensor:
+        """Block ids int32 [n, pages] of these tokens."""
+        return self.tables[len(self) - self.sequences :]
 
     @property
     def rows(self) -> int:
@@ -290,8 +311,8 @@ class Grouping:
             self._starts[: entries + 1],
             self._lengths[:entries],
             self._tables[:entries],
+            self._chunk,
             self._shared_rows[:count],
             self._own_rows[:count],
-            self._chunk,
         )
         return self.last

@@ -25,9 +25,10 @@ def spread_queries(
     inside = (head < HEADS) & (at < SIZE)
     value = tl.load(query + sequence * token_stride + head * SIZE + at, mask=inside)
     shared = tl.load(shared_rows + sequence).to(tl.int64)
-    own = tl.load(own_rows + sequence).to(tl.int64)
     tl.store(rows + shared * HEADS * SIZE + head * SIZE + at, value, mask=tl.where(inside, shared, -1) >= 0)
-    tl.store(rows + own * HEADS * SIZE + head * SIZE + at, value, mask=tl.where(inside, own, -1) >= 0)
+    if own_rows is not None:
+        own = tl.load(own_rows + sequence).to(tl.int64)
+        tl.store(rows + own * HEADS * SIZE + head * SIZE + at, value, mask=tl.where(inside, own, -1) >= 0)
 
 
 @triton.jit(do_not_specialize=["lse_head_stride", "lse_row_stride"])  # of every batch size, or they compile anew
@@ -69,10 +70,13 @@ def merge_rows(
     tl.store(output + sequence * token_stride + element, result.to(output.dtype.element_ty), mask=written)
 
 
-def spread(query: torch.Tensor, rows: torch.Tensor, shared_rows: torch.Tensor, own_rows: torch.Tensor) -> None:
+def spread(
+    query: torch.Tensor, rows: torch.Tensor, shared_rows: torch.Tensor, own_rows: torch.Tensor | None = None
+) -> None:
     """Queue the copies of ``query`` [n, heads, size] to ``rows`` [rows, heads, size]; others of ``rows`` stay.
 
-    The row numbers are those of ``Grouped``. Raises ValueError if the heads of a query do not lie side by side.
+    The row numbers are those of ``Grouped``; without ``own_rows`` shared ones alone are written. Raises ValueError if
+    the heads of a query do not lie side by side.
     """
     heads, size, grid = _geometry(query)
     spread_queries[grid](

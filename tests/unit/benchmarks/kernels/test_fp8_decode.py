@@ -8,13 +8,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.kernels.fp8_decode.__main__ import VARIANTS, Case
-from benchmarks.kernels.fp8_decode.kernel import ROWS, SIZE, Variant, decode_part
+from rollout_service.engine.attention.fp8_decode import ROWS, SIZE, Variant, decode_part
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 << 10
 """Of a program, on Hopper."""
 POINTERS = {"q": "*i16", "keys": "*i16", "values": "*i16", "tables": "*i32", "lengths": "*i32", "out": "*bf16"}
-POINTERS |= dict.fromkeys(("q_scale", "k_scale", "v_scale", "lse"), "*fp32")
+POINTERS |= dict.fromkeys(("q_scale", "k_scale", "v_scale", "lse", "before_lse"), "*fp32")
+POINTERS |= {"before_rows": "*i32", "before_out": "*bf16"}
 ALIGNED = ("q", "keys", "values", "out", "lse", "q_stride", "page_stride", "token_stride", "head_stride")
 
 

@@ -10,6 +10,10 @@ as values need and as it cannot do with bytes. A register then has the pairs of 
 dimension, and two conversions make of it the two registers that the tensor cores want: one of the pairs' first codes,
 one of their second ones. Keys are summed over the head's numbers, first and second ones apart; of values, first and
 second numbers of the result are apart until the end.
+
+The running sums of the softmax may begin with what another kernel made of tokens before these (``Before``), so that
+nothing has to be merged afterwards: its result as the weighted sum, 1 as the sum of weights, its LSE as the largest
+logit.
 """
 
 from dataclasses import dataclass
@@ -23,6 +27,11 @@ ROWS = 16
 """Of a tile of the tensor cores."""
 SIZE = 128
 """Numbers of a head."""
+_PROGRAMS = 1024
+"""That occupy an H200: 32 sequences of 8 KV heads are fastest in 4 parts, 256 of 4 KV heads in one
+(``benchmarks/results/h200/kernels_fp8_decode.json``)."""
+_MOST_SPLITS = 32
+"""Whose results one warp merges."""
 
 Way = Literal["cvt", "bits", "plain"]
 """How codes become FP16: by the GPU's instruction for two of them, by shifts (the value is then 2⁻⁸ of the code's), or
@@ -111,10 +120,35 @@ def _attend(
     return now, total, first, second
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit
+def _begun(
+    before, first_head, unit, out, lse, head_stride, row_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """The running sums of a tile's rows before its first token: those of row ``before`` of ``out``; −1: nothing."""
+    most = tl.full([ROWS], -1e30, dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    first = tl.zeros([ROWS, PAIRS], dtype=tl.float32)
+    second = tl.zeros([ROWS, PAIRS], dtype=tl.float32)
+    if out is not None:
+        row, pair = tl.arange(0, ROWS), tl.arange(0, PAIRS)
+        head, at = first_head + row, before.to(tl.int64)
+        asked = tl.where(row < GROUP, at, -1) >= 0
+        its_lse = tl.load(lse + head * head_stride + at * row_stride, mask=asked, other=float("-inf"))
+        found = tl.abs(its_lse) < float("inf")  # NaN is not either
+        most = tl.where(found, its_lse * 1.4426950408889634, most)
+        total = tl.where(found, 1.0, total)
+        numbers = out + (at * HEADS + head)[:, None] * (2 * PAIRS) + 2 * pair[None, :]
+        first = tl.load(numbers, mask=found[:, None], other=0.0).to(tl.float32) / unit
+        second = tl.load(numbers + 1, mask=found[:, None], other=0.0).to(tl.float32) / unit
+    return most, total, first, second
+
+
+@triton.jit(do_not_specialize=["n", "before_head_stride", "before_row_stride"])
 def decode_part(
-    q, keys, values, tables, lengths, q_scale, k_scale, v_scale, out, lse, softmax_scale, n,
-    q_stride, page_stride, token_stride, head_stride, table_stride,
+    q, keys, values, tables, lengths, q_scale, k_scale, v_scale, out, lse, before_rows, before_out, before_lse,
+    softmax_scale, n, q_stride, page_stride, token_stride, head_stride, table_stride,
+    before_head_stride, before_row_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, WAY: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
@@ -126,10 +160,14 @@ def decode_part(
         tables: block ids int32 [n, table_stride]. lengths: tokens int32 [n]; 0: padding.
         q_scale, k_scale, v_scale: what codes are multiplied by, one fp32 each.
         out: to write, [SPLITS, n, KV_HEADS * GROUP, 2 * PAIRS]; of a part, its own result.
-        lse: to write, fp32 [SPLITS, KV_HEADS * GROUP, n], natural logarithm; −inf where there is no token.
+        lse: to write, fp32 [SPLITS, KV_HEADS * GROUP, n], natural logarithm; −inf where there is no token. None: nobody
+            asks.
+        before_rows: int32 [n], the row in which each sequence's result over earlier tokens stands; −1: it has none.
+            None: no sequence has one.
+        before_out: that result, [rows, KV_HEADS * GROUP, 2 * PAIRS]. before_lse: its LSE, by the strides given; one
+            that is not finite means no token, whatever stands in the row.
     """
-    sequence, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
-    split = tl.program_id(1)
+    sequence, head, split = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS, tl.program_id(1)
     length = tl.load(lengths + sequence)
     row, pair = tl.arange(0, ROWS), tl.arange(0, PAIRS)
     real = (row < GROUP)[:, None]
@@ -147,10 +185,16 @@ def decode_part(
     begin = split * part
     end = tl.minimum(begin + part, length)
     whole = begin + tl.maximum(end - begin, 0) // BLOCK * BLOCK
-    most = tl.full([ROWS], -1e30, dtype=tl.float32)
-    total = tl.zeros([ROWS], dtype=tl.float32)
-    first = tl.zeros([ROWS, PAIRS], dtype=tl.float32)
-    second = tl.zeros([ROWS, PAIRS], dtype=tl.float32)
+    unit = tl.load(v_scale)  # of what is summed up
+    if WAY != "cvt":
+        unit *= 256.0
+    before = -1
+    if before_rows is not None:
+        before = tl.where(split == 0, tl.load(before_rows + sequence), -1)  # the first part goes on from it
+    most, total, first, second = _begun(
+        before, head * GROUP, unit, before_out, before_lse, before_head_stride, before_row_stride,
+        KV_HEADS * GROUP, GROUP, ROWS, PAIRS,
+    )  # fmt: skip
     if begin < end:
         blocks = _blocks(table, begin, end, PAGE, BLOCK)
         for at in tl.range(begin, whole, BLOCK, num_stages=STAGES):
@@ -167,15 +211,15 @@ def decode_part(
                 most, total, first, second, PAGE, BLOCK, PAIRS, WAY, True,
             )  # fmt: skip
 
-    weight = tl.load(v_scale) / tl.where(total > 0.0, total, 1.0)
-    if WAY != "cvt":
-        weight *= 256.0
+    weight = unit / tl.where(total > 0.0, total, 1.0)
     result = tl.interleave(first * weight[:, None], second * weight[:, None])
     at_row = (split * n + sequence).to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + row
     target = out + at_row[:, None] * (2 * PAIRS) + tl.arange(0, 2 * PAIRS)[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=real)
-    logarithm = tl.where(total > 0.0, most * 0.6931471805599453 + tl.log(total), float("-inf"))
-    tl.store(lse + (split * KV_HEADS * GROUP + head * GROUP + row).to(tl.int64) * n + sequence, logarithm, row < GROUP)
+    if lse is not None:
+        logarithm = tl.where(total > 0.0, most * 0.6931471805599453 + tl.log(total), float("-inf"))
+        at_lse = lse + (split * KV_HEADS * GROUP + head * GROUP + row).to(tl.int64) * n + sequence
+        tl.store(at_lse, logarithm, mask=row < GROUP)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -184,7 +228,7 @@ def merge_parts(parts, part_lse, out, lse, n, HEADS: tl.constexpr, SPLITS: tl.co
 
     Args:
         parts: fp32 [SPLITS, n, HEADS, SIZE]. part_lse: fp32 [SPLITS, HEADS, n].
-        out: to write, [n, HEADS, SIZE]. lse: to write, fp32 [HEADS, n].
+        out: to write, [n, HEADS, SIZE]. lse: to write, fp32 [HEADS, n]; None: nobody asks.
     """
     sequence, head = tl.program_id(0), tl.program_id(1)
     split, at = tl.arange(0, SPLITS), tl.arange(0, SIZE)
@@ -197,19 +241,21 @@ def merge_parts(parts, part_lse, out, lse, n, HEADS: tl.constexpr, SPLITS: tl.co
     found = tl.load(parts + row[:, None] * SIZE + at[None, :])
     result = tl.sum(found * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
     tl.store(out + (sequence.to(tl.int64) * HEADS + head) * SIZE + at, result.to(out.dtype.element_ty))
-    tl.store(lse + head.to(tl.int64) * n + sequence, tl.where(total > 0.0, most + tl.log(total), float("-inf")))
+    if lse is not None:
+        logarithm = tl.where(total > 0.0, most + tl.log(total), float("-inf"))
+        tl.store(lse + head.to(tl.int64) * n + sequence, logarithm)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """How the kernel is made."""
+    """How the kernel is made. The defaults are the fastest of ``python -m benchmarks.kernels.fp8_decode``."""
 
-    way: Way = "cvt"
+    way: Way = "plain" if triton.knobs.runtime.interpret else "cvt"
     block: int = 64
     """Tokens of a turn; a power of two."""
     warps: int = 1
     """Of a program."""
-    stages: int = 3
+    stages: int = 4
     """Of Triton's pipeline: tokens of so many turns less one are on their way or here."""
     splits: int = 1
     """Parts of a sequence; a power of two. More than one are merged by a second kernel."""
@@ -218,65 +264,76 @@ class Variant:
         return f"{self.way}, {self.block} tokens, {self.warps} warps, {self.stages} stages, {self.splits} parts"
 
 
+def splits_of(sequences: int, kv_heads: int) -> int:
+    """Parts of a sequence that occupy a GPU with a batch of so many."""
+    return min(_MOST_SPLITS, triton.next_power_of_2(triton.cdiv(_PROGRAMS, sequences * kv_heads)))
+
+
 @dataclass(frozen=True)
-class Decode:
-    """Attention of one layer by one variant, with the buffers that it needs."""
+class Before:
+    """Attention of the same queries to earlier tokens, with scales applied."""
 
-    variant: Variant
-    parts: torch.Tensor
-    """fp32 [splits, n, heads, SIZE]; empty for one split."""
-    part_lse: torch.Tensor
+    rows: torch.Tensor
+    """int32 [n]: each sequence's row of the two below; −1: it has no such tokens."""
+    out: torch.Tensor
+    """[rows, heads, SIZE], each row side by side."""
+    lse: torch.Tensor
+    """fp32 [heads, rows], natural logarithm, with any strides."""
 
-    @classmethod
-    def of(cls, variant: Variant, n: int, heads: int, device: torch.device) -> "Decode":
-        """For up to ``n`` sequences."""
-        splits = variant.splits if variant.splits > 1 else 0
-        parts = torch.empty(splits, n, heads, SIZE, device=device)
-        return cls(variant, parts, torch.empty(splits, heads, n, device=device))
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        tables: torch.Tensor,
-        lengths: torch.Tensor,
-        scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        softmax_scale: float,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        """Queue the kernels that write ``out`` [n, heads, SIZE] and ``lse``, fp32 [heads, n].
+def decode(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    softmax_scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    before: Before | None = None,
+    variant: Variant = Variant(),
+) -> None:
+    """Queue the kernels that write ``out`` [n, heads, SIZE] and ``lse``, fp32 [heads, n] with its rows side by side.
 
-        Args:
-            query: FP8 [n, heads, SIZE].
-            keys, values: FP8 [pages, tokens of a page, KV heads, SIZE], with any strides but the last.
-            tables: block ids int32 [n, pages of a sequence].
-            lengths: int32 [n]; the result of one without tokens is 0, its LSE −inf.
-            scales: what codes of q, k and v are multiplied by, read when the kernel runs.
+    Args:
+        query: FP8 [n, heads, SIZE], a sequence's heads side by side.
+        keys, values: FP8 [pages, tokens of a page, KV heads, SIZE], with any strides but the last.
+        tables: block ids int32 [n, pages of a sequence].
+        lengths: int32 [n]; the result of one without tokens is 0, its LSE −inf.
+        scales: what codes of q, k and v are multiplied by, one fp32 each, read when the kernel runs.
+        before: what to go on from; ``tables`` and ``lengths`` are of the tokens after it.
 
-        Raises ValueError for other sizes of heads, or more query heads of a KV head than a tile has rows.
-        """
-        n, heads, size = query.shape
-        page, kv_heads = keys.shape[1:3]
-        group = heads // kv_heads
-        if size != SIZE or group > ROWS or heads % kv_heads:
-            raise ValueError(
-                f"{heads} query heads of {size} numbers for {kv_heads} KV heads: {SIZE}, and {ROWS} a head"
-            )
-        pairs, keys, values = (each.view(torch.int16) for each in (query, keys, values))
-        if keys.stride() != values.stride():
-            raise ValueError(f"keys and values lie apart by {keys.stride()} and {values.stride()}")
-        how, single = self.variant, self.variant.splits == 1
-        page_stride, token_stride, head_stride, _ = keys.stride()
-        decode_part[(n * kv_heads, how.splits)](
-            pairs, keys, values, tables, lengths, *scales,
-            out if single else self.parts, lse if single else self.part_lse, softmax_scale, n,
-            pairs.stride(0), page_stride, token_stride, head_stride, tables.stride(0),
-            KV_HEADS=kv_heads, GROUP=group, PAGE=page, BLOCK=how.block, SPLITS=how.splits, STAGES=how.stages,
-            WAY=how.way, ROWS=ROWS, PAIRS=SIZE // 2, num_warps=how.warps,
-        )  # fmt: skip
-        if not single:
-            merge_parts[(n, heads)](
-                self.parts, self.part_lse, out, lse, n, HEADS=heads, SPLITS=how.splits, SIZE=SIZE, num_warps=1
-            )
+    Raises ValueError for other sizes of heads, or more query heads of a KV head than a tile has rows.
+    """
+    n, heads, size = query.shape
+    page, kv_heads = keys.shape[1:3]
+    group = heads // kv_heads
+    if size != SIZE or group > ROWS or heads % kv_heads:
+        raise ValueError(f"{heads} query heads of {size} numbers for {kv_heads} KV heads: {SIZE}, and {ROWS} a head")
+    for what, given in {"query": query, "out": out}.items():
+        if given.stride()[1:] != (SIZE, 1):
+            raise ValueError(f"{what}: heads of {SIZE} numbers lie {given.stride()[1:]} apart, not {(SIZE, 1)}")
+    if not out.is_contiguous():
+        raise ValueError(f"out: sequences of {heads} heads of {SIZE} numbers lie {out.stride(0)} apart")
+    pairs, keys, values = (each.view(torch.int16) for each in (query, keys, values))
+    if keys.stride() != values.stride():
+        raise ValueError(f"keys and values lie apart by {keys.stride()} and {values.stride()}")
+    single = variant.splits == 1
+    parts, part_lse = out, lse
+    if not single:
+        parts = torch.empty(variant.splits, n, heads, SIZE, device=query.device)
+        part_lse = torch.empty(variant.splits, heads, n, device=query.device)
+    page_stride, token_stride, head_stride, _ = keys.stride()
+    earlier = (None, None, None) if before is None else (before.rows, before.out, before.lse)
+    earlier_strides = (0, 0) if before is None else before.lse.stride()
+    decode_part[(n * kv_heads, variant.splits)](
+        pairs, keys, values, tables, lengths, *scales, parts, part_lse, *earlier,
+        softmax_scale, n, pairs.stride(0), page_stride, token_stride, head_stride, tables.stride(0), *earlier_strides,
+        KV_HEADS=kv_heads, GROUP=group, PAGE=page, BLOCK=variant.block, SPLITS=variant.splits, STAGES=variant.stages,
+        WAY=variant.way, ROWS=ROWS, PAIRS=SIZE // 2, num_warps=variant.warps,
+    )  # fmt: skip
+    if not single:
+        merge_parts[(n, heads)](
+            parts, part_lse, out, lse, n, HEADS=heads, SPLITS=variant.splits, SIZE=SIZE, num_warps=1
+        )
