@@ -252,7 +252,7 @@ def _in_fp8(
     inputs, input_scales = group_codes(hidden.flatten(0, -2))
     [(codes, scales)] = quantizer.quantize([("weight", weight.detach())])
     product = scaled_product(inputs, input_scales, codes, scales, dtype=made, scales_in_turn=of_expert)
-    return product.unflatten(0, hidden.shape[:-1])
+    return product.view(*hidden.shape[:-1], len(weight))
 
 
 def group_codes(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
