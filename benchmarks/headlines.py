@@ -148,6 +148,20 @@ def group_mismatch(result: Json) -> str:
     return f"k3 against fp32 {groups:.2f} of FlashAttention's, whose own is {noise:.2f} of it in other batches"
 
 
+def layers(result: Json) -> str:
+    """Of ``mismatch.layers``: the step of each engine and trainer that is furthest from the engine's."""
+    found: dict[tuple[str, str], Json] = {}
+    for case in result["cases"]:
+        trainer = (case["engine"], case["products"])
+        if trainer not in found or case["step_unlike"] > found[trainer]["step_unlike"]:
+            found[trainer] = case
+    return "; ".join(
+        f"{', '.join(filter(None, trainer))}: at most {case['step_unlike']:.1e} of a step's numbers unequal, in "
+        f"{case['step']}"
+        for trainer, case in found.items()
+    )
+
+
 def engine_core(result: Json) -> str:
     """Of ``rollout.engine_core``: the first case."""
     case = result["cases"][0]

@@ -81,6 +81,7 @@ BENCHMARKS = (
     Benchmark("kernels.decode_profile", headlines.decode_profile),
     Benchmark("kernels.lm_head", headlines.lm_head, awaited=True),
     Benchmark("mismatch.logprobs", headlines.logprobs),
+    Benchmark("mismatch.layers", headlines.layers),
     Benchmark("mismatch.groups", headlines.group_mismatch, awaited=True),
     Benchmark("mismatch.kv_scales", headlines.kv_scales),
     Benchmark("mismatch.measuring", headlines.measuring),

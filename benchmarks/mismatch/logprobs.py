@@ -13,7 +13,7 @@ Trainers:
 - fp32, without a name: what engines differ from the exact forward pass by;
 - ``bf16 trainer``: as most train;
 - ``engine_roundings trainer``, ``fake_quant trainer``: BF16, computed as the engine does (``rollout_service.quant``),
-  its FP8 products in fp32; ``fake_quant trainer, bf16 products``: in BF16, as it would be trained on a GPU;
+  its FP8 products on a Hopper's FP8 tensor cores, or in fp32; ``fp32 products``, ``bf16 products``: those there;
 - ``routes replayed``: each token goes to the experts that the engine chose (``examples/routing_replay.py``); on a GPU.
 
 Engines are named by what is quantized; ``fp32 lm_head`` is ``engine.lm_head: float32``, and scales of the FP8 KV cache
@@ -54,7 +54,7 @@ from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import Sampling
 from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe
 from rollout_service.quant.engine_roundings import Kernels, engine_roundings
-from rollout_service.quant.fake_quant import fake_quant
+from rollout_service.quant.fake_quant import Products, fake_quant
 from rollout_service.quant.forwards import Forwards
 from rollout_service.store.log import WeightLog
 
@@ -101,6 +101,7 @@ class Trainer(StrEnum):
     AS_ENGINE = "engine_roundings trainer"
     FAKE_QUANT = "fake_quant trainer"
     FAKE_QUANT_REPLAYED = "fake_quant trainer, routes replayed"
+    FAKE_QUANT_IN_FP32 = "fake_quant trainer, fp32 products"
     FAKE_QUANT_IN_BF16 = "fake_quant trainer, bf16 products"
 
 
@@ -122,14 +123,15 @@ TRAINERS: dict[Engine, tuple[Trainer, ...]] = {
     Engine.BF16_FP32_HEAD: (Trainer.FP32, Trainer.BF16, Trainer.AS_ENGINE),
     Engine.FP8_FP32_HEAD: (Trainer.FP32, Trainer.FAKE_QUANT),
     Engine.FP8: (
-        Trainer.FP32, Trainer.BF16, Trainer.FAKE_QUANT, Trainer.FAKE_QUANT_IN_BF16, Trainer.BF16_REPLAYED,
-        Trainer.FAKE_QUANT_REPLAYED,
+        Trainer.FP32, Trainer.BF16, Trainer.FAKE_QUANT, Trainer.FAKE_QUANT_IN_FP32, Trainer.FAKE_QUANT_IN_BF16,
+        Trainer.BF16_REPLAYED, Trainer.FAKE_QUANT_REPLAYED,
     ),
     Engine.FP8KV: (Trainer.FP32, Trainer.FAKE_QUANT),
     Engine.FP8_COMPILED: (Trainer.FP32, Trainer.FAKE_QUANT),
 }  # fmt: skip
 """Of engines that are not here, the one in fp32 alone."""
 ON_A_GPU = {Engine.FP8_COMPILED, Engine.DEEP_GEMM_E8M0}
+OTHER_PRODUCTS: dict[Trainer, Products] = {Trainer.FAKE_QUANT_IN_FP32: "fp32", Trainer.FAKE_QUANT_IN_BF16: "bf16"}
 REPLAYED = {Trainer.FP32_REPLAYED, Trainer.BF16_REPLAYED, Trainer.FAKE_QUANT_REPLAYED}
 
 
@@ -278,7 +280,7 @@ class Trained:
         for trainer in TRAINERS.get(engine, (Trainer.FP32,)):
             if trainer in REPLAYED and not config.engine.return_routed_experts:
                 continue
-            if trainer == Trainer.FAKE_QUANT_IN_BF16 and not GPU:
+            if trainer in OTHER_PRODUCTS and not GPU:
                 continue  # on the CPU products are in fp32
             with self._computing(trainer, config) as model:
                 scored = score(model, sampled, replay=trainer in REPLAYED)
@@ -301,8 +303,8 @@ class Trained:
             if trainer == Trainer.AS_ENGINE:
                 stack.enter_context(engine_roundings(self.bf16, kernels))
             elif trainer not in (Trainer.BF16, Trainer.BF16_REPLAYED):
-                exact = trainer != Trainer.FAKE_QUANT_IN_BF16
-                stack.enter_context(fake_quant(self.bf16, recipe_of(config), kernels=kernels, exact=exact))
+                products = OTHER_PRODUCTS.get(trainer)
+                stack.enter_context(fake_quant(self.bf16, recipe_of(config), kernels=kernels, products=products))
             yield self.bf16
 
 

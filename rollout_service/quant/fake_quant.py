@@ -14,7 +14,7 @@ training does. A layer keeps for it what it would keep without: the input and th
 import logging
 import re
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -32,6 +32,10 @@ logger = logging.getLogger(__name__)
 _STACKED = {"gate_up_proj", "down_proj"}
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.|^module\.")
 _GROUP_FLOOR = 1e-10
+_FIRST_WITH_FP8, _HOPPER = (8, 9), 9
+"""CUDA's compute capability."""
+Products = Literal["fp8", "bf16", "fp32"]
+"""What products are computed in: on a GPU's FP8 tensor cores as engines do, in the trainer's dtype, or in fp32."""
 
 
 class FakeQuant:
@@ -66,7 +70,7 @@ def fake_quant(
     *,
     roundings: bool = True,
     kernels: Kernels | None = None,
-    exact: bool = False,
+    products: Products | None = None,
 ) -> FakeQuant:
     """Have a transformers ``model`` compute as the engines of the service with that ``recipe``, from now on.
 
@@ -76,14 +80,16 @@ def fake_quant(
         roundings: those of ``engine_roundings`` as well, which has its conditions. A model of which they are not known
             keeps its own, and a warning says so.
         kernels: as for ``engine_roundings``.
-        exact: products in fp32 on a GPU, too, as the engines' are but for the order of sums: many times slower there
-            than in BF16, in which each factor is rounded again.
+        products: of codes. None: what is nearest to the engines, ``fp32`` on the CPU, ``fp8`` on a Hopper, and on other
+            GPUs ``bf16``. ``fp8``, by a Triton kernel (``fp8_product.py``), adds up as the engines' kernels do: a
+            Hopper's tensor cores keep some 14 bits of a sum, so that not even fp32 has the same results. ``bf16``, the
+            dtype of autocast or else of the input, rounds each scaled code once more.
 
-    Products and biases are computed in fp32 on the CPU, and elsewhere, if not ``exact``, in the dtype of autocast or
-    else of the input; the result has that dtype. Nothing of the model's parameters changes.
+    The result has the dtype of autocast or else of the input, in which the backward pass computes, too; in fp32 where
+    products are in fp32. Nothing of the model's parameters changes.
 
     Raises ValueError if the service quantizes nothing, to another format than FP8, something that ``model`` has not, or
-    a part of a layer.
+    a part of a layer; for ``fp8`` where the model is on no GPU that has it.
     """
     if recipe.weights == "none":
         raise ValueError("the service quantizes nothing (quant.weights is none): a trainer computes as it does already")
@@ -108,7 +114,7 @@ def fake_quant(
     quantizer = Quantizer(power_of_two=recipe.scales == "power_of_two")
     forwards: dict[nn.Module, Forward] = {}
     kernels = kernels or kernels_of(model)
-    arithmetic = _Arithmetic(quantizer, kernels, exact)
+    arithmetic = _Arithmetic(quantizer, kernels, _products_of(model, products))
     for name, leaves in held.items():
         module = model.get_submodule(name)
         forwards[module] = _forward_of(module, name, leaves, arithmetic)
@@ -121,13 +127,28 @@ class _Arithmetic:
 
     quantizer: Quantizer
     kernels: Kernels
-    exact: bool
+    products: Products
 
-    def product(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def product(self, hidden: torch.Tensor, weight: torch.Tensor, *, of_expert: bool = False) -> torch.Tensor:
         """``input @ weightᵀ`` of what both are in FP8."""
-        in_fp32 = self.exact or hidden.device.type == "cpu"
-        made: torch.Tensor = _Product.apply(hidden, weight, self.quantizer, in_fp32)  # type: ignore[no-untyped-call]
+        made: torch.Tensor = _Product.apply(hidden, weight, self, of_expert)  # type: ignore[no-untyped-call]
         return made
+
+
+def _products_of(model: nn.Module, wanted: Products | None) -> Products:
+    """What is wanted, or the nearest to the engines where the model's first parameter lies."""
+    device = next(model.parameters()).device
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if wanted == "fp8" and capability < _FIRST_WITH_FP8:
+        raise ValueError(
+            f"products are to be computed in fp8, but the model is on {device}, which cannot: give fp32 or bf16, or "
+            "move it first to a GPU of Ada's or Hopper's generation or a later one"
+        )
+    if wanted is not None:
+        return wanted
+    if device.type == "cpu":
+        return "fp32"
+    return "fp8" if capability[0] == _HOPPER else "bf16"
 
 
 def _roundings_of(model: nn.Module, kernels: Kernels) -> EngineRoundings | None:
@@ -157,6 +178,8 @@ def _forward_of(module: nn.Module, name: str, held: set[str], arithmetic: _Arith
 def _linear_forward(module: nn.Linear, arithmetic: _Arithmetic) -> Forward:
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         made = arithmetic.product(hidden, module.weight)
+        if arithmetic.kernels != "cpu":
+            made = made.to(_made(hidden))  # vLLM adds the bias to what CUTLASS has rounded
         return (made if module.bias is None else made + module.bias).to(_made(hidden))
 
     return forward
@@ -175,10 +198,11 @@ def _experts_forward(module: Any, arithmetic: _Arithmetic) -> Forward:
             if len(token):
                 # rounded where engines on the CPU do, ``CpuBlockMoEMethod``; vLLM's kernels for CUDA round what the
                 # activation makes of the gate, and each expert's weighted result, as well
-                both = arithmetic.product(hidden[token], gate_up).to(rounded).float()
+                both = arithmetic.product(hidden[token], gate_up, of_expert=True).to(rounded).float()
                 gate, up = both.chunk(2, dim=-1)
                 gated = module.act_fn(gate) if on_cpu else module.act_fn(gate).to(rounded)
-                made = arithmetic.product((gated * up).to(rounded), down).float() * top_k_weights[token, place, None]
+                made = arithmetic.product((gated * up).to(rounded), down, of_expert=True).float()
+                made = made * top_k_weights[token, place, None]
                 output = output.index_add(0, token, made if on_cpu else made.to(rounded).float())
         return output.to(hidden.dtype)
 
@@ -196,13 +220,15 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, quantizer: Quantizer, in_fp32: bool
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, arithmetic: _Arithmetic, of_expert: bool
     ) -> torch.Tensor:
-        kind = hidden.device.type
-        ctx.quantizer, ctx.computed = quantizer, torch.float32 if in_fp32 else _made(hidden)
+        ctx.quantizer = arithmetic.quantizer
+        ctx.computed = torch.float32 if arithmetic.products == "fp32" else _made(hidden)
         ctx.save_for_backward(hidden, weight)
-        with torch.autocast(kind, enabled=False):
-            inputs, weights = through_groups(hidden), _through_blocks(weight, quantizer)
+        if arithmetic.products == "fp8":
+            return _in_fp8(hidden, weight, arithmetic.quantizer, ctx.computed, of_expert)
+        with torch.autocast(hidden.device.type, enabled=False):
+            inputs, weights = through_groups(hidden), _through_blocks(weight, ctx.quantizer)
             return linear(inputs.to(ctx.computed), weights.to(ctx.computed))
 
     @staticmethod
@@ -218,17 +244,34 @@ class _Product(torch.autograd.Function):
         return of_hidden, of_weight, None, None
 
 
-def through_groups(hidden: torch.Tensor) -> torch.Tensor:
-    """What an engine makes of a layer's input [..., K]: rounded to BF16, then to FP8 in groups of 1×128; fp32.
+def _in_fp8(
+    hidden: torch.Tensor, weight: torch.Tensor, quantizer: Quantizer, made: torch.dtype, of_expert: bool
+) -> torch.Tensor:
+    from rollout_service.quant.fp8_product import scaled_product  # Triton, which a trainer on the CPU may not have
 
-    ``s = max(max|x|, 1e-10) / 448`` in fp32, as in vLLM's ``per_token_group_quant_fp8``. Raises RuntimeError if K is no
-    multiple of 128.
+    inputs, input_scales = group_codes(hidden.flatten(0, -2))
+    [(codes, scales)] = quantizer.quantize([("weight", weight.detach())])
+    product = scaled_product(inputs, input_scales, codes, scales, dtype=made, scales_in_turn=of_expert)
+    return product.view(*hidden.shape[:-1], len(weight))
+
+
+def group_codes(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What an engine quantizes a layer's input [..., K] to: E4M3 of that shape, and scales fp32 [..., K / 128].
+
+    Of the input in BF16, in groups of 1×128, ``s = max(max|x|, 1e-10) / 448`` in fp32 and ``x / s``, as vLLM's
+    ``per_token_group_quant_fp8``. Raises RuntimeError if K is no multiple of 128.
     """
     groups = hidden.to(torch.bfloat16).float().unflatten(-1, (-1, BLOCK))
     largest = groups.abs().amax(-1, keepdim=True).clamp(min=_GROUP_FLOOR)
     scales = largest / torch.full_like(largest, E4M3_MAX)  # divided, as in ``block_scales``
     codes = (groups / scales).clamp(-E4M3_MAX, E4M3_MAX).to(CODES)
-    decoded: torch.Tensor = codes.float() * scales
+    return codes.flatten(-2), scales[..., 0]
+
+
+def through_groups(hidden: torch.Tensor) -> torch.Tensor:
+    """What ``group_codes`` stand for; fp32 [..., K]."""
+    codes, scales = group_codes(hidden)
+    decoded: torch.Tensor = codes.float().unflatten(-1, (-1, BLOCK)) * scales[..., None]
     return decoded.flatten(-2)
 
 

@@ -7,7 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.kernels.fp8_decode.__main__ import VARIANTS, Case
+from benchmarks.kernels.fp8_decode import VARIANTS, Case
 from rollout_service.engine.attention.fp8_decode import ROWS, SIZE, Variant, decode_part
 
 HOPPER = GPUTarget("cuda", 90, 32)
