@@ -5,7 +5,8 @@
 An engine samples a completion, and then reads prompt and completion at once. Of every step of its forward pass three
 shares of unequal BF16 numbers are written:
 
-- ``step``: by the trainer's own step, given the engine's input; so the step that computes otherwise shows by itself;
+- ``step``: by the trainer's own step, given the engine's input; so the step that computes otherwise shows by itself.
+  Of attention there are two more ways, which no trainer has;
 - ``so far``: in the trainer's forward pass over the same tokens, with all that came before;
 - ``engine``: between what the engine made of these tokens one by one and all at once: its own, which no trainer avoids.
 
@@ -13,6 +14,7 @@ Trainers are those of ``benchmarks.mismatch.logprobs``; ``fake_quant`` for an en
 """
 
 import asyncio
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -138,6 +140,8 @@ class Steps:
             "q_norm": (f"{prefix}.self_attn.q_norm", attention.q_norm),
             "k_norm": (f"{prefix}.self_attn.k_norm", attention.k_norm),
             "attention": (f"{prefix}.self_attn.attn", self.attention),
+            "attention in fp32": (f"{prefix}.self_attn.attn", self.attention_in_fp32),
+            "attention, weights in BF16": (f"{prefix}.self_attn.attn", self.attention_of_one_block),
             "o_proj": (f"{prefix}.self_attn.o_proj", attention.o_proj),
             "post_attention_layernorm": (
                 f"{prefix}.post_attention_layernorm",
@@ -161,14 +165,36 @@ class Steps:
         return query, key
 
     def attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Causal, of one sequence; in fp32 on the CPU, as under ``engine_roundings``."""
-        heads, kv_heads, dim = self._heads
-        parts = [each.view(len(each), -1, dim).transpose(0, 1)[None] for each in (query, key, value)]
-        parts = [parts[0], *(part.repeat_interleave(heads // kv_heads, 1) for part in parts[1:])]
+        """Causal, of one sequence, by torch's kernel, transformers' default; as ``engine_roundings`` has it."""
+        parts = self._by_heads(query, key, value)
         if self._kernels == "cpu":
             parts = [part.float() for part in parts]
         made: torch.Tensor = scaled_dot_product_attention(*parts, is_causal=True)
         return made[0].transpose(0, 1).flatten(1).to(torch.bfloat16)
+
+    def attention_in_fp32(self, *parts: torch.Tensor) -> torch.Tensor:
+        """From rounded queries, keys and values to a rounded result, nothing rounded between."""
+        made = scaled_dot_product_attention(*(part.float() for part in self._by_heads(*parts)), is_causal=True)
+        return made[0].transpose(0, 1).flatten(1).to(torch.bfloat16)
+
+    def attention_of_one_block(self, *parts: torch.Tensor) -> torch.Tensor:
+        """As FlashAttention of a sequence that is one block: ``exp`` rounded for the product, its sum not.
+
+        It is taken to base 2, of an exponent that is rounded once.
+        """
+        query, key, value = (part.float() for part in self._by_heads(*parts))
+        factor = query.shape[-1] ** -0.5 * math.log2(math.e)
+        ahead = torch.ones(query.shape[-2], query.shape[-2], dtype=torch.bool, device=query.device).triu(1)
+        scores = (query @ key.transpose(-1, -2)).masked_fill(ahead, -math.inf).double()
+        weights = ((scores - scores.amax(-1, keepdim=True)) * factor).float().exp2()
+        made = weights.to(torch.bfloat16).float() @ value / weights.sum(-1, keepdim=True)
+        return made[0].transpose(0, 1).flatten(1).to(torch.bfloat16)
+
+    def _by_heads(self, *parts: torch.Tensor) -> list[torch.Tensor]:
+        """[1, heads, tokens, dim] of query, key and value [tokens, ...], keys and values as often as they are read."""
+        heads, _, dim = self._heads
+        by_heads = (part.view(len(part), -1, dim).transpose(0, 1)[None] for part in parts)
+        return [part.repeat_interleave(heads // part.shape[1], 1) for part in by_heads]
 
 
 def _summed(norm: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -142,6 +142,12 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"quantizes 2 weights that this model has not, such as model\.a\.weight"):
             fake_quant(nn.Linear(128, 128), recipe)
 
+    def test_products_in_fp8_without_a_gpu_that_has_it(self) -> None:
+        with pytest.raises(
+            ValueError, match="computed in fp8, but the model is on cpu, which cannot: give fp32 or bf16"
+        ):
+            fake_quant(nn.Linear(128, 128), LINEAR, products="fp8")
+
     async def test_a_part_of_stacked_experts(self, tmp_path: Path) -> None:
         folder = make_model(tmp_path / "model", "qwen3_moe")
         recipe = await recipe_of(folder, tmp_path / "log")
