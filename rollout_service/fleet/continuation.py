@@ -111,11 +111,12 @@ def joined(call: GenerateCall, partial: Completion, rest: Completion) -> Complet
 
 
 def _joined_experts(partial: Completion, rest: Completion, prompt_tokens: int) -> RoutedExperts | None:
-    """Those of both. Tokens that ``partial`` made without telling its experts are missing: what the rest's engine chose
-    for them is not what they were sampled with. Only the last of them was read there first."""
+    """Those of both. Where ``partial`` came without them, what its tokens were sampled with is missing: the rows of the
+    prompt's last token and of its own but the last one, which the rest's engine read first. What that one chose for the
+    others is something else."""
     first, second = partial.routed_experts, rest.routed_experts
     if first is None and second is not None:
-        return second.without(prompt_tokens, prompt_tokens + len(partial.token_ids) - 1)
+        return second.without(prompt_tokens - 1, prompt_tokens + len(partial.token_ids) - 1)
     return first if second is None or first is None else first.followed_by(second)
 
 

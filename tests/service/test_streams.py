@@ -8,7 +8,7 @@ import openai
 
 from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService
-from tests.support.telltale import assert_pure, canary_weights
+from tests.support.telltale import assert_pure, canary_weights, token_of
 
 PROMPT = [5, 6, 7]
 LENGTH = 400
@@ -49,7 +49,7 @@ async def test_the_rest_of_a_batch_is_carried_on_with_newer_weights(
     service: LocalService, client: RolloutClient, telltale: int
 ) -> None:
     """Short groups complete first; of the long ones every token is kept, and says which weights made it."""
-    options = {"temperature": 1.0, "ignore_eos": True, "max_tokens": LENGTH, "n": 2}
+    options = {"temperature": 0.2, "ignore_eos": True, "max_tokens": LENGTH, "n": 2}
     await client.pause("keep")  # so that the long ones are under way when the first is complete
     long = asyncio.create_task(client.generate_batch([PROMPT, PROMPT[::-1], PROMPT[:2]], until=1, **options))
     await _until(client, running=6)
@@ -71,7 +71,8 @@ async def test_the_rest_of_a_batch_is_carried_on_with_newer_weights(
         for completion, before in zip(rollout.completions, had[rollout.request_id], strict=True):
             assert len(completion.token_ids) == len(completion.logprobs) == LENGTH
             assert completion.token_ids[: len(before)] == before
-            assert_pure(completion)
+            for span in completion.spans:  # at this temperature no other token is ever drawn
+                assert set(completion.token_ids[span.start : span.end]) == {token_of(span.version)}
             seen.add(completion.versions)
     assert (telltale, telltale + 1) in seen
 
