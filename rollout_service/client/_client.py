@@ -213,8 +213,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
 
         ``async for piece in stream:`` yields a ``StreamPiece`` each time that tokens have come, of any of the
         completions; then ``stream.rollout`` is what ``generate`` would have returned. Leaving the block cancels what is
-        left on the service. Of requests whose completions start anew when they are cut short (penalties), and after an
-        interruption where there are stop strings, the tokens come when a completion has ended.
+        left on the service, and ``stream.partial`` is what was read.
 
         Args:
             prompt: Text or token ids. Pieces of a prompt in text have text.

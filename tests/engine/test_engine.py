@@ -19,7 +19,7 @@ from rollout_service.engine.args import engine_args, engine_environment
 from rollout_service.engine.plugin import register
 from rollout_service.errors import EngineFailed, InvalidRequest
 from rollout_service.fleet.autoscaling import RUNNING
-from rollout_service.fleet.continuation import joined, part, remainder
+from rollout_service.fleet.continuation import joined, part
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.tiny import make_tiny_qwen3
 from rollout_service.protocol.rollout import Completion
@@ -27,6 +27,7 @@ from rollout_service.protocol.sampling import GenerateCall, Sampling, Structured
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE, read_manifest
+from tests.support.penalties import whole_with
 from tests.support.reference import reference_logprobs, reference_model
 from tests.support.telltale import assert_pure, canary_weights
 
@@ -196,34 +197,12 @@ async def test_penalties_of_a_completion_that_goes_on_are_those_of_one_that_was_
 ) -> None:
     config, engine = served
     await load(engine, WeightLog(config.weights.root).folder(0), 0)
-    sampling = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=20, **penalties)
-    call = GenerateCall(request_id="whole", prompt_token_ids=PROMPTS[1] * 2, sampling=sampling)
-    [whole] = await engine.generate("whole", call.prompt_token_ids, sampling)
-
-    async def differences_after(cut: int, counted: bool) -> list[float]:
-        """Of the likeliest tokens' logprobs, as long as the same tokens follow."""
-        rest = remainder(call, part(whole, 0, cut), 2)
-        asked = rest.sampling.model_copy(update={"max_tokens": min(6, 40 - cut)})
-        name = f"{rest.request_id}-{cut}-{counted}"
-        partial_tokens = rest.partial_tokens if counted else 0
-        [made] = await engine.generate(name, rest.prompt_token_ids, asked, partial_tokens=partial_tokens)
-        found = []
-        for at, (here, there) in enumerate(zip(made.top_logprobs or (), (whole.top_logprobs or ())[cut:])):  # noqa: B905
-            of = {each.token_id: each.logprob for each in there}
-            found += [abs(each.logprob - of[each.token_id]) for each in here if each.token_id in of]
-            if made.token_ids[at] != whole.token_ids[cut + at]:
-                break
-        return found
-
-    async def all_differences(counted: bool) -> torch.Tensor:
-        found = await asyncio.gather(*(differences_after(cut, counted) for cut in range(1, 40)))
-        return torch.tensor([each for differences in found for each in differences])
-
-    gone_on = await all_differences(counted=True)
+    cuts = await whole_with(engine, PROMPTS[1] * 2, penalties)
+    gone_on = await cuts.differences(counted=True)
     assert gone_on.numel() > 1500
     assert gone_on.mean() < FP8_MEAN and gone_on.max() < FP8_MAX
-    if penalties.keys() != {"repetition_penalty"}:  # which counts the prompt's tokens, and so these, by itself
-        assert (await all_differences(counted=False)).mean() > FP8_MEAN
+    if len(penalties) > 1:  # the repetition penalty alone counts the prompt's tokens, and so these, by itself
+        assert (await cuts.differences(counted=False)).mean() > FP8_MEAN
 
 
 @pytest.mark.slow  # every run of the tests compares a BF16 engine with an FP8 one: the shadow in test_serve_run.py
