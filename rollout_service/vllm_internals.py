@@ -404,19 +404,18 @@ def _made_since(state: Any, since: int) -> CompletionOutput | None:
     )
     made = _after(whole, since)
     if state.sampling_mask_chunks:
-        made.sampling_mask = SamplingMask(_masks_since(state.sampling_mask_chunks, since))
+        made.sampling_mask = SamplingMask(_last_masks(state.sampling_mask_chunks, len(tokens) - since))
     return made
 
 
-def _masks_since(chunks: Iterable[Any], since: int) -> list[list[int]]:
-    """Of the positions from ``since`` on: each chunk has those of a step."""
+def _last_masks(chunks: Sequence[Any], count: int) -> list[list[int]]:
+    """Of the last ``count`` positions: each chunk has those of a step. The many chunks before are not looked at."""
     masks: list[list[int]] = []
-    for chunk in chunks:
-        positions = 1 if chunk.offsets is None else len(chunk.offsets) - 1
-        if since < positions:
-            masks += chunk.to_nested_list()[since:]
-        since = max(0, since - positions)
-    return masks
+    for chunk in reversed(chunks):
+        if len(masks) >= count:
+            break
+        masks += reversed(chunk.to_nested_list())
+    return masks[:count][::-1]
 
 
 def _after(output: CompletionOutput, since: int) -> CompletionOutput:

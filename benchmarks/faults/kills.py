@@ -17,10 +17,13 @@ from rollout_service.errors import RolloutServiceError
 from rollout_service.protocol.upload import BeginUpload
 from rollout_service.store.log import WeightLog
 from tests.support.moments import MomentMissed, has_mapped, has_open, resume, stop_at, wait_for
+from tests.support.telltale import assert_pure
 
 ATTEMPTS = 10
 """Versions pushed until a moment is hit."""
 MOMENT_S, COMMIT_S = 3.0, 60.0
+LONG, BATCH = 450, 12
+"""Tokens and rollouts."""
 
 
 def kill_cases() -> Iterator[Case]:
@@ -35,6 +38,8 @@ def kill_cases() -> Iterator[Case]:
         yield Case(f"kill {victim}, after the rename", partial(after_the_rename, victim))
     yield Case("kill ingest, reading a trainer's memory", while_sharing)
     yield Case("a replica stopped for 30 s", stop_for_a_while)
+    for victim in ("replica", "engine core", "gateway"):
+        yield Case(f"kill {victim}, under a batch that is carried on", partial(under_a_batch, victim))
 
 
 async def while_idle(victim: str, ground: Ground) -> None:
@@ -51,6 +56,28 @@ async def while_generating(victim: str, ground: Ground) -> None:
         await asyncio.sleep(0.05)
     await ground.kill(victim)
     ground.note(f"{running} sequences were running")
+
+
+async def under_a_batch(victim: str, ground: Ground) -> None:
+    """Kill at a random moment of long rollouts of which the first half is wanted; the rest is carried on afterwards."""
+    options = {"max_tokens": LONG, "temperature": 0.0, "ignore_eos": True}
+    prompts = [[5 + number, 6, 7] for number in range(BATCH)]
+    making = asyncio.create_task(ground.client.generate_batch(prompts, until=BATCH // 2, **options))
+    await asyncio.sleep(random.uniform(0.5, 4.0))
+    await ground.kill(victim)
+    first = await making
+    had = {index: each.num_tokens for index, each in first.partial.items()}
+    second = await ground.client.generate_batch(list(first.partial.values()), until=len(had), **options)
+    rollouts = [*first.rollouts.values(), *second.rollouts.values()]
+    if len(rollouts) != BATCH:
+        raise AssertionError(f"{len(rollouts)} rollouts of {BATCH} prompts")
+    for rollout in rollouts:
+        [completion] = rollout.completions
+        if len(completion.token_ids) != LONG:
+            raise AssertionError(f"{rollout.request_id} has {len(completion.token_ids)} of {LONG} tokens")
+        assert_pure(completion)
+    several = sum(rollout.attempts > 1 for rollout in rollouts)
+    ground.note(f"{several} of {BATCH} rollouts in several pieces; {sum(had.values())} tokens were carried on")
 
 
 async def _running(ground: Ground) -> list[int]:

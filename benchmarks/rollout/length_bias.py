@@ -10,9 +10,10 @@ of it:
 - ``undisturbed``: nothing is aborted;
 - ``continued``: the gateway's dispatcher goes on from the tokens so far;
 - ``continued_stop_strings``: likewise, with stop strings in place of stop tokens, which end completions as often;
-- ``restarted``: it starts anew from the prompt, as it does for requests with penalties (here one of 1e-6, which changes
-  no probability that could be seen).
-  ``engine.max_attempts`` is as large as it takes;
+- ``continued_penalties``: likewise, with a presence penalty of 1e-6, which changes no probability that could be seen,
+  so that the lengths should stay the same;
+- ``restarted``: it starts anew from the prompt, as it does for requests with such a penalty where engines return
+  sampling masks. ``engine.max_attempts`` is as large as it takes;
 - ``restarted_3_attempts``: likewise, with the default limit: then the partial completion comes back as ``abort``;
 - ``dropped``: ``on_abort="return"``, and the trainer drops what was aborted.
 
@@ -67,14 +68,17 @@ class Treatment:
     """Whether updates abort at all."""
     stop_strings: bool = False
     """In place of stop tokens."""
+    penalty: bool = False
+    """Requests have one."""
 
 
 TREATMENTS = (
     Treatment("undisturbed", aborts=False),
     Treatment("continued"),
     Treatment("continued_stop_strings", stop_strings=True),
-    Treatment("restarted", restarts=True),
-    Treatment("restarted_3_attempts", restarts=True, max_attempts=EngineConfig().max_attempts),
+    Treatment("continued_penalties", penalty=True),
+    Treatment("restarted", restarts=True, penalty=True),
+    Treatment("restarted_3_attempts", restarts=True, penalty=True, max_attempts=EngineConfig().max_attempts),
     Treatment("dropped", on_abort="return"),
 )
 
@@ -124,7 +128,9 @@ class OneEngine:
 
     async def generate(self, call: GenerateCall) -> Rollout:
         """See ``EngineReplica.generate``."""
-        completions = await self.adapter.generate(call.request_id, call.prompt_token_ids, call.sampling)
+        completions = await self.adapter.generate(
+            call.request_id, call.prompt_token_ids, call.sampling, partial_tokens=call.partial_tokens
+        )
         self.sampled_tokens += sum(len(completion.token_ids) for completion in completions)
         return Rollout(
             request_id=call.request_id,
@@ -140,14 +146,14 @@ class Trainer:
     def __init__(self, adapter: EngineAdapter, treatment: Treatment, options: LoadOptions) -> None:
         self._adapter, self._treatment, self._options = adapter, treatment, options
         self._engine = OneEngine(adapter)
-        limits = EngineConfig(max_attempts=treatment.max_attempts)
+        limits = EngineConfig(max_attempts=treatment.max_attempts, return_sampling_mask=treatment.restarts)
         self._dispatcher = Dispatcher(self._engine, None, limits, _decode)
         self._sampling = Sampling(
             max_tokens=LONGEST,
             ignore_eos=True,
             stop_token_ids=() if treatment.stop_strings else STOPS,
             stop=tuple(VOCABULARY[token] for token in STOPS) if treatment.stop_strings else (),
-            presence_penalty=UNSEEN_PENALTY if treatment.restarts else 0.0,
+            presence_penalty=UNSEEN_PENALTY if treatment.penalty else 0.0,
         )
         self._numbers = itertools.count(1)
         self._step_over = asyncio.Event()

@@ -12,10 +12,12 @@ from urllib.parse import quote
 
 import httpx
 
+from rollout_service.client._batch import Group, first_groups
 from rollout_service.client._control import CONTROL_CONNECTIONS, CONTROL_READ_S, ControlCalls
 from rollout_service.client._generate import GenerateOptions, Prompt, body_of, request_of, rollout_of, sampling_of
 from rollout_service.client._http import Http, parse
 from rollout_service.client._mismatch import MismatchCalls
+from rollout_service.client._partial import PartialBatch, PartialRollout
 from rollout_service.client._retry import Repeat
 from rollout_service.client._sessions import AgentSession
 from rollout_service.client._shared_memory import LEAST_SHARED_BYTES
@@ -211,8 +213,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
 
         ``async for piece in stream:`` yields a ``StreamPiece`` each time that tokens have come, of any of the
         completions; then ``stream.rollout`` is what ``generate`` would have returned. Leaving the block cancels what is
-        left on the service. Of requests whose completions start anew when they are cut short (penalties), and after an
-        interruption where there are stop strings, the tokens come when a completion has ended.
+        left on the service, and ``stream.partial`` is what was read.
 
         Args:
             prompt: Text or token ids. Pieces of a prompt in text have text.
@@ -274,37 +275,84 @@ class RolloutClient(ControlCalls, MismatchCalls):
         """End a detached rollout if it is under way, and have the service forget it."""
         await self._data.send("DELETE", _rollout_url(rollout_id), repeat=Repeat.IDEMPOTENT)
 
+    @overload
     async def generate_batch(
         self,
-        prompts: Iterable[Prompt],
+        prompts: Iterable[Prompt | PartialRollout],
         *,
+        until: None = None,
         concurrency: int | None = None,
         progress: Callable[[int, int], None] | None = None,
         **options: Unpack[GenerateOptions],
-    ) -> list[Rollout]:
+    ) -> list[Rollout]: ...
+
+    @overload
+    async def generate_batch(
+        self,
+        prompts: Iterable[Prompt | PartialRollout],
+        *,
+        until: int,
+        concurrency: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> PartialBatch: ...
+
+    async def generate_batch(
+        self,
+        prompts: Iterable[Prompt | PartialRollout],
+        *,
+        until: int | None = None,
+        concurrency: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Rollout] | PartialBatch:
         """``generate`` for many prompts at once; rollouts in the order of the prompts.
 
         The first error cancels the rest, here and on the service, and is raised.
 
         Args:
+            prompts: Text, token ids, or what an earlier call handed back: such a group keeps the completions that have
+                ended, and the others go on from their tokens, with the options of this call. ``max_tokens`` counts
+                those tokens, too, and ``n`` is of new prompts only.
+            until: Return as soon as so many groups (a prompt's ``n`` completions) are complete, as a ``PartialBatch``:
+                those, and the rest as it is by then, to be carried on by a later call. The engines stop with the rest
+                at once; what they made in the last 0.1 s or so, and had not told, they make again. Carry all of it
+                on: short completions end first, and who drops the rest trains on those. Fewer groups come back where
+                completions end "abort" (``on_abort="return"``, attempts used up), which are handed back as well.
             concurrency: Most requests at once; ``max_connections`` if None or more than that.
-            progress: Called with (rollouts done, prompts) after each.
-            **options: As for ``generate``, the same for all prompts.
+            progress: Called with (rollouts done, prompts) after each; with (groups complete, ``until``).
+            **options: As for ``generate``, the same for all prompts. Not with ``until`` or partial rollouts:
+                ``return_routed_experts``, ``routed_experts_prompt_start``.
         """
         waiting = _prompt_list(prompts)
+        if until is not None and not 1 <= until <= len(waiting):
+            raise ValueError(f"until={until} groups of {len(waiting)} prompts: give 1 to {len(waiting)}")
+        given = dict(options)
+        about = {name: given.pop(name) for name in _ABOUT_THE_REQUEST if name in given}
         if concurrency is not None and concurrency < 1:
             raise ValueError(f"concurrency={concurrency}: at least one request at a time is needed")
+        most_requests = min(concurrency or self._max_connections, self._max_connections)
+        if until is not None:
+            sampling = sampling_of(**given)
+            groups = [Group(self._data, prompt, sampling, about) for prompt in waiting]
+            return await first_groups(groups, until, most_requests, progress)
         rollouts: dict[int, Rollout] = {}
         queue = iter(enumerate(waiting))
 
         async def work() -> None:
+            slot = asyncio.Semaphore(1)
             for index, prompt in queue:
-                rollouts[index] = await self.generate(prompt, **options)
+                if isinstance(prompt, PartialRollout):
+                    group = Group(self._data, prompt, sampling_of(**given), about)
+                    await group.run(slot)
+                    rollouts[index] = group.rollout()
+                else:
+                    rollouts[index] = await self.generate(prompt, **options)
                 if progress is not None:
                     progress(len(rollouts), len(waiting))
 
         async with raise_first_failure() as group:
-            for _ in range(min(concurrency or self._max_connections, self._max_connections, len(waiting))):
+            for _ in range(min(most_requests, len(waiting))):
                 group.create_task(work())
         return [rollouts[index] for index in range(len(waiting))]
 
@@ -543,7 +591,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         return await self._uploader.roll_back(RollBack(to=to, mode=mode, wait=wait, timeout_s=timeout_s))
 
 
-def _prompt_list(prompts: Iterable[Prompt]) -> list[Prompt]:
+def _prompt_list(prompts: Iterable[Prompt | PartialRollout]) -> list[Prompt | PartialRollout]:
     if isinstance(prompts, str):
         raise TypeError("prompts is one str: put it in a list, or call generate()")
     return list(prompts)

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from rollout_service.client._generate import body_of
 from rollout_service.client._http import Http
+from rollout_service.client._partial import PartialRollout
 from rollout_service.client._retry import Repeat
 from rollout_service.errors import RolloutServiceError, from_wire
 from rollout_service.protocol.generate import GenerateChunk, GenerateRequest, StreamedChoice, StreamOptions
@@ -50,6 +51,40 @@ class RolloutStream:
         self._prompt_token_ids = request.token_ids
         self._ready: list[StreamPiece] = []
         self._rollout: Rollout | None = None
+        self._request_id, self._is_over = request.request_id or "", False
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...] | None:
+        """None: the service has not said which tokens the text has."""
+        return self._prompt_token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """That were read, of all completions."""
+        return sum(len(piece.token_ids) for pieces in self._pieces for piece in pieces)
+
+    @property
+    def attempts(self) -> int:
+        """As the rollout says, and 1 before its end."""
+        return 1 if self._rollout is None else self._rollout.attempts
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """What was read of each; ``finish_reason`` is "abort" for one that has not ended."""
+        most = self._request.sampling_params.max_tokens
+        return tuple(_so_far(index, pieces, most) for index, pieces in enumerate(self._pieces))
+
+    @property
+    def partial(self) -> PartialRollout:
+        """What was read, for ``generate_batch`` to carry on once the block was left."""
+        return PartialRollout(
+            request_id=self._request_id,
+            prompt=self._request.prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            completions=self.completions if self.num_tokens else (),
+            attempts=self.attempts,
+            truncated_sampling=self._request.sampling_params.is_truncated,
+        )
 
     @property
     def rollout(self) -> Rollout:
@@ -75,11 +110,14 @@ class RolloutStream:
         """
         if self._lines is None:
             raise RuntimeError("open the stream first: async with client.generate_stream(...) as stream")
+        if self._is_over:
+            return None
         while not self._ready:
             line = await anext(self._lines, None)
             if line is None:
                 raise httpx.RemoteProtocolError("the service ended the stream before the rollout was over")
             if line == "data: [DONE]":
+                self._is_over = True
                 return None
             if line.startswith("data: "):
                 self._take(line.removeprefix("data: "))
@@ -93,6 +131,7 @@ class RolloutStream:
             chunk = GenerateChunk.model_validate(data)
         except (ValueError, ValidationError) as error:
             raise RolloutServiceError(f"an event that this client does not understand: {error}") from error
+        self._request_id = chunk.request_id
         self._prompt_token_ids = chunk.prompt_token_ids or self._prompt_token_ids
         for choice in chunk.choices:
             self._pieces[choice.index].append(choice)
@@ -151,18 +190,39 @@ def _flat(choice: StreamedChoice) -> tuple[float, ...]:
 
 
 def _joined(pieces: list[StreamedChoice]) -> Completion:
+    """Of a completion that has ended."""
+    if pieces[-1].finish_reason is None:
+        raise ValueError(f"completion {pieces[-1].index} has no end")
+    return _so_far(pieces[-1].index, pieces, None)
+
+
+def _so_far(index: int, pieces: list[StreamedChoice], max_tokens: int | None) -> Completion:
+    """What the pieces have of a completion. One that has ``max_tokens`` has ended, also before it says so."""
+    if not pieces:
+        return Completion(index=index, token_ids=(), logprobs=(), finish_reason="abort", spans=())
     last = pieces[-1]
-    if last.finish_reason is None:
-        raise ValueError(f"completion {last.index} has no end")
+    num_tokens = sum(len(piece.token_ids) for piece in pieces)
+    spans = last.weight_versions if last.finish_reason is not None else _merged(pieces)
     texts = [piece.text for piece in pieces if piece.text is not None]
     masks = [chunk for piece in pieces for chunk in piece.packed_sampling_mask or ()]
     return Completion(
-        index=last.index,
+        index=index,
         token_ids=tuple(token for piece in pieces for token in piece.token_ids),
         logprobs=tuple(logprob for piece in pieces for logprob in _flat(piece)),
-        finish_reason=last.finish_reason,
+        finish_reason=last.finish_reason or ("length" if num_tokens == max_tokens else "abort"),
         stop_reason=last.stop_reason,
-        spans=last.weight_versions,
+        spans=spans,
         text="".join(texts) if texts else None,
         packed_sampling_mask=tuple(masks) if masks else None,
     )
+
+
+def _merged(pieces: list[StreamedChoice]) -> tuple[Span, ...]:
+    """Those of all pieces, which count from the completion's first token; neighbours of one version as one."""
+    spans: list[Span] = []
+    for span in (span for piece in pieces for span in piece.weight_versions):
+        if spans and spans[-1].model_copy(update={"start": span.start, "end": span.end}) == span:
+            spans[-1] = spans[-1].model_copy(update={"end": span.end})
+        else:
+            spans.append(span)
+    return tuple(spans)

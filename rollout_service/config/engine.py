@@ -211,6 +211,15 @@ class EngineConfig(Config):
     admission_limit: int = Field(default=1024, ge=1)
     """Sequences (a request counts ``n``) that a replica holds, queued ones included, before it answers 503."""
 
+    @property
+    def why_penalties_start_anew(self) -> str | None:
+        """Why engines cannot count the tokens that a completion had before it was cut short; None: they can."""
+        if self.return_sampling_mask:
+            return "vLLM takes no logits processor beside sampling masks (engine.return_sampling_mask)"
+        if self.extra.get("speculative_config") is not None:
+            return "vLLM takes no logits processor beside speculation (engine.extra.speculative_config)"
+        return None
+
     @model_validator(mode="before")
     @classmethod
     def _is_on_one_host(cls, data: object) -> object:

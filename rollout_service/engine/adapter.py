@@ -26,6 +26,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from rollout_service.engine.load_statistics import RayStats, SchedulerLog
+from rollout_service.engine.partial_penalties import with_partial_penalties
 from rollout_service.errors import EngineFailed, InvalidRequest, LogCorrupt, MemoryTaken, NonFiniteLogprob
 from rollout_service.logs import TELL_VLLMS_OWN_PROCESSES
 from rollout_service.metrics import table
@@ -116,14 +117,17 @@ class EngineAdapter:
         priority: int = 0,
         cache_salt: str | None = None,
         reasoning: Reasoning | None = None,
+        partial_tokens: int = 0,
     ) -> tuple[Completion, ...]:
         """The ``n`` completions of one prompt. Cancelling the call aborts them in the engine.
 
+        ``partial_tokens``: see ``GenerateCall``.
         Raises EngineFailed when the engine is dead or broken, InvalidRequest for what vLLM refuses, NonFiniteLogprob.
         """
         if sampling.routed_experts_prompt_start is not None and not self._llm.vllm_config.aux_output_config.enabled:
             raise InvalidRequest("routed experts are asked for, and engine.return_routed_experts is not set")
-        stream = self._stream(request_id, prompt, vllm_sampling(sampling, len(prompt)), priority, cache_salt, reasoning)
+        parameters = vllm_sampling(sampling, len(prompt), partial_tokens)
+        stream = self._stream(request_id, prompt, parameters, priority, cache_salt, reasoning)
         return completions(await self._output(request_id, stream), sampling)
 
     def made_since(self, request_id: str, since: Sequence[int], candidates: int = 0) -> list[Completion]:
@@ -375,16 +379,18 @@ _NOT_VLLMS = {"stop", "stop_token_ids", "logprobs", "structured_outputs", "route
 """Of the sampling parameters: those that vLLM gets in another form, or not at all."""
 
 
-def vllm_sampling(sampling: Sampling, prompt_tokens: int = 0) -> SamplingParams:
+def vllm_sampling(sampling: Sampling, prompt_tokens: int = 0, partial_tokens: int = 0) -> SamplingParams:
     """vLLM's parameters, for one message when all completions are done. Raises InvalidRequest for what vLLM refuses.
 
     An engine that notes routed experts tells them with every completion: those of the prompt's ``prompt_tokens`` are
-    left out of one that nobody asked for.
+    left out of one that nobody asked for. ``partial_tokens``: see ``GenerateCall``.
     """
     experts_from = sampling.routed_experts_prompt_start
+    parameters = sampling.model_dump(exclude=_NOT_VLLMS | {"detokenize", "output_kind"})
+    parameters |= with_partial_penalties(sampling, partial_tokens)
     try:
         return SamplingParams(
-            **sampling.model_dump(exclude=_NOT_VLLMS | {"detokenize", "output_kind"}),
+            **parameters,
             stop=list(sampling.stop),
             stop_token_ids=list(sampling.stop_token_ids),
             logprobs=sampling.logprobs or 0,

@@ -22,6 +22,7 @@ from rollout_service.engine.plugin import (
     CPU_BF16,
     CPU_BLOCK_FP8,
     CPU_CHANNEL_INT8,
+    PARTIAL_PENALTIES,
     STAGING_KEY,
     TRANSFER_BACKEND,
 )
@@ -92,6 +93,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         # importance ratios need the distribution that was sampled from, temperature included
         logprobs_mode="processed_logprobs",
         return_sampling_mask=_returns_masks(config, on_cpu),
+        logits_processors=[PARTIAL_PENALTIES] if engine.why_penalties_start_anew is None else [],
         enable_return_routed_experts=_returns_experts(config, on_cpu),
         # the model's generation_config.json must not change what a trainer asked for
         generation_config="vllm",

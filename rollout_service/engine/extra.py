@@ -134,6 +134,8 @@ def check_extra(config: ServiceConfig) -> None:
         raise ValueError("engine.extra.hf_overrides.rope_parameters: give an object, such as {rope_type: yarn, …}")
     if "head_dtype" in overrides:
         raise ValueError("engine.extra.hf_overrides.head_dtype is not taken: set engine.lm_head")
+    if not isinstance(extra.get("logits_processors", []), list):
+        raise ValueError("engine.extra.logits_processors: give a list of names such as module:Class")
     if others := sorted(overrides.keys() - POSITIONS):
         raise ValueError(
             f"engine.extra.hf_overrides.{others[0]} is not taken: the tensors of a version are those of the model's "
@@ -166,11 +168,12 @@ def with_extra(owned: dict[str, object], config: ServiceConfig, on_cpu: bool) ->
             "leave it out"
         )
     overrides = {**_mapping(extra.pop("hf_overrides", {})), **_mapping(owned["hf_overrides"])}
+    processors = [*_list(owned["logits_processors"]), *_list(extra.pop("logits_processors", []))]
     if "rope_parameters" in overrides:
         overrides["rope_parameters"] = _rope_parameters(config, _mapping(overrides["rope_parameters"]))
     if twice := sorted(owned.keys() & extra.keys()):
         raise ValueError(f"engine.extra.{twice[0]} is not taken: the service sets it")
-    return {**owned, **extra, "hf_overrides": overrides}
+    return {**owned, **extra, "hf_overrides": overrides, "logits_processors": processors or None}
 
 
 def _rope_parameters(config: ServiceConfig, given: Mapping[str, object]) -> dict[str, object]:
@@ -186,6 +189,11 @@ def _rope_parameters(config: ServiceConfig, given: Mapping[str, object]) -> dict
 
 def _mapping(value: object) -> Mapping[str, object]:
     assert isinstance(value, Mapping)
+    return value
+
+
+def _list(value: object) -> list[object]:
+    assert isinstance(value, list)
     return value
 
 

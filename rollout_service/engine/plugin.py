@@ -11,6 +11,8 @@ CPU_CHANNEL_INT8 = "rollout_service_cpu_channel_int8"
 """Names under which the quantization configurations of CPU engines are registered with vLLM."""
 GROUP_ATTENTION = "rollout_service.engine.attention.backend.GroupAttentionBackend"
 """Where vLLM finds the attention backend that is ours."""
+PARTIAL_PENALTIES = "rollout_service.engine.partial_penalties:PartialPenalties"
+"""Where vLLM finds the logits processor that is ours."""
 
 
 def register() -> None:

@@ -151,6 +151,7 @@ class EngineReplica:
                     call.priority,
                     call.cache_salt,
                     call.reasoning,
+                    call.partial_tokens,
                 )
         except (EngineFailed, NotReady, Overloaded, TooEarly) as error:
             raise type(error)(error.message, {**error.detail, "replica_id": self._replica_id}) from error

@@ -1,10 +1,11 @@
 """How a completion that was cut short goes on elsewhere, and how its pieces become one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import xxhash
 
+from rollout_service.config.engine import EngineConfig
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling
@@ -15,6 +16,10 @@ Decode = Callable[[Sequence[int], bool], str]
 """Text of token ids; whether special tokens are left out of it."""
 _WINDOW = 4096
 """Tokens before a seam in which a stop string may begin: the longest has 1024 characters."""
+_CONTEXT = 8
+"""Tokens that what follows is decoded with: the text of a token depends on those just before it."""
+_INCOMPLETE = "\ufffd"
+"""How the bytes of half a character are decoded."""
 
 
 def remainder(call: GenerateCall, partial: Completion, attempt: int) -> GenerateCall:
@@ -25,22 +30,30 @@ def remainder(call: GenerateCall, partial: Completion, attempt: int) -> Generate
     """
     done = len(partial.token_ids)
     sampling = call.sampling
-    changes: dict[str, object] = {"n": 1, "min_tokens": max(0, sampling.min_tokens - done)}
+    changes = dict[str, object]()
     if partial.prompt_logprobs is not None:  # of what a lost replica told there are none
         changes["prompt_logprobs"] = None
-    if sampling.max_tokens is not None:
-        changes["max_tokens"] = sampling.max_tokens - done
-    if sampling.seed is not None:
-        changes["seed"] = _seed(sampling.seed, partial.index, done)
     if sampling.routed_experts_prompt_start is not None and partial.routed_experts is not None:
         changes["routed_experts_prompt_start"] = len(call.prompt_token_ids) + done - 1
     return call.model_copy(
         update={
             "request_id": f"{call.request_id}-{partial.index}-{attempt}",
             "prompt_token_ids": call.prompt_token_ids + partial.token_ids,
-            "sampling": sampling.model_copy(update=changes),
+            "partial_tokens": call.partial_tokens + done,
+            "sampling": sampling_of_the_rest(sampling, partial.index, done).model_copy(update=changes),
         }
     )
+
+
+def sampling_of_the_rest(sampling: Sampling, index: int, done: int) -> Sampling:
+    """How completion ``index``, which has ``done`` tokens, is sampled further: what is left of ``max_tokens`` and
+    ``min_tokens``, and another stream of random numbers."""
+    changes: dict[str, object] = {"n": 1, "min_tokens": max(0, sampling.min_tokens - done)}
+    if sampling.max_tokens is not None:
+        changes["max_tokens"] = sampling.max_tokens - done
+    if sampling.seed is not None:
+        changes["seed"] = _seed(sampling.seed, index, done)
+    return sampling.model_copy(update=changes)
 
 
 def named(rollout: Rollout) -> Rollout:
@@ -52,21 +65,29 @@ def named(rollout: Rollout) -> Rollout:
     return rollout.model_copy(update={"completions": completions})
 
 
-def goes_on(sampling: Sampling) -> bool:
-    """Whether a completion that is cut short can go on from its tokens.
+def starts_anew(sampling: Sampling, limits: EngineConfig) -> str | None:
+    """Why a completion that is cut short cannot go on from its tokens, which become part of a prompt; None: it can.
 
-    Not where sampling looks back at the completion's own tokens and would not see those that have become part of a
-    prompt: presence and frequency penalties, and how far into a JSON object it is. Such a completion starts anew.
+    Sampling parameters that look back at the completion's own tokens have to see those, too: a grammar of vLLM's cannot
+    be advanced by them, and penalties count them where the engines have ``PartialPenalties``.
     """
-    penalized = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-    return not penalized and sampling.structured_outputs is None
+    if sampling.structured_outputs is not None:
+        return "structured_outputs, which vLLM cannot take up in their middle"
+    if is_penalized(sampling) and (why := limits.why_penalties_start_anew) is not None:
+        return f"presence_penalty and frequency_penalty, and {why}"
+    return None
 
 
-def kept(partial: Completion, sampling: Sampling) -> Completion:
-    """The part of ``partial`` that can be continued: all of it, or nothing."""
+def is_penalized(sampling: Sampling) -> bool:
+    """Whether sampling counts the completion's own tokens."""
+    return sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+
+
+def nothing_of(partial: Completion) -> Completion:
+    """``partial`` without its tokens, to start anew."""
     nothing: dict[str, tuple[()] | None] = {"token_ids": (), "logprobs": (), "spans": ()}
     nothing |= dict.fromkeys(("top_logprobs", "packed_sampling_mask", "routed_experts"))
-    return partial if goes_on(sampling) else partial.model_copy(update=nothing)
+    return partial.model_copy(update=nothing)
 
 
 def joined(call: GenerateCall, partial: Completion, rest: Completion) -> Completion:
@@ -90,11 +111,12 @@ def joined(call: GenerateCall, partial: Completion, rest: Completion) -> Complet
 
 
 def _joined_experts(partial: Completion, rest: Completion, prompt_tokens: int) -> RoutedExperts | None:
-    """Those of both. Tokens that ``partial`` made without telling its experts are missing: what the rest's engine chose
-    for them is not what they were sampled with. Only the last of them was read there first."""
+    """Those of both. Where ``partial`` came without them, what its tokens were sampled with is missing: the rows of the
+    prompt's last token and of its own but the last one, which the rest's engine read first. What that one chose for the
+    others is something else."""
     first, second = partial.routed_experts, rest.routed_experts
     if first is None and second is not None:
-        return second.without(prompt_tokens, prompt_tokens + len(partial.token_ids) - 1)
+        return second.without(prompt_tokens - 1, prompt_tokens + len(partial.token_ids) - 1)
     return first if second is None or first is None else first.followed_by(second)
 
 
@@ -118,35 +140,81 @@ def part(completion: Completion, start: int, end: int) -> Completion:
     )
 
 
-def ended_at_stop(call: GenerateCall, completion: Completion, seam: int, decode: Decode) -> Completion:
-    """A completion of the call's, ended at the first stop string that begins before token ``seam`` and ends after it.
+class StopSearch:
+    """Looks for stop strings that begin before a seam and end after it.
 
-    The engine that made what comes after the seam had the rest in its prompt, where it does not look for stop strings.
-    As in vLLM, a stop string that is complete before ``min_tokens`` tokens ends nothing.
+    The engine that makes what comes after the seam has the rest in its prompt, where it does not look for them. As in
+    vLLM, a stop string that is complete before ``min_tokens`` tokens ends nothing.
     """
-    tokens, begin, sampling = completion.token_ids, max(0, seam - _WINDOW), call.sampling
-    longest = max(map(len, sampling.stop), default=0)
-    before = previous = decode(tokens[begin:seam], sampling.skip_special_tokens)
-    for at in range(seam, len(tokens)):
-        text = decode(tokens[begin : at + 1], sampling.skip_special_tokens)
-        found = _first_ended(text, len(previous), len(before), sampling.stop)
-        if found is not None and at >= sampling.min_tokens:
-            experts = completion.routed_experts
-            if experts is not None:
-                experts = experts.until(len(call.prompt_token_ids) + at)
-            ended = {"finish_reason": "stop", "stop_reason": found, "routed_experts": experts}
-            return part(completion, 0, at + 1).model_copy(update=ended)
-        if len(text) - len(before) >= longest:
-            break
-        previous = text
-    return completion
+
+    def __init__(self, call: GenerateCall, base: Sequence[int], decode: Decode) -> None:
+        """``base``: the call's tokens before the seam; those that it has of its completion from before come first."""
+        sampling = call.sampling
+        self._stops, self._skip_special = sampling.stop, sampling.skip_special_tokens
+        self._least = sampling.min_tokens - len(base)
+        """Tokens after the seam that may end nothing."""
+        self._decode = decode
+        self._longest = max(map(len, self._stops), default=0)
+        before = (*call.prompt_token_ids[len(call.prompt_token_ids) - call.partial_tokens :], *base)[-_WINDOW:]
+        text = self._text(before)
+        self._held = text[max(0, len(text) - self._longest + 1) :].rstrip(_INCOMPLETE)
+        """Text in which a stop string may begin, or lie: that before the seam, and all after it."""
+        self._seam = len(self._held)
+        """Characters of it before the seam."""
+        self._tokens = list(before[-_CONTEXT:])
+        """What is decoded together: those that were, up to ``_told``, and new ones."""
+        self._told = len(self._tokens)
+        while self._told and self._text(self._tokens[: self._told]).endswith(_INCOMPLETE):
+            self._told -= 1
+        self._count = 0
+
+    @property
+    def is_over(self) -> bool:
+        """No stop string that begins before the seam can end any more."""
+        return len(self._held) - self._seam >= self._longest - 1
+
+    def end_in(self, tokens: Iterable[int]) -> tuple[int, str] | None:
+        """The next tokens after the seam: how many of all of them there are up to the one that completes a stop string,
+        and which it is; None: none is complete yet."""
+        for token in tokens:
+            if self.is_over:
+                return None
+            self._count += 1
+            self._tokens.append(token)
+            looked_at = len(self._held)
+            self._held += self._new_text()
+            found = self._first_ended(looked_at)
+            if found is not None and self._count > self._least:
+                return self._count, found
+        return None
+
+    def _new_text(self) -> str:
+        """That of the tokens since ``_told``; none while a character is not complete."""
+        before, text = self._text(self._tokens[: self._told]), self._text(self._tokens)
+        if len(text) <= len(before) or text.endswith(_INCOMPLETE):
+            return ""
+        del self._tokens[: max(0, self._told - _CONTEXT)]
+        self._told = len(self._tokens)
+        return text[len(before) :]
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._decode(tokens, self._skip_special)
+
+    def _first_ended(self, looked_at: int) -> str | None:
+        """The stop string that ends first after ``looked_at`` characters, of those that begin before the seam."""
+        found = [(self._held.find(stop, max(0, looked_at - len(stop) + 1)), stop) for stop in self._stops]
+        ended = [(start + len(stop), order, stop) for order, (start, stop) in enumerate(found)
+                 if 0 <= start < self._seam]  # fmt: skip
+        return min(ended)[2] if ended else None
 
 
-def _first_ended(text: str, looked_at: int, seam: int, stops: tuple[str, ...]) -> str | None:
-    """The stop string that ends first after ``looked_at`` characters, of those that begin before ``seam``."""
-    found = [(text.find(stop, max(0, looked_at - len(stop) + 1)), stop) for stop in stops]
-    ended = [(start + len(stop), order, stop) for order, (start, stop) in enumerate(found) if 0 <= start < seam]
-    return min(ended)[2] if ended else None
+def ended_at(call: GenerateCall, completion: Completion, count: int, stop: str) -> Completion:
+    """A completion of the call's, ended by a stop string that its token ``count`` completes."""
+    experts = completion.routed_experts
+    if experts is not None:
+        experts = experts.until(len(call.prompt_token_ids) + count - 1)
+    ended = {"finish_reason": "stop", "stop_reason": stop, "routed_experts": experts}
+    return part(completion, 0, count).model_copy(update=ended)
 
 
 def _joined(pieces: list[tuple[_T, ...] | None]) -> tuple[_T, ...] | None:

@@ -14,13 +14,22 @@ from typing import Literal
 
 from rollout_service.config.engine import EngineConfig
 from rollout_service.errors import DeploymentFailed, EngineFailed, NotReady, Overloaded, RolloutServiceError, TooEarly
-from rollout_service.fleet.continuation import Decode, ended_at_stop, joined, kept, named, remainder
+from rollout_service.fleet.continuation import (
+    Decode,
+    StopSearch,
+    ended_at,
+    joined,
+    named,
+    nothing_of,
+    remainder,
+    starts_anew,
+)
 from rollout_service.fleet.live import LiveRollout
 from rollout_service.fleet.progress import Follower, Record
 from rollout_service.metrics import table
 from rollout_service.metrics.process import outcome_of, record
 from rollout_service.protocol.rollout import Completion, OnAbort, Rollout
-from rollout_service.protocol.sampling import GenerateCall
+from rollout_service.protocol.sampling import GenerateCall, Sampling
 from rollout_service.rpc import EngineCalls, IngestCalls
 from rollout_service.tasks import raise_first_failure
 
@@ -58,6 +67,10 @@ class Dispatcher:
         self._origin = uuid.uuid4().hex
         self._follower = Follower(engine, self._origin)
 
+    def why_not_from_tokens(self, sampling: Sampling) -> str | None:
+        """Why a completion cannot go on from tokens that it has; None: it can."""
+        return starts_anew(sampling, self._limits)
+
     async def complete(
         self, call: GenerateCall, on_abort: OnAbort = "continue", live: LiveRollout | None = None
     ) -> Rollout:
@@ -72,7 +85,12 @@ class Dispatcher:
         """
         progress = _Progress()
         call = call.model_copy(update={"origin": self._origin, "live": live is not None})
-        rollout = await self._generated(call, progress, lambda record: live.watch(record) if live else None)
+
+        def watch(record: Record) -> None:
+            if live is not None and starts_anew(call.sampling, self._limits) is None:
+                live.watch(record, self._search(call, ()))
+
+        rollout = self._stopped(call, await self._generated(call, progress, watch))
         if on_abort == "return" or rollout.returned or all(c.finish_reason != "abort" for c in rollout.completions):
             return rollout.model_copy(update={"attempts": progress.attempts})
         async with raise_first_failure() as group:
@@ -94,11 +112,12 @@ class Dispatcher:
         while completion.finish_reason == "abort" and progress.attempts < self._limits.max_attempts:
             progress.attempts += 1
             record(table.CONTINUATIONS, cause=progress.cut_short_by)
-            base = kept(completion, call.sampling)
+            anew = starts_anew(call.sampling, self._limits) is not None
+            base = nothing_of(completion) if anew else completion
 
-            def watch(rest: Record, base: Completion = base) -> None:
-                if live is not None:
-                    live.watch_rest(base, rest)
+            def watch(rest: Record, base: Completion = base, anew: bool = anew) -> None:
+                if live is not None and not anew:
+                    live.watch_rest(base, rest, self._search(call, base.token_ids))
 
             progress.cut_short_by = "abort"
             try:
@@ -106,11 +125,26 @@ class Dispatcher:
             except (EngineFailed, NotReady):
                 break  # what there is goes back to the caller rather than nothing
             completion, replica_id = joined(call, base, rollout.completions[0]), rollout.replica_id
-            if call.sampling.stop and self._decode is not None:
-                completion = ended_at_stop(call, completion, len(base.token_ids), self._decode)
+            completion = self._stopped_after(call, completion, len(base.token_ids))
             if rollout.returned:
                 break
         return completion, replica_id, progress.attempts
+
+    def _search(self, call: GenerateCall, base: tuple[int, ...]) -> StopSearch | None:
+        """For stop strings in what follows ``base`` that began before. None: there are none to look for."""
+        if not call.sampling.stop or self._decode is None or not (call.partial_tokens or base):
+            return None
+        return StopSearch(call, base, self._decode)
+
+    def _stopped(self, call: GenerateCall, rollout: Rollout) -> Rollout:
+        """A rollout of a call that had tokens of its completion before, ended where they and it make a stop string."""
+        completions = tuple(self._stopped_after(call, completion, 0) for completion in rollout.completions)
+        return rollout.model_copy(update={"completions": completions})
+
+    def _stopped_after(self, call: GenerateCall, completion: Completion, seam: int) -> Completion:
+        search = self._search(call, completion.token_ids[:seam])
+        found = None if search is None else search.end_in(completion.token_ids[seam:])
+        return completion if found is None else ended_at(call, completion, seam + found[0], found[1])
 
     async def _generated(self, call: GenerateCall, progress: _Progress, watch: Watch) -> Rollout:
         """One generation that was not lost with its replica before it made a token.

@@ -8,10 +8,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rollout_service.fleet.continuation import goes_on, part
+from rollout_service.fleet.continuation import StopSearch, part
 from rollout_service.fleet.progress import Record
 from rollout_service.protocol.rollout import Completion, Rollout
-from rollout_service.protocol.sampling import Sampling
 
 
 class LivePiece(NamedTuple):
@@ -34,34 +33,38 @@ class _Growing:
     record: Record
     place: int
     """Of the completion in the record."""
+    search: StopSearch | None
+    """For a stop string that began before this generation."""
+    looked_at: int = 0
+    """Tokens of this generation that the search has seen."""
+    end: int | None = None
+    """How many of them there are up to the one that completes such a stop string; None: no such token yet."""
 
 
 class LiveRollout:
     """The completions of one call.
 
-    What was shown is never taken back. So a completion that would start anew if it were cut short (``goes_on``), or
-    whose stop strings may lie across the seam of two generations, is shown when it has ended.
+    What was shown is never taken back. So a completion that would start anew if it were cut short is shown when it has
+    ended, and of one that went on nothing is shown before a stop string was looked for in it.
     """
 
-    def __init__(self, sampling: Sampling) -> None:
-        self._sampling = sampling
+    def __init__(self, num_completions: int) -> None:
+        self._num_completions = num_completions
         self._growing: dict[int, _Growing] = {}
-        self._shown = [0] * sampling.n
+        self._shown = [0] * num_completions
         self._ended: set[int] = set()
         self._more = asyncio.Event()
 
-    def watch(self, record: Record) -> None:
-        """The first generation begins, or begins again since it was refused: with all completions."""
+    def watch(self, record: Record, search: StopSearch | None = None) -> None:
+        """The first generation begins, or begins again since it was refused: with all completions, of which there is
+        one where there is something to search for."""
         record.on_more(self._more.set)
-        if goes_on(self._sampling):
-            self._growing = {index: _Growing(None, record, index) for index in range(self._sampling.n)}
+        self._growing = {index: _Growing(None, record, index, search) for index in range(self._num_completions)}
 
-    def watch_rest(self, base: Completion, record: Record) -> None:
+    def watch_rest(self, base: Completion, record: Record, search: StopSearch | None = None) -> None:
         """What is left of the completion ``base`` is being made."""
         record.on_more(self._more.set)
-        self._growing.pop(base.index, None)
-        if goes_on(self._sampling) and not self._sampling.stop:
-            self._growing[base.index] = _Growing(base, record, 0)
+        self._growing[base.index] = _Growing(base, record, 0, search)
 
     async def pieces(self, making: asyncio.Task[Rollout]) -> AsyncGenerator[LivePiece]:
         """More of a completion each time, until ``making`` has made all of them; raises what it raises.
@@ -73,8 +76,8 @@ class LiveRollout:
             while not making.done():
                 await self._more.wait()
                 self._more.clear()
-                if not making.done():
-                    for piece in self._new_pieces():
+                while not making.done() and (new := self._new_pieces()):
+                    for piece in new:
                         yield piece
             for completion in making.result().completions:
                 if completion.index not in self._ended:
@@ -103,4 +106,16 @@ class LiveRollout:
         if base is not None and shown < of_base:
             return part(base, shown, of_base)
         draft = growing.record.drafts[growing.place]
-        return draft.since(shown - of_base, growing.record.replica_id).model_copy(update={"index": index})
+        made = draft.since(shown - of_base, growing.record.replica_id).model_copy(update={"index": index})
+        if growing.search is None:
+            return made
+        if growing.end is None:
+            new = made.token_ids[growing.looked_at - (shown - of_base) :]
+            found = growing.search.end_in(new)
+            growing.looked_at += len(new)
+            growing.end = None if found is None else found[0]
+        if growing.end is None:
+            return made
+        # the last piece, which says how it ended, comes with the rollout
+        up_to = part(made, 0, max(0, growing.end - (shown - of_base)))
+        return up_to.model_copy(update={"finish_reason": "abort", "stop_reason": None})

@@ -23,6 +23,8 @@ class _Detached:
     making: asyncio.Task[Reply]
     tokens: int
     ended_at: float | None = None
+    expiry: asyncio.TimerHandle | None = None
+    """Looks whether its time is over."""
 
 
 class DetachedRollouts:
@@ -54,10 +56,18 @@ class DetachedRollouts:
         detached.making.add_done_callback(lambda _: self._end(detached))
         return rollout_id
 
-    def _require_place(self, tokens: int, name: str | None) -> None:
+    def __len__(self) -> int:
+        """Under way or kept."""
+        return len(self._detached)
+
+    def forget_expired(self) -> None:
+        """Those whose time is over. Is called by itself."""
         for rollout_id, each in list(self._detached.items()):
             if each.ended_at is not None and self._clock() - each.ended_at > KEPT_S:
                 del self._detached[rollout_id]
+
+    def _require_place(self, tokens: int, name: str | None) -> None:
+        self.forget_expired()
         if name in self._detached:
             raise VersionConflict(
                 f"there is a detached rollout {name} already: collect it at GET /v1/rollouts/{name}, or DELETE it"
@@ -76,7 +86,7 @@ class DetachedRollouts:
             )
 
     def _end(self, detached: _Detached) -> None:
-        detached.ended_at = self._clock()
+        self._keep_from_now(detached)
         if not detached.making.cancelled():
             detached.making.exception()  # else asyncio complains of one that nobody collects
 
@@ -85,6 +95,7 @@ class DetachedRollouts:
 
         Raises NotFound, and what the rollout raised.
         """
+        self.forget_expired()
         detached = self._detached.get(rollout_id)
         if detached is None:
             raise NotFound(
@@ -96,8 +107,14 @@ class DetachedRollouts:
             return None
         if detached.making.cancelled():
             raise NotFound(f"the detached rollout {rollout_id} was deleted")
-        detached.ended_at = self._clock()
+        self._keep_from_now(detached)
         return detached.making.result()
+
+    def _keep_from_now(self, detached: _Detached) -> None:
+        detached.ended_at = self._clock()
+        if detached.expiry is not None:
+            detached.expiry.cancel()
+        detached.expiry = asyncio.get_running_loop().call_later(KEPT_S + 1, self.forget_expired)
 
     def delete(self, rollout_id: str) -> None:
         """End it, if it is under way, and forget it. One that is not there is deleted already."""

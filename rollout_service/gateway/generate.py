@@ -96,7 +96,7 @@ def _most_kept(prompt: int, sampling: Sampling, max_model_len: int) -> int:
 async def _reply(
     prompt: tuple[int, ...], body: GenerateRequest, services: Services, options: RolloutOptions, model: str
 ) -> dict[str, object]:
-    rollout = await roll_out(prompt, body.sampling_params, services, options)
+    rollout = await roll_out(prompt, body.sampling_params, services, options, partial=body.partial_token_ids)
     reply: dict[str, object] = {
         "request_id": rollout.request_id,
         "model": model,
@@ -109,7 +109,7 @@ async def _reply(
         "truncated_sampling": rollout.truncated_sampling,
     }
     if body.return_token_ids or body.prompt is not None:
-        reply["prompt_token_ids"] = rollout.prompt_token_ids
+        reply["prompt_token_ids"] = prompt
     if body.sampling_params.prompt_logprobs is not None:
         reply["prompt_logprobs"] = prompt_logprobs(rollout)
     return reply
@@ -123,12 +123,13 @@ async def _chunks(
     wanted, common = body.stream_options or StreamOptions(), dict[str, object]()
     common |= {"request_id": options.request_id, "output_mode": body.output_mode}
     sampling = body.sampling_params
-    texts = [TextStream(sampling, services) for _ in range(sampling.n)]
+    texts = [TextStream(sampling, services, body.partial_token_ids) for _ in range(sampling.n)]
     gathered = [Spans() for _ in range(sampling.n)]
     of_the_prompt: dict[str, object] = {}
     if body.return_token_ids or body.prompt is not None:
         of_the_prompt["prompt_token_ids"] = prompt
-    async with aclosing(live_pieces(prompt, sampling, services, options)) as pieces:
+    partial = body.partial_token_ids
+    async with aclosing(live_pieces(prompt, sampling, services, options, partial=partial)) as pieces:
         async for piece in pieces:
             if isinstance(piece, LivePiece):
                 made = gathered[piece.made.index].of(piece)
@@ -137,7 +138,7 @@ async def _chunks(
                     choice["text"] = texts[made.index].add(piece)
                 chunk = common | of_the_prompt | {"choices": [choice]}
                 if wanted.continuous_usage_stats:
-                    chunk["usage"] = token_counts(len(prompt), piece.start + len(made.token_ids))
+                    chunk["usage"] = token_counts(len(prompt) + len(partial), piece.start + len(made.token_ids))
                 of_the_prompt = {}
                 yield chunk
             elif wanted.include_usage:
@@ -165,8 +166,10 @@ def _choice(completion: Completion, body: GenerateRequest) -> dict[str, object]:
 
 
 def _whole_choice(completion: Completion, services: Services, body: GenerateRequest) -> dict[str, object]:
-    text = {"text": text_of(completion, body.sampling_params, services)} if body.output_mode == "text" else {}
-    return _choice(completion, body) | text
+    if body.output_mode == "tokens":
+        return _choice(completion, body)
+    whole = completion.model_copy(update={"token_ids": body.partial_token_ids + completion.token_ids})
+    return _choice(completion, body) | {"text": text_of(whole, body.sampling_params, services)}
 
 
 def _by_token(completion: Completion) -> list[dict[str, object]]:

@@ -15,6 +15,7 @@ from rollout_service.errors import (
     Overloaded,
     TooEarly,
 )
+from rollout_service.fleet.continuation import sampling_of_the_rest
 from rollout_service.fleet.live import LiveRollout
 from rollout_service.gateway.dependencies import Services
 from rollout_service.metrics.process import counted_rollout
@@ -177,6 +178,17 @@ def with_experts(prompt: Sequence[int], sampling: Sampling, services: Services, 
     return sampling.model_copy(update={"routed_experts_prompt_start": 0 if asked and start is None else start})
 
 
+def _from_partial(
+    prompt: tuple[int, ...], partial: tuple[int, ...], sampling: Sampling, services: Services
+) -> tuple[tuple[int, ...], Sampling]:
+    """What is asked of an engine that goes on from tokens. Raises InvalidRequest where it cannot."""
+    if not prompt:
+        raise InvalidRequest("the prompt is empty: send the tokens before partial_token_ids, at least one")
+    if (why := services.dispatcher.why_not_from_tokens(sampling)) is not None:
+        raise InvalidRequest(f"a completion with {why}, starts anew: leave out partial_token_ids, or those")
+    return prompt + partial, sampling_of_the_rest(sampling, 0, len(partial))
+
+
 async def _number_of(version: int | str | None, services: Services) -> int | None:
     """Of a version that may be given by its label. Raises NotFound for one that no version has."""
     return await services.ingest.version_of(version) if isinstance(version, str) else version
@@ -190,8 +202,14 @@ async def roll_out(
     options: RolloutOptions = RolloutOptions(),  # noqa: B008  # frozen
     reasoning: Reasoning | None = None,
     live: LiveRollout | None = None,
+    partial: tuple[int, ...] = (),
 ) -> Rollout:
-    """Check one prompt and have an engine complete it. ``live``: for who reads along."""
+    """Check one prompt and have an engine complete it. ``live``: for who reads along.
+
+    ``partial``: see ``GenerateRequest.partial_token_ids``; in the rollout they are the end of the prompt.
+    """
+    if partial:
+        prompt, sampling = _from_partial(prompt, partial, sampling, services)
     check_prompt(prompt, sampling, services)
     sampling = with_experts(prompt, sampling, services, options.return_routed_experts)
     if sampling.max_tokens is None:
@@ -200,6 +218,7 @@ async def roll_out(
         request_id=options.request_id or uuid.uuid4().hex,
         prompt_token_ids=prompt,
         sampling=sampling,
+        partial_tokens=len(partial),
         min_weight_version=await _number_of(options.min_weight_version, services),
         session_id=options.session_id,
         priority=options.priority,

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi.responses import StreamingResponse
 
-from rollout_service.errors import RolloutServiceError
+from rollout_service.errors import InvalidRequest, RolloutServiceError
 from rollout_service.fleet.live import LivePiece, LiveRollout
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.prompts import detokenize, roll_out, text_of
@@ -26,9 +26,10 @@ _INCOMPLETE = "\ufffd"
 class TextStream:
     """The text of one completion, piece by piece; all pieces together are ``text_of`` the whole."""
 
-    def __init__(self, sampling: Sampling, services: Services) -> None:
+    def __init__(self, sampling: Sampling, services: Services, partial: Sequence[int] = ()) -> None:
+        """``partial``: tokens before the first piece, whose text comes with it."""
         self._sampling, self._services = sampling, services
-        self._token_ids: list[int] = []
+        self._token_ids = list(partial)
         self._from = self._told_to = 0
         """Tokens whose text was found are those before ``_told_to``; what comes is decoded with those from ``_from``
         on, as the text of a token depends on what is before it."""
@@ -86,10 +87,16 @@ async def live_pieces(
     services: Services,
     options: RolloutOptions,
     reasoning: Reasoning | None = None,
+    partial: tuple[int, ...] = (),
 ) -> AsyncGenerator[LivePiece | Rollout]:
     """What ``roll_out`` makes, as it is made, and then all of it. Closing this ends the work."""
-    live = LiveRollout(sampling)
-    making = asyncio.create_task(roll_out(prompt, sampling, services, options, reasoning, live))
+    if services.returns_experts and sampling.routed_experts_prompt_start is not None:
+        raise InvalidRequest(
+            f"routed_experts_prompt_start={sampling.routed_experts_prompt_start}: routed experts are known when a "
+            "completion has ended, not in a stream: leave out one of them"
+        )
+    live = LiveRollout(sampling.n)
+    making = asyncio.create_task(roll_out(prompt, sampling, services, options, reasoning, live, partial))
     async with aclosing(live.pieces(making)) as pieces:
         async for piece in pieces:
             yield piece

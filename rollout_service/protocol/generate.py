@@ -84,6 +84,11 @@ class GenerateRequest(RolloutOptions):
     flat_logprobs: bool = False
     """A choice's ``logprobs`` as one list, beside its ``token_ids``: half the bytes, an eighth of the work to read
     them. Our client asks for it; vLLM's do not know it."""
+    partial_token_ids: TokenIds = ()
+    """What an earlier request has made of the completion: it goes on from these tokens, and the reply has those that
+    come after them. ``sampling_params`` are of all of the completion: ``max_tokens``, ``min_tokens`` and penalties
+    count these tokens, and a stop string may begin among them. The reply's text begins with theirs; its ``usage``
+    counts them as prompt."""
     return_token_ids: bool = False
     """Repeat the prompt's ids in the reply."""
     stream: bool | None = False
@@ -96,6 +101,27 @@ class GenerateRequest(RolloutOptions):
     def _ids_or_text(self) -> "GenerateRequest":
         if (self.token_ids is None) == (self.prompt is None):
             raise ValueError("give either token_ids or prompt")
+        return self
+
+    @model_validator(mode="after")
+    def _goes_on(self) -> "GenerateRequest":
+        sampling = self.sampling_params
+        if not self.partial_token_ids:
+            return self
+        if sampling.n > 1:
+            raise ValueError(f"partial_token_ids are of one completion, and n={sampling.n}: send a request for each")
+        if sampling.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs come with a completion's beginning: leave them or partial_token_ids out")
+        if self.return_routed_experts or sampling.routed_experts_prompt_start is not None:
+            raise ValueError(
+                "to which experts the tokens of partial_token_ids went is not known to who goes on from them: leave "
+                "out partial_token_ids, or return_routed_experts and routed_experts_prompt_start"
+            )
+        if sampling.max_tokens is not None and len(self.partial_token_ids) >= sampling.max_tokens:
+            raise ValueError(
+                f"partial_token_ids has {len(self.partial_token_ids)} tokens, and max_tokens={sampling.max_tokens} "
+                "counts them, too: raise it"
+            )
         return self
 
     @model_validator(mode="after")

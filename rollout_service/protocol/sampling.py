@@ -223,6 +223,10 @@ class GenerateCall(Frozen):
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling
+    """Of what is to be made: ``max_tokens`` and ``min_tokens`` are what is left of them."""
+    partial_tokens: int = Field(default=0, ge=0)
+    """So many tokens at the prompt's end are the completion's own first ones, made by an earlier generation: penalties
+    count them, and a stop string may begin among them."""
     min_weight_version: WeightVersion | None = None
     """Only weights at least this new may answer."""
     session_id: str | None = None

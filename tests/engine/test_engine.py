@@ -27,6 +27,7 @@ from rollout_service.protocol.sampling import GenerateCall, Sampling, Structured
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE, read_manifest
+from tests.support.penalties import whole_with
 from tests.support.reference import reference_logprobs, reference_model
 from tests.support.telltale import assert_pure, canary_weights
 
@@ -179,6 +180,29 @@ async def test_bias_and_structured_outputs_steer_what_is_drawn(served: tuple[Ser
     with pytest.raises(InvalidRequest, match="regex"):
         wrong = StructuredOutputs(regex="(")
         await engine.generate("wrong", PROMPTS[0], Sampling(structured_outputs=wrong))
+
+
+@pytest.mark.parametrize(
+    "penalties",
+    [
+        {"presence_penalty": 1.5, "frequency_penalty": 0.7},
+        {"presence_penalty": -1.0, "frequency_penalty": 0.3, "repetition_penalty": 1.4},
+        {"repetition_penalty": 1.4},
+    ],
+    ids=["completion", "all", "prompt"],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_penalties_of_a_completion_that_goes_on_are_those_of_one_that_was_not_cut(
+    served: tuple[ServiceConfig, EngineAdapter], penalties: dict[str, float]
+) -> None:
+    config, engine = served
+    await load(engine, WeightLog(config.weights.root).folder(0), 0)
+    cuts = await whole_with(engine, PROMPTS[1] * 2, penalties)
+    gone_on = await cuts.differences(counted=True)
+    assert gone_on.numel() > 1500
+    assert gone_on.mean() < FP8_MEAN and gone_on.max() < FP8_MAX
+    if len(penalties) > 1:  # the repetition penalty alone counts the prompt's tokens, and so these, by itself
+        assert (await cuts.differences(counted=False)).mean() > FP8_MEAN
 
 
 @pytest.mark.slow  # every run of the tests compares a BF16 engine with an FP8 one: the shadow in test_serve_run.py

@@ -8,7 +8,7 @@ import openai
 
 from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService
-from tests.support.telltale import assert_pure, canary_weights
+from tests.support.telltale import assert_pure, canary_weights, token_of
 
 PROMPT = [5, 6, 7]
 LENGTH = 400
@@ -43,6 +43,60 @@ async def test_who_goes_away_ends_the_work(client: RolloutClient) -> None:
 async def _until(client: RolloutClient, running: int) -> None:
     while sum(replica.running for replica in (await client.fleet()).replicas) != running:
         await asyncio.sleep(0.05)
+
+
+async def test_the_rest_of_a_batch_is_carried_on_with_newer_weights(
+    service: LocalService, client: RolloutClient, telltale: int
+) -> None:
+    """Short groups complete first; of the long ones every token is kept, and says which weights made it."""
+    options = {"temperature": 0.2, "ignore_eos": True, "max_tokens": LENGTH, "n": 2}
+    await client.pause("keep")  # so that the long ones are under way when the first is complete
+    long = asyncio.create_task(client.generate_batch([PROMPT, PROMPT[::-1], PROMPT[:2]], until=1, **options))
+    await _until(client, running=6)
+    await client.resume()
+    first = await long
+    [(done, rollout)] = first.rollouts.items()
+    assert [len(c.token_ids) for c in rollout.completions] == [LENGTH] * 2
+    await _until(client, running=0)  # the engines have stopped, and are asked for nothing
+    partial = list(first.partial.values())
+    assert len(partial) == 2 and done not in first.partial and all(each.num_tokens for each in partial)
+    had = {each.request_id: [c.token_ids for c in each.completions] for each in partial}
+    await client.push_weights(telltale + 1, canary_weights(service.config.model.path, telltale + 1))
+    second = await client.generate_batch([*partial, PROMPT[1:]], until=3, **options)
+    assert sorted(second.rollouts) == [0, 1, 2] and not second.partial
+    new = second.rollouts.pop(2)
+    assert {c.versions for c in new.completions} == {(telltale + 1,)}
+    seen = set()
+    for rollout in second.rollouts.values():
+        for completion, before in zip(rollout.completions, had[rollout.request_id], strict=True):
+            assert len(completion.token_ids) == len(completion.logprobs) == LENGTH
+            assert completion.token_ids[: len(before)] == before
+            for span in completion.spans:  # at this temperature no other token is ever drawn
+                assert set(completion.token_ids[span.start : span.end]) == {token_of(span.version)}
+            seen.add(completion.versions)
+    assert (telltale, telltale + 1) in seen
+
+
+async def test_a_stop_string_across_the_cut_ends_what_is_carried_on(
+    client: RolloutClient, http: httpx.AsyncClient, telltale: int
+) -> None:
+    """The tokens of these weights tell their version: the text is known beforehand."""
+    asked = {"prompt": "12345>", "sampling_params": {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}}
+    whole = (await http.post("/inference/v1/generate", json=asked | {"output_mode": "text"})).json()
+    [choice], prompt = whole["choices"], whole["prompt_token_ids"]
+    stop = choice["text"][1:3]
+    body = {
+        "token_ids": prompt,
+        "partial_token_ids": choice["token_ids"][:2],
+        "output_mode": "text",
+        "sampling_params": asked["sampling_params"] | {"stop": [stop]},
+    }
+    reply = (await http.post("/inference/v1/generate", json=body)).json()
+    [rest] = reply["choices"]
+    assert (rest["finish_reason"], rest["stop_reason"]) == ("stop", stop)
+    assert rest["token_ids"] == choice["token_ids"][2:3] and rest["text"] == choice["text"][:1]
+    refused = await http.post("/inference/v1/generate", json=body | {"sampling_params": {"max_tokens": 2}})
+    assert refused.status_code == 422 and "max_tokens=2" in refused.text
 
 
 async def test_chats_and_completions_are_streamed(service: LocalService, http: httpx.AsyncClient) -> None:

@@ -112,6 +112,8 @@ def _make_possible(case: Case) -> None:
         for name in ("prompt", "token_ids"):
             if isinstance(body.get(name), list):
                 body[name] = _in_vocabulary(body[name]) or [5]
+        if isinstance(body.get("partial_token_ids"), list):
+            body["partial_token_ids"] = _in_vocabulary(body["partial_token_ids"])[: MOST_TOKENS - 1]
 
 
 def _make_patient(case: Case) -> None:

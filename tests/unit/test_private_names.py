@@ -53,6 +53,9 @@ DOCUMENTED = {
     "vllm.v1.attention.backends.registry",
     "vllm.model_executor.layers.quantization",
     "vllm.model_executor.layers.quantization.base_config",
+    # "Custom Logits Processors": https://docs.vllm.ai/en/v0.32.0/features/custom_logitsprocs/
+    "vllm.v1.sample.logits_processor",
+    "vllm.v1.worker.gpu.sample.logits_processor",
     # Ray's reference: https://docs.ray.io/en/latest/serve/api/
     "ray",
     "ray.exceptions",

@@ -13,6 +13,7 @@ from rollout_service.engine import args
 from rollout_service.engine.args import engine_args, engine_environment
 from rollout_service.engine.batch_invariance import refuse_batch_invariance
 from rollout_service.engine.extra import INSTEAD, check_extra, with_extra
+from rollout_service.engine.plugin import PARTIAL_PENALTIES
 from rollout_service.shadow.deployment import shadow_config
 from tests.support.models import make_model
 
@@ -42,7 +43,7 @@ class TestExtra:
         platform = SimpleNamespace(is_cpu=lambda: on_cpu, get_device_capability=lambda: None)
         monkeypatch.setattr(args, "current_platform", platform)
         engine_args(config_of(tmp_path), (), has_tokenizer=False)
-        assert owned - INSTEAD.keys() == {"hf_overrides"}
+        assert owned - INSTEAD.keys() == {"hf_overrides", "logits_processors"}
 
     def test_every_name_is_one_of_vllm_s(self) -> None:
         assert INSTEAD.keys() <= {field.name for field in fields(AsyncEngineArgs)}
@@ -89,9 +90,17 @@ class TestExtra:
         with pytest.raises(ValueError, match=f"speculative_config.method is {method!r}: .*no update reaches"):
             check_extra(config_of(extra={"speculative_config": {"method": method, "model": "draft"}}))
 
+    def test_other_logits_processors_stand_beside_the_service_s(self, tmp_path: Path) -> None:
+        make_model(tmp_path, "llama")
+        made = engine_args(config_of(tmp_path, extra={"logits_processors": ["a:B"]}), (), has_tokenizer=False)
+        assert made.logits_processors == [PARTIAL_PENALTIES, "a:B"]
+        assert engine_args(config_of(tmp_path), (), has_tokenizer=False).logits_processors == [PARTIAL_PENALTIES]
+        with pytest.raises(ValueError, match="logits_processors: give a list"):
+            check_extra(config_of(extra={"logits_processors": "a:B"}))
+
     def test_speculation_without_weights_is_for_gpus(self) -> None:
         config = config_of(extra={"speculative_config": NGRAM})
-        owned: dict[str, object] = {"hf_overrides": {}}
+        owned: dict[str, object] = {"hf_overrides": {}, "logits_processors": []}
         assert with_extra(owned, config, on_cpu=False)["speculative_config"] == NGRAM
         with pytest.raises(ValueError, match=r"on the CPU vLLM 0\.32 returns logprobs with it that are not numbers"):
             with_extra(owned, config, on_cpu=True)

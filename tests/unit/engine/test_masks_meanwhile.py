@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from vllm.v1.outputs import SamplingMaskLists
 
-from rollout_service.vllm_internals import _masks_since
+from rollout_service.vllm_internals import _last_masks
 
 CHUNKS = [
     SamplingMaskLists(np.array([1, 2])),  # a step of one token
@@ -19,4 +19,8 @@ ALL = [[1, 2], [3], [4, 5], [6], [7]]
 
 @pytest.mark.parametrize("since", range(6))
 def test_they_are_those_of_the_tokens_that_are_new(since: int) -> None:
-    assert _masks_since(CHUNKS, since) == ALL[since:]
+    assert _last_masks(CHUNKS, len(ALL) - since) == ALL[since:]
+
+
+def test_what_was_told_before_is_not_looked_at() -> None:
+    assert _last_masks([None, *CHUNKS[1:]], 2) == ALL[3:]

@@ -5,7 +5,17 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from rollout_service.fleet.continuation import ended_at_stop, joined, kept, part, remainder
+from rollout_service.config.engine import EngineConfig
+from rollout_service.fleet.continuation import (
+    Decode,
+    StopSearch,
+    ended_at,
+    joined,
+    nothing_of,
+    part,
+    remainder,
+    starts_anew,
+)
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling
@@ -80,20 +90,31 @@ def test_the_largest_seed_has_successors() -> None:
     assert rest.sampling.seed == LARGEST_SEED + 1 < 2**63
 
 
-@pytest.mark.parametrize(
-    "looks_back",
-    [
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": -0.5},
-        {"structured_outputs": {"json_object": True}},
-    ],
-    ids=str,
-)
-def test_sampling_that_looks_back_at_the_completion_starts_anew(looks_back: dict[str, object]) -> None:
-    partial = piece((6, 7), (3, 2), index=1)
-    assert kept(partial, Sampling(repetition_penalty=1.2, stop_token_ids=(3,), stop=("x",))) == partial
-    anew = kept(partial, Sampling(**looks_back))
+PENALTIES = [{"presence_penalty": 0.5}, {"frequency_penalty": -0.5}]
+
+
+@pytest.mark.parametrize("penalty", PENALTIES, ids=str)
+def test_penalties_go_on_where_the_engines_count_what_was_made_before(penalty: dict[str, float]) -> None:
+    assert starts_anew(Sampling(**penalty), EngineConfig()) is None
+    masks = starts_anew(Sampling(**penalty), EngineConfig(return_sampling_mask=True))
+    assert masks is not None and "engine.return_sampling_mask" in masks
+    speculation = {"speculative_config": {"method": "ngram"}}
+    assert "speculation" in str(starts_anew(Sampling(**penalty), EngineConfig(extra=speculation)))
+
+
+def test_structured_outputs_start_anew() -> None:
+    structured = Sampling(structured_outputs={"json_object": True})
+    assert "structured_outputs" in str(starts_anew(structured, EngineConfig()))
+    plain = Sampling(repetition_penalty=1.2, stop_token_ids=(3,), stop=("x",))
+    assert starts_anew(plain, EngineConfig(return_sampling_mask=True)) is None
+    anew = nothing_of(piece((6, 7), (3, 2), index=1))
     assert (anew.index, anew.token_ids, anew.logprobs, anew.spans) == (1, (), (), ())
+
+
+def test_the_remainder_says_which_tokens_of_its_prompt_are_the_completions() -> None:
+    rest = remainder(call(max_tokens=9), piece((6, 7, 8), (3, 3)), 2)
+    assert rest.partial_tokens == 3
+    assert remainder(rest, piece((9,), (3, 1)), 3).partial_tokens == 4
 
 
 def masked(completion: Completion, *chunks: str) -> Completion:
@@ -113,7 +134,7 @@ def test_likeliest_tokens_of_both_pieces_follow_one_another() -> None:
     assert whole.prompt_logprobs == of_the_prompt
     # the rest is asked for nothing of the prompt, which by then has the first tokens in it
     assert remainder(call(prompt_logprobs=1, logprobs=1), first, 2).sampling == Sampling(n=1, logprobs=1)
-    anew = kept(first, Sampling(presence_penalty=1.0))
+    anew = nothing_of(first)
     assert anew.top_logprobs is None and joined(CALL, anew, likely((9,))).top_logprobs == ((Candidate(9, -0.5, 1),),)
 
 
@@ -123,7 +144,7 @@ def test_sampling_masks_of_both_pieces_come_one_after_the_other() -> None:
     assert joined(CALL, piece(()), masked(second, "b")).packed_sampling_mask == ("b",)
     assert joined(CALL, masked(first, "a"), piece(())).packed_sampling_mask == ("a",)
     assert joined(CALL, first, second).packed_sampling_mask is None
-    anew = kept(masked(first, "a"), Sampling(presence_penalty=1.0))
+    anew = nothing_of(masked(first, "a"))
     assert joined(CALL, anew, masked(second, "b")).packed_sampling_mask == ("b",)
 
 
@@ -166,12 +187,13 @@ class TestRoutedExperts:
         assert known(joined(late, first, routed(piece((7, 8), (3, 2)), 2, 12, 13))) == {2: 12, 3: 13}
 
     def test_tokens_that_came_without_theirs_are_missing(self) -> None:
-        """As those of a replica that died. The next one reads their last token first, and the prompt as well."""
+        """As those of a replica that died. The next one reads their last token first, and the prompt as well: what the
+        prompt's last token went to there is not what the first of them was sampled with."""
         lost = piece((6, 7, 8), (3, 3))
         assert remainder(self.asking, lost, 2).sampling.routed_experts_prompt_start == 0
         whole = joined(self.asking, lost, routed(piece((9,), (3, 1), end="stop"), 0, 10, 11, 12, 13, 14))
-        assert whole.routed_experts is not None and whole.routed_experts.missing == ((2, 4),)
-        assert known(whole) == {0: 10, 1: 11, 4: 14}
+        assert whole.routed_experts is not None and whole.routed_experts.missing == ((1, 4),)
+        assert known(whole) == {0: 10, 4: 14}
 
     def test_a_rest_without_its_own_leaves_the_first_ones(self) -> None:
         whole = joined(self.asking, self.partial, piece((8, 9), (4, 2), end="stop"))
@@ -180,7 +202,7 @@ class TestRoutedExperts:
         assert known(again) == {0: 10, 1: 11, 2: 12, 5: 15}
 
     def test_what_starts_anew_forgets_them(self) -> None:
-        anew = kept(self.partial, Sampling(presence_penalty=1.0))
+        anew = nothing_of(self.partial)
         assert anew.routed_experts is None
         assert known(joined(self.asking, anew, routed(piece((9,), (4, 1)), 0, 10, 11))) == {0: 10, 1: 11}
 
@@ -215,8 +237,13 @@ def stopped(tokens: tuple[int, ...], seam: int, *stop: str, min_tokens: int = 0)
     def decode(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return "".join(TEXT_OF[token] for token in token_ids)
 
-    asking = call(stop=stop, min_tokens=min_tokens)
-    return ended_at_stop(asking, piece(tokens, (3, len(tokens)), end="length"), seam, decode)
+    return ended(call(stop=stop, min_tokens=min_tokens), piece(tokens, (3, len(tokens)), end="length"), seam, decode)
+
+
+def ended(asking: GenerateCall, whole: Completion, seam: int, decode: Decode) -> Completion:
+    search = StopSearch(asking, whole.token_ids[:seam], decode)
+    found = search.end_in(whole.token_ids[seam:])
+    return whole if found is None else ended_at(asking, whole, seam + found[0], found[1])
 
 
 class TestStopStringsAcrossASeam:
@@ -229,8 +256,43 @@ class TestStopStringsAcrossASeam:
     def test_the_experts_of_what_comes_after_it_are_left_out(self) -> None:
         asking = call(stop=("END",), routed_experts_prompt_start=0)
         whole = routed(piece((1, 4, 5, 2), (3, 4), end="length"), 0, 10, 11, 12, 13, 14)
-        cut = ended_at_stop(asking, whole, 2, lambda tokens, _: "".join(TEXT_OF[token] for token in tokens))
+        cut = ended(asking, whole, 2, lambda tokens, _: "".join(TEXT_OF[token] for token in tokens))
         assert cut.token_ids == (1, 4, 5) and known(cut) == {0: 10, 1: 11, 2: 12, 3: 13}
+
+    def test_so_does_one_that_began_before_the_call(self) -> None:
+        asking = call(stop=("END",)).model_copy(update={"prompt_token_ids": (1, 4, 4), "partial_tokens": 1})
+
+        def decode(tokens: Sequence[int], _: bool) -> str:
+            return "".join(TEXT_OF[token] for token in tokens)
+
+        assert ended(asking, piece((5, 1), (3, 2), end="length"), 0, decode).token_ids == (5,)
+        of_the_prompt = asking.model_copy(update={"partial_tokens": 0})
+        assert ended(of_the_prompt, piece((5, 1), (3, 2), end="length"), 0, decode).token_ids == (5, 1)
+
+    def test_each_token_is_decoded_with_a_few_others_whatever_its_length(self) -> None:
+        lengths = []
+
+        def decode(tokens: Sequence[int], _: bool) -> str:
+            lengths.append(len(tokens))
+            return "a" * len(tokens)
+
+        search = StopSearch(call(stop=("a" * 999 + "b",)), (1,) * 9000, decode)
+        assert [search.end_in((1,)) for _ in range(1200)] == [None] * 1200
+        assert search.is_over
+        once, *each = lengths
+        assert once == 4096 and max(each) < 20 and len(each) < 2 * 1000 + 2
+
+    def test_characters_of_several_tokens_are_put_together(self) -> None:
+        made, stop = "naïve…ENDé".encode(), "e…END"
+        begin = made.index(b"e")
+        end = begin + len(stop.encode())
+
+        def decode(tokens: Sequence[int], _: bool) -> str:
+            return bytes(tokens).decode(errors="replace")
+
+        for seam in range(begin + 1, end):
+            search = StopSearch(call(stop=(stop,)), tuple(made[:seam]), decode)
+            assert search.end_in(made[seam:]) == (end - seam, stop)
 
     def test_what_is_complete_on_one_side_is_the_engines_to_find(self) -> None:
         for tokens, seam in [((3, 1, 1), 1), ((1, 2, 3), 2), ((1, 4, 1, 5), 2)]:

@@ -305,10 +305,18 @@ class TestAbort:
         assert [c.versions for c in rollout.completions] == [(3,)] * 3
         assert [(c.version, c.replica_id) for c in calls_of(rollout)] == [(3, "a"), (3, "a")]
 
-    async def test_an_aborted_completion_with_penalties_starts_anew(self) -> None:
-        engine = Script([made(4, end="abort"), made(9, version=4)])
+    async def test_an_aborted_completion_with_penalties_says_which_tokens_count(self) -> None:
+        engine = Script([made(4, end="abort"), made(5, version=4)])
         sampling = Sampling(max_tokens=9, presence_penalty=1.0)
         rollout = await dispatcher(engine).complete(call().model_copy(update={"sampling": sampling}))
+        assert rollout.completions[0].token_ids == (3,) * 4 + (4,) * 5
+        assert [c.partial_tokens for c in engine.calls] == [0, 4]
+
+    async def test_it_starts_anew_where_engines_cannot_count_them(self) -> None:
+        engine = Script([made(4, end="abort"), made(9, version=4)])
+        sampling = Sampling(max_tokens=9, presence_penalty=1.0)
+        dispatching = dispatcher(engine, return_sampling_mask=True)
+        rollout = await dispatching.complete(call().model_copy(update={"sampling": sampling}))
         assert rollout.completions[0].token_ids == (4,) * 9 and rollout.attempts == 2
         assert engine.calls[1].prompt_token_ids == (1, 2) and engine.calls[1].sampling == sampling
 
@@ -323,6 +331,16 @@ class TestAbort:
         [completion] = rollout.completions
         assert completion.token_ids == (3,) * 4 + (4,) * 2
         assert (completion.finish_reason, completion.stop_reason, rollout.attempts) == ("stop", "344", 2)
+
+    async def test_a_stop_string_that_began_before_the_call_ends_it(self) -> None:
+        def decode(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+            return "".join(map(str, token_ids))
+
+        engine = Script([made(9)])
+        dispatching = Dispatcher(EngineClient(engine), Ingest(), EngineConfig(), decode)
+        asked = {"sampling": Sampling(max_tokens=9, stop=("2333",)), "partial_tokens": 1}
+        [completion] = (await dispatching.complete(call().model_copy(update=asked))).completions
+        assert (completion.token_ids, completion.finish_reason) == ((3,) * 3, "stop")
 
     async def test_an_aborted_completion_is_returned_as_is_when_asked_for(self) -> None:
         engine = Script([made(4, end="abort")])

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rollout_service.errors import EngineFailed
-from rollout_service.fleet.continuation import joined
+from rollout_service.fleet.continuation import StopSearch, joined
 from rollout_service.fleet.live import LivePiece, LiveRollout
 from rollout_service.fleet.progress import Record
 from rollout_service.protocol.progress import Piece
@@ -33,7 +33,7 @@ class Reading:
     """A reader, and the rollout that the test makes."""
 
     def __init__(self, sampling: Sampling) -> None:
-        self.live = LiveRollout(sampling)
+        self.live = LiveRollout(sampling.n)
         self._lengths: dict[int, int] = {}
         self._answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
         self.making = asyncio.create_task(self._made())
@@ -86,22 +86,21 @@ async def test_a_rollout_that_goes_on_elsewhere_is_read_on() -> None:
     assert await reading.end(whole) == [(0, (), "length")]
 
 
-async def test_what_may_be_taken_back_is_shown_at_the_end() -> None:
-    for sampling in (Sampling(presence_penalty=1.0), Sampling(frequency_penalty=1.0)):
-        reading, record = Reading(sampling), Record(1, 1)
-        reading.live.watch(record)
-        tell(record, made(5, 6))
-        assert await reading.end(made(8, end="stop")) == [(0, (8,), "stop")]
-
-
 async def test_after_a_seam_stop_strings_are_looked_for_before_anything_is_shown() -> None:
-    reading, record, rest = Reading(Sampling(stop=("x",))), Record(1, 1), Record(2, 1)
+    asking = CALL.model_copy(update={"sampling": Sampling(stop=("ENDx",))})
+    reading, record, rest = Reading(asking.sampling), Record(1, 1), Record(2, 1)
     reading.live.watch(record)
     tell(record, made(5))
     assert await reading.next() == (0, (5,), "abort")
-    reading.live.watch_rest(made(5, 6), rest)
-    tell(rest, made(7, 8))
-    assert await reading.end(made(5, 6, 7, end="stop")) == [(0, (6, 7), "stop")]
+    texts = {5: "a", 6: "E", 7: "ND", 8: "x", 9: "b"}
+    search = StopSearch(asking, (5, 6), lambda tokens, _: "".join(texts[token] for token in tokens))
+    reading.live.watch_rest(made(5, 6), rest, search)
+    tell(rest, made(7))
+    assert [await reading.next() for _ in range(2)] == [(0, (6,), "abort"), (0, (7,), "abort")]
+    tell(rest, made(8, 9, 9, end="length"))
+    assert await reading.next() == (0, (8,), "abort")
+    tell(rest, made(9))
+    assert await reading.end(made(5, 6, 7, 8, end="stop")) == [(0, (), "stop")]
 
 
 async def test_an_error_reaches_the_reader() -> None:

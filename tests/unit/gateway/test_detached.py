@@ -54,6 +54,23 @@ async def test_a_rollout_is_kept_until_its_time_is_over() -> None:
     detached.delete("other")
 
 
+async def test_what_nobody_collects_is_freed_when_its_time_is_over() -> None:
+    """Whether or not anybody begins another one."""
+    clock = Clock()
+    detached = DetachedRollouts(clock)
+    loop, timers = asyncio.get_running_loop(), list[tuple[float, object]]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "call_later", lambda delay, call: timers.append((delay, call)))
+        detached.begin(reply(), 4)
+        while not timers:
+            await asyncio.sleep(0)
+    [(delay, call)] = timers
+    clock.now = delay
+    assert len(detached) == 1
+    call()  # type: ignore[operator]
+    assert len(detached) == 0
+
+
 async def test_its_error_is_that_of_who_collects_it() -> None:
     detached = DetachedRollouts()
     failed = detached.begin(failing(), 4)

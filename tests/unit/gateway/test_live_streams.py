@@ -155,6 +155,55 @@ class TestGenerate:
             False,
         )
 
+    async def test_a_completion_that_an_earlier_request_began_goes_on(
+        self, http: httpx.AsyncClient, telling: TellingEngine
+    ) -> None:
+        began = "I said: "
+        body = {
+            "token_ids": [5, 6],
+            "partial_token_ids": ids(began),
+            "output_mode": "text",
+            "sampling_params": {"max_tokens": 30, "min_tokens": 9, "seed": 3, "presence_penalty": 0.5},
+        }
+        chunks = await streamed(http, "/inference/v1/generate", **body, stream_options={"include_usage": True})
+        *pieces, last = chunks
+        choices = of_choice(pieces, 0)
+        assert "".join(choice["text"] for choice in choices) == began + TEXT
+        assert [t for c in choices for t in c["token_ids"]] == [*ids(TEXT), VOCABULARY.index(EOS)]
+        assert last["usage"] == {"prompt_tokens": 10, "completion_tokens": 13, "total_tokens": 23}
+        [call] = telling.calls
+        assert call.prompt_token_ids == (5, 6, *ids(began)) and call.partial_tokens == 8
+        assert (call.sampling.max_tokens, call.sampling.min_tokens) == (22, 1) and call.sampling.seed not in (None, 3)
+
+    @pytest.mark.parametrize(
+        ("wrong", "says"),
+        [
+            ({"sampling_params": {"n": 2}}, "partial_token_ids are of one completion, and n=2"),
+            ({"sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs come with a completion's beginning"),
+            ({"sampling_params": {"max_tokens": 3}}, "partial_token_ids has 3 tokens, and max_tokens=3 counts them"),
+            ({"sampling_params": {"structured_outputs": {"regex": "a"}}}, "structured_outputs, which vLLM cannot take"),
+            ({"return_routed_experts": True}, "to which experts the tokens of partial_token_ids went"),
+            ({"token_ids": []}, "the prompt is empty: send the tokens before partial_token_ids"),
+            ({"partial_token_ids": [5, 999]}, "token id 999 at position 2 is outside the vocabulary"),
+        ],
+        ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    )
+    async def test_what_cannot_go_on_is_refused_by_name(
+        self, http: httpx.AsyncClient, wrong: dict[str, object], says: str
+    ) -> None:
+        body = {"token_ids": [5], "partial_token_ids": [5, 6, 7], **wrong}
+        refused = await http.post("/inference/v1/generate", json=body)
+        assert refused.status_code == 422 and says in refused.text
+
+    async def test_a_deployment_that_tells_experts_does_not_drop_them_from_a_stream(
+        self, chatting: Services, telling: TellingEngine
+    ) -> None:
+        services = replace(chatting, returns_experts=True, dispatcher=Dispatcher(telling, None, EngineConfig()))  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=create_app(services)), base_url=URL) as http:
+            body = {"token_ids": [5], "sampling_params": {"routed_experts_prompt_start": 0}, "stream": True}
+            refused = await http.post("/inference/v1/generate", json=body)
+        assert refused.status_code == 422 and "not in a stream" in refused.text
+
     async def test_prompt_logprobs_have_no_place_in_it(self, http: httpx.AsyncClient) -> None:
         body = {"token_ids": [5], "sampling_params": {"prompt_logprobs": 1}, "stream": True}
         refused = await http.post("/inference/v1/generate", json=body)

@@ -21,7 +21,10 @@ class SteppingEngine:
         self._aborts = 0
         self._prompts: dict[str, int] = {}
 
-    async def generate(self, request_id: str, prompt: tuple[int, ...], _: Sampling) -> tuple[Completion, ...]:
+    async def generate(
+        self, request_id: str, prompt: tuple[int, ...], _: Sampling, partial_tokens: int
+    ) -> tuple[Completion, ...]:
+        assert partial_tokens == len(prompt) - 2
         number = self._prompts.setdefault(request_id, len(self._prompts))
         length, before, aborts = LENGTHS[number % len(LENGTHS)], len(prompt) - 2, self._aborts
         made = 0
@@ -51,7 +54,7 @@ async def test_what_is_delivered_is_counted(treatment: Treatment) -> None:
     assert case.delivered_tokens == pytest.approx(case.completions * case.mean_tokens, rel=0.01)
     assert (case.aborts > 0) == treatment.aborts
     assert (case.dropped > 0) == (treatment.on_abort == "return")
-    if treatment.name in ("undisturbed", "continued", "continued_stop_strings"):
+    if not treatment.restarts and treatment.on_abort == "continue":
         assert case.sampled_tokens == case.delivered_tokens
         assert case.truncated == 0
     else:

@@ -1,0 +1,207 @@
+"""Groups of completions that are read while they are made, so that what there is can be carried on by another call."""
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import Callable, Sequence
+
+import httpx
+
+from rollout_service.client._generate import Prompt, request_of, token_ids_of
+from rollout_service.client._http import Http
+from rollout_service.client._partial import PartialBatch, PartialRollout
+from rollout_service.client._stream import RolloutStream
+from rollout_service.errors import InvalidRequest, NotReady, Overloaded
+from rollout_service.fleet.continuation import joined
+from rollout_service.protocol.generate import GenerateRequest
+from rollout_service.protocol.rollout import Completion, Rollout
+from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling
+from rollout_service.tasks import raise_first_failure
+
+_CUT = (httpx.NetworkError, httpx.RemoteProtocolError, NotReady, Overloaded)
+"""How a stream may end whose tokens can be gone on from."""
+
+
+class _StreamCut(Exception):
+    """One that was open."""
+
+    def __init__(self, by: Exception) -> None:
+        super().__init__(str(by))
+        self.by = by
+
+
+class Group:
+    """The completions of one prompt, as far as they have come."""
+
+    def __init__(
+        self, http: Http, prompt: Prompt | PartialRollout, sampling: Sampling, about: dict[str, object]
+    ) -> None:
+        """``about``: options of the request that say nothing of how to sample.
+
+        Raises InvalidRequest for what cannot be carried on, or would be refused.
+        """
+        self._http, self._sampling, self._about = http, sampling, about
+        if not isinstance(prompt, PartialRollout):
+            text = prompt if isinstance(prompt, str) else None
+            token_ids = None if isinstance(prompt, str) else tuple(token_ids_of(prompt))
+            prompt = PartialRollout(request_id=uuid.uuid4().hex, prompt=text, prompt_token_ids=token_ids)
+        self._before = prompt
+        self._prompt_token_ids = prompt.prompt_token_ids
+        self._completions = list(prompt.completions)
+        """Without what the streams below have read."""
+        self._streams: dict[int | None, RolloutStream] = {}
+        """Of the rest of a completion, by its index, or of all completions."""
+        self._attempts, self._replica_id = prompt.attempts, _last_replica(self._completions)
+        self._truncated = prompt.truncated_sampling
+        self._require_continuable()
+
+    def _require_continuable(self) -> None:
+        """Before anything is sent: a request that is refused later would cost the others their work."""
+        if self._about.get("return_routed_experts") or self._sampling.routed_experts_prompt_start is not None:
+            raise InvalidRequest(
+                "routed experts are known when a completion has ended, and are not carried on with its tokens: leave "
+                "out return_routed_experts and routed_experts_prompt_start, or until and partial rollouts"
+            )
+        most = self._sampling.max_tokens
+        for completion in self._completions:
+            if completion.finish_reason == "abort" and most is not None and len(completion.token_ids) >= most:
+                raise InvalidRequest(
+                    f"completion {completion.index} of {self._before.request_id} has {len(completion.token_ids)} "
+                    f"tokens already, and max_tokens={most} counts them, too: raise it"
+                )
+
+    @property
+    def is_complete(self) -> bool:
+        """Each completion has ended by itself."""
+        return bool(self._completions) and all(each.finish_reason != "abort" for each in self._completions)
+
+    async def run(self, slots: asyncio.Semaphore) -> None:
+        """Until its completions have ended, or the service does not go on with them. ``slots``: one a request.
+
+        Raises what ``generate`` raises. Where a connection breaks it goes on from what was read.
+        """
+        for breaks in itertools.count():
+            try:
+                async with raise_first_failure() as group:
+                    for index in self._unfinished():
+                        group.create_task(self._read(index, slots))
+                return
+            except _StreamCut as cut:
+                if breaks == self._http.retries:
+                    raise cut.by from None
+            finally:
+                self._settle()
+
+    def _unfinished(self) -> list[int | None]:
+        """Completions that lack something; None: all, which are asked for together."""
+        if not self._completions:
+            return [None]
+        return [completion.index for completion in self._completions if completion.finish_reason == "abort"]
+
+    async def _read(self, index: int | None, slots: asyncio.Semaphore) -> None:
+        async with slots:
+            request = self._whole_request() if index is None else self._rest_request(self._completions[index])
+            stream = self._streams[index] = RolloutStream(self._http, request)
+            async with stream:
+                try:
+                    async for _ in stream:
+                        pass
+                except _CUT as error:
+                    raise _StreamCut(error) from error
+        self._replica_id = stream.rollout.replica_id
+
+    def _whole_request(self) -> GenerateRequest:
+        before = self._before
+        prompt: Prompt = before.prompt if before.prompt is not None else before.prompt_token_ids or ()
+        return request_of(prompt, self._sampling, request_id=before.request_id, **self._about)
+
+    def _rest_request(self, partial: Completion) -> GenerateRequest:
+        sampling, done = self._sampling, len(partial.token_ids)
+        changes: dict[str, object] = {"n": 1}
+        if sampling.seed not in (None, -1):
+            changes["seed"] = ((sampling.seed or 0) + partial.index) % LARGEST_SEED
+        return request_of(
+            self._prompt_token_ids or (),
+            sampling.model_copy(update=changes),
+            partial_token_ids=partial.token_ids,
+            request_id=f"{self._before.request_id[:200]}-{partial.index}-{done}",
+            output_mode="tokens" if self._before.prompt is None else "text",
+            **self._about,
+        )
+
+    def _settle(self) -> None:
+        """What the streams have read becomes the group's own."""
+        for index, stream in self._streams.items():
+            if not stream.num_tokens:
+                continue
+            self._prompt_token_ids = self._prompt_token_ids or stream.prompt_token_ids
+            self._truncated = self._truncated or self._sampling.is_truncated
+            if index is None:
+                self._completions = list(stream.completions)
+            else:
+                self._completions[index] = self._joined(self._completions[index], stream.completions[0])
+        self._attempts += max((stream.attempts for stream in self._streams.values() if stream.num_tokens), default=0)
+        self._streams.clear()
+
+    def _joined(self, partial: Completion, rest: Completion) -> Completion:
+        prompt = self._prompt_token_ids or ()
+        call = GenerateCall(request_id=self._before.request_id, prompt_token_ids=prompt, sampling=self._sampling)
+        return joined(call, partial, rest).model_copy(update={"text": rest.text})  # that has the partial one's text
+
+    def rollout(self) -> Rollout:
+        """As ``generate`` returns it. Once ``run`` is over."""
+        return Rollout(
+            request_id=self._before.request_id,
+            prompt_token_ids=self._prompt_token_ids or (),
+            completions=tuple(self._completions),
+            replica_id=self._replica_id,
+            attempts=max(1, self._attempts),
+            truncated_sampling=self._truncated,
+        )
+
+    def partial(self) -> PartialRollout:
+        """What there is of it. While ``run`` is not under way."""
+        return self._before.model_copy(
+            update={
+                "prompt_token_ids": self._prompt_token_ids,
+                "completions": tuple(self._completions),
+                "attempts": self._attempts,
+                "truncated_sampling": self._truncated,
+            }
+        )
+
+
+def _last_replica(completions: Sequence[Completion]) -> str:
+    """That made the end of the last completion which has tokens."""
+    return next((each.spans[-1].replica_id or "" for each in reversed(completions) if each.spans), "")
+
+
+async def first_groups(
+    groups: Sequence[Group], until: int, most_requests: int, progress: Callable[[int, int], None] | None
+) -> PartialBatch:
+    """The first ``until`` that are complete; the others end as soon as they are."""
+    slots = asyncio.Semaphore(most_requests)
+    done: dict[int, Rollout] = {}
+    tasks: list[asyncio.Task[None]] = []
+
+    def note(index: int) -> None:
+        if len(done) == until or not groups[index].is_complete:
+            return
+        done[index] = groups[index].rollout()
+        if progress is not None:
+            progress(len(done), until)
+        if len(done) == until:
+            for task in tasks:
+                task.cancel()
+
+    async def work(index: int) -> None:
+        await groups[index].run(slots)
+        note(index)
+
+    for index in range(len(groups)):  # those that were complete before
+        note(index)
+    if len(done) < until:
+        async with raise_first_failure() as group:
+            tasks += [group.create_task(work(index)) for index in range(len(groups)) if index not in done]
+    partial = {index: group.partial() for index, group in enumerate(groups) if index not in done}
+    return PartialBatch(dict(sorted(done.items())), partial)
