@@ -122,8 +122,14 @@ BENCHMARKS = (
     Benchmark(
         "gpu_tests",
         headlines.gpu_tests,
-        "--name tests_gpu_memory tests/gpu/test_cuda_ipc.py",
+        "--name tests_gpu_memory tests/gpu/test_cuda_ipc.py tests/gpu/test_digests.py tests/gpu/test_staging.py",
         result="tests_gpu_memory",
+    ),
+    Benchmark(
+        "gpu_tests",
+        headlines.gpu_tests,
+        "--name tests_gpu_attention tests/gpu/test_fp8_decode.py tests/gpu/test_group_attention.py",
+        result="tests_gpu_attention",
     ),
 )
 """In the order of the table."""

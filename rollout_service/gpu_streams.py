@@ -1,4 +1,8 @@
-"""A stream of CUDA for each thread: of one for all, copies to the GPU and from it would wait for each other."""
+"""A stream of CUDA for each thread: of one for all, copies to the GPU and from it would wait for each other.
+
+And small copies that do not wait: where several processes share a GPU it serves them in turns, and every wait for it
+takes milliseconds, whatever is waited for.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -23,3 +27,17 @@ def own_stream(gpu: torch.device) -> Iterator[torch.cuda.Stream]:
     streams[gpu].wait_stream(torch.cuda.current_stream(gpu))
     with torch.cuda.device(gpu), torch.cuda.stream(streams[gpu]):
         yield streams[gpu]
+
+
+def queued_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on ``device`` of a tensor in the host's memory, which may go; for what is queued on the current stream."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def queued_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the host's memory, to be read once the current stream has come so far; of a tensor on any device."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -5,7 +5,10 @@
     python -m benchmarks.gpu_tests --name tests_gpu_nccl tests/gpu/test_weight_transfer.py
     python -m benchmarks.gpu_tests --name tests_gpu_ep tests/gpu/test_expert_parallel.py
     python -m benchmarks.gpu_tests --name tests_gpu_routes tests/gpu/test_routed_experts.py
-    python -m benchmarks.gpu_tests --name tests_gpu_memory tests/gpu/test_cuda_ipc.py
+    python -m benchmarks.gpu_tests --name tests_gpu_memory tests/gpu/test_cuda_ipc.py tests/gpu/test_digests.py \
+        tests/gpu/test_staging.py
+    python -m benchmarks.gpu_tests --name tests_gpu_attention tests/gpu/test_fp8_decode.py \
+        tests/gpu/test_group_attention.py
 
 Writes benchmarks/results/<GPU>/<name>.json after every test, whatever the number of GPUs: a host may be taken
 back at any moment. Exits as pytest does.

@@ -40,7 +40,7 @@ LAYERS = 4
 REPEATS = 7
 SPLITS = 32
 """vLLM's bound for CUDA graphs."""
-SAME = ("model", "kv", "sequences", "group", "prompt_tokens", "own_tokens", "page_tokens", "splits")
+SAME = ("model", "kv", "sequences", "group", "prompt_tokens", "own_tokens", "page_tokens")
 _CASE = re.compile(r"(\d+)x(\d+)\+(\d+)")
 
 
@@ -94,6 +94,8 @@ class Case:
     page_tokens: int
     splits: int
     """Of groups."""
+    own_kernel: str
+    """What reads each sequence's own tokens."""
     plain_us: float
     """Of a layer."""
     grouped_us: float
@@ -278,7 +280,8 @@ def measure(model: str, kv: str, sequences: int, sizes: tuple[int, int, int], pa
     launched = 1e6 * statistics.median(wall_seconds(group, 20))
     torch.cuda.synchronize()
     errors = (error_of(outputs[0], batch), error_of(outputs[1], batch))
-    return Case(model, kv, sequences, *sizes, page, parts, plain, together, around, on_gpu, launched, *errors)
+    own = "fp8_decode" if kv == Cache.FP8 else "FlashAttention 3"
+    return Case(model, kv, sequences, *sizes, page, parts, own, plain, together, around, on_gpu, launched, *errors)
 
 
 def cases(wanted: GroupOptions) -> Iterator[Case]:

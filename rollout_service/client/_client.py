@@ -447,18 +447,20 @@ class RolloutClient(ControlCalls, MismatchCalls):
                 machine, as one user and outside of separate containers. It holds 1 GiB, or the largest tensor if that
                 is larger, and is kept for the next push. ``cuda_ipc``: likewise through memory of this process's
                 current GPU, as much; the ingest needs a GPU, too (``weights.ingest_num_gpus``), the same one or one
-                that reaches it. ``http``: in parts, which outlive the ingest.
+                that reaches it. Of tensors on a GPU this is the faster one. ``http``: in parts, which outlive the
+                ingest.
                 ``delta``: quantize here, and send, in parts, what has changed since the last push of this client with
                 ``delta``: the same version, byte for byte, in less than 1% of the bytes after one step of RL. For that
                 the client keeps what it has sent in the host's memory, as many bytes as the version has (of tensors on
                 a GPU pinned, up to a third more), and takes up to 512 MiB while it compares, there or on that GPU; such
                 pushes of one client wait for each other. All is sent by the first one, and where the service does not
                 have the last one any more, or more than an eighth of the bytes changes.
-                ``auto``: of 256 MiB and more through ``shared_memory`` where that can be, which the first push finds
-                out. Where it cannot be, a client that quantizes (``quantize="trainer"``) sends deltas from its third
-                push on: the second one is kept, if it needs no more than half of the host's free memory. Once more than
-                an eighth of the bytes has changed from one push to the next, this client sends all from then on, and
-                keeps nothing. Everything else goes over ``http``.
+                ``auto``: of 256 MiB and more through ``cuda_ipc`` if the tensors are on a GPU that has room for it,
+                else through ``shared_memory``, where that can be, which the first push finds out. Where it cannot be, a
+                client that quantizes (``quantize="trainer"``) sends deltas from its third push on: the second one is
+                kept, if it needs no more than half of the host's free memory. Once more than an eighth of the bytes has
+                changed from one push to the next, this client sends all from then on, and keeps nothing. Everything
+                else goes over ``http``.
             kv_scales: Scales of an FP8 KV cache for these weights, from ``rollout_service.kv_scales``; they are part
                 of the version. None: ``kv_cache.scales_policy`` of the service says which it gets.
             mode: What happens to rollouts that are running, see ``CommitUpload.mode``.

@@ -73,9 +73,10 @@ Quantize = Literal["service", "trainer"]
 Transport = Literal["auto", "http", "shared_memory", "cuda_ipc", "delta"]
 Shared = Literal["shared_memory", "cuda_ipc"]
 """Transports through memory."""
-BY_ITSELF: tuple[Shared, ...] = ("shared_memory",)
-"""Those that ``auto`` tries, in this order. ``cuda_ipc`` would be the first, and takes 1 GiB of the trainer's GPU for a
-gain that has not been measured yet."""
+BY_ITSELF: tuple[Shared, ...] = ("cuda_ipc", "shared_memory")
+"""Those that ``auto`` tries, in this order. Of tensors on a GPU the first took 0.7 of the second's time
+(``benchmarks/results/h200/update_live.json``); it takes 1 GiB of the trainer's GPU, and is passed over for lack of it.
+"""
 
 
 def named_scales(kv_scales: KVScales | None) -> dict[str, float] | None:

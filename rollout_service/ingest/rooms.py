@@ -90,6 +90,7 @@ class Rooms:
                 for each in held:
                     if each.data is not None:
                         torch.frombuffer(each.room, dtype=torch.uint8).copy_(each.data, non_blocking=True)
+                hashing.collect()
             finally:  # nothing is copied to a room that is given up
                 if stream is not None:
                     stream.synchronize()

@@ -5,7 +5,7 @@ Needs torch, but neither ray nor transformers.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import get_args
 
 import numpy as np
@@ -15,7 +15,7 @@ from rollout_service.errors import InvalidManifest, QuantizationError
 from rollout_service.protocol.experts import pieces
 from rollout_service.protocol.tensors import StoredDtype, TensorSlot
 from rollout_service.protocol.upload import TrainerRecipe, UploadTensor
-from rollout_service.quant.blockwise import any_has_all_bits, require_finite
+from rollout_service.quant.blockwise import any_has_all_bits, are_finite, require_finite
 from rollout_service.quant.formats import CODE_DTYPES, FP8_BLOCK, WEIGHT_FORMATS, WeightFormat, is_codes
 from rollout_service.quant.quantizer import Device, Quantizer
 
@@ -108,6 +108,7 @@ class Converter:
 
     def _convert_batch(self, batch: list[Named], to_cpu: bool) -> Iterator[Named]:
         wanted = [(name, tensor) for name, tensor in batch if self._quantizes(name, tensor)]
+        are_sound = self._sound_on_gpu([each for each in batch if not self._quantizes(*each)])
         results = iter(self._quantizer.quantize(wanted, to_cpu=to_cpu, left_on_gpu=not to_cpu) if wanted else ())
         for name, tensor in batch:
             if self._quantizes(name, tensor):
@@ -115,23 +116,44 @@ class Converter:
                 yield name, codes
                 yield name + self._form.scale_suffix, scales
             else:
-                yield name, self._kept(name, tensor)
+                yield name, self._kept(name, tensor, is_sound=are_sound)
 
     def _quantizes(self, name: str, tensor: torch.Tensor) -> bool:
         return name in self._quantized and not is_codes(tensor)
 
-    def _kept(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _sound_on_gpu(self, batch: Sequence[Named]) -> bool:
+        """Whether these lie on a GPU, and their numbers are what they may be: one wait for all of them.
+
+        If not, ``_kept`` looks at each, and says which one is not, and why.
+        """
+        if not batch or not all(lies_on_gpu(tensor) for _, tensor in batch):
+            return False
+        return bool(torch.stack([self._soundness(name, tensor) for name, tensor in batch]).all())
+
+    def _soundness(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What ``_kept`` asks of its numbers: bool [], where the tensor lies."""
+        if is_codes(tensor):
+            return _are_numbers(tensor, self._form).all()
+        if name in self._scales:
+            conditions = _scale_conditions(tensor, self._form, self._power_of_two)
+            return torch.stack([sound.all() for sound, _ in conditions]).all()
+        return are_finite(tensor)
+
+    def _kept(self, name: str, tensor: torch.Tensor, *, is_sound: bool) -> torch.Tensor:
+        """As it is stored. ``is_sound``: its numbers were looked at. Raises QuantizationError, InvalidManifest."""
         if is_codes(tensor):
             if name not in self._quantized or tensor.dtype != self._form.dtype:
                 becomes = self._form.codes if name in self._quantized else self._kept_dtype(name)
                 raise InvalidManifest(
                     f"{name} came as {tensor.dtype} codes, but it becomes {becomes} here: send its weights"
                 )
-            _require_numbers(name, tensor, self._form)
+            if not is_sound:
+                _require_numbers(name, tensor, self._form)
             return tensor
-        if name in self._scales:
-            _require_scales(name, tensor, self._form, self._power_of_two)
-        else:
+        if not is_sound and name in self._scales:
+            for sound, complaint in _scale_conditions(tensor, self._form, self._power_of_two):
+                _require(name, tensor, sound, complaint)
+        elif not is_sound:
             require_finite(tensor, name)
         return tensor.to(_TORCH[self._kept_dtype(name)])
 
@@ -144,27 +166,39 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
+def lies_on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether to look at it takes a wait for a GPU."""
+    return tensor.is_cuda
+
+
+def _are_numbers(codes: torch.Tensor, form: WeightFormat) -> torch.Tensor:
+    """Of each code, whether it is one that the quantizer makes."""
+    return codes != _NO_INT8_CODE if form is not FP8_BLOCK else codes.view(torch.uint8) & _NAN_CODE != _NAN_CODE
+
+
 def _require_numbers(name: str, codes: torch.Tensor, form: WeightFormat) -> None:
     if form is not FP8_BLOCK:
         if codes.numel() and int(codes.min()) == _NO_INT8_CODE:
-            _require(name, codes, codes != _NO_INT8_CODE, "a code beyond those that are symmetric")
+            _require(name, codes, _are_numbers(codes, form), "a code beyond those that are symmetric")
         return
     if codes.is_cuda or any_has_all_bits(np.frombuffer(tensor_bytes(codes), np.uint8), _NAN_CODE):
-        _require(name, codes, codes.view(torch.uint8) & _NAN_CODE != _NAN_CODE, "a code for NaN")
+        _require(name, codes, _are_numbers(codes, form), "a code for NaN")
 
 
-def _require_scales(name: str, scales: torch.Tensor, form: WeightFormat, power_of_two: bool) -> None:
+def _scale_conditions(
+    scales: torch.Tensor, form: WeightFormat, power_of_two: bool
+) -> Iterator[tuple[torch.Tensor, str]]:
+    """Of each scale, whether it meets a condition, and what is wrong with it if not."""
     kind = "block scale" if form.in_blocks else "channel scale"
-    _require(name, scales, torch.isfinite(scales) & (scales > 0), f"a {kind} that is not a positive number")
-    _require(name, scales, scales >= _SMALLEST_SCALE, f"a {kind} that fp32 cannot hold as a normal number")
+    yield torch.isfinite(scales) & (scales > 0), f"a {kind} that is not a positive number"
+    yield scales >= _SMALLEST_SCALE, f"a {kind} that fp32 cannot hold as a normal number"
     # that of the largest BF16 weight: with a larger one the largest code overflows what it stands for
     largest = (torch.tensor(torch.finfo(torch.bfloat16).max, dtype=torch.float32) / form.largest_code).item()
     if power_of_two:
         largest = 2.0 ** math.ceil(math.log2(largest))
-    _require(name, scales, scales <= largest, f"a {kind} above {largest:.4g}, which no BF16 weight needs")
+    yield scales <= largest, f"a {kind} above {largest:.4g}, which no BF16 weight needs"
     if power_of_two:
-        mantissa = torch.frexp(scales.float()).mantissa
-        _require(name, scales, mantissa == 0.5, "no power of two, as quant.scales asks for")
+        yield torch.frexp(scales.float()).mantissa == 0.5, "no power of two, as quant.scales asks for"
 
 
 def _require(name: str, tensor: torch.Tensor, sound: torch.Tensor, complaint: str) -> None:

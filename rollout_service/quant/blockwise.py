@@ -86,15 +86,20 @@ def require_finite(weight: torch.Tensor, name: str) -> None:
 def _is_finite_bf16(weight: torch.Tensor) -> bool:
     """Whether these are on a GPU, or BF16 on the CPU, and all finite."""
     if weight.is_cuda:
-        # in pieces: torch takes several times the bytes of what it looks at, and an embedding has a GB
-        flat = weight.detach().reshape(-1)
-        found = [torch.isfinite(flat[piece].to(torch.bfloat16)).all() for piece in stretches(flat.numel(), _ON_GPU)]
-        return not found or bool(torch.stack(found).all())
+        return bool(are_finite(weight))
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
         return False
     numbers = weight.detach().reshape(-1).view(torch.int16).numpy()
     pieces = stretches(numbers.size, STRETCH_BYTES // numbers.itemsize)
     return not any(in_threads(lambda piece: any_has_all_bits(numbers[piece], _EXPONENT_BF16), pieces))
+
+
+def are_finite(weight: torch.Tensor) -> torch.Tensor:
+    """Whether all are, rounded to BF16: bool [] on the weight's device, which nobody has waited for."""
+    # in pieces: torch takes several times the bytes of what it looks at, and an embedding has a GB
+    flat = weight.detach().reshape(-1)
+    found = [torch.isfinite(flat[piece].to(torch.bfloat16)).all() for piece in stretches(flat.numel(), _ON_GPU)]
+    return torch.stack(found).all() if found else torch.ones((), dtype=torch.bool, device=weight.device)
 
 
 def any_has_all_bits(numbers: npt.NDArray[np.integer], bits: int) -> bool:

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout_service.gpu_streams import queued_to
 from rollout_service.quant.blockwise import BLOCK
 from rollout_service.quant.formats import FP8_BLOCK, INT8_CHANNEL, WeightFormat
 
@@ -155,7 +156,7 @@ def _prepare(layout: Layout, group: list[tuple[torch.Tensor, torch.Tensor, torch
         weight, codes, scales = group[0]
         return _Launch(layout, 1, (scales, weight, codes, scales))
     addresses = torch.tensor([[tensor.data_ptr() for tensor in matrix] for matrix in group], dtype=torch.int64)
-    table = addresses.to(group[0][0].device)
+    table = queued_to(group[0][0].device, addresses)
     return _Launch(layout, len(group), (table, table, table, table))
 
 

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 import xxhash
 
+from rollout_service.gpu_streams import queued_to, queued_to_host
+
 Words = npt.NDArray[np.uint64]
 
 LEAST_BYTES = 241
@@ -101,9 +103,11 @@ class Hashing:
                     table.append(np.concatenate([runs[some], rows[some, None]], axis=1))
                     made += len(some)
             self._launches.append(launches)
-        self._table = torch.from_numpy(np.concatenate(table) if table else np.empty((0, 3), np.int64)).to(device)
+        whole = np.concatenate(table) if table else np.empty((0, 3), np.int64)
+        self._table = queued_to(device, torch.from_numpy(whole))
         self._words = _words_on(device)
         self._sums = torch.empty((made, 8), dtype=torch.int64, device=device)
+        self._on_host: torch.Tensor | None = None
 
     def queue(self, group: int) -> None:
         """Hash a group on the device's current stream. The bytes must stay what they are until that has come so far."""
@@ -116,6 +120,13 @@ class Hashing:
                     table, self._words, self._sums, ALIGNED=is_aligned, UNROLLED=_UNROLLED, num_warps=1
                 )  # fmt: skip
 
+    def collect(self) -> None:
+        """Queue on the current stream what ``read`` needs, once all groups are: ``read`` then need not wait for it.
+
+        The stream must have come so far before ``read``.
+        """
+        self._on_host = queued_to_host(self._sums)
+
     def read(self, short: Callable[[int], memoryview]) -> bytes:
         """``DIGEST_BYTES`` of each run, one after the other, as ``xxhash.xxh3_128_digest`` gives them.
 
@@ -123,7 +134,8 @@ class Hashing:
         of a run, by its number, on the host; asked for those of less than ``LEAST_BYTES``.
         """
         found = np.empty((len(self._lengths), DIGEST_BYTES), np.uint8)
-        sums, lengths = self._sums.cpu().numpy().view(np.uint64), self._lengths[self._is_long]
+        summed = self._sums.cpu() if self._on_host is None else self._on_host
+        sums, lengths = summed.numpy().view(np.uint64), self._lengths[self._is_long]
         low = _merged(sums, 11, lengths * np.uint64(_P64_1))
         high = _merged(sums, len(_SECRET) - 64 - 11, ~(lengths * np.uint64(_P64_2)))
         found[self._is_long] = np.stack([high, low], axis=1).astype(">u8").view(np.uint8)

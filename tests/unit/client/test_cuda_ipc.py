@@ -91,7 +91,6 @@ async def client(service: RealIngest) -> AsyncIterator[RolloutClient]:
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_tensors, "_are_on_gpu", lambda pairs: True)
-    monkeypatch.setattr(_upload, "BY_ITSELF", ("cuda_ipc", "shared_memory"))
 
 
 @pytest.mark.parametrize("quantize", ["service", "trainer"])
@@ -132,17 +131,16 @@ async def test_memory_that_its_trainer_gave_up_is_closed(
     assert memories._opened == {}
 
 
-async def test_a_push_goes_this_way_only_if_it_is_told_to(
-    service: RealIngest, client: RolloutClient, weights: Weights, monkeypatch: pytest.MonkeyPatch
+async def test_tensors_on_the_cpu_go_through_the_hosts_memory(
+    service: RealIngest, client: RolloutClient, weights: Weights
 ) -> None:
-    monkeypatch.setattr(_tensors, "_are_on_gpu", lambda pairs: True)
     await client.push_weights(1, dict(weights), wait="none")
     assert await how_it_came(service, 1) == "SharedMemorySource"
 
 
 @pytest.mark.usefixtures("on_gpu")
 class TestAuto:
-    """Where ``auto`` tries it first."""
+    """Which tries it first, of tensors on a GPU."""
 
     async def test_tensors_on_a_gpu_go_this_way(
         self, service: RealIngest, client: RolloutClient, weights: Weights

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rollout_service.errors import InvalidManifest, QuantizationError
+from rollout_service.model import convert
 from rollout_service.model.convert import Converter, Named
 from rollout_service.protocol.experts import ExpertNaming
 from rollout_service.protocol.upload import TrainerRecipe, UploadTensor
@@ -36,6 +37,12 @@ WEIGHTS = {
     "scalar": torch.tensor(2.0),
     "empty": torch.zeros(0, 4),
 }
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["on the CPU", "as on a GPU"])
+def looked_at_together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU one look at a batch says whether all of it is sound; which tensor is not is found out as on the CPU."""
+    monkeypatch.setattr(convert, "lies_on_gpu", lambda tensor: request.param)
 
 
 class RecordingQuantizer(Quantizer):

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from benchmarks.kernels.group_attention import Case, GroupOptions, table_of
 
-SIZES = ("qwen3-8b", "fp8", 256, 16, 4096, 512, 64, 8)
+SIZES = ("qwen3-8b", "fp8", 256, 16, 4096, 512, 64, 8, "fp8_decode")
 FIGURES = (800.0, 200.0, 12.0, 30.0, 90.0, 0.01)
 
 
