@@ -78,25 +78,34 @@ class Listener(httpx.AsyncBaseTransport):
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
         """One listener, and connections to it, until the block ends."""
+        async with self._listening() as self._open:
+            try:
+                yield
+            finally:
+                self._open = None
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if self._open is not None:
+            return await _answer(request, *self._open)
+        async with self._listening() as (server, transport):
+            return await _answer(request, server, transport)
+
+    @asynccontextmanager
+    async def _listening(self) -> AsyncIterator[tuple[UploadServer, httpx.AsyncHTTPTransport]]:
         server = UploadServer(self._ingest, self._authorizer, "127.0.0.1")
         server.start()
         try:
             async with httpx.AsyncHTTPTransport(verify=False) as transport:  # there is no TLS to be prepared for
-                self._open = server, transport
-                yield
+                yield server, transport
         finally:
-            self._open = None
             await server.stop()
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        if self._open is None:
-            async with self.kept():
-                return await self.handle_async_request(request)
-        server, transport = self._open
-        request.url = request.url.copy_with(port=server.port)
-        response = await transport.handle_async_request(request)
-        await response.aread()
-        return httpx.Response(response.status_code, headers=response.headers, content=response.content)
+
+async def _answer(request: httpx.Request, server: UploadServer, transport: httpx.AsyncHTTPTransport) -> httpx.Response:
+    request.url = request.url.copy_with(port=server.port)
+    response = await transport.handle_async_request(request)
+    await response.aread()
+    return httpx.Response(response.status_code, headers=response.headers, content=response.content)
 
 
 class Trainer:
