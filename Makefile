@@ -32,10 +32,13 @@ dashboards-check: setup ## every panel and alert against a real Prometheus and a
 # tests run beside each other: threads that spin while they wait, and engines that vLLM binds to one core, cost minutes
 test test-unit test-live test-slow: export OMP_NUM_THREADS := 1
 test test-unit test-live test-slow: export VLLM_CPU_OMP_THREADS_BIND := nobind
+# each worker collects all tests: compiled anew, as images for containers ask for, that is a third of its time
+test test-unit test-live test-slow: export PYTHONDONTWRITEBYTECODE :=
 test: check ## lint, types, unit tests and tests with real engines (12 minutes on 2 cores)
-	@TRITON_INTERPRET=1 $(PYTHON_VENV) -m pytest tests/interpreted
 	@# a worker each for the service and engines alone; unit tests take the cores while those wait
-	@$(PYTHON_VENV) -m pytest tests/service tests/engine tests/unit -m "not slow" -n 3 --no-loadscope-reorder
+	@mkdir -p out; TRITON_INTERPRET=1 $(PYTHON_VENV) -m pytest tests/interpreted >out/interpreted.log 2>&1 & interpreted=$$!; \
+	$(PYTHON_VENV) -m pytest tests/service tests/engine tests/unit -m "not slow" -n 3 --no-loadscope-reorder; others=$$?; \
+	wait $$interpreted || others=1; cat out/interpreted.log; exit $$others
 
 test-unit: setup ## tests without an engine (5 minutes)
 	@$(PYTHON_VENV) -m pytest tests/unit -m "not slow" -n 2

@@ -34,6 +34,7 @@ from tests.support.telltale import assert_pure, canary_weights
 TEMPERATURE = 0.8
 SAMPLING = Sampling(n=4, max_tokens=48, temperature=TEMPERATURE, ignore_eos=True)
 PROMPTS = [tuple(range(5 + i, 25 + 3 * i)) for i in range(8)]
+SEQUENCES = 16
 
 # Bounds on |Δ|, the difference of a token's logprob from the fp32 reference, over 1536 tokens.
 # BF16: the engine rounds each activation to 8 bits, the reference none. About 30 roundings of 2⁻⁹ relative on the way
@@ -62,15 +63,18 @@ def lively_weights(model_path: Path, seed: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-async def committed(tmp_path: Path, quant: str, kv_cache_dtype: str, max_model_len: int = 512) -> ServiceConfig:
-    """A log whose version 0 are lively weights, and the configuration of an engine for it."""
+async def committed(tmp_path: Path, quant: str, kv_cache_dtype: str, **engine: int) -> ServiceConfig:
+    """A log whose version 0 are lively weights, and the configuration of an engine for it.
+
+    ``engine``: of its settings.
+    """
     make_tiny_qwen3(tmp_path / "model")
     save_file(lively_weights(tmp_path / "model", seed=0), tmp_path / "model/model.safetensors")
     config = ServiceConfig.model_validate(
         {
             "model": {"path": tmp_path / "model"},
             "quant": {"weights": quant},
-            "engine": {"max_model_len": max_model_len},
+            "engine": {"max_model_len": 512, **engine},
             "kv_cache": {"dtype": kv_cache_dtype},
             "weights": {"root": tmp_path / "log", "source_roots": [tmp_path], "keep_versions": 3},
         }
@@ -98,8 +102,9 @@ async def running_engine(config: ServiceConfig, monkeypatch: pytest.MonkeyPatch)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[ServiceConfig, EngineAdapter]]:
-    """An engine in FP8 for the tests that leave it open."""
-    config = await committed(tmp_path_factory.mktemp("served"), "fp8_block", "fp8_e4m3", max_model_len=4096)
+    """An engine in FP8 for the tests that leave it open; of more than ``SEQUENCES`` some wait."""
+    settings = {"max_model_len": 4096, "max_num_seqs": SEQUENCES}
+    config = await committed(tmp_path_factory.mktemp("served"), "fp8_block", "fp8_e4m3", **settings)
     with pytest.MonkeyPatch.context() as monkeypatch:
         async with running_engine(config, monkeypatch) as engine:
             yield config, engine
@@ -231,25 +236,25 @@ def assert_logprobs(
     assert wrong > 1.5 * mean, wrong
 
 
-async def telltale_versions(tmp_path: Path, versions: range) -> ServiceConfig:
-    """A log with versions whose tokens tell them, and the configuration of an engine that decodes one at a time."""
-    config = await committed(tmp_path, "fp8_block", "fp8_e4m3")
+async def commit_telltale(config: ServiceConfig, versions: range) -> None:
+    """Into the log: versions whose tokens tell them."""
     ingest = Ingest(config)
     await ingest.start()
     for version in versions:
-        source = tmp_path / f"step-{version}"
+        source = config.model.path.parent / f"step-{version}"
         shutil.copytree(config.model.path, source)
         save_file(canary_weights(config.model.path, version), source / "model.safetensors")
         await ingest.begin(BeginUpload(version=version, source=PathSource(path=source)))
         await ingest.commit(version, CommitUpload())
     await ingest.stop()
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"max_num_seqs": 1})})
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_the_prefix_cache_is_per_version_and_priority_is_obeyed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: tuple[ServiceConfig, EngineAdapter],
 ) -> None:
-    config = await telltale_versions(tmp_path, range(1, 3))
+    config, engine = served
+    await commit_telltale(config, range(1, 3))  # the log keeps version 0, too
     log, prompt = WeightLog(config.weights.root), (5, 6, 7) * 100
     greedy = vllm_sampling(Sampling(max_tokens=4, temperature=0.0))
 
@@ -258,20 +263,25 @@ async def test_the_prefix_cache_is_per_version_and_priority_is_obeyed(
         assert_pure(completion(output.outputs[0]))
         return int(output.num_cached_tokens)
 
-    async with running_engine(config, monkeypatch) as engine:
-        for version in (1, 2):
-            await engine.pause("keep")
-            await engine.load(log.folder(version), version)
-            await engine.resume()
-            assert [await cached_tokens() > 200 for _ in range(2)] == [False, True]
-        await engine.pause("keep")
-        finished: list[int] = []
-        waiting = [asyncio.create_task(_finish(engine, priority, finished)) for priority in (0, 5, -5, 1)]
-        while engine._llm.output_processor.get_num_unfinished_requests() < len(waiting):
-            await asyncio.sleep(0)  # all are on their way to the engine, and the order to resume comes after them
-        await engine.resume()
-        await asyncio.gather(*waiting)
-        assert finished == [-5, 0, 1, 5]
+    for version in (1, 2):
+        await load(engine, log.folder(version), version)
+        assert [await cached_tokens() > 200 for _ in range(2)] == [False, True]
+
+    # all but one place are taken, so that those who wait come one by one
+    taken = Sampling(n=SEQUENCES - 1, max_tokens=4000, ignore_eos=True)
+    taking = asyncio.create_task(engine.generate("taken", (5, 6), taken))
+    while engine.scheduler.load(admitted=1)[RUNNING] < SEQUENCES - 1:
+        await asyncio.sleep(0.01)
+    await engine.pause("keep")
+    finished: list[int] = []
+    waiting = [asyncio.create_task(_finish(engine, priority, finished)) for priority in (0, 5, -5, 1)]
+    while engine._llm.output_processor.get_num_unfinished_requests() < SEQUENCES - 1 + len(waiting):
+        await asyncio.sleep(0)  # all are on their way to the engine, and the order to resume comes after them
+    await engine.resume()
+    await asyncio.gather(*waiting)
+    assert finished == [-5, 0, 1, 5] and not taking.done()
+    await engine.abort()
+    await taking
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -14,18 +14,17 @@ from rollout_service.protocol.sampling import Sampling
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE
 from tests.support.key_channels import loud_weights
+from tests.support.kv_scales import assert_held, some_scales
 from tests.support.models import random_weights
-from tests.support.one_engine import PROMPTS, OneEngine, mean_difference, running
+from tests.support.one_engine import PROMPTS, OneEngine, mean_difference
 from tests.support.reference import reference_model
 
-LAYERS = 2
 # Bounds on the mean of |Δ|, the difference of a token's logprob from the fp32 reference with an exact cache. Weights
 # and activations are BF16, which alone gives 0.01 (tests/engine/test_engine.py); the cache's rounding comes on top.
 CALIBRATED_MEAN, UNIT_MEAN = 0.035, 0.1
 # Of an engine's logprobs, token by token while it samples, from those that a fresh engine gives all of them at once. On
 # the machine where this was written they are equal bit for bit; another may add in another order, which is BF16's 0.01.
 FRESH_MEAN, FRESH_MAX = 0.01, 0.1
-FP8_CACHE = {"kv_cache_dtype": "fp8_e4m3"}
 
 
 def calibrated(one: OneEngine, folder: Path) -> dict[str, float]:
@@ -35,16 +34,6 @@ def calibrated(one: OneEngine, folder: Path) -> dict[str, float]:
         for prompt in PROMPTS:
             model(torch.tensor([prompt]))
     return observation.scales("loud").named()
-
-
-def some_scales(version: int) -> dict[str, float]:
-    """Other ones for each tensor and each version; exact in fp32, and not in BF16."""
-    names = [f"model.layers.{layer}.self_attn.{x}_scale" for layer in range(LAYERS) for x in "qkv"]
-    return {name: 1 + (1 + place + len(names) * version) / 1024 for place, name in enumerate(names)}
-
-
-def assert_held(held: dict[str, list[float]], scales: dict[str, float]) -> None:
-    assert {name: set(copies) for name, copies in held.items()} == {name: {s} for name, s in scales.items()}
 
 
 async def long_rollouts(one: OneEngine) -> list[asyncio.Task[tuple[Completion, ...]]]:
@@ -92,28 +81,26 @@ async def test_logprobs_follow_the_scales_of_each_spans_version(llama_with_fp8_c
     assert difference.mean() < FRESH_MEAN and difference.max() < FRESH_MAX, (difference.mean(), difference.max())
     # and that tells right from wrong: the tokens that the version before made
     assert (await rescored(one, completions, version=before)).abs().mean() > 5 * FRESH_MEAN
-    # for the next test: scales of 1 again
-    await one.update(one.newest + 1, weights, dict.fromkeys(scales, 1.0))
 
 
-async def test_scales_survive_updates_are_reused_and_never_incomplete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with running("qwen3_moe", tmp_path, monkeypatch, **FP8_CACHE) as one:
-        for version in range(1, 21):
-            await one.update(version, random_weights(one.config.model.path, seed=version), some_scales(version))
-            assert_held(await one.kv_scales(), some_scales(version))
-        folder = await one.update(21, random_weights(one.config.model.path, seed=21))
-        assert_held(await one.kv_scales(), some_scales(20))
-        manifest = WeightLog(one.config.weights.root).manifest(21)
-        assert (manifest.kv_scales, manifest.kv_scales_from) == (some_scales(20), "reuse")
-        await one.load(folder, 21)
-        assert (await one.load_report())["kv_scales"] == 0
+@pytest.mark.asyncio(loop_scope="session")
+async def test_scales_are_reused_and_never_incomplete(llama_with_fp8_cache: OneEngine) -> None:
+    """The last test of this engine: it is of no use afterwards. With experts, over many updates: test_round_trip.py."""
+    one = llama_with_fp8_cache
+    weights, scales = random_weights(one.config.model.path, seed=1), some_scales(20)
+    await one.update(one.newest + 1, weights, scales)
+    assert_held(await one.kv_scales(), scales)
+    folder = await one.update(one.newest + 1, random_weights(one.config.model.path, seed=2))
+    assert_held(await one.kv_scales(), scales)
+    manifest = WeightLog(one.config.weights.root).manifest(one.newest)
+    assert (manifest.kv_scales, manifest.kv_scales_from) == (scales, "reuse")
+    await one.load(folder, one.newest)
+    assert (await one.load_report())["kv_scales"] == 0
 
-        # a layer without scales would keep those of another version: such a version is never served
-        kept = {name: scale for name, scale in some_scales(20).items() if ".1.self_attn.v" not in name}
-        (folder / MANIFEST_FILE).write_text(manifest.model_copy(update={"kv_scales": kept}).model_dump_json())
-        with pytest.raises(
-            EngineFailed, match=r"5 KV scales, not the 6 .* missing \['model\.layers\.1\.self_attn\.v_scale"
-        ):
-            await one.load(folder, 22)
+    # a layer without scales would keep those of another version: such a version is never served
+    kept = {name: scale for name, scale in scales.items() if ".1.self_attn.v" not in name}
+    (folder / MANIFEST_FILE).write_text(manifest.model_copy(update={"kv_scales": kept}).model_dump_json())
+    with pytest.raises(
+        EngineFailed, match=r"5 KV scales, not the 6 .* missing \['model\.layers\.1\.self_attn\.v_scale"
+    ):
+        await one.load(folder, one.newest + 1)

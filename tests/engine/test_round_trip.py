@@ -10,6 +10,7 @@ from rollout_service.errors import EngineFailed
 from rollout_service.quant.formats import FP8_BLOCK, INT8_CHANNEL, WeightFormat
 from rollout_service.store.manifest import MANIFEST_FILE, read_manifest
 from tests.support.engine_layout import engine_digests, quantize
+from tests.support.kv_scales import assert_held, some_scales
 from tests.support.models import LM_HEAD, random_weights
 from tests.support.one_engine import KV_CACHE_BYTES, OneEngine, mean_difference, running
 
@@ -38,10 +39,16 @@ def differing(held: dict[str, str], expected: dict[str, str]) -> set[str]:
 
 
 async def updated_many_times(one: OneEngine, form: WeightFormat = FP8_BLOCK) -> tuple[dict[str, torch.Tensor], Path]:
-    """Assert what the engine holds after the first load and after twenty updates; the last weights and their folder."""
+    """Assert what the engine holds after the first load and after twenty updates; the last weights and their folder.
+
+    Of an FP8 cache each version brings other scales, which are held after every update.
+    """
+    scaled = one.config.kv_cache.dtype == "fp8_e4m3"
     for version in range(1, UPDATES + 2):
         weights = random_weights(one.config.model.path, seed=version)
-        folder = await one.update(version, weights)
+        folder = await one.update(version, weights, some_scales(version) if scaled else None)
+        if scaled:
+            assert_held(await one.kv_scales(), some_scales(version))
         if version in (1, UPDATES + 1):
             expected = engine_digests(quantize(with_head(weights), form=form))
             # what vLLM derives from DeepSeek's kv_b_proj is compared by logprobs alone
@@ -58,10 +65,10 @@ async def test_a_dense_engine_holds_exact_fp8_weights_after_20_updates(
         assert await mean_difference(one, folder, fp8=True) < FP8_MEAN
 
 
-async def test_an_moe_engine_holds_exact_weights_and_no_partial_load(
+async def test_an_moe_engine_holds_exact_weights_and_scales_and_no_partial_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running("qwen3_moe", tmp_path, monkeypatch) as one:
+    async with running("qwen3_moe", tmp_path, monkeypatch, kv_cache_dtype="fp8_e4m3") as one:
         weights, folder = await updated_many_times(one)
         assert await mean_difference(one, folder, fp8=True) < FP8_MEAN
 
@@ -69,6 +76,7 @@ async def test_an_moe_engine_holds_exact_weights_and_no_partial_load(
         held = await one.digests()
         assert await one.sleep_and_wake(folder, UPDATES + 1) >= KV_CACHE_BYTES
         assert await one.digests() == held
+        assert_held(await one.kv_scales(), some_scales(UPDATES + 1))
         assert await mean_difference(one, folder, fp8=True) < FP8_MEAN
 
         # the checks above can fail: two experts in each other's place are seen by both

@@ -19,8 +19,8 @@ from tests.support.processes import descendants
 from tests.support.telltale import assert_pure, canary_weights
 
 PROMPT = [5, 6, 7]
-LENGTH = 200
-EASED_S = 4.0
+LENGTH = 100
+EASED_S = 10.0
 """Between the rollouts of an eased load: an engine that computes takes the cores on which another one starts."""
 
 

@@ -16,6 +16,8 @@ from tests.support import families, models
 
 IN_TABLE = [family for family in models.FAMILIES if not family.endswith(("_tp", "_ep"))]
 OTHERS = ["falcon", "gemma2", "gpt2", "gpt_oss", "granitemoe", "phi3", "phimoe"]
+FEWER = {"phimoe": {"num_hidden_layers": 1}}
+"""vLLM traces each layer of what it builds with transformers' code, which takes as long as all the others here."""
 Read = dict[str, tuple[ServedModel, EngineLayout]]
 
 
@@ -26,7 +28,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
     paths = []
     for family in [*IN_TABLE, *OTHERS]:
         folder = place / family
-        config = models.config_of(family) if family in IN_TABLE else families.config_of(family)
+        config = models.config_of(family) if family in IN_TABLE else families.config_of(family, FEWER.get(family))
         config.save_pretrained(folder)
         paths += [str(folder), str(place / f"{family}.json")]
     run = subprocess.run([sys.executable, "-m", "rollout_service.engine.layout_reader", *paths], stderr=subprocess.PIPE)
@@ -103,7 +105,7 @@ class TestOthers:
         model, layout = read["phimoe"]
         router = "model.layers.0.block_sparse_moe.gate"
         assert layout.kept[router] == "router"
-        assert layout.not_converted == ("model.layers.0.mlp.router", "model.layers.1.mlp.router")
+        assert layout.not_converted == ("model.layers.0.mlp.router",)
         assert "model.layers.0.block_sparse_moe.experts.7.w2" in layout.linears(model.shapes)
 
     def test_experts_that_are_stacked_on_disk_stay_in_bf16(self, read: Read) -> None:

@@ -1,6 +1,8 @@
 """Changes of a version in the log, as the ingest takes them: sound, unsound, interrupted, and without their base."""
 
+import asyncio
 import re
+import shutil
 import struct
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -64,12 +66,6 @@ class DeltaTrainer(Trainer):
             announced = announced.model_copy(update={"delta": announced.delta.model_copy(update=lies)})
         return await self._ingest.begin(announced), stream
 
-    async def send(self, plan: UploadPlan, stream: bytes, parts: slice = slice(None)) -> None:
-        """Those of the missing parts."""
-        for part in plan.missing_parts[parts]:
-            data = stream[part * plan.part_bytes : (part + 1) * plan.part_bytes]
-            assert (await self.put(plan.version, part, data)).status_code == 200
-
     async def push_delta(self, version: int, base: int, old: Stored, new: Stored) -> WeightStatus:
         """All of it."""
         await self.send(*await self.begin_delta(version, base, old, new))
@@ -98,9 +94,29 @@ def scattered(weights: Weights, seed: int, share: float = 0.02) -> dict[str, tor
     return new
 
 
+PART_BYTES = 12 << 10
+"""So that a delta has several parts."""
+
+
+@pytest.fixture(scope="module")
+def base_log(model: Path, weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A log with version 1, which most deltas here are of."""
+    root = tmp_path_factory.mktemp("base") / "log"
+
+    async def push() -> None:
+        ingest = Ingest(config_of(model, root, weights={"part_bytes": PART_BYTES}))
+        await ingest.start()
+        await Trainer(ingest).push(1, changed(weights, 0.25))
+        await ingest.stop()
+
+    asyncio.run(push())
+    return root
+
+
 @pytest.fixture
-def config(model: Path, tmp_path: Path) -> ServiceConfig:
-    return config_of(model, tmp_path / "log", weights={"part_bytes": 12 << 10})
+def config(model: Path, base_log: Path, tmp_path: Path) -> ServiceConfig:
+    shutil.copytree(base_log, tmp_path / "log")
+    return config_of(model, tmp_path / "log", weights={"part_bytes": PART_BYTES})
 
 
 @pytest.fixture
@@ -111,7 +127,6 @@ async def trainer(ingest: Ingest) -> DeltaTrainer:
 @pytest.fixture
 async def old(trainer: DeltaTrainer, weights: Weights) -> Stored:
     """What version 1 of the log stores."""
-    await trainer.push(1, changed(weights, 0.25))
     return await trainer.stored(changed(weights, 0.25))
 
 
@@ -159,7 +174,7 @@ class TestApplied:
     ) -> None:
         plan, stream = await trainer.begin_delta(2, 1, old, new)
         assert plan.num_parts > 5
-        await trainer.send(plan, stream, slice(None, None, -1))
+        await trainer.send(plan, stream, reversed(plan.missing_parts))
         await trainer._ingest.commit(2, CommitUpload())
         require_stored(log, 2, new)
 
@@ -185,10 +200,10 @@ class TestApplied:
         monkeypatch.setattr(delta, "SEGMENT_BYTES", 1024)
         monkeypatch.setattr("rollout_service.ingest.sources.delta._STRETCH_SEGMENTS", 3)
         old, new = await trainer.stored(weights), await trainer.stored(scattered(weights, 2))
-        await trainer.push(1, old)
-        assert max(len(list(tensor.chunks())) for tensor in log.manifest(1).tensors) > 12
-        await trainer.push_delta(2, 1, old, new)
-        require_stored(log, 2, new)
+        await trainer.push(2, old)
+        assert max(len(list(tensor.chunks())) for tensor in log.manifest(2).tensors) > 12
+        await trainer.push_delta(3, 2, old, new)
+        require_stored(log, 3, new)
 
     async def test_a_part_that_takes_another_ones_place_is_applied_to_the_base_again(
         self, trainer: DeltaTrainer, log: WeightLog, old: Stored, new: Stored
@@ -505,7 +520,7 @@ class TestAgain:
         self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored, new: Stored
     ) -> None:
         plan, stream = await trainer.begin_delta(2, 1, old, new)
-        await trainer.send(plan, stream, slice(0, 3))
+        await trainer.send(plan, stream, plan.missing_parts[:3])
         again, _ = await trainer.begin_delta(2, 1, old, new)
         assert again.missing_parts == plan.missing_parts[3:]
         with pytest.raises(VersionConflict, match="version 2 is staged with a delta of other bytes"):
@@ -523,7 +538,7 @@ class TestAgain:
         self, trainer: DeltaTrainer, restarted: Restart, log: WeightLog, old: Stored, new: Stored, parts: int | None
     ) -> None:
         plan, stream = await trainer.begin_delta(2, 1, old, new)
-        await trainer.send(plan, stream, slice(0, parts))
+        await trainer.send(plan, stream, plan.missing_parts[:parts])
         ingest = await restarted()
         left = () if parts is None else plan.missing_parts[parts:]
         assert (await ingest.status(2)).missing_parts == left

@@ -3,8 +3,8 @@
 import asyncio
 import gc
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import httpx
@@ -65,31 +65,55 @@ class CallersFrom(Authorizer):
         super().check(HTTPConnection({**request.scope, "client": (self._address, 1)}))
 
 
-class ListenerForEach(httpx.AsyncBaseTransport):
-    """Each request has a listener of its own, which has ended, with its threads, when the request has."""
+class Listener(httpx.AsyncBaseTransport):
+    """Each request has a listener of its own, which has ended, with its threads, when the request has.
+
+    Those made while it is ``kept`` share one.
+    """
 
     def __init__(self, ingest: Ingest, authorizer: Authorizer) -> None:
         self._ingest, self._authorizer = ingest, authorizer
+        self._open: tuple[UploadServer, httpx.AsyncHTTPTransport] | None = None
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """One listener, and connections to it, until the block ends."""
+        async with self._listening() as self._open:
+            try:
+                yield
+            finally:
+                self._open = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if self._open is not None:
+            return await _answer(request, *self._open)
+        async with self._listening() as (server, transport):
+            return await _answer(request, server, transport)
+
+    @asynccontextmanager
+    async def _listening(self) -> AsyncIterator[tuple[UploadServer, httpx.AsyncHTTPTransport]]:
         server = UploadServer(self._ingest, self._authorizer, "127.0.0.1")
         server.start()
-        request.url = request.url.copy_with(port=server.port)
         try:
             async with httpx.AsyncHTTPTransport(verify=False) as transport:  # there is no TLS to be prepared for
-                response = await transport.handle_async_request(request)
-                await response.aread()
+                yield server, transport
         finally:
             await server.stop()
-        return httpx.Response(response.status_code, headers=response.headers, content=response.content)
+
+
+async def _answer(request: httpx.Request, server: UploadServer, transport: httpx.AsyncHTTPTransport) -> httpx.Response:
+    request.url = request.url.copy_with(port=server.port)
+    response = await transport.handle_async_request(request)
+    await response.aread()
+    return httpx.Response(response.status_code, headers=response.headers, content=response.content)
 
 
 class Trainer:
     """Pushes versions into ``ingest``."""
 
     def __init__(self, ingest: Ingest, token: str | None = None, address: str = "127.0.0.1") -> None:
-        transport = ListenerForEach(ingest, CallersFrom(token, address))
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+        self._listener = Listener(ingest, CallersFrom(token, address))
+        self.http = httpx.AsyncClient(transport=self._listener, base_url="http://127.0.0.1")
         self._ingest = ingest
 
     async def put(
@@ -108,11 +132,16 @@ class Trainer:
     ) -> UploadPlan:
         """Begin, and send the parts in ``order`` (all of them by default)."""
         plan = await self._ingest.begin(begin_of(version, weights, kv_scales))
-        stream = stream_of(weights)
-        for part in plan.missing_parts if order is None else order:
-            reply = await self.put(version, part, stream[part * plan.part_bytes : (part + 1) * plan.part_bytes])
-            assert reply.status_code == 200, reply.text
+        await self.send(plan, stream_of(weights), order)
         return plan
+
+    async def send(self, plan: UploadPlan, stream: bytes, order: Iterable[int] | None = None) -> None:
+        """Parts of the upload's bytes in ``order``; by default those that are missing."""
+        async with self._listener.kept():
+            for part in plan.missing_parts if order is None else order:
+                data = stream[part * plan.part_bytes : (part + 1) * plan.part_bytes]
+                reply = await self.put(plan.version, part, data)
+                assert reply.status_code == 200, reply.text
 
     async def push(self, version: int, weights: Weights, kv_scales: dict[str, float] | None = None) -> WeightStatus:
         """Upload and commit."""
