@@ -54,6 +54,8 @@ class TrainersMemory(Protocol):
 
     nbytes: int
     """How much there is."""
+    may_be_mapped: bool
+    """Whether an ingest may have it; False until it is announced."""
 
     def source(self, tensors: tuple[UploadTensor, ...]) -> SharedMemorySource:
         """For one push of these tensors. Raises OSError."""
@@ -77,7 +79,7 @@ class HostMemory:
 
         from rollout_service.pinning import pin_if_possible
 
-        self.nbytes = nbytes
+        self.nbytes, self.may_be_mapped = nbytes, False
         self._memory = SharedMemory.create(nbytes)
         if torch.cuda.is_initialized():
             pin_if_possible(self._memory.view)
@@ -106,7 +108,7 @@ class GpuMemory:
 
     def __init__(self, nbytes: int) -> None:
         """Raises OSError."""
-        self.nbytes = nbytes
+        self.nbytes, self.may_be_mapped = nbytes, False
         self._memory = SharedMemory.create(1)
         try:
             self._on_gpu = OwnGpuMemory(nbytes)
@@ -128,6 +130,9 @@ class GpuMemory:
     def close(self) -> None:
         """See ``TrainersMemory``."""
         self._memory.close()
+        if not self.may_be_mapped:
+            self._on_gpu.free()
+            return
         before, GpuMemory._given_up = GpuMemory._given_up, self._on_gpu
         if before is not None and before is not self._on_gpu:
             before.free()
@@ -192,7 +197,7 @@ class SharedMemoryPushes:
             memory = await self._memory_for(table, thread)
             source = memory.source(table)
             announced = announce(source=source)
-            plan = await self._begin(announced)
+            plan = await self._announced(memory, announced)
         except (NotShared, OSError) as error:
             self.close()
             self.reached = False
@@ -211,6 +216,14 @@ class SharedMemoryPushes:
             logger.warning("the weights are sent again, in parts: %s", error)
             return None
         return plan.version, with_kv_scales(source.transfer, announced.kv_scales)
+
+    async def _announced(self, memory: TrainersMemory, announced: Announcement) -> UploadPlan:
+        before, memory.may_be_mapped = memory.may_be_mapped, True
+        try:
+            return await self._begin(announced)
+        except NotShared:
+            memory.may_be_mapped = before  # the ingest said that it has not mapped it
+            raise
 
     async def _memory_for(self, table: tuple[UploadTensor, ...], thread: TensorThread) -> TrainersMemory:
         needed = memory_bytes(table)

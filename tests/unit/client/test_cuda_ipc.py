@@ -162,6 +162,7 @@ class TestAuto:
         service.ingest._uploads._trainer_memory._registered = None
         await client.push_weights(1, dict(weights), quantize=quantize, wait="none")
         assert await how_it_came(service, 1) == "SharedMemorySource"
+        assert FILES == {}  # what the trainer had taken of its GPU is free again
         with pytest.raises(NotShared, match="the ingest has no GPU"):
             await client.push_weights(2, dict(weights), transport="cuda_ipc", wait="none")
 
