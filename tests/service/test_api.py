@@ -20,7 +20,7 @@ def test_replies_to_generated_requests_are_documented(service: LocalService) -> 
 @pytest.mark.timeout(1800)
 async def test_replies_to_2000_generated_requests_are_documented(service: LocalService, client: RolloutClient) -> None:
     cases = ApiCases(service.url, TOKEN)
-    await asyncio.to_thread(cases.run, 160, derandomize=False)
+    await asyncio.to_thread(cases.run, 30, derandomize=False)
     assert cases.count >= 2000
     answered = [statuses for route, statuses in cases.sent.items() if statuses.keys() & {200, 204}]
     assert len(answered) >= 12  # it is not refusals alone that are as documented
