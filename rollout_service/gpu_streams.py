@@ -29,6 +29,11 @@ def own_stream(gpu: torch.device) -> Iterator[torch.cuda.Stream]:
         yield streams[gpu]
 
 
+def lies_on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether what is done with it is done by a GPU, and takes a wait to be seen."""
+    return tensor.is_cuda
+
+
 def queued_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     """A copy on ``device`` of a tensor in the host's memory, which may go; for what is queued on the current stream."""
     if device.type != "cuda":

@@ -22,7 +22,9 @@ class Recorder:
         case.update(report.user_properties)
         if report.outcome != "passed":
             case["outcome"] = report.outcome
-            case["why"] = str(report.longrepr)[-2000:]
+            # a test that is skipped has its file's path on this machine, the line, and the reason
+            why = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+            case["why"] = str(why)[-2000:]
         if report.when == "teardown":
             self._write(self.content())
 

@@ -73,10 +73,6 @@ Quantize = Literal["service", "trainer"]
 Transport = Literal["auto", "http", "shared_memory", "cuda_ipc", "delta"]
 Shared = Literal["shared_memory", "cuda_ipc"]
 """Transports through memory."""
-BY_ITSELF: tuple[Shared, ...] = ("cuda_ipc", "shared_memory")
-"""Those that ``auto`` tries, in this order. Of tensors on a GPU the first took 0.7 of the second's time
-(``benchmarks/results/h200/update_live.json``); it takes 1 GiB of the trainer's GPU, and is passed over for lack of it.
-"""
 
 
 def named_scales(kv_scales: KVScales | None) -> dict[str, float] | None:
@@ -108,6 +104,9 @@ class Uploader:
             "cuda_ipc": SharedMemoryPushes(http, self.begin, GpuMemory),
             "shared_memory": SharedMemoryPushes(http, self.begin, HostMemory),
         }
+        """In the order in which ``auto`` tries them. Of tensors on a GPU the first took 0.7 of the second's time
+        (``benchmarks/results/h200/update_live.json``); it takes 1 GiB of the trainer's GPU, and is passed over for lack
+        of it."""
 
     def close(self) -> None:
         """Let go of the memory that is kept for the next push."""
@@ -126,8 +125,8 @@ class Uploader:
             return []
         return [
             kind
-            for kind in BY_ITSELF
-            if self._shared[kind].is_worth_trying(table) and (kind != "cuda_ipc" or source.is_on_gpu)
+            for kind, pushes in self._shared.items()
+            if pushes.is_worth_trying(table) and (kind != "cuda_ipc" or source.is_on_gpu)
         ]
 
     async def begin(self, begin: Announcement) -> UploadPlan:

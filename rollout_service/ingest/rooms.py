@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from rollout_service.gpu_streams import own_stream
+from rollout_service.gpu_streams import lies_on_gpu, own_stream
 from rollout_service.ring import aligned
 from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES
 from rollout_service.store.writer import VersionWriter
@@ -125,11 +125,6 @@ def _groups(held: Sequence[_Held], scratch: torch.Tensor) -> list[list[_Chunk]]:
             groups[-1].append(_Chunk(place.data_ptr(), in_room, place))
             position += aligned(in_room.nbytes)
     return groups
-
-
-def lies_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether its bytes are hashed on the device that has them."""
-    return tensor.is_cuda
 
 
 def _copy(room: memoryview, data: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rollout_service.errors import InvalidManifest, QuantizationError
+from rollout_service.gpu_streams import lies_on_gpu
 from rollout_service.protocol.experts import pieces
 from rollout_service.protocol.tensors import StoredDtype, TensorSlot
 from rollout_service.protocol.upload import TrainerRecipe, UploadTensor
@@ -124,14 +125,14 @@ class Converter:
     def _sound_on_gpu(self, batch: Sequence[Named]) -> bool:
         """Whether these lie on a GPU, and their numbers are what they may be: one wait for all of them.
 
-        If not, ``_kept`` looks at each, and says which one is not, and why.
+        If not, ``_require_sound`` looks at each, and says which one is not, and why.
         """
         if not batch or not all(lies_on_gpu(tensor) for _, tensor in batch):
             return False
         return bool(torch.stack([self._soundness(name, tensor) for name, tensor in batch]).all())
 
     def _soundness(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What ``_kept`` asks of its numbers: bool [], where the tensor lies."""
+        """Whether its numbers are what they may be: bool [], where the tensor lies."""
         if is_codes(tensor):
             return _are_numbers(tensor, self._form).all()
         if name in self._scales:
@@ -141,21 +142,25 @@ class Converter:
 
     def _kept(self, name: str, tensor: torch.Tensor, *, is_sound: bool) -> torch.Tensor:
         """As it is stored. ``is_sound``: its numbers were looked at. Raises QuantizationError, InvalidManifest."""
+        are_codes = is_codes(tensor)
+        if are_codes and (name not in self._quantized or tensor.dtype != self._form.dtype):
+            becomes = self._form.codes if name in self._quantized else self._kept_dtype(name)
+            raise InvalidManifest(
+                f"{name} came as {tensor.dtype} codes, but it becomes {becomes} here: send its weights"
+            )
+        if not is_sound:
+            self._require_sound(name, tensor)
+        return tensor if are_codes else tensor.to(_TORCH[self._kept_dtype(name)])
+
+    def _require_sound(self, name: str, tensor: torch.Tensor) -> None:
+        """Raises QuantizationError if ``_soundness`` is not there, for the first number that is at fault."""
         if is_codes(tensor):
-            if name not in self._quantized or tensor.dtype != self._form.dtype:
-                becomes = self._form.codes if name in self._quantized else self._kept_dtype(name)
-                raise InvalidManifest(
-                    f"{name} came as {tensor.dtype} codes, but it becomes {becomes} here: send its weights"
-                )
-            if not is_sound:
-                _require_numbers(name, tensor, self._form)
-            return tensor
-        if not is_sound and name in self._scales:
+            _require_numbers(name, tensor, self._form)
+        elif name in self._scales:
             for sound, complaint in _scale_conditions(tensor, self._form, self._power_of_two):
                 _require(name, tensor, sound, complaint)
-        elif not is_sound:
+        else:
             require_finite(tensor, name)
-        return tensor.to(_TORCH[self._kept_dtype(name)])
 
     def _kept_dtype(self, name: str) -> StoredDtype:
         return "float32" if name in self._float32 else "bfloat16"
@@ -164,11 +169,6 @@ class Converter:
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Little-endian bytes, row-major; without a copy if the tensor is contiguous and on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def lies_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether to look at it takes a wait for a GPU."""
-    return tensor.is_cuda
 
 
 def _are_numbers(codes: torch.Tensor, form: WeightFormat) -> torch.Tensor:

@@ -47,3 +47,4 @@ def test_counts_outcomes_and_properties_after_every_test(tmp_path: Path) -> None
     assert first["test"].endswith("test_some.py::test_passes") and first["outcome"] == "passed"
     assert (first["closed_ms"], first["way"]) == ([1.5, 2], "by plan")
     assert "assert 1 == 2" in second["why"] and "late" in last["why"]
+    assert written[-1]["tests"][2]["why"] == "Skipped: no GPU"
