@@ -15,7 +15,7 @@ from rollout_service.client._partial import PartialRollout
 from rollout_service.client._retry import Repeat
 from rollout_service.errors import RolloutServiceError, from_wire
 from rollout_service.protocol.generate import GenerateChunk, GenerateRequest, StreamedChoice, StreamOptions
-from rollout_service.protocol.rollout import Completion, FinishReason, Rollout, Span
+from rollout_service.protocol.rollout import Completion, FinishReason, Rollout, Span, merged
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def _so_far(index: int, pieces: list[StreamedChoice], max_tokens: int | None) ->
         return Completion(index=index, token_ids=(), logprobs=(), finish_reason="abort", spans=())
     last = pieces[-1]
     num_tokens = sum(len(piece.token_ids) for piece in pieces)
-    spans = last.weight_versions if last.finish_reason is not None else _merged(pieces)
+    so_far = merged(span for piece in pieces for span in piece.weight_versions)
     texts = [piece.text for piece in pieces if piece.text is not None]
     masks = [chunk for piece in pieces for chunk in piece.packed_sampling_mask or ()]
     return Completion(
@@ -211,18 +211,7 @@ def _so_far(index: int, pieces: list[StreamedChoice], max_tokens: int | None) ->
         logprobs=tuple(logprob for piece in pieces for logprob in _flat(piece)),
         finish_reason=last.finish_reason or ("length" if num_tokens == max_tokens else "abort"),
         stop_reason=last.stop_reason,
-        spans=spans,
+        spans=so_far if last.finish_reason is None else last.weight_versions,
         text="".join(texts) if texts else None,
         packed_sampling_mask=tuple(masks) if masks else None,
     )
-
-
-def _merged(pieces: list[StreamedChoice]) -> tuple[Span, ...]:
-    """Those of all pieces, which count from the completion's first token; neighbours of one version as one."""
-    spans: list[Span] = []
-    for span in (span for piece in pieces for span in piece.weight_versions):
-        if spans and spans[-1].model_copy(update={"start": span.start, "end": span.end}) == span:
-            spans[-1] = spans[-1].model_copy(update={"end": span.end})
-        else:
-            spans.append(span)
-    return tuple(spans)

@@ -13,7 +13,7 @@ from rollout_service.fleet.live import LivePiece, LiveRollout
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.prompts import detokenize, roll_out, text_of
 from rollout_service.protocol.generate import RolloutOptions
-from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.rollout import Completion, Rollout, Span, merged
 from rollout_service.protocol.sampling import Reasoning, Sampling
 from rollout_service.tasks import raise_first_failure
 
@@ -72,12 +72,7 @@ class Spans:
         """The piece with spans that count from the completion's first token; the last piece has all of them."""
         own = [span.model_copy(update={"start": span.start + piece.start, "end": span.end + piece.start})
                for span in piece.made.spans]  # fmt: skip
-        for span in own:
-            last = self._gathered[-1] if self._gathered else None
-            if last is not None and last.model_copy(update={"start": span.start, "end": span.end}) == span:
-                self._gathered[-1] = last.model_copy(update={"end": span.end})
-            else:
-                self._gathered.append(span)
+        self._gathered[-1:] = merged([*self._gathered[-1:], *own])
         return piece.made.model_copy(update={"spans": tuple(self._gathered if piece.is_last else own)})
 
 

@@ -1,6 +1,7 @@
 """Rollouts: completions, and which weights made which of their tokens."""
 
 import itertools
+from collections.abc import Iterable
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, WithJsonSchema, model_validator
@@ -32,6 +33,17 @@ class Span(Frozen):
         if self.end <= self.start:
             raise ValueError(f"span [{self.start}, {self.end}) is empty")
         return self
+
+
+def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Neighbours that differ in their places alone become one."""
+    made: list[Span] = []
+    for span in spans:
+        if made and made[-1].model_copy(update={"start": span.start, "end": span.end}) == span:
+            made[-1] = made[-1].model_copy(update={"end": span.end})
+        else:
+            made.append(span)
+    return tuple(made)
 
 
 class Candidate(NamedTuple):
