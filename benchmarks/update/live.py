@@ -74,7 +74,7 @@ from rollout_service.protocol.weights import UploadTimings, WeightStatus
 from rollout_service.store.mapped_files import is_in_memory
 
 RESULT = "update_live"
-SAME = ("model", "door", "layers", "scales_policy", "durability", "staging", "replicas")
+SAME = ("model", "door", "layers", "scales_policy", "durability", "staging", "replicas", "gpus", "ingest_beside")
 """Fields in which two cases agree that measured the same."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 256
 LEAST_REPEATS = 3
@@ -94,6 +94,13 @@ class Transport(StrEnum):
     DELTA = "delta"
 
 
+class Beside(StrEnum):
+    """Whose GPU the ingest shares, where trainer and engine have one each."""
+
+    ENGINE = "engine"
+    TRAINER = "trainer"
+
+
 class PushOptions(Options):
     """What is pushed."""
 
@@ -105,6 +112,8 @@ class PushOptions(Options):
     """A transport that has taken so long has three versions, if fewer than ``repeats``."""
     replicas: int = 1
     """Of the engine, each on a GPU of its own."""
+    ingest_beside: Beside = Beside.ENGINE
+    """Whose GPU the ingest shares, where trainer and engine have one each; the trainer's cannot take part in nccl."""
     warmups: int = 3
     """Versions before those, by the first transport."""
     gpu_share: float = ENGINES_SHARE
@@ -151,6 +160,8 @@ class Case:
     replicas: int = 1
     gpus: int = 1
     """Of the host. With one, trainer, ingest and engine share it."""
+    ingest_beside: str = "engine"
+    """Whose GPU the ingest shares. With one, everybody's."""
     sent_gbytes: float = 0.0
     """What the trainer's files or parts hold."""
     gbytes: float = 0.0
@@ -293,8 +304,8 @@ class Updates:
         failed: list[str] = []
         async with RolloutClient(url) as client, rollouts(client, self.concurrent):
             for number, case in enumerate(self.cases):
-                if case.door == Transport.NCCL and case.gpus < 2:
-                    print("nccl: not measured, trainer and ingest need a GPU each, and there is one", flush=True)
+                if case.door == Transport.NCCL and (case.gpus < 2 or case.ingest_beside == Beside.TRAINER):
+                    print("nccl: not measured, trainer and ingest need a GPU each, and share one", flush=True)
                     continue
                 try:
                     version = await self._case(client, case, version, number == 0, trainer)
@@ -329,7 +340,7 @@ def keep(case: Case, concurrent: int) -> Path:
     """Add it to the result, in place of an earlier one of the same model and transport."""
     new = asdict(case) | {"concurrent": concurrent}
     # once there was no other
-    before = {"durability": "before_live", "staging": "auto", "replicas": 1}
+    before = {"durability": "before_live", "staging": "auto", "replicas": 1, "gpus": 1, "ingest_beside": "engine"}
     earlier = [before | case for case in results.cases(RESULT)]
     return results.write(RESULT, {"cases": results.joined(earlier, [new], SAME)})
 
@@ -362,6 +373,7 @@ def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
             engine.staging,
             pushes.replicas,
             max(1, torch.cuda.device_count()),
+            str(pushes.ingest_beside),
         )
         for transport in pushes.transport
     ]
@@ -376,6 +388,8 @@ def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
         settings["kv_cache"]["scales_policy"] = pushes.scales_policy
         settings["engine"]["gpu_memory_utilization"] = pushes.gpu_share
         settings["scaling"] |= {"min_replicas": pushes.replicas, "max_replicas": pushes.replicas}
+        if pushes.ingest_beside is Beside.TRAINER:
+            settings["scaling"]["num_gpus"] = 1.0  # so Ray puts the ingest on the GPU that no engine has: the last one
         if pushes.behind is not None:
             settings["weights"] |= {"durability": durability, "durable_root": behind}
         with serving(settings, path.parent, model.verbose) as service:

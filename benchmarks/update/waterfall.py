@@ -53,6 +53,8 @@ def label_of(case: dict[str, Any]) -> str:
     where = {"device": "staged on the GPU", "host": "staged in host memory"}
     staging = where.get(case.get("staging", "auto"), "staged where auto chose")
     gpus = case.get("gpus", 1)
+    if case.get("ingest_beside") == "trainer":
+        return f"{case['door']}\n{case['sent_gbytes']:.3g} GB, {staging}, {gpus} GPUs, ingest beside the trainer"
     return f"{case['door']}\n{case['sent_gbytes']:.3g} GB, {staging}, {gpus} GPU{'s' if gpus > 1 else ''}"
 
 

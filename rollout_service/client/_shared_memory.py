@@ -40,7 +40,7 @@ logger = logging.getLogger("rollout_service.client")
 BATCH_BYTES = 256 << 20
 """Of one batch, unless a single tensor is larger."""
 BATCHES = 4
-"""That the memory holds: one is copied while the others are read. Or it holds the largest tensor, if that is more."""
+"""That the memory holds, if not more: one is copied while the others are read."""
 _MOST_TENSORS = 10_000
 """Of one batch."""
 
@@ -240,9 +240,13 @@ class SharedMemoryPushes:
 
 
 def memory_bytes(tensors: Iterable[UploadTensor]) -> int:
-    """Room for ``BATCHES`` batches, or for the largest tensor, or for all of them if that is less."""
+    """Room for ``BATCHES`` batches, or for the largest tensor and two batches; or for all of them if that is less.
+
+    With the largest tensor alone there, the others would wait until it is read.
+    """
     sizes = [aligned(max(tensor.nbytes, 1)) for tensor in tensors]
-    return max(*sizes, min(BATCHES * aligned(BATCH_BYTES), sum(sizes)), 1)
+    room = max(BATCHES * aligned(BATCH_BYTES), max(sizes, default=0) + 2 * aligned(BATCH_BYTES))
+    return max(min(room, sum(sizes)), 1)
 
 
 def batches(tensors: Iterable[UploadTensor]) -> Iterator[list[UploadTensor]]:

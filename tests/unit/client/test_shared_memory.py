@@ -71,7 +71,7 @@ class TestPush:
         assert shared.timings is not None and min(shared.timings.model_dump().values()) > 0
         assert (await service.ingest.status(1)).timings == in_parts.timings != shared.timings
 
-    async def test_a_tensor_larger_than_four_batches_takes_all_the_memory(
+    async def test_beside_a_tensor_larger_than_four_batches_there_is_room_for_two(
         self, service: RealIngest, client: RolloutClient, weights: Weights, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(_shared_memory, "BATCH_BYTES", 3000)
@@ -79,7 +79,8 @@ class TestPush:
         shared = await client.push_weights(2, dict(weights), transport="shared_memory", wait="none")
         assert shared.digest == in_parts.digest
         memory = client._uploader._shared["shared_memory"]._memory
-        assert memory is not None and memory.nbytes == max(tensor.nbytes for tensor in weights.values()) > 4 * 3000
+        largest = max(tensor.nbytes for tensor in weights.values())
+        assert memory is not None and memory.nbytes >= largest + 2 * 3000 > 6 * 3000
 
     async def test_progress_counts_every_byte(self, client: RolloutClient, weights: Weights) -> None:
         seen: list[tuple[int, int]] = []
