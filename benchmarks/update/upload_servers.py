@@ -14,6 +14,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI, Request
 
+from benchmarks.update.gpu_trace import add_gpu_trace
 from benchmarks.update.plain_sockets import receive_for_ever
 from rollout_service.config import ServiceConfig
 from rollout_service.gateway.deployment import create_app
@@ -27,22 +28,30 @@ from tests.support.without_ray import services_of
 PART_BYTES = 16 << 20
 
 
-def serve_ingest(log: Path, folder: Path, port: int) -> None:
-    """The ingest of the model in ``folder``, its upload listener, and the gateway's routes in front of it."""
+def serve_ingest(log: Path, folder: Path, port: int, *, on_gpu: bool = False) -> None:
+    """The ingest of the model in ``folder``, its upload listener, and the gateway's routes in front of it.
+
+    ``on_gpu``: it quantizes there, and its GPU can be watched (``gpu_trace.py``).
+    """
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve_ingest(log, folder, port))
+        runner.run(_serve_ingest(log, folder, port, on_gpu))
 
 
-async def _serve_ingest(log: Path, folder: Path, port: int) -> None:
-    weights = {"root": log, "source_roots": [folder], "part_bytes": PART_BYTES}
-    config = ServiceConfig.model_validate({"model": {"path": folder / "model"}, "weights": weights})
+async def _serve_ingest(log: Path, folder: Path, port: int, on_gpu: bool) -> None:
+    weights = {
+        "root": log, "source_roots": [folder], "part_bytes": PART_BYTES, "ingest_num_gpus": float(on_gpu)
+    }  # fmt: skip
+    quant = {"device": "cuda" if on_gpu else "cpu"}
+    config = ServiceConfig.model_validate({"model": {"path": folder / "model"}, "weights": weights, "quant": quant})
     ingest, authorizer = Ingest(config), Authorizer(None)
     uploads = UploadServer(ingest, authorizer, "127.0.0.1")
     uploads.start()
     ingest.upload_address = UploadAddress(uploads.host, uploads.port)
     await ingest.start()
     async with httpx.AsyncClient() as http:
-        await _serve(create_app(services_of(ingest, config, authorizer, http)), port)
+        app = create_app(services_of(ingest, config, authorizer, http))
+        add_gpu_trace(app)
+        await _serve(app, port)
 
 
 def serve_bare(folder: Path, port: int) -> None:
