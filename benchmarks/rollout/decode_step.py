@@ -2,7 +2,7 @@
 
     python -m benchmarks.rollout.decode_step --limit-s 380
     python -m benchmarks.rollout.decode_step --side act_unfused --side inductor_quant --case 16x16x4096+512
-    python -m benchmarks.rollout.decode_step --side deep_gemm --side deep_gemm+nvrtc --case 16x16x4096+512
+    python -m benchmarks.rollout.decode_step --side deep_gemm+nvrtc --case 16x16x4096+512
 
 Bare engines of the service's configuration with random weights of a published shape, FP8 with an FP8 cache, attention
 ``group``; ``--side`` names other settings, whose engines differ in nothing else (``SIDES``; joined by ``+``, several at
@@ -26,7 +26,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -43,14 +43,22 @@ from benchmarks.common.gpu_service import ENGINES_SHARE, Mode, Settings, setting
 from benchmarks.common.results import Json
 from benchmarks.common.shapes import write_config
 from benchmarks.group_attention import Asked, ShapeOptions, asked, engine_bytes, kv_token_bytes
-from benchmarks.rollout.engine_process import EngineGone, EngineProcess, NotRecorded, Recorded, Recording, Turn
+from benchmarks.rollout.engine_process import (
+    EngineGone,
+    EngineProcess,
+    NotRecorded,
+    Recorded,
+    Recording,
+    Turn,
+    stop_all,
+)
 from benchmarks.rollout.roofline import ATTENTION, HEAD, LINEAR, own_tokens, roofline, tokens_at
 from benchmarks.rollout.turns import SHORT, Case, Sample
 from rollout_service.model.served_model import ServedModel
 
 RESULT = "rollout_decode_step"
 SAME = ("model", "mode", "layers", "attention", "case", "side", "beside")
-DEFAULT = "default"
+DEFAULT, SHORT_TURN = "default", "short turn"
 
 
 def _passes(**which: bool) -> dict[str, Any]:
@@ -59,14 +67,18 @@ def _passes(**which: bool) -> dict[str, Any]:
 
 SIDES: dict[str, dict[str, Any]] = {
     DEFAULT: {},
+    # vLLM fuses SiLU, and norms, with the quantizing after them, on by default; off, SiLU and norms are Inductor's
     "act_unfused": _passes(fuse_act_quant=False),
     "norm_unfused": _passes(fuse_norm_quant=False),
+    # off by default, and slower on an H100 than what Inductor makes of it, says vLLM's issue 34391
     "qk_rope": _passes(enable_qk_norm_rope_fusion=True),
+    # quantizing in PyTorch's terms, for Inductor to fuse; the passes then have nothing to match
     "inductor_quant": {"extra": {"compilation_config": {"custom_ops": ["-quant_fp8"]}}},
+    # kernels are compiled when they are first needed, and not for every number of tokens
     "deep_gemm": {"linear_backend": "deep_gemm", "env": {"VLLM_DEEP_GEMM_WARMUP": "skip"}},
+    # DeepGEMM's own setting: compile by CUDA's library in place of nvcc
     "nvrtc": {"env": {"DG_JIT_USE_NVRTC": "1"}},
 }
-"""Name → section ``engine`` of the service, in place of the default's."""
 KINDS_OF = {
     (LINEAR, HEAD): ("matrix products",),
     (ATTENTION,): ("group attention", "FlashAttention", "attention"),
@@ -145,24 +157,26 @@ class Comparison:
     common: Json
     """What else each case says."""
     until: float
-    """By ``time.monotonic``."""
+    """By ``clock``."""
     console: Console
+    clock: Callable[[], float] = time.monotonic
+    """In seconds."""
     engines: dict[str, EngineProcess] = field(default_factory=dict)
     """By side; those that are gone are taken out."""
     started: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Seconds, and tokens of KV cache, by side."""
     found: dict[Asked, dict[str, Measured]] = field(default_factory=dict)
     marks: int = 0
-    longest: dict[str, float] = field(default_factory=dict)
-    """Seconds of what was done so far, by what and of which case."""
+    longest: dict[tuple[Asked, str], float] = field(default_factory=dict)
+    """Seconds of what was done so far, of which case and by what; at first, as long as a short turn."""
 
     def start(self, settings: Mapping[str, Settings], folder: Path, stack: ExitStack) -> None:
         """All engines at once. Raises EngineGone or TimeoutError if the default does not start."""
-        until = min(self.until, time.monotonic() + self.options.start_s)
+        until = min(self.until, self.clock() + self.options.start_s)
+        stack.callback(lambda: stop_all(self.engines.values()))
         for side, each in settings.items():
             (traces := folder / f"traces-{side}").mkdir()
             self.engines[side] = EngineProcess(side, each, traces)
-            stack.callback(self.engines[side].stop)
         for side in list(self.engines):
             try:
                 ready = self.engines[side].started(until)
@@ -196,7 +210,9 @@ class Comparison:
     def _turn(self, case: Asked, side: str, *, warm_up: bool) -> None:
         self.marks += 1
         turn = Turn(case, str(self.marks), warm_up)
-        sample = self._timed(f"{case} {warm_up}", side, lambda: self.engines[side].turn(turn, self.until))
+        sample = self._timed(
+            case, SHORT_TURN if warm_up else "turn", side, lambda: self.engines[side].turn(turn, self.until)
+        )
         if isinstance(sample, Sample) and not warm_up:
             self.found[case][side].turns.add(sample, case.sequences * case.output_tokens)
             rate = self.found[case][side].turns.rates[-1]
@@ -204,24 +220,25 @@ class Comparison:
 
     def _record(self, case: Asked, side: str) -> None:
         order = Recording(case, self.options.steps)
-        answer = self._timed(f"{case} recorded", side, lambda: self.engines[side].record(order, self.until))
+        answer = self._timed(case, "recording", side, lambda: self.engines[side].record(order, self.until))
         if isinstance(answer, NotRecorded):
             self.console.print(f"{case} {side}: not recorded: {answer.why}")
         elif isinstance(answer, Recorded):
             self.found[case][side].recorded = answer
 
-    def _timed(self, what: str, side: str, call: Any) -> object:
+    def _timed(self, case: Asked, what: str, side: str, call: Callable[[], object]) -> object:
         """Its answer; None if there is no time left for it, or the engine is gone."""
-        began = time.monotonic()
-        if began + self.longest.get(what, 0.0) > self.until:
-            self.console.print(f"{what} {side}: no time left")
+        began = self.clock()
+        likely = self.longest.get((case, what)) or self.longest.get((case, SHORT_TURN), 0.0)
+        if began + likely > self.until:
+            self.console.print(f"{case} {side}: no time left for a {what}")
             return None
         try:
-            answer: object = call()
+            answer = call()
         except (EngineGone, TimeoutError) as error:
             self._leave_out(side, error)
             return None
-        self.longest[what] = max(self.longest.get(what, 0.0), time.monotonic() - began)
+        self.longest[case, what] = max(self.longest.get((case, what), 0.0), self.clock() - began)
         return answer
 
     def keep(self, case: Asked) -> None:
@@ -298,7 +315,8 @@ def tables_of(cases: list[Json]) -> list[Table]:
     rows = (("a step by the clock", "step_ms", ".2f"), ("÷ default's", "step_ratio", ".3f"))
     for title, key, how in (*rows, ("tokens/s", "tokens_per_s", ".0f"), ("÷ default's", "ratio", ".3f")):
         sides.add_row(title, *("" if case[key] is None else format(case[key], how) for case in cases))
-    sides.add_row("of it the roofline", *(f"{case['of_roofline']:.1%}" for case in cases))
+    sides.add_row("besides the steps, s", *(f"{case['fixed_s']:.2f}" for case in cases))
+    sides.add_row("of a step the roofline", *(f"{case['of_roofline']:.1%}" for case in cases))
     return [sides, _limits_table(cases[0])]
 
 
@@ -364,10 +382,10 @@ def main(shape: StepShape, options: StepOptions) -> None:
         comparison.start(engines, folder, stack)
         for case in work:
             comparison.measure(case)
-    for case in work:
-        if cases := [said | each for each in comparison.cases(case)]:
-            for table in tables_of(cases):
-                console.print(table)
+        for case in work:
+            if cases := [said | each for each in comparison.cases(case)]:
+                for table in tables_of(cases):
+                    console.print(table)
     console.print(f"added to {results.path(RESULT)}")
 
 

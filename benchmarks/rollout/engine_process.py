@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -127,7 +128,7 @@ class EngineProcess:
 
     def stop(self) -> None:
         """End it: in order if it waits for orders, else by SIGTERM, and after some time by SIGKILL."""
-        self._connection.close()
+        self.end()
         if self._waits:
             self._process.join(_STOP_S)
         self._process.terminate()
@@ -135,6 +136,19 @@ class EngineProcess:
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+
+    def end(self) -> None:
+        """Have it end in order, and do not wait for it; nothing can be asked of it any more."""
+        self._connection.close()
+
+
+def stop_all(engines: Iterable[EngineProcess]) -> None:
+    """End them at the same time."""
+    engines = list(engines)
+    for engine in engines:
+        engine.end()
+    for engine in engines:
+        engine.stop()
 
 
 class EngineGone(RuntimeError):

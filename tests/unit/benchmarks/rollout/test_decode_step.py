@@ -1,6 +1,7 @@
 """What the sides of the comparison are, and what is written and shown of them."""
 
 import inspect
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -14,10 +15,13 @@ from benchmarks.common.gpu_limits import GpuLimits
 from benchmarks.common.gpu_service import Mode, settings_of
 from benchmarks.common.shapes import Shape, write_config
 from benchmarks.group_attention import asked
+from benchmarks.rollout import decode_step
 from benchmarks.rollout.decode_step import (
     DEFAULT,
     SIDES,
+    Comparison,
     Measured,
+    StepOptions,
     StepShape,
     case_of,
     main,
@@ -28,7 +32,7 @@ from benchmarks.rollout.decode_step import (
     tables_of,
     without,
 )
-from benchmarks.rollout.engine_process import Recorded
+from benchmarks.rollout.engine_process import EngineGone, EngineProcess, NotRecorded, Recorded, Recording, Turn
 from benchmarks.rollout.turns import Case, Sample
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.extra import check_extra
@@ -136,3 +140,70 @@ def test_a_side_without_a_baseline_has_no_ratio(model: ServedModel) -> None:
 def test_no_two_options_of_the_command_have_the_same_name() -> None:
     options = inspect.signature(spread(main)).parameters  # spread refuses a name twice
     assert (options["graph_step"].default, options["attention"].default) == (16, "group")
+
+
+@dataclass
+class Engine(EngineProcess):
+    """Takes ten seconds of ``clock`` for each order, and is gone at order ``gone_at``."""
+
+    clock: list[float]
+    gone_at: int = 1000
+    orders: list[Turn | Recording] = field(default_factory=list)
+
+    def turn(self, turn: Turn, until: float) -> Sample:
+        self._take(turn)
+        return Sample(seconds=5.22, short_s=0.74, tokens=512, cores={}, gpu={})
+
+    def record(self, recording: Recording, until: float) -> Recorded | NotRecorded:
+        self._take(recording)
+        return NotRecorded("nobody looked")
+
+    def _take(self, order: Turn | Recording) -> None:
+        self.orders.append(order)
+        if len(self.orders) == self.gone_at:
+            raise EngineGone("gone")
+        self.clock[0] += 10.0
+
+    def stop(self) -> None:
+        pass
+
+
+class Run:
+    """A comparison of engines that are none, ``limit_s`` long."""
+
+    def __init__(self, model: ServedModel, monkeypatch: pytest.MonkeyPatch, limit_s: float, gone_at: int = 1000):
+        clock = [0.0]
+        monkeypatch.setattr(decode_step.results, "write", lambda _, content: self.written.append(content["cases"]))
+        monkeypatch.setattr(decode_step.results, "cases", lambda _: [])
+        self.written: list[list[dict[str, Any]]] = []
+        self.engines = {DEFAULT: Engine(clock), "act_unfused": Engine(clock, gone_at)}
+        self.comparison = Comparison(
+            StepOptions(), model, LIMITS, {"model": "m", "mode": "fp8kv"}, limit_s, Console(quiet=True),
+            clock=lambda: clock[0],
+        )  # fmt: skip
+        self.comparison.engines |= self.engines
+        self.comparison.started = dict.fromkeys(self.engines, (100.0, 300_000))
+        self.comparison.measure(WORK)
+
+
+def test_sides_take_turns_and_all_that_there_is_is_written(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = Run(model, monkeypatch, limit_s=1000.0)
+    for engine in done.engines.values():
+        assert [type(order) for order in engine.orders] == [Turn, Turn, Turn, Recording]
+        assert [order.warm_up for order in engine.orders if isinstance(order, Turn)] == [True, False, False]
+    marks = [order.mark for engine in done.engines.values() for order in engine.orders if isinstance(order, Turn)]
+    assert len(set(marks)) == 6
+    assert [[len(case["samples"]) for case in cases] for cases in done.written] == [[1, 1], [2, 2], [2, 2]]
+
+
+def test_nothing_is_begun_that_would_not_end_in_time(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two short turns and two whole ones take 40 seconds, and nothing else less than ten."""
+    done = Run(model, monkeypatch, limit_s=49.0)
+    assert [len(engine.orders) for engine in done.engines.values()] == [2, 2]
+    assert not any(isinstance(engine.orders[-1], Recording) for engine in done.engines.values())
+
+
+def test_an_engine_that_is_gone_is_left_out(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = Run(model, monkeypatch, limit_s=1000.0, gone_at=3)
+    assert [len(engine.orders) for engine in done.engines.values()] == [4, 3]
+    assert {case["side"]: len(case["samples"]) for case in done.written[-1]} == {DEFAULT: 2, "act_unfused": 1}
