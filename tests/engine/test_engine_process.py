@@ -35,8 +35,9 @@ def test_it_runs_turns_records_steps_and_ends(tmp_path: Path) -> None:
         samples = [good.turn(Turn(WORK, "1", warm_up=True), until), good.turn(Turn(WORK, "2"), until)]
         assert [sample.tokens for sample in samples] == [WORK.output_tokens // 8, WORK.output_tokens]
         assert all(sample.seconds > 0 and sample.short_s > 0 for sample in samples)
-        recorded = good.record(Recording(WORK, steps=4), until)
-        assert isinstance(recorded, NotRecorded) and "0 kernels of 4 steps" in recorded.why
+        for steps in (4, 5):
+            recorded = good.record(Recording(WORK, steps), until)
+            assert isinstance(recorded, NotRecorded) and f"0 kernels of {steps} steps" in recorded.why
     finally:
         stop_all([good, refused])
     with pytest.raises(OSError):
