@@ -263,12 +263,22 @@ class Comparison:
 
 def fits_twice(path: Path, mode: Mode, work: list[Asked], total_bytes: int) -> bool:
     """Whether two engines of the model have room beside each other, with the KV cache that the work needs."""
+    cache = max(each.kv_tokens for each in work) * kv_token_bytes(path, mode)
+    return 2 * engine_bytes(path, mode, cache) <= ENGINES_SHARE * total_bytes
+
+
+def engine_bytes(path: Path, mode: Mode, cache: float) -> float:
+    """Of the GPU's memory, roughly, for an engine with a KV cache of so many."""
     model = ServedModel.load(path)
     weights = sum(map(math.prod, model.shapes.values())) * (2 if mode == Mode.BF16 else 1.1)
+    return weights + cache + _BESIDES_WEIGHTS_GB * 1e9
+
+
+def kv_token_bytes(path: Path, mode: Mode) -> int:
+    """Of a token in the KV cache, all layers."""
     shape = json.loads((path / "config.json").read_text())
-    per_token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
-    cache = max(each.kv_tokens for each in work) * per_token * (1 if mode == Mode.FP8KV else 2)
-    return 2 * (weights + cache + _BESIDES_WEIGHTS_GB * 1e9) <= ENGINES_SHARE * total_bytes
+    per_token: int = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    return per_token * (1 if mode == Mode.FP8KV else 2)
 
 
 def configurations(path: Path, mode: Mode, engine: dict[str, Any], share: float) -> dict[str, ServiceConfig]:

@@ -206,6 +206,15 @@ def decode_profile(result: Json) -> str:
     return f"a decode step of {model}: {', '.join(steps)}"
 
 
+def decode_step(result: Json) -> str:
+    """Of ``rollout.decode_step``: the default's first case, and the side that is fastest against its own default."""
+    cases = result["cases"]
+    case = matching(cases, side="default")[0]
+    best = min((each for each in cases if each["step_ratio"] is not None), key=lambda each: each["step_ratio"])
+    share = f"{case['step_ms']:.1f} ms a step, its roofline {case['of_roofline']:.0%} of that"
+    return f"{case['model']}, {case['case']}: {share}; {best['side']}: {best['step_ratio']:.3f} of the default's step"
+
+
 def quantizer(result: Json) -> str:
     """Of ``quantizer``: the last, which is the largest, of its cases."""
     last = matching(result["cases"], kernel="ours")[-1]

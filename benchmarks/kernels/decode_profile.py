@@ -16,8 +16,8 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,10 @@ from rollout_service.fleet.autoscaling import RUNNING, WAITING
 
 KINDS = {
     "writing the KV cache": r"reshape_and_cache|cache_kernel|concat_and_cache",
+    "group attention": r"^(choose_prefixes|form_chunks|fill_batch|spread_queries|merge_rows|decode_part|merge_parts)\b",
     "quantizing activations": r"per_token_group|quant",
-    "attention": r"flash|fmha|attention|splitkv|combine",
+    "FlashAttention": r"flash",
+    "attention": r"fmha|attention|splitkv",
     "experts": r"fused_moe|moe_|topk_gating|expert|silu_and_mul",
     "matrix products": r"gemm|nvjet|cutlass|cublas|wgmma|matmul|splitK",
     "sampling": r"sampl|gumbel|logprob|topk|top_k|softmax|argmax|logits|ranks|temperature|sort|penalt",
@@ -126,26 +128,44 @@ def _busy(kernels: list[Json]) -> float:
     return busy
 
 
-async def profile(config: ServiceConfig, work: Work, steps: int, folder: Path) -> Json:
-    """One engine with vLLM's dummy weights."""
-    profiler = ProfilerConfig(
+def profiler_into(folder: Path) -> ProfilerConfig:
+    """vLLM's argument ``profiler_config``: traces are put into the folder."""
+    return ProfilerConfig(
         profiler="torch", torch_profiler_dir=str(folder), torch_profiler_with_stack=False, ignore_frontend=True
     )
-    async with bare_engine(config, arguments={"profiler_config": profiler}) as engine:
+
+
+async def profile(config: ServiceConfig, work: Work, steps: int, folder: Path) -> Json:
+    """One engine with vLLM's dummy weights."""
+    async with bare_engine(config, arguments={"profiler_config": profiler_into(folder)}) as engine:
         await engine.label(0)  # the dummy weights' label is no version
-        rollouts = [
-            asyncio.create_task(engine.generate(uuid.uuid4().hex, tuple(p), work.sampling)) for p in work.prompts
-        ]
-        await _until_all_decode(engine, len(work.prompts) * work.n, rollouts)
-        await engine._llm.start_profile(max_iterations=steps)
-        await asyncio.sleep(0.1 * steps)
-        await engine._llm.stop_profile()
+        async with decoding(engine, work) as rollouts:
+            await _until_all_decode(engine, len(work.prompts) * work.n, rollouts)
+            return await recorded(engine, steps, folder)
+
+
+@asynccontextmanager
+async def decoding(engine: EngineAdapter, work: Work) -> AsyncIterator[list[asyncio.Task[Any]]]:
+    """The work's requests, from their beginning; what of them is left when the block ends is cancelled."""
+    rollouts = [asyncio.create_task(engine.generate(uuid.uuid4().hex, tuple(p), work.sampling)) for p in work.prompts]
+    try:
+        yield rollouts
+    finally:
         for rollout in rollouts:
             rollout.cancel()
         for rollout in rollouts:
             with suppress(asyncio.CancelledError):
                 await rollout
-    return read_trace(folder)
+
+
+async def recorded(engine: EngineAdapter, steps: int, folder: Path) -> Json:
+    """The next steps of an engine that has ``profiler_into(folder)``, as ``summary``. One that waits has none."""
+    before = _traces(folder)
+    await engine._llm.start_profile(max_iterations=steps)
+    await asyncio.sleep(0.1 * steps)
+    await engine._llm.stop_profile()
+    [file] = _traces(folder) - before
+    return read_trace(file)
 
 
 async def _until_all_decode(engine: EngineAdapter, sequences: int, rollouts: list[asyncio.Task[Any]]) -> None:
@@ -160,9 +180,12 @@ async def _until_all_decode(engine: EngineAdapter, sequences: int, rollouts: lis
     await asyncio.sleep(2.0)  # the last prompts are still being read
 
 
-def read_trace(folder: Path) -> Json:
-    """The one trace in the folder."""
-    [file] = [path for path in folder.rglob("*.json*") if path.is_file()]
+def _traces(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*.json*") if path.is_file()}
+
+
+def read_trace(file: Path) -> Json:
+    """One trace, as ``summary``."""
     with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
         return summary(json.load(stream)["traceEvents"])
 

@@ -87,12 +87,13 @@ async def take_turns(work: Work, repeats: int, sides: Mapping[str, Generate], ca
     with gpu_watch() as watch:
         for repeat in range(-1 if repeats > 1 else 0, repeats):
             for number, (name, generate) in enumerate(sides.items()):
-                sample = await _sample(work, generate, f"{number}{repeat + 1}", watch)
+                sample = await sampled(work, generate, f"{number}{repeat + 1}", watch)
                 if repeat >= 0:
                     cases[name].add(sample, work.tokens)
 
 
-async def _sample(work: Work, generate: Generate, mark: str, watch: GpuWatch) -> Sample:
+async def sampled(work: Work, generate: Generate, mark: str, watch: GpuWatch) -> Sample:
+    """A short run, then a whole one. ``mark``: up to four digits; no two turns of an engine may have the same."""
     short_s = await _run(replace(work, out=max(1, work.out // SHORT)), generate, f"{mark}0")
     before, _ = cpu_seconds(), watch.take()
     seconds = await _run(work, generate, f"{mark}1")

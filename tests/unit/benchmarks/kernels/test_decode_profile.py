@@ -1,8 +1,10 @@
 """What a trace of kernels is summed up to."""
 
 import pytest
+from triton.runtime.jit import KernelInterface
 
 from benchmarks.kernels.decode_profile import kind_of, summary
+from rollout_service.engine.attention import fp8_decode, grouping, merging
 
 
 def _kernel(name: str, ts: float, dur: float) -> dict[str, object]:
@@ -11,16 +13,32 @@ def _kernel(name: str, ts: float, dur: float) -> dict[str, object]:
 
 def test_kernels_are_named_by_what_they_do() -> None:
     kinds = {
-        "flash_fwd_splitkv_combine": "attention",
+        "flash_fwd_splitkv_combine": "FlashAttention",
         "nvjet_sm90_tst_128x152": "matrix products",
         "void vllm::per_token_group_quant_8bit_kernel": "quantizing activations",
         "fused_moe_kernel": "experts",
         "vllm::reshape_and_cache_flash_kernel": "writing the KV cache",
         "triton_red_fused_add_mean_pow": "norms, rotations, activations",
         "_gumbel_sample_kernel": "sampling",
+        "_combine_sampled_and_draft_tokens_kernel": "sampling",
+        "void flash::prepare_varlen_num_blocks_kernel<16, false>": "FlashAttention",
+        "void vllm::silu_and_mul_per_block_quant_kernel<c10::BFloat16>": "quantizing activations",
+        "void deep_gemm::sm90_fp8_gemm_1d2d_impl<0u, 6144u>": "matrix products",
         "Memcpy HtoD": "other",
     }
     assert {name: kind_of(name) for name in kinds} == kinds
+
+
+def test_the_kernels_of_group_attention_have_a_kind_of_their_own() -> None:
+    """All that are launched; what they call is part of them."""
+    launched = {
+        name
+        for module in (grouping, merging, fp8_decode)
+        for name, value in vars(module).items()
+        if isinstance(value, KernelInterface) and not name.startswith("_")
+    }
+    assert "decode_part" in launched and "choose_prefixes" in launched and "merge_rows" in launched
+    assert {kind_of(name) for name in launched} == {"group attention"}
 
 
 def test_a_step_is_divided_into_kinds_and_idle_time() -> None:
@@ -36,8 +54,8 @@ def test_a_step_is_divided_into_kinds_and_idle_time() -> None:
     found = summary(events)
     assert found["batches"] == {"execute_context_0(0)_generation_8(8)": 2}
     assert found["step_ms"] == 3.0
-    assert found["ms"] == {"attention": 2.25, "matrix products": 0.5, "idle": 0.5}
-    assert found["kernels"][0] == {"name": "flash_fwd", "kind": "attention", "ms": 2.25, "launches": 1.0}
+    assert found["ms"] == {"FlashAttention": 2.25, "matrix products": 0.5, "idle": 0.5}
+    assert found["kernels"][0] == {"name": "flash_fwd", "kind": "FlashAttention", "ms": 2.25, "launches": 1.0}
 
 
 def test_a_trace_without_kernels_is_refused() -> None:
