@@ -78,6 +78,19 @@ def live_update(result: Json) -> str:
     )
 
 
+def received(result: Json) -> str:
+    """Of ``update.receive``: each transport, without engines."""
+    seconds = [f"{case['transport']} {statistics.median(case['push_s']):.2f} s" for case in result["cases"]]
+    return f"{result['cases'][0]['model']} pushed until it is in the log: {', '.join(seconds)}"
+
+
+def digests(result: Json) -> str:
+    """Of ``kernels.digests``: the most chunks, aligned and not."""
+    most = max(case["chunks"] for case in result["cases"])
+    speeds = {case["aligned"]: case["gb_per_s"] for case in result["cases"] if case["chunks"] == most}
+    return f"{most} chunks hashed at {speeds[True]:.0f} GB/s, at {speeds[False]:.0f} from other addresses"
+
+
 def sleeping(result: Json) -> str:
     """Of ``update.sleep``: the slowest round of the first case."""
     case = result["cases"][0]

@@ -24,9 +24,20 @@ def own_stream(gpu: torch.device) -> Iterator[torch.cuda.Stream]:
         streams = _of_thread.streams = {}
     if gpu not in streams:
         streams[gpu] = torch.cuda.Stream(gpu)
-    streams[gpu].wait_stream(torch.cuda.current_stream(gpu))
+    if (current := torch.cuda.current_stream(gpu)) != streams[gpu]:
+        streams[gpu].wait_stream(current)
     with torch.cuda.device(gpu), torch.cuda.stream(streams[gpu]):
         yield streams[gpu]
+
+
+@contextmanager
+def own_stream_done(gpu: torch.device) -> Iterator[None]:
+    """As ``own_stream``; all that was queued inside is done when this ends, however it does."""
+    with own_stream(gpu) as stream:
+        try:
+            yield
+        finally:
+            stream.synchronize()
 
 
 def lies_on_gpu(tensor: torch.Tensor) -> bool:

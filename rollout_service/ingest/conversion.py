@@ -12,9 +12,11 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from rollout_service.errors import InvalidManifest, RolloutServiceError
+from rollout_service.gpu_streams import own_stream_done
 from rollout_service.ingest.rooms import Rooms
 from rollout_service.metrics.process import counted_conversion
 from rollout_service.model.convert import Named, tensor_bytes
+from rollout_service.quant.verdicts import Verdicts
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.unquantized import UnquantizedCopy
 from rollout_service.store.writer import VersionWriter
@@ -29,7 +31,7 @@ Read: TypeAlias = Callable[[Sequence[str]], Iterable[Named]]
 class Convert(Protocol):
     """As ``Converter.convert``."""
 
-    def __call__(self, tensors: Iterable[Named], *, to_cpu: bool) -> Iterator[Named]:
+    def __call__(self, tensors: Iterable[Named], *, to_cpu: bool, verdicts: Verdicts | None = None) -> Iterator[Named]:
         """See there."""
 
 
@@ -81,12 +83,15 @@ class Conversion:
         """Of the tensors that have been read, as they came."""
         return sum(list(self._read.values()))
 
-    def begin(self, names: Sequence[str], read: Read) -> Future[None]:
+    def begin(self, names: Sequence[str], read: Read, executor: Executor | None = None) -> Future[None]:
         """Convert tensors that come once: the first failure is the version's, and ends it.
+
+        ``executor``: whose threads do it; None: this conversion's.
 
         The future is done, or cancelled, when nobody reads them any more; it raises nothing.
         """
-        return self._submit(self._convert, names, read)
+        self._tasks.append((executor or self._executor).submit(self._convert, names, read))
+        return self._tasks[-1]
 
     def begin_replaceable(
         self,
@@ -163,9 +168,8 @@ class Conversion:
         if self._copy is not None:
             self._copy.close()
 
-    def _submit(self, work: Callable[..., None], *args: object) -> Future[None]:
+    def _submit(self, work: Callable[..., None], *args: object) -> None:
         self._tasks.append(self._executor.submit(work, *args))
-        return self._tasks[-1]
 
     def _convert(self, names: Sequence[str], read: Read) -> None:
         if self._failure is None:
@@ -193,9 +197,14 @@ class Conversion:
 
     def _write(self, tensors: Iterable[Named]) -> None:
         tensors = self._noted(tensors if self._copy is None else self._copy.taken(tensors))
-        convert = partial(self._converts, to_cpu=not self._writer.has_rooms)
+        gpu = torch.device("cuda", 0) if self._writer.are_rooms_registered else None
+        verdicts = Verdicts() if self._writer.has_rooms else None
+        convert = partial(self._converts, to_cpu=verdicts is None, verdicts=verdicts)
         began, store_s = time.perf_counter(), 0.0
-        with self._rooms() if self._writer.has_rooms else nullcontext() as rooms:
+        with (
+            nullcontext() if gpu is None else own_stream_done(gpu),
+            nullcontext() if verdicts is None else Rooms(self._writer, gpu, verdicts) as rooms,
+        ):
             for name, tensor in counted_conversion(convert, tensors):
                 converted = time.perf_counter()
                 if rooms is not None:
@@ -209,9 +218,6 @@ class Conversion:
         with self._noting:
             self.quantize_s += ended - began - store_s
             self.store_s += store_s
-
-    def _rooms(self) -> Rooms:
-        return Rooms(self._writer, torch.device("cuda", 0) if self._writer.are_rooms_registered else None)
 
     def _noted(self, tensors: Iterable[Named]) -> Iterator[Named]:
         for name, tensor in tensors:

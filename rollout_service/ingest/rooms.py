@@ -12,12 +12,13 @@ from typing import NamedTuple, Self
 import torch
 
 from rollout_service.gpu_streams import lies_on_gpu, own_stream
+from rollout_service.quant.verdicts import Verdicts
 from rollout_service.ring import aligned
 from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES
 from rollout_service.store.writer import VersionWriter
 from rollout_service.threads import STRETCH_BYTES, in_threads, stretches
 
-_HELD_BYTES = 64 << 20
+_HELD_BYTES = 128 << 20
 """That are stored or hashed at once: a kernel or a few for all of them, and one wait."""
 _SCRATCH_BYTES = 32 << 20
 """Of the GPU, for what is copied there to be hashed."""
@@ -33,9 +34,13 @@ class _Held(NamedTuple):
 class Rooms:
     """Those of one version, for one thread. A context manager: all is stored once it ends, unless it fails."""
 
-    def __init__(self, writer: VersionWriter, gpu: torch.device | None) -> None:
-        """``gpu``: with which rooms are registered; None: with none, and what lies on the host is hashed there."""
-        self._writer, self._gpu = writer, gpu
+    def __init__(self, writer: VersionWriter, gpu: torch.device | None, verdicts: Verdicts) -> None:
+        """
+        Args:
+            gpu: with which rooms are registered; None: with none, and what lies on the host is hashed there.
+            verdicts: of the tensors on a GPU, which count as stored once these are required.
+        """
+        self._writer, self._gpu, self._verdicts = writer, gpu, verdicts
         self._held: list[_Held] = []
         self._held_bytes = 0
 
@@ -64,7 +69,7 @@ class Rooms:
             self._store()
 
     def _store(self) -> None:
-        """Hash what is held, copy what is not in its room, and wait for both."""
+        """Hash what is held, copy what is not in its room, wait for both, and require what was asked of it."""
         from rollout_service.quant.digests import Hashing, Run  # needs triton, and a second to be imported
 
         held, self._held, self._held_bytes = self._held, [], 0
@@ -91,9 +96,11 @@ class Rooms:
                     if each.data is not None:
                         torch.frombuffer(each.room, dtype=torch.uint8).copy_(each.data, non_blocking=True)
                 hashing.collect()
+                self._verdicts.collect()
             finally:  # nothing is copied to a room that is given up
                 if stream is not None:
                     stream.synchronize()
+            self._verdicts.require()
             found, at = hashing.read(lambda number: chunks[number].in_room), 0
         for each in held:
             end = at + -(-each.room.nbytes // CHUNK_BYTES) * DIGEST_BYTES

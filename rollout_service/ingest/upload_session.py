@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, Future
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from rollout_service.errors import LogCorrupt, NotFound, RolloutServiceError, UploadIncomplete, VersionConflict
@@ -31,7 +31,13 @@ from rollout_service.model.convert import BATCH_BYTES, Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.base import Failure
 from rollout_service.protocol.tensors import TensorSlot
-from rollout_service.protocol.upload import BeginUpload, BroadcastSource, SharedMemorySource, part_size
+from rollout_service.protocol.upload import (
+    BeginUpload,
+    BroadcastSource,
+    SharedMemorySource,
+    UploadTensor,
+    part_size,
+)
 from rollout_service.protocol.weights import UploadTimings, WeightStatus
 from rollout_service.store.durable_io import DISK_FULL, no_room, remove_tree
 from rollout_service.store.manifest import StoredTensor
@@ -271,15 +277,21 @@ class UploadSession:
         began = bool(uploader) and uploader == self.begin.uploader
         return began and self._parts.came_from(part) != uploader and self._phase is Phase.RECEIVING
 
-    def convert(self, names: Sequence[str], read: Read) -> Future[None]:
-        """Take in tensors of a broadcast, each once. See ``Conversion.begin``.
+    @cached_property
+    def announced(self) -> dict[str, UploadTensor]:
+        """What a trainer that shares its memory is to send, by name; nothing of any other."""
+        source = self.begin.source
+        return {tensor.name: tensor for tensor in source.tensors} if isinstance(source, SharedMemorySource) else {}
+
+    def convert(self, names: Sequence[str], read: Read, executor: Executor | None = None) -> Future[None]:
+        """Take in tensors of a broadcast, or from a trainer's memory, each once. See ``Conversion.begin``.
 
         Raises NotFound if the version was discarded meanwhile.
         """
         if self._phase is not Phase.RECEIVING:
             raise NotFound(f"version {self.begin.version} was dropped while its tensors came: begin anew")
         self.touched_at = self._received_at = time.monotonic()
-        return self._conversion.begin(names, read)
+        return self._conversion.begin(names, read, executor)
 
     async def convert_shared(self, number: int, batch: SharedBatch) -> None:
         """Take in a batch of tensors from a trainer's memory, and return when nobody reads them there any more.
@@ -296,7 +308,8 @@ class UploadSession:
     async def _convert_shared(self, batch: SharedBatch) -> None:
         groups = list(batch.groups())
         try:
-            await asyncio.gather(*(asyncio.wrap_future(self.convert(names, batch.read)) for names in groups))
+            converting = [self.convert(names, batch.read, batch.executor) for names in groups]
+            await asyncio.gather(*map(asyncio.wrap_future, converting))
         except asyncio.CancelledError:
             raise NotFound(f"version {self.begin.version} was dropped while its tensors came: begin anew") from None
         self._to_come.difference_update(*groups)

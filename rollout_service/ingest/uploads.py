@@ -382,7 +382,7 @@ class Uploads:
                 {"version": version},
             )
         memory = await asyncio.to_thread(self._trainer_memory.open, source)
-        await staged.convert_shared(batch.batch, SharedBatch(source, batch, memory))
+        await staged.convert_shared(batch.batch, SharedBatch(staged.announced, batch, memory))
 
     async def expire(self) -> None:
         """Drop what nobody has touched for too long, and let go of the memory of trainers that have ended."""

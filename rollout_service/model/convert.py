@@ -19,6 +19,7 @@ from rollout_service.protocol.upload import TrainerRecipe, UploadTensor
 from rollout_service.quant.blockwise import any_has_all_bits, are_finite, require_finite
 from rollout_service.quant.formats import CODE_DTYPES, FP8_BLOCK, WEIGHT_FORMATS, WeightFormat, is_codes
 from rollout_service.quant.quantizer import Device, Quantizer
+from rollout_service.quant.verdicts import Verdicts
 
 BATCH_BYTES = 128 << 20
 """What one call of the quantizer takes, unless a single matrix is larger: hundreds of experts' are one launch."""
@@ -79,7 +80,9 @@ class Converter:
         """Whether weights on the CPU are quantized on a GPU."""
         return self._quantizer.uses_gpu
 
-    def convert(self, tensors: Iterable[Named], *, to_cpu: bool = True) -> Iterator[Named]:
+    def convert(
+        self, tensors: Iterable[Named], *, to_cpu: bool = True, verdicts: Verdicts | None = None
+    ) -> Iterator[Named]:
         """Names on disk and tensors as they are stored, codes before their scales; other tensors stay on their device.
 
         ``to_cpu``: codes and scales lie on the CPU; else where they were made, which may be a GPU.
@@ -89,6 +92,9 @@ class Converter:
 
         Raises QuantizationError naming the first tensor and index with NaN, infinity, or a scale that the recipe does
         not allow; InvalidManifest for codes of a tensor that stays in BF16.
+
+        ``verdicts``: what lies on a GPU is yielded once it is queued on the thread's own stream (``own_stream``), which
+        is to be the current one; what is wrong with its numbers is asked there, and ``Verdicts.require`` raises it.
         """
         batch: list[Named] = []
         batch_bytes = 0
@@ -97,20 +103,22 @@ class Converter:
             for piece in pieces(name, tuple(whole.shape), self._experts):
                 part = whole[piece.index]
                 if batch and (batch_bytes + part.nbytes > self._batch_bytes or part.device != batch[-1][1].device):
-                    yield from self._convert_batch(batch, to_cpu)
+                    yield from self._convert_batch(batch, to_cpu, verdicts)
                     batch, batch_bytes = [], 0
                 batch.append((piece.name, part))
                 batch_bytes += part.nbytes
             if whole.nbytes > self._batch_bytes:  # a view into it would keep all of it
-                yield from self._convert_batch(batch, to_cpu)
+                yield from self._convert_batch(batch, to_cpu, verdicts)
                 batch, batch_bytes = [], 0
             del tensor, whole, part  # before a generator makes the next
-        yield from self._convert_batch(batch, to_cpu)
+        yield from self._convert_batch(batch, to_cpu, verdicts)
 
-    def _convert_batch(self, batch: list[Named], to_cpu: bool) -> Iterator[Named]:
+    def _convert_batch(self, batch: list[Named], to_cpu: bool, verdicts: Verdicts | None) -> Iterator[Named]:
         wanted = [(name, tensor) for name, tensor in batch if self._quantizes(name, tensor)]
-        are_sound = self._sound_on_gpu([each for each in batch if not self._quantizes(*each)])
-        results = iter(self._quantizer.quantize(wanted, to_cpu=to_cpu, left_on_gpu=not to_cpu) if wanted else ())
+        are_sound = self._sound_on_gpu([each for each in batch if not self._quantizes(*each)], verdicts)
+        results = iter(
+            self._quantizer.quantize(wanted, to_cpu=to_cpu, left_on_gpu=not to_cpu, verdicts=verdicts) if wanted else ()
+        )
         for name, tensor in batch:
             if self._quantizes(name, tensor):
                 codes, scales = next(results)
@@ -122,14 +130,23 @@ class Converter:
     def _quantizes(self, name: str, tensor: torch.Tensor) -> bool:
         return name in self._quantized and not is_codes(tensor)
 
-    def _sound_on_gpu(self, batch: Sequence[Named]) -> bool:
-        """Whether these lie on a GPU, and their numbers are what they may be: one wait for all of them.
+    def _sound_on_gpu(self, batch: Sequence[Named], verdicts: Verdicts | None) -> bool:
+        """Whether these lie on a GPU, and their numbers are what they may be, or ``verdicts`` will tell: one wait for
+        all of them.
 
         If not, ``_require_sound`` looks at each, and says which one is not, and why.
         """
         if not batch or not all(lies_on_gpu(tensor) for _, tensor in batch):
             return False
-        return bool(torch.stack([self._soundness(name, tensor) for name, tensor in batch]).all())
+        is_sound = torch.stack([self._soundness(name, tensor) for name, tensor in batch]).all()
+        if verdicts is None:
+            return bool(is_sound)
+        verdicts.ask(is_sound, lambda: self._require_all_sound(batch))
+        return True
+
+    def _require_all_sound(self, batch: Sequence[Named]) -> None:
+        for name, tensor in batch:
+            self._require_sound(name, tensor)
 
     def _soundness(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Whether its numbers are what they may be: bool [], where the tensor lies."""

@@ -13,6 +13,7 @@ from rollout_service.gpu_streams import own_stream
 from rollout_service.quant.blockwise import quantize_blockwise, require_finite
 from rollout_service.quant.channelwise import quantize_channelwise
 from rollout_service.quant.formats import FP8_BLOCK, INT8_CHANNEL, WeightFormat
+from rollout_service.quant.verdicts import Verdicts
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +40,23 @@ class Quantizer:
         """Whether weights on the CPU are quantized on a GPU."""
         return self._cpu_weights_to_gpu
 
-    def quantize(self, weights: Sequence[Named], *, to_cpu: bool = False, left_on_gpu: bool = False) -> list[Quantized]:
+    def quantize(
+        self,
+        weights: Sequence[Named],
+        *,
+        to_cpu: bool = False,
+        left_on_gpu: bool = False,
+        verdicts: Verdicts | None = None,
+    ) -> list[Quantized]:
         """Codes and scales fp32 of each weight [N, K] or [E, N, K]; all on one device, of any dtype and strides.
 
         They lie where the weights do, or on the CPU if asked; ``left_on_gpu``: where they were made. On a GPU the codes
         of a call share one allocation, and so do the scales: one copy brings all of them to the CPU. The call returns
         when they are written.
         Raises QuantizationError naming the first weight that holds NaN or infinity.
+
+        ``verdicts``: of weights that lie on a GPU and are left there, the call returns when all is queued on the
+        thread's own stream (``own_stream``), whether they are finite is asked there, and ``require`` raises.
         """
         if not weights:
             return []
@@ -53,7 +64,10 @@ class Quantizer:
         if device.type != "cuda" and not self._cpu_weights_to_gpu:
             return [self._on_cpu(name, weight) for name, weight in weights]
         gpu = device if device.type == "cuda" else torch.device("cuda", 0)
-        return self._on_gpu(weights, gpu, to_cpu=to_cpu or (device.type != "cuda" and not left_on_gpu))
+        to_cpu = to_cpu or (device.type != "cuda" and not left_on_gpu)
+        # memory of the host may be written anew once this returns
+        later = verdicts if device.type == "cuda" and not to_cpu else None
+        return self._on_gpu(weights, gpu, to_cpu=to_cpu, later=later)
 
     def _on_cpu(self, name: str, weight: torch.Tensor) -> Quantized:
         codes, scales = _cpu_quantizer(self._form)(weight, self._power_of_two)
@@ -61,7 +75,9 @@ class Quantizer:
             require_finite(weight, name)
         return codes, scales
 
-    def _on_gpu(self, weights: Sequence[Named], gpu: torch.device, *, to_cpu: bool) -> list[Quantized]:
+    def _on_gpu(
+        self, weights: Sequence[Named], gpu: torch.device, *, to_cpu: bool, later: Verdicts | None
+    ) -> list[Quantized]:
         from rollout_service.quant.cuda import GroupedQuantization
 
         callers = torch.cuda.current_stream(gpu)
@@ -74,6 +90,9 @@ class Quantizer:
                 sources, codes.views(), scales.views(), power_of_two=self._power_of_two, form=self._form
             ).run()
             finite = torch.isfinite(scales.storage).all()
+            if later is not None:
+                later.ask(finite, lambda: _require_all_finite(weights))
+                return list(zip(codes.views(), scales.views(), strict=True))
             if to_cpu:
                 codes, scales = codes.cpu(), scales.cpu()
             else:
@@ -82,9 +101,13 @@ class Quantizer:
             sound = bool(finite)
             stream.synchronize()
         if not sound:
-            for name, weight in weights:
-                require_finite(weight, name)
+            _require_all_finite(weights)
         return list(zip(codes.views(), scales.views(), strict=True))
+
+
+def _require_all_finite(weights: Sequence[Named]) -> None:
+    for name, weight in weights:
+        require_finite(weight, name)
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,11 @@ import torch
 from rollout_service.client import SyncRolloutClient, _shared_memory
 from tests.support.models import random_weights
 
-url, model, how, version, seed, batch_bytes = sys.argv[1:]
+url, model, how, version, seed, batch_bytes, *broken = sys.argv[1:]
 _shared_memory.BATCH_BYTES = int(batch_bytes)
 weights = {name: tensor.cuda() for name, tensor in random_weights(Path(model), seed=int(seed)).items()}
+for name in broken:
+    weights[name].view(-1)[-1] = float("nan")
 stops = how == "stops"
 def tell(done, total):
     if stops:
@@ -91,6 +93,16 @@ async def test_a_trainer_that_is_killed_in_the_middle_leaves_a_sound_ingest(serv
     memories: TrainerMemory = service.ingest._uploads._trainer_memory
     memories.prune(set())
     assert memories._opened == {}
+
+
+async def test_a_number_that_is_none_is_refused_by_name(service: RealIngest, model: Path) -> None:
+    for name in ("model.norm.weight", "model.layers.0.mlp.up_proj.weight"):  # kept, and quantized
+        trainer = await asyncio.create_subprocess_exec(
+            *arguments(service, model, "service", 1), name, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        _, error = await trainer.communicate()
+        assert trainer.returncode and "QuantizationError" in error.decode() and name in error.decode()
+    assert len(await digests(*arguments(service, model, "service", 1))) == 2
 
 
 async def test_the_allocators_settings_do_not_matter(service: RealIngest, model: Path) -> None:

@@ -1,13 +1,16 @@
 """What is stored in a log in memory from a GPU has the digests that the host would give it."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from rollout_service.errors import QuantizationError
 from rollout_service.ingest import rooms
 from rollout_service.ingest.rooms import Rooms
 from rollout_service.protocol.tensors import TensorSlot
+from rollout_service.quant.verdicts import Verdicts
 from rollout_service.store import manifest
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.mapped_files import MappedFiles
@@ -25,16 +28,29 @@ SHAPES = {
 }
 
 
-def stored(folder: Path, tensors: dict[str, torch.Tensor], gpu: torch.device | None = None) -> tuple[StoredTensor, ...]:
+def stored(
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    gpu: torch.device | None = None,
+    verdicts: dict[str, bool] | None = None,
+) -> tuple[StoredTensor, ...]:
+    """``verdicts``: of these tensors, what is found of their numbers."""
     folder.mkdir()
     spare = SpareFiles(folder)
     spare.begin()
     slots = [TensorSlot(name=name, dtype="int8", shape=tuple(tensor.shape)) for name, tensor in tensors.items()]
     writer = VersionWriter(folder, slots, memory=LogMemory(MappedFiles(), spare))
-    with Rooms(writer, gpu) as filling:
+    asked = Verdicts()
+    with Rooms(writer, gpu, asked) as filling:
         for name, tensor in tensors.items():
+            if verdicts is not None:
+                asked.ask(torch.tensor(verdicts[name]), partial(complain, name))
             filling.fill(name, tensor)
     return writer.finish()
+
+
+def complain(name: str) -> None:
+    raise QuantizationError(f"{name} holds what it may not")
 
 
 ALL = set(SHAPES.values())
@@ -64,3 +80,16 @@ def test_digests_and_bytes_are_those_of_the_host(
     assert stored(tmp_path / "gpu", tensors, gpu) == by_host
     for file in {tensor.file for tensor in by_host}:
         assert (tmp_path / "gpu" / file).read_bytes() == (tmp_path / "host" / file).read_bytes()
+
+
+@pytest.mark.parametrize("held_bytes", [1, 1 << 30])
+def test_a_tensor_with_numbers_that_may_not_be_is_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_bytes: int
+) -> None:
+    monkeypatch.setattr(rooms, "lies_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(rooms, "_HELD_BYTES", held_bytes)
+    tensors = {name: torch.zeros(shape, dtype=torch.int8) for name, shape in SHAPES.items()}
+    sound = dict.fromkeys(SHAPES, True)
+    assert len(stored(tmp_path / "sound", tensors, verdicts=sound)) == len(SHAPES)
+    with pytest.raises(QuantizationError, match="scales holds what it may not"):
+        stored(tmp_path / "unsound", tensors, verdicts=sound | {"scales": False, "chunk": False})

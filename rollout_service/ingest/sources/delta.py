@@ -15,6 +15,7 @@ from rollout_service.ingest.sources.source import as_tensor, in_batches
 from rollout_service.model.convert import Converter, Named, tensor_bytes
 from rollout_service.protocol import delta
 from rollout_service.protocol.upload import DTYPE_BYTES, BeginUpload, UploadTensor, base_digest
+from rollout_service.quant.verdicts import Verdicts
 from rollout_service.store.direct_io import ThreadBuffers, round_up
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Recipe, StoredTensor, tensor_digests
@@ -125,7 +126,7 @@ class DeltaOfVersion:
         return read
 
     @staticmethod
-    def convert(tensors: Iterable[Named], *, to_cpu: bool = True) -> Iterator[Named]:
+    def convert(tensors: Iterable[Named], *, to_cpu: bool = True, verdicts: Verdicts | None = None) -> Iterator[Named]:
         """As ``Converter.convert``, for what ``reading`` has made: it is as it is stored, and on the CPU."""
         del to_cpu
         return iter(tensors)

@@ -28,6 +28,7 @@ from rollout_service.ingest.upload_session import UploadSession, spread
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe
+from rollout_service.quant.verdicts import Verdicts
 from rollout_service.store.manifest import StoredTensor
 from tests.support.models import EMBEDDING, LM_HEAD
 from tests.unit.ingest.trainer import Weights, begin_of, folder_weights, open_files, settle, stream_of
@@ -248,10 +249,10 @@ class LateWriter(Converter):
         self.order: list[str] = []
 
     def convert(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], *, to_cpu: bool = True
+        self, tensors: Iterable[tuple[str, torch.Tensor]], *, to_cpu: bool = True, verdicts: Verdicts | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         self.order.append("reads")
-        made = [(name, tensor.clone()) for name, tensor in super().convert(tensors, to_cpu=to_cpu)]
+        made = [(name, tensor.clone()) for name, tensor in super().convert(tensors, to_cpu=to_cpu, verdicts=verdicts)]
         if not self.first_has_read.is_set():
             self.first_has_read.set()
             assert self.go_on.wait(60)
