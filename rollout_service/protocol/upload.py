@@ -59,6 +59,7 @@ from pydantic import Field, model_validator
 from rollout_service.protocol.base import NEXT, Frozen, KnownVersion, NewVersion, VersionLabel, WeightVersion
 from rollout_service.protocol.experts import ExpertNaming
 from rollout_service.protocol.fleet import PauseMode
+from rollout_service.protocol.tensors import QuantWeights
 from rollout_service.ring import ALIGNMENT_BYTES
 
 PART_DIGEST_HEADER = "X-Part-Digest"
@@ -80,7 +81,7 @@ _ONE_BYTE: SourceDtype = "float8_e4m3fn"
 class TrainerRecipe(Frozen):
     """Reply to ``GET /v1/weights/recipe``: what the ingest makes of each tensor, for a trainer that does it itself."""
 
-    weights: Literal["fp8_block", "int8_channel", "none"]
+    weights: QuantWeights
     scales: Literal["fp32", "power_of_two"] = "fp32"
     quantized: tuple[str, ...] = ()
     """Weights that become codes and scales, by their names on disk; all other tensors are BF16,"""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rollout_service.errors import QuantizationError
 from rollout_service.quant.blockwise import quantize_blockwise
-from rollout_service.quant.formats import INT8_CHANNEL, WEIGHT_FORMATS
+from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, WEIGHT_FORMATS, WeightFormat
 from rollout_service.quant.quantizer import Quantizer
 from tests.support.grouped import assert_bytes_of_the_reference
 from tests.support.matrices import VIEWS, bf16_from_bits, every_pair_of_mantissas, weights
@@ -31,14 +31,18 @@ def test_stacked_experts_too(group: list[torch.Tensor]) -> None:
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(weights(), max_size=4), st.sampled_from(sorted(VIEWS)))
-def test_int8_rows_too(group: list[torch.Tensor], view: str) -> None:
-    assert_bytes_of_the_reference([VIEWS[view](weight.to(GPU)) for weight in group], form=INT8_CHANNEL)
+@given(st.lists(weights(), max_size=4), st.sampled_from(sorted(VIEWS)), st.sampled_from([FP8_CHANNEL, INT8_CHANNEL]))
+def test_rows_too(group: list[torch.Tensor], view: str, form: WeightFormat) -> None:
+    assert_bytes_of_the_reference([VIEWS[view](weight.to(GPU)) for weight in group], form=form)
 
 
 @pytest.mark.parametrize("view", ["contiguous", "transposed"])
 def test_every_pair_of_mantissas_divides_as_in_the_reference(view: str) -> None:
-    assert_bytes_of_the_reference([VIEWS[view](every_pair_of_mantissas().to(GPU))])
+    pairs = every_pair_of_mantissas()
+    assert_bytes_of_the_reference([VIEWS[view](pairs.to(GPU))])
+    of_rows = pairs.view(128, 128, 128).transpose(0, 1).reshape(128, -1)
+    for form in (FP8_CHANNEL, INT8_CHANNEL):
+        assert_bytes_of_the_reference([VIEWS[view](of_rows.to(GPU))], form=form)
 
 
 def test_every_finite_bf16_below_every_amax_exponent() -> None:
