@@ -1,10 +1,15 @@
 """Bit for bit, decided on the hardware: the Triton kernel against the torch reference on the GPU and on the CPU."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm import _custom_ops as ops
 
+from rollout_service.engine.cpu.channel_linear import through_fp8, through_int8
 from rollout_service.errors import QuantizationError
 from rollout_service.quant.blockwise import quantize_blockwise
 from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, WEIGHT_FORMATS, WeightFormat
@@ -115,3 +120,19 @@ def test_nothing_is_allocated_but_the_output_and_a_small_table() -> None:
     peak = torch.cuda.max_memory_allocated() - before
     output = sum(t.numel() * t.element_size() for pair in quantized for t in pair)
     assert peak - output < 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("through_codes", "quantize_inputs"),
+    [
+        (through_fp8, partial(ops.scaled_fp8_quant, use_per_token_if_dynamic=True)),
+        (through_int8, ops.scaled_int8_quant),
+    ],
+)
+def test_engines_on_the_cpu_round_inputs_as_vllms_kernels_do(
+    through_codes: Callable[[torch.Tensor], torch.Tensor], quantize_inputs: Callable[..., tuple[torch.Tensor, ...]]
+) -> None:
+    inputs = torch.randn(64, 4096).bfloat16() * torch.logspace(-8, 8, 64).bfloat16()[:, None]
+    inputs[7] = 0
+    codes, scales, *_ = quantize_inputs(inputs.to(GPU))
+    assert torch.equal(through_codes(inputs), (codes.float() * scales).cpu())
