@@ -3,7 +3,7 @@
 A trainer sends its weights as it has them, under Hugging Face's names (routed experts one by one or stacked), and the
 ingest quantizes. Or it sends a weight of ``TrainerRecipe.quantized`` as what it becomes: ``float8_e4m3fn`` codes under
 the weight's own name on disk, and their ``float32`` block scales [⌈N/128⌉, ⌈K/128⌉] under ``<name>_scale_inv``; or as
-``int8`` codes and channel scales [N, 1] under ``<name>_scale``, as ``TrainerRecipe.weights`` says.
+``float8_e4m3fn`` or ``int8`` codes and channel scales [N, 1] under ``<name>_scale``, as ``TrainerRecipe.weights`` says.
 
 Or it sends a delta: what has changed since a version that is in the log, ``Announcement.delta``. That version is named
 by its number and by a digest of the tensors in it, and each changed tensor by the digest that it must have afterwards.
