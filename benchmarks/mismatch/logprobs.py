@@ -83,6 +83,7 @@ class Engine(StrEnum):
     BF16 = "bf16"
     BF16_FP32_HEAD = "bf16, fp32 lm_head"
     INT8 = "int8_channel"
+    FP8_CHANNEL = "fp8_channel"
     FP8 = "fp8_block"
     FP8_FP32_HEAD = "fp8_block, fp32 lm_head"
     FP8KV = "fp8_block, fp8 kv"
@@ -111,6 +112,7 @@ SECTIONS: dict[Engine, dict[str, dict[str, Any]]] = {
     Engine.BF16: NOT_QUANTIZED,
     Engine.BF16_FP32_HEAD: NOT_QUANTIZED | {"engine": {"lm_head": "float32"}},
     Engine.INT8: BF16_CACHE | {"quant": {"weights": "int8_channel"}},
+    Engine.FP8_CHANNEL: BF16_CACHE | {"quant": {"weights": "fp8_channel"}},
     Engine.FP8: BF16_CACHE,
     Engine.FP8_FP32_HEAD: BF16_CACHE | {"engine": {"lm_head": "float32"}},
     Engine.FP8KV: {"kv_cache": {"dtype": "fp8_e4m3"}},

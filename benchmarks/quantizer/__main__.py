@@ -2,11 +2,11 @@
 
     python -m benchmarks.quantizer          on the GPU where there is one, else on the CPU
 
-``ours`` is blockwise FP8, ``ours, INT8`` by output channel. A quantizer reads 2 bytes and writes 1 a weight; a copy of
-1.5 bytes a weight moves as many. Every figure is bytes moved a second over that of a large copy in the same run. On a
-GPU, matrices are timed back to back in a CUDA graph that rotates over more buffers than the cache holds, and once more
-"alone": one launch after the cache was flushed, which includes 4 to 5 µs of launch and events. All linear layers of a
-model are one ``GroupedQuantization.run()``.
+``ours`` is blockwise FP8; ``ours, fp8_channel`` and ``ours, int8_channel`` have a scale for each output channel. A
+quantizer reads 2 bytes and writes 1 a weight; a copy of 1.5 bytes a weight moves as many. Every figure is bytes moved a
+second over that of a large copy in the same run. On a GPU, matrices are timed back to back in a CUDA graph that rotates
+over more buffers than the cache holds, and once more "alone": one launch after the cache was flushed, which includes 4
+to 5 µs of launch and events. All linear layers of a model are one ``GroupedQuantization.run()``.
 """
 
 import math
@@ -26,9 +26,10 @@ from benchmarks.common.command import run
 from benchmarks.common.random_weights import gaussian
 from benchmarks.common.timing import buffers_beyond_cache, copy_seconds, event_seconds, graph_seconds, wall_seconds
 from rollout_service.quant.blockwise import CODES, quantize_blockwise
-from rollout_service.quant.formats import FP8_BLOCK, INT8_CHANNEL, WeightFormat
+from rollout_service.quant.formats import FP8_BLOCK, FP8_CHANNEL, INT8_CHANNEL, WeightFormat
 
 BYTES_A_WEIGHT = 3
+CHANNELS = (FP8_CHANNEL, INT8_CHANNEL)
 GPU_SHAPES = ((4096, 4096), (4096, 12288), (24576, 4096), (151936, 4096))
 CPU_SHAPES = ((256, 768), (4096, 4096), (12288, 4096))
 COPY_BYTES = {"cuda": 1 << 31, "cpu": 1 << 28}
@@ -116,10 +117,13 @@ def matrix_kernels(weights: list[torch.Tensor]) -> dict[str, list[Callable[[], A
     return {
         "copy of as many bytes": [partial(a.copy_, b) for a, b in copies],
         "ours": [GroupedQuantization([w], [c], [s]).run for w, c, s in zip(weights, codes, scales, strict=True)],
-        "ours, INT8": [
-            GroupedQuantization([w], [c], [s], form=INT8_CHANNEL).run
-            for w, c, s in zip(weights, *outputs(weights, INT8_CHANNEL), strict=True)
-        ],
+        **{
+            f"ours, {form.name}": [
+                GroupedQuantization([w], [c], [s], form=form).run
+                for w, c, s in zip(weights, *outputs(weights, form), strict=True)
+            ]
+            for form in CHANNELS
+        },
         "yardstick": [partial(yardstick, w, c, s) for w, c, s in zip(weights, codes, scales, strict=True)],
         "eager": [partial(eager, w) for w in weights],
         "vllm": [partial(vllm, w) for w in weights],
@@ -147,9 +151,10 @@ def model_cases(name: str, shapes: Shapes, copy_gb_s: float, repeats: int) -> It
         "peak_bytes_beyond_output": float(torch.cuda.max_memory_allocated() - before),
     }
     yield case(name, "ours", moved, seconds, copy_gb_s, extra)
-    by_channel = GroupedQuantization(weights, *outputs(weights, INT8_CHANNEL), form=INT8_CHANNEL)
-    yield case(name, "ours, INT8", moved, event_seconds(by_channel.run, repeats), copy_gb_s)
-    del by_channel
+    for form in CHANNELS:
+        by_channel = GroupedQuantization(weights, *outputs(weights, form), form=form)
+        yield case(name, f"ours, {form.name}", moved, event_seconds(by_channel.run, repeats), copy_gb_s)
+        del by_channel
     triples = list(zip(weights, codes, scales, strict=True))
     others: dict[str, Callable[[], Any]] = {
         "yardstick": lambda: [yardstick(w, c, s) for w, c, s in triples],

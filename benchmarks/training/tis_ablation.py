@@ -252,7 +252,7 @@ def told(curves: dict[str, list[float]]) -> str:
 
 
 def main(options: AblationOptions) -> None:
-    """Train arms × seeds one after the other, then write a table and a figure (about 20 minutes on 2 cores)."""
+    """Train arms × seeds one after the other, then write a table and a figure (about 40 minutes on 2 cores)."""
     try:
         chosen = parse_arms(options.arms)
         kept = kept_runs(options.runs, chosen, options.seeds, options.steps)

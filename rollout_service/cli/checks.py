@@ -262,7 +262,7 @@ def nvcc_finding(nvcc: str | None, plan: Plan) -> Finding:
     backend = plan.config.engine.linear_backend
     if nvcc is not None:
         return Finding(check="nvcc", level="ok", found=nvcc)
-    if plan.config.quant.weights == "none" or backend not in ("auto", "deep_gemm"):
+    if plan.config.quant.weights != "fp8_block" or backend not in ("auto", "deep_gemm"):  # DeepGEMM is for blocks
         return Finding(check="nvcc", level="ok", found=f"none; engine.linear_backend: {backend} needs none")
     found = f"none; engine.linear_backend: {backend} compiles its kernels with it"
     return Finding(check="nvcc", level="problem", found=found, advice="engine.linear_backend: cutlass")

@@ -13,7 +13,6 @@ from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.fleet import AttentionStatus
-from rollout_service.quant.formats import INT8_CHANNEL
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -257,7 +256,7 @@ def _stored_bytes(name: str, model: ServedModel, plan: QuantPlan) -> int:
 
 def _dtype(name: str, model: ServedModel, plan: QuantPlan) -> Literal["FP8", "INT8", "BF16", "FP32"]:
     if name in plan.quantized:
-        return "INT8" if plan.form is INT8_CHANNEL else "FP8"
+        return "INT8" if plan.form.codes == "int8" else "FP8"
     return "FP32" if name in model.keep_float32 else "BF16"
 
 

@@ -125,6 +125,7 @@ class Weights(StrEnum):
     """``quant.weights``, of those that quantize."""
 
     fp8_block = "fp8_block"
+    fp8_channel = "fp8_channel"
     int8_channel = "int8_channel"
 
 

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
+from rollout_service.protocol.tensors import QuantWeights
+
 
 class Config(BaseModel):
     """Base: immutable, unknown fields refused."""
@@ -15,9 +17,9 @@ class Config(BaseModel):
 class QuantConfig(Config):
     """How the ingest turns a trainer's weights into what the engines load."""
 
-    weights: Literal["fp8_block", "int8_channel", "none"] = "fp8_block"
-    """``fp8_block``: E4M3 codes in 128×128 blocks with fp32 scales. ``int8_channel``: INT8 codes with an fp32 scale for
-    each output channel; engines on the CPU only. ``none``: BF16, as the trainer sent them."""
+    weights: QuantWeights = "fp8_block"
+    """``fp8_block``: E4M3 codes in 128×128 blocks with fp32 scales. ``fp8_channel``, ``int8_channel``: E4M3 or INT8
+    codes with an fp32 scale for each output channel. ``none``: BF16, as the trainer sent them."""
 
     skip: tuple[str, ...] = ()
     """More modules to leave in BF16, as ``fnmatch`` patterns over Hugging Face module names, e.g. ``*.layers.0.*``.
@@ -50,9 +52,9 @@ class QuantConfig(Config):
                 "leave it out"
             )
         of_blocks = [name for name in idle if name in ("scales", "indivisible")]
-        if self.weights == "int8_channel" and of_blocks:
+        if self.weights not in ("fp8_block", "none") and of_blocks:
             raise ValueError(
-                f"quant.{', quant.'.join(of_blocks)}: set, but quant.weights is int8_channel, which has no blocks: "
+                f"quant.{', quant.'.join(of_blocks)}: set, but quant.weights is {self.weights}, which has no blocks: "
                 "leave it out"
             )
         return self

@@ -21,7 +21,7 @@ from rollout_service.engine.hardware import Attention, require_fit
 from rollout_service.engine.plugin import (
     CPU_BF16,
     CPU_BLOCK_FP8,
-    CPU_CHANNEL_INT8,
+    CPU_CHANNEL,
     PARTIAL_PENALTIES,
     STAGING_KEY,
     TRANSFER_BACKEND,
@@ -31,28 +31,11 @@ from rollout_service.logs import TELL_VLLM
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import EXPERT_COUNTS, ServedModel
 from rollout_service.quant.blockwise import BLOCK
+from rollout_service.quant.formats import WEIGHT_FORMATS, WeightFormat
 
 BLOCK_FP8 = {"activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 """vLLM's serialized block-FP8 format: loads our codes and scales as they are, and keeps KV scales loadable
 (the online ``fp8_per_block`` resets them at each update). On the CPU it is read by our own subclass of vLLM's."""
-CHANNEL_INT8 = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
-            "input_activations": {
-                "num_bits": 8,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "token",
-                "dynamic": True,
-            },
-        }
-    },
-}
-"""The format of compressed-tensors' W8A8 checkpoints, as vLLM reads it on a GPU."""
 
 logger = logging.getLogger(__name__)
 
@@ -171,17 +154,30 @@ def _quantization(config: ServiceConfig, not_converted: tuple[str, ...], on_cpu:
     if config.quant.weights == "none":
         return {"quantization_config": {"quant_method": CPU_BF16}} if on_cpu else {}
     scheme: dict[str, object]
-    if config.quant.weights == "int8_channel":
+    form = WEIGHT_FORMATS[config.quant.weights]
+    if not form.in_blocks:
         if on_cpu:
-            scheme = {"quant_method": CPU_CHANNEL_INT8, "modules_to_not_convert": list(not_converted)}
+            scheme = {"quant_method": CPU_CHANNEL, "weights": form.name, "modules_to_not_convert": list(not_converted)}
         else:
             # vLLM looks up a layer's experts by the names of their matrices
             experts = [rf"re:{re.escape(name)}\.\d+\." for name in not_converted if name.endswith(".experts")]
-            scheme = {**CHANNEL_INT8, "ignore": [*not_converted, *experts]}
+            scheme = {**_channel_scheme(form), "ignore": [*not_converted, *experts]}
         return {"quantization_config": scheme}
     method = CPU_BLOCK_FP8 if on_cpu else "fp8"
     scheme = {"quant_method": method, "modules_to_not_convert": list(not_converted), **BLOCK_FP8}
     return {"quantization_config": scheme}
+
+
+def _channel_scheme(form: WeightFormat) -> dict[str, object]:
+    """The format of compressed-tensors' W8A8 checkpoints, as vLLM reads it on a GPU."""
+    kind = "float" if form.dtype.is_floating_point else "int"
+    numbers = {"num_bits": 8, "type": kind, "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**numbers, "strategy": "channel", "dynamic": False},
+        "input_activations": {**numbers, "strategy": "token", "dynamic": True},
+    }
+    return {"quant_method": "compressed-tensors", "format": f"{kind}-quantized", "config_groups": {"group_0": group}}
 
 
 def _head(config: ServiceConfig) -> dict[str, object]:

@@ -22,7 +22,7 @@ def refuse_batch_invariance(config: ServiceConfig, on_cpu: bool, has_experts: bo
         raise ValueError(
             f"engine.env.{BATCH_INVARIANT} is set, and vLLM has no batch-invariant kernels for the CPU: leave it out"
         )
-    if has_experts and config.quant.weights == "fp8_block":
+    if has_experts and config.quant.weights in ("fp8_block", "fp8_channel"):
         raise ValueError(
             f"engine.env.{BATCH_INVARIANT} is set, and vLLM does not keep it for experts in FP8 (its issues 57016 and "
             "57092): set quant.weights: none, or leave it out"

@@ -68,22 +68,22 @@ def require_fit(config: ServiceConfig, capability: Capability, attention: Attent
 
 
 def _of_weights(config: ServiceConfig, capability: Capability) -> Iterator[tuple[str, str]]:
-    fp8_weights, backend = config.quant.weights == "fp8_block", config.engine.linear_backend
+    weights, backend = config.quant.weights, config.engine.linear_backend
     if capability < BF16:
         yield "it has no BF16, in which all engines compute and which begins with 8.0", "another GPU"
-    if capability < FP8 and (fp8_weights or config.kv_cache.dtype != "bfloat16"):
+    if capability < FP8 and (weights in ("fp8_block", "fp8_channel") or config.kv_cache.dtype != "bfloat16"):
         yield (
             "it has no FP8, which begins with 8.9",
             "quant.weights: int8_channel, or none, and kv_cache.dtype: bfloat16",
         )
-    if capability < FP8_BLOCKS and fp8_weights and backend != "triton":
+    if capability < FP8_BLOCKS and weights == "fp8_block" and backend != "triton":
         kernel = (
             "Marlin, which vLLM takes by itself, keeps activations in BF16, and no update was tried with its layout"
         )
         if backend != "auto":
             kernel = f"{backend} multiplies FP8 blocks from 9.0 on"
-        yield kernel, "engine.linear_backend: triton, or quant.weights: none"
-    if capability >= INT8_END and config.quant.weights == "int8_channel" and backend != "triton":
+        yield kernel, "engine.linear_backend: triton, or quant.weights: fp8_channel, or none"
+    if capability >= INT8_END and weights == "int8_channel" and backend != "triton":
         yield (
             "CUTLASS multiplies no INT8 from 10.0 on",
             "engine.linear_backend: triton, or quant.weights: fp8_block",

@@ -190,11 +190,11 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 def _are_numbers(codes: torch.Tensor, form: WeightFormat) -> torch.Tensor:
     """Of each code, whether it is one that the quantizer makes."""
-    return codes != _NO_INT8_CODE if form is not FP8_BLOCK else codes.view(torch.uint8) & _NAN_CODE != _NAN_CODE
+    return codes != _NO_INT8_CODE if form.codes == "int8" else codes.view(torch.uint8) & _NAN_CODE != _NAN_CODE
 
 
 def _require_numbers(name: str, codes: torch.Tensor, form: WeightFormat) -> None:
-    if form is not FP8_BLOCK:
+    if form.codes == "int8":
         if codes.numel() and int(codes.min()) == _NO_INT8_CODE:
             _require(name, codes, _are_numbers(codes, form), "a code beyond those that are symmetric")
         return

@@ -3,7 +3,7 @@
 A trainer sends its weights as it has them, under Hugging Face's names (routed experts one by one or stacked), and the
 ingest quantizes. Or it sends a weight of ``TrainerRecipe.quantized`` as what it becomes: ``float8_e4m3fn`` codes under
 the weight's own name on disk, and their ``float32`` block scales [⌈N/128⌉, ⌈K/128⌉] under ``<name>_scale_inv``; or as
-``int8`` codes and channel scales [N, 1] under ``<name>_scale``, as ``TrainerRecipe.weights`` says.
+``float8_e4m3fn`` or ``int8`` codes and channel scales [N, 1] under ``<name>_scale``, as ``TrainerRecipe.weights`` says.
 
 Or it sends a delta: what has changed since a version that is in the log, ``Announcement.delta``. That version is named
 by its number and by a digest of the tensors in it, and each changed tensor by the digest that it must have afterwards.
@@ -59,6 +59,7 @@ from pydantic import Field, model_validator
 from rollout_service.protocol.base import NEXT, Frozen, KnownVersion, NewVersion, VersionLabel, WeightVersion
 from rollout_service.protocol.experts import ExpertNaming
 from rollout_service.protocol.fleet import PauseMode
+from rollout_service.protocol.tensors import QuantWeights
 from rollout_service.ring import ALIGNMENT_BYTES
 
 PART_DIGEST_HEADER = "X-Part-Digest"
@@ -80,7 +81,7 @@ _ONE_BYTE: SourceDtype = "float8_e4m3fn"
 class TrainerRecipe(Frozen):
     """Reply to ``GET /v1/weights/recipe``: what the ingest makes of each tensor, for a trainer that does it itself."""
 
-    weights: Literal["fp8_block", "int8_channel", "none"]
+    weights: QuantWeights
     scales: Literal["fp32", "power_of_two"] = "fp32"
     quantized: tuple[str, ...] = ()
     """Weights that become codes and scales, by their names on disk; all other tensors are BF16,"""

@@ -21,7 +21,7 @@ from rollout_service.threads import io_threads
 
 _Array = npt.NDArray[np.generic]
 _Matrix = tuple[_Array, _Array, _Array]
-"""BF16 bits uint16 [N, K], codes uint8 or int8 [N, K], scales fp32 of the blocks or rows."""
+"""BF16 bits uint16 [N, K], codes' bits uint8 [N, K], scales fp32 of the blocks or rows."""
 
 _U16, _U32, _F32 = np.uint16, np.uint32, np.float32
 _MAGNITUDE_BF16, _MAGNITUDE, _SIGN = _U16(0x7FFF), _U32(0x7FFFFFFF), _U32(0x80)
@@ -48,16 +48,19 @@ def quantize_cpu(weight: torch.Tensor, *, power_of_two: bool = False) -> tuple[t
     return codes, scales
 
 
-def quantize_channels_cpu(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes int8 and scales fp32 [..., N, 1] of ``weight`` [N, K] or [E, N, K] on the CPU, of any dtype and strides.
+def quantize_channels_cpu(weight: torch.Tensor, *, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales fp32 [..., N, 1] of ``weight`` [N, K] or [E, N, K] on the CPU, of any dtype and strides.
+
+    ``dtype``: of the codes, int8 or e4m3.
 
     A row that holds NaN or infinity gets the scale NaN: look at the scales before the codes are used.
     """
     weight = weight.detach().to(torch.bfloat16).contiguous()
-    codes = torch.empty(weight.shape, dtype=channelwise.CODES)
+    codes = torch.empty(weight.shape, dtype=dtype)
     scales = torch.empty(channelwise.scale_shape(tuple(weight.shape)), dtype=torch.float32)
-    arrays = weight.view(torch.uint16).numpy(), codes.numpy(), scales.numpy()
-    list(_pool().map(lambda part: _quantize_channels(*part), _parts(_matrices(arrays))))
+    arrays = weight.view(torch.uint16).numpy(), codes.view(torch.uint8).numpy(), scales.numpy()
+    is_fp8 = dtype.is_floating_point
+    list(_pool().map(lambda part: _quantize_channels(*part, is_fp8), _parts(_matrices(arrays))))
     return codes, scales
 
 
@@ -104,8 +107,8 @@ def _quantize_rows(weight, codes, scales, first, end, power_of_two):
 
 
 @_compiled
-def _quantize_channels(weight, codes, scales, first, end):
-    """Rows ``[first, end)``. ``weight``: BF16 bits uint16 [N, K]; ``codes`` int8 [N, K]; ``scales`` fp32 [N, 1]."""
+def _quantize_channels(weight, codes, scales, first, end, is_fp8):
+    """Rows ``[first, end)``. ``weight``: BF16 bits uint16 [N, K]; ``codes`` uint8 [N, K]; ``scales`` fp32 [N, 1]."""
     for row in range(first, end):
         largest = _U16(0)
         for k in range(weight.shape[1]):
@@ -116,9 +119,12 @@ def _quantize_channels(weight, codes, scales, first, end):
             codes[row] = 0
             continue
         amax = _U32(_U32(largest) << _U32(16)).view(_F32)
-        scale = _F32(max(amax, _AMAX_FLOOR) / _INT8_MAX)
+        scale = _F32(max(amax, _AMAX_FLOOR) / (_E4M3_MAX if is_fp8 else _INT8_MAX))
         scales[row, 0] = scale
-        _encode_integers(weight[row], codes[row], scale)
+        if is_fp8:
+            _encode(weight[row], codes[row], scale)
+        else:
+            _encode_integers(weight[row], codes[row], scale)
 
 
 @_compiled
@@ -126,7 +132,7 @@ def _encode_integers(weights, codes, scale):
     for k in range(weights.size):
         # no clamp: the largest quotient is 127 or the fp32 number beside it
         quotient = _F32(_U32(_U32(weights[k]) << _U32(16)).view(_F32) / scale)
-        codes[k] = np.int8(_F32(quotient + _TO_INTEGER).view(np.int32) - _TO_INTEGER_BITS)
+        codes[k] = np.uint8(_F32(quotient + _TO_INTEGER).view(np.int32) - _TO_INTEGER_BITS)
 
 
 @_compiled

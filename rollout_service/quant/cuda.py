@@ -1,7 +1,7 @@
 """The quantizer on a GPU: a Triton kernel, launched once for all matrices of equal shape, strides and dtype.
 
-For blockwise FP8 each program reads one 128×128 block once, and writes codes and scale; for channelwise INT8 it reads
-some whole rows twice, the second time from the cache. Bit for bit ``blockwise.quantize_blockwise``, at the speed of
+For blockwise FP8 each program reads one 128×128 block once, and writes codes and scale; for channels it reads some
+whole rows twice, the second time from the cache. Bit for bit ``blockwise.quantize_blockwise``, at the speed of
 memory, and ``channelwise.quantize_channelwise``:
 
 - The maximum is taken over the BF16 bits as integers: exact, packed two a register, and NaN and infinity win it, so a
@@ -22,7 +22,7 @@ import triton.language as tl
 
 from rollout_service.gpu_streams import queued_to
 from rollout_service.quant.blockwise import BLOCK
-from rollout_service.quant.formats import FP8_BLOCK, INT8_CHANNEL, WeightFormat
+from rollout_service.quant.formats import FP8_BLOCK, WeightFormat
 
 LAUNCH_OPTIONS = {"num_warps": 8, "maxnreg": 80}
 """Three blocks then fit a multiprocessor's registers (H200), so that reading one overlaps with writing another; left
@@ -109,10 +109,10 @@ class GroupedQuantization:
     def run(self) -> None:
         """Queue the kernels on the current stream."""
         for launch in self._launches:
-            if self._form is INT8_CHANNEL:
-                _run_channels(launch)
-            else:
+            if self._form.in_blocks:
                 _run(launch, self._power_of_two)
+            else:
+                _run_channels(launch, is_fp8=self._form.dtype.is_floating_point)
 
 
 def _require_fit(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, form: WeightFormat) -> None:
@@ -178,7 +178,7 @@ def _run(launch: _Launch, power_of_two: bool) -> None:
     )
 
 
-def _run_channels(launch: _Launch) -> None:
+def _run_channels(launch: _Launch, *, is_fp8: bool) -> None:
     layout = launch.layout
     quantize_rows[(triton.cdiv(layout.rows, _ROWS), launch.matrices)](
         *launch.arguments,
@@ -188,6 +188,7 @@ def _run_channels(launch: _Launch) -> None:
         layout.column_stride,
         DTYPE=_DTYPES[layout.dtype],
         GROUPED=launch.matrices > 1,
+        FP8=is_fp8,
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
         INTERPRETED=triton.knobs.runtime.interpret,
@@ -258,18 +259,19 @@ def quantize_rows(
     column_stride,
     DTYPE: tl.constexpr,
     GROUPED: tl.constexpr,
+    FP8: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Quantize matrices ``[rows, columns]`` row by row to INT8; grid: (⌈rows / ROWS⌉, matrices).
+    """Quantize matrices ``[rows, columns]`` row by row; grid: (⌈rows / ROWS⌉, matrices).
 
-    ``GROUPED`` and the rest as for ``quantize_blocks``; strides may be any.
+    ``FP8``: to E4M3, else to INT8. ``GROUPED`` and the rest as for ``quantize_blocks``; strides may be any.
     """
     if GROUPED:
         entry = table + 3 * tl.program_id(1)
         source = tl.load(entry).to(tl.pointer_type(DTYPE))
-        codes = tl.load(entry + 1).to(tl.pointer_type(tl.int8))
+        codes = tl.load(entry + 1).to(tl.pointer_type(tl.float8e4nv if FP8 else tl.int8))
         scales = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     offset = tl.arange(0, COLUMNS)[None, :].to(tl.int64)
@@ -281,7 +283,7 @@ def quantize_rows(
         largest = tl.maximum(largest, _as_bf16(weights, INTERPRETED).to(tl.int16, bitcast=True) & 0x7FFF)
     amax_bits = tl.max(largest, 1)[:, None].to(tl.int32) << 16
     amax = tl.maximum(amax_bits, _AMAX_FLOOR_BITS).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(amax, _INT8_MAX)
+    scale = tl.div_rn(amax, _E4M3_MAX if FP8 else _INT8_MAX)
     tl.store(scales + row, scale, mask=row < rows)
     if not INTERPRETED:
         high, low = _split_reciprocal(scale)
@@ -294,8 +296,12 @@ def quantize_rows(
             quotient = tl.div_rn(weights, scale)
         else:
             quotient = tl.fma(weights, high, weights * low)
-        integers = (quotient + _TO_INTEGER).to(tl.int32, bitcast=True) - _TO_INTEGER_BITS
-        tl.store(codes + row * columns + column, integers.to(tl.int8), mask=inside)
+        if FP8:
+            quantized = (_round_to_e4m3(quotient) if INTERPRETED else quotient).to(tl.float8e4nv)
+        else:
+            integers = (quotient + _TO_INTEGER).to(tl.int32, bitcast=True) - _TO_INTEGER_BITS
+            quantized = integers.to(tl.int8)
+        tl.store(codes + row * columns + column, quantized, mask=inside)
 
 
 @triton.jit

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 
+from rollout_service.protocol.tensors import WeightFormatName
 from rollout_service.quant import blockwise, channelwise
-
-WeightFormatName = Literal["fp8_block", "int8_channel"]
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,13 @@ class WeightFormat:
     """Appended to the weight's name for its scales."""
     scale_shape: Callable[[tuple[int, ...]], tuple[int, ...]]
     """Of the scales of a weight [N, K] or [E, N, K]."""
+    quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    """The reference: a weight, and its name for errors, to codes and scales; raises QuantizationError."""
     dequantize: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """Codes and scales to what they stand for, fp32."""
     largest_code: float
     in_blocks: bool
-    """Whether a GPU's shard must be a whole number of 128×128 blocks."""
+    """Whether 128×128 weights share a scale, so that a GPU's shard must be a whole number of them; else a row's do."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -40,20 +42,32 @@ FP8_BLOCK = WeightFormat(
     codes="float8_e4m3fn",
     scale_suffix="_scale_inv",
     scale_shape=blockwise.scale_shape,
+    quantize=blockwise.quantize_blockwise,
     dequantize=blockwise.dequantize_blockwise,
     largest_code=blockwise.E4M3_MAX,
     in_blocks=True,
+)
+FP8_CHANNEL = WeightFormat(
+    name="fp8_channel",
+    codes="float8_e4m3fn",
+    scale_suffix="_scale",
+    scale_shape=channelwise.scale_shape,
+    quantize=partial(channelwise.quantize_channelwise, dtype=torch.float8_e4m3fn),
+    dequantize=channelwise.dequantize_channelwise,
+    largest_code=blockwise.E4M3_MAX,
+    in_blocks=False,
 )
 INT8_CHANNEL = WeightFormat(
     name="int8_channel",
     codes="int8",
     scale_suffix="_scale",
     scale_shape=channelwise.scale_shape,
+    quantize=partial(channelwise.quantize_channelwise, dtype=torch.int8),
     dequantize=channelwise.dequantize_channelwise,
     largest_code=channelwise.INT8_MAX,
     in_blocks=False,
 )
-WEIGHT_FORMATS = {made.name: made for made in (FP8_BLOCK, INT8_CHANNEL)}
+WEIGHT_FORMATS = {made.name: made for made in (FP8_BLOCK, FP8_CHANNEL, INT8_CHANNEL)}
 CODE_DTYPES = frozenset(made.codes for made in WEIGHT_FORMATS.values())
 """What no tensor but codes has."""
 

@@ -10,9 +10,8 @@ from typing import Literal
 import torch
 
 from rollout_service.gpu_streams import own_stream
-from rollout_service.quant.blockwise import quantize_blockwise, require_finite
-from rollout_service.quant.channelwise import quantize_channelwise
-from rollout_service.quant.formats import FP8_BLOCK, INT8_CHANNEL, WeightFormat
+from rollout_service.quant.blockwise import require_finite
+from rollout_service.quant.formats import FP8_BLOCK, WeightFormat
 from rollout_service.quant.verdicts import Verdicts
 
 logger = logging.getLogger(__name__)
@@ -23,7 +22,7 @@ Quantized = tuple[torch.Tensor, torch.Tensor]
 
 
 class Quantizer:
-    """Blockwise FP8 or channelwise INT8, bit for bit ``quantize_blockwise`` or ``quantize_channelwise``.
+    """Blockwise FP8, or channelwise FP8 or INT8, bit for bit ``quantize_blockwise`` or ``quantize_channelwise``.
 
     Weights on a GPU are quantized there. Weights on the CPU are quantized on ``device`` and come back;
     ``auto``: on a GPU where torch sees one. Raises ValueError for ``cuda`` where it sees none. Threads may share one.
@@ -155,9 +154,9 @@ def _cpu_quantizer(form: WeightFormat) -> Callable[[torch.Tensor, bool], Quantiz
         if error.name != "numba":
             raise
         logger.warning("numba is not installed: weights on the CPU are quantized by plain torch, 50 times slower")
-        if form is INT8_CHANNEL:
-            return lambda weight, _: quantize_channelwise(weight)
-        return lambda weight, power_of_two: quantize_blockwise(weight, power_of_two=power_of_two)
-    if form is INT8_CHANNEL:
-        return lambda weight, _: quantize_channels_cpu(weight)
+        if not form.in_blocks:
+            return lambda weight, _: form.quantize(weight)
+        return lambda weight, power_of_two: form.quantize(weight, power_of_two=power_of_two)
+    if not form.in_blocks:
+        return lambda weight, _: quantize_channels_cpu(weight, dtype=form.dtype)
     return lambda weight, power_of_two: quantize_cpu(weight, power_of_two=power_of_two)

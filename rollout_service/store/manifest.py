@@ -12,7 +12,7 @@ import xxhash
 from pydantic import Field, model_validator
 
 from rollout_service.protocol.base import Frozen
-from rollout_service.protocol.tensors import StoredDtype
+from rollout_service.protocol.tensors import QuantWeights, StoredDtype
 from rollout_service.protocol.weights import KVScalesFrom
 from rollout_service.threads import STRETCH_BYTES, in_threads, stretches
 
@@ -39,7 +39,7 @@ class StoredTensor(Frozen):
     """One tensor of a version as the engines load it."""
 
     name: str
-    """Hugging Face's name; scales stand under ``<weight>_scale_inv``, those of INT8 under ``<weight>_scale``."""
+    """Hugging Face's name; scales stand under ``<weight>_scale_inv``, those of channels under ``<weight>_scale``."""
     dtype: StoredDtype
     shape: tuple[int, ...]
     file: str
@@ -101,10 +101,10 @@ def _chunk_digests(data: memoryview) -> bytes:
 class Recipe(Frozen):
     """How the version was quantized."""
 
-    weights: Literal["fp8_block", "int8_channel", "none"]
+    weights: QuantWeights
     scales: Literal["fp32", "power_of_two"] = "fp32"
     block: tuple[int, int] | None = (128, 128)
-    """None: of other codes than FP8's."""
+    """Rows and columns that share a scale; None: those of an output channel do."""
     not_converted: tuple[str, ...] = ()
     """Linear modules left in BF16."""
 

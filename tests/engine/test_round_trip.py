@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollout_service.errors import EngineFailed
-from rollout_service.quant.formats import FP8_BLOCK, INT8_CHANNEL, WeightFormat
+from rollout_service.quant.formats import FP8_BLOCK, FP8_CHANNEL, INT8_CHANNEL, WeightFormat
 from rollout_service.store.manifest import MANIFEST_FILE, read_manifest
 from tests.support.engine_layout import engine_digests, quantize
 from tests.support.kv_scales import assert_held, some_scales
@@ -98,12 +98,24 @@ async def test_an_moe_engine_holds_exact_weights_and_scales_and_no_partial_load(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "mixtral", "deepseek_v3", "qwen2_moe"])
-async def test_int8_engines_hold_exact_weights_after_20_updates(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("qwen2", INT8_CHANNEL),
+        ("mixtral", INT8_CHANNEL),
+        ("deepseek_v3", INT8_CHANNEL),
+        ("qwen2_moe", INT8_CHANNEL),
+        ("qwen2", FP8_CHANNEL),
+        ("qwen3_moe", FP8_CHANNEL),
+        ("deepseek_v3", FP8_CHANNEL),
+    ],
+    ids=lambda value: value.name if isinstance(value, WeightFormat) else value,
+)
+async def test_engines_with_channels_hold_exact_weights_after_20_updates(
+    family: str, form: WeightFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running(family, tmp_path, monkeypatch, quant="int8_channel") as one:
-        _, folder = await updated_many_times(one, INT8_CHANNEL)
+    async with running(family, tmp_path, monkeypatch, quant=form.name) as one:
+        _, folder = await updated_many_times(one, form)
         assert await mean_difference(one, folder, fp8=True) < FP8_MEAN
         held = await one.digests()
         assert await one.sleep_and_wake(folder, UPDATES + 1) >= KV_CACHE_BYTES

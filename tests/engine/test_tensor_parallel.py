@@ -27,6 +27,7 @@ TOKENS = [tuple((5 * i + 7 * j) % 120 + 3 for j in range(40)) for i in range(len
     [
         ("qwen3_tp", "fp8_block", False),
         ("qwen3_moe_tp", "fp8_block", False),
+        ("qwen3_moe_tp", "fp8_channel", False),
         ("qwen3_moe_tp", "int8_channel", False),
         ("qwen3_moe_ep", "fp8_block", True),
         ("qwen3_moe_ep", "none", True),

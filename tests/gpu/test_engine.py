@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.quant.formats import INT8_CHANNEL
+from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, WeightFormat
 from tests.support.engine_layout import engine_digests, quantize
 from tests.support.models import random_weights
 from tests.support.one_engine import mean_difference, running
@@ -37,19 +37,20 @@ async def test_an_engine_holds_exact_fp8_weights_after_20_updates(
         assert await mean_difference(one, folder, fp8=True) < FP8_MEAN
 
 
+@pytest.mark.parametrize("form", [FP8_CHANNEL, INT8_CHANNEL], ids=lambda form: form.name)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-async def test_an_int8_engine_holds_what_was_quantized_and_loads_it_by_the_plan(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_an_engine_with_channels_holds_what_was_quantized_and_loads_it_by_the_plan(
+    family: str, form: WeightFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In CUDA graphs, with an FP8 cache; CUTLASS' and Triton's INT8 kernels."""
+    """In CUDA graphs, with an FP8 cache; CUTLASS' kernels, and for experts Triton's."""
     settings = {"linear_backend": "cutlass", "kv_cache_dtype": "fp8_e4m3", "gpu_memory_utilization": 0.1}
     graphs = {"cuda_graph_sizes": (1, 8), "max_num_seqs": 8}
-    async with running(family, tmp_path, monkeypatch, quant="int8_channel", **settings, **graphs) as one:
+    async with running(family, tmp_path, monkeypatch, quant=form.name, **settings, **graphs) as one:
         for version in range(1, 12):
             weights = random_weights(one.config.model.path, seed=version)
             folder = await one.update(version, weights)
             if version in (1, 2, 11):
-                held, expected = await one.digests(), engine_digests(quantize(weights, form=INT8_CHANNEL))
+                held, expected = await one.digests(), engine_digests(quantize(weights, form=form))
                 unlike = {name for name in expected if not name.endswith(DECODED) and held.get(name) != expected[name]}
                 assert unlike == set(), re.sub(r"layers\.\d+", "layers.*", str(sorted(unlike)))
                 assert await mean_difference(one, folder, fp8=True) < FP8_MEAN

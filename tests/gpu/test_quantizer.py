@@ -1,13 +1,18 @@
 """Bit for bit, decided on the hardware: the Triton kernel against the torch reference on the GPU and on the CPU."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm import _custom_ops as ops
 
+from rollout_service.engine.cpu.channel_linear import through_fp8, through_int8
 from rollout_service.errors import QuantizationError
 from rollout_service.quant.blockwise import quantize_blockwise
-from rollout_service.quant.formats import INT8_CHANNEL, WEIGHT_FORMATS
+from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, WEIGHT_FORMATS, WeightFormat
 from rollout_service.quant.quantizer import Quantizer
 from tests.support.grouped import assert_bytes_of_the_reference
 from tests.support.matrices import VIEWS, bf16_from_bits, every_pair_of_mantissas, weights
@@ -31,14 +36,18 @@ def test_stacked_experts_too(group: list[torch.Tensor]) -> None:
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(weights(), max_size=4), st.sampled_from(sorted(VIEWS)))
-def test_int8_rows_too(group: list[torch.Tensor], view: str) -> None:
-    assert_bytes_of_the_reference([VIEWS[view](weight.to(GPU)) for weight in group], form=INT8_CHANNEL)
+@given(st.lists(weights(), max_size=4), st.sampled_from(sorted(VIEWS)), st.sampled_from([FP8_CHANNEL, INT8_CHANNEL]))
+def test_rows_too(group: list[torch.Tensor], view: str, form: WeightFormat) -> None:
+    assert_bytes_of_the_reference([VIEWS[view](weight.to(GPU)) for weight in group], form=form)
 
 
 @pytest.mark.parametrize("view", ["contiguous", "transposed"])
 def test_every_pair_of_mantissas_divides_as_in_the_reference(view: str) -> None:
-    assert_bytes_of_the_reference([VIEWS[view](every_pair_of_mantissas().to(GPU))])
+    pairs = every_pair_of_mantissas()
+    assert_bytes_of_the_reference([VIEWS[view](pairs.to(GPU))])
+    of_rows = pairs.view(128, 128, 128).transpose(0, 1).reshape(128, -1)
+    for form in (FP8_CHANNEL, INT8_CHANNEL):
+        assert_bytes_of_the_reference([VIEWS[view](of_rows.to(GPU))], form=form)
 
 
 def test_every_finite_bf16_below_every_amax_exponent() -> None:
@@ -111,3 +120,19 @@ def test_nothing_is_allocated_but_the_output_and_a_small_table() -> None:
     peak = torch.cuda.max_memory_allocated() - before
     output = sum(t.numel() * t.element_size() for pair in quantized for t in pair)
     assert peak - output < 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("through_codes", "quantize_inputs"),
+    [
+        (through_fp8, partial(ops.scaled_fp8_quant, use_per_token_if_dynamic=True)),
+        (through_int8, ops.scaled_int8_quant),
+    ],
+)
+def test_engines_on_the_cpu_round_inputs_as_vllms_kernels_do(
+    through_codes: Callable[[torch.Tensor], torch.Tensor], quantize_inputs: Callable[..., tuple[torch.Tensor, ...]]
+) -> None:
+    inputs = torch.randn(64, 4096).bfloat16() * torch.logspace(-8, 8, 64).bfloat16()[:, None]
+    inputs[7] = 0
+    codes, scales, *_ = quantize_inputs(inputs.to(GPU))
+    assert torch.equal(through_codes(inputs), (codes.float() * scales).cpu())

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rollout_service.quant import cuda
 from rollout_service.quant.blockwise import quantize_blockwise
 from rollout_service.quant.cuda import GroupedQuantization
-from rollout_service.quant.formats import INT8_CHANNEL
+from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, WeightFormat
 from tests.support.grouped import assert_bytes_of_the_reference, outputs
 from tests.support.matrices import weights
 
@@ -26,27 +26,29 @@ def test_power_of_two_scales_too(group: list[torch.Tensor]) -> None:
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.lists(weights(views=True, stacked=True), max_size=2))
-def test_int8_rows_too(group: list[torch.Tensor]) -> None:
+@given(st.lists(weights(views=True, stacked=True), max_size=2), st.sampled_from([FP8_CHANNEL, INT8_CHANNEL]))
+def test_rows_too(group: list[torch.Tensor], form: WeightFormat) -> None:
     # a program of more rows and fewer columns: an eighth of the programs, each of which the interpreter takes a
     # millisecond for, and most matrices are longer than one holds
     with pytest.MonkeyPatch.context() as tile:
         tile.setattr(cuda, "_ROWS", 32)
         tile.setattr(cuda, "_COLUMNS", 128)
-        assert_bytes_of_the_reference(group, form=INT8_CHANNEL)
+        assert_bytes_of_the_reference(group, form=form)
 
 
-def test_int8_rows_in_the_programs_that_a_gpu_gets() -> None:
-    assert_bytes_of_the_reference([torch.randn(5, 5000).bfloat16(), torch.randn(5, 15).T], form=INT8_CHANNEL)
+@pytest.mark.parametrize("form", [FP8_CHANNEL, INT8_CHANNEL], ids=lambda form: form.name)
+def test_rows_in_the_programs_that_a_gpu_gets(form: WeightFormat) -> None:
+    assert_bytes_of_the_reference([torch.randn(5, 5000).bfloat16(), torch.randn(5, 15).T], form=form)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3.4e38])
 def test_a_bad_weight_shows_in_the_scale_of_its_row_alone(bad: float) -> None:
     weight = torch.randn(30, 300)
     weight[20, 5] = bad
-    codes, scales = outputs([weight], INT8_CHANNEL)
-    GroupedQuantization([weight], codes, scales, form=INT8_CHANNEL).run()
-    assert (~torch.isfinite(scales[0])).nonzero().tolist() == [[20, 0]]
+    for form in (FP8_CHANNEL, INT8_CHANNEL):
+        codes, scales = outputs([weight], form)
+        GroupedQuantization([weight], codes, scales, form=form).run()
+        assert (~torch.isfinite(scales[0])).nonzero().tolist() == [[20, 0]]
 
 
 def test_equal_layouts_share_a_launch() -> None:

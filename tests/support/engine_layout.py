@@ -4,8 +4,7 @@ import re
 
 import torch
 
-from rollout_service.quant.blockwise import BLOCK, quantize_blockwise
-from rollout_service.quant.channelwise import quantize_channelwise
+from rollout_service.quant.blockwise import BLOCK
 from rollout_service.quant.formats import FP8_BLOCK, INT8_CHANNEL, WeightFormat
 from tests.support.probe import DECODED, digest
 
@@ -31,8 +30,7 @@ def quantize(
     stored: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
         if _QUANTIZED.search(name) and not re.search(skip, name):
-            made = quantize_channelwise if form is INT8_CHANNEL else quantize_blockwise
-            stored[name], stored[name + form.scale_suffix] = made(weight, name)
+            stored[name], stored[name + form.scale_suffix] = form.quantize(weight, name)
         else:
             stored[name] = weight
     return stored
@@ -41,10 +39,11 @@ def quantize(
 def engine_digests(stored: dict[str, torch.Tensor]) -> dict[str, str]:
     """What ``Probe.weight_digests`` says of an engine with these tensors of a version."""
     held = engine_tensors(stored)
-    for name in [name for name in held if held[name].dtype == torch.float8_e4m3fn]:
-        held[name + DECODED] = _decoded(held[name], held[name + FP8_BLOCK.scale_suffix])
-    for name in [name for name in held if held[name].dtype == torch.int8]:
-        held[name + DECODED] = held[name].float() * held[name + INT8_CHANNEL.scale_suffix]
+    for name in [name for name in held if held[name].itemsize == 1]:
+        if name + FP8_BLOCK.scale_suffix in held:
+            held[name + DECODED] = _decoded(held[name], held[name + FP8_BLOCK.scale_suffix])
+        else:
+            held[name + DECODED] = held[name].float() * held[name + INT8_CHANNEL.scale_suffix]
     return {name: digest(tensor) for name, tensor in held.items()}
 
 

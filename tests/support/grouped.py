@@ -4,10 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from rollout_service.quant.blockwise import quantize_blockwise
-from rollout_service.quant.channelwise import quantize_channelwise
 from rollout_service.quant.cuda import GroupedQuantization
-from rollout_service.quant.formats import FP8_BLOCK, INT8_CHANNEL, WeightFormat
+from rollout_service.quant.formats import FP8_BLOCK, WeightFormat
 
 POISON = 0x55
 
@@ -29,11 +27,8 @@ def assert_bytes_of_the_reference(
     prepared.run()
     for weight, code, scale in zip(weights, codes, scales, strict=True):
         for source in {weight.device.type: weight, "cpu": weight.cpu()}.values():
-            expected_codes, expected_scales = (
-                quantize_channelwise(source)
-                if form is INT8_CHANNEL
-                else quantize_blockwise(source, power_of_two=power_of_two)
-            )
+            options = {"power_of_two": power_of_two} if form.in_blocks else {}
+            expected_codes, expected_scales = form.quantize(source, **options)
             where = f"{list(weight.shape)} {weight.dtype} strides {weight.stride()}, reference on {source.device}"
             assert torch.equal(scale.to(source.device), expected_scales), where
             assert torch.equal(code.to(source.device).view(torch.uint8), expected_codes.view(torch.uint8)), where

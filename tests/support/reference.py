@@ -15,7 +15,7 @@ from rollout_service.engine.loading.stored_tensors import stored_tensors
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.experts import pieces
 from rollout_service.quant.blockwise import BLOCK, E4M3_MAX
-from rollout_service.quant.formats import FP8_BLOCK, INT8_CHANNEL
+from rollout_service.quant.formats import WEIGHT_FORMATS, WeightFormat
 from rollout_service.store.manifest import read_manifest
 from tests.support.families import class_of
 
@@ -35,7 +35,7 @@ AttentionInterface.register(FP8_KV, _sdpa_with_fp8_kv)
 def reference_model(model_path: Path, version_folder: Path, *, fp8_activations: bool, fp8_kv: bool) -> PreTrainedModel:
     """The committed version in fp32: codes dequantized, inputs of quantized layers rounded to codes on the way.
 
-    ``fp8_activations``: to FP8 1×128, or where the weights are INT8 to that, by token.
+    ``fp8_activations``: to FP8 1×128, or where the weights have a scale for each channel to their codes, by token.
     """
     config = AutoConfig.from_pretrained(model_path)
     model = AutoModelForCausalLM.from_config(
@@ -44,8 +44,8 @@ def reference_model(model_path: Path, version_folder: Path, *, fp8_activations: 
     stored = dict(stored_tensors(version_folder, read_manifest(version_folder)))
     quantized = _quantized(stored)
     model.load_state_dict(_as_held({n: _dequantized(n, stored) for n in _weights(stored)}))
-    is_int8 = any(stored[name].dtype == torch.int8 for name in quantized)
-    through_codes = _through_tokens if is_int8 else _through_groups
+    forms = {_form(name, stored).name: _form(name, stored) for name in quantized}
+    through_codes = _through(*forms.values()) if forms else _through_groups
     if fp8_activations:
         for name in quantized:
             if not _EXPERT.fullmatch(name):
@@ -118,15 +118,24 @@ def _quantized(stored: dict[str, torch.Tensor]) -> set[str]:
 
 def _weights(stored: dict[str, torch.Tensor]) -> list[str]:
     """All names but those of scales."""
-    scales = {name + form.scale_suffix for name in _quantized(stored) for form in (FP8_BLOCK, INT8_CHANNEL)}
+    scales = {name + form.scale_suffix for name in _quantized(stored) for form in WEIGHT_FORMATS.values()}
     return [name for name in stored if name not in scales]
 
 
 def _dequantized(name: str, stored: dict[str, torch.Tensor]) -> torch.Tensor:
     if stored[name].itemsize > 1:
         return stored[name].float()
-    form = INT8_CHANNEL if stored[name].dtype == torch.int8 else FP8_BLOCK
+    form = _form(name, stored)
     return form.dequantize(stored[name], stored[name + form.scale_suffix])
+
+
+def _form(name: str, stored: dict[str, torch.Tensor]) -> WeightFormat:
+    [form] = [
+        form
+        for form in WEIGHT_FORMATS.values()
+        if stored[name].dtype == form.dtype and name + form.scale_suffix in stored
+    ]
+    return form
 
 
 def _as_held(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -157,10 +166,17 @@ def _through_groups(tensor: torch.Tensor) -> torch.Tensor:
     return (codes.float() * scales).flatten(-2)
 
 
-def _through_tokens(tensor: torch.Tensor) -> torch.Tensor:
-    tokens = tensor.to(torch.bfloat16).float()
-    scales = tokens.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
-    return (tokens / scales).round().clamp(-127, 127) * scales
+def _through(form: WeightFormat) -> Callable[[torch.Tensor], torch.Tensor]:
+    if form.in_blocks:
+        return _through_groups
+
+    def through_tokens(tensor: torch.Tensor) -> torch.Tensor:
+        tokens = tensor.to(torch.bfloat16).float()
+        scales = tokens.abs().amax(-1, keepdim=True).clamp(min=1e-12) / form.largest_code
+        codes = (tokens / scales).clamp(-form.largest_code, form.largest_code)
+        return (codes if form.dtype.is_floating_point else codes.round()).to(form.dtype).float() * scales
+
+    return through_tokens
 
 
 def _through_e4m3(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,19 @@
-"""Channelwise INT8 linear layers on the CPU (W8A8), with the numerics of the GPU kernels.
+"""Channelwise FP8 and INT8 linear layers on the CPU (W8A8), with the numerics of the GPU kernels.
 
-vLLM's own, oneDNN's, gives wrong values after a reload, because its handler keeps addresses of tensors that are gone.
-Here the input is rounded to INT8 with a scale a token, as CUTLASS takes it, and multiplied in fp32: only the speed is
-emulated. The decoded weights cost four bytes a parameter beside the one of the codes: for small models only.
+vLLM's own do not serve: oneDNN's for INT8 gives wrong values after a reload, because its handler keeps addresses of
+tensors that are gone, and those for FP8 need AMX or round no inputs. Here the input is rounded to codes with a scale a
+token, as CUTLASS takes it, and multiplied in fp32: only the speed is emulated. The decoded weights cost four bytes a
+parameter beside the one of the codes: for small models only.
 """
+
+from collections.abc import Callable
 
 import torch
 
-from rollout_service.quant.channelwise import INT8_MAX, dequantize_channelwise
+from rollout_service.protocol.tensors import WeightFormatName
+from rollout_service.quant.blockwise import E4M3_MAX
+from rollout_service.quant.channelwise import INT8_MAX
+from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, WeightFormat
 from rollout_service.vllm_internals import (
     ChannelQuantScaleParameter,
     LinearBase,
@@ -15,6 +21,8 @@ from rollout_service.vllm_internals import (
     ModelWeightParameter,
     register_weight_loader_v2_supported_method,
 )
+
+_SMALLEST_FP8_SCALE = 1 / (E4M3_MAX * 512)
 
 
 def through_int8(x: torch.Tensor) -> torch.Tensor:
@@ -28,10 +36,30 @@ def through_int8(x: torch.Tensor) -> torch.Tensor:
     return (x * inverse).round_().clamp_(-INT8_MAX - 1, INT8_MAX) * (largest / INT8_MAX)
 
 
+def through_fp8(x: torch.Tensor) -> torch.Tensor:
+    """What vLLM's ``scaled_fp8_quant`` makes of an input [M, K], dynamic and by token: codes times scale, fp32.
+
+    ``s = max(max|x| / 448, 1 / (448 · 512))`` of each token, and the code is ``x / s``, rounded to nearest even.
+    """
+    x = x.float()
+    scales = (x.abs().amax(-1, keepdim=True) / E4M3_MAX).clamp(min=_SMALLEST_FP8_SCALE)
+    return (x / scales).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scales
+
+
+THROUGH_CODES: dict[WeightFormatName, Callable[[torch.Tensor], torch.Tensor]] = {
+    INT8_CHANNEL.name: through_int8,
+    FP8_CHANNEL.name: through_fp8,
+}
+"""What the kernels make of an input [M, K], fp32, where the weights have that format."""
+
+
 # vLLM chooses a layer's weight loader by the name of its method's class
 @register_weight_loader_v2_supported_method
 class CpuChannelLinearMethod(LinearMethodBase):
-    """``y = x_int8 @ (codes · scales)ᵀ + bias`` in fp32, rounded once. There is one instance a layer."""
+    """``y = x_rounded @ (codes · scales)ᵀ + bias`` in fp32, rounded once. There is one instance a layer."""
+
+    def __init__(self, form: WeightFormat) -> None:
+        self.form, self._through_codes = form, THROUGH_CODES[form.name]
 
     def create_weights(
         self,
@@ -43,9 +71,9 @@ class CpuChannelLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: object,
     ) -> None:
-        """Register ``weight`` int8 [N, K] and ``weight_scale`` fp32 [N, 1] of this rank."""
+        """Register ``weight``, the codes [N, K], and ``weight_scale`` fp32 [N, 1] of this rank."""
         rows, loader = sum(output_partition_sizes), extra_weight_attrs.get("weight_loader")
-        codes = torch.empty(rows, input_size_per_partition, dtype=torch.int8)
+        codes = torch.empty(rows, input_size_per_partition, dtype=self.form.dtype)
         layer.logical_widths = output_partition_sizes
         layer.register_parameter(
             "weight", ModelWeightParameter(data=codes, input_dim=1, output_dim=0, weight_loader=loader)
@@ -57,9 +85,9 @@ class CpuChannelLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         """Decode the layer's weight, fp32 [N, K]; called at every load, codes and scales stay as they were loaded."""
-        self.weight = dequantize_channelwise(layer.weight.data, layer.weight_scale.data)
+        self.weight = self.form.dequantize(layer.weight.data, layer.weight_scale.data)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[..., N] in the dtype of ``x`` [..., K]."""
-        made = through_int8(x) @ self.weight.T
+        made = self._through_codes(x) @ self.weight.T
         return (made if bias is None else made + bias).to(x.dtype)

@@ -1,10 +1,10 @@
-"""Channelwise INT8 mixture of experts on the CPU (W8A8): ``experts.py`` with INT8 weights and inputs."""
+"""Channelwise INT8 and FP8 mixture of experts on the CPU (W8A8): ``experts.py`` with such weights and inputs."""
 
 import torch
 
-from rollout_service.engine.cpu.channel_linear import through_int8
+from rollout_service.engine.cpu.channel_linear import THROUGH_CODES
 from rollout_service.engine.cpu.experts import require_computable, sum_of_experts
-from rollout_service.quant.channelwise import dequantize_channelwise
+from rollout_service.quant.formats import WeightFormat
 from rollout_service.vllm_internals import (
     FusedMoEMethodBase,
     FusedMoEQuantConfig,
@@ -15,12 +15,13 @@ from rollout_service.vllm_internals import (
 
 
 class CpuChannelMoEMethod(FusedMoEMethodBase):
-    """INT8 experts; vLLM's own for the CPU want AMX, and round no inputs."""
+    """Experts by output channel; vLLM's own for the CPU want AMX, and those for INT8 round no inputs."""
 
-    def __init__(self, layer: RoutedExperts) -> None:
+    def __init__(self, form: WeightFormat, layer: RoutedExperts) -> None:
         """Raises ValueError for experts of a kind that is not computed here."""
         super().__init__(layer.moe_config)
-        require_computable(layer, "INT8")
+        require_computable(layer, "FP8" if form.dtype.is_floating_point else "INT8")
+        self.form, self._through_codes = form, THROUGH_CODES[form.name]
 
     @property
     def is_monolithic(self) -> bool:
@@ -41,14 +42,14 @@ class CpuChannelMoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: object,
     ) -> None:
-        """Register w13 int8 [E, 2·I, H], w2 int8 [E, H, I], and their scales fp32 [E, 2·I, 1] and [E, H, 1]."""
+        """Register the codes w13 [E, 2·I, H] and w2 [E, H, I], and their scales fp32 [E, 2·I, 1] and [E, H, 1]."""
         shapes = {
             "w13": (num_experts, 2 * intermediate_size_per_partition, hidden_size),
             "w2": (num_experts, hidden_size, intermediate_size_per_partition),
         }
         by_channel = {"quant_method": FusedMoeWeightScaleSupported.CHANNEL.value}
         for name, (experts, rows, columns) in shapes.items():
-            codes = torch.nn.Parameter(torch.empty(experts, rows, columns, dtype=torch.int8), requires_grad=False)
+            codes = torch.nn.Parameter(torch.empty(experts, rows, columns, dtype=self.form.dtype), requires_grad=False)
             scales = torch.nn.Parameter(torch.empty(experts, rows, 1, dtype=torch.float32), requires_grad=False)
             set_weight_attrs(codes, extra_weight_attrs)
             set_weight_attrs(scales, extra_weight_attrs | by_channel)
@@ -61,8 +62,8 @@ class CpuChannelMoEMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Decode w13 to fp32 [E, 2·I, H] and w2 to fp32 [E, H, I]; called at every load of the layer."""
-        self.w13 = dequantize_channelwise(layer.w13_weight.data, layer.w13_weight_scale.data)
-        self.w2 = dequantize_channelwise(layer.w2_weight.data, layer.w2_weight_scale.data)
+        self.w13 = self.form.dequantize(layer.w13_weight.data, layer.w13_weight_scale.data)
+        self.w2 = self.form.dequantize(layer.w2_weight.data, layer.w2_weight_scale.data)
 
     def apply(
         self,
@@ -76,4 +77,4 @@ class CpuChannelMoEMethod(FusedMoEMethodBase):
         """See ``sum_of_experts``. Shared experts are not added: vLLM runs them before, because this method reports no
         kernel that overlaps them.
         """
-        return sum_of_experts(layer, x, topk_weights, topk_ids, self.w13, self.w2, through_int8)
+        return sum_of_experts(layer, x, topk_weights, topk_ids, self.w13, self.w2, self._through_codes)

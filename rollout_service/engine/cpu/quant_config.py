@@ -12,7 +12,8 @@ from rollout_service.engine.cpu.block_linear import CpuBlockLinearMethod
 from rollout_service.engine.cpu.block_moe import CpuBlockMoEMethod
 from rollout_service.engine.cpu.channel_linear import CpuChannelLinearMethod
 from rollout_service.engine.cpu.channel_moe import CpuChannelMoEMethod
-from rollout_service.engine.plugin import CPU_BF16, CPU_BLOCK_FP8, CPU_CHANNEL_INT8
+from rollout_service.engine.plugin import CPU_BF16, CPU_BLOCK_FP8, CPU_CHANNEL
+from rollout_service.quant.formats import WEIGHT_FORMATS, WeightFormat
 from rollout_service.vllm_internals import (
     Attention,
     BaseKVCacheMethod,
@@ -113,23 +114,24 @@ class CpuBf16Config(QuantizationConfig):
         return _unquantized(layer) if isinstance(layer, (LinearBase, RoutedExperts)) else None
 
 
-@register_quantization_config(CPU_CHANNEL_INT8)
-class CpuChannelInt8Config(CpuBf16Config):
-    """INT8 weights by output channel, named as compressed-tensors names them. Layers that are skipped stay in BF16."""
+@register_quantization_config(CPU_CHANNEL)
+class CpuChannelConfig(CpuBf16Config):
+    """FP8 or INT8 weights by output channel, named as compressed-tensors names them. Skipped layers stay in BF16."""
 
-    def __init__(self, ignored_layers: list[str]) -> None:
+    def __init__(self, form: WeightFormat, ignored_layers: list[str]) -> None:
         super().__init__()
-        self.ignored_layers = ignored_layers
+        self.form, self.ignored_layers = form, ignored_layers
 
     @classmethod
     def get_name(cls) -> str:
         """The name it is registered under."""
-        return CPU_CHANNEL_INT8
+        return CPU_CHANNEL
 
     @classmethod
-    def from_config(cls, config: dict[str, object]) -> "CpuChannelInt8Config":
-        """``modules_to_not_convert``: those that stay in BF16, by vLLM's names."""
-        return cls(cls.get_from_keys(config, ["modules_to_not_convert"]))
+    def from_config(cls, config: dict[str, object]) -> "CpuChannelConfig":
+        """``weights``: as ``quant.weights``; ``modules_to_not_convert``: those that stay in BF16, by vLLM's names."""
+        form = WEIGHT_FORMATS[cls.get_from_keys(config, ["weights"])]
+        return cls(form, cls.get_from_keys(config, ["modules_to_not_convert"]))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """vLLM's names of the modules that are skipped, where a model has others than its checkpoint."""
@@ -144,7 +146,9 @@ class CpuChannelInt8Config(CpuBf16Config):
         )
         if skipped:
             return _unquantized(layer)
-        return CpuChannelMoEMethod(layer) if isinstance(layer, RoutedExperts) else CpuChannelLinearMethod()
+        if isinstance(layer, RoutedExperts):
+            return CpuChannelMoEMethod(self.form, layer)
+        return CpuChannelLinearMethod(self.form)
 
 
 def _unquantized(layer: LinearBase | RoutedExperts) -> QuantizeMethodBase:

@@ -132,7 +132,7 @@ class TestGpus:
         assert found.level == "problem" and "TRITON_ATTN" in found.advice
         cutlass = only(checks.gpu_findings([ada], WITH_CUDA, plan()), "gpu 0")
         assert cutlass.found.endswith("cutlass multiplies FP8 blocks from 9.0 on")
-        assert cutlass.advice == "engine.linear_backend: triton, or quant.weights: none"
+        assert cutlass.advice == "engine.linear_backend: triton, or quant.weights: fp8_channel, or none"
         by_triton = plan(engine={"attention_backend": "TRITON_ATTN", "linear_backend": "triton"})
         assert levels(checks.gpu_findings([ada], WITH_CUDA, by_triton)) == {"gpu 0": "ok", "cuda": "ok"}
 
@@ -211,6 +211,8 @@ class TestGpus:
         compiled = plan(engine={"linear_backend": "deep_gemm"})
         assert checks.nvcc_finding(None, compiled).advice == "engine.linear_backend: cutlass"
         assert checks.nvcc_finding(None, compiled).level == "problem"
+        by_channel = plan(engine={"linear_backend": "auto"}, quant={"weights": "fp8_channel"})
+        assert checks.nvcc_finding(None, by_channel).level == "ok"
         assert checks.nvcc_finding("/usr/local/cuda/bin/nvcc, 13.0", compiled).level == "ok"
 
 

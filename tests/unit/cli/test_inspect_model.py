@@ -11,6 +11,7 @@ from transformers import Qwen3MoeConfig
 from rollout_service.cli.inspect_memory import inspect_memory, print_memory
 from rollout_service.cli.inspect_model import ModelReport, inspect_model, print_report
 from rollout_service.config import ModelConfig, QuantConfig
+from rollout_service.protocol.tensors import QuantWeights
 from tests.support.models import FAMILIES, OF_EACH_CLASS, make_model, stored_shapes
 
 
@@ -57,13 +58,14 @@ def test_the_report_says_what_attends_and_why(qwen3_30b_a3b: Path) -> None:
     assert "Attention on a Hopper GPU: FLASH_ATTN: auto takes it" in " ".join(printed(report, 200))
 
 
-def test_int8_stores_a_scale_for_each_channel(qwen3_30b_a3b: Path) -> None:
-    report = inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig(weights="int8_channel"), 16)
+@pytest.mark.parametrize(("weights", "dtype"), [("fp8_channel", "FP8"), ("int8_channel", "INT8")])
+def test_channels_have_a_scale_each(qwen3_30b_a3b: Path, weights: QuantWeights, dtype: str) -> None:
+    report = inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig(weights=weights), 16)
     linear = 48 * (2 * 4096 * 2048 + 2 * 512 * 2048 + 128 * 3 * 768 * 2048)
     channels = 48 * (4096 + 2 * 512 + 2048 + 128 * (2 * 768 + 2048))
     rest = 2 * 151936 * 2048 + 48 * (128 * 2048 + 2 * 128 + 2 * 2048) + 2048
     assert report.stored_bytes == linear + 4 * channels + 2 * rest
-    assert {row.dtype for row in report.kinds} == {"INT8", "BF16"}
+    assert {row.dtype for row in report.kinds} == {dtype, "BF16"}
 
 
 @pytest.mark.parametrize("family", OF_EACH_CLASS)

@@ -106,6 +106,7 @@ class TestSameVersion:
             {"scales": "power_of_two"},
             {"weights": "none"},
             {"skip": ["*.down_proj"]},
+            {"weights": "fp8_channel"},
             {"weights": "int8_channel"},
         ],
     )

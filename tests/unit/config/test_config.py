@@ -91,11 +91,12 @@ class TestFieldsThatGoTogether:
         assert f"quant.{next(iter(option))}: set, but quant.weights is none" in message
         ServiceConfig.model_validate({"quant": option, "weights": {"ingest_num_gpus": 0.1}})
 
+    @pytest.mark.parametrize("weights", ["fp8_channel", "int8_channel"])
     @pytest.mark.parametrize("option", [{"scales": "power_of_two"}, {"indivisible": "keep_bf16"}])
-    def test_int8_by_channel_has_no_blocks_to_say_anything_about(self, option: dict[str, Any]) -> None:
-        message = message_of({"quant": {"weights": "int8_channel", **option}})
-        assert f"quant.{next(iter(option))}: set, but quant.weights is int8_channel, which has no blocks" in message
-        ServiceConfig.model_validate({"quant": {"weights": "int8_channel", "skip": ["*.o_proj"]}})
+    def test_channels_have_no_blocks_to_say_anything_about(self, option: dict[str, Any], weights: str) -> None:
+        message = message_of({"quant": {"weights": weights, **option}})
+        assert f"quant.{next(iter(option))}: set, but quant.weights is {weights}, which has no blocks" in message
+        ServiceConfig.model_validate({"quant": {"weights": weights, "skip": ["*.o_proj"]}})
 
     def test_a_default_written_out_is_no_option_set(self) -> None:
         written = {"weights": "none", "skip": [], "scales": "fp32", "indivisible": "error", "device": "auto"}

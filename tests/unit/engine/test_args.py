@@ -4,17 +4,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsW8A8Fp8,
+    CompressedTensorsW8A8Int8,
+)
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
 from rollout_service.config import ServiceConfig
 from rollout_service.config.engine import QuantConfig
 from rollout_service.engine.args import engine_args, not_converted
-from rollout_service.engine.plugin import CPU_CHANNEL_INT8, STAGING_KEY
+from rollout_service.engine.plugin import CPU_CHANNEL, STAGING_KEY
 from rollout_service.model.served_model import ServedModel
 from rollout_service.shadow.deployment import shadow_config
 from tests.support.models import make_model
+
+BY_CHANNEL = {
+    "fp8_channel": ("float", "float-quantized", CompressedTensorsW8A8Fp8),
+    "int8_channel": ("int", "int-quantized", CompressedTensorsW8A8Int8),
+}
+"""``quant.weights`` → compressed-tensors' type of numbers and format, and how vLLM loads and computes them."""
 
 
 def _config(path: Path, **sections: dict[str, object]) -> ServiceConfig:
@@ -54,27 +65,44 @@ def test_without_quantization_nothing_is_said_of_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_int8_is_a_format_of_ours_on_the_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", BY_CHANNEL)
+def test_channels_are_a_format_of_ours_on_the_cpu(weights: str, tmp_path: Path) -> None:
     make_model(tmp_path, "llama")
-    args = engine_args(_config(tmp_path, quant={"weights": "int8_channel"}), ("a", "b"), has_tokenizer=False)
+    args = engine_args(_config(tmp_path, quant={"weights": weights}), ("a", "b"), has_tokenizer=False)
     told = args.hf_overrides["quantization_config"]
-    assert told == {"quant_method": CPU_CHANNEL_INT8, "modules_to_not_convert": ["a", "b"]}
+    assert told == {"quant_method": CPU_CHANNEL, "weights": weights, "modules_to_not_convert": ["a", "b"]}
 
 
-def test_int8_is_compressed_tensors_format_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("weights", BY_CHANNEL)
+def test_channels_are_compressed_tensors_format_on_a_gpu(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_model(tmp_path, "llama")
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
     left = ("model.layers.0.mlp.experts", "model.layers.0.mlp.gate", "model.layers.1.self_attn.q_proj")
-    args = engine_args(_config(tmp_path, quant={"weights": "int8_channel"}), left, has_tokenizer=False)
+    config = _config(tmp_path, quant={"weights": weights}, engine={"max_model_len": 512})
+    args = engine_args(config, left, has_tokenizer=False)
     read = CompressedTensorsConfig.from_config(args.hf_overrides["quantization_config"])
+    numbers, stored_as, scheme_class = BY_CHANNEL[weights]
 
-    def is_int8(name: str) -> bool:
+    def is_quantized(name: str) -> bool:
         scheme = read.get_scheme_dict(torch.nn.Linear(1, 1), f"model.layers.{name}")
-        return scheme is not None and scheme["weights"].num_bits == scheme["input_activations"].num_bits == 8
+        if scheme is not None:
+            of_weights, of_inputs = scheme["weights"], scheme["input_activations"]
+            assert of_weights.type == of_inputs.type == numbers and of_weights.num_bits == of_inputs.num_bits == 8
+            assert (of_weights.strategy, of_inputs.strategy) == ("channel", "token")
+        return scheme is not None
 
-    assert is_int8("1.mlp.experts.0.gate_proj") and is_int8("0.self_attn.q_proj") and is_int8("0.mlp.gate_up_proj")
-    assert not is_int8("0.mlp.experts.0.gate_proj") and not is_int8("0.mlp.experts.12.down_proj")
-    assert not is_int8("0.mlp.gate") and not is_int8("1.self_attn.q_proj")
+    assert read.quant_format == stored_as
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda _: DeviceCapability(9, 0))
+    with set_current_vllm_config(VllmConfig(model_config=args.create_model_config())):
+        chosen = read.get_scheme(torch.nn.Linear(1, 1), "model.layers.0.self_attn.q_proj")
+    assert type(chosen) is scheme_class
+
+    assert is_quantized("1.mlp.experts.0.gate_proj") and is_quantized("0.self_attn.q_proj")
+    assert is_quantized("0.mlp.gate_up_proj") and not is_quantized("0.mlp.experts.0.gate_proj")
+    assert not is_quantized("0.mlp.experts.12.down_proj")
+    assert not is_quantized("0.mlp.gate") and not is_quantized("1.self_attn.q_proj")
 
 
 @pytest.mark.parametrize("quant", ["fp8_block", "none"])

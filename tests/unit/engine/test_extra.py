@@ -173,9 +173,12 @@ class TestBatchInvariance:
         with pytest.raises(ValueError, match="no batch-invariant kernels for the CPU"):
             engine_args(config_of(tmp_path, **ASKED), (), has_tokenizer=False)
 
-    def test_it_is_refused_for_experts_in_fp8(self) -> None:
+    @pytest.mark.parametrize("weights", ["fp8_block", "fp8_channel"])
+    def test_it_is_refused_for_experts_in_fp8(self, weights: str) -> None:
+        asked = config_of(**ASKED).model_dump()
+        config = ServiceConfig.model_validate({**asked, "quant": {"weights": weights}})
         with pytest.raises(ValueError, match=r"experts in FP8.*quant\.weights: none"):
-            refuse_batch_invariance(config_of(**ASKED), on_cpu=False, has_experts=True)
+            refuse_batch_invariance(config, on_cpu=False, has_experts=True)
 
     def test_it_is_taken_where_vllm_keeps_it(self) -> None:
         """None of these raises."""

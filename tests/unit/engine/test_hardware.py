@@ -7,6 +7,7 @@ import pytest
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.hardware import FLASH_ATTENTION_4, Attention, Capability, require_fit, why_unfit
 
+FP8_BY_CHANNEL = {"quant": {"weights": "fp8_channel"}, "kv_cache": {"dtype": "bfloat16"}}
 INT8 = {"quant": {"weights": "int8_channel"}, "kv_cache": {"dtype": "bfloat16"}}
 BF16 = {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16"}}
 BY_TRITON = {"engine": {"linear_backend": "triton", "attention_backend": "TRITON_ATTN"}}
@@ -25,6 +26,8 @@ def config(**sections: dict[str, Any]) -> ServiceConfig:
         ((12, 0), INT8 | {"engine": {"linear_backend": "triton"}}),
         ((8, 9), BF16),
         ((8, 9), BY_TRITON),
+        ((8, 9), FP8_BY_CHANNEL),
+        ((12, 0), FP8_BY_CHANNEL),
         ((9, 0), {}),
         ((9, 0), BY_TRITON),
         ((10, 0), {}),
@@ -43,8 +46,9 @@ def test_a_gpu_that_has_what_is_asked_for_is_fit(capability: Capability, section
         ((8, 0), {}, "no FP8", "quant.weights: int8_channel, or none, and kv_cache.dtype: bfloat16"),
         ((8, 6), BF16_CACHE, "no FP8", "quant.weights: int8_channel, or none, and"),
         ((10, 0), INT8, "CUTLASS multiplies no INT8", "engine.linear_backend: triton, or quant.weights: fp8_block"),
+        ((8, 6), FP8_BY_CHANNEL, "no FP8", "quant.weights: int8_channel, or none, and"),
         ((8, 6), BF16 | {"kv_cache": {"dtype": "auto"}}, "no FP8", "kv_cache.dtype: bfloat16"),
-        ((8, 9), BF16_CACHE, "Marlin", "engine.linear_backend: triton, or quant.weights: none"),
+        ((8, 9), BF16_CACHE, "Marlin", "engine.linear_backend: triton, or quant.weights: fp8_channel, or none"),
         ((8, 9), {"engine": {"linear_backend": "cutlass"}}, "cutlass multiplies FP8 blocks from 9.0 on", "triton"),
         ((8, 9), {"quant": {"weights": "none"}}, "FlashAttention reads no FP8 cache", "TRITON_ATTN, or kv_cache.dtype"),
         ((12, 0), {}, "FlashAttention reads no FP8 cache", "TRITON_ATTN"),

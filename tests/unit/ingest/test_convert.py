@@ -16,7 +16,7 @@ from rollout_service.model.convert import Converter, Named
 from rollout_service.protocol.experts import ExpertNaming
 from rollout_service.protocol.upload import TrainerRecipe, UploadTensor
 from rollout_service.quant.blockwise import quantize_blockwise
-from rollout_service.quant.channelwise import quantize_channelwise
+from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, WeightFormat
 from rollout_service.quant.quantizer import Quantizer
 from rollout_service.quant.verdicts import Verdicts
 from tests.unit.ingest.trainer import begin_of
@@ -29,6 +29,7 @@ RECIPE = TrainerRecipe(
     experts=ExpertNaming(),
 )
 INT8 = RECIPE.model_copy(update={"weights": "int8_channel"})
+FP8_BY_CHANNEL = RECIPE.model_copy(update={"weights": "fp8_channel"})
 WEIGHTS = {
     "embed": torch.randn(7, 5),
     "q": torch.randn(130, 200).bfloat16(),
@@ -251,29 +252,43 @@ class TestRefused:
         [(_, kept)] = Converter(RECIPE.model_copy(update={"scales": "power_of_two"})).convert([("q_scale_inv", scales)])
         assert torch.equal(kept, scales)
 
-    def test_int8_codes_and_scales_stand_under_the_names_of_compressed_tensors(self) -> None:
-        converter = Converter(INT8)
+    @pytest.mark.parametrize(("form", "recipe"), [(INT8_CHANNEL, INT8), (FP8_CHANNEL, FP8_BY_CHANNEL)])
+    def test_codes_and_scales_of_channels_stand_under_the_names_of_compressed_tensors(
+        self, form: WeightFormat, recipe: TrainerRecipe
+    ) -> None:
+        converter = Converter(recipe)
         stored = dict(converter.convert(WEIGHTS.items()))
-        codes, scales = quantize_channelwise(WEIGHTS["q"])
-        assert torch.equal(stored["q"], codes) and torch.equal(stored["q_scale"], scales)
+        codes, scales = form.quantize(WEIGHTS["q"])
+        assert stored["q"].dtype == form.dtype and torch.equal(stored["q"].float(), codes.float())
+        assert torch.equal(stored["q_scale"], scales)
         up = f"{EXPERTS}.2.up_proj.weight"
-        assert torch.equal(stored[up], quantize_channelwise(WEIGHTS[f"{EXPERTS}.gate_up_proj"][2, 128:])[0])
+        of_up = form.quantize(WEIGHTS[f"{EXPERTS}.gate_up_proj"][2, 128:])[0]
+        assert torch.equal(stored[up].float(), of_up.float())
         assert stored[f"{up}_scale"].shape == (128, 1)
         sent = [UploadTensor(name=n, dtype="bfloat16", shape=tuple(w.shape)) for n, w in WEIGHTS.items()]
         table = converter.table(sent)
         assert {t.name: (getattr(torch, t.dtype), t.shape) for t in table} == {
             name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()
         }
-        assert dict(Converter(INT8).convert(stored.items())).keys() == stored.keys()
+        assert dict(Converter(recipe).convert(stored.items())).keys() == stored.keys()
 
     def test_int8_codes_and_scales_that_no_weight_has_are_named(self) -> None:
-        codes, scales = quantize_channelwise(WEIGHTS["q"])
+        codes, scales = INT8_CHANNEL.quantize(WEIGHTS["q"])
         codes[3, 7] = -128
         with pytest.raises(QuantizationError, match=r"q\[3, 7\] is -128, a code beyond those that are symmetric"):
             list(Converter(INT8).convert([("q", codes)]))
         scales[2] = 0
         with pytest.raises(QuantizationError, match=r"q_scale\[2, 0\] is 0, a channel scale that is not a positive"):
             list(Converter(INT8).convert([("q_scale", scales)]))
+
+    def test_fp8_codes_and_scales_of_channels_that_no_weight_has_are_named(self) -> None:
+        codes, scales = FP8_CHANNEL.quantize(WEIGHTS["q"])
+        codes.view(torch.uint8)[3, 7] = 0xFF
+        with pytest.raises(QuantizationError, match=r"q\[3, 7\] is nan, a code for NaN"):
+            list(Converter(FP8_BY_CHANNEL).convert([("q", codes)]))
+        scales[2] = 1e37
+        with pytest.raises(QuantizationError, match=r"q_scale\[2, 0\] is 1e\+37, a channel scale above 7\.566e\+35"):
+            list(Converter(FP8_BY_CHANNEL).convert([("q_scale", scales)]))
 
     def test_codes_of_another_format_are_refused(self) -> None:
         with pytest.raises(InvalidManifest, match=r"q came as .*float8_e4m3fn codes, but it becomes int8 here"):

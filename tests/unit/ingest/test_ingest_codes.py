@@ -14,6 +14,7 @@ from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.convert import Converter
 from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.quant.blockwise import dequantize_blockwise
+from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, WeightFormat
 from rollout_service.store.log import WeightLog
 from tests.support.models import make_model
 from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, folder_weights
@@ -58,14 +59,15 @@ class TestCodes:
         assert begin_of(2, codes).nbytes < 0.6 * begin_of(1, sent).nbytes
         assert (await trainer.push(1, sent)).digest == (await trainer.push(2, codes)).digest
 
-    async def test_int8_codes_and_scales_make_the_same_version_as_the_weights(
-        self, model: Path, tmp_path: Path, weights: Weights
+    @pytest.mark.parametrize("form", [FP8_CHANNEL, INT8_CHANNEL], ids=lambda form: form.name)
+    async def test_codes_and_scales_of_channels_make_the_same_version_as_the_weights(
+        self, form: WeightFormat, model: Path, tmp_path: Path, weights: Weights
     ) -> None:
-        ingest = Ingest(config_of(model, tmp_path / "log", quant={"weights": "int8_channel"}))
+        ingest = Ingest(config_of(model, tmp_path / "log", quant={"weights": form.name}))
         await ingest.start()
         codes, manifest = await quantized(ingest, weights), WeightLog(tmp_path / "log").manifest(0)
-        assert (manifest.recipe.weights, manifest.recipe.block) == ("int8_channel", None)
-        assert {t.dtype for t in manifest.tensors if t.name == UP_PROJ} == {"int8"}
+        assert (manifest.recipe.weights, manifest.recipe.block) == (form.name, None)
+        assert {t.dtype for t in manifest.tensors if t.name == UP_PROJ} == {form.codes}
         assert codes[f"{UP_PROJ}_scale"].shape == (codes[UP_PROJ].shape[0], 1)
         assert (await Trainer(ingest).push(1, codes)).digest == manifest.digest
         assert (await Trainer(ingest).push(2, weights)).digest == manifest.digest

@@ -18,7 +18,7 @@ from rollout_service.config.engine import QuantConfig
 from rollout_service.model.families import FUSED, Heads, engine_modules
 from rollout_service.model.quant_plan import QuantPlan, plan
 from rollout_service.quant.blockwise import BLOCK
-from rollout_service.quant.formats import INT8_CHANNEL
+from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL
 
 Linears = dict[str, tuple[int, int]]
 
@@ -136,12 +136,14 @@ class TestIndivisible:
         assert "up_proj" not in message and "quant.indivisible: keep_bf16" in message and "lower" not in message
 
     def test_channels_need_no_blocks_but_gpus_whole_rows_and_heads(self) -> None:
-        int8, linears = QuantConfig(weights="int8_channel"), {"a.gate_proj": (130, 100), "a.up_proj": (130, 100)}
-        planned = plan(linears, int8, 2)
-        assert planned.quantized == {"a.gate_proj.weight", "a.up_proj.weight"}
-        assert planned.form is INT8_CHANNEL and planned.not_converted == ()
-        with pytest.raises(ValueError, match="dimension of 130 cannot be divided between 4 GPUs"):
-            plan(linears, int8, 4)
+        linears = {"a.gate_proj": (130, 100), "a.up_proj": (130, 100)}
+        for form in (FP8_CHANNEL, INT8_CHANNEL):
+            config = QuantConfig(weights=form.name)
+            planned = plan(linears, config, 2)
+            assert planned.quantized == {"a.gate_proj.weight", "a.up_proj.weight"}
+            assert planned.form is form and planned.not_converted == ()
+            with pytest.raises(ValueError, match="dimension of 130 cannot be divided between 4 GPUs"):
+                plan(linears, config, 4)
 
     def test_a_module_that_does_not_divide_may_be_skipped(self) -> None:
         assert plan({"a.o_proj": (130, 128)}, QuantConfig(skip=("a.o_proj",))).not_converted == ("a.o_proj",)

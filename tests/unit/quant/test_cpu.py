@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 
 from rollout_service.quant.blockwise import quantize_blockwise
-from rollout_service.quant.channelwise import quantize_channelwise
 from rollout_service.quant.cpu import quantize_channels_cpu, quantize_cpu
+from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL
 from tests.support.matrices import every_pair_of_mantissas, weights
 
 
@@ -17,11 +17,13 @@ def assert_bytes_of_the_reference(weight: torch.Tensor, power_of_two: bool = Fal
     assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
 
 
-def assert_int8_of_the_reference(weight: torch.Tensor) -> None:
-    codes, scales = quantize_channels_cpu(weight)
-    expected_codes, expected_scales = quantize_channelwise(weight)
-    assert torch.equal(scales, expected_scales)
-    assert torch.equal(codes, expected_codes)
+def assert_channels_of_the_reference(weight: torch.Tensor) -> None:
+    for form in (FP8_CHANNEL, INT8_CHANNEL):
+        codes, scales = quantize_channels_cpu(weight, dtype=form.dtype)
+        expected_codes, expected_scales = form.quantize(weight)
+        assert codes.dtype == expected_codes.dtype == form.dtype
+        assert torch.equal(scales, expected_scales)
+        assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
 
 
 @settings(deadline=None, max_examples=150)
@@ -38,14 +40,14 @@ def test_power_of_two_scales_are_bit_for_bit_the_references(weight: torch.Tensor
 
 @settings(deadline=None, max_examples=150)
 @given(weights(views=True, stacked=True))
-def test_int8_codes_and_scales_are_bit_for_bit_the_references(weight: torch.Tensor) -> None:
-    assert_int8_of_the_reference(weight)
+def test_codes_and_scales_of_channels_are_bit_for_bit_the_references(weight: torch.Tensor) -> None:
+    assert_channels_of_the_reference(weight)
 
 
 def test_every_pair_of_mantissas_is_divided_as_in_the_reference() -> None:
     assert_bytes_of_the_reference(every_pair_of_mantissas())
     of_rows = every_pair_of_mantissas().view(128, 128, 128).transpose(0, 1).reshape(128, -1)
-    assert_int8_of_the_reference(of_rows)
+    assert_channels_of_the_reference(of_rows)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -54,7 +56,7 @@ def test_the_number_of_threads_changes_nothing(threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         assert_bytes_of_the_reference(torch.randn(2, 700, 130))
-        assert_int8_of_the_reference(torch.randn(2, 700, 130))
+        assert_channels_of_the_reference(torch.randn(2, 700, 130))
     finally:
         torch.set_num_threads(before)
 
@@ -65,4 +67,5 @@ def test_only_the_block_with_a_bad_weight_gets_the_scale_nan(bad: float) -> None
     weight[200, 5] = bad
     nan = quantize_cpu(weight)[1].isnan()
     assert nan.nonzero().tolist() == [[1, 0]]
-    assert quantize_channels_cpu(weight)[1].isnan().nonzero().tolist() == [[200, 0]]
+    for form in (FP8_CHANNEL, INT8_CHANNEL):
+        assert quantize_channels_cpu(weight, dtype=form.dtype)[1].isnan().nonzero().tolist() == [[200, 0]]

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout_service.ingest.ingest import Ingest
+from rollout_service.protocol.tensors import QuantWeights
 from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.quant.blockwise import dequantize_blockwise, quantize_blockwise
 from rollout_service.quant.fake_quant import fake_quant, through_groups
@@ -136,6 +137,11 @@ class TestRefused:
     def test_a_service_that_quantizes_nothing(self) -> None:
         with pytest.raises(ValueError, match="quantizes nothing"):
             fake_quant(nn.Linear(128, 128), TrainerRecipe(weights="none"))
+
+    @pytest.mark.parametrize("weights", ["fp8_channel", "int8_channel"])
+    def test_a_service_whose_scales_are_of_channels(self, weights: QuantWeights) -> None:
+        with pytest.raises(ValueError, match=f"quantizes to {weights}, and fake_quant computes in fp8_block alone"):
+            fake_quant(nn.Linear(128, 128), TrainerRecipe(weights=weights, quantized=("weight",)))
 
     def test_a_model_that_lacks_what_is_quantized(self) -> None:
         recipe = TrainerRecipe(weights="fp8_block", quantized=("weight", "model.b.weight", "model.a.weight"))

@@ -1,9 +1,12 @@
-"""INT8 products on the CPU are those of vLLM's quantized inputs with the decoded weights, of the newest load."""
+"""Products on the CPU are those of vLLM's quantized inputs with the decoded weights, of the newest load."""
 
+import pytest
 import torch
+from vllm.config import VllmConfig, set_current_vllm_config
 
-from rollout_service.engine.cpu.channel_linear import CpuChannelLinearMethod, through_int8
-from rollout_service.quant.channelwise import dequantize_channelwise, quantize_channelwise
+from rollout_service.engine.cpu.channel_linear import THROUGH_CODES, CpuChannelLinearMethod, through_fp8, through_int8
+from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, WeightFormat
+from rollout_service.vllm_internals import GroupShape, QuantFP8
 
 BF16_STEP = 2**-8
 
@@ -19,17 +22,32 @@ def test_each_token_has_a_scale_of_its_own_and_codes_up_to_127() -> None:
     assert ((rounded[:4] - inputs[:4].float()).abs() <= 0.5001 * largest / 127).all()
 
 
-def test_inputs_are_quantized_biases_are_added_and_a_reload_replaces_weights() -> None:
+def test_fp8_inputs_are_those_of_vllm_but_for_quotients_beside_a_tie() -> None:
+    """vLLM's own for the CPU multiplies with the reciprocal, as what torch.compile makes of it on a GPU does; its CUDA
+    kernel, which experts and eager engines have, divides."""
+    inputs = torch.randn(200, 300).bfloat16() * torch.logspace(-30, 30, 200).bfloat16()[:, None]
+    inputs[7] = 0
+    with set_current_vllm_config(VllmConfig()):
+        codes, scales = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN).forward_native(inputs)
+    ours, vllms = through_fp8(inputs), codes.float() * scales
+    assert torch.equal(ours.abs().amax(-1), vllms.abs().amax(-1))
+    neighbours = (ours - vllms).abs() <= 0.126 * inputs.float().abs() + scales * 2**-9
+    assert neighbours.all() and (ours != vllms).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("form", [FP8_CHANNEL, INT8_CHANNEL], ids=lambda form: form.name)
+def test_inputs_are_quantized_biases_are_added_and_a_reload_replaces_weights(form: WeightFormat) -> None:
     generator = torch.Generator().manual_seed(0)
-    method, layer, inputs = CpuChannelLinearMethod(), torch.nn.Module(), torch.randn(7, 100, generator=generator)
+    method, layer, inputs = CpuChannelLinearMethod(form), torch.nn.Module(), torch.randn(7, 100, generator=generator)
     bias = torch.randn(30, generator=generator).bfloat16()
     for _ in range(2):
-        codes, scales = quantize_channelwise(torch.randn(30, 100, generator=generator))
+        codes, scales = form.quantize(torch.randn(30, 100, generator=generator))
         layer.weight = torch.nn.Parameter(codes, requires_grad=False)
         layer.weight_scale = torch.nn.Parameter(scales, requires_grad=False)
         method.process_weights_after_loading(layer)
         output = method.apply(layer, inputs.bfloat16(), bias).float()
-        expected = through_int8(inputs.bfloat16()) @ dequantize_channelwise(codes, scales).T + bias.float()
-        w8a16 = inputs.bfloat16().float() @ dequantize_channelwise(codes, scales).T + bias.float()
+        rounded, decoded = THROUGH_CODES[form.name](inputs.bfloat16()), form.dequantize(codes, scales)
+        expected = rounded @ decoded.T + bias.float()
+        w8a16 = inputs.bfloat16().float() @ decoded.T + bias.float()
         assert ((output - expected).abs() <= BF16_STEP * expected.abs() + 1e-6).all()
         assert (output - w8a16).abs().mean() > 2 * (output - expected).abs().mean()
