@@ -131,6 +131,18 @@ BENCHMARKS = (
     Benchmark(
         "gpu_tests",
         headlines.gpu_tests,
+        "--name tests_gpu_engine tests/gpu/test_engine.py tests/gpu/test_staging.py tests/gpu/test_sleep.py",
+        result="tests_gpu_engine",
+    ),
+    Benchmark(
+        "gpu_tests",
+        headlines.gpu_tests,
+        "--name tests_gpu_fake_quant tests/gpu/test_fake_quant.py",
+        result="tests_gpu_fake_quant",
+    ),
+    Benchmark(
+        "gpu_tests",
+        headlines.gpu_tests,
         "--name tests_gpu_attention tests/gpu/test_fp8_decode.py tests/gpu/test_group_attention.py",
         result="tests_gpu_attention",
     ),

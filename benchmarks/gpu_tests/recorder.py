@@ -14,6 +14,7 @@ class Recorder:
     def __init__(self, write: Callable[[dict[str, Any]], object]) -> None:
         self._write = write
         self._cases: dict[str, dict[str, Any]] = {}
+        self._ended: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """pytest's hook: set-up, call and tear-down of one test have each a report."""
@@ -26,10 +27,11 @@ class Recorder:
             why = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
             case["why"] = str(why)[-2000:]
         if report.when == "teardown":
+            self._ended.add(report.nodeid)
             self._write(self.content())
 
     def content(self) -> dict[str, Any]:
-        """What a result file says."""
-        cases = list(self._cases.values())
+        """What a result file says: of tests that have ended. Several may run at once, and be cut off."""
+        cases = [case for name, case in self._cases.items() if name in self._ended]
         counts = {outcome: sum(case["outcome"] == outcome for case in cases) for outcome in OUTCOMES}
         return counts | {"tests": cases}
