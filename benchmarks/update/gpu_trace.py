@@ -13,6 +13,7 @@ from benchmarks.common.results import Json
 
 BEGIN, END = "/benchmark/gpu-trace/begin", "/benchmark/gpu-trace/end"
 KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
+CALLS = ("cuda_runtime", "cuda_driver")
 
 
 def add_gpu_trace(app: FastAPI) -> None:
@@ -39,21 +40,32 @@ def add_gpu_trace(app: FastAPI) -> None:
 
 def summary(events: Iterable[dict[str, Any]], top: int = 25) -> Json:
     """Of a Chrome trace: seconds from the first to the last thing that the GPU did, those in which it did any, and of
-    each kernel and kind of copy its count, its seconds (together: they overlap) and a copy's bytes."""
-    events = [event for event in events if event.get("cat") in KINDS]
+    each kernel and kind of copy its count, its seconds (together: they overlap) and a copy's bytes. ``calls``: likewise
+    of CUDA's functions, in which threads of the host were, of all threads together."""
+    all_events = list(events)
+    events = [event for event in all_events if event.get("cat") in KINDS]
     if not events:
         return {}
-    found: dict[str, dict[str, float]] = {}
-    for event in events:
-        name = event["name"][:80]
-        one = found.setdefault(name, {"count": 0, "seconds": 0.0, "bytes": 0})
-        one["count"] += 1
-        one["seconds"] += event["dur"] / 1e6
-        one["bytes"] += event.get("args", {}).get("bytes", 0)
+    work, calls = _added_up(events), _added_up(event for event in all_events if event.get("cat") in CALLS)
     begin, end, busy = min(e["ts"] for e in events), max(e["ts"] + e["dur"] for e in events), 0.0
     until = begin
     for start, stop in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
         busy += max(0.0, stop - max(start, until))
         until = max(until, stop)
-    largest = sorted(found.items(), key=lambda item: -item[1]["seconds"])[:top]
-    return {"span_s": (end - begin) / 1e6, "busy_s": busy / 1e6, "work": dict(largest)}
+    return {
+        "span_s": (end - begin) / 1e6,
+        "busy_s": busy / 1e6,
+        "work": dict(list(work.items())[:top]),
+        "calls": dict(list(calls.items())[:top]),
+    }
+
+
+def _added_up(events: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """By name, the one that took longest first."""
+    found: dict[str, dict[str, float]] = {}
+    for event in events:
+        one = found.setdefault(event["name"][:80], {"count": 0, "seconds": 0.0, "bytes": 0})
+        one["count"] += 1
+        one["seconds"] += event["dur"] / 1e6
+        one["bytes"] += event.get("args", {}).get("bytes", 0)
+    return dict(sorted(found.items(), key=lambda item: -item[1]["seconds"]))

@@ -138,7 +138,7 @@ class Converter:
         """
         if not batch or not all(lies_on_gpu(tensor) for _, tensor in batch):
             return False
-        is_sound = torch.stack([self._soundness(name, tensor) for name, tensor in batch]).all()
+        is_sound = self._are_sound(batch)
         if verdicts is None:
             return bool(is_sound)
         verdicts.ask(is_sound, lambda: self._require_all_sound(batch))
@@ -148,14 +148,19 @@ class Converter:
         for name, tensor in batch:
             self._require_sound(name, tensor)
 
-    def _soundness(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Whether its numbers are what they may be: bool [], where the tensor lies."""
-        if is_codes(tensor):
-            return _are_numbers(tensor, self._form).all()
-        if name in self._scales:
-            conditions = _scale_conditions(tensor, self._form, self._power_of_two)
-            return torch.stack([sound.all() for sound, _ in conditions]).all()
-        return are_finite(tensor)
+    def _are_sound(self, batch: Sequence[Named]) -> torch.Tensor:
+        """Whether their numbers are what they may be: bool [], where the tensors lie."""
+        found, weights = [], []
+        for name, tensor in batch:
+            if is_codes(tensor):
+                found.append(_are_numbers(tensor, self._form).all())
+            elif name in self._scales:
+                found += [sound.all() for sound, _ in _scale_conditions(tensor, self._form, self._power_of_two)]
+            else:
+                weights.append(tensor)
+        if weights:
+            found.append(are_finite(weights))
+        return torch.stack(found).all()
 
     def _kept(self, name: str, tensor: torch.Tensor, *, is_sound: bool) -> torch.Tensor:
         """As it is stored. ``is_sound``: its numbers were looked at. Raises QuantizationError, InvalidManifest."""
@@ -170,7 +175,7 @@ class Converter:
         return tensor if are_codes else tensor.to(_TORCH[self._kept_dtype(name)])
 
     def _require_sound(self, name: str, tensor: torch.Tensor) -> None:
-        """Raises QuantizationError if ``_soundness`` is not there, for the first number that is at fault."""
+        """Raises QuantizationError if ``_are_sound`` says no, for the first number that is at fault."""
         if is_codes(tensor):
             _require_numbers(name, tensor, self._form)
         elif name in self._scales:

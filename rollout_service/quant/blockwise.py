@@ -9,6 +9,8 @@ and the engine computes with w ≈ q·s. The scale is stored under ``<name>_scal
 format's (DeepSeek-V3), although it is the factor a code is multiplied by.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -22,8 +24,6 @@ AMAX_FLOOR = 1e-12
 CODES = torch.float8_e4m3fn
 _EXPONENT_BF16 = 0x7F80
 """All ones: NaN or infinity."""
-_ON_GPU = 16 << 20
-"""Elements of a tensor that are looked at in one go."""
 _PIECE_BYTES = 1 << 18
 
 
@@ -86,7 +86,7 @@ def require_finite(weight: torch.Tensor, name: str) -> None:
 def _is_finite_bf16(weight: torch.Tensor) -> bool:
     """Whether these are on a GPU, or BF16 on the CPU, and all finite."""
     if weight.is_cuda:
-        return bool(are_finite(weight))
+        return bool(are_finite([weight]))
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
         return False
     numbers = weight.detach().reshape(-1).view(torch.int16).numpy()
@@ -94,12 +94,20 @@ def _is_finite_bf16(weight: torch.Tensor) -> bool:
     return not any(in_threads(lambda piece: any_has_all_bits(numbers[piece], _EXPONENT_BF16), pieces))
 
 
-def are_finite(weight: torch.Tensor) -> torch.Tensor:
-    """Whether all are, rounded to BF16: bool [] on the weight's device, which nobody has waited for."""
-    # in pieces: torch takes several times the bytes of what it looks at, and an embedding has a GB
-    flat = weight.detach().reshape(-1)
-    found = [torch.isfinite(flat[piece].to(torch.bfloat16)).all() for piece in stretches(flat.numel(), _ON_GPU)]
-    return torch.stack(found).all() if found else torch.ones((), dtype=torch.bool, device=weight.device)
+def are_finite(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Whether all numbers of these are, rounded to BF16: bool [] on their device, which nobody has waited for.
+
+    A kernel for each, and a few for all: rounding keeps the order, and ``aminmax`` hands NaN on.
+    """
+    extremes = [
+        extreme.to(torch.bfloat16)
+        for weight in weights
+        if weight.numel()
+        for extreme in torch.aminmax(weight.detach().reshape(-1))
+    ]
+    if not extremes:
+        return torch.ones((), dtype=torch.bool, device=weights[0].device if weights else None)
+    return torch.isfinite(torch.stack(extremes)).all()
 
 
 def any_has_all_bits(numbers: npt.NDArray[np.integer], bits: int) -> bool:

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_service.errors import QuantizationError
-from rollout_service.quant.blockwise import BLOCK, dequantize_blockwise, quantize_blockwise, require_finite, scale_shape
+from rollout_service.quant.blockwise import (
+    BLOCK,
+    are_finite,
+    dequantize_blockwise,
+    quantize_blockwise,
+    require_finite,
+    scale_shape,
+)
 from tests.support.matrices import VIEWS, weights
 from tests.unit.quant import e4m3
 
@@ -174,3 +181,21 @@ class TestRefused:
     def test_what_is_no_matrix_is_refused(self, shape: tuple[int, ...]) -> None:
         with pytest.raises(QuantizationError, match=f"bias has {len(shape)} dimensions"):
             quantize_blockwise(torch.zeros(shape), "bias")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_one_look_at_several_weights_finds_a_number_that_is_none_anywhere(dtype: torch.dtype, value: float) -> None:
+    weights = [torch.randn(3, 700).to(dtype), torch.zeros(0, 4, dtype=dtype), torch.randn(5, dtype=torch.bfloat16)]
+    assert bool(are_finite(weights)) and bool(are_finite([])) and bool(are_finite(weights[1:2]))
+    for weight in (weights[0], weights[2]):
+        for index in (0, weight.numel() // 2, weight.numel() - 1):
+            before = weight.view(-1)[index].item()
+            weight.view(-1)[index] = value
+            assert not bool(are_finite(weights))
+            weight.view(-1)[index] = before
+
+
+def test_a_number_that_is_none_once_it_is_rounded_is_none() -> None:
+    assert bool(are_finite([torch.tensor([torch.finfo(torch.bfloat16).max])]))
+    assert not bool(are_finite([torch.tensor([1.0, -torch.finfo(torch.float32).max])]))
