@@ -1,7 +1,7 @@
 """A stream of CUDA for each thread: of one for all, copies to the GPU and from it would wait for each other.
 
-And small copies that do not wait: where several processes share a GPU it serves them in turns, and every wait for it
-takes milliseconds, whatever is waited for.
+And small copies that do not wait: a thread that waits queues nothing meanwhile, and where several processes share a
+GPU it serves them in turns.
 """
 
 import threading

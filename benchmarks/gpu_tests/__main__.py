@@ -7,6 +7,9 @@
     python -m benchmarks.gpu_tests --name tests_gpu_routes tests/gpu/test_routed_experts.py
     python -m benchmarks.gpu_tests --name tests_gpu_memory tests/gpu/test_cuda_ipc.py tests/gpu/test_digests.py \
         tests/gpu/test_staging.py
+    python -m benchmarks.gpu_tests --name tests_gpu_engine tests/gpu/test_engine.py tests/gpu/test_staging.py \
+        tests/gpu/test_sleep.py
+    python -m benchmarks.gpu_tests --name tests_gpu_fake_quant tests/gpu/test_fake_quant.py
     python -m benchmarks.gpu_tests --name tests_gpu_attention tests/gpu/test_fp8_decode.py \
         tests/gpu/test_group_attention.py
 

@@ -1,6 +1,6 @@
 """Draws where the seconds of one update went, a bar for each case of ``benchmarks.update.live``.
 
-    python -m benchmarks.update.waterfall [--machine-name h200] [--model qwen3-8b] [--picture docs/update.png]
+    python -m benchmarks.update.waterfall [--model qwen3-8b] [--picture docs/update.png]
 
 Medians of a case's pushes, in the order of time: until the trainer's last byte was taken (received, quantized and
 stored meanwhile; of ``path`` and ``nccl`` that is not known, and their bars begin with the next); until the version was
@@ -32,8 +32,8 @@ AIM_S = {"qwen3-8b": 0.5, "qwen3-30b-a3b": 1.5}
 class PictureOptions(Options):
     """What is drawn."""
 
-    machine_name: str = "h200"
-    """Whose results."""
+    machine_name: tuple[str, ...] = ("h200", "2x-h200")
+    """Whose results; may be repeated."""
     model: str = "qwen3-8b"
     """Of which."""
     picture: Path = PROJECT / "docs" / "update.png"
@@ -82,11 +82,13 @@ def draw(cases: list[dict[str, Any]], picture: Path) -> None:
 def main(options: PictureOptions) -> None:
     """Draw them."""
     cases = [
-        case for case in results.cases(RESULT, machine_name=options.machine_name) if case["model"] == options.model
+        case
+        for name in options.machine_name
+        for case in results.cases(RESULT, machine_name=name)
+        if case["model"] == options.model and case["push_s"]
     ]
-    cases = [case for case in cases if case["push_s"]]
     if not cases:
-        raise SystemExit(f"no case of {options.model} in {results.path(RESULT, machine_name=options.machine_name)}")
+        raise SystemExit(f"no case of {options.model} in {RESULT}.json of {', '.join(options.machine_name)}")
     draw(sorted(cases, key=lambda case: case.get("staging", "auto") != "auto"), options.picture)
 
 

@@ -85,11 +85,13 @@ class ConnectionThreads:
 
     def _begin(self, connection: socket.socket, peer: tuple[str, int]) -> None:
         with self._changed:
+            ending: socket.socket | None = None
             while len(self._open) >= self._most and not self._stopping.is_set():
-                longest = next((idle for idle in self._idle if not _has_come(idle)), None)
-                if longest is not None:
-                    del self._idle[longest]
-                    _shut(longest)
+                if ending not in self._open:  # or each wake-up would end one more before the first one is gone
+                    ending = next((idle for idle in self._idle if not _has_come(idle)), None)
+                    if ending is not None:
+                        del self._idle[ending]
+                        _shut(ending)
                 self._changed.wait()
             if self._stopping.is_set():
                 connection.close()

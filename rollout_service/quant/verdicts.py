@@ -1,8 +1,7 @@
 """Whether numbers on a GPU are what they may be: asked for many tensors, and seen with one wait for all of them.
 
-A wait for a GPU is more than the GPU's time: the thread gives the interpreter away and takes its turn to get it back,
-and nothing is queued meanwhile. On an H200 an ingest that waited four times for a group of tensors had its GPU busy for
-a quarter of the time.
+While a thread waits it queues nothing. On an H200 an ingest that waited four times for a group of tensors had its GPU
+busy for a quarter of the time.
 """
 
 from collections.abc import Callable

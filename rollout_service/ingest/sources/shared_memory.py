@@ -31,8 +31,8 @@ _MOST_MEMORIES = 16
 _HOST_BYTES, _GPU_BYTES = 32 << 20, 128 << 20
 """What one thread converts at a time. Of the host's memory: hashing is what takes longest. Of a GPU's: launches."""
 GPU_THREADS = 3
-"""That convert what comes from a GPU. They only launch, and wait for the interpreter and for each other: on an H200
-eight took 0.95 s for 16.4 GB, and three 0.77."""
+"""That convert what comes from a GPU. They launch and wait, and are in each other's way: on an H200 eight took 0.95 s
+for 16.4 GB, and three 0.77."""
 
 
 class MappedMemory(Protocol):
