@@ -119,7 +119,7 @@ async def test_slime_updates_by_disk_and_gets_back_what_it_aborted(
 async def test_aborting_everything_returns_it_and_goes_on(client: RolloutClient, http: httpx.AsyncClient) -> None:
     under_way = asyncio.create_task(
         # longer than the other tests': what is seen running must not have come to its end before the abort does
-        http.post("/generate", json={"input_ids": [5, 6], "sampling_params": {**LONG, "max_new_tokens": 1000, "n": 8}})
+        http.post("/generate", json={"input_ids": [5, 6], "sampling_params": {**LONG, "max_new_tokens": 500, "n": 8}})
     )
     await running(client, 8)
     assert (await http.post("/abort_request", json={"abort_all": True})).status_code == 200
