@@ -38,11 +38,11 @@ def serve_ingest(log: Path, folder: Path, port: int, *, on_gpu: bool = False) ->
 
 
 async def _serve_ingest(log: Path, folder: Path, port: int, on_gpu: bool) -> None:
-    weights = {
-        "root": log, "source_roots": [folder], "part_bytes": PART_BYTES, "ingest_num_gpus": float(on_gpu)
-    }  # fmt: skip
-    quant = {"device": "cuda" if on_gpu else "cpu"}
-    config = ServiceConfig.model_validate({"model": {"path": folder / "model"}, "weights": weights, "quant": quant})
+    weights: dict[str, object] = {"root": log, "source_roots": [folder], "part_bytes": PART_BYTES}
+    sections: dict[str, object] = {"model": {"path": folder / "model"}, "weights": weights}
+    if on_gpu:
+        weights["ingest_num_gpus"], sections["quant"] = 1.0, {"device": "cuda"}
+    config = ServiceConfig.model_validate(sections)
     ingest, authorizer = Ingest(config), Authorizer(None)
     uploads = UploadServer(ingest, authorizer, "127.0.0.1")
     uploads.start()
@@ -50,7 +50,8 @@ async def _serve_ingest(log: Path, folder: Path, port: int, on_gpu: bool) -> Non
     await ingest.start()
     async with httpx.AsyncClient() as http:
         app = create_app(services_of(ingest, config, authorizer, http))
-        add_gpu_trace(app)
+        if on_gpu:
+            add_gpu_trace(app)
         await _serve(app, port)
 
 

@@ -18,11 +18,6 @@ class Verdicts:
         self._asked: list[tuple[torch.Tensor, Callable[[], object]]] = []
         self._on_host: torch.Tensor | None = None
 
-    @property
-    def are_pending(self) -> bool:
-        """Whether ``require`` has something to look at."""
-        return bool(self._asked)
-
     def ask(self, is_sound: torch.Tensor, complain: Callable[[], object]) -> None:
         """``is_sound``: bool [], which the current stream computes. ``complain`` raises if it is False, and says why.
 
