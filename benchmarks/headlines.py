@@ -154,7 +154,7 @@ def fp8_decode(result: Json) -> str:
 
 def group_mismatch(result: Json) -> str:
     """Of ``mismatch.groups``: k3 against fp32, to FlashAttention's."""
-    k3 = {case["mode"]: case["k3"] for case in result["cases"]}
+    k3 = {case["engine"]: case["k3"] for case in result["cases"]}
     noise, groups = (
         k3[mode] / k3["FLASH_ATTN, all at once"] for mode in ("FLASH_ATTN, in 4 parts", "group, all at once")
     )

@@ -23,11 +23,14 @@ from benchmarks.common import results
 from benchmarks.common.command import Options, run
 from benchmarks.common.engine import bare_engine, commit, load_version
 from benchmarks.mismatch.logprobs import (
+    DEVICE,
     KV_CACHE_BYTES,
     PROMPT_SEED,
-    Arithmetic,
     Case,
+    Engine,
+    Model,
     Sampled,
+    SampleOptions,
     config_of,
     mismatch,
     score,
@@ -40,7 +43,7 @@ from rollout_service.protocol.sampling import Sampling
 from rollout_service.store.log import WeightLog
 
 RESULT = "mismatch_groups"
-SAME = ("family", "mode", "trainer")
+SAME = ("model", "engine")
 PARTS = (1, 4)
 """Batches that the work is done in."""
 BATCH = 4
@@ -97,25 +100,21 @@ async def sampled(config: ServiceConfig, options: GroupOptions) -> AsyncIterator
 
 async def measure(folder: Path, attention: str, options: GroupOptions) -> list[tuple[Case, float]]:
     """One engine's cases, and the share of tokens that it did not have to read again."""
-    config = config_of(folder / "model", folder / f"log-{attention}", Arithmetic.FP8KV)
+    config = config_of(Model.QWEN3, folder / "model", Engine.FP8KV, SampleOptions())
+    weights = config.weights.model_copy(update={"root": folder / f"log-{attention}"})
     sequences, longest = options.groups * options.n, options.prompt + options.tokens
     engine = config.engine.model_copy(
         update={"attention_backend": attention, "max_model_len": longest, "max_num_seqs": sequences}
     )
-    reference = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval().to(device())
+    config = config.model_copy(update={"engine": engine, "weights": weights})
+    reference = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval().to(DEVICE)
     found = []
-    async for parts, samples, (attended, spared) in sampled(config.model_copy(update={"engine": engine}), options):
+    async for parts, samples, (attended, spared) in sampled(config, options):
         engines = torch.tensor([completion.logprobs for _, completion in samples])
-        mode = f"{attention}, {'all at once' if parts == 1 else f'in {parts} parts'}"
-        found.append(
-            (mismatch("qwen3, wide heads", mode, "fp32", score(reference, samples), engines), spared / (attended or 1))
-        )
+        batches = "all at once" if parts == 1 else f"in {parts} parts"
+        case = mismatch("qwen3, wide heads", f"{attention}, {batches}", score(reference, samples), engines)
+        found.append((case, spared / (attended or 1)))
     return found
-
-
-def device() -> str:
-    """Where trainers compute."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main(options: GroupOptions) -> None:
@@ -124,17 +123,17 @@ def main(options: GroupOptions) -> None:
     longest = options.prompt + options.tokens
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        loss = train_shape(wide_heads(longest), path / "model", options.steps, BATCH, longest, device())
+        loss = train_shape(wide_heads(longest), path / "model", options.steps, BATCH, longest, DEVICE)
         console.log(f"trained to {loss:.3f} nats a token")
         for attention in options.attention:
             for case, spared in asyncio.run(measure(path, attention, options)):
                 cases.append(case)
                 new = asdict(case) | {"spared_share": spared, "loss": loss, "work": options.model_dump()}
                 results.write(RESULT, {"cases": results.joined(results.cases(RESULT), [new], SAME)})
-                console.log(f"{case.mode}: k3 {case.k3:.2e}, {spared:.1%} of the tokens not read again")
+                console.log(f"{case.engine}: k3 {case.k3:.2e}, {spared:.1%} of the tokens not read again")
     console.print(table_of(cases))
     first = cases[0]
-    console.print(f"k3 to that of {first.mode}: {', '.join(f'{c.mode} {c.k3 / first.k3:.3f}' for c in cases[1:])}")
+    console.print(f"k3 to that of {first.engine}: {', '.join(f'{c.engine} {c.k3 / first.k3:.3f}' for c in cases[1:])}")
 
 
 if __name__ == "__main__":
