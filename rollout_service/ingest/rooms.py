@@ -20,6 +20,8 @@ from rollout_service.threads import STRETCH_BYTES, in_threads, stretches
 
 _HELD_BYTES = 128 << 20
 """That are stored or hashed at once: a kernel or a few for all of them, and one wait."""
+_PACKED_BYTES = 64 << 20
+"""A tensor that is larger is copied by itself: the call costs less than moving it twice."""
 _SCRATCH_BYTES = 32 << 20
 """Of the GPU, for what is copied there to be hashed."""
 
@@ -92,9 +94,7 @@ class Rooms:
                         if chunk.scratch is not None:
                             chunk.scratch.copy_(torch.frombuffer(chunk.in_room, dtype=torch.uint8), non_blocking=True)
                     hashing.queue(number)
-                for each in held:
-                    if each.data is not None:
-                        torch.frombuffer(each.room, dtype=torch.uint8).copy_(each.data, non_blocking=True)
+                self._copy_to_rooms(held, device)
                 hashing.collect()
                 self._verdicts.collect()
             finally:  # nothing is copied to a room that is given up
@@ -106,6 +106,33 @@ class Rooms:
             end = at + -(-each.room.nbytes // CHUNK_BYTES) * DIGEST_BYTES
             self._writer.filled(each.name, found[at:end])
             at = end
+
+    def _copy_to_rooms(self, held: Sequence[_Held], device: torch.device) -> None:
+        """Queue the copies of what lies on the GPU: small neighbours are put side by side there, and copied as one."""
+        from rollout_service.grouped_copy import GroupedCopy, Rows  # needs triton, and a second to be imported
+
+        small: dict[str, torch.Tensor] = {}
+        for each in held:
+            if each.data is not None and each.data.nbytes <= _PACKED_BYTES:
+                small[each.name] = each.data
+            elif each.data is not None:
+                torch.frombuffer(each.room, dtype=torch.uint8).copy_(each.data, non_blocking=True)
+        joined: list[tuple[memoryview, torch.Tensor]] = []
+        packing: list[Rows] = []
+        for names, room in self._writer.joined_rooms(small):
+            if len(names) == 1:
+                joined.append((room, small[names[0]]))
+                continue
+            packed = torch.empty(room.nbytes, dtype=torch.uint8, device=device)
+            target = packed.data_ptr()
+            for name in names:
+                packing.append(Rows(small[name].data_ptr(), target, small[name].nbytes))
+                target += small[name].nbytes
+            joined.append((room, packed))
+        if packing:
+            GroupedCopy(packing, device).run()
+        for room, data in joined:
+            torch.frombuffer(room, dtype=torch.uint8).copy_(data, non_blocking=True)
 
 
 class _Chunk(NamedTuple):

@@ -11,7 +11,7 @@ Format: https://github.com/huggingface/safetensors#format
 import json
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -112,6 +112,22 @@ class VersionWriter:
         """Where the bytes of a tensor belong, uint8 [nbytes], to be filled before ``filled``. Raises KeyError."""
         file, offset = self._place[name]
         return self._mapped[file][offset : offset + self._slots[name].nbytes]
+
+    def joined_rooms(self, names: Iterable[str]) -> Iterator[tuple[list[str], memoryview]]:
+        """Rooms of these tensors, as ``room``; those of tensors that follow one another in a file are one."""
+        joined: list[str] = []
+        file, start, end = "", 0, 0
+        for name in names:
+            here, offset = self._place[name]
+            if joined and (here, offset) != (file, end):
+                yield joined, self._mapped[file][start:end]
+                joined = []
+            if not joined:
+                file, start = here, offset
+            joined.append(name)
+            end = offset + self._slots[name].nbytes
+        if joined:
+            yield joined, self._mapped[file][start:end]
 
     def filled(self, name: str, digests: bytes | None = None) -> None:
         """A tensor's bytes are in its room. Raises KeyError.

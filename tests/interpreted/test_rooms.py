@@ -25,6 +25,9 @@ SHAPES = {
     "scales": (5, 20),
     "none": (0, 4),
     "chunk": (CHUNK,),
+    "beside": (48,),
+    "by itself": (2, CHUNK),
+    "last": (33,),
 }
 
 
@@ -60,7 +63,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("held_bytes", [1, 1 << 30])
 @pytest.mark.parametrize(
     ("lie_on_gpu", "gpu"),
-    [(ALL, None), (set(), CPU), ({SHAPES["odd"], SHAPES["chunk"]}, CPU)],
+    [(ALL, None), (set(), CPU), ({SHAPES["odd"], SHAPES["chunk"], SHAPES["beside"]}, CPU)],
     ids=["on the GPU", "on the host", "some on each"],
 )
 def test_digests_and_bytes_are_those_of_the_host(
@@ -76,6 +79,7 @@ def test_digests_and_bytes_are_those_of_the_host(
     by_host = stored(tmp_path / "host", tensors)
     monkeypatch.setattr(rooms, "lies_on_gpu", lambda tensor: tensor.shape in lie_on_gpu)
     monkeypatch.setattr(rooms, "_SCRATCH_BYTES", 2 * CHUNK + 64)
+    monkeypatch.setattr(rooms, "_PACKED_BYTES", 2 * CHUNK - 1)
     monkeypatch.setattr(rooms, "_HELD_BYTES", held_bytes)
     assert stored(tmp_path / "gpu", tensors, gpu) == by_host
     for file in {tensor.file for tensor in by_host}:

@@ -43,6 +43,10 @@ class OwnFile:
         FILES.pop(self.handle).unlink()
 
 
+COPIES: list[tuple[int, int]] = []
+"""Where each copy began, and its bytes."""
+
+
 class OthersFile:
     """In place of ``OtherGpuMemory``."""
 
@@ -56,6 +60,7 @@ class OthersFile:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def copy(self, start: int, target: torch.Tensor) -> None:
+        COPIES.append((start, target.nbytes))
         target.copy_(self._memory[start : start + target.nbytes])
 
     def close(self) -> None:
@@ -73,6 +78,7 @@ def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for path in FILES.values():
         path.unlink()
     FILES.clear()
+    COPIES.clear()
 
 
 @pytest.fixture
@@ -104,6 +110,12 @@ async def test_the_version_is_the_one_that_parts_make(
         assert await how_it_came(service, version) == "CudaIpcSource"
         service.log.verify(service.log.manifest(version))
     assert len(FILES) == 1  # the second push was given the memory of the first
+
+
+async def test_neighbours_are_one_copy(service: RealIngest, client: RolloutClient, weights: Weights) -> None:
+    await client.push_weights(1, dict(weights), transport="cuda_ipc", wait="none")
+    batches = list(_shared_memory.batches(_tensors.TensorSource(weights, None).table))
+    assert len(COPIES) == len(batches) < len(weights)
 
 
 async def test_nan_is_refused_by_name_and_the_memory_is_not_freed_at_once(

@@ -97,6 +97,20 @@ def test_a_version_is_the_same_in_memory_and_on_disk(log: WeightLog, memory: Log
         assert (log.folder(1) / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
 
 
+def test_rooms_of_neighbours_in_a_file_are_one(log: WeightLog, memory: LogMemory) -> None:
+    log.staging(1).mkdir(parents=True)
+    writer = VersionWriter(log.staging(1), SLOTS, 2 * MAX_FILE_BYTES, memory)  # of the first two, and of the last
+    names = [slot.name for slot in SLOTS]
+    joined = list(writer.joined_rooms(names))
+    assert [name for group, _ in joined for name in group] == names
+    assert len(joined) == len({path.name for path in log.staging(1).glob("*.safetensors")}) < len(names)
+    assert [group for group, _ in writer.joined_rooms(names[::-1])] == [[name] for name in names[::-1]]
+    for group, room in joined:
+        room[:] = b"".join(bytes([names.index(name)]) * writer.room(name).nbytes for name in group)
+    assert [set(writer.room(name)) for name in names] == [{number} for number in range(len(names))]
+    writer.close()
+
+
 def test_files_of_a_dropped_version_are_written_again_and_stay_mapped(log: WeightLog, memory: LogMemory) -> None:
     commit(log, memory, 1)
     inodes, mapped = files_of(log, 1), len(memory.mapped._held)

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout_service.gpu_streams import queued_to
+
 TILE_BYTES = 32 << 10
 """What one program of the kernel copies at most."""
 _WIDTHS = {16: tl.int64, 4: tl.int32, 1: tl.int8}
@@ -50,10 +52,13 @@ def copy_tiles(table, DTYPE: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constex
 
 
 class GroupedCopy:
-    """Copies between fixed storage, as often as it is run. The caller keeps the storage alive."""
+    """Copies between fixed storage, as often as it is run. The caller keeps the storage alive.
+
+    The table of addresses is queued on the stream that is current then: run it there, or on one that has waited for it.
+    """
 
     def __init__(self, copies: Iterable[Rows], device: torch.device) -> None:
-        tiles = np.concatenate([np.zeros((0, 3), np.int64), *map(_tiles, copies)])
+        tiles = _tiles(copies)
         aligned = np.bitwise_or.reduce(tiles, axis=1)
         width = np.select([aligned % 16 == 0, aligned % 4 == 0], [16, 4], 1)
         self._launches = []
@@ -62,7 +67,7 @@ class GroupedCopy:
             if len(table):
                 element_bytes = min(nbytes, 8)
                 table[:, 2] //= element_bytes
-                self._launches.append((torch.from_numpy(table).to(device), dtype, element_bytes))
+                self._launches.append((queued_to(device, torch.from_numpy(table)), dtype, element_bytes))
 
     def run(self) -> None:
         """Queue the kernels on the current stream."""
@@ -72,11 +77,23 @@ class GroupedCopy:
             )
 
 
-def _tiles(copy: Rows) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """[tiles, 3]: source, target, bytes."""
-    row = np.arange(copy.rows, dtype=np.int64)[:, None]
-    start = np.arange(0, copy.row_bytes, TILE_BYTES, dtype=np.int64)[None, :]
-    size = np.broadcast_to(np.minimum(TILE_BYTES, copy.row_bytes - start), (copy.rows, start.shape[1]))
-    source = copy.source + row * copy.source_stride_bytes + start
-    target = copy.target + row * copy.target_stride_bytes + start
-    return np.stack([source.ravel(), target.ravel(), size.ravel()], axis=1)
+def _tiles(copies: Iterable[Rows]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    """[tiles, 3]: source, target, bytes. For all copies at once: there are tens of thousands."""
+    table = np.array(
+        [(c.source, c.target, c.row_bytes, c.rows, c.source_stride_bytes, c.target_stride_bytes) for c in copies],
+        np.int64,
+    ).reshape(-1, 6)
+    copy, row = _numbered(table[:, 3])
+    source, target, row_bytes, _, source_stride, target_stride = table[copy].T
+    of_row, number = _numbered(-(-row_bytes // TILE_BYTES))
+    start = number * TILE_BYTES
+    sources, targets = (source + row * source_stride)[of_row] + start, (target + row * target_stride)[of_row] + start
+    return np.stack([sources, targets, np.minimum(TILE_BYTES, row_bytes[of_row] - start)], axis=1)
+
+
+def _numbered(
+    counts: np.ndarray[tuple[int], np.dtype[np.int64]],
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    """Of so many things of each kind: each one's kind, and its number among those."""
+    kinds = np.repeat(np.arange(len(counts)), counts)
+    return kinds, np.arange(len(kinds)) - np.repeat(np.cumsum(counts) - counts, counts)
