@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollout_service.engine.loading import device_staging
 from rollout_service.engine.loading.device_staging import stage_on_device
 from rollout_service.engine.loading.placement import Placement, Span
 from rollout_service.errors import LogCorrupt
@@ -25,6 +26,7 @@ TENSORS = {"first": (5, 7), "matrix": (60, 100), "small": (1, 20), "last": (30, 
 def version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Manifest, dict[str, bytes]]:
     for module in (manifest_module, reading):
         monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(device_staging, "_QUEUED_PIECES", 2)  # so that each passage is somebody's, and several times
     draw = random.Random(0)
     data = {name: draw.randbytes(rows * columns) for name, (rows, columns) in TENSORS.items()}
     writer = VersionWriter(

@@ -6,8 +6,11 @@ and the way over PCIe has been checked with it. Nothing of it counts before all 
 of that is queued, and a thread waits once, at the end. The kernels, of one warp a chunk, run beside the engine's own.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,15 +19,20 @@ from rollout_service.gpu_streams import own_stream
 from rollout_service.store.reading import Piece, VersionReader
 from rollout_service.threads import in_threads
 
+if TYPE_CHECKING:
+    from rollout_service.quant.digests import Hashing
+
 PASSAGE_BYTES = 32 << 20
 """Of a file, that are copied, hashed and moved at once."""
 PASSAGES = 4
 """One is copied to while others are hashed; each is one thread's. Taken with the area."""
+_QUEUED_PIECES = 8
+"""With one table of what is hashed. The first ones are copied while those that follow are looked up."""
 
 
 def stage_on_device(
     reader: VersionReader,
-    found: Sequence[Piece],
+    found: Iterable[Piece],
     placement: Placement,
     area: torch.Tensor,
     passages: Sequence[torch.Tensor],
@@ -33,48 +41,79 @@ def stage_on_device(
 
     Args:
         reader: has the files mapped.
-        found: of at most as many bytes as a passage.
+        found: of at most as many bytes as a passage; asked for while those before are copied.
         area: uint8 [bytes].
         passages: uint8 [bytes], on the same device.
 
     Raises LogCorrupt naming tensor, chunk and file.
     """
-    lanes = [(list(found[first :: len(passages)]), passage) for first, passage in enumerate(passages)]
-    for _ in in_threads(lambda lane: _stage(reader, *lane, placement, area), [lane for lane in lanes if lane[0]]):
+    batches = _Batches(found)
+    for _ in in_threads(lambda passage: _stage(reader, batches, passage, placement, area), passages):
         pass
 
 
+class _Batches:
+    """Pieces that are queued together, for several threads: each takes the next ones."""
+
+    def __init__(self, found: Iterable[Piece]) -> None:
+        self._found = iter(found)
+        self._taking = threading.Lock()
+
+    def __iter__(self) -> Iterator[list[Piece]]:
+        while batch := self._next():
+            yield batch
+
+    def _next(self) -> list[Piece]:
+        with self._taking:
+            return list(itertools.islice(self._found, _QUEUED_PIECES))
+
+
 def _stage(
-    reader: VersionReader, found: list[Piece], passage: torch.Tensor, placement: Placement, area: torch.Tensor
+    reader: VersionReader,
+    batches: Iterable[list[Piece]],
+    passage: torch.Tensor,
+    placement: Placement,
+    area: torch.Tensor,
 ) -> None:
+    with _stream(area.device) as stream, _waited_for(stream):
+        hashed = [_queue(reader, batch, passage, placement, area) for batch in batches]
+        if stream is not None:
+            stream.synchronize()
+        for batch, hashing in hashed:
+            _require(reader, batch, hashing)
+
+
+def _queue(
+    reader: VersionReader, batch: list[Piece], passage: torch.Tensor, placement: Placement, area: torch.Tensor
+) -> tuple[list[Piece], "Hashing"]:
     from rollout_service.quant.digests import Hashing, Run  # needs triton
 
     address = passage.data_ptr()
-    places = [[tensor.offset + chunk.start - piece.offset for tensor, chunk in piece.chunks] for piece in found]
     runs = [
-        [Run(address + start, chunk.nbytes) for start, (_, chunk) in zip(starts, piece.chunks, strict=True)]
-        for starts, piece in zip(places, found, strict=True)
+        [Run(address + tensor.offset + chunk.start - piece.offset, chunk.nbytes) for tensor, chunk in piece.chunks]
+        for piece in batch
     ]
-    with _stream(area.device) as stream, _waited_for(stream):
-        hashing = Hashing(runs, area.device)
-        for number, piece in enumerate(found):
-            source = torch.frombuffer(reader.view(piece), dtype=torch.uint8)
-            passage[: piece.nbytes].copy_(source, non_blocking=True)
-            hashing.queue(number)
-            for move in placement.moves(piece):
-                _move(move, passage, area)
-        chunks = [
-            (piece, start, entry)
-            for piece, starts in zip(found, places, strict=True)
-            for start, entry in zip(starts, piece.chunks, strict=True)
-        ]
+    hashing = Hashing(runs, area.device)
+    for number, piece in enumerate(batch):
+        source = torch.frombuffer(reader.view(piece), dtype=torch.uint8)
+        passage[: piece.nbytes].copy_(source, non_blocking=True)
+        hashing.queue(number)
+        for move in placement.moves(piece):
+            _move(move, passage, area)
+    hashing.collect()
+    return batch, hashing
 
-        def short(number: int) -> memoryview:
-            piece, start, (_, chunk) = chunks[number]
-            return reader.view(piece)[start : start + chunk.nbytes]
 
-        digests = hashing.read(short)  # waits for the stream
-    reader.require([entry for _, _, entry in chunks], digests)
+def _require(reader: VersionReader, batch: list[Piece], hashing: "Hashing") -> None:
+    """Raises LogCorrupt, once the stream has come so far."""
+    chunks = [(piece, entry) for piece in batch for entry in piece.chunks]
+
+    def short(number: int) -> memoryview:
+        piece, (tensor, chunk) = chunks[number]
+        start = tensor.offset + chunk.start - piece.offset
+        return reader.view(piece)[start : start + chunk.nbytes]
+
+    reader.require([entry for _, entry in chunks], hashing.read(short))
 
 
 def _move(move: Move, passage: torch.Tensor, area: torch.Tensor) -> None:

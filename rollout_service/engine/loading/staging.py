@@ -230,8 +230,8 @@ class StagingBuffer:
     def _read(self, folder: Path, manifest: Manifest, placement: Placement, *, every: bool) -> None:
         with self._reader(folder, manifest) as reader:
             most_bytes = PASSAGE_BYTES if reader.is_mapped else PIECE_BYTES
-            found = list(pieces(placement.chunks(manifest, every=every), most_bytes))
-            if any(piece.nbytes > most_bytes for piece in found) and not self._taken_anew:
+            found = pieces(placement.chunks(manifest, every=every), most_bytes)
+            if not self._taken_anew and any(t.nbytes > most_bytes and not t.chunk_digests for t in manifest.tensors):
                 raise CannotStage(
                     f"the manifest of version {manifest.version} has no digests of chunks, as an older release wrote it"
                 )
@@ -241,7 +241,8 @@ class StagingBuffer:
                 except torch.OutOfMemoryError as error:  # for the tables of what is hashed, some 100 bytes a MiB
                     raise CannotStage(f"the GPU has no memory to check version {manifest.version}: {error}") from error
                 return
-            lanes = [found[first :: self._threads] for first in range(self._threads)]
+            all_found = list(found)
+            lanes = [all_found[first :: self._threads] for first in range(self._threads)]
             work = [(self._lane(), lane) for lane in lanes if lane]  # all memory before anything is read
             list(in_threads(lambda each: _run(each[0], reader, placement, each[1]), work))
 
