@@ -177,7 +177,7 @@ def service_for(model: Path, url: str | None, out: Path) -> Iterator[str]:
     if url is not None:
         yield url
         return
-    overrides = {
+    overrides: dict[str, dict[str, object]] = {
         "model": {"path": model, "create": None, "aliases": [str(model)]},
         "weights": {"root": out / "weights"},
     }

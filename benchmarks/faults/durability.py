@@ -64,7 +64,7 @@ def small_disk(folder: Path) -> Iterator[None]:
     image = folder.with_suffix(".ext4")
     with image.open("wb") as stream:
         stream.truncate(DISK_BYTES)
-    for command in (["mkfs.ext4", "-q", "-F", image], ["mount", "-o", "loop", image, folder]):
+    for command in (["mkfs.ext4", "-q", "-F", str(image)], ["mount", "-o", "loop", str(image), str(folder)]):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise Skipped(f"no file may be mounted as a disk here ({done.stderr.strip()}): run it as root")

@@ -11,6 +11,7 @@ import psutil
 
 from benchmarks.faults.ground import ENGINE_PROCESSES, Case, Ground, below, processes
 from rollout_service.client import _shared_memory
+from rollout_service.client._generate import GenerateOptions
 from rollout_service.client._parts import bytes_of_each, cut_parts
 from rollout_service.client._tensors import TensorSource
 from rollout_service.errors import RolloutServiceError
@@ -60,7 +61,7 @@ async def while_generating(victim: str, ground: Ground) -> None:
 
 async def under_a_batch(victim: str, ground: Ground) -> None:
     """Kill at a random moment of long rollouts of which the first half is wanted; the rest is carried on afterwards."""
-    options = {"max_tokens": LONG, "temperature": 0.0, "ignore_eos": True}
+    options = GenerateOptions(max_tokens=LONG, temperature=0.0, ignore_eos=True)
     prompts = [[5 + number, 6, 7] for number in range(BATCH)]
     making = asyncio.create_task(ground.client.generate_batch(prompts, until=BATCH // 2, **options))
     await asyncio.sleep(random.uniform(0.5, 4.0))
@@ -96,7 +97,7 @@ async def while_uploading(victim: str, ground: Ground) -> None:
 
 async def while_sharing(ground: Ground) -> None:
     """Kill the ingest after the first of many batches in shared memory; the same push then goes on in parts."""
-    version, ingest, sent = ground.committed + 1, processes("ingest")[0], []
+    version, ingest, sent = ground.committed + 1, processes("ingest")[0], list[tuple[int, int]]()
 
     def strike(done_bytes: int, total_bytes: int) -> None:
         if not sent:

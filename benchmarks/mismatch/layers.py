@@ -166,15 +166,16 @@ class Steps:
 
     def attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Causal, of one sequence, by torch's kernel, transformers' default; as ``engine_roundings`` has it."""
-        parts = self._by_heads(query, key, value)
+        query, key, value = self._by_heads(query, key, value)
         if self._kernels == "cpu":
-            parts = [part.float() for part in parts]
-        made: torch.Tensor = scaled_dot_product_attention(*parts, is_causal=True)
+            query, key, value = query.float(), key.float(), value.float()
+        made = scaled_dot_product_attention(query, key, value, is_causal=True)
         return made[0].transpose(0, 1).flatten(1).to(torch.bfloat16)
 
     def attention_in_fp32(self, *parts: torch.Tensor) -> torch.Tensor:
         """From rounded queries, keys and values to a rounded result, nothing rounded between."""
-        made = scaled_dot_product_attention(*(part.float() for part in self._by_heads(*parts)), is_causal=True)
+        query, key, value = (part.float() for part in self._by_heads(*parts))
+        made = scaled_dot_product_attention(query, key, value, is_causal=True)
         return made[0].transpose(0, 1).flatten(1).to(torch.bfloat16)
 
     def attention_of_one_block(self, *parts: torch.Tensor) -> torch.Tensor:
@@ -295,8 +296,8 @@ def measured(options: LayerOptions) -> Iterator[list[Case]]:
             config = config_of(Model.QWEN3, folder, engine, sample_options)
             tokens, by_one, at_once = record(config, options, Path(root))
             quantized = config.quant.weights == "fp8_block"
-            for products in PRODUCTS if quantized else ("",):
-                named = {"engine": str(engine), "products": products}
+            for products in PRODUCTS if quantized else (None,):
+                named = {"engine": str(engine), "products": products or ""}
                 computing = (
                     fake_quant(model, recipe_of(config), kernels=kernels, products=products)
                     if products

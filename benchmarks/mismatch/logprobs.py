@@ -360,7 +360,9 @@ def main(options: SampleOptions) -> None:
             trained = Trained(model, folder)
             console.log(f"{model}: made, {'random' if loss is None else f'{loss:.3f} nats a token'}")
             configs = {engine: config_of(model, folder, engine, options) for engine in options.engine}
-            scales = {each: measured_scales(trained.fp32) for each in configs if each == Engine.FP8KV_MEASURED}
+            scales = dict[Engine, dict[str, float]]()
+            if Engine.FP8KV_MEASURED in configs:
+                scales[Engine.FP8KV_MEASURED] = measured_scales(trained.fp32)
             sampling = {
                 pool.submit(sample, config, engine, options, scales.get(engine)): engine
                 for engine, config in configs.items()

@@ -156,8 +156,13 @@ def model_cases(name: str, shapes: Shapes, copy_gb_s: float, repeats: int) -> It
         yield case(name, f"ours, {form.name}", moved, event_seconds(by_channel.run, repeats), copy_gb_s)
         del by_channel
     triples = list(zip(weights, codes, scales, strict=True))
+
+    def by_yardstick() -> None:
+        for triple in triples:
+            yardstick(*triple)
+
     others: dict[str, Callable[[], Any]] = {
-        "yardstick": lambda: [yardstick(w, c, s) for w, c, s in triples],
+        "yardstick": by_yardstick,
         "eager": lambda: [eager(w) and None for w in weights],
         "vllm": lambda: [vllm(w) and None for w in weights],
     }

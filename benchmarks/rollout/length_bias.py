@@ -31,6 +31,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 from rich.table import Table
@@ -43,8 +44,10 @@ from rollout_service.config.engine import EngineConfig
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.model.tiny import VOCABULARY, make_tiny_qwen3
+from rollout_service.protocol.progress import ProgressAsk, ProgressReply
 from rollout_service.protocol.rollout import OnAbort, Rollout
 from rollout_service.protocol.sampling import GenerateCall, Sampling
+from rollout_service.rpc import IngestCalls
 from rollout_service.store.log import WeightLog
 
 STOPS = (64, 65, 66)
@@ -139,6 +142,10 @@ class OneEngine:
             replica_id="only",
         )
 
+    async def progress(self, ask: ProgressAsk) -> ProgressReply:
+        """Nobody asks: a question goes to replicas that a router has chosen."""
+        raise NotImplementedError
+
 
 class Trainer:
     """Asks for completions, and updates the engine whenever a step is over."""
@@ -147,7 +154,7 @@ class Trainer:
         self._adapter, self._treatment, self._options = adapter, treatment, options
         self._engine = OneEngine(adapter)
         limits = EngineConfig(max_attempts=treatment.max_attempts, return_sampling_mask=treatment.restarts)
-        self._dispatcher = Dispatcher(self._engine, None, limits, _decode)
+        self._dispatcher = Dispatcher(self._engine, cast(IngestCalls, None), limits, _decode)
         self._sampling = Sampling(
             max_tokens=LONGEST,
             ignore_eos=True,

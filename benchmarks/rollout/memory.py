@@ -179,7 +179,7 @@ async def measure_service(url: str, folder: Path, work: Work, case: Case) -> Non
         say("the service is up; a short run, then the whole one")
         await take_turns(work, 1, {"http": generate}, {"http": turns})
         [replica] = (await client.fleet()).replicas
-        _note(turns, case, replica.load and replica.load.kv_cache_tokens)
+        _note(turns, case, replica.load.kv_cache_tokens if replica.load else None)
         case.staged = replica.staging or case.staged
         say(f"{case.tokens_per_s:,.0f} tokens/s; now an update")
         update = Update(case.model, Transport.PATH, case.layers)

@@ -120,12 +120,11 @@ async def asked(service: LocalService, options: RoutingOptions, side: str) -> Si
 def measure(options: RoutingOptions, side: str, prefix_tokens: int) -> Side:
     """One service."""
     routing.PREFIX_TOKENS = prefix_tokens  # Serve ships the module as it is here
-    engine = {"max_model_len": 2048, "max_num_seqs": options.capacity}
     with tempfile.TemporaryDirectory() as folder:
-        overrides = {
+        overrides: dict[str, dict[str, object]] = {
             "weights": {"root": folder + "/log"},
             "model": {"path": folder + "/tiny-qwen3"},
-            "engine": engine,
+            "engine": {"max_model_len": 2048, "max_num_seqs": options.capacity},
             "scaling": {"min_replicas": 2, "max_replicas": 2},
         }
         with running_service(CPU_DEPLOYMENT, overrides) as service:

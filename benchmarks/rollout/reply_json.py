@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import torch
@@ -27,11 +27,13 @@ from benchmarks.common.command import Options, run
 from benchmarks.common.timing import wall_seconds
 from rollout_service.client._generate import body_of, request_of, rollout_of
 from rollout_service.config import MonitorConfig, ShadowConfig
+from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
 from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall, Sampling
+from rollout_service.rpc import IngestCalls, MonitorCalls
 from rollout_service.shadow.feed import ShadowFeed
 from rollout_service.web.auth import Authorizer
 
@@ -88,17 +90,18 @@ class ReadyEngine:
 
 def services(engine: ReadyEngine) -> Services:
     """What the route stands on, with nobody behind it."""
+    monitor = cast(MonitorCalls, None)
     return Services(
         name="model",
         vocab_size=VOCABULARY,
         max_model_len=32_768,
         tokenizer=None,
-        dispatcher=engine,  # type: ignore[arg-type]
-        ingest=None,
+        dispatcher=cast(Dispatcher, engine),
+        ingest=cast(IngestCalls, None),
         authorizer=Authorizer(None),
         http=httpx.AsyncClient(),
-        monitor=None,
-        feed=RolloutFeed(None, MonitorConfig(remember_tokens=0).remember_tokens),
+        monitor=monitor,
+        feed=RolloutFeed(monitor, MonitorConfig(remember_tokens=0).remember_tokens),
         shadow=ShadowFeed(None, ShadowConfig()),
     )
 

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 import psutil
 
@@ -51,7 +52,7 @@ async def gone(mark: str, *, within_s: float = GONE_S, besides: Collection[str] 
 def alive(process: psutil.Process) -> bool:
     """Whether it runs, or stands still: not whether somebody has yet to take note of its end."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
@@ -66,7 +67,7 @@ def _environment(process: psutil.Process) -> dict[str, str]:
     return dict(_quietly(process.environ)) if process.pid != psutil.Process().pid else {}
 
 
-def _quietly(read):  # type: ignore[no-untyped-def]
+def _quietly(read: Callable[[], Any]) -> Any:
     try:
         return read()
     except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):

@@ -77,7 +77,7 @@ class Nodes:
 @contextmanager
 def service_on_two_nodes(folder: Path, second: str) -> Iterator[tuple[LocalService, Nodes]]:
     """The shipped CPU deployment with a replica on each of two nodes: the head, which has the log, and ``second``."""
-    overrides = {
+    overrides: dict[str, dict[str, Any]] = {
         "model": {"path": folder / "tiny-qwen3"},
         "engine": {"admission_limit": 256},
         "scaling": {"min_replicas": 2, "max_replicas": 2, "num_cpus": 1},

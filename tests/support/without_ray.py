@@ -1,5 +1,7 @@
 """The ingest behind the gateway's routes in one process, without Ray and without an engine."""
 
+from typing import cast
+
 import httpx
 
 from rollout_service.config import ServiceConfig, ShadowConfig
@@ -8,6 +10,7 @@ from rollout_service.gateway.dependencies import Services
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.monitor.monitor import Monitor
+from rollout_service.rpc import EngineCalls, IngestCalls
 from rollout_service.shadow.feed import ShadowFeed
 from rollout_service.web.auth import Authorizer
 
@@ -20,8 +23,8 @@ def services_of(ingest: Ingest, config: ServiceConfig, authorizer: Authorizer, h
         vocab_size=128,
         max_model_len=64,
         tokenizer=None,
-        dispatcher=Dispatcher(None, None, config.engine),
-        ingest=ingest,
+        dispatcher=Dispatcher(cast(EngineCalls, None), cast(IngestCalls, None), config.engine),
+        ingest=cast(IngestCalls, ingest),  # Serve makes its plain methods awaitable
         authorizer=authorizer,
         http=http,
         monitor=monitor,
