@@ -6,7 +6,7 @@ from typing import TypeVar
 import xxhash
 
 from rollout_service.config.engine import EngineConfig
-from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.rollout import Completion, Rollout, merged
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling
 from rollout_service.protocol.sampling_mask import repacked
@@ -102,7 +102,7 @@ def joined(call: GenerateCall, partial: Completion, rest: Completion) -> Complet
         logprobs=partial.logprobs + rest.logprobs,
         finish_reason=rest.finish_reason,
         stop_reason=rest.stop_reason,
-        spans=_joined_spans(partial.spans, tuple(_moved(span, done) for span in rest.spans)),
+        spans=merged((*partial.spans, *(span.moved(done) for span in rest.spans))),
         top_logprobs=_joined([piece.top_logprobs for piece in (partial, rest) if piece.token_ids]),
         prompt_logprobs=of_the_prompt,
         packed_sampling_mask=_joined([piece.packed_sampling_mask for piece in (partial, rest) if piece.token_ids]),
@@ -220,17 +220,6 @@ def ended_at(call: GenerateCall, completion: Completion, count: int, stop: str) 
 def _joined(pieces: list[tuple[_T, ...] | None]) -> tuple[_T, ...] | None:
     """None where an engine returns none; a completion cut off before its first token has none either."""
     return None if not pieces or None in pieces else tuple(each for piece in pieces for each in piece or ())
-
-
-def _moved(span: Span, by: int) -> Span:
-    return span.model_copy(update={"start": span.start + by, "end": span.end + by})
-
-
-def _joined_spans(first: tuple[Span, ...], second: tuple[Span, ...]) -> tuple[Span, ...]:
-    seam = (*first[-1:], *second[:1])
-    if len(seam) == 2 and (seam[0].version, seam[0].replica_id) == (seam[1].version, seam[1].replica_id):
-        return (*first[:-1], seam[0].model_copy(update={"end": seam[1].end}), *second[1:])
-    return first + second
 
 
 def _seed(seed: int, index: int, done: int) -> int:

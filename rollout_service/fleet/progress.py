@@ -17,7 +17,7 @@ from rollout_service.errors import NotReady, RolloutServiceError
 from rollout_service.fleet.continuation import part
 from rollout_service.fleet.placements import PLACEMENTS, Placements
 from rollout_service.protocol.progress import Piece, ProgressAsk
-from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span
+from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span, merged
 from rollout_service.rpc import EngineCalls
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,7 @@ class Draft:
             start, made = len(self), part(made, told, len(made.token_ids))
         self._token_ids.extend(made.token_ids)
         self._logprobs.extend(made.logprobs)
-        for span in made.spans:
-            self._add_span(span.model_copy(update={"start": start + span.start, "end": start + span.end}))
+        self._spans[-1:] = merged((*self._spans[-1:], *(span.moved(start) for span in made.spans)))
         if made.top_logprobs is not None:
             self._top_logprobs = self._top_logprobs or []
             self._top_logprobs += made.top_logprobs
@@ -63,13 +62,6 @@ class Draft:
             self._masks += made.packed_sampling_mask
             self._mask_starts += [start] * len(made.packed_sampling_mask)
         self.finish_reason, self.stop_reason = made.finish_reason, made.stop_reason
-
-    def _add_span(self, span: Span) -> None:
-        last = self._spans[-1] if self._spans else None
-        if last is not None and (last.version, last.label) == (span.version, span.label):
-            self._spans[-1] = last.model_copy(update={"end": span.end})
-        else:
-            self._spans.append(span)
 
     def since(self, start: int, replica_id: str | None) -> Completion:
         """What came after ``start`` tokens, where a piece ended; its spans count from there and name the replica."""

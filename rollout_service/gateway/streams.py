@@ -70,8 +70,7 @@ class Spans:
 
     def of(self, piece: LivePiece) -> Completion:
         """The piece with spans that count from the completion's first token; the last piece has all of them."""
-        own = [span.model_copy(update={"start": span.start + piece.start, "end": span.end + piece.start})
-               for span in piece.made.spans]  # fmt: skip
+        own = [span.moved(piece.start) for span in piece.made.spans]
         self._gathered[-1:] = merged([*self._gathered[-1:], *own])
         return piece.made.model_copy(update={"spans": tuple(self._gathered if piece.is_last else own)})
 

@@ -119,7 +119,7 @@ def _count_answer(rollout: Rollout) -> None:
     record(table.COMPLETION_TOKENS, sum(len(completion.token_ids) for completion in rollout.completions))
     for completion in rollout.completions:
         record(table.COMPLETIONS, finish_reason=completion.finish_reason)
-    record(table.MIXED_COMPLETIONS, sum(len(completion.spans) > 1 for completion in rollout.completions))
+    record(table.MIXED_COMPLETIONS, sum(len(completion.versions) > 1 for completion in rollout.completions))
 
 
 def count_update(timings: UpdateTimings, folder: Path) -> None:

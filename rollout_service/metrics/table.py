@@ -98,7 +98,7 @@ SHADOW_COMPLETIONS = _process(
     "shadow_completions_total", "counter", "", ("outcome",),
     "Completions with a token of the rollouts that the shadow is to score: scored; not scored because their "
     "logprobs are not the model's own: truncated (top_p, top_k, min_p or min_tokens), sampling (a temperature or "
-    "penalty alone); or for another reason: mixed (of several versions), version (the shadow "
+    "penalty alone); or for another reason: mixed (of several versions or replicas), version (the shadow "
     "has gone on, or has no such version), full (its queue), lost (it was away) or failed.",
 )  # fmt: skip
 SHADOW_QUEUE = _process(

@@ -34,12 +34,23 @@ class Span(Frozen):
             raise ValueError(f"span [{self.start}, {self.end}) is empty")
         return self
 
+    def moved(self, by: int) -> "Span":
+        """The span with ``by`` tokens before it."""
+        return self.model_copy(update={"start": self.start + by, "end": self.end + by})
+
+    def is_continued_by(self, span: "Span") -> bool:
+        """Whether both are of one version, under one label, on one replica.
+
+        A number alone does not tell weights apart: a log that was set back gives it again, under another label.
+        """
+        return (self.version, self.label, self.replica_id) == (span.version, span.label, span.replica_id)
+
 
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Neighbours that differ in their places alone become one."""
+    """The spans of one completion, in their order, with one in place of neighbours of which one continues the other."""
     made: list[Span] = []
     for span in spans:
-        if made and made[-1].model_copy(update={"start": span.start, "end": span.end}) == span:
+        if made and made[-1].is_continued_by(span):
             made[-1] = made[-1].model_copy(update={"end": span.end})
         else:
             made.append(span)

@@ -55,6 +55,13 @@ def test_spans_of_one_version_across_the_join_are_merged() -> None:
     assert [(s.version, s.start, s.end) for s in whole.spans] == [(3, 0, 1), (4, 1, 4), (5, 4, 5)]
 
 
+@pytest.mark.parametrize("change", [{"replica_id": "b"}, {"label": "run-2/step-4"}], ids=str)
+def test_spans_of_another_replica_or_label_stay_apart(change: dict[str, str]) -> None:
+    partial, rest = piece((6, 7), (4, 2)), piece((8,), (4, 1))
+    rest = rest.model_copy(update={"spans": (rest.spans[0].model_copy(update=change),)})
+    assert [(s.start, s.end) for s in joined(CALL, partial, rest).spans] == [(0, 2), (2, 3)]
+
+
 @pytest.mark.parametrize(("first", "second"), [((), (7,)), ((7,), ()), ((), ())])
 def test_a_piece_may_be_empty(first: tuple[int, ...], second: tuple[int, ...]) -> None:
     whole = joined(CALL, piece(first, *[(3, 1)] * len(first)), piece(second, *[(3, 1)] * len(second)))

@@ -72,6 +72,19 @@ class TestCounted:
         assert counts.total(table.MIXED_COMPLETIONS) == 1
         assert len(counts.values[(table.TIME_TO_LAST_TOKEN.name,)]) == 1
 
+    async def test_a_completion_of_one_version_on_two_replicas_is_not_mixed(self, counts: Counts) -> None:
+        first, second = completion(0, 1, 1).spans
+        moved = completion(0, 1, 1).model_copy(update={"spans": (first, second.model_copy(update={"replica_id": "b"}))})
+        completions = (moved, completion(1, 1, 2))
+        rollout = Rollout(request_id="x", prompt_token_ids=(5,), completions=completions, replica_id="a")
+
+        @counted_rollout
+        async def roll_out() -> Rollout:
+            return rollout
+
+        await roll_out()
+        assert counts.total(table.MIXED_COMPLETIONS) == 1
+
     async def test_a_rollout_that_failed_counts_its_error_and_no_time(self, counts: Counts) -> None:
         @counted_rollout
         async def roll_out() -> Rollout:
