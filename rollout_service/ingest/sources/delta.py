@@ -7,8 +7,11 @@ others were stored, and so were asked, before.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
+
+import numpy as np
 
 from rollout_service.errors import DeltaBaseGone, InvalidDelta, LogCorrupt, NotFound, QuantizationError
 from rollout_service.ingest.sources.source import as_tensor, in_batches
@@ -159,14 +162,14 @@ class DeltaOfVersion:
         itemsize = DTYPE_BYTES[tensor.announced.dtype]
 
         def make(stretch: _Stretch) -> bool:
-            sound = True
+            told: list[delta.Array] = []
             for place in stretch.places:
                 self._reader.copy_unchecked(tensor.stored, place, data[place])
                 if (segment := stretch.changes.get(place.start)) is not None:
-                    values = delta.apply_segment(segment, data[place], itemsize)
-                    sound = sound and self._are_sound(tensor, values)
-            return sound
+                    told.append(apply_segment(segment, data[place], itemsize))
+            return not told or self._are_sound(tensor, np.concatenate(told) if len(told) > 1 else told[0])
 
+        apply_segment = _applier()
         try:
             segments = [] if encoded is None else delta.changed_segments(encoded, data.nbytes, itemsize)
             stretches = _stretches(data.nbytes, segments)
@@ -216,6 +219,17 @@ class DeltaOfVersion:
             "the whole version, with transport='http' or again with the same client",
             {"version": self._version, "base": self._base},
         )
+
+
+@cache
+def _applier() -> Callable[[delta.Segment, memoryview, int], delta.Array]:
+    try:
+        from rollout_service.ingest.sources.compiled_changes import apply_segment
+    except ModuleNotFoundError as error:
+        if error.name != "numba":
+            raise
+        return delta.apply_segment
+    return apply_segment
 
 
 def _stretches(nbytes: int, changes: Iterable[delta.Segment]) -> list[_Stretch]:
