@@ -25,6 +25,7 @@ SHAPES = {
     "scales": (5, 20),
     "none": (0, 4),
     "chunk": (CHUNK,),
+    "larger than the scratch": (5 * CHUNK + 7,),
 }
 
 
