@@ -9,6 +9,7 @@ others were stored, and so were asked, before.
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from rollout_service.errors import DeltaBaseGone, InvalidDelta, LogCorrupt, NotFound, QuantizationError
+from rollout_service.gpu_streams import own_stream_done
 from rollout_service.ingest.sources.gpu_changes import MOST_BYTES, Made, made_on
 from rollout_service.ingest.sources.source import as_tensor, in_batches, of_dtype
 from rollout_service.model.convert import Converter, Named, tensor_bytes
@@ -35,6 +37,8 @@ logger = logging.getLogger(__name__)
 _STRETCH_SEGMENTS = 8
 """Of one tensor, that one thread makes: a vocabulary's embedding would keep it busy while the others have nothing."""
 _CHECK_BYTES = 16 << 20
+_OUTSIDE = "a change lies outside of its segment"
+_NO_ROOM = "%s is changed on the host, since the GPU has no room: %s"
 
 
 class _Tensor(NamedTuple):
@@ -157,7 +161,7 @@ class DeltaOfVersion:
                     self._are_inside[name] = made.are_inside
                     yield name, of_dtype(made.data, dtype, shape)
                     continue
-                self._make(tensor, encoded, data)
+                self._make(tensor, encoded, data, gpu)
                 yield name, as_tensor(data, dtype, shape)
 
         return read
@@ -206,20 +210,43 @@ class DeltaOfVersion:
         if not self._reader.is_mapped or nbytes > MOST_BYTES:
             return None
         try:
-            return made_on(
-                gpu, self._reader.view_of(tensor.stored), delta.changed_segments(encoded, nbytes, itemsize), itemsize
-            )
+            segments = delta.changed_segments(encoded, nbytes, itemsize)
+            return made_on(gpu, self._reader.view_of(tensor.stored), segments, itemsize)
         except ValueError as error:
             raise self._undecoded(tensor, str(error)) from error
         except torch.cuda.OutOfMemoryError as error:
-            logger.warning("%s is changed on the host, since the GPU has no room: %s", tensor.stored.name, error)
+            logger.warning(_NO_ROOM, tensor.stored.name, error)
+            return None
+
+    def _make_stretch_on(self, gpu: torch.device, tensor: _Tensor, stretch: _Stretch, data: memoryview) -> bool | None:
+        """Of a tensor that is too large to be on the GPU at once. Returns whether what changed may be in a version.
+
+        None: the host is to make it. Raises ValueError for changes that do not decode.
+        """
+        start, stop = stretch.places[0].start, stretch.places[-1].stop
+        segments = [stretch.changes[place.start] for place in stretch.places if place.start in stretch.changes]
+        if not segments or not self._reader.is_mapped:
+            return None
+        itemsize = DTYPE_BYTES[tensor.announced.dtype]
+        within = [each._replace(place=slice(each.place.start - start, each.place.stop - start)) for each in segments]
+        try:
+            with own_stream_done(gpu) if gpu.type == "cuda" else nullcontext():
+                made = made_on(gpu, self._reader.view_of(tensor.stored)[start:stop], within, itemsize)
+                if made is None:
+                    return None
+                torch.frombuffer(data[start:stop], dtype=torch.uint8).copy_(made.data, non_blocking=True)
+                if not bool(made.are_inside):
+                    raise ValueError(_OUTSIDE)
+                return self._may_be_stored(tensor, of_dtype(made.data, tensor.announced.dtype, (-1,)))
+        except torch.cuda.OutOfMemoryError as error:
+            logger.warning(_NO_ROOM, tensor.stored.name, error)
             return None
 
     def _ask(self, name: str, data: torch.Tensor, are_inside: torch.Tensor, verdicts: Verdicts) -> None:
         tensor = self._tensors[name]
 
         def undecoded() -> None:
-            raise self._undecoded(tensor, "a change lies outside of its segment")
+            raise self._undecoded(tensor, _OUTSIDE)
 
         verdicts.ask(are_inside, undecoded)
         found = _Asked()
@@ -228,11 +255,15 @@ class DeltaOfVersion:
         for is_sound in found.answers:
             verdicts.ask(is_sound, lambda: self._complain(tensor, tensor_bytes(data)))
 
-    def _make(self, tensor: _Tensor, encoded: memoryview | None, data: memoryview) -> None:
-        """Make it in ``data``. ``encoded``: its changes; None: it has none."""
+    def _make(
+        self, tensor: _Tensor, encoded: memoryview | None, data: memoryview, gpu: torch.device | None = None
+    ) -> None:
+        """Make it in ``data``. ``encoded``: its changes; None: it has none. ``gpu``: see ``reading``."""
         itemsize = DTYPE_BYTES[tensor.announced.dtype]
 
         def make(stretch: _Stretch) -> bool:
+            if gpu is not None and (sound := self._make_stretch_on(gpu, tensor, stretch, data)) is not None:
+                return sound
             told: list[delta.Array] = []
             for place in stretch.places:
                 self._reader.copy_unchecked(tensor.stored, place, data[place])
@@ -264,7 +295,9 @@ class DeltaOfVersion:
 
     def _are_sound(self, tensor: _Tensor, values: delta.Array) -> bool:
         """Whether these elements, in one dimension, may be in a version."""
-        elements = as_tensor(values.data, tensor.announced.dtype, (len(values),))
+        return self._may_be_stored(tensor, as_tensor(values.data, tensor.announced.dtype, (len(values),)))
+
+    def _may_be_stored(self, tensor: _Tensor, elements: torch.Tensor) -> bool:
         try:
             for _ in self._converter.convert([(tensor.stored.name, elements)]):
                 pass

@@ -13,8 +13,8 @@ import torch
 from rollout_service.gpu_streams import queued_to
 from rollout_service.protocol import delta
 
-MOST_BYTES = 128 << 20
-"""Of a tensor that is made there: a thread has two of them on the GPU, and some more bytes for each change."""
+MOST_BYTES = 64 << 20
+"""Of a tensor, or of a part of one, that is made there at once."""
 MOST_CHANGES = 1 / 16
 """Of its bytes: positions and differences of a change take 50 bytes until they are applied."""
 

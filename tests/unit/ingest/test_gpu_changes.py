@@ -70,10 +70,10 @@ class OnGpu:
 
     def __init__(self, log: WeightLog, recipe: TrainerRecipe, old: Stored) -> None:
         self._log, self._converter, self.old = log, Converter(recipe, device="cpu"), old
-        self.by_threads: set[str] = set()
+        self.in_rooms: set[str] = set()
 
     def made(self, new: Stored, begin: BeginUpload | None = None, stream: bytes | None = None) -> Stored:
-        """``begin``, ``stream``: instead of those of ``new``. ``by_threads`` has what these have made, afterwards."""
+        """``begin``, ``stream``: instead of those of ``new``. ``in_rooms`` then says what was not left there."""
         announced, encoded = delta_of(2, 1, self.old, new)
         begin, stream = begin or announced, stream or encoded
         came: dict[str, torch.Tensor] = {}
@@ -97,7 +97,7 @@ class OnGpu:
         finally:
             source.close()
             mapped.close()
-        self.by_threads = {name for name in came if any(rooms[name])}
+        self.in_rooms = {name for name in came if any(rooms[name])}
         return made
 
 
@@ -114,17 +114,25 @@ async def on_gpu(model: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch)
         yield OnGpu(WeightLog(Path(folder)), recipe, dict(Converter(recipe, device="cpu").convert(weights.items())))
 
 
-def test_it_makes_the_tensors_that_were_sent(on_gpu: OnGpu) -> None:
+@pytest.mark.parametrize("most_bytes", [64 << 20, 0], ids=["at once", "in stretches"])
+def test_it_makes_the_tensors_that_were_sent(on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch, most_bytes: int) -> None:
+    monkeypatch.setattr("rollout_service.ingest.sources.delta.MOST_BYTES", most_bytes)
+    monkeypatch.setattr(delta, "SEGMENT_BYTES", 1024)
+    monkeypatch.setattr("rollout_service.ingest.sources.delta._applier", lambda: None)  # not by the host
     new = {name: tensor.clone() for name, tensor in on_gpu.old.items()}
     new[UP_PROJ].view(torch.uint8)[3, ::50] ^= 1
     new[NORM].view(torch.int16)[[0, 7, 255]] ^= 1
     made = on_gpu.made(new)
-    assert not on_gpu.by_threads
+    assert on_gpu.in_rooms == (set() if most_bytes else {UP_PROJ, NORM})
     assert {name: digest_of(tensor) for name, tensor in made.items()} == {n: digest_of(t) for n, t in new.items()}
     assert {name: (t.dtype, t.shape) for name, t in made.items()} == {n: (t.dtype, t.shape) for n, t in new.items()}
 
 
-def test_what_is_no_number_is_refused_by_its_place(on_gpu: OnGpu) -> None:
+@pytest.mark.parametrize("most_bytes", [64 << 20, 0], ids=["at once", "in stretches"])
+def test_what_is_no_number_is_refused_by_its_place(
+    on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
+    monkeypatch.setattr("rollout_service.ingest.sources.delta.MOST_BYTES", most_bytes)
     new = {**on_gpu.old, NORM: on_gpu.old[NORM].clone()}
     new[NORM][3] = torch.nan
     with pytest.raises(QuantizationError, match=rf"{NORM}\[3\] is nan"):
@@ -149,7 +157,11 @@ def test_damage_that_makes_a_nan_is_told_from_weights_that_are_none(on_gpu: OnGp
         (b"\x07" + bytes(40), "segment 0: it begins with 7"),
     ],
 )
-def test_changes_that_do_not_decode_are_refused_by_name(on_gpu: OnGpu, stream: bytes, complaint: str) -> None:
+@pytest.mark.parametrize("most_bytes", [64 << 20, 0], ids=["at once", "in stretches"])
+def test_changes_that_do_not_decode_are_refused_by_name(
+    on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch, stream: bytes, complaint: str, most_bytes: int
+) -> None:
+    monkeypatch.setattr("rollout_service.ingest.sources.delta.MOST_BYTES", most_bytes)
     new = {**on_gpu.old, NORM: on_gpu.old[NORM].clone()}
     new[NORM].view(torch.int16)[3] ^= 1
     announced, _ = delta_of(2, 1, on_gpu.old, new)
@@ -168,4 +180,4 @@ def test_where_the_gpu_has_no_room_the_host_makes_it(on_gpu: OnGpu, monkeypatch:
     new = {**on_gpu.old, NORM: on_gpu.old[NORM].clone()}
     new[NORM].view(torch.int16)[3] ^= 1
     assert digest_of(on_gpu.made(new)[NORM]) == digest_of(new[NORM])
-    assert on_gpu.by_threads == {NORM}
+    assert on_gpu.in_rooms == {NORM}
