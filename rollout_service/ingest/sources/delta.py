@@ -160,6 +160,7 @@ class DeltaOfVersion:
                 if made is not None:
                     self._are_inside[name] = made.are_inside
                     yield name, of_dtype(made.data, dtype, shape)
+                    del made  # before the next takes the GPU's memory
                     continue
                 self._make(tensor, encoded, data, gpu)
                 yield name, as_tensor(data, dtype, shape)
