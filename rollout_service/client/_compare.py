@@ -3,17 +3,21 @@
 From a GPU come positions, differences and digests; of the new bytes only those of segments that have changed too much.
 The old bytes come from the host, before the comparison that needs them. On the GPU that takes some five times the bytes
 of a piece, and ``AT_ONCE_BYTES`` until what was found there is encoded.
+
+Positions and differences are kept beside their encoding, as ``Changed.elements``, if they are few: with them the old
+bytes become the new ones without a decoding.
 """
 
 from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -31,7 +35,24 @@ logger = logging.getLogger("rollout_service.client")
 AT_ONCE_BYTES = 256 << 20
 """Of pieces that are being compared: one for each thread, and as much as the memory that this takes may be."""
 
+ELEMENTS_SHARE = 1 / 16
+"""Of all bytes, that ``Changed.elements`` of one comparison may have. After one step of a trainer they have 1 to 3%."""
+
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+class Elements(NamedTuple):
+    """Of a piece, that changed."""
+
+    positions: npt.NDArray[np.int32]
+    """Ascending, in the piece."""
+    differences: npt.NDArray[Any]
+    """New bits minus old bits, which wrap around; of an integer dtype of the elements' size."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that they have."""
+        return self.positions.nbytes + self.differences.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +63,8 @@ class Changed:
     """What changed, see ``rollout_service.protocol.delta``."""
     digest: str
     """That the tensor has now, as ``StoredTensor.digest``."""
-
-
-class Elements(NamedTuple):
-    """Of a piece, that changed."""
-
-    positions: npt.NDArray[np.int32]
-    differences: npt.NDArray[Any]
-    """New bits minus old bits, which wrap around; of the elements' size."""
+    elements: tuple[Elements, ...] | None = field(default=None, compare=False, repr=False)
+    """The same, of each of the tensor's spans; None: it is only in ``encoded``."""
 
 
 class NewBytes(Protocol):
@@ -89,6 +104,8 @@ class GpuBytes:
         runs = [Run(flat.data_ptr() + start, end - start) for start, end in zip(self._starts, ends, strict=True)]
         self._hashing = Hashing([runs], flat.device)
         self._hashing.queue(0)
+        # or whoever reads them would wait for all that the stream was given since
+        self._hashing.collect()
         self._hashed = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
 
     @functools.cached_property
@@ -113,11 +130,14 @@ class GpuBytes:
             self._hashed.synchronize()
 
 
-class _SpanChange(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _SpanChange:
     segments: list[bytes]
     """Encoded, in order."""
     digest: str | None
     """Of the new tensor; None: nothing has changed in it, or the span is not all of it."""
+    elements: Elements | None = field(compare=False, repr=False)
+    """None: there are so many that segments are sent as a whole."""
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,6 +178,9 @@ class Comparison:
         self._pool = ThreadPoolExecutor(io_threads(), "delta")
         self._compared: deque[tuple[Piece, Future[list[_SpanChange]]]] = deque()
         self._segments: dict[int, list[bytes]] = defaultdict(list)
+        self._elements: dict[int, list[Elements | None]] = defaultdict(list)
+        self._elements_bytes = 0
+        self._most_elements_bytes = ELEMENTS_SHARE * sum(each.nbytes for each in kept)
         self._digests: dict[int, Callable[[], str]] = {}
         self.waiting: dict[int, torch.Tensor] = {}
         """Tensors that were added and are compared once the last one of their piece is."""
@@ -189,7 +212,9 @@ class Comparison:
         found: dict[int, Changed | None] = {}
         for tensor, segments in self._segments.items():
             encoded = delta.joined(segments)
-            found[tensor] = Changed(encoded, self._digests[tensor]()) if encoded else None
+            elements = [each for each in self._elements[tensor] if each is not None]
+            all_of_them = tuple(elements) if len(elements) == len(self._elements[tensor]) else None
+            found[tensor] = Changed(encoded, self._digests[tensor](), all_of_them) if encoded else None
         return found
 
     def _begin(self, index: int) -> None:
@@ -239,8 +264,15 @@ class Comparison:
         for span, change in zip(piece.spans, future.result(), strict=True):
             self._segments[span.tensor] += change.segments
             self.changed_bytes += sum(map(len, change.segments))
+            self._elements[span.tensor].append(self._if_few(change.elements))
             if change.digest is not None:
                 self._digests[span.tensor] = partial(str, change.digest)
+
+    def _if_few(self, elements: Elements | None) -> Elements | None:
+        if elements is None or self._elements_bytes + elements.nbytes > self._most_elements_bytes:
+            return None
+        self._elements_bytes += elements.nbytes
+        return elements
 
 
 class _Gpu:
@@ -275,45 +307,85 @@ def _compared(old: torch.Tensor, new: list[torch.Tensor], piece: Piece) -> list[
     found = []
     for span, flat in zip(piece.spans, new, strict=True):
         was, now = view_of(old[span.place]), view_of(flat)
-        segments = delta.encode_segments(was, now, piece.itemsize)
-        found.append(_change(piece, segments, partial(digest_of, now)))
+        segments, elements = _compared_span(was, now, piece.itemsize, span.place.start // piece.itemsize)
+        found.append(_change(piece, segments, elements, partial(digest_of, now)))
     return found
+
+
+def _compared_span(was: memoryview, now: memoryview, itemsize: int, first: int) -> tuple[list[bytes], Elements | None]:
+    """``first``: its place in the piece, in elements."""
+    segments: list[bytes] = []
+    positions: list[npt.NDArray[np.int32]] = []
+    differences: list[delta.Array] = []
+    is_whole = False
+    places = list(delta.segments(now.nbytes))
+    if delta.is_small_and_equal(was, now):
+        return [delta.NOTHING] * len(places), _elements_of(positions, differences, itemsize)
+    for place in places:
+        at, by = delta.changed_elements(was[place], now[place], itemsize)
+        encoded = delta.encode_changes(at, by, _length(place))
+        if encoded is None:
+            is_whole, encoded = True, delta.encode_whole(now[place])
+        elif at.size:
+            positions.append((at + (first + place.start // itemsize)).astype(np.int32))
+            differences.append(by)
+        segments.append(encoded)
+    return segments, None if is_whole else _elements_of(positions, differences, itemsize)
+
+
+def _elements_of(positions: list[npt.NDArray[np.int32]], differences: list[delta.Array], itemsize: int) -> Elements:
+    if not positions:
+        return Elements(np.empty(0, np.int32), np.empty(0, f"u{itemsize}"))
+    if len(positions) == 1:
+        return Elements(positions[0], differences[0])
+    return Elements(np.concatenate(positions), np.concatenate(differences))
 
 
 def _encoded(elements: Elements | None, piece: Piece, new: NewBytes) -> list[_SpanChange]:
     """A piece of which it is known where it has changed, span by span."""
-    places = [_within(span.place, part) for span in piece.spans for part in delta.segments(_length(span.place))]
-    if elements is None:
-        segments = [delta.encode_whole(new.data[place]) for place in places]
-    else:
-        segments = _encoded_elements(elements, places, piece.itemsize, new)
-    found, rest = [], iter(segments)
-    for span in piece.spans:
-        of_span = [next(rest) for _ in delta.segments(_length(span.place))]
-        found.append(_change(piece, of_span, partial(new.digest, span.place)))
+    found = []
+    for span, within in zip(piece.spans, _of_spans(elements, piece), strict=True):
+        places = [_within(span.place, part) for part in delta.segments(_length(span.place))]
+        encoded: list[bytes | None] = [None] * len(places)
+        if within is not None:
+            encoded = _encoded_elements(within, places)
+        segments = [
+            delta.encode_whole(new.data[place]) if segment is None else segment
+            for place, segment in zip(places, encoded, strict=True)
+        ]
+        found.append(_change(piece, segments, None if None in encoded else within, partial(new.digest, span.place)))
     return found
 
 
-def _encoded_elements(elements: Elements, places: list[slice], itemsize: int, new: NewBytes) -> list[bytes]:
-    """Each of the segments at these places in a piece."""
+def _encoded_elements(elements: Elements, places: list[slice]) -> list[bytes | None]:
+    """Each of the segments at these places in a piece; None: it is to be sent as a whole."""
+    if not elements.positions.size:
+        return [delta.NOTHING] * len(places)
+    itemsize = elements.differences.itemsize
     starts = np.array([place.start for place in places], np.int64) // itemsize
     edges = [*np.searchsorted(elements.positions, starts).tolist(), elements.positions.size]
-    segments = []
-    for place, first, start, end in zip(places, starts.tolist(), edges, edges[1:], strict=False):
-        if start == end:
-            segments.append(delta.NOTHING)
-            continue
-        positions = elements.positions[start:end] - first
-        encoded = delta.encode_changes(positions, elements.differences[start:end], _length(place))
-        if encoded is None:
-            encoded = delta.encode_whole(new.data[place])
-        segments.append(encoded)
-    return segments
+    return [
+        delta.encode_changes(elements.positions[start:end] - first, elements.differences[start:end], _length(place))
+        if start < end
+        else delta.NOTHING
+        for place, first, start, end in zip(places, starts.tolist(), edges, edges[1:], strict=False)
+    ]
 
 
-def _change(piece: Piece, segments: list[bytes], digest: Callable[[], str]) -> _SpanChange:
+def _of_spans(elements: Elements | None, piece: Piece) -> list[Elements | None]:
+    if elements is None or len(piece.spans) == 1:
+        return [elements] * len(piece.spans)
+    starts = np.array([span.place.start for span in piece.spans], np.int64) // piece.itemsize
+    edges = [*np.searchsorted(elements.positions, starts).tolist(), elements.positions.size]
+    return [
+        Elements(elements.positions[start:end], elements.differences[start:end])
+        for start, end in itertools.pairwise(edges)
+    ]
+
+
+def _change(piece: Piece, segments: list[bytes], elements: Elements | None, digest: Callable[[], str]) -> _SpanChange:
     changed = any(segment != delta.NOTHING for segment in segments)
-    return _SpanChange(segments, digest() if changed and not piece.is_part else None)
+    return _SpanChange(segments, digest() if changed and not piece.is_part else None, elements)
 
 
 def _length(part: slice) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from typing import Any
 
+import numpy as np
 import torch
 
-from rollout_service.client._compare import Changed, Comparison, bytes_of, digest_of, view_of
+from rollout_service.client._compare import Changed, Comparison, Elements, bytes_of, digest_of, view_of
 from rollout_service.client._parts import host_memory
 from rollout_service.client._pieces import Span, pieces_of
 from rollout_service.model.convert import Named
@@ -23,7 +25,8 @@ Changes = list[Changed | None]
 """Of each tensor of a table, in its order; None: it is what it was."""
 
 _SpanSegment = tuple[Span, delta.Segment]
-"""What changes in a span."""
+"""What changes in a span, encoded."""
+_BITS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4")}
 
 
 def nbytes_of(changes: Changes) -> int:
@@ -106,12 +109,17 @@ class SentWeights:
     def change(self, changes: Changes) -> None:
         """Become what ``changes`` make of these tensors; it is no version yet."""
         self.version = self._newer = None
-        jobs: dict[int, list[_SpanSegment]] = defaultdict(list)
+        jobs: dict[int, list[_SpanSegment | Elements]] = defaultdict(list)
         for number, changed in enumerate(changes):
-            if changed is not None:
-                self._digests[number] = changed.digest
-                for index, span, segment in self._segments(number, changed):
-                    jobs[index].append((span, segment))
+            if changed is None:
+                continue
+            self._digests[number] = changed.digest
+            if changed.elements is not None:
+                for (index, _), elements in zip(self._spans[number], changed.elements, strict=True):
+                    jobs[index].append(elements)
+                continue
+            for index, span, segment in self._segments(number, changed):
+                jobs[index].append((span, segment))
         for _ in in_threads(self._change, list(jobs.items())):
             pass
 
@@ -154,12 +162,17 @@ class SentWeights:
                 index, span = next(spans)
             yield index, span, segment
 
-    def _change(self, job: tuple[int, list[_SpanSegment]]) -> None:
+    def _change(self, job: tuple[int, list[_SpanSegment | Elements]]) -> None:
         index, changes = job
-        kept = self._kept[index]
+        kept, itemsize = self._kept[index], self._pieces[index].itemsize
         assert kept is not None
-        for span, segment in changes:
-            delta.apply_segment(segment, view_of(kept[_place_of(span, segment)]), self._pieces[index].itemsize)
+        numbers = np.frombuffer(view_of(kept), _BITS[itemsize])
+        for change in changes:
+            if isinstance(change, Elements):
+                numbers[change.positions] += change.differences.view(numbers.dtype)
+            else:
+                span, segment = change
+                delta.apply_segment(segment, view_of(kept[_place_of(span, segment)]), itemsize)
 
 
 def _place_of(span: Span, segment: delta.Segment) -> slice:

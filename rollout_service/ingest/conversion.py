@@ -69,6 +69,8 @@ class Conversion:
         self.quantize_s = self.store_s = 0.0
         """Of all threads together: until tensors were converted, and until these were stored."""
         self._stored: tuple[StoredTensor, ...] | None = None
+        self.gpu = torch.device("cuda", 0) if writer.are_rooms_registered else None
+        """With which the log's memory is registered: in its thread's own stream, tensors are read."""
 
     @property
     def failure(self) -> RolloutServiceError | None:
@@ -197,7 +199,7 @@ class Conversion:
 
     def _write(self, tensors: Iterable[Named]) -> None:
         tensors = self._noted(tensors if self._copy is None else self._copy.taken(tensors))
-        gpu = torch.device("cuda", 0) if self._writer.are_rooms_registered else None
+        gpu = self.gpu
         verdicts = Verdicts() if self._writer.has_rooms else None
         convert = partial(self._converts, to_cpu=verdicts is None, verdicts=verdicts)
         began, store_s = time.perf_counter(), 0.0

@@ -84,15 +84,14 @@ class Rooms:
                 _SCRATCH_BYTES if any(each.data is None for each in held) else 0, dtype=torch.uint8, device=device
             )
             groups = _groups(held, scratch)
-            chunks = [chunk for group in groups for chunk in group]
+            chunks = [chunk for group in groups for chunk in group.chunks]
             hashing = Hashing(
-                [[Run(chunk.address, chunk.in_room.nbytes) for chunk in group] for group in groups], device
+                [[Run(chunk.address, chunk.in_room.nbytes) for chunk in group.chunks] for group in groups], device
             )
             try:
                 for number, group in enumerate(groups):
-                    for chunk in group:
-                        if chunk.scratch is not None:
-                            chunk.scratch.copy_(torch.frombuffer(chunk.in_room, dtype=torch.uint8), non_blocking=True)
+                    for copy in group.copies:
+                        copy.scratch.copy_(torch.frombuffer(copy.in_room, dtype=torch.uint8), non_blocking=True)
                     hashing.queue(number)
                 self._copy_to_rooms(held, device)
                 hashing.collect()
@@ -137,27 +136,52 @@ class Rooms:
 
 class _Chunk(NamedTuple):
     address: int
+    """On the GPU."""
     in_room: memoryview
-    scratch: torch.Tensor | None
-    """Where it is to be copied to, uint8 on the GPU; None: it is there."""
 
 
-def _groups(held: Sequence[_Held], scratch: torch.Tensor) -> list[list[_Chunk]]:
-    """Their chunks, in order; each group needs the scratch once."""
-    groups: list[list[_Chunk]] = [[]]
+class _ToScratch(NamedTuple):
+    in_room: memoryview
+    scratch: torch.Tensor
+    """uint8 on the GPU."""
+
+
+class _Group(NamedTuple):
+    """What needs the scratch once."""
+
+    chunks: list[_Chunk]
+    copies: list[_ToScratch]
+    """Before they are hashed: one for all chunks of a tensor, of which each would be a call."""
+
+
+def _groups(held: Sequence[_Held], scratch: torch.Tensor) -> list[_Group]:
+    """Their chunks, in order."""
+    groups = [_Group([], [])]
     position = 0
     for each in held:
-        for start in range(0, each.room.nbytes, CHUNK_BYTES):
-            in_room = each.room[start : start + CHUNK_BYTES]
-            if each.data is not None:
-                groups[-1].append(_Chunk(each.data.data_ptr() + start, in_room, None))
-                continue
-            if position + in_room.nbytes > scratch.nbytes:
-                groups.append([])
+        nbytes = each.room.nbytes
+        if each.data is not None:
+            starts = range(0, nbytes, CHUNK_BYTES)
+            groups[-1].chunks.extend(
+                _Chunk(each.data.data_ptr() + start, each.room[start : start + CHUNK_BYTES]) for start in starts
+            )
+            continue
+        first = 0
+        while first < nbytes:
+            free = (scratch.nbytes - position) // CHUNK_BYTES * CHUNK_BYTES
+            taken = nbytes - first if nbytes - first <= scratch.nbytes - position else free
+            if taken <= 0:
+                groups.append(_Group([], []))
                 position = 0
-            place = scratch[position : position + in_room.nbytes]
-            groups[-1].append(_Chunk(place.data_ptr(), in_room, place))
-            position += aligned(in_room.nbytes)
+                continue
+            place = scratch[position : position + taken]
+            groups[-1].copies.append(_ToScratch(each.room[first : first + taken], place))
+            groups[-1].chunks.extend(
+                _Chunk(place.data_ptr() + start, each.room[first + start : first + min(start + CHUNK_BYTES, taken)])
+                for start in range(0, taken, CHUNK_BYTES)
+            )
+            first += taken
+            position += aligned(taken)
     return groups
 
 

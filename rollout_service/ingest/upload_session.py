@@ -113,7 +113,9 @@ class UploadSession:
         self._delta = delta
         self._read: Read = self._parts.files.read
         if delta is not None:
-            self._read = delta.reading(self._parts.files.read, writer.room if writer.has_rooms else None)
+            self._read = delta.reading(
+                self._parts.files.read, writer.room if writer.has_rooms else None, self._conversion.gpu
+            )
         self.touched_at = time.monotonic()
         """When something last came, on this process's own clock: the wall clock may be set."""
         self.in_log = False

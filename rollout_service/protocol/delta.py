@@ -40,7 +40,7 @@ Array = npt.NDArray[Any]
 _UNCHANGED, _CHANGED, _WHOLE = range(3)
 NOTHING = bytes([_UNCHANGED])
 """A segment in which nothing has changed."""
-_GAP_PLANES = 3
+GAP_PLANES = 3
 SPARSE = 0.25
 """Share of changed elements above which a segment is sent as a whole: its positions are most of its bytes then, and
 zlib takes longer than a network."""
@@ -75,8 +75,7 @@ def segments(nbytes: int) -> Iterator[slice]:
 
 def encode_segment(base: memoryview, new: memoryview, itemsize: int) -> bytes:
     """What changed from ``base`` to ``new``: one segment of a tensor with elements of ``itemsize`` bytes."""
-    dtype = _UNSIGNED[itemsize]
-    positions, differences = _changed(np.frombuffer(base, dtype), np.frombuffer(new, dtype))
+    positions, differences = changed_elements(base, new, itemsize)
     return encode_changes(positions, differences, new.nbytes) or encode_whole(new)
 
 
@@ -97,7 +96,7 @@ def encode_changes(positions: Array, differences: Array, nbytes: int) -> bytes |
     gaps = np.empty(positions.size, np.uint32)
     gaps[0] = positions[0]
     np.subtract(positions[1:], positions[:-1] + 1, out=gaps[1:], casting="unsafe")
-    planes = [*_planes(gaps, _GAP_PLANES), *_planes(_zigzag(differences), itemsize)]
+    planes = [*_planes(gaps, GAP_PLANES), *_planes(_zigzag(differences), itemsize)]
     encoded = _header(itemsize).pack(_CHANGED, positions.size, *map(len, planes)) + b"".join(planes)
     return encoded if len(encoded) < nbytes else None
 
@@ -116,9 +115,14 @@ def encode(base: memoryview, new: memoryview, itemsize: int) -> bytes:
 
 def encode_segments(base: memoryview, new: memoryview, itemsize: int) -> list[bytes]:
     """What changed in each segment of a tensor; ``NOTHING`` where nothing did."""
-    if new.nbytes <= _SMALL_BYTES and bytes(base) == bytes(new):
+    if is_small_and_equal(base, new):
         return [NOTHING for _ in segments(new.nbytes)]
     return [encode_segment(base[part], new[part], itemsize) for part in segments(new.nbytes)]
+
+
+def is_small_and_equal(base: memoryview, new: memoryview) -> bool:
+    """Whether nothing has changed in a tensor of which that is seen sooner than numpy is called."""
+    return new.nbytes <= _SMALL_BYTES and bytes(base) == bytes(new)
 
 
 def joined(encoded: list[bytes]) -> bytes:
@@ -143,7 +147,7 @@ def changed_segments(encoded: memoryview, nbytes: int, itemsize: int) -> list[Se
     """
     position, found = 0, []
     for number, place in enumerate(segments(nbytes)):
-        with _naming(number):
+        with naming(number):
             end = position + _encoded_bytes(encoded[position:], place.stop - place.start, itemsize)
         if encoded[position] != _UNCHANGED:
             found.append(Segment(number, place, encoded[position:end]))
@@ -168,6 +172,21 @@ def apply_segment(segment: Segment, data: memoryview, itemsize: int) -> Array:
     return differences
 
 
+def count(segment: Segment, itemsize: int) -> int:
+    """How many elements a segment that has its changes tells."""
+    return int(_header(itemsize).unpack_from(segment.encoded)[1])
+
+
+def inflated(segment: Segment, itemsize: int) -> tuple[int, list[bytes]]:
+    """For who joins the planes otherwise: how many elements a segment that has its changes tells, and its planes.
+
+    Those are bytes of as many elements, ``GAP_PLANES`` of gaps and then those of the differences in zigzag order;
+    empty: zeros. Nothing says yet that the positions lie in the segment. Raises ValueError as ``apply``.
+    """
+    with naming(segment.number):
+        return _inflated(segment.encoded, itemsize)
+
+
 def new_bytes(segment: Segment) -> memoryview | None:
     """All of a segment's; None if it has its changes: ``decode_changes``."""
     return segment.encoded[1:] if segment.encoded[0] == _WHOLE else None
@@ -178,20 +197,24 @@ def decode_changes(segment: Segment, nbytes: int, itemsize: int) -> tuple[Array,
 
     Raises ValueError as ``apply``.
     """
-    with _naming(segment.number):
+    with naming(segment.number):
         return _decoded(segment.encoded, nbytes // itemsize, _UNSIGNED[itemsize])
 
 
 @contextmanager
-def _naming(segment: int) -> Iterator[None]:
+def naming(segment: int) -> Iterator[None]:
+    """What is wrong with its bytes is a ValueError that names the segment."""
     try:
         yield
     except (ValueError, zlib.error) as error:
         raise ValueError(f"segment {segment}: {error}") from error
 
 
-def _changed(old: Array, now: Array) -> tuple[Array, Array]:
-    """Indices of the elements that differ, and by how much. Compares eight bytes at a time: few of these differ."""
+def changed_elements(base: memoryview, new: memoryview, itemsize: int) -> tuple[Array, Array]:
+    """Positions int64 and differences of the elements that differ, as ``encode_changes`` takes them."""
+    # eight bytes at a time: few of these differ
+    dtype = _UNSIGNED[itemsize]
+    old, now = np.frombuffer(base, dtype), np.frombuffer(new, dtype)
     shift = 3 - _SHIFTS[old.itemsize]
     whole = old.size >> shift << shift
     words_old, words_now = old[:whole].view("<u8"), now[:whole].view("<u8")
@@ -215,7 +238,7 @@ def _zigzag(difference: Array) -> Array:
 
 def _unzigzag(code: Array) -> Array:
     one = code.dtype.type(1)
-    difference: Array = (code >> one) ^ (~(code & one) + one)
+    difference: Array = (code >> one) ^ np.negative(code & one)
     return difference
 
 
@@ -235,7 +258,7 @@ def _planes(numbers: Array, count: int) -> Iterator[bytes]:
 
 
 def _header(itemsize: int) -> struct.Struct:
-    return struct.Struct(f"<BI{_GAP_PLANES + itemsize}I")
+    return struct.Struct(f"<BI{GAP_PLANES + itemsize}I")
 
 
 def _encoded_bytes(encoded: memoryview, nbytes: int, itemsize: int) -> int:
@@ -265,28 +288,46 @@ def _encoded_bytes(encoded: memoryview, nbytes: int, itemsize: int) -> int:
 
 def _decoded(encoded: memoryview, size: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     """Positions and differences in a changed segment of ``size`` elements, of which the header was checked."""
-    header = _header(dtype.itemsize)
-    count, *lengths = map(int, header.unpack_from(encoded)[1:])
-    start = header.size
-    positions = _joined_planes(encoded[start:], lengths[:_GAP_PLANES], count, np.dtype("<i8"))
-    positions += 1
+    count, planes = _inflated(encoded, dtype.itemsize)
+    positions = _joined_planes(planes[:GAP_PLANES], count, np.dtype("<i8"))
+    positions[1:] += 1
     np.cumsum(positions, out=positions)
-    positions -= 1
-    if positions[-1] >= size:
-        raise ValueError(f"its last change is at element {positions[-1]} of {size}")
-    start += sum(lengths[:_GAP_PLANES])
-    return positions, _unzigzag(_joined_planes(encoded[start:], lengths[_GAP_PLANES:], count, dtype))
+    require_inside(int(positions[-1]), size)
+    return positions, _unzigzag(_joined_planes(planes[GAP_PLANES:], count, dtype))
 
 
-def _joined_planes(encoded: memoryview, lengths: list[int], count: int, dtype: np.dtype[Any]) -> Array:
-    """``count`` numbers out of their planes. No plane is decompressed beyond ``count`` bytes."""
-    numbers, start = np.zeros(count, dtype), 0
+def require_inside(last: int, size: int) -> None:
+    """Raises ValueError if the last position of a segment of ``size`` elements is not one of them."""
+    if last >= size:
+        raise ValueError(f"its last change is at element {last} of {size}")
+
+
+def _inflated(encoded: memoryview, itemsize: int) -> tuple[int, list[bytes]]:
+    """How many changes a segment has, and the planes of their numbers; empty: zeros.
+
+    No plane is decompressed beyond as many bytes.
+    """
+    header = _header(itemsize)
+    count, *lengths = map(int, header.unpack_from(encoded)[1:])
+    planes, start = [], header.size
     for plane, length in enumerate(lengths):
+        values = b""
         if length:
             inflate = zlib.decompressobj(_RAW_DEFLATE)
             values = inflate.decompress(encoded[start : start + length], count + 1)
             if len(values) != count or not inflate.eof or inflate.unused_data:
-                raise ValueError(f"plane {plane} does not decode to {count} bytes and end there")
-            numbers |= np.frombuffer(values, np.uint8).astype(dtype) << (8 * plane)
+                kind = plane if plane < GAP_PLANES else plane - GAP_PLANES
+                raise ValueError(f"plane {kind} does not decode to {count} bytes and end there")
+        planes.append(values)
         start += length
+    return count, planes
+
+
+def _joined_planes(planes: list[bytes], count: int, dtype: np.dtype[Any]) -> Array:
+    """``count`` numbers out of their planes."""
+    numbers = np.frombuffer(planes[0], np.uint8).astype(dtype) if planes[0] else np.zeros(count, dtype)
+    of_each = numbers.view(np.uint8).reshape(-1, numbers.itemsize)
+    for plane, values in enumerate(planes[1:], start=1):
+        if values:
+            of_each[:, plane] = np.frombuffer(values, np.uint8)
     return numbers

@@ -88,6 +88,10 @@ class VersionReader:
         """
         return self._mapped[piece.file][piece.offset : piece.offset + piece.nbytes]
 
+    def view_of(self, tensor: StoredTensor) -> memoryview:
+        """A tensor where the mapped file has it, likewise."""
+        return self._mapped[tensor.file][tensor.offset : tensor.offset + tensor.nbytes]
+
     def require(self, chunks: Sequence[tuple[StoredTensor, Chunk]], digests: bytes) -> None:
         """Raise LogCorrupt for the first of these chunks whose bytes, by their xxh3-128, are not the manifest's.
 

@@ -1,11 +1,16 @@
-"""Deltas of weights on a GPU, compared there: the versions that a push of all makes."""
+"""Deltas of weights on a GPU, compared there, and made on a GPU: the versions that a push of all makes."""
 
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from rollout_service.client import RolloutClient
+from rollout_service.ingest.sources import delta as delta_source
+from rollout_service.ingest.sources.gpu_changes import Made, made_on
+from rollout_service.protocol.delta import Segment
 from tests.support.models import make_model
 from tests.unit.client.real_ingest import real_ingest
 from tests.unit.ingest.trainer import folder_weights
@@ -37,3 +42,41 @@ async def test_a_delta_is_found_on_the_gpu(
             for tensor in weights.values():
                 hit = torch.rand(tensor.shape, device="cuda", generator=generator) < 0.01
                 tensor.view(torch.int16).bitwise_xor_(hit)
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("most_bytes", [64 << 20, 0], ids=["at once", "in stretches"])
+async def test_a_delta_is_applied_on_the_gpu(
+    tmp_path: Path, in_memory: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
+    made: list[torch.device] = []
+
+    def watched(device: torch.device, base: memoryview, segments: Sequence[Segment], itemsize: int) -> Made | None:
+        made.append(device)
+        return made_on(device, base, segments, itemsize)
+
+    monkeypatch.setattr(delta_source, "made_on", watched)
+    monkeypatch.setattr(delta_source, "MOST_BYTES", most_bytes)
+    monkeypatch.setattr("rollout_service.protocol.delta.SEGMENT_BYTES", 1 << 14)
+    folder = make_model(tmp_path / "model", "qwen3")
+    weights = {name: tensor.cuda() for name, tensor in folder_weights(folder).items()}
+    generator = torch.Generator("cuda").manual_seed(0)
+    async with (
+        real_ingest(folder, in_memory / "log", weights={"keep_versions": 10}) as service,
+        RolloutClient(service.url) as client,
+        RolloutClient(service.url) as other,
+    ):
+        for _ in range(5):
+            pushed = await client.push_weights("next", weights, transport="delta", wait="none")
+            whole = await other.push_weights("next", weights, transport="http", wait="none")
+            assert pushed.digest == whole.digest
+            service.log.verify(service.log.manifest(pushed.version))
+            for tensor in weights.values():
+                hit = torch.rand(tensor.shape, device="cuda", generator=generator) < 0.01
+                tensor.view(torch.int16).bitwise_xor_(hit)
+    assert made and {device.type for device in made} == {"cuda"}

@@ -28,6 +28,7 @@ SHAPES = {
     "beside": (48,),
     "by itself": (2, CHUNK),
     "last": (33,),
+    "larger than the scratch": (5 * CHUNK + 7,),
 }
 
 
