@@ -147,8 +147,8 @@ class PartFiles:
         Args:
             room: where a tensor is stored that is stored as it came, uint8 [nbytes]; None: it is not. One that several
                 parts hold is put together there.
-            gpu: what is in registered memory is copied there, on the current stream, unless it has a room and is large;
-                the parts must stay until that stream has come so far. None: all tensors lie in the host's memory.
+            gpu: what is in registered memory is copied there, on the current stream, which the parts must outlast.
+                Of tensors above ``BATCH_BYTES`` only matrices without a room. None: all lie in the host's memory.
         """
 
         def read(names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -162,10 +162,9 @@ class PartFiles:
         places: list[_Place] = []
         for tensor, offset in map(self._place.__getitem__, names):
             view, stored = self._view(tensor, offset), room(tensor)
-            if gpu is not None and (stored is None or tensor.nbytes <= BATCH_BYTES):
-                sources = self._registered(tensor, offset)
-            else:
-                sources = None
+            # the quantizer takes a large matrix to the GPU as a whole, but neither what is not quantized nor experts
+            may = tensor.nbytes <= BATCH_BYTES or (stored is None and len(tensor.shape) == 2)
+            sources = self._registered(tensor, offset) if gpu is not None and may else None
             places.append(_Place(tensor, offset, view, stored, sources))
         sizes = [_room_for(place.tensor.nbytes) if place.needs_buffer else 0 for place in places]
         buffer, start = self._buffers.take(sum(sizes)), 0
@@ -219,11 +218,11 @@ class PartFiles:
     def _assembled(self, tensor: UploadTensor, offset: int, room: memoryview, *, in_blocks: bool) -> torch.Tensor:
         """Put together in ``room``, which begins at a block and has room for the rest of blocks if ``in_blocks``."""
         lead = offset % BLOCK_BYTES if in_blocks else 0
-        copies: list[tuple[memoryview, memoryview]] = []
+        copies: list[_Copy] = []
         for span in self._spans(tensor, offset):
             start = span.start + lead
             if (data := self._data[span.part]) is not None:
-                copies.append((room[start : start + span.nbytes], data[span.first : span.first + span.nbytes]))
+                copies.append(_Copy(room[start : start + span.nbytes], data, span.first))
                 continue
             inside = span.first % BLOCK_BYTES if in_blocks else 0
             target = room[start - inside :][: round_up(inside + span.nbytes) if in_blocks else span.nbytes]
@@ -279,10 +278,17 @@ def _on_gpu(sources: Sequence[torch.Tensor], gpu: torch.device) -> torch.Tensor:
     return target
 
 
-def _copy(copy: tuple[memoryview, memoryview]) -> None:
+class _Copy(NamedTuple):
+    target: memoryview
+    data: memoryview
+    """All of a part's memory, which comes back when nobody refers to this object any more (``BufferPool``)."""
+    first: int
+
+
+def _copy(copy: _Copy) -> None:
     # not by assigning to a slice: Python keeps its lock for that, and every connection would wait
-    target, source = copy
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+    target = np.frombuffer(copy.target, np.uint8)
+    np.copyto(target, np.frombuffer(copy.data, np.uint8, count=target.nbytes, offset=copy.first))
 
 
 def _room_for(nbytes: int) -> int:

@@ -324,20 +324,22 @@ class TestParts:
             UploadTensor(name="within", dtype="float32", shape=(2,)),
             UploadTensor(name="across", dtype="float32", shape=(5,)),
             UploadTensor(name="large", dtype="float32", shape=(6,)),
+            UploadTensor(name="large matrix", dtype="float32", shape=(2, 3)),
+            UploadTensor(name="experts", dtype="float32", shape=(1, 2, 3)),
             UploadTensor(name="empty", dtype="float32", shape=(0,)),
             UploadTensor(name="in a file", dtype="float32", shape=(2,)),
         )
         names = [tensor.name for tensor in table]
-        data, rooms = bytes(range(60)), {"across": memoryview(bytearray(20)), "large": memoryview(bytearray(24))}
+        data, rooms = bytes(range(108)), {"across": memoryview(bytearray(20)), "large": memoryview(bytearray(24))}
         files = PartFiles(folder, table, part_bytes=14)
-        for part in range(num_parts(60, 14)):
-            take_in(files, folder, part, data[part * 14 : part * 14 + 14], in_memory=part < 4)
+        for part in range(num_parts(108, 14)):
+            take_in(files, folder, part, data[part * 14 : part * 14 + 14], in_memory=part < 7)
         read = files.reading(lambda tensor: rooms.get(tensor.name), torch.device("meta"))
         asked = {name: str(tensor.device) for name, tensor in read(names)}
         assert asked == dict.fromkeys(names, "cpu")  # nothing is registered
         monkeypatch.setattr(parts, "is_registered", lambda memory: True)
         asked = {name: str(tensor.device) for name, tensor in read(names)}
-        assert asked == dict.fromkeys(names, "cpu") | {"within": "meta", "across": "meta"}
+        assert asked == dict.fromkeys(names, "cpu") | dict.fromkeys(("within", "across", "large matrix"), "meta")
         on_cpu = files.reading(lambda tensor: rooms.get(tensor.name), torch.device("cpu"))
         read_bytes = b"".join(tensor.view(torch.uint8).numpy().tobytes() for _, tensor in on_cpu(names))
         assert read_bytes == data
