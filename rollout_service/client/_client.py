@@ -416,7 +416,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
         Tensors are bfloat16, float16 or float32 under Hugging Face's names, on any device; routed experts one by one
         or stacked as transformers 5 holds them. They must not change until this returns. Host memory needed beside
         them: the largest tensor and about ``parallel_parts + 1`` parts (16 MiB each unless the service is configured
-        otherwise).
+        otherwise). Contiguous ones on the CPU, if ``named_tensors`` is no iterator, need none; of others there, which
+        are copied as a whole, the last two may be in memory at once.
 
         With FSDP, each ``DTensor`` is gathered when its turn comes, which is a collective: call this on every rank of
         the mesh with the same tensors, and ``send=rank == 0``; run no other collective there meanwhile. If sending

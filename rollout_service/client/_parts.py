@@ -1,13 +1,14 @@
 """Tensors become parts: one thread copies each tensor once, from its device, into the memory that is sent.
 
-All else (hashing, sending) is done by others: what gathers tensors takes part in collectives, and other ranks wait
-for it. Torch is imported where it is needed, which is not in a client that only generates.
+What lies on the CPU, and stays as it is until it is sent, is not copied. All else (hashing, sending) is done by others:
+what gathers tensors takes part in collectives, and other ranks wait for it. Torch is imported where it is needed, which
+is not in a client that only generates.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
@@ -21,35 +22,54 @@ logger = logging.getLogger("rollout_service.client")
 BODY_CHUNK_BYTES = 1 << 20
 
 
+VIEWED_BYTES = 1 << 20
+"""Fewer of one tensor are copied, since each piece of a part is a turn of its own with Python's lock."""
+
+
 class Part:
     """Bytes ``[index * part_bytes, ...)`` of the stream."""
 
-    def __init__(self, index: int, memory: torch.Tensor, nbytes: int, copies: Iterable[torch.cuda.Event] = ()) -> None:
+    def __init__(
+        self,
+        index: int,
+        tensors: Sequence[torch.Tensor],
+        memory: torch.Tensor | None,
+        copies: Iterable[torch.cuda.Event] = (),
+    ) -> None:
         """
         Args:
-            memory: uint8 [part_bytes], of which the first ``nbytes`` are the part.
+            tensors: the part's bytes, uint8 [N] each on the CPU, one after the other.
+            memory: uint8 [part_bytes], of which some of them are slices; None: they are all of somebody else's memory.
             copies: from GPUs, that may be under way still.
         """
-        self.index, self.memory, self.nbytes = index, memory, nbytes
-        self._copies = tuple(copies)
+        self.index, self.memory, self.nbytes = index, memory, sum(tensor.nbytes for tensor in tensors)
+        self._tensors, self._copies = tuple(tensors), tuple(copies)
 
     @cached_property
-    def data(self) -> memoryview:
-        """The bytes; waits for copies that are under way."""
+    def pieces(self) -> list[memoryview]:
+        """The bytes, one after the other; waits for copies that are under way."""
         for copy in self._copies:
             copy.synchronize()
-        view: memoryview = self.memory.numpy().data
-        return view[: self.nbytes]
+        return [tensor.numpy().data for tensor in self._tensors]
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes in one piece; a copy if there are several."""
+        return self.pieces[0] if len(self.pieces) == 1 else memoryview(b"".join(self.pieces))
 
     @cached_property
     def digest(self) -> str:
         """xxh3-128 in hex."""
-        return xxhash.xxh3_128_hexdigest(self.data)
+        hasher = xxhash.xxh3_128()
+        for piece in self.pieces:
+            hasher.update(piece)
+        return hasher.hexdigest()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         # In chunks, because each layer of httpx copies what it is given.
-        for start in range(0, self.nbytes, BODY_CHUNK_BYTES):
-            yield bytes(self.data[start : start + BODY_CHUNK_BYTES])
+        for piece in self.pieces:
+            for start in range(0, piece.nbytes, BODY_CHUNK_BYTES):
+                yield bytes(piece[start : start + BODY_CHUNK_BYTES])
 
 
 def cut_parts(
@@ -59,40 +79,52 @@ def cut_parts(
     *,
     held: bool = False,
 ) -> Iterator[Part]:
-    """Cut a stream into parts. Each is a copy, which a GPU may be making still.
+    """Cut a stream into parts. What they hold is a copy, which a GPU may be making still, or a held tensor on the CPU.
 
     Args:
         stream: tensors uint8 [N], see ``bytes_of_each``, or bytes, one after the other.
         free: memory of parts that are done with, to be used again; fresh memory costs more than what is copied.
-        held: the tensors stay what they are until the parts are sent; if not, one is copied before the next is made.
+        held: the tensors stay what they are until the parts are sent: those on the CPU are not copied, if it is
+            ``VIEWED_BYTES`` or more that a part has of one. If not held, one is copied before the next is made.
     """
     import numpy as np
     import torch
 
     index, filled = 0, 0
     memory: torch.Tensor | None = None
+    used = 0  # of memory
+    pieces: list[torch.Tensor] = []
     devices: set[torch.device] = set()
     for flat in stream:
         start, count, from_gpu = 0, flat.nbytes, isinstance(flat, torch.Tensor) and flat.is_cuda
         while start < count:
-            if memory is None:
-                memory = free.pop() if free else host_memory(part_bytes, pinned=from_gpu)
             taken = min(count - start, part_bytes - filled)
-            if isinstance(flat, torch.Tensor):
-                # torch copies with several threads, and with Python's lock free
-                memory[filled : filled + taken].copy_(flat[start : start + taken], non_blocking=from_gpu)
-                devices |= {flat.device} if from_gpu else set()
+            if held and isinstance(flat, torch.Tensor) and not from_gpu and taken >= VIEWED_BYTES:
+                pieces.append(flat[start : start + taken])
             else:
-                np.copyto(memory.numpy()[filled : filled + taken], np.frombuffer(flat, np.uint8)[start : start + taken])
+                if memory is None:
+                    memory = free.pop() if free else host_memory(part_bytes, pinned=from_gpu)
+                room = memory[used : used + taken]
+                if isinstance(flat, torch.Tensor):
+                    # torch copies with several threads, and with Python's lock free
+                    room.copy_(flat[start : start + taken], non_blocking=from_gpu)
+                    devices |= {flat.device} if from_gpu else set()
+                else:
+                    np.copyto(room.numpy(), np.frombuffer(flat, np.uint8)[start : start + taken])
+                if used and pieces[-1].data_ptr() + pieces[-1].nbytes == room.data_ptr():
+                    pieces[-1] = memory[used - pieces[-1].nbytes : used + taken]
+                else:
+                    pieces.append(room)
+                used += taken
             filled, start = filled + taken, start + taken
             if filled == part_bytes:
-                yield Part(index, memory, filled, map(_recorded, devices))
-                index, memory, filled, devices = index + 1, None, 0, set()
+                yield Part(index, pieces, memory, map(_recorded, devices))
+                index, memory, filled, used, pieces, devices = index + 1, None, 0, 0, [], set()
         if isinstance(flat, torch.Tensor) and from_gpu and not held:
             torch.cuda.current_stream(flat.device).synchronize()
         del flat  # before the next is made
-    if memory is not None and filled:
-        yield Part(index, memory, filled, map(_recorded, devices))
+    if filled:
+        yield Part(index, pieces, memory, map(_recorded, devices))
 
 
 def bytes_of_each(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[torch.Tensor]:

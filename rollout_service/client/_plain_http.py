@@ -10,7 +10,7 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import httpx
@@ -31,8 +31,11 @@ class PlainConnections:
         self._idle: list[http.client.HTTPConnection] = []
         self._closed = False
 
-    def put(self, route: str, body: memoryview, headers: Mapping[str, str]) -> httpx.Response:
-        """Send and return the reply, whatever its status. Raises ``httpx.TransportError``."""
+    def put(self, route: str, body: Sequence[memoryview], headers: Mapping[str, str]) -> httpx.Response:
+        """Send a body, one piece after the other, and return the reply, whatever its status.
+
+        Raises ``httpx.TransportError``.
+        """
         connection = self._taken()
         request = httpx.Request("PUT", str(self._url) + route)
         try:
@@ -61,15 +64,16 @@ class PlainConnections:
         self,
         connection: http.client.HTTPConnection,
         request: httpx.Request,
-        body: memoryview,
+        body: Sequence[memoryview],
         headers: Mapping[str, str],
     ) -> httpx.Response:
         if connection.sock is None:
             self._connect(connection, request)
         try:
             path = request.url.raw_path.decode("ascii")
+            length = str(sum(piece.nbytes for piece in body))
             try:
-                connection.request("PUT", path, body, {**headers, "Content-Length": str(body.nbytes)})
+                connection.request("PUT", path, body, {**headers, "Content-Length": length})
             except (BrokenPipeError, ConnectionResetError) as error:
                 sent: Exception | None = error  # it may have been answered before
             else:

@@ -316,7 +316,7 @@ class DirectListener:
     ) -> None:
         async def attempt() -> httpx.Response:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(threads, plain.put, route, part.data, headers | _KIND)
+            return await loop.run_in_executor(threads, plain.put, route, part.pieces, headers | _KIND)
 
         response: httpx.Response = await retrying(repeat, self._http.retries)(attempt)
         if not response.is_success:
@@ -366,7 +366,7 @@ class PartSender:
                 await self._upload(part, threads)
             finally:
                 slots.release()
-            if part.nbytes == self._plan.part_bytes:
+            if part.memory is not None:
                 self.free.append(part.memory)
 
         try:

@@ -9,6 +9,7 @@ Format: https://github.com/huggingface/safetensors#format
 """
 
 import json
+import math
 import os
 import threading
 from collections.abc import Iterable, Iterator
@@ -128,6 +129,18 @@ class VersionWriter:
             end = offset + self._slots[name].nbytes
         if joined:
             yield joined, self._mapped[file][start:end]
+
+    def room_as_stored(self, name: str, dtype: str, shape: tuple[int, ...]) -> memoryview | None:
+        """``room`` of a tensor that is stored with this dtype and shape, at a multiple of its elements' size.
+
+        None if there is none, also where the files are no memory.
+        """
+        slot = self._slots.get(name)
+        if slot is None or not self._mapped or (slot.dtype, slot.shape) != (dtype, shape) or not slot.nbytes:
+            return None
+        # a file begins at a page, but its header has any multiple of 8 bytes, and codes have a byte each
+        offset, itemsize = self._place[name][1], slot.nbytes // math.prod(shape)
+        return None if offset % itemsize else self.room(name)
 
     def filled(self, name: str, digests: bytes | None = None) -> None:
         """A tensor's bytes are in its room. Raises KeyError.

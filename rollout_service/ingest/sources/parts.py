@@ -3,16 +3,20 @@
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 
-from rollout_service.ingest.sources.source import as_tensor
+from rollout_service.ingest.sources.source import as_tensor, of_dtype
+from rollout_service.model.convert import BATCH_BYTES
 from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor, num_parts, tensor_offsets
 from rollout_service.store.direct_io import BLOCK_BYTES, DirectFile, ThreadBuffers, round_up
+from rollout_service.threads import STRETCH_BYTES, in_threads
 
 logger = logging.getLogger(__name__)
 _PART_FILE = re.compile(r"part-([0-9]{6,})\.([0-9a-f]{32})")
@@ -133,13 +137,74 @@ class PartFiles:
         One that lies within a part that is in memory is read where it is. Others lie in one buffer, which this thread's
         next call uses again: be done with them by then.
         """
-        places = [self._place[name] for name in names]
-        views = [self._view(*place) for place in places]
-        sizes = [_room_for(place[0].nbytes) if view is None else 0 for view, place in zip(views, places, strict=True)]
+        return self._read(names, lambda _: None, None)
+
+    def reading(
+        self, room: Callable[[UploadTensor], memoryview | None], gpu: torch.device | None
+    ) -> Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor]]]:
+        """A function that reads as ``read`` does, but puts tensors together where they are wanted.
+
+        Args:
+            room: where a tensor is stored that is stored as it came, uint8 [nbytes]; None: it is not. One that several
+                parts hold is put together there.
+            gpu: what is in registered memory is copied there, on the current stream, which the parts must outlast.
+                Of tensors above ``BATCH_BYTES`` only matrices without a room. None: all lie in the host's memory.
+        """
+
+        def read(names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+            return self._read(names, room, gpu)
+
+        return read
+
+    def _read(
+        self, names: Sequence[str], room: Callable[[UploadTensor], memoryview | None], gpu: torch.device | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        places: list[_Place] = []
+        for tensor, offset in map(self._place.__getitem__, names):
+            view, stored = self._view(tensor, offset), room(tensor)
+            # the quantizer takes a large matrix to the GPU as a whole, but neither what is not quantized nor experts
+            may = tensor.nbytes <= BATCH_BYTES or (stored is None and len(tensor.shape) == 2)
+            sources = self._registered(tensor, offset) if gpu is not None and may else None
+            places.append(_Place(tensor, offset, view, stored, sources))
+        sizes = [_room_for(place.tensor.nbytes) if place.needs_buffer else 0 for place in places]
         buffer, start = self._buffers.take(sum(sizes)), 0
-        for name, view, size, place in zip(names, views, sizes, places, strict=True):
-            yield name, self._assembled(*place, buffer[start : start + size]) if view is None else view
+        for place, size in zip(places, sizes, strict=True):
+            tensor = place.tensor
+            if place.registered is not None:
+                assert gpu is not None
+                yield tensor.name, of_dtype(_on_gpu(place.registered, gpu), tensor.dtype, tensor.shape)
+            elif place.view is not None:
+                yield tensor.name, place.view
+            elif place.room is not None:
+                yield tensor.name, self._assembled(tensor, place.offset, place.room, in_blocks=False)
+            else:
+                # blocks of the stream become blocks of the buffer, unless parts end, or elements begin, at odd places
+                in_blocks = self._part_bytes % BLOCK_BYTES == 0 and place.offset % DTYPE_BYTES[tensor.dtype] == 0
+                room_in_buffer = buffer[start : start + size]
+                yield tensor.name, self._assembled(tensor, place.offset, room_in_buffer, in_blocks=in_blocks)
             start += size
+
+    def _registered(self, tensor: UploadTensor, offset: int) -> list[torch.Tensor] | None:
+        """Its bytes, uint8 each, one after the other, if all of them are in memory that is registered with a GPU."""
+        sources: list[torch.Tensor] = []
+        for span in self._spans(tensor, offset):
+            data = self._data.get(span.part)
+            if data is None:
+                return None
+            source = torch.frombuffer(data, dtype=torch.uint8, count=span.nbytes, offset=span.first)
+            if not is_registered(source):
+                return None
+            sources.append(source)
+        return sources or None
+
+    def _spans(self, tensor: UploadTensor, offset: int) -> Iterator["_Span"]:
+        """The pieces of parts that make up a tensor, in order."""
+        position, end = offset, offset + tensor.nbytes
+        while position < end:
+            part, first = divmod(position, self._part_bytes)
+            count = min(self._part_bytes - first, end - position)
+            yield _Span(part, first, position - offset, count)
+            position += count
 
     def _view(self, tensor: UploadTensor, offset: int) -> torch.Tensor | None:
         """None if it does not lie in one piece of memory, at a place where its elements may be."""
@@ -150,25 +215,80 @@ class PartFiles:
         # of the whole memory, not a slice of it: it comes back when nobody refers to the former (``BufferPool``)
         return as_tensor(data, tensor.dtype, tensor.shape, first)
 
-    def _assembled(self, tensor: UploadTensor, offset: int, room: memoryview) -> torch.Tensor:
-        # blocks of the stream become blocks of the buffer, unless parts end, or elements begin, at odd places
-        in_blocks = self._part_bytes % BLOCK_BYTES == 0 and offset % DTYPE_BYTES[tensor.dtype] == 0
+    def _assembled(self, tensor: UploadTensor, offset: int, room: memoryview, *, in_blocks: bool) -> torch.Tensor:
+        """Put together in ``room``, which begins at a block and has room for the rest of blocks if ``in_blocks``."""
         lead = offset % BLOCK_BYTES if in_blocks else 0
-        position, end = offset, offset + tensor.nbytes
-        while position < end:
-            part, first = divmod(position, self._part_bytes)
-            count = min(self._part_bytes - first, end - position)
-            start = position - offset + lead
-            if (data := self._data[part]) is not None:
-                room[start : start + count] = data[first : first + count]
-            else:
-                inside = first % BLOCK_BYTES if in_blocks else 0
-                target = room[start - inside :][: round_up(inside + count) if in_blocks else count]
-                with DirectFile.open(self._paths[part]) as file:
-                    if not file.read(target, inside + count, first - inside):
-                        raise OSError(f"{self._paths[part]} is shorter than when it came")
-            position += count
+        copies: list[_Copy] = []
+        for span in self._spans(tensor, offset):
+            start = span.start + lead
+            if (data := self._data[span.part]) is not None:
+                copies.append(_Copy(room[start : start + span.nbytes], data, span.first))
+                continue
+            inside = span.first % BLOCK_BYTES if in_blocks else 0
+            target = room[start - inside :][: round_up(inside + span.nbytes) if in_blocks else span.nbytes]
+            with DirectFile.open(self._paths[span.part]) as file:
+                if not file.read(target, inside + span.nbytes, span.first - inside):
+                    raise OSError(f"{self._paths[span.part]} is shorter than when it came")
+        if tensor.nbytes < STRETCH_BYTES:
+            for copy in copies:
+                _copy(copy)
+        else:
+            for _ in in_threads(_copy, copies):
+                pass
         return as_tensor(room, tensor.dtype, tensor.shape, lead)
+
+
+class _Span(NamedTuple):
+    """A piece of a tensor that one part holds."""
+
+    part: int
+    first: int
+    """Its first byte, counted from the part's."""
+    start: int
+    """Likewise, from the tensor's."""
+    nbytes: int
+
+
+class _Place(NamedTuple):
+    """Where one tensor of a call is read from and to."""
+
+    tensor: UploadTensor
+    offset: int
+    """In the stream."""
+    view: torch.Tensor | None
+    room: memoryview | None
+    registered: list[torch.Tensor] | None
+
+    @property
+    def needs_buffer(self) -> bool:
+        return self.view is None and self.room is None and self.registered is None
+
+
+def is_registered(memory: torch.Tensor) -> bool:
+    """Whether a GPU copies from this memory of the host while nobody waits."""
+    return memory.is_pinned()
+
+
+def _on_gpu(sources: Sequence[torch.Tensor], gpu: torch.device) -> torch.Tensor:
+    """uint8 [bytes of all], queued on the current stream."""
+    target, start = torch.empty(sum(source.nbytes for source in sources), dtype=torch.uint8, device=gpu), 0
+    for source in sources:
+        target[start : start + source.nbytes].copy_(source, non_blocking=True)
+        start += source.nbytes
+    return target
+
+
+class _Copy(NamedTuple):
+    target: memoryview
+    data: memoryview
+    """All of a part's memory, which comes back when nobody refers to this object any more (``BufferPool``)."""
+    first: int
+
+
+def _copy(copy: _Copy) -> None:
+    # not by assigning to a slice: Python keeps its lock for that, and every connection would wait
+    target = np.frombuffer(copy.target, np.uint8)
+    np.copyto(target, np.frombuffer(copy.data, np.uint8, count=target.nbytes, offset=copy.first))
 
 
 def _room_for(nbytes: int) -> int:

@@ -24,7 +24,8 @@ from tests.unit.client.service import Service, serving
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 LAST = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-Last: 1\r\n\r\n{}"
 """After which the listener closes the connection, and does not say so."""
-BODY = memoryview(bytes(range(256)) * 1000)
+PIECES = [memoryview(bytes(range(256)) * 600), memoryview(b""), memoryview(bytes(range(256)) * 400)]
+BODY = b"".join(PIECES)
 
 
 def head_of(stream: BinaryIO) -> list[bytes] | None:
@@ -83,7 +84,7 @@ def listening(*answers: bytes) -> Iterator[tuple[Listener, Callable[[], httpx.Re
     listener = Listener(*answers)
     connections = PlainConnections(listener.url, PinnedCertificates().context, read_s=30.0)
     try:
-        yield listener, partial(connections.put, "/parts/0", BODY, {"X": "y"})
+        yield listener, partial(connections.put, "/parts/0", PIECES, {"X": "y"})
     finally:
         connections.close()
         listener.close()
@@ -94,7 +95,7 @@ def test_one_connection_serves_many_requests() -> None:
         replies = [put() for _ in range(3)]
         assert [reply.status_code for reply in replies] == [200, 409, 200]
         assert replies[1].text == "nope" and replies[1].headers["A"] == "b"
-        assert listener.bodies == [[bytes(BODY)] * 3]
+        assert listener.bodies == [[BODY] * 3]
 
 
 def test_a_connection_that_was_closed_meanwhile_is_not_used_again() -> None:
@@ -105,7 +106,7 @@ def test_a_connection_that_was_closed_meanwhile_is_not_used_again() -> None:
             if last is LAST:
                 listener.closed.wait(30)
             assert put().status_code == 200
-            assert listener.bodies == [[bytes(BODY)], [bytes(BODY)]]
+            assert listener.bodies == [[BODY], [BODY]]
 
 
 @pytest.mark.parametrize("answer", [b"", b"SSH-2.0\r\n\r\n", LAST[:-1]], ids=["nothing", "no HTTP", "half"])
@@ -118,7 +119,7 @@ def test_no_connection_is_a_connect_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     with pytest.raises(httpx.ConnectError):
-        PlainConnections(url, PinnedCertificates().context, 1.0).put("/", BODY, {})
+        PlainConnections(url, PinnedCertificates().context, 1.0).put("/", PIECES, {})
 
 
 def push_threads() -> list[str]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import xxhash
 
+from rollout_service.client import _parts
 from rollout_service.client._parts import bytes_of_each, cut_parts
 from rollout_service.client._tensors import TensorSource, describe
 from rollout_service.model.convert import tensor_bytes
@@ -30,6 +31,37 @@ class TestParts:
         tensor.fill_(1)
         assert bytes(part.data) == bytes(8)
 
+    @pytest.mark.parametrize("sizes", [(10,), (4, 1, 4, 1, 1, 5), (1, 1, 0, 7, 2), (13, 1), (3,), (0,), ()], ids=str)
+    async def test_held_tensors_are_sent_from_where_they_lie_and_small_pieces_from_one_copy(
+        self, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]
+    ) -> None:
+        monkeypatch.setattr(_parts, "VIEWED_BYTES", 3)
+        tensors = views(*sizes)
+        stream = b"".join(view.numpy().tobytes() for view in tensors)
+        free: list[torch.Tensor] = []
+        index = -1
+        for index, part in enumerate(cut_parts(tensors, 6, free, held=True)):
+            expected = stream[6 * index : 6 * index + 6]
+            assert b"".join(part.pieces) == bytes(part.data) == b"".join([chunk async for chunk in part]) == expected
+            assert part.nbytes == len(expected) and part.digest == xxhash.xxh3_128_hexdigest(expected)
+            if part.memory is not None:
+                free.append(part.memory)
+        assert index + 1 == -(-len(stream) // 6)
+
+    def test_pieces_of_held_tensors_are_views_and_copies_next_to_each_other_are_one_piece(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(_parts, "VIEWED_BYTES", 3)
+        tensors = views(4, 1, 2, 5)
+        first, second = cut_parts(tensors, 10, held=True)
+        assert [piece.nbytes for piece in first.pieces] == [4, 3, 3] and first.memory is not None
+        assert [piece.nbytes for piece in second.pieces] == [2] and second.memory is not None
+        for tensor in tensors:
+            tensor.zero_()
+        assert bytes(first.data) == bytes(4) + b"\4\5\6" + bytes(3) and bytes(second.data) == b"\12\13"
+        [whole] = cut_parts(views(9), 10, held=True)
+        assert whole.memory is None
+
     async def test_a_part_can_be_read_twice(self) -> None:
         [part] = cut_parts(views(3_000_000), part_bytes=1 << 22)
         for _ in range(2):
@@ -41,6 +73,7 @@ class TestParts:
         free: list[torch.Tensor] = []
         parts = cut_parts(views(4, 4, 4, 1), 4, free)
         first, second = next(parts), next(parts)
+        assert first.memory is not None
         free.append(first.memory)
         third = next(parts)
         assert third.memory is first.memory and second.memory is not first.memory

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from rollout_service.errors import Forbidden, InvalidManifest, InvalidRequest, NotFound
+from rollout_service.ingest.sources import parts
 from rollout_service.ingest.sources.folder import FolderSource, allowed_path
 from rollout_service.ingest.sources.parts import PartFiles
 from rollout_service.protocol.upload import SourceDtype, UploadTensor, num_parts
@@ -219,10 +220,14 @@ TABLES = st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), min_size=1, max_si
 )
 
 
-def take_in(files: PartFiles, folder: Path, part: int, data: bytes) -> None:
+def take_in(files: PartFiles, folder: Path, part: int, data: bytes, *, in_memory: bool = False) -> None:
     received = folder / "received"
     received.write_bytes(data)
-    files.add(part, xxhash.xxh3_128_hexdigest(data), received)
+    files.add(part, xxhash.xxh3_128_hexdigest(data), received, memoryview(bytearray(data)) if in_memory else None)
+
+
+def address_of(memory: memoryview | torch.Tensor) -> int:
+    return (torch.frombuffer(memory, dtype=torch.uint8) if isinstance(memory, memoryview) else memory).data_ptr()
 
 
 class TestFolderOfCodes:
@@ -289,3 +294,52 @@ class TestParts:
         take_in(files, folder, 1, b"\1" * 7)
         with pytest.raises(OSError, match=r"part-000001\.\w+ is shorter than when it came"):
             list(files.read(["t"]))
+
+    @pytest.mark.parametrize("in_memory", [False, True])
+    def test_a_tensor_of_several_parts_is_put_together_where_it_is_stored(self, folder: Path, in_memory: bool) -> None:
+        table = tuple(UploadTensor(name=name, dtype="float32", shape=(5,)) for name in ("stored", "quantized"))
+        data, room = bytes(range(40)), memoryview(bytearray(20))
+        files = PartFiles(folder, table, part_bytes=16)
+        for part in range(3):
+            take_in(files, folder, part, data[part * 16 : part * 16 + 16], in_memory=in_memory)
+        read = files.reading(lambda tensor: room if tensor.name == "stored" else None, None)
+        (_, stored), (_, quantized) = read(["stored", "quantized"])
+        assert address_of(stored) == address_of(room) != address_of(quantized)
+        assert (bytes(room), bytes(quantized.view(torch.uint8).tolist())) == (data[:20], data[20:])
+
+    def test_a_tensor_of_many_megabytes_is_put_together_from_all_of_its_parts(self, folder: Path) -> None:
+        nbytes, part_bytes = parts.STRETCH_BYTES + 20, parts.STRETCH_BYTES // 3
+        data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8).numpy().tobytes()
+        files = PartFiles(folder, (UploadTensor(name="t", dtype="float32", shape=(nbytes // 4,)),), part_bytes)
+        for part in range(num_parts(nbytes, part_bytes)):
+            take_in(files, folder, part, data[part * part_bytes : (part + 1) * part_bytes], in_memory=True)
+        [(_, read)] = files.read(["t"])
+        assert read.view(torch.uint8).numpy().tobytes() == data
+
+    def test_registered_parts_are_copied_to_the_gpu_unless_a_large_tensor_has_a_room(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(parts, "BATCH_BYTES", 20)
+        table = (
+            UploadTensor(name="within", dtype="float32", shape=(2,)),
+            UploadTensor(name="across", dtype="float32", shape=(5,)),
+            UploadTensor(name="large", dtype="float32", shape=(6,)),
+            UploadTensor(name="large matrix", dtype="float32", shape=(2, 3)),
+            UploadTensor(name="experts", dtype="float32", shape=(1, 2, 3)),
+            UploadTensor(name="empty", dtype="float32", shape=(0,)),
+            UploadTensor(name="in a file", dtype="float32", shape=(2,)),
+        )
+        names = [tensor.name for tensor in table]
+        data, rooms = bytes(range(108)), {"across": memoryview(bytearray(20)), "large": memoryview(bytearray(24))}
+        files = PartFiles(folder, table, part_bytes=14)
+        for part in range(num_parts(108, 14)):
+            take_in(files, folder, part, data[part * 14 : part * 14 + 14], in_memory=part < 7)
+        read = files.reading(lambda tensor: rooms.get(tensor.name), torch.device("meta"))
+        asked = {name: str(tensor.device) for name, tensor in read(names)}
+        assert asked == dict.fromkeys(names, "cpu")  # nothing is registered
+        monkeypatch.setattr(parts, "is_registered", lambda memory: True)
+        asked = {name: str(tensor.device) for name, tensor in read(names)}
+        assert asked == dict.fromkeys(names, "cpu") | dict.fromkeys(("within", "across", "large matrix"), "meta")
+        on_cpu = files.reading(lambda tensor: rooms.get(tensor.name), torch.device("cpu"))
+        read_bytes = b"".join(tensor.view(torch.uint8).numpy().tobytes() for _, tensor in on_cpu(names))
+        assert read_bytes == data

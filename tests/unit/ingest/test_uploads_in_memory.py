@@ -1,15 +1,17 @@
 """Uploads into a log in memory (a tmpfs), where files of parts are used again by the next upload."""
 
+import asyncio
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from rollout_service.config import ServiceConfig
 from rollout_service.ingest.ingest import Ingest
-from rollout_service.protocol.upload import CommitUpload
+from rollout_service.protocol.upload import UPLOADER_HEADER, CommitUpload
 from rollout_service.store.log import WeightLog
 from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, stream_of
 
@@ -85,3 +87,31 @@ async def test_a_discarded_upload_leaves_its_files_to_the_next(
     await ingest.discard(1)
     await trainer.upload(2, weights, order=[2, 3])
     assert inodes(log.root / "staging" / "2.parts") == first
+
+
+async def test_what_a_refused_part_left_where_a_tensor_is_stored_is_written_over(
+    model: Path, weights: Weights, log: WeightLog
+) -> None:
+    """A tensor that is stored as it comes is put together in the version's file before its numbers are looked at."""
+    name = "model.embed_tokens.weight"
+    other = {**weights, name: torch.full_like(weights[name], torch.nan)}
+    ingest = Ingest(config_of(model, log.root, weights={"part_bytes": 48 << 10}))
+    await ingest.start()
+    trainer, first = Trainer(ingest), begin_of(1, weights).model_copy(update={"uploader": "first"})
+    plan = await ingest.begin(first)
+    for uploader, stream in (("second", stream_of(other)), ("first", stream_of(weights))):
+        for part in range(plan.num_parts):
+            data = stream[part * plan.part_bytes : (part + 1) * plan.part_bytes]
+            reply = await trainer.put(1, part, data, **{UPLOADER_HEADER: uploader})
+            assert reply.status_code == 200, reply.text
+        if uploader == "second":
+            async with asyncio.timeout(60):
+                while (failure := ingest.staged(1).failure) is None:
+                    await asyncio.sleep(0)
+            files = (log.root / "staging" / "1").glob("*.safetensors")
+            assert any(b"\xc0\x7f" * 1000 in file.read_bytes() for file in files)
+            assert name in failure.message
+    committed = await ingest.commit(1, CommitUpload())
+    log.verify(log.manifest(1))
+    assert committed.digest == (await trainer.push(2, weights)).digest
+    await ingest.stop()
