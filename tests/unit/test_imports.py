@@ -45,6 +45,7 @@ LAYERS = (
         "pinning",
         "gpu_memory",
         "gpu_streams",
+        "grouped_copy",
         "shared_memory",
         "tracing",
         "logs",
