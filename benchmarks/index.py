@@ -143,6 +143,30 @@ BENCHMARKS = (
     Benchmark(
         "gpu_tests",
         headlines.gpu_tests,
+        "--name tests_gpu_groups tests/gpu/test_group_attention.py tests/gpu/test_fp8_decode.py",
+        result="tests_gpu_groups",
+    ),
+    Benchmark(
+        "gpu_tests",
+        headlines.gpu_tests,
+        "--name tests_gpu_pushes tests/gpu/test_convert.py tests/gpu/test_cuda_ipc.py tests/gpu/test_delta.py",
+        result="tests_gpu_pushes",
+    ),
+    Benchmark(
+        "gpu_tests",
+        headlines.gpu_tests,
+        "--name tests_gpu_penalties tests/gpu/test_partial_penalties.py tests/gpu/test_sampling_mask.py",
+        result="tests_gpu_penalties",
+    ),
+    Benchmark(
+        "gpu_tests",
+        headlines.gpu_tests,
+        '--name tests_gpu_channel -- tests/gpu/test_engine.py -k "channels and fp8_channel"',
+        result="tests_gpu_channel",
+    ),
+    Benchmark(
+        "gpu_tests",
+        headlines.gpu_tests,
         "--name tests_gpu_attention tests/gpu/test_fp8_decode.py tests/gpu/test_group_attention.py",
         result="tests_gpu_attention",
     ),

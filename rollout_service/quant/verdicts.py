@@ -1,7 +1,6 @@
 """Whether numbers on a GPU are what they may be: asked for many tensors, and seen with one wait for all of them.
 
-While a thread waits it queues nothing. On an H200 an ingest that waited four times for a group of tensors had its GPU
-busy for a quarter of the time.
+While a thread waits it queues nothing.
 """
 
 from collections.abc import Callable
