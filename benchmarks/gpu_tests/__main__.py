@@ -12,6 +12,13 @@
     python -m benchmarks.gpu_tests --name tests_gpu_fake_quant tests/gpu/test_fake_quant.py
     python -m benchmarks.gpu_tests --name tests_gpu_attention tests/gpu/test_fp8_decode.py \
         tests/gpu/test_group_attention.py
+    python -m benchmarks.gpu_tests --name tests_gpu_groups tests/gpu/test_group_attention.py \
+        tests/gpu/test_fp8_decode.py
+    python -m benchmarks.gpu_tests --name tests_gpu_pushes tests/gpu/test_convert.py tests/gpu/test_cuda_ipc.py \
+        tests/gpu/test_delta.py
+    python -m benchmarks.gpu_tests --name tests_gpu_penalties tests/gpu/test_partial_penalties.py \
+        tests/gpu/test_sampling_mask.py
+    python -m benchmarks.gpu_tests --name tests_gpu_channel -- tests/gpu/test_engine.py -k "channels and fp8_channel"
 
 Writes benchmarks/results/<GPU>/<name>.json after every test, whatever the number of GPUs: a host may be taken
 back at any moment. Exits as pytest does.

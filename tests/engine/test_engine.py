@@ -159,7 +159,10 @@ async def test_candidates_and_prompt_logprobs_are_the_models(served: tuple[Servi
     assert all([c.rank for c in each[1:]] == [1, 2] for each in rest)
     # of what could not be drawn there is nothing
     [cut] = await engine.generate("cut", prompt, asked.model_copy(update={"top_k": 3}))
-    assert cut.top_logprobs is not None and {len(candidates) for candidates in cut.top_logprobs} == {3}
+    assert cut.top_logprobs is not None
+    for candidates in cut.top_logprobs:  # of logits in BF16 several may be the third largest
+        assert len(candidates) >= 3
+        assert {candidate.logprob for candidate in candidates[3:]} <= {candidates[2].logprob}
 
 
 @pytest.mark.asyncio(loop_scope="module")
