@@ -149,7 +149,8 @@ BENCHMARKS = (
     Benchmark(
         "gpu_tests",
         headlines.gpu_tests,
-        "--name tests_gpu_pushes tests/gpu/test_convert.py tests/gpu/test_cuda_ipc.py tests/gpu/test_delta.py",
+        "--name tests_gpu_pushes tests/gpu/test_convert.py tests/gpu/test_cuda_ipc.py tests/gpu/test_delta.py "
+        "tests/gpu/test_log_in_memory.py",
         result="tests_gpu_pushes",
     ),
     Benchmark(

@@ -15,7 +15,7 @@
     python -m benchmarks.gpu_tests --name tests_gpu_groups tests/gpu/test_group_attention.py \
         tests/gpu/test_fp8_decode.py
     python -m benchmarks.gpu_tests --name tests_gpu_pushes tests/gpu/test_convert.py tests/gpu/test_cuda_ipc.py \
-        tests/gpu/test_delta.py
+        tests/gpu/test_delta.py tests/gpu/test_log_in_memory.py
     python -m benchmarks.gpu_tests --name tests_gpu_penalties tests/gpu/test_partial_penalties.py \
         tests/gpu/test_sampling_mask.py
     python -m benchmarks.gpu_tests --name tests_gpu_channel -- tests/gpu/test_engine.py -k "channels and fp8_channel"

@@ -335,7 +335,7 @@ def _compared_span(was: memoryview, now: memoryview, itemsize: int, first: int) 
 
 def _elements_of(positions: list[npt.NDArray[np.int32]], differences: list[delta.Array], itemsize: int) -> Elements:
     if not positions:
-        return Elements(np.empty(0, np.int32), np.empty(0, f"u{itemsize}"))
+        return Elements(np.empty(0, np.int32), np.empty(0, delta.UNSIGNED[itemsize]))
     if len(positions) == 1:
         return Elements(positions[0], differences[0])
     return Elements(np.concatenate(positions), np.concatenate(differences))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,6 @@ Changes = list[Changed | None]
 
 _SpanSegment = tuple[Span, delta.Segment]
 """What changes in a span, encoded."""
-_BITS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4")}
 
 
 def nbytes_of(changes: Changes) -> int:
@@ -166,7 +164,7 @@ class SentWeights:
         index, changes = job
         kept, itemsize = self._kept[index], self._pieces[index].itemsize
         assert kept is not None
-        numbers = np.frombuffer(view_of(kept), _BITS[itemsize])
+        numbers = np.frombuffer(view_of(kept), delta.UNSIGNED[itemsize])
         for change in changes:
             if isinstance(change, Elements):
                 numbers[change.positions] += change.differences.view(numbers.dtype)

@@ -21,8 +21,6 @@ from enum import Enum
 from functools import cached_property, partial
 from pathlib import Path
 
-import torch
-
 from rollout_service.errors import LogCorrupt, NotFound, RolloutServiceError, UploadIncomplete, VersionConflict
 from rollout_service.ingest.conversion import Conversion, Read, TiedHead
 from rollout_service.ingest.sources.delta import DeltaOfVersion
@@ -113,14 +111,12 @@ class UploadSession:
         self._conversion = Conversion(begin.version, writer, (delta or converter).convert, executor, copy)
         self._parts = ReceivedParts(self._folders[1], self.begin.stream, self.part_bytes)
         self._delta = delta
-        self._read: Read = self._parts.files.reading(
-            lambda tensor: writer.room_as_stored(tensor.name, tensor.dtype, tensor.shape),
-            torch.device("cuda", 0) if writer.are_rooms_registered else None,  # as for ``Conversion``
+        files, gpu = self._parts.files, self._conversion.gpu
+        self._read: Read = (
+            files.reading(lambda tensor: writer.room_as_stored(tensor.name, tensor.dtype, tensor.shape), gpu)
+            if delta is None
+            else delta.reading(files.read, writer.room if writer.has_rooms else None, gpu)
         )
-        if delta is not None:
-            self._read = delta.reading(
-                self._parts.files.read, writer.room if writer.has_rooms else None, self._conversion.gpu
-            )
         self.touched_at = time.monotonic()
         """When something last came, on this process's own clock: the wall clock may be set."""
         self.in_log = False

@@ -53,7 +53,8 @@ numbers do; they pay from this many on:"""
 _LARGE = 4096
 _SMALL_BYTES = 4096
 """A tensor like the scales of an expert, of which there are thousands, most of them unchanged."""
-_UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
+UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
+"""Bits of elements, by their bytes."""
 _SHIFTS = {1: 0, 2: 1, 4: 2}
 """Binary logarithms of the sizes of elements."""
 
@@ -110,14 +111,7 @@ def encode(base: memoryview, new: memoryview, itemsize: int) -> bytes:
     """What changed in a whole tensor; empty if nothing did. Raises ValueError for tensors of different sizes."""
     if base.nbytes != new.nbytes:
         raise ValueError(f"a tensor of {base.nbytes} bytes does not become one of {new.nbytes}")
-    return joined(encode_segments(base, new, itemsize))
-
-
-def encode_segments(base: memoryview, new: memoryview, itemsize: int) -> list[bytes]:
-    """What changed in each segment of a tensor; ``NOTHING`` where nothing did."""
-    if is_small_and_equal(base, new):
-        return [NOTHING for _ in segments(new.nbytes)]
-    return [encode_segment(base[part], new[part], itemsize) for part in segments(new.nbytes)]
+    return joined([encode_segment(base[part], new[part], itemsize) for part in segments(new.nbytes)])
 
 
 def is_small_and_equal(base: memoryview, new: memoryview) -> bool:
@@ -162,7 +156,7 @@ def apply_segment(segment: Segment, data: memoryview, itemsize: int) -> Array:
 
     Raises ValueError as ``apply``.
     """
-    elements = np.frombuffer(data, _UNSIGNED[itemsize])
+    elements = np.frombuffer(data, UNSIGNED[itemsize])
     if (new := new_bytes(segment)) is not None:
         elements[:] = np.frombuffer(new, elements.dtype)
         return elements
@@ -198,7 +192,7 @@ def decode_changes(segment: Segment, nbytes: int, itemsize: int) -> tuple[Array,
     Raises ValueError as ``apply``.
     """
     with naming(segment.number):
-        return _decoded(segment.encoded, nbytes // itemsize, _UNSIGNED[itemsize])
+        return _decoded(segment.encoded, nbytes // itemsize, UNSIGNED[itemsize])
 
 
 @contextmanager
@@ -213,7 +207,7 @@ def naming(segment: int) -> Iterator[None]:
 def changed_elements(base: memoryview, new: memoryview, itemsize: int) -> tuple[Array, Array]:
     """Positions int64 and differences of the elements that differ, as ``encode_changes`` takes them."""
     # eight bytes at a time: few of these differ
-    dtype = _UNSIGNED[itemsize]
+    dtype = UNSIGNED[itemsize]
     old, now = np.frombuffer(base, dtype), np.frombuffer(new, dtype)
     shift = 3 - _SHIFTS[old.itemsize]
     whole = old.size >> shift << shift

@@ -1,7 +1,7 @@
 """Deltas of weights on a GPU, compared there, and made on a GPU: the versions that a push of all makes."""
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,13 @@ from rollout_service.protocol.delta import Segment
 from tests.support.models import make_model
 from tests.unit.client.real_ingest import real_ingest
 from tests.unit.ingest.trainer import folder_weights
+
+
+def step(weights: Mapping[str, torch.Tensor], generator: torch.Generator) -> None:
+    """Change the last bit of one number in a hundred."""
+    for tensor in weights.values():
+        hit = torch.rand(tensor.shape, device="cuda", generator=generator) < 0.01
+        tensor.view(torch.int16).bitwise_xor_(hit)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -39,9 +46,7 @@ async def test_a_delta_is_found_on_the_gpu(
             whole = await other.push_weights("next", weights, transport="http", wait="none")
             assert pushed.digest == whole.digest
             assert (pushed.delta_of is None) == (version == 0)
-            for tensor in weights.values():
-                hit = torch.rand(tensor.shape, device="cuda", generator=generator) < 0.01
-                tensor.view(torch.int16).bitwise_xor_(hit)
+            step(weights, generator)
 
 
 @pytest.fixture
@@ -76,7 +81,5 @@ async def test_a_delta_is_applied_on_the_gpu(
             whole = await other.push_weights("next", weights, transport="http", wait="none")
             assert pushed.digest == whole.digest
             service.log.verify(service.log.manifest(pushed.version))
-            for tensor in weights.values():
-                hit = torch.rand(tensor.shape, device="cuda", generator=generator) < 0.01
-                tensor.view(torch.int16).bitwise_xor_(hit)
+            step(weights, generator)
     assert made and {device.type for device in made} == {"cuda"}

@@ -77,10 +77,8 @@ def _stage(
 ) -> None:
     with _stream(area.device) as stream, _waited_for(stream):
         hashed = [_queue(reader, batch, passage, placement, area) for batch in batches]
-        if stream is not None:
-            stream.synchronize()
-        for batch, hashing in hashed:
-            _require(reader, batch, hashing)
+    for batch, hashing in hashed:
+        _require(reader, batch, hashing)
 
 
 def _queue(

@@ -1,7 +1,7 @@
 """Changes of a segment applied by a loop that numba compiles: one pass, with Python's lock free.
 
-By numpy it is fifteen passes, each of which gives the lock up and takes it again. A thread that wants it back waits for
-whoever has it meanwhile, to be woken first: eight threads of an ingest then wait more than they compute.
+By numpy it is fifteen passes, each of which gives the lock up and takes it again, and so waits for whoever has it
+meanwhile.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,6 @@ from rollout_service.protocol import delta
 _compiled: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy", cache=True)
 _NO_PLANE = np.frombuffer(b"0", np.uint8)[:0]
 """Read-only like the others, or numba compiles the loop for either."""
-_ELEMENTS: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 _MOST_BYTES = 4
 """Of an element."""
 
@@ -25,7 +24,7 @@ def apply_segment(segment: delta.Segment, data: memoryview, itemsize: int) -> de
     if delta.new_bytes(segment) is not None:
         return delta.apply_segment(segment, data, itemsize)
     count, planes = delta.inflated(segment, itemsize)
-    elements = np.frombuffer(data, _ELEMENTS[itemsize])
+    elements = np.frombuffer(data, delta.UNSIGNED[itemsize])
     became = np.empty(count, elements.dtype)
     arrays = [np.frombuffer(plane, np.uint8) if plane else _NO_PLANE for plane in planes]
     arrays += [_NO_PLANE] * (delta.GAP_PLANES + _MOST_BYTES - len(arrays))
