@@ -127,6 +127,17 @@ class Converter:
             else:
                 yield name, self._kept(name, tensor, is_sound=are_sound)
 
+    def makes_scales(self, name: str) -> bool:
+        """Whether the tensor of that name has scales of codes."""
+        return name in self._scales
+
+    def are_sound(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
+        """Whether these numbers may be in the tensor of that name, as it is stored: bool [], where they lie.
+
+        What its dtype is, and whether it has scales (``makes_scales``), is all that decides that.
+        """
+        return self._are_sound([(name, numbers)])
+
     def _quantizes(self, name: str, tensor: torch.Tensor) -> bool:
         return name in self._quantized and not is_codes(tensor)
 

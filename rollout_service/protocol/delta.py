@@ -166,11 +166,6 @@ def apply_segment(segment: Segment, data: memoryview, itemsize: int) -> Array:
     return differences
 
 
-def count(segment: Segment, itemsize: int) -> int:
-    """How many elements a segment that has its changes tells."""
-    return int(_header(itemsize).unpack_from(segment.encoded)[1])
-
-
 def inflated(segment: Segment, itemsize: int) -> tuple[int, list[bytes]]:
     """For who joins the planes otherwise: how many elements a segment that has its changes tells, and its planes.
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from rollout_service.client import RolloutClient
-from rollout_service.ingest.sources import delta as delta_source
-from rollout_service.ingest.sources.gpu_changes import Made, made_on
-from rollout_service.protocol.delta import Segment
+from rollout_service.ingest.sources import gpu_changes
+from rollout_service.ingest.sources.gpu_changes import Changed, Made, made_on
 from tests.support.models import make_model
 from tests.unit.client.real_ingest import real_ingest
 from tests.unit.ingest.trainer import folder_weights
@@ -55,20 +54,19 @@ def in_memory() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize("most_bytes", [64 << 20, 0], ids=["at once", "in stretches"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 async def test_a_delta_is_applied_on_the_gpu(
-    tmp_path: Path, in_memory: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+    tmp_path: Path, in_memory: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     made: list[torch.device] = []
 
-    def watched(device: torch.device, base: memoryview, segments: Sequence[Segment], itemsize: int) -> Made | None:
+    def watched(device: torch.device, tensors: Sequence[Changed]) -> Made:
         made.append(device)
-        return made_on(device, base, segments, itemsize)
+        return made_on(device, tensors)
 
-    monkeypatch.setattr(delta_source, "made_on", watched)
-    monkeypatch.setattr(delta_source, "MOST_BYTES", most_bytes)
+    monkeypatch.setattr(gpu_changes, "made_on", watched)
     monkeypatch.setattr("rollout_service.protocol.delta.SEGMENT_BYTES", 1 << 14)
-    folder = make_model(tmp_path / "model", "qwen3")
+    folder = make_model(tmp_path / "model", family)
     weights = {name: tensor.cuda() for name, tensor in folder_weights(folder).items()}
     generator = torch.Generator("cuda").manual_seed(0)
     async with (

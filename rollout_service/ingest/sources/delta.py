@@ -9,17 +9,15 @@ others were stored, and so were asked, before.
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from functools import cache
-from itertools import accumulate
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from rollout_service.errors import DeltaBaseGone, InvalidDelta, LogCorrupt, NotFound, QuantizationError
-from rollout_service.gpu_streams import own_stream_done
-from rollout_service.ingest.sources.gpu_changes import MOST_BYTES, Made, made_on
 from rollout_service.ingest.sources.source import as_tensor, in_batches, of_dtype
 from rollout_service.model.convert import Converter, Named, tensor_bytes
 from rollout_service.protocol import delta
@@ -32,13 +30,15 @@ from rollout_service.store.mapped_files import MappedFiles
 from rollout_service.store.reading import VersionReader
 from rollout_service.threads import in_threads
 
+if TYPE_CHECKING:
+    from rollout_service.ingest.sources.gpu_changes import Made
+
 logger = logging.getLogger(__name__)
 
 _STRETCH_SEGMENTS = 8
 """Of one tensor, that one thread makes: a vocabulary's embedding would keep it busy while the others have nothing."""
 _CHECK_BYTES = 16 << 20
 _OUTSIDE = "a change lies outside of its segment"
-_NO_ROOM = "%s is changed on the host, since the GPU has no room: %s"
 
 
 class _Tensor(NamedTuple):
@@ -57,17 +57,16 @@ class _Stretch(NamedTuple):
     """What changes in the tensor, by the first bytes."""
 
 
-class _Asked(Verdicts):
-    """Keeps what is asked: of a delta, who is at fault is found otherwise than of other tensors."""
+@dataclass(eq=False)
+class _OnGpu:
+    """Tensors that a GPU makes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.answers: list[torch.Tensor] = []
-
-    def ask(self, is_sound: torch.Tensor, complain: Callable[[], object]) -> None:
-        """See ``Verdicts``."""
-        del complain
-        self.answers.append(is_sound)
+    tensors: list[_Tensor]
+    """In the order in which the GPU makes them: those with one rule for their numbers follow each other."""
+    made: "Made"
+    whole: list[int]
+    """Of which all numbers are to be looked at, and not only those that changed."""
+    is_asked: bool = False
 
 
 class DeltaOfVersion:
@@ -94,8 +93,8 @@ class DeltaOfVersion:
         assert begin.delta is not None
         self._version, self._base, self._converter = begin.version, begin.delta.base, converter
         self._buffers = ThreadBuffers()
-        self._are_inside: dict[str, torch.Tensor] = {}
-        """Of tensors that a GPU makes: see ``gpu_changes.Made``."""
+        self._on_gpu: dict[str, _OnGpu] = {}
+        """By name, until ``convert`` has passed it on."""
         try:
             manifest = log.manifest(self._base)
             if manifest.recipe != recipe:
@@ -152,17 +151,18 @@ class DeltaOfVersion:
         def read(names: Sequence[str]) -> Iterator[Named]:
             tensors = [self._tensors[name] for name in names]
             came = iter(changes([tensor.stored.name for tensor in tensors if tensor.changed]))
-            for tensor, data in zip(tensors, self._places(tensors, room), strict=True):
+            encoded = [tensor_bytes(next(came)[1]) if tensor.changed else None for tensor in tensors]
+            made = {} if gpu is None else self._made_on(gpu, tensors, encoded)
+            for name in names:
+                self._on_gpu.pop(name, None)  # of an attempt that failed
+            for tensor, data, changed in zip(tensors, self._places(tensors, room), encoded, strict=True):
                 name, dtype, shape = tensor.stored.name, tensor.announced.dtype, tensor.announced.shape
-                encoded = tensor_bytes(next(came)[1]) if tensor.changed else None
-                self._are_inside.pop(name, None)
-                made = None if gpu is None or encoded is None else self._made_on(gpu, tensor, encoded)
-                if made is not None:
-                    self._are_inside[name] = made.are_inside
-                    yield name, of_dtype(made.data, dtype, shape)
-                    del made  # before the next takes the GPU's memory
+                if name in made:
+                    self._on_gpu[name], there = made.pop(name)
+                    yield name, of_dtype(there, dtype, shape)
+                    del there
                     continue
-                self._make(tensor, encoded, data, gpu)
+                self._make(tensor, changed, data)
                 yield name, as_tensor(data, dtype, shape)
 
         return read
@@ -176,11 +176,12 @@ class DeltaOfVersion:
         """
         del to_cpu
         for name, tensor in tensors:
-            if (are_inside := self._are_inside.pop(name, None)) is not None:
+            on_gpu = self._on_gpu.pop(name, None)
+            if on_gpu is not None and not on_gpu.is_asked:
                 assert verdicts is not None, "what a GPU makes is put into rooms"
-                self._ask(name, tensor, are_inside, verdicts)
+                self._ask(on_gpu, verdicts)
             yield name, tensor
-            del tensor  # before the next is made
+            del tensor, on_gpu  # before the next is made
 
     def require_announced(self, tensors: Iterable[StoredTensor]) -> None:
         """Raises for the first of these tensors of the new version that is not what was announced.
@@ -205,66 +206,73 @@ class DeltaOfVersion:
         starts = (end - round_up(tensor.stored.nbytes) for end, tensor in zip(ends, tensors, strict=True))
         return [buffer[start : start + each.stored.nbytes] for start, each in zip(starts, tensors, strict=True)]
 
-    def _made_on(self, gpu: torch.device, tensor: _Tensor, encoded: memoryview) -> Made | None:
-        """None: the host is to make it."""
-        nbytes, itemsize = tensor.stored.nbytes, DTYPE_BYTES[tensor.announced.dtype]
-        if not self._reader.is_mapped or nbytes > MOST_BYTES:
-            return None
-        try:
-            segments = delta.changed_segments(encoded, nbytes, itemsize)
-            return made_on(gpu, self._reader.view_of(tensor.stored), segments, itemsize)
-        except ValueError as error:
-            raise self._undecoded(tensor, str(error)) from error
-        except torch.cuda.OutOfMemoryError as error:
-            logger.warning(_NO_ROOM, tensor.stored.name, error)
-            return None
+    def _made_on(
+        self, gpu: torch.device, tensors: Sequence[_Tensor], encoded: Sequence[memoryview | None]
+    ) -> dict[str, tuple[_OnGpu, torch.Tensor]]:
+        """Those that changed, by name, with their bytes, uint8; nothing if the host is to make them.
 
-    def _make_stretch_on(self, gpu: torch.device, tensor: _Tensor, stretch: _Stretch, data: memoryview) -> bool | None:
-        """Of a tensor that is too large to be on the GPU at once. Returns whether what changed may be in a version.
-
-        None: the host is to make it. Raises ValueError for changes that do not decode.
+        Raises InvalidDelta for changes that do not decode.
         """
-        start, stop = stretch.places[0].start, stretch.places[-1].stop
-        segments = [stretch.changes[place.start] for place in stretch.places if place.start in stretch.changes]
-        if not segments or not self._reader.is_mapped:
-            return None
-        itemsize = DTYPE_BYTES[tensor.announced.dtype]
-        within = [each._replace(place=slice(each.place.start - start, each.place.stop - start)) for each in segments]
-        try:
-            with own_stream_done(gpu) if gpu.type == "cuda" else nullcontext():
-                made = made_on(gpu, self._reader.view_of(tensor.stored)[start:stop], within, itemsize)
-                if made is None:
-                    return None
-                torch.frombuffer(data[start:stop], dtype=torch.uint8).copy_(made.data, non_blocking=True)
-                if not bool(made.are_inside):
-                    raise ValueError(_OUTSIDE)
-                return self._may_be_stored(tensor, of_dtype(made.data, tensor.announced.dtype, (-1,)))
-        except torch.cuda.OutOfMemoryError as error:
-            logger.warning(_NO_ROOM, tensor.stored.name, error)
-            return None
+        from rollout_service.ingest.sources.gpu_changes import Changed, made_on  # needs triton
 
-    def _ask(self, name: str, data: torch.Tensor, are_inside: torch.Tensor, verdicts: Verdicts) -> None:
-        tensor = self._tensors[name]
+        if not self._reader.is_mapped:
+            return {}
+        wanted = [(tensor, data) for tensor, data in zip(tensors, encoded, strict=True) if data is not None]
+        wanted.sort(key=lambda each: self._kind(each[0]))
+        changed = []
+        for tensor, data in wanted:
+            try:
+                changed.append(Changed(self._reader.view_of(tensor.stored), data, DTYPE_BYTES[tensor.announced.dtype]))
+            except ValueError as error:
+                raise self._undecoded(tensor, str(error)) from error
+        try:
+            made = made_on(gpu, changed)
+        except torch.cuda.OutOfMemoryError as error:
+            names = ", ".join(tensor.stored.name for tensor, _ in wanted[:4])
+            logger.warning("%d tensors (%s, ...) are changed on the host: the GPU has no room: %s",
+                           len(wanted), names, error)  # fmt: skip
+            return {}
+        whole = [number for number, each in enumerate(changed) if each.whole]
+        on_gpu = _OnGpu([tensor for tensor, _ in wanted], made, whole)
+        return {tensor.stored.name: (on_gpu, data) for tensor, data in zip(on_gpu.tensors, made.tensors, strict=True)}
+
+    def _kind(self, tensor: _Tensor) -> tuple[int, str, bool]:
+        """Equal for tensors with one rule for their numbers; in order, elements of one size are together."""
+        dtype = tensor.announced.dtype
+        return DTYPE_BYTES[dtype], dtype, self._converter.makes_scales(tensor.stored.name)
+
+    def _ask(self, on_gpu: _OnGpu, verdicts: Verdicts) -> None:
+        """Whether the changes lie where they may, and what they make is what may be in a version."""
+        made, tensors = on_gpu.made, on_gpu.tensors
+        on_gpu.is_asked = True
 
         def undecoded() -> None:
-            raise self._undecoded(tensor, _OUTSIDE)
+            if (number := made.first_outside()) is not None:
+                raise self._undecoded(tensors[number], _OUTSIDE)
 
-        verdicts.ask(are_inside, undecoded)
-        found = _Asked()
-        for _ in self._converter.convert([(name, data)], to_cpu=False, verdicts=found):
-            pass
-        for is_sound in found.answers:
-            verdicts.ask(is_sound, lambda: self._complain(tensor, tensor_bytes(data)))
+        def complain(numbers: Sequence[int]) -> None:
+            for number in numbers:
+                self._complain(tensors[number], tensor_bytes(made.tensors[number]))
 
-    def _make(
-        self, tensor: _Tensor, encoded: memoryview | None, data: memoryview, gpu: torch.device | None = None
-    ) -> None:
-        """Make it in ``data``. ``encoded``: its changes; None: it has none. ``gpu``: see ``reading``."""
+        verdicts.ask(~made.is_outside.any(), undecoded)
+        for _, group in groupby(range(len(tensors)), lambda number: self._kind(tensors[number])):
+            numbers = list(group)
+            elements = made.became(numbers[0], numbers[-1] + 1)
+            if elements.numel():
+                dtype = tensors[numbers[0]].announced.dtype
+                name = tensors[numbers[0]].stored.name
+                are_sound = self._converter.are_sound(name, of_dtype(elements.view(torch.uint8), dtype, (-1,)))
+                verdicts.ask(are_sound, partial(complain, numbers))
+        for number in on_gpu.whole:
+            tensor = tensors[number]
+            data = of_dtype(made.tensors[number], tensor.announced.dtype, (-1,))
+            verdicts.ask(self._converter.are_sound(tensor.stored.name, data), partial(complain, [number]))
+
+    def _make(self, tensor: _Tensor, encoded: memoryview | None, data: memoryview) -> None:
+        """Make it in ``data``. ``encoded``: its changes; None: it has none."""
         itemsize = DTYPE_BYTES[tensor.announced.dtype]
 
         def make(stretch: _Stretch) -> bool:
-            if gpu is not None and (sound := self._make_stretch_on(gpu, tensor, stretch, data)) is not None:
-                return sound
             told: list[delta.Array] = []
             for place in stretch.places:
                 self._reader.copy_unchecked(tensor.stored, place, data[place])
@@ -286,12 +294,13 @@ class DeltaOfVersion:
             self._complain(tensor, data)
 
     def _complain(self, tensor: _Tensor, data: memoryview) -> None:
-        """Raise why these bytes of it are not what may be in a version."""
+        """Raise why these bytes of it are not what may be in a version; nothing if they are."""
+        elements = as_tensor(data, tensor.announced.dtype, tensor.announced.shape)
+        if self._may_be_stored(tensor, elements):
+            return
         if (found := tensor_digests(data)[0]) != tensor.digest:
             raise self._other_than_announced(tensor, found)
-        for _ in self._converter.convert(
-            [(tensor.stored.name, as_tensor(data, tensor.announced.dtype, tensor.announced.shape))]
-        ):
+        for _ in self._converter.convert([(tensor.stored.name, elements)]):
             pass  # it raises, and names the element
 
     def _are_sound(self, tensor: _Tensor, values: delta.Array) -> bool:

@@ -1,97 +1,198 @@
-"""Changes of a tensor applied on a GPU, which hashes the result anyway: the host only decompresses.
+"""Changes of many tensors applied on a GPU, which hashes the results anyway: the host only decompresses.
 
-On the host each byte of the base would be copied, searched for by its changes, and copied to the GPU to be hashed.
+On the host each byte of the base would be copied, searched for by its changes, and copied to the GPU to be hashed. Here
+the tensors of a batch are one kernel for each size of their elements: with some forty calls for each tensor the threads
+of an ingest waited for Python's lock most of the time, and not for bytes.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
 from rollout_service.gpu_streams import queued_to
 from rollout_service.protocol import delta
-
-MOST_BYTES = 64 << 20
-"""Of a tensor, or of a part of one, that is made there at once."""
-MOST_CHANGES = 1 / 16
-"""Of its bytes: positions and differences of a change take 50 bytes until they are applied."""
+from rollout_service.ring import aligned
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_PLANES = delta.GAP_PLANES + max(_SIGNED)
+"""Of elements that have fewer bytes the last ones are zeros."""
+_AT_ONCE = 1024
+"""Changes that a program of the kernel takes together."""
 
 
-class Made(NamedTuple):
-    """A tensor that the current stream makes."""
+class Changed:
+    """A tensor of the base, and what changes in it, decompressed."""
 
-    data: torch.Tensor
-    """Its bytes, uint8 [nbytes]."""
-    are_inside: torch.Tensor
-    """bool []: whether each segment's changes lie in it. If not, they are at wrong places in ``data``."""
+    def __init__(self, base: memoryview, encoded: memoryview, itemsize: int) -> None:
+        """
+        Args:
+            base: its bytes. They must stay what they are until the stream has come so far, and are copied at the speed
+                of PCIe if their memory is registered with CUDA.
+            encoded: as ``delta.encode`` makes it, of elements of ``itemsize`` bytes.
+
+        Raises ValueError as ``delta.apply``, but for positions outside a segment, which ``Made`` tells.
+        """
+        self.base, self.itemsize = base, itemsize
+        self.whole: list[tuple[slice, memoryview]] = []
+        """Segments of which all bytes came."""
+        self.segments: list[tuple[slice, int, list[bytes]]] = []
+        """The others: how many elements change, and the planes that say which and how."""
+        for segment in delta.changed_segments(encoded, base.nbytes, itemsize):
+            if (new := delta.new_bytes(segment)) is not None:
+                self.whole.append((segment.place, new))
+            else:
+                self.segments.append((segment.place, *delta.inflated(segment, itemsize)))
 
 
-def made_on(device: torch.device, base: memoryview, segments: Sequence[delta.Segment], itemsize: int) -> Made | None:
-    """Apply ``segments`` to a copy of ``base`` on ``device``, in its current stream; None: there are too many changes.
+@dataclass(frozen=True)
+class Made:
+    """Tensors that the current stream makes."""
 
-    ``base``: must stay what it is until the stream has come so far; it is copied at the speed of PCIe if its memory is
-    registered with CUDA. Raises ValueError as ``delta.apply_segment``, but for positions outside a segment, which
-    ``Made.are_inside`` tells, or ``torch.cuda.OutOfMemoryError``.
+    tensors: list[torch.Tensor]
+    """The new bytes of each, uint8 [nbytes], on the GPU."""
+    is_outside: torch.Tensor
+    """bool [segments with changes]: whether some lie beyond the segment; those were left out."""
+    _owners: list[int]
+    """Of each of ``is_outside``, to which tensor it belongs."""
+    _became: list[torch.Tensor]
+    """Of each tensor, as ``became``; slices of one memory for elements of one size."""
+
+    def became(self, first: int, end: int) -> torch.Tensor:
+        """What the elements that changed in the tensors ``first`` to ``end`` (exclusive) have become, without those of
+        whole segments: int8, int16 or int32 [changes]. The tensors' elements must have one size."""
+        of_first = self._became[first]
+        changes = sum(each.numel() for each in self._became[first:end])
+        return of_first.as_strided((changes,), (1,))
+
+    def first_outside(self) -> int | None:
+        """The first tensor of which a change lies outside its segment. Waits for the stream."""
+        found = self.is_outside.cpu().nonzero()
+        return self._owners[int(found[0])] if found.numel() else None
+
+
+class _Launch(NamedTuple):
+    """Of the kernel, for tensors whose elements have one size."""
+
+    itemsize: int
+    segments: list[list[int]]
+    """Its table."""
+    changes: list[int]
+    """Of each tensor."""
+
+
+def made_on(device: torch.device, tensors: Sequence[Changed]) -> Made:
+    """Apply changes to copies of the bases on ``device``, in its current stream; in Triton's interpreter on the CPU.
+
+    ``tensors``: those with elements of one size follow each other. On the device they take memory once, and up to seven
+    bytes for each change besides. Raises ``torch.cuda.OutOfMemoryError``.
     """
-    changed = [segment for segment in segments if delta.new_bytes(segment) is None]
-    if sum(delta.count(segment, itemsize) for segment in changed) > MOST_CHANGES * base.nbytes:
-        return None
-    # decoded first, and whatever cannot be is found before the GPU is asked for memory
-    decoded = [(segment, *delta.inflated(segment, itemsize)) for segment in changed]
-    data = torch.empty(base.nbytes, dtype=torch.uint8, device=device)
-    data.copy_(torch.frombuffer(base, dtype=torch.uint8), non_blocking=True)
-    for segment in segments:
-        if (new := delta.new_bytes(segment)) is not None:
-            data[segment.place].copy_(queued_to(device, torch.from_numpy(np.frombuffer(new, np.uint8).copy())))
-    if not decoded:
-        return Made(data, torch.ones((), dtype=torch.bool, device=device))
-    ends = np.cumsum([count for _, count, _ in decoded])
-    planes = np.zeros((delta.GAP_PLANES + itemsize, ends[-1]), np.uint8)
-    for (start, end), (_, _, of_segment) in zip(pairwise([0, *ends.tolist()]), decoded, strict=True):
-        for row, values in zip(planes, of_segment, strict=True):
-            if values:
-                row[start:end] = np.frombuffer(values, np.uint8)
-    places = [segment.place for segment, _, _ in decoded]
-    table = np.array(
-        [ends, [place.start // itemsize for place in places], [place.stop // itemsize for place in places]]
-    )
-    there, on_table = queued_to(device, torch.from_numpy(planes)), queued_to(device, torch.from_numpy(table))
-    positions, are_inside = _positions(there[: delta.GAP_PLANES], *on_table)
-    elements = data.view(_SIGNED[itemsize])
-    # whatever was sent: an index outside the tensor would end all that this process does on the GPU
-    positions.clamp_(max=elements.numel() - 1)
-    elements[positions] += _differences(there[delta.GAP_PLANES :]).to(elements.dtype)
-    return Made(data, are_inside)
+    ends = list(accumulate(aligned(tensor.base.nbytes) for tensor in tensors))
+    room = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, device=device)
+    starts = [end - aligned(tensor.base.nbytes) for end, tensor in zip(ends, tensors, strict=True)]
+    made = [room[start : start + tensor.base.nbytes] for start, tensor in zip(starts, tensors, strict=True)]
+    for data, tensor in zip(made, tensors, strict=True):
+        data.copy_(torch.frombuffer(tensor.base, dtype=torch.uint8), non_blocking=True)
+        for place, new in tensor.whole:
+            data[place].copy_(queued_to(device, torch.from_numpy(np.frombuffer(new, np.uint8).copy())))
+    planes_on_device = _joined((plane for each in tensors for *_, planes in each.segments for plane in planes), device)
+    launches, owners = list[_Launch](), list[int]()
+    at = 0
+    for itemsize, numbers in groupby(range(len(tensors)), lambda number: tensors[number].itemsize):
+        launch = _Launch(itemsize, [], [])
+        changes = 0
+        for number in numbers:
+            before = changes
+            for place, count, planes in tensors[number].segments:
+                begins = []
+                for plane in planes:
+                    begins.append(at if plane else -1)
+                    at += len(plane)
+                address = room.data_ptr() + starts[number] + place.start
+                size = (place.stop - place.start) // itemsize
+                absent = [-1] * (_PLANES - len(begins))
+                launch.segments.append([address, size, count, changes, *begins, *absent])
+                owners.append(number)
+                changes += count
+            launch.changes.append(changes - before)
+        launches.append(launch)
+    became: list[torch.Tensor] = []
+    is_outside = torch.zeros(len(owners), dtype=torch.bool, device=device)
+    done = 0
+    # Triton launches on the thread's device, wherever the memory is
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        for itemsize, segments, counts in launches:
+            of_launch = torch.empty(sum(counts), dtype=_SIGNED[itemsize], device=device)
+            became += of_launch.split(counts)
+            if segments:
+                table = queued_to(device, torch.tensor(segments, dtype=torch.int64))
+                outside = is_outside[done : done + len(segments)].view(torch.int8)
+                apply_changes[(len(segments),)](
+                    table, planes_on_device, of_launch, outside, ITEMSIZE=itemsize, AT_ONCE=_AT_ONCE
+                )
+            done += len(segments)
+    return Made(made, is_outside, owners, became)
 
 
-def _positions(
-    planes: torch.Tensor, ends: torch.Tensor, firsts: torch.Tensor, stops: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """In the tensor, int64 [changes], of gaps uint8 [planes, changes]; and whether all lie in their segments.
+def _joined(planes: Iterable[bytes], device: torch.device) -> torch.Tensor:
+    """uint8, one after the other."""
+    arrays = [np.frombuffer(plane, np.uint8) for plane in planes if plane]
+    joined = torch.empty(sum(map(len, arrays)), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    if arrays:
+        np.concatenate(arrays, out=joined.numpy())
+    return joined.to(device, non_blocking=True)
 
-    int64 [segments]: ``ends``: of their changes; ``firsts``, ``stops``: of their elements.
+
+@triton.jit(do_not_specialize_on_alignment=["is_outside"])  # or it is compiled anew for flags that begin elsewhere
+def apply_changes(segments, planes, became, is_outside, ITEMSIZE: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Add to the elements of a segment that have changed their differences; grid: (segments,).
+
+    ``segments`` int64 [segments, 11]: address of its first element, elements, changes, the first of these in
+    ``became``, and where each plane begins in ``planes`` uint8, -1 for zeros: three of gaps, four of differences in
+    zigzag order (``protocol/delta.py``). ``became`` of the elements' size [changes of all]. ``is_outside`` int8
+    [segments].
     """
-    passed = (_joined(planes) + 1).cumsum(0)
-    until = passed[ends - 1]
-    before = torch.cat([torch.zeros_like(until[:1]), until[:-1]])
-    counts = torch.diff(ends, prepend=torch.zeros_like(ends[:1]))
-    shifts = torch.repeat_interleave(firsts - 1 - before, counts, output_size=passed.numel())
-    return passed + shifts, (until + firsts - 1 - before < stops).all()
+    entry = segments + 11 * tl.program_id(0)
+    address, size, count, first = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    if ITEMSIZE == 1:
+        elements = address.to(tl.pointer_type(tl.int8))
+    elif ITEMSIZE == 2:
+        elements = address.to(tl.pointer_type(tl.int16))
+    else:
+        elements = address.to(tl.pointer_type(tl.int32))
+    last = tl.full((), -1, tl.int64)
+    lane = tl.arange(0, AT_ONCE)
+    for start in range(0, count, AT_ONCE):
+        there = start + lane < count
+        gap = tl.zeros((AT_ONCE,), tl.int64)
+        for plane in tl.static_range(3):
+            gap |= _plane(planes, tl.load(entry + 4 + plane), start + lane, there).to(tl.int64) << (8 * plane)
+        code = tl.zeros((AT_ONCE,), tl.int32)
+        for plane in tl.static_range(ITEMSIZE):
+            code |= _plane(planes, tl.load(entry + 7 + plane), start + lane, there).to(tl.int32) << (8 * plane)
+        # a logical shift: of four bytes the sign's place is a bit like the others
+        difference = (code.to(tl.uint32, bitcast=True) >> 1).to(tl.int32, bitcast=True) ^ -(code & 1)
+        steps = tl.where(there, gap + 1, 0)
+        positions = last + tl.cumsum(steps, 0)
+        inside = there & (positions < size)
+        old = tl.load(elements + positions, mask=inside, other=0)
+        new = (old.to(tl.int32) + difference).to(old.dtype)  # the lowest bytes: it wraps around
+        tl.store(elements + positions, new, mask=inside)
+        tl.store(became + first + start + lane, tl.where(inside, new, 0).to(old.dtype), mask=there)
+        last += tl.sum(steps, 0)
+    tl.store(is_outside + tl.program_id(0), (last >= size).to(tl.int8))
 
 
-def _differences(planes: torch.Tensor) -> torch.Tensor:
-    """int64 [changes], of which the lowest bytes count."""
-    codes = _joined(planes)
-    return (codes >> 1) ^ -(codes & 1)
-
-
-def _joined(planes: torch.Tensor) -> torch.Tensor:
-    """int64 [numbers] of their bytes, uint8 [planes, numbers], the lowest first."""
-    numbers = planes[0].long()
-    for number, plane in enumerate(planes[1:], start=1):
-        numbers |= plane.long() << (8 * number)
-    return numbers
+@triton.jit
+def _plane(planes, begin, number, there):
+    """int32: these bytes of a plane; 0 where it is one of zeros, or not ``there``."""
+    values = tl.zeros(number.shape, tl.int32)
+    if begin >= 0:
+        values = tl.load(planes + begin + number, mask=there, other=0).to(tl.int32)
+    return values

@@ -1,5 +1,6 @@
-"""Changes that a GPU applies, here by the same operations on the CPU, make what threads make of them."""
+"""Changes that a GPU applies, its kernel run by Triton's interpreter, make what threads make of them."""
 
+import re
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -10,59 +11,70 @@ import torch
 
 from rollout_service.errors import InvalidDelta, QuantizationError
 from rollout_service.ingest.ingest import Ingest
-from rollout_service.ingest.sources import gpu_changes
 from rollout_service.ingest.sources.delta import DeltaOfVersion
-from rollout_service.ingest.sources.gpu_changes import made_on
+from rollout_service.ingest.sources.gpu_changes import Changed, made_on
 from rollout_service.model.convert import Converter, Named
 from rollout_service.protocol import delta
 from rollout_service.protocol.upload import BeginUpload, TrainerRecipe
 from rollout_service.quant.verdicts import Verdicts
 from rollout_service.store.log import WeightLog
 from rollout_service.store.mapped_files import MappedFiles
+from tests.support.models import make_model
 from tests.unit.ingest.test_ingest_delta import NORM, UP_PROJ, Stored, delta_of, digest_of
-from tests.unit.ingest.trainer import Trainer, Weights, config_of
+from tests.unit.ingest.trainer import Trainer, config_of, folder_weights
 from tests.unit.protocol.test_delta import ITEMSIZES, bytes_of, deflated, random_bits, segment, stepped
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("itemsize", ITEMSIZES)
+def changed(old: np.ndarray, new: np.ndarray) -> Changed:
+    itemsize = old.itemsize
+    return Changed(bytes_of(old), memoryview(delta.encode(bytes_of(old), bytes_of(new), itemsize)), itemsize)
+
+
 @pytest.mark.parametrize("share", [1e-4, 0.01, 0.2])
-def test_segments_with_changes_without_and_whole_ones(
-    itemsize: int, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(delta, "SEGMENT_BYTES", 4096)
-    monkeypatch.setattr(gpu_changes, "MOST_CHANGES", 1)
-    old = random_bits(20_003, itemsize)
-    new = stepped(old, share)
-    in_segment = 4096 // itemsize
-    new[:in_segment] = old[:in_segment]
-    new[in_segment : 2 * in_segment] = random_bits(in_segment, itemsize, seed=9)
-    encoded = delta.encode(bytes_of(old), bytes_of(new), itemsize)
-    segments = delta.changed_segments(memoryview(encoded), new.nbytes, itemsize)
-    assert {each.encoded[0] for each in segments} == {1, 2} and segments[0].number == 1
-    made = made_on(CPU, bytes_of(old), segments, itemsize)
-    assert made is not None and bool(made.are_inside)
-    np.testing.assert_array_equal(made.data.numpy(), new.view(np.uint8))
+def test_tensors_with_elements_of_each_size_are_made_at_once(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta, "SEGMENT_BYTES", 8192)
+    olds = [random_bits(length, itemsize, seed=length) for itemsize in ITEMSIZES for length in (20_003, 400, 9000)]
+    news = []
+    for old in olds:
+        new = stepped(old, share)
+        in_segment = 8192 // old.itemsize
+        new[:in_segment] = old[:in_segment]
+        new[in_segment : 2 * in_segment] = random_bits(new[in_segment : 2 * in_segment].size, old.itemsize, seed=9)
+        new[-1] += 1
+        news.append(new)
+    tensors = [changed(old, new) for old, new in zip(olds, news, strict=True)]
+    assert any(each.whole for each in tensors) and any(each.segments for each in tensors)
+    made = made_on(CPU, tensors)
+    assert made.first_outside() is None
+    for number, (old, new, data) in enumerate(zip(olds, news, made.tensors, strict=True)):
+        np.testing.assert_array_equal(data.numpy(), new.view(np.uint8))
+        told = np.flatnonzero(old != new)
+        told = told[(told < old.size) & ~np.isin(told // (8192 // old.itemsize), [1])]
+        np.testing.assert_array_equal(made.became(number, number + 1).numpy(), new[told].view(f"i{old.itemsize}"))
+    of_bytes = [made.became(number, number + 1) for number in range(3)]
+    assert torch.equal(made.became(0, 3), torch.cat(of_bytes))
 
 
-def test_many_changes_are_left_to_the_host() -> None:
-    old = random_bits(10_000, 1)
-    for share, is_left in ((0.05, False), (0.08, True)):
-        encoded = delta.encode(bytes_of(old), bytes_of(stepped(old, share)), 1)
-        segments = delta.changed_segments(memoryview(encoded), old.nbytes, 1)
-        assert (made_on(CPU, bytes_of(old), segments, 1) is None) == is_left
+def test_more_changes_than_a_program_takes_together() -> None:
+    old = random_bits(30_000, 2)
+    new = stepped(old, 0.2)
+    made = made_on(CPU, [changed(old, new)])
+    assert made.became(0, 1).numel() > 4 * 1024
+    np.testing.assert_array_equal(made.tensors[0].numpy(), new.view(np.uint8))
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_change_outside_its_segment_is_told(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_outside_its_segment_is_told_and_left_out(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta, "SEGMENT_BYTES", 100)
     beyond = segment(1, deflated(b"\x64"), b"", b"", deflated(b"\x01"))  # element 100 of 100
     encoded = [delta.NOTHING, delta.NOTHING]
     encoded[number] = beyond
-    segments = delta.changed_segments(memoryview(b"".join(encoded)), 200, 1)
-    made = made_on(CPU, memoryview(bytearray(200)), segments, 1)
-    assert made is not None and not bool(made.are_inside)
+    sound = changed(random_bits(50, 1), stepped(random_bits(50, 1), 0.5))
+    made = made_on(CPU, [sound, Changed(memoryview(bytearray(200)), memoryview(b"".join(encoded)), 1)])
+    assert made.first_outside() == 1
+    assert not made.tensors[1].any()
 
 
 class OnGpu:
@@ -102,9 +114,10 @@ class OnGpu:
 
 
 @pytest.fixture
-async def on_gpu(model: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OnGpu]:
+async def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OnGpu]:
+    model = make_model(tmp_path / "model", "qwen3")
+    weights = folder_weights(model)
     monkeypatch.setattr("rollout_service.model.convert.lies_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(gpu_changes, "MOST_CHANGES", 1)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         ingest = Ingest(config_of(model, Path(folder)))
         await ingest.start()
@@ -114,28 +127,41 @@ async def on_gpu(model: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch)
         yield OnGpu(WeightLog(Path(folder)), recipe, dict(Converter(recipe, device="cpu").convert(weights.items())))
 
 
-@pytest.mark.parametrize("most_bytes", [64 << 20, 0], ids=["at once", "in stretches"])
-def test_it_makes_the_tensors_that_were_sent(on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch, most_bytes: int) -> None:
-    monkeypatch.setattr("rollout_service.ingest.sources.delta.MOST_BYTES", most_bytes)
+def test_it_makes_the_tensors_that_were_sent(on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta, "SEGMENT_BYTES", 1024)
     monkeypatch.setattr("rollout_service.ingest.sources.delta._applier", lambda: None)  # not by the host
     new = {name: tensor.clone() for name, tensor in on_gpu.old.items()}
     new[UP_PROJ].view(torch.uint8)[3, ::50] ^= 1
     new[NORM].view(torch.int16)[[0, 7, 255]] ^= 1
     made = on_gpu.made(new)
-    assert on_gpu.in_rooms == (set() if most_bytes else {UP_PROJ, NORM})
+    assert not on_gpu.in_rooms
     assert {name: digest_of(tensor) for name, tensor in made.items()} == {n: digest_of(t) for n, t in new.items()}
     assert {name: (t.dtype, t.shape) for name, t in made.items()} == {n: (t.dtype, t.shape) for n, t in new.items()}
 
 
-@pytest.mark.parametrize("most_bytes", [64 << 20, 0], ids=["at once", "in stretches"])
-def test_what_is_no_number_is_refused_by_its_place(
-    on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+@pytest.mark.parametrize("segment_bytes", [8 << 20, 4], ids=["a change", "a whole segment"])
+@pytest.mark.parametrize(
+    ("name", "place", "becomes", "complaint"),
+    [
+        (NORM, (3,), float("nan"), "is nan"),
+        (UP_PROJ, (3, 5), float("nan"), "is nan, a code for NaN"),
+        (UP_PROJ + "_scale_inv", (0, 0), -1.0, "is -1, a block scale that is not a positive number"),
+    ],
+)
+def test_what_may_not_be_is_refused_by_its_place(
+    on_gpu: OnGpu,
+    monkeypatch: pytest.MonkeyPatch,
+    segment_bytes: int,
+    name: str,
+    place: tuple[int, ...],
+    becomes: float,
+    complaint: str,
 ) -> None:
-    monkeypatch.setattr("rollout_service.ingest.sources.delta.MOST_BYTES", most_bytes)
-    new = {**on_gpu.old, NORM: on_gpu.old[NORM].clone()}
-    new[NORM][3] = torch.nan
-    with pytest.raises(QuantizationError, match=rf"{NORM}\[3\] is nan"):
+    monkeypatch.setattr(delta, "SEGMENT_BYTES", segment_bytes)
+    new = {key: tensor.clone() for key, tensor in on_gpu.old.items()}
+    new[UP_PROJ].view(torch.uint8)[7, 7] ^= 1  # sound
+    new[name][place] = becomes
+    with pytest.raises(QuantizationError, match=re.escape(f"{name}{list(place)} {complaint}")):
         on_gpu.made(new)
 
 
@@ -157,11 +183,7 @@ def test_damage_that_makes_a_nan_is_told_from_weights_that_are_none(on_gpu: OnGp
         (b"\x07" + bytes(40), "segment 0: it begins with 7"),
     ],
 )
-@pytest.mark.parametrize("most_bytes", [64 << 20, 0], ids=["at once", "in stretches"])
-def test_changes_that_do_not_decode_are_refused_by_name(
-    on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch, stream: bytes, complaint: str, most_bytes: int
-) -> None:
-    monkeypatch.setattr("rollout_service.ingest.sources.delta.MOST_BYTES", most_bytes)
+def test_changes_that_do_not_decode_are_refused_by_name(on_gpu: OnGpu, stream: bytes, complaint: str) -> None:
     new = {**on_gpu.old, NORM: on_gpu.old[NORM].clone()}
     new[NORM].view(torch.int16)[3] ^= 1
     announced, _ = delta_of(2, 1, on_gpu.old, new)
@@ -176,7 +198,7 @@ def test_where_the_gpu_has_no_room_the_host_makes_it(on_gpu: OnGpu, monkeypatch:
     def full(*_: object) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("rollout_service.ingest.sources.delta.made_on", full)
+    monkeypatch.setattr("rollout_service.ingest.sources.gpu_changes.made_on", full)
     new = {**on_gpu.old, NORM: on_gpu.old[NORM].clone()}
     new[NORM].view(torch.int16)[3] ^= 1
     assert digest_of(on_gpu.made(new)[NORM]) == digest_of(new[NORM])
