@@ -11,6 +11,7 @@ so that no input lands on another code than theirs. The backward pass takes both
 training does. A layer keeps for it what it would keep without: the input and the weight, which are rounded again.
 """
 
+import functools
 import logging
 import re
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 from torch.nn.functional import linear
+from transformers.activations import ACT2FN
 
 from rollout_service.protocol.experts import pieces
 from rollout_service.protocol.upload import TrainerRecipe
@@ -32,6 +34,9 @@ logger = logging.getLogger(__name__)
 _STACKED = {"gate_up_proj", "down_proj"}
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.|^module\.")
 _GROUP_FLOOR = 1e-10
+_FUSED_SCALE_FLOOR = 1 / (E4M3_MAX * 512)
+"""Least scale of vLLM's kernels that quantize what they compute themselves (its ``min_scaling_factor``)."""
+_SILU = (nn.SiLU, type(ACT2FN["silu"]))
 _FIRST_WITH_FP8, _HOPPER = (8, 9), 9
 """CUDA's compute capability."""
 Products = Literal["fp8", "bf16", "fp32"]
@@ -83,7 +88,7 @@ def fake_quant(
         products: of codes. None: what is nearest to the engines, ``fp32`` on the CPU, ``fp8`` on a Hopper, and on other
             GPUs ``bf16``. ``fp8``, by a Triton kernel (``fp8_product.py``), adds up as the engines' kernels do: a
             Hopper's tensor cores keep some 14 bits of a sum, so that not even fp32 has the same results. ``bf16``, the
-            dtype of autocast or else of the input, rounds each scaled code once more.
+            dtype of autocast or else of the weight, rounds each scaled code once more.
 
     The result has the dtype of autocast or else of the input, in which the backward pass computes, too; in fp32 where
     products are in fp32. Nothing of the model's parameters changes.
@@ -122,6 +127,22 @@ def fake_quant(
 
 
 @dataclass(frozen=True)
+class _Kernel:
+    """What distinguishes the kernels that multiply."""
+
+    scales_in_turn: bool = False
+    """See ``fp8_product.scaled_product``."""
+    is_fused: bool = False
+    """What is before the product and after it is one kernel with it: neither its input nor its result is rounded."""
+
+
+_LINEAR = _Kernel()
+_OF_EXPERTS = _Kernel(scales_in_turn=True)
+_SECOND_OF_EXPERTS = _Kernel(scales_in_turn=True, is_fused=True)
+"""On a GPU: it quantizes what the activation makes of the gate, and multiplies the result with the expert's share."""
+
+
+@dataclass(frozen=True)
 class _Arithmetic:
     """How layers compute."""
 
@@ -129,9 +150,9 @@ class _Arithmetic:
     kernels: Kernels
     products: Products
 
-    def product(self, hidden: torch.Tensor, weight: torch.Tensor, *, of_expert: bool = False) -> torch.Tensor:
+    def product(self, hidden: torch.Tensor, weight: torch.Tensor, kernel: _Kernel = _LINEAR) -> torch.Tensor:
         """``input @ weightᵀ`` of what both are in FP8."""
-        made: torch.Tensor = _Product.apply(hidden, weight, self, of_expert)  # type: ignore[no-untyped-call]
+        made: torch.Tensor = _Product.apply(hidden, weight, self, kernel)  # type: ignore[no-untyped-call]
         return made
 
 
@@ -186,27 +207,49 @@ def _linear_forward(module: nn.Linear, arithmetic: _Arithmetic) -> Forward:
 
 
 def _experts_forward(module: Any, arithmetic: _Arithmetic) -> Forward:
+    on_cpu = arithmetic.kernels == "cpu"
+
     def forward(hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         # taken apart once: the gradient of a view of one expert alone would be as large as all of them
         gates_ups, downs = module.gate_up_proj.unbind(), module.down_proj.unbind()
-        output = torch.zeros_like(hidden, dtype=torch.float32)
-        on_cpu, rounded = arithmetic.kernels == "cpu", _made(hidden)
+        rounded = _made(hidden)
         if on_cpu:  # vLLM's router for the CPU rounds them, its kernel for CUDA does not
             top_k_weights = top_k_weights.to(rounded)
+        places, made = [hidden.new_zeros(0, dtype=torch.int64)], [hidden.new_zeros(0, hidden.shape[1]).float()]
         for expert, (gate_up, down) in enumerate(zip(gates_ups, downs, strict=True)):
             token, place = (top_k_index == expert).nonzero(as_tuple=True)
             if len(token):
-                # rounded where engines on the CPU do, ``CpuBlockMoEMethod``; vLLM's kernels for CUDA round what the
-                # activation makes of the gate, and each expert's weighted result, as well
-                both = arithmetic.product(hidden[token], gate_up, of_expert=True).to(rounded).float()
+                both = arithmetic.product(hidden[token], gate_up, _OF_EXPERTS).to(rounded).float()
                 gate, up = both.chunk(2, dim=-1)
-                gated = module.act_fn(gate) if on_cpu else module.act_fn(gate).to(rounded)
-                made = arithmetic.product((gated * up).to(rounded), down, of_expert=True).float()
-                made = made * top_k_weights[token, place, None]
-                output = output.index_add(0, token, made if on_cpu else made.to(rounded).float())
-        return output.to(hidden.dtype)
+                if on_cpu:  # ``CpuBlockMoEMethod``
+                    gated = (module.act_fn(gate) * up).to(rounded)
+                    output = arithmetic.product(gated, down, _OF_EXPERTS).float()
+                else:
+                    output = arithmetic.product(
+                        _gated_on_gpu(module.act_fn, gate, up, rounded), down, _SECOND_OF_EXPERTS
+                    )
+                output = output * top_k_weights[token, place, None]
+                made.append(output if on_cpu else output.to(rounded).float())
+                places.append(token * top_k_index.shape[1] + place)
+        of_places = hidden.new_zeros(top_k_index.numel(), hidden.shape[1], dtype=torch.float32)
+        of_places = of_places.index_copy(0, torch.cat(places), torch.cat(made)).unflatten(0, top_k_index.shape)
+        if on_cpu:  # added up by the experts' numbers; on a GPU in the order in which the router gives them
+            by_number = top_k_index.argsort(dim=1)[:, :, None].expand_as(of_places)
+            of_places = of_places.gather(1, by_number)
+        summed: torch.Tensor = functools.reduce(torch.add, of_places.unbind(1))
+        return summed.to(hidden.dtype)
 
     return forward
+
+
+def _gated_on_gpu(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor, rounded: torch.dtype) -> torch.Tensor:
+    """What vLLM's experts make of their gate, all in fp32; only for SiLU is it one kernel with what quantizes it."""
+    gated: torch.Tensor
+    if isinstance(activation, _SILU):
+        gated = gate * torch.sigmoid(gate) * up  # spelled as there: SiLU may have another last bit
+    else:
+        gated = (activation(gate).to(rounded) * up).to(rounded).float()
+    return gated
 
 
 def _made(hidden: torch.Tensor) -> torch.dtype:
@@ -220,15 +263,16 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, arithmetic: _Arithmetic, of_expert: bool
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, arithmetic: _Arithmetic, kernel: _Kernel
     ) -> torch.Tensor:
-        ctx.quantizer = arithmetic.quantizer
-        ctx.computed = torch.float32 if arithmetic.products == "fp32" else _made(hidden)
+        ctx.quantizer, ctx.kernel = arithmetic.quantizer, kernel
+        ctx.computed = torch.float32 if arithmetic.products == "fp32" else _made(weight)
         ctx.save_for_backward(hidden, weight)
         if arithmetic.products == "fp8":
-            return _in_fp8(hidden, weight, arithmetic.quantizer, ctx.computed, of_expert)
+            return _in_fp8(hidden, weight, arithmetic.quantizer, ctx.computed, kernel)
         with torch.autocast(hidden.device.type, enabled=False):
-            inputs, weights = through_groups(hidden), _through_blocks(weight, ctx.quantizer)
+            inputs = through_groups(hidden, is_fused=kernel.is_fused)
+            weights = _through_blocks(weight, ctx.quantizer)
             return linear(inputs.to(ctx.computed), weights.to(ctx.computed))
 
     @staticmethod
@@ -239,38 +283,44 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_hidden = (gradient @ _through_blocks(weight, ctx.quantizer).to(ctx.computed)).to(hidden.dtype)
         if ctx.needs_input_grad[1]:
-            inputs = through_groups(hidden).to(ctx.computed)
+            inputs = through_groups(hidden, is_fused=ctx.kernel.is_fused).to(ctx.computed)
             of_weight = (gradient.flatten(0, -2).T @ inputs.flatten(0, -2)).to(weight.dtype)
         return of_hidden, of_weight, None, None
 
 
 def _in_fp8(
-    hidden: torch.Tensor, weight: torch.Tensor, quantizer: Quantizer, made: torch.dtype, of_expert: bool
+    hidden: torch.Tensor, weight: torch.Tensor, quantizer: Quantizer, computed: torch.dtype, kernel: _Kernel
 ) -> torch.Tensor:
     from rollout_service.quant.fp8_product import scaled_product  # Triton, which a trainer on the CPU may not have
 
-    inputs, input_scales = group_codes(hidden.flatten(0, -2))
+    inputs, input_scales = group_codes(hidden.flatten(0, -2), is_fused=kernel.is_fused)
     [(codes, scales)] = quantizer.quantize([("weight", weight.detach())])
-    product = scaled_product(inputs, input_scales, codes, scales, dtype=made, scales_in_turn=of_expert)
+    made = torch.float32 if kernel.is_fused else computed
+    product = scaled_product(inputs, input_scales, codes, scales, dtype=made, scales_in_turn=kernel.scales_in_turn)
     return product.view(*hidden.shape[:-1], len(weight))
 
 
-def group_codes(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def group_codes(hidden: torch.Tensor, *, is_fused: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """What an engine quantizes a layer's input [..., K] to: E4M3 of that shape, and scales fp32 [..., K / 128].
 
     Of the input in BF16, in groups of 1×128, ``s = max(max|x|, 1e-10) / 448`` in fp32 and ``x / s``, as vLLM's
-    ``per_token_group_quant_fp8``. Raises RuntimeError if K is no multiple of 128.
+    ``per_token_group_quant_fp8``. ``is_fused``: of the input in fp32, ``s = max(max|x| / 448, 1 / (448 · 512))``, as
+    its ``silu_and_mul_per_block_quant``, which experts on a GPU have. Raises RuntimeError if K is no multiple of 128.
     """
-    groups = hidden.to(torch.bfloat16).float().unflatten(-1, (-1, BLOCK))
-    largest = groups.abs().amax(-1, keepdim=True).clamp(min=_GROUP_FLOOR)
+    groups = (hidden if is_fused else hidden.to(torch.bfloat16)).float().unflatten(-1, (-1, BLOCK))
+    largest = groups.abs().amax(-1, keepdim=True)
+    if not is_fused:
+        largest = largest.clamp(min=_GROUP_FLOOR)
     scales = largest / torch.full_like(largest, E4M3_MAX)  # divided, as in ``block_scales``
+    if is_fused:
+        scales = scales.clamp(min=_FUSED_SCALE_FLOOR)
     codes = (groups / scales).clamp(-E4M3_MAX, E4M3_MAX).to(CODES)
     return codes.flatten(-2), scales[..., 0]
 
 
-def through_groups(hidden: torch.Tensor) -> torch.Tensor:
+def through_groups(hidden: torch.Tensor, *, is_fused: bool = False) -> torch.Tensor:
     """What ``group_codes`` stand for; fp32 [..., K]."""
-    codes, scales = group_codes(hidden)
+    codes, scales = group_codes(hidden, is_fused=is_fused)
     decoded: torch.Tensor = codes.float().unflatten(-1, (-1, BLOCK)) * scales[..., None]
     return decoded.flatten(-2)
 

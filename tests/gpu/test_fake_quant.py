@@ -64,6 +64,17 @@ def test_activations_get_the_codes_and_scales_of_vllm(tokens: int, columns: int)
         assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
 
 
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_what_experts_make_of_the_gate_gets_the_codes_and_scales_of_vllm(tokens: int) -> None:
+    both = torch.cat([activations(tokens, 768, 0), activations(tokens, 768, 1)], 1)
+    expected_codes, expected_scales = ops.silu_and_mul_per_block_quant(both, 128, torch.float8_e4m3fn)
+    gate, up = both.float().chunk(2, dim=-1)
+    codes, scales = group_codes(gate * gate.sigmoid() * up, is_fused=True)
+    # an exponential of another library may have another last bit
+    torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
+    assert unlike(codes.view(torch.uint8), expected_codes.view(torch.uint8)) < 1e-4
+
+
 def test_every_amax_and_every_value_below_it_gets_the_code_of_vllm() -> None:
     """All pairs of a group's largest mantissa and exponent, and of a value's mantissa within 16 binades below."""
     mantissas = torch.arange(128, dtype=torch.int32, device=GPU)

@@ -88,6 +88,32 @@ class TestRoundings:
         assert not torch.equal(as_engine, own)
         assert torch.equal(logits(trainer), before)
 
+    async def test_experts_round_where_vllm_does_on_a_gpu(self, tmp_path: Path) -> None:
+        folder = make_model(tmp_path / "model", "qwen3_moe")
+        recipe = await recipe_of(folder, tmp_path / "log")
+        model = loaded(folder, torch.bfloat16)
+        experts = model.get_submodule("model.layers.0.mlp.experts")
+        torch.manual_seed(0)
+        hidden = torch.randn(9, experts.gate_up_proj.shape[2]).bfloat16()
+        hidden[4] *= 3e-2  # little enough for the least scale
+        chosen = torch.stack([torch.randperm(len(experts.gate_up_proj))[:2] for _ in hidden])
+        shares = torch.rand(chosen.shape)
+        with torch.no_grad(), fake_quant(model, recipe, kernels="cuda_eager", products="fp32"):
+            found = experts(hidden, chosen, shares)
+        for token in range(len(hidden)):
+            total = torch.zeros(hidden.shape[1])
+            for expert, share in zip(chosen[token].tolist(), shares[token], strict=True):
+                gate_up, down = (
+                    through_blocks(experts.get_parameter(n)[expert]) for n in ("gate_up_proj", "down_proj")
+                )
+                gate, up = (through_groups(hidden[token]) @ gate_up.T).bfloat16().float().chunk(2)
+                groups = (gate * torch.sigmoid(gate) * up).unflatten(0, (-1, 128))
+                scales = (groups.abs().amax(1, keepdim=True) / 448).clamp(min=1 / (448 * 512))
+                gated = ((groups / scales).to(torch.float8_e4m3fn).float() * scales).flatten()
+                total += ((gated @ down.T) * share).bfloat16().float()
+            torch.testing.assert_close(found[token], total.bfloat16(), rtol=2**-8, atol=0)
+        assert (found[4] != 0).any()
+
     def test_an_unknown_model_keeps_its_own_and_a_warning_says_so(self, caplog: pytest.LogCaptureFixture) -> None:
         with fake_quant(nn.Linear(128, 128), LINEAR) as quantized:
             assert quantized.roundings is None
