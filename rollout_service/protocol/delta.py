@@ -92,13 +92,32 @@ def encode_changes(positions: Array, differences: Array, nbytes: int) -> bytes |
     itemsize = differences.itemsize
     if not positions.size:
         return NOTHING
-    if positions.size * itemsize > SPARSE * nbytes:
+    if not is_sparse(positions.size, itemsize, nbytes):
         return None
     gaps = np.empty(positions.size, np.uint32)
     gaps[0] = positions[0]
     np.subtract(positions[1:], positions[:-1] + 1, out=gaps[1:], casting="unsafe")
-    planes = [*_planes(gaps, GAP_PLANES), *_planes(_zigzag(differences), itemsize)]
-    encoded = _header(itemsize).pack(_CHANGED, positions.size, *map(len, planes)) + b"".join(planes)
+    planes = np.empty((GAP_PLANES + itemsize, positions.size), np.uint8)
+    for rows, numbers in ((planes[:GAP_PLANES], gaps), (planes[GAP_PLANES:], _zigzag(differences))):
+        rows[:] = numbers.view(np.uint8).reshape(-1, numbers.itemsize)[:, : len(rows)].T
+    return encode_planes(planes, nbytes)
+
+
+def is_sparse(count: int, itemsize: int, nbytes: int) -> bool:
+    """Whether so few elements of ``nbytes`` bytes have changed that they are told one by one."""
+    return count * itemsize <= SPARSE * nbytes
+
+
+def encode_planes(planes: Array, nbytes: int) -> bytes | None:
+    """As ``encode_changes``, for who takes the numbers apart otherwise.
+
+    Args:
+        planes: uint8 [``GAP_PLANES`` + bytes an element, changes], rows contiguous, at least one change, and
+            ``is_sparse``: of the gaps, then of the differences in zigzag order, the lowest bytes first.
+    """
+    compressed = [_compressed(plane) for plane in planes]
+    itemsize, count = len(planes) - GAP_PLANES, planes.shape[1]
+    encoded = _header(itemsize).pack(_CHANGED, count, *map(len, compressed)) + b"".join(compressed)
     return encoded if len(encoded) < nbytes else None
 
 
@@ -236,19 +255,15 @@ def _unzigzag(code: Array) -> Array:
     return difference
 
 
-def _planes(numbers: Array, count: int) -> Iterator[bytes]:
-    """The ``count`` lowest bytes of each number, the lowest of all first, compressed."""
-    of_each = numbers.view(np.uint8).reshape(-1, numbers.itemsize)
-    for plane in range(count):
-        values = np.ascontiguousarray(of_each[:, plane])
-        nonzero = int(np.count_nonzero(values))
-        if not nonzero:
-            yield b""
-            continue
-        strategy = zlib.Z_RLE if nonzero < (1 - _RUNS) * values.size else zlib.Z_HUFFMAN_ONLY
-        window, memory = _FOR_SMALL if values.size < _LARGE else _FOR_LARGE
-        deflate = zlib.compressobj(6, zlib.DEFLATED, window, memory, strategy)
-        yield deflate.compress(values.data) + deflate.flush()
+def _compressed(plane: Array) -> bytes:
+    """Empty if it is all zeros."""
+    nonzero = int(np.count_nonzero(plane))
+    if not nonzero:
+        return b""
+    strategy = zlib.Z_RLE if nonzero < (1 - _RUNS) * plane.size else zlib.Z_HUFFMAN_ONLY
+    window, memory = _FOR_SMALL if plane.size < _LARGE else _FOR_LARGE
+    deflate = zlib.compressobj(6, zlib.DEFLATED, window, memory, strategy)
+    return deflate.compress(plane.data) + deflate.flush()
 
 
 def _header(itemsize: int) -> struct.Struct:
