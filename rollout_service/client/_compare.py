@@ -338,8 +338,15 @@ def _encoded(old: torch.Tensor, found: Found, changes: slice, first: int, piece:
     itemsize = piece.itemsize
     positions, differences = found.positions[changes] - np.int32(first), found.differences[changes].copy()
     planes = found.planes[:, changes]
-    segments = [[_within(span.place, part) for part in delta.segments(_length(span.place))] for span in piece.spans]
-    starts = np.array([place.start for places in segments for place in places], np.int64) // itemsize
+    # of thousands of spans most are what they were
+    begins = np.array([span.place.start for span in piece.spans], np.int64) // itemsize
+    edges = np.append(np.searchsorted(positions, begins), positions.size)
+    segments = {
+        number: [_within(span.place, part) for part in delta.segments(_length(span.place))]
+        for number in np.flatnonzero(edges[:-1] < edges[1:]).tolist()
+        for span in [piece.spans[number]]
+    }
+    starts = np.array([place.start for places in segments.values() for place in places], np.int64) // itemsize
     edges = np.append(np.searchsorted(positions, starts), positions.size)
     # a gap is counted from the segment's begin
     begun = np.flatnonzero(edges[:-1] < edges[1:])
@@ -347,11 +354,18 @@ def _encoded(old: torch.Tensor, found: Found, changes: slice, first: int, piece:
     gaps = positions[at] - starts[begun]
     for number, plane in enumerate(planes[: delta.GAP_PLANES]):
         plane[at] = (gaps >> (8 * number)) & 0xFF
-    of_each = iter(itertools.pairwise(edges.tolist()))
+    within = itertools.pairwise(edges.tolist())
+    nothing = _elements_of([], [], itemsize)
     changed = []
-    for places in segments:
-        encoded, is_whole, within = [], False, [next(of_each) for _ in places]
-        for place, (start, end) in zip(places, within, strict=True):
+    for number, span in enumerate(piece.spans):
+        if number not in segments:
+            same = [delta.NOTHING] * -(-_length(span.place) // delta.SEGMENT_BYTES)
+            changed.append(_SpanChange(same, None, nothing))
+            continue
+        places = segments[number]
+        parts = list(itertools.islice(within, len(places)))
+        encoded, is_whole = [], False
+        for place, (start, end) in zip(places, parts, strict=True):
             if start == end:
                 encoded.append(delta.NOTHING)
                 continue
@@ -363,8 +377,8 @@ def _encoded(old: torch.Tensor, found: Found, changes: slice, first: int, piece:
                 some = Elements(positions[start:end], differences[start:end])
                 segment = delta.encode_whole(_changed_bytes(old[place], some, place.start // itemsize))
             encoded.append(segment)
-        start, end = within[0][0], within[-1][1]
-        elements = None if is_whole else Elements(positions[start:end], differences[start:end])
+        all_of_it = slice(parts[0][0], parts[-1][1])
+        elements = None if is_whole else Elements(positions[all_of_it], differences[all_of_it])
         changed.append(_SpanChange(encoded, None, elements))
     return changed
 
