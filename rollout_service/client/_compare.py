@@ -364,23 +364,24 @@ def _encoded(old: torch.Tensor, found: Found, changes: slice, first: int, piece:
             continue
         places = segments[number]
         parts = list(itertools.islice(within, len(places)))
-        encoded, is_whole = [], False
-        for place, (start, end) in zip(places, parts, strict=True):
-            if start == end:
-                encoded.append(delta.NOTHING)
-                continue
-            segment = None
-            if delta.is_sparse(end - start, itemsize, _length(place)):
-                segment = delta.encode_planes(planes[:, start:end], _length(place))
-            if segment is None:
-                is_whole = True
-                some = Elements(positions[start:end], differences[start:end])
-                segment = delta.encode_whole(_changed_bytes(old[place], some, place.start // itemsize))
-            encoded.append(segment)
+        encoded = [
+            _encoded_segment(old, place, Elements(positions[start:end], differences[start:end]), planes[:, start:end])
+            for place, (start, end) in zip(places, parts, strict=True)
+        ]
         all_of_it = slice(parts[0][0], parts[-1][1])
+        is_whole = any(delta.is_whole(segment) for segment in encoded)
         elements = None if is_whole else Elements(positions[all_of_it], differences[all_of_it])
         changed.append(_SpanChange(encoded, None, elements))
     return changed
+
+
+def _encoded_segment(old: torch.Tensor, place: slice, elements: Elements, planes: npt.NDArray[np.uint8]) -> bytes:
+    """That at ``place`` in a piece, by what has changed in it."""
+    count, itemsize, nbytes = elements.positions.size, elements.differences.itemsize, _length(place)
+    if not count:
+        return delta.NOTHING
+    encoded = delta.encode_planes(planes, nbytes) if delta.is_sparse(count, itemsize, nbytes) else None
+    return encoded or delta.encode_whole(_changed_bytes(old[place], elements, place.start // itemsize))
 
 
 def _changed_bytes(old: torch.Tensor, elements: Elements, first: int) -> memoryview:

@@ -1,15 +1,15 @@
 """What changes in a batch of pieces, found on the GPU that holds the new tensors.
 
 In two steps: the differences of all elements are made and counted; once the counts are on the host, which is the only
-wait, positions, differences and the planes of their encoding are made of those that are not zero, and copied to the
-host, where threads wait for them and compress. The next batch is counted before this one's counts are waited for: the
-GPU has work meanwhile, also while another process has its turn on it.
+wait of the thread that queues, positions, differences and the planes of their encoding are made of those that are not
+zero, and copied to the host, where the threads that compress wait for them. The next batch is counted before this one's
+counts are waited for: the GPU has work meanwhile.
 
 Of the GPU's memory that takes ``BATCH_BYTES`` (128 MiB) up to four times: for the batch whose old bytes are copied
-there, for the one that is counted, the one of which changes are read and the one that the GPU is not quite done with;
-up to twice ``PIECE_BYTES`` (64 MiB in all) for a piece's new bytes in one stretch and for its counting; and some 30
-bytes for each change of a batch, of which ``MOST_CHANGES`` (a quarter of a GB) are read at once. New tensors are held
-until those of their batch are all there, another ``BATCH_BYTES``.
+there, the one that is counted, the one of which changes are read, and the one that the GPU is not quite done with; up
+to twice ``PIECE_BYTES`` (64 MiB in all) for a piece's new bytes in one stretch and for its counting; and some 30 bytes
+for each change, of which ``MOST_CHANGES`` (a quarter of a GB) are read at once. New tensors are held until those of
+their batch are all there, another ``BATCH_BYTES``. These figures are computed, not measured.
 """
 
 from __future__ import annotations

@@ -126,6 +126,11 @@ def encode_whole(new: memoryview) -> bytes:
     return bytes([_WHOLE]) + bytes(new)
 
 
+def is_whole(encoded: bytes) -> bool:
+    """Whether that is what a segment is."""
+    return encoded[0] == _WHOLE
+
+
 def encode(base: memoryview, new: memoryview, itemsize: int) -> bytes:
     """What changed in a whole tensor; empty if nothing did. Raises ValueError for tensors of different sizes."""
     if base.nbytes != new.nbytes:
