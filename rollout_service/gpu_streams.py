@@ -5,7 +5,7 @@ GPU it serves them in turns.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -57,3 +57,11 @@ def queued_to_host(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cuda:
         return tensor.clone()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def passed(device: torch.device) -> Callable[[], None]:
+    """What waits, with Python's lock free, until all that the current stream has now is done; for any thread."""
+    if device.type != "cuda":
+        return lambda: None
+    event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
+    return event.synchronize

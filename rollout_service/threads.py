@@ -14,11 +14,18 @@ STRETCH_BYTES = 64 << 20
 """What one thread takes of a tensor that several share (``stretches``)."""
 _MOST = 8
 """Memory is not read faster by more."""
+_MOST_COMPUTING = 16
+"""Beyond these the turns that threads take with Python's lock are what they wait for."""
 
 
 def io_threads() -> int:
     """How many: half of the cores that this process may use, since an engine or a trainer wants some, too."""
     return max(1, min(_MOST, len(os.sched_getaffinity(0)) // 2))
+
+
+def compute_threads() -> int:
+    """How many for work that waits on no memory, such as compressing: likewise, but more of them are faster."""
+    return max(1, min(_MOST_COMPUTING, len(os.sched_getaffinity(0)) // 2))
 
 
 def stretches(length: int, step: int) -> list[slice]:

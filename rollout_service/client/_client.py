@@ -119,6 +119,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
         await self._control.aclose()
         await self._parts.aclose()
         self._uploader.close()
+        if self._deltas is not None:
+            await self._deltas.settled()
 
     def session(self, session_id: str | None = None, *, ttl_s: float = 3600.0) -> AgentSession:
         """A conversation of an agent that chats by itself: ``async with client.session() as session:``.

@@ -1,8 +1,7 @@
 """What changes from one version to the next: found by threads, or on the GPU that holds the new tensors.
 
-From a GPU come positions, differences and digests; of the new bytes only those of segments that have changed too much.
-The old bytes come from the host, before the comparison that needs them. On the GPU that takes some five times the bytes
-of a piece, and ``AT_ONCE_BYTES`` until what was found there is encoded.
+Of a GPU's tensors threads only compress, see ``_gpu_compare``. What is there only by its differences, because too much
+of it has changed or the GPU has no room, is compared by threads, too: they add those to the old bytes.
 
 Positions and differences are kept beside their encoding, as ``Changed.elements``, if they are few: with them the old
 bytes become the new ones without a decoding.
@@ -10,35 +9,36 @@ bytes become the new ones without a decoding.
 
 from __future__ import annotations
 
-import bisect
-import functools
 import itertools
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollout_service.client._pieces import Piece
+from rollout_service.client._gpu_compare import SIGNED, Counting, Found, Uploads, counting, found, runs_of
+from rollout_service.client._pieces import Piece, batches_of
+from rollout_service.gpu_streams import lies_on_gpu, passed, queued_to_host
 from rollout_service.protocol import delta
-from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES, joined_digests, tensor_digests
-from rollout_service.threads import io_threads
+from rollout_service.store.manifest import tensor_digests
+from rollout_service.threads import compute_threads
 
 logger = logging.getLogger("rollout_service.client")
 
 AT_ONCE_BYTES = 256 << 20
-"""Of pieces that are being compared: one for each thread, and as much as the memory that this takes may be."""
+"""Of the host's memory, that pieces have while they are compared and encoded: their bytes, or what a GPU found."""
 
 ELEMENTS_SHARE = 1 / 16
 """Of all bytes, that ``Changed.elements`` of one comparison may have. After one step of a trainer they have 1 to 3%."""
 
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_POSITION_BYTES = 4
 
 
 class Elements(NamedTuple):
@@ -67,69 +67,6 @@ class Changed:
     """The same, of each of the tensor's spans; None: it is only in ``encoded``."""
 
 
-class NewBytes(Protocol):
-    """Of tensors, one after the other, or of a part of one."""
-
-    @property
-    def data(self) -> memoryview:
-        """In the host's memory."""
-
-    def digest(self, place: slice) -> str:
-        """Of a whole tensor, as ``StoredTensor.digest``."""
-
-
-class HostBytes:
-    """Those that the host has."""
-
-    def __init__(self, data: memoryview) -> None:
-        self.data = data
-
-    def digest(self, place: slice) -> str:
-        """See ``NewBytes``."""
-        return digest_of(self.data[place])
-
-
-class GpuBytes:
-    """Those that the current stream has made, in a GPU's memory, where they are hashed."""
-
-    def __init__(self, flat: torch.Tensor, tensors: Sequence[slice]) -> None:
-        """``tensors``: whose digests will be asked for."""
-        from rollout_service.quant.digests import Hashing, Run  # needs triton
-
-        self._flat = flat
-        self._starts = [start for place in tensors for start in range(place.start, place.stop, CHUNK_BYTES)]
-        ends = [min(start + CHUNK_BYTES, place.stop) for place in tensors
-                for start in range(place.start, place.stop, CHUNK_BYTES)]  # fmt: skip
-        self._ends = ends
-        runs = [Run(flat.data_ptr() + start, end - start) for start, end in zip(self._starts, ends, strict=True)]
-        self._hashing = Hashing([runs], flat.device)
-        self._hashing.queue(0)
-        # or whoever reads them would wait for all that the stream was given since
-        self._hashing.collect()
-        self._hashed = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
-
-    @functools.cached_property
-    def data(self) -> memoryview:
-        """See ``NewBytes``: copied when it is first asked for."""
-        self._wait()
-        return view_of(self._flat.cpu())
-
-    def digest(self, place: slice) -> str:
-        """See ``NewBytes``."""
-        first = bisect.bisect_left(self._starts, place.start)
-        count = -(-_length(place) // CHUNK_BYTES)
-        return joined_digests(self._digests[first * DIGEST_BYTES : (first + count) * DIGEST_BYTES])[0]
-
-    @functools.cached_property
-    def _digests(self) -> bytes:
-        self._wait()
-        return self._hashing.read(lambda number: self.data[self._starts[number] : self._ends[number]])
-
-    def _wait(self) -> None:
-        if self._hashed is not None:
-            self._hashed.synchronize()
-
-
 @dataclass(frozen=True, slots=True)
 class _SpanChange:
     segments: list[bytes]
@@ -156,17 +93,6 @@ def digest_of(data: memoryview) -> str:
     return tensor_digests(data)[0]
 
 
-def changed_elements(old: torch.Tensor, new: torch.Tensor, itemsize: int) -> Elements | None:
-    """Where two uint8 [N] on one device differ; None: in so many elements that all bytes are fewer than these."""
-    was, now = old.view(_SIGNED[itemsize]), new.view(_SIGNED[itemsize])
-    differs = was.ne(now)
-    if int(differs.count_nonzero()) > delta.SPARSE * now.numel():
-        return None
-    at = differs.nonzero().squeeze(1)
-    positions, differences = at.to(torch.int32), now[at] - was[at]
-    return Elements(positions.cpu().numpy(), differences.cpu().numpy())
-
-
 class Comparison:
     """Of the tensors of a new version with the ``kept`` pieces of the old one. A context manager, for one thread."""
 
@@ -174,9 +100,18 @@ class Comparison:
         """``pieces``: as of ``pieces_of``. ``kept``: uint8, on the CPU."""
         self._pieces, self._kept = pieces, kept
         self._next = 0
-        self._gpus: dict[torch.device, _Gpu] = {}
-        self._pool = ThreadPoolExecutor(io_threads(), "delta")
-        self._compared: deque[tuple[Piece, Future[list[_SpanChange]]]] = deque()
+        self._batches = batches_of(pieces)
+        self._batch = 0
+        """The next one, of which these pieces are on a GPU, each with its new bytes:"""
+        self._on_gpu: dict[int, list[torch.Tensor]] = {}
+        self._begun_on_gpu: dict[int, torch.Tensor] = {}
+        """Tensors that begin in these."""
+        self._counting: Counting | None = None
+        """The batch before, if a GPU compares it."""
+        self._uploads: dict[torch.device, Uploads] = {}
+        self._pool = ThreadPoolExecutor(compute_threads(), "delta")
+        self._compared: deque[tuple[Piece, int, Future[list[_SpanChange]]]] = deque()
+        self._at_once = 0
         self._segments: dict[int, list[bytes]] = defaultdict(list)
         self._elements: dict[int, list[Elements | None]] = defaultdict(list)
         self._elements_bytes = 0
@@ -207,6 +142,8 @@ class Comparison:
 
     def finish(self) -> dict[int, Changed | None]:
         """What became of the tensors that were compared, by their places in the table."""
+        self._read_counted()
+        self._compare_on_host()  # a batch that is not complete: whoever finishes does not want the rest
         while self._compared:
             self._take_first()
         found: dict[int, Changed | None] = {}
@@ -219,48 +156,110 @@ class Comparison:
 
     def _begin(self, index: int) -> None:
         piece = self._pieces[index]
-        while self._compared and sum(each.nbytes for each, _ in self._compared) + piece.nbytes > AT_ONCE_BYTES:
-            self._take_first()
         flats = [self.waiting[span.tensor][span.part] for span in piece.spans]
-        work: Callable[[], list[_SpanChange]] | None = None
-        if flats[0].is_cuda and len({flat.device for flat in flats}) == 1:
-            try:
-                work = self._found_on_gpu(index, flats)
-            except torch.cuda.OutOfMemoryError as error:
-                logger.warning("what has changed is looked for on the CPU, since the GPU has no room: %s", error)
-        if work is None:
-            if piece.is_part:
-                self._begin_digest(piece.spans[0].tensor)
-            work = partial(_compared, self._kept[index], [flat.cpu() for flat in flats], piece)
-        self._compared.append((piece, self._pool.submit(work)))
+        begun = {span.tensor: self.waiting[span.tensor] for span in piece.spans if not span.part.start}
+        if lies_on_gpu(flats[0]) and len({flat.device for flat in flats}) == 1:
+            self._on_gpu[index] = flats
+            self._begun_on_gpu |= begun
+        else:
+            self._begin_on_host(index, flats, begun)
+        if index == self._batches[self._batch].last:
+            self._begin_batch()
 
-    def _found_on_gpu(self, index: int, flats: list[torch.Tensor]) -> Callable[[], list[_SpanChange]]:
-        """Compare in the current stream; what is left to do for a thread."""
-        piece, gpu = self._pieces[index], self._gpu(flats[0].device)
-        old = gpu.uploaded(index, self._kept[index])
-        if index + 1 < len(self._pieces):
-            gpu.upload(index + 1, self._kept[index + 1])
-        new = flats[0] if len(flats) == 1 else torch.cat(flats)
-        elements = changed_elements(old, new, piece.itemsize)
+    def _begin_on_host(self, index: int, flats: list[torch.Tensor], begun: dict[int, torch.Tensor]) -> None:
+        piece = self._pieces[index]
         if piece.is_part:
-            self._begin_digest(piece.spans[0].tensor)
-        places = [] if piece.is_part else [span.place for span in piece.spans]
-        return partial(_encoded, elements, piece, GpuBytes(new, places))
+            for number, flat in begun.items():
+                self._digests[number] = self._pool.submit(digest_of, view_of(flat.cpu())).result
+        work = partial(_compared, self._kept[index], [flat.cpu() for flat in flats], piece)
+        self._submit(piece, piece.nbytes, work)
 
-    def _begin_digest(self, number: int) -> None:
-        """Of a tensor in several pieces."""
-        if number not in self._digests:
-            flat, all_of_it = self.waiting[number], slice(0, self.waiting[number].nbytes)
-            new: NewBytes = GpuBytes(flat, [all_of_it]) if flat.is_cuda else HostBytes(view_of(flat))
-            self._digests[number] = self._pool.submit(new.digest, all_of_it).result
+    def _begin_batch(self) -> None:
+        """Have the batch of which all pieces are there compared, as far as that is not begun."""
+        number, self._batch = self._batch, self._batch + 1
+        counted: Counting | None = None
+        devices = {flats[0].device for flats in self._on_gpu.values()}
+        if len(self._on_gpu) == len(self._batches[number].pieces) and len(devices) == 1:
+            try:
+                counted = self._counted(number, devices.pop())
+            except torch.cuda.OutOfMemoryError as error:
+                _warn_of_no_room(error)
+        # the GPU has the next batch to do while this waits for the one before
+        self._read_counted()
+        if counted is None:
+            self._compare_on_host()
+        self._counting = counted
+        self._on_gpu, self._begun_on_gpu = {}, {}
 
-    def _gpu(self, device: torch.device) -> _Gpu:
-        if device not in self._gpus:
-            self._gpus[device] = _Gpu(device)
-        return self._gpus[device]
+    def _counted(self, number: int, device: torch.device) -> Counting:
+        batch = self._batches[number]
+        uploads = self._uploads.setdefault(device, Uploads(device))
+        pieces, new = [self._pieces[index] for index in batch.pieces], [self._on_gpu[index] for index in batch.pieces]
+        counted = counting(batch, pieces, uploads.take(number, batch, self._kept), new, self._begun_on_gpu)
+        if number + 1 < len(self._batches):
+            with suppress(torch.cuda.OutOfMemoryError):  # when its turn comes there may be room
+                uploads.begin(number + 1, self._batches[number + 1], self._kept)
+        return counted
+
+    def _compare_on_host(self) -> None:
+        for index, flats in self._on_gpu.items():
+            starts = {span.tensor for span in self._pieces[index].spans if not span.part.start}
+            self._begin_on_host(index, flats, {each: self._begun_on_gpu[each] for each in starts})
+        self._on_gpu, self._begun_on_gpu = {}, {}
+
+    def _read_counted(self) -> None:
+        """Have what was counted read and encoded."""
+        if self._counting is None:
+            return
+        counted, self._counting = self._counting, None
+        counts, batch = counted.counts(), counted.batch
+        if counted.digests is not None:
+            for tensor in counted.digests.tensors:
+                self._digests[tensor] = partial(counted.digests.of, tensor)
+        pieces = [self._pieces[index] for index in batch.pieces]
+        encoding: dict[int, Callable[[], list[_SpanChange]]] = {}
+        for run in runs_of(pieces, counts):
+            try:
+                encoding |= self._read(counted, pieces, counts, run)
+            except torch.cuda.OutOfMemoryError as error:
+                _warn_of_no_room(error)
+        for number, (index, place, piece, count) in enumerate(
+            zip(batch.pieces, batch.places, pieces, counts, strict=True)
+        ):
+            if number in encoding:
+                self._submit(piece, count * (_POSITION_BYTES + delta.GAP_PLANES + 2 * piece.itemsize), encoding[number])
+                continue
+            copy = queued_to_host(counted.differences[place])
+            wait = passed(counted.differences.device)
+            self._submit(piece, piece.nbytes, partial(_compared_by_difference, self._kept[index], copy, wait, piece))
+
+    def _read(
+        self, counted: Counting, pieces: list[Piece], counts: list[int], run: slice
+    ) -> dict[int, Callable[[], list[_SpanChange]]]:
+        """What is left for threads to do for each piece of a run. Raises ``torch.cuda.OutOfMemoryError``."""
+        batch, itemsize = counted.batch, pieces[run.start].itemsize
+        begin, end = batch.places[run.start].start, batch.places[run.stop - 1].stop
+        changed = found(counted.differences[begin:end].view(SIGNED[itemsize]), sum(counts[run]))
+        left: dict[int, Callable[[], list[_SpanChange]]] = {}
+        start = 0
+        for number in range(run.start, run.stop):
+            changes = slice(start, start + counts[number])
+            first = (batch.places[number].start - begin) // itemsize
+            kept = self._kept[batch.pieces[number]]
+            left[number] = partial(_encoded, kept, changed, changes, first, pieces[number])
+            start = changes.stop
+        return left
+
+    def _submit(self, piece: Piece, nbytes: int, work: Callable[[], list[_SpanChange]]) -> None:
+        """``nbytes``: of memory, that the work holds."""
+        while self._compared and (self._at_once + nbytes > AT_ONCE_BYTES or self._compared[0][-1].done()):
+            self._take_first()
+        self._compared.append((piece, nbytes, self._pool.submit(work)))
+        self._at_once += nbytes
 
     def _take_first(self) -> None:
-        piece, future = self._compared.popleft()
+        piece, nbytes, future = self._compared.popleft()
+        self._at_once -= nbytes
         for span, change in zip(piece.spans, future.result(), strict=True):
             self._segments[span.tensor] += change.segments
             self.changed_bytes += sum(map(len, change.segments))
@@ -275,31 +274,8 @@ class Comparison:
         return elements
 
 
-class _Gpu:
-    """Copies to one GPU, beside what is computed there."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._up = torch.cuda.Stream(device)
-        self._uploads: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
-
-    def upload(self, index: int, kept: torch.Tensor) -> None:
-        """Begin to copy a piece here."""
-        if index in self._uploads:
-            return
-        with torch.cuda.device(self._device), torch.cuda.stream(self._up):
-            copy = torch.empty(kept.nbytes, dtype=torch.uint8, device=self._device)
-            copy.copy_(kept, non_blocking=True)
-            self._uploads[index] = copy, self._up.record_event()
-
-    def uploaded(self, index: int, kept: torch.Tensor) -> torch.Tensor:
-        """A piece here, for the current stream."""
-        self.upload(index, kept)
-        copy, done = self._uploads.pop(index)
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(done)
-        copy.record_stream(current)
-        return copy
+def _warn_of_no_room(error: Exception) -> None:
+    logger.warning("what has changed is looked for on the CPU, since the GPU has no room: %s", error)
 
 
 def _compared(old: torch.Tensor, new: list[torch.Tensor], piece: Piece) -> list[_SpanChange]:
@@ -341,46 +317,79 @@ def _elements_of(positions: list[npt.NDArray[np.int32]], differences: list[delta
     return Elements(np.concatenate(positions), np.concatenate(differences))
 
 
-def _encoded(elements: Elements | None, piece: Piece, new: NewBytes) -> list[_SpanChange]:
-    """A piece of which it is known where it has changed, span by span."""
-    found = []
-    for span, within in zip(piece.spans, _of_spans(elements, piece), strict=True):
-        places = [_within(span.place, part) for part in delta.segments(_length(span.place))]
-        encoded: list[bytes | None] = [None] * len(places)
-        if within is not None:
-            encoded = _encoded_elements(within, places)
-        segments = [
-            delta.encode_whole(new.data[place]) if segment is None else segment
-            for place, segment in zip(places, encoded, strict=True)
+def _compared_by_difference(
+    old: torch.Tensor, differences: torch.Tensor, wait: Callable[[], None], piece: Piece
+) -> list[_SpanChange]:
+    """As ``_compared``, of a piece of which new bits minus old bits are on the host after ``wait``."""
+    wait()
+    dtype = SIGNED[piece.itemsize]
+    new = (old.view(dtype) + differences.view(dtype)).view(torch.uint8)
+    return _compared(old, [new[span.place] for span in piece.spans], piece)
+
+
+def _encoded(old: torch.Tensor, found: Found, changes: slice, first: int, piece: Piece) -> list[_SpanChange]:
+    """A piece of which a GPU has found the changes, span by span; digests are the GPU's, too.
+
+    Args:
+        changes: that are the piece's.
+        first: the piece's first element, as ``found.positions`` count.
+    """
+    found.wait()
+    itemsize = piece.itemsize
+    positions, differences = found.positions[changes] - np.int32(first), found.differences[changes].copy()
+    planes = found.planes[:, changes]
+    # of thousands of spans most are what they were
+    begins = np.array([span.place.start for span in piece.spans], np.int64) // itemsize
+    edges = np.append(np.searchsorted(positions, begins), positions.size)
+    segments = {
+        number: [_within(span.place, part) for part in delta.segments(_length(span.place))]
+        for number in np.flatnonzero(edges[:-1] < edges[1:]).tolist()
+        for span in [piece.spans[number]]
+    }
+    starts = np.array([place.start for places in segments.values() for place in places], np.int64) // itemsize
+    edges = np.append(np.searchsorted(positions, starts), positions.size)
+    # a gap is counted from the segment's begin
+    begun = np.flatnonzero(edges[:-1] < edges[1:])
+    at = edges[begun]
+    gaps = positions[at] - starts[begun]
+    for number, plane in enumerate(planes[: delta.GAP_PLANES]):
+        plane[at] = (gaps >> (8 * number)) & 0xFF
+    within = itertools.pairwise(edges.tolist())
+    nothing = _elements_of([], [], itemsize)
+    changed = []
+    for number, span in enumerate(piece.spans):
+        if number not in segments:
+            same = [delta.NOTHING] * -(-_length(span.place) // delta.SEGMENT_BYTES)
+            changed.append(_SpanChange(same, None, nothing))
+            continue
+        places = segments[number]
+        parts = list(itertools.islice(within, len(places)))
+        encoded = [
+            _encoded_segment(old, place, Elements(positions[start:end], differences[start:end]), planes[:, start:end])
+            for place, (start, end) in zip(places, parts, strict=True)
         ]
-        found.append(_change(piece, segments, None if None in encoded else within, partial(new.digest, span.place)))
-    return found
+        all_of_it = slice(parts[0][0], parts[-1][1])
+        is_whole = any(delta.is_whole(segment) for segment in encoded)
+        elements = None if is_whole else Elements(positions[all_of_it], differences[all_of_it])
+        changed.append(_SpanChange(encoded, None, elements))
+    return changed
 
 
-def _encoded_elements(elements: Elements, places: list[slice]) -> list[bytes | None]:
-    """Each of the segments at these places in a piece; None: it is to be sent as a whole."""
-    if not elements.positions.size:
-        return [delta.NOTHING] * len(places)
-    itemsize = elements.differences.itemsize
-    starts = np.array([place.start for place in places], np.int64) // itemsize
-    edges = [*np.searchsorted(elements.positions, starts).tolist(), elements.positions.size]
-    return [
-        delta.encode_changes(elements.positions[start:end] - first, elements.differences[start:end], _length(place))
-        if start < end
-        else delta.NOTHING
-        for place, first, start, end in zip(places, starts.tolist(), edges, edges[1:], strict=False)
-    ]
+def _encoded_segment(old: torch.Tensor, place: slice, elements: Elements, planes: npt.NDArray[np.uint8]) -> bytes:
+    """That at ``place`` in a piece, by what has changed in it."""
+    count, itemsize, nbytes = elements.positions.size, elements.differences.itemsize, _length(place)
+    if not count:
+        return delta.NOTHING
+    encoded = delta.encode_planes(planes, nbytes) if delta.is_sparse(count, itemsize, nbytes) else None
+    return encoded or delta.encode_whole(_changed_bytes(old[place], elements, place.start // itemsize))
 
 
-def _of_spans(elements: Elements | None, piece: Piece) -> list[Elements | None]:
-    if elements is None or len(piece.spans) == 1:
-        return [elements] * len(piece.spans)
-    starts = np.array([span.place.start for span in piece.spans], np.int64) // piece.itemsize
-    edges = [*np.searchsorted(elements.positions, starts).tolist(), elements.positions.size]
-    return [
-        Elements(elements.positions[start:end], elements.differences[start:end])
-        for start, end in itertools.pairwise(edges)
-    ]
+def _changed_bytes(old: torch.Tensor, elements: Elements, first: int) -> memoryview:
+    """What bytes of a piece, of which ``first`` is the first element, become."""
+    new = bytearray(view_of(old))
+    numbers = np.frombuffer(new, elements.differences.dtype)
+    numbers[elements.positions - first] += elements.differences
+    return memoryview(new)
 
 
 def _change(piece: Piece, segments: list[bytes], elements: Elements | None, digest: Callable[[], str]) -> _SpanChange:

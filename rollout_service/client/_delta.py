@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,8 @@ class DeltaPushes:
         self._turn = asyncio.Lock()
         self._sent: SentWeights | None = None
         """None also while its bytes are being changed: whoever is interrupted then leaves nothing behind."""
+        self._applying: Future[None] | None = None
+        """To what is kept, the changes that were committed last: while the trainer computes."""
         self._too_large = False
         """Whether more has changed, in some push, than is sent as a delta."""
 
@@ -95,6 +98,7 @@ class DeltaPushes:
             table = tuple(converter.table(source.table))
             announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
             stored = converter.convert(gathering.begin(), to_cpu=False)
+            await self.settled()
             sent, self._sent = self._sent, None
             if sent is not None:
                 await push.thread.call(sent.become_newer, version)
@@ -105,6 +109,23 @@ class DeltaPushes:
             if changes is not None and (status := await self._push_changes(push, announced, sent, changes)):
                 return status
             return await self._push_whole(push, announced, sent, sent.stream())
+
+    async def settled(self) -> None:
+        """Wait until nothing changes what is kept. Who is cancelled leaves it to whoever asks next."""
+        if (applying := self._applying) is None:
+            return
+        waited_for = asyncio.wrap_future(applying)
+        await asyncio.wait([waited_for])
+        error = waited_for.exception()
+        if self._applying is applying:
+            self._applying = None
+            if error is not None:
+                logger.warning("the next push sends all, since what was sent last could not be kept: %r", error)
+
+    def _apply_newer(self, sent: SentWeights) -> None:
+        thread = ThreadPoolExecutor(1, "delta-base")
+        self._applying = thread.submit(sent.apply_newer)
+        thread.shutdown(wait=False)  # it ends with this work
 
     async def _compared(self, push: Push, sent: SentWeights, stored: Iterable[Named]) -> Changes | None:
         """See ``SentWeights.changes_to``. Weights that cannot be compared, such as NaN, leave ``sent`` what it was."""
@@ -133,8 +154,13 @@ class DeltaPushes:
         )
         of_base = announced.model_copy(update={"delta": sent.announced(changes)})
         stream = [memoryview(changed.encoded) for changed in changes if changed is not None]
+
+        def committed(number: int) -> None:
+            sent.note_newer(number, changes)
+            self._apply_newer(sent)
+
         try:
-            return await push.send(of_base, stream, lambda number: sent.note_newer(number, changes))
+            return await push.send(of_base, stream, committed)
         except (DeltaBaseGone, InvalidDelta) as error:
             logger.warning("the whole version is sent, because the service does not take its changes: %s", error)
         self._sent = None

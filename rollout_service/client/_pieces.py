@@ -4,7 +4,8 @@ A matrix of codes has few MB, an expert's scales a few bytes, and a vocabulary's
 tensors take a call each to a GPU or a thread, nor does a large one take its size in memory while it is compared.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rollout_service.protocol.delta import SEGMENT_BYTES
@@ -12,6 +13,10 @@ from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor
 
 PIECE_BYTES = 4 * SEGMENT_BYTES
 """Of a tensor that is larger, pieces hold whole segments."""
+
+BATCH_BYTES = 4 * PIECE_BYTES
+"""Of pieces that a GPU compares at once. It is waited for once for each batch; each takes up to four times as much of
+its memory, see ``rollout_service.client._gpu_compare``."""
 
 
 class Span(NamedTuple):
@@ -40,6 +45,18 @@ class Piece(NamedTuple):
         return self.spans[-1].tensor
 
 
+class Batch(NamedTuple):
+    """Pieces that come one after the other, in one stretch of memory."""
+
+    nbytes: int
+    last: int
+    """The last of its pieces, by its place among all."""
+    pieces: tuple[int, ...]
+    """Those of larger elements first, so that each lies where numbers of its size may; otherwise in their order."""
+    places: tuple[slice, ...]
+    """The bytes of each."""
+
+
 def pieces_of(table: tuple[UploadTensor, ...]) -> list[Piece]:
     """All tensors, in the order in which the last tensor of each piece comes. Tensors without a byte are in none."""
     found: list[Piece] = []
@@ -57,6 +74,25 @@ def pieces_of(table: tuple[UploadTensor, ...]) -> list[Piece]:
             spans.append(Span(number, slice(0, tensor.nbytes), slice(start, start + tensor.nbytes)))
     found += [_joined(itemsize, spans) for itemsize, spans in open_.items() if spans]
     return sorted(found, key=lambda piece: piece.last)
+
+
+def batches_of(pieces: Sequence[Piece]) -> list[Batch]:
+    """All pieces, in order, in batches of ``BATCH_BYTES``, or of a single larger one."""
+    found: list[list[int]] = []
+    nbytes = 0
+    for index, piece in enumerate(pieces):
+        if not found or nbytes + piece.nbytes > BATCH_BYTES:
+            found.append([])
+            nbytes = 0
+        found[-1].append(index)
+        nbytes += piece.nbytes
+    return [_batch(pieces, some) for some in found]
+
+
+def _batch(pieces: Sequence[Piece], some: list[int]) -> Batch:
+    ordered = sorted(some, key=lambda index: -pieces[index].itemsize)
+    ends = list(itertools.accumulate(pieces[index].nbytes for index in ordered))
+    return Batch(ends[-1], some[-1], tuple(ordered), tuple(map(slice, [0, *ends], ends)))
 
 
 def _cut(number: int, tensor: UploadTensor) -> Iterator[Piece]:

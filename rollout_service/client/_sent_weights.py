@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,6 +29,24 @@ _SpanSegment = tuple[Span, delta.Segment]
 """What changes in a span, encoded."""
 
 
+_Job = tuple[int, list[_SpanSegment | Elements]]
+"""What changes in a piece."""
+
+_Replaced = dict[tuple[int, int], bytes]
+"""Old bytes, by their piece and where they begin in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Older:
+    """A version that was changed to a newer one."""
+
+    version: int | None
+    digests: list[str]
+    changes: Changes
+    """That made the newer one."""
+    replaced: _Replaced = field(default_factory=dict)
+
+
 def nbytes_of(changes: Changes) -> int:
     """What they have to be sent."""
     return sum(len(changed.encoded) for changed in changes if changed is not None)
@@ -40,6 +60,9 @@ class SentWeights:
         self.version: int | None = None
         """Which it is; None: none that is known to be committed."""
         self._newer: tuple[int, Changes] | None = None
+        """A version that is committed, and what it changes in this one."""
+        self._older: _Older | None = None
+        """What this one is changed back to if it is pushed again."""
         self._pieces = pieces_of(table)
         self._kept: list[torch.Tensor | None] = [None] * len(self._pieces)
         self._spans: dict[int, list[tuple[int, Span]]] = defaultdict(list)
@@ -59,7 +82,7 @@ class SentWeights:
 
     def take(self, stored: Iterable[Named]) -> Iterator[torch.Tensor]:
         """Become these tensors, one after the other; yields the bytes of each, uint8 [N], in one piece or several."""
-        self.version = self._newer = None
+        self._become_none()
         for number, (_, tensor) in enumerate(stored):
             self._replace(number, bytes_of(tensor))
             del tensor
@@ -106,24 +129,27 @@ class SentWeights:
 
     def change(self, changes: Changes) -> None:
         """Become what ``changes`` make of these tensors; it is no version yet."""
-        self.version = self._newer = None
-        jobs: dict[int, list[_SpanSegment | Elements]] = defaultdict(list)
-        for number, changed in enumerate(changes):
-            if changed is None:
-                continue
-            self._digests[number] = changed.digest
-            if changed.elements is not None:
-                for (index, _), elements in zip(self._spans[number], changed.elements, strict=True):
-                    jobs[index].append(elements)
-                continue
-            for index, span, segment in self._segments(number, changed):
-                jobs[index].append((span, segment))
-        for _ in in_threads(self._change, list(jobs.items())):
-            pass
+        self._become_none()
+        self._in_threads(self._change, changes)
+        self._digests = _digests_after(self._digests, changes)
 
     def note_newer(self, version: int, changes: Changes) -> None:
         """A delta of this version was committed as ``version``."""
         self._newer = version, changes
+
+    def apply_newer(self) -> None:
+        """Become the version that was committed last before anything is pushed; ``become_newer`` goes back if need be.
+
+        If this fails it is no version.
+        """
+        if self._newer is None:
+            return
+        version, changes = self._newer
+        older = _Older(self.version, self._digests, changes)
+        self._become_none()
+        self._in_threads(partial(self._change, replaced=older.replaced), changes)
+        self._digests = _digests_after(older.digests, changes)
+        self.version, self._older = version, older
 
     def become_newer(self, pushed: NewVersion) -> None:
         """Become the version that was committed last, unless it is pushed again: that must be the same delta again."""
@@ -131,6 +157,31 @@ class SentWeights:
             version, changes = self._newer
             self.change(changes)
             self.version = version
+        elif self._older is not None and self.version == pushed:
+            older, version = self._older, self.version
+            self._become_none()
+            self._in_threads(partial(self._change_back, replaced=older.replaced), older.changes)
+            self.version, self._digests, self._newer = older.version, older.digests, (version, older.changes)
+        self._older = None
+
+    def _become_none(self) -> None:
+        """No version, whatever happens to whoever changes the bytes."""
+        self.version = self._newer = self._older = None
+
+    def _in_threads(self, change: Callable[[_Job], None], changes: Changes) -> None:
+        """Call ``change`` with those of each piece."""
+        jobs: dict[int, list[_SpanSegment | Elements]] = defaultdict(list)
+        for number, changed in enumerate(changes):
+            if changed is None:
+                continue
+            if changed.elements is not None:
+                for (index, _), elements in zip(self._spans[number], changed.elements, strict=True):
+                    jobs[index].append(elements)
+                continue
+            for index, span, segment in self._segments(number, changed):
+                jobs[index].append((span, segment))
+        for _ in in_threads(change, list(jobs.items())):
+            pass
 
     def _bytes_of(self, number: int) -> Iterator[torch.Tensor]:
         for index, span in self._spans[number]:
@@ -160,23 +211,52 @@ class SentWeights:
                 index, span = next(spans)
             yield index, span, segment
 
-    def _change(self, job: tuple[int, list[_SpanSegment | Elements]]) -> None:
-        index, changes = job
-        kept, itemsize = self._kept[index], self._pieces[index].itemsize
-        assert kept is not None
-        numbers = np.frombuffer(view_of(kept), delta.UNSIGNED[itemsize])
-        for change in changes:
+    def _change(self, job: _Job, replaced: _Replaced | None = None) -> None:
+        """``replaced``: where the old bytes are put of what is not told by differences."""
+        for index, kept, numbers, change in self._changed(job):
             if isinstance(change, Elements):
                 numbers[change.positions] += change.differences.view(numbers.dtype)
-            else:
-                span, segment = change
-                delta.apply_segment(segment, view_of(kept[_place_of(span, segment)]), itemsize)
+                continue
+            span, segment = change
+            place = _place_of(span, segment)
+            if replaced is not None and delta.new_bytes(segment) is not None:
+                replaced[index, place.start] = bytes(kept[place])
+            delta.apply_segment(segment, kept[place], numbers.itemsize)
+
+    def _change_back(self, job: _Job, replaced: _Replaced) -> None:
+        """What ``_change`` did."""
+        for index, kept, numbers, change in self._changed(job):
+            if isinstance(change, Elements):
+                numbers[change.positions] -= change.differences.view(numbers.dtype)
+                continue
+            span, segment = change
+            place = _place_of(span, segment)
+            if (old := replaced.get((index, place.start))) is not None:
+                kept[place] = old
+                continue
+            positions, differences = delta.decode_changes(segment, place.stop - place.start, numbers.itemsize)
+            np.frombuffer(kept[place], numbers.dtype)[positions] -= differences
+
+    def _changed(self, job: _Job) -> Iterator[tuple[int, memoryview, delta.Array, _SpanSegment | Elements]]:
+        """Each change, with its piece's place, bytes, and bits of elements."""
+        index, changes = job
+        kept = self._kept[index]
+        assert kept is not None, "nothing was taken yet"
+        data = view_of(kept)
+        numbers = np.frombuffer(data, delta.UNSIGNED[self._pieces[index].itemsize])
+        for change in changes:
+            yield index, data, numbers, change
 
 
 def _place_of(span: Span, segment: delta.Segment) -> slice:
     """Of a segment, in the span's piece."""
     start = span.place.start - span.part.start
     return slice(start + segment.place.start, start + segment.place.stop)
+
+
+def _digests_after(digests: list[str], changes: Changes) -> list[str]:
+    """Of each tensor, as ``StoredTensor.digest``."""
+    return [old if changed is None else changed.digest for old, changed in zip(digests, changes, strict=True)]
 
 
 def _announced(changed: Changed | None) -> TensorChange | None:

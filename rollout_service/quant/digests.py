@@ -56,6 +56,10 @@ class Run(NamedTuple):
     nbytes: int
 
 
+Runs = Sequence[Run] | npt.NDArray[np.int64]
+"""Or their addresses and bytes, int64 [runs, 2]."""
+
+
 def _words(start: int, count: int) -> list[int]:
     return [int.from_bytes(_SECRET[start + 8 * i : start + 8 * i + 8], "little") for i in range(count)]
 
@@ -72,19 +76,19 @@ class Hashing:
     which is tried once in a process.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Run]], device: torch.device) -> None:
+    def __init__(self, groups: Sequence[Runs], device: torch.device) -> None:
         require_equal_digests(device)
         self._prepare(groups, device)
 
     @classmethod
-    def untried(cls, groups: Sequence[Sequence[Run]], device: torch.device) -> Self:
+    def untried(cls, groups: Sequence[Runs], device: torch.device) -> Self:
         """Whatever the kernel does."""
         made = cls.__new__(cls)
         made._prepare(groups, device)
         return made
 
-    def _prepare(self, groups: Sequence[Sequence[Run]], device: torch.device) -> None:
-        runs = np.array([run for group in groups for run in group], np.int64).reshape(-1, 2)
+    def _prepare(self, groups: Sequence[Runs], device: torch.device) -> None:
+        runs = np.concatenate([np.empty((0, 2), np.int64), *(np.array(g, np.int64).reshape(-1, 2) for g in groups)])
         self._lengths = runs[:, 1].astype(np.uint64)
         self._is_long = runs[:, 1] >= LEAST_BYTES
         rows = np.cumsum(self._is_long) - 1

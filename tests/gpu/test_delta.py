@@ -23,15 +23,20 @@ def step(weights: Mapping[str, torch.Tensor], generator: torch.Generator) -> Non
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("sizes", [(8 << 20, 64 << 20), (1 << 10, 4 << 10)], ids=["one piece", "many pieces"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(8 << 20, 64 << 20, 128 << 20), (1 << 10, 4 << 10, 128 << 20), (1 << 10, 4 << 10, 16 << 10)],
+    ids=["one piece", "many pieces", "many batches"],
+)
 async def test_a_delta_is_found_on_the_gpu(
     tmp_path: Path,
     family: str,
-    sizes: tuple[int, int],
+    sizes: tuple[int, int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rollout_service.protocol.delta.SEGMENT_BYTES", sizes[0])
     monkeypatch.setattr("rollout_service.client._pieces.PIECE_BYTES", sizes[1])
+    monkeypatch.setattr("rollout_service.client._pieces.BATCH_BYTES", sizes[2])
     folder = make_model(tmp_path / "model", family)
     weights = {name: tensor.cuda() for name, tensor in folder_weights(folder).items()}
     generator = torch.Generator("cuda").manual_seed(0)

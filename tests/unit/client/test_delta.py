@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from rollout_service.client import RolloutClient, SyncRolloutClient
+from rollout_service.client._delta import DeltaPushes
+from rollout_service.client._sent_weights import SentWeights
 from rollout_service.errors import CommitTimeout, InsufficientStorage, QuantizationError, VersionConflict
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.sources.shared_memory import TrainerMemory
@@ -393,6 +396,84 @@ class TestFailures:
                 await pushing
         await push(client, 3, stepped(weights, 3))
         assert base_of(service, 3) == (None if whole else 1)
+        await require_the_same_as_whole(service, 3, stepped(weights, 3))
+
+    async def test_changes_that_cannot_be_kept_make_the_next_push_a_whole_one(
+        self,
+        service: RealIngest,
+        client: RolloutClient,
+        weights: Tensors,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        await push(client, 1, weights)
+
+        def fails(*_: object) -> None:
+            raise MemoryError
+
+        with monkeypatch.context() as failing:
+            failing.setattr(SentWeights, "_in_threads", fails)
+            await push(client, 2, stepped(weights, 2))
+            await push(client, 3, stepped(weights, 3))
+        await push(client, 4, stepped(weights, 4))
+        assert [base_of(service, version) for version in (2, 3, 4)] == [1, None, 3]
+        assert "the next push sends all, since what was sent last could not be kept: MemoryError()" in caplog.text
+        await require_the_same_as_whole(service, 4, stepped(weights, 4))
+
+    @pytest.mark.parametrize("then", ["pushed again", "next", "closed"])
+    async def test_whoever_comes_next_waits_until_the_base_is_changed(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch, then: str
+    ) -> None:
+        may_end, ended = threading.Event(), threading.Event()
+        apply_newer = SentWeights.apply_newer
+
+        def late(sent: SentWeights) -> None:
+            assert may_end.wait(60)
+            apply_newer(sent)
+            ended.set()
+
+        await push(client, 1, weights)
+        with monkeypatch.context() as patch:
+            patch.setattr(SentWeights, "apply_newer", late)
+            await push(client, 2, stepped(weights, 2))
+        if then == "closed":
+            following: asyncio.Task[object] = asyncio.create_task(client.aclose())
+        else:
+            number = 2 if then == "pushed again" else 3
+            following = asyncio.create_task(push(client, number, stepped(weights, number)))
+        assert not ended.is_set()
+        may_end.set()
+        await following
+        assert ended.is_set()
+        assert then == "closed" or base_of(service, number) == number - 1
+
+    async def test_a_push_that_is_cancelled_while_the_base_is_changed_leaves_it(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        may_end, waits = threading.Event(), asyncio.Event()
+        apply_newer, settled = SentWeights.apply_newer, DeltaPushes.settled
+
+        def late(sent: SentWeights) -> None:
+            assert may_end.wait(60)
+            apply_newer(sent)
+
+        async def watched(pushes: DeltaPushes) -> None:
+            waits.set()
+            await settled(pushes)
+
+        await push(client, 1, weights)
+        with monkeypatch.context() as patch:
+            patch.setattr(SentWeights, "apply_newer", late)
+            await push(client, 2, stepped(weights, 2))
+            patch.setattr(DeltaPushes, "settled", watched)
+            pushing = asyncio.create_task(push(client, 3, stepped(weights, 3)))
+            await waits.wait()
+            pushing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await pushing
+        may_end.set()
+        await push(client, 3, stepped(weights, 3))
+        assert base_of(service, 3) == 2
         await require_the_same_as_whole(service, 3, stepped(weights, 3))
 
     async def test_the_same_push_again_changes_nothing(

@@ -138,6 +138,17 @@ def test_the_bytes_are_close_to_the_entropy(itemsize: int, share: float) -> None
     assert bits_per_change < 1.02 * (of_positions + up_or_down)
 
 
+@pytest.mark.parametrize(("share", "is_stored"), [(0.003, True), (0.01, True), (0.02, False)])
+def test_lowest_bytes_of_gaps_are_stored_where_a_code_saves_little(share: float, is_stored: bool) -> None:
+    old = random_bits(4 << 20, 1)
+    new = old + (np.random.default_rng(3).random(old.size) < share).astype(old.dtype)
+    encoded = round_trip(old, new)
+    _, count, length, *_ = HEADER.unpack_from(encoded)
+    kind_of_block = encoded[HEADER.size] >> 1 & 3
+    assert (kind_of_block == 0) == is_stored == (length >= count)
+    assert length < 1.001 * count
+
+
 def deflated(values: bytes) -> bytes:
     deflate = zlib.compressobj(6, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
     return deflate.compress(values) + deflate.flush()

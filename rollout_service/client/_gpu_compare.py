@@ -1,0 +1,214 @@
+"""What changes in a batch of pieces, found on the GPU that holds the new tensors.
+
+In two steps: the differences of all elements are made and counted; once the counts are on the host, which is the only
+wait of the thread that queues, positions, differences and the planes of their encoding are made of those that are not
+zero, and copied to the host, where the threads that compress wait for them. The next batch is counted before this one's
+counts are waited for: the GPU has work meanwhile.
+
+Of the GPU's memory that takes ``BATCH_BYTES`` (128 MiB) up to four times: for the batch whose old bytes are copied
+there, the one that is counted, the one of which changes are read, and the one that the GPU is not quite done with; up
+to twice ``PIECE_BYTES`` (64 MiB in all) for a piece's new bytes in one stretch and for its counting; and some 30 bytes
+for each change, of which ``MOST_CHANGES`` (a quarter of a GB) are read at once. New tensors are held until those of
+their batch are all there, another ``BATCH_BYTES``. These figures are computed, not measured.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rollout_service.client._pieces import BATCH_BYTES, Batch, Piece
+from rollout_service.gpu_streams import passed, queued_to_host
+from rollout_service.protocol import delta
+from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES, joined_digests
+
+MOST_CHANGES = BATCH_BYTES // 16
+"""That are read at once; or those of a single piece."""
+
+SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+"""Bits of elements, by their bytes; a GPU computes with few unsigned integers."""
+
+
+class Digests:
+    """Of tensors that the current stream has made, each hashed where it lies."""
+
+    def __init__(self, tensors: Mapping[int, torch.Tensor], device: torch.device) -> None:
+        """``tensors``: uint8 [N], at least a byte each. The stream reads them; its allocator may have them then."""
+        from rollout_service.quant.digests import LEAST_BYTES, Hashing  # needs triton
+
+        self.tensors = tuple(tensors)
+        flats = list(tensors.values())
+        addresses = np.array([flat.data_ptr() for flat in flats], np.int64)
+        lengths = np.array([flat.nbytes for flat in flats], np.int64)
+        ends = np.cumsum(-(-lengths // CHUNK_BYTES))
+        firsts = np.concatenate([[0], ends])[:-1]
+        self._chunks = {number: slice(*each) for number, *each in zip(tensors, firsts, ends, strict=True)}
+        owners = np.repeat(np.arange(len(flats)), ends - firsts)
+        starts = (np.arange(owners.size) - firsts[owners]) * CHUNK_BYTES
+        nbytes = np.minimum(lengths[owners] - starts, CHUNK_BYTES)
+        self._hashing = Hashing([np.stack([addresses[owners] + starts, nbytes], axis=1)], device)
+        self._hashing.queue(0)
+        self._hashing.collect()
+        short = np.flatnonzero(nbytes < LEAST_BYTES)
+        self._short_ends = dict(zip(short.tolist(), np.cumsum(nbytes[short]).tolist(), strict=True))
+        self._short: torch.Tensor | None = None
+        if short.size:
+            places = zip(owners[short].tolist(), starts[short].tolist(), nbytes[short].tolist(), strict=True)
+            parts = [flats[owner][start : start + length] for owner, start, length in places]
+            self._short = queued_to_host(torch.cat(parts))
+        self._nbytes = nbytes
+
+    def of(self, number: int) -> str:
+        """Of a tensor, as ``StoredTensor.digest``. The stream must have come so far."""
+        chunks = self._chunks[number]
+        return joined_digests(self._all[chunks.start * DIGEST_BYTES : chunks.stop * DIGEST_BYTES])[0]
+
+    @functools.cached_property
+    def _all(self) -> bytes:
+        return self._hashing.read(self._short_bytes)
+
+    def _short_bytes(self, run: int) -> memoryview:
+        assert self._short is not None
+        end = self._short_ends[run]
+        data: memoryview = self._short.numpy()[end - int(self._nbytes[run]) : end].data
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class Counting:
+    """A batch of which the current stream counts the changes."""
+
+    batch: Batch
+    differences: torch.Tensor
+    """uint8 [batch.nbytes], there: new bits minus old bits of each element, which wrap around."""
+    digests: Digests | None
+    """Of tensors that begin in the batch; None: none does. They are there when the counts are."""
+    counts_there: torch.Tensor
+    wait: Callable[[], None]
+
+    def counts(self) -> list[int]:
+        """Of each piece, the elements that changed; waits for them."""
+        self.wait()
+        counts: list[int] = self.counts_there.tolist()
+        return counts
+
+
+def counting(
+    batch: Batch,
+    pieces: Sequence[Piece],
+    old: torch.Tensor,
+    new: Sequence[Sequence[torch.Tensor]],
+    tensors: Mapping[int, torch.Tensor],
+) -> Counting:
+    """Queue on the current stream what ``Counting`` tells, with no wait.
+
+    Args:
+        pieces: those of the batch, in its order.
+        old: uint8 [batch.nbytes], which become the differences.
+        new: the bytes of each piece.
+        tensors: that are hashed.
+
+    Raises ``torch.cuda.OutOfMemoryError``.
+    """
+    counts = []
+    for piece, place, flats in zip(pieces, batch.places, new, strict=True):
+        now = flats[0] if len(flats) == 1 else torch.cat(list(flats))
+        difference = old[place].view(SIGNED[piece.itemsize])
+        torch.sub(now.view(difference.dtype), difference, out=difference)
+        counts.append(torch.count_nonzero(difference))
+    digests = Digests(tensors, old.device) if tensors else None
+    return Counting(batch, old, digests, queued_to_host(torch.stack(counts)), passed(old.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Changes that the current stream reads, on the host once ``wait`` returns."""
+
+    positions: npt.NDArray[np.int32]
+    """[changes], ascending."""
+    differences: npt.NDArray[Any]
+    """[changes]: new bits minus old bits, signed."""
+    planes: npt.NDArray[np.uint8]
+    """As ``delta.encode_planes`` takes them, but that all are one segment, of whose first gap nothing is said."""
+    wait: Callable[[], None]
+
+
+def found(differences: torch.Tensor, count: int) -> Found:
+    """Queue on the current stream what ``Found`` tells of the ``count`` elements that are not zero, with no wait.
+
+    ``differences``: signed [N]. Raises ``torch.cuda.OutOfMemoryError``.
+    """
+    itemsize = differences.element_size()
+    if not count:
+        nothing, no_planes = np.empty(0, np.int32), np.empty((delta.GAP_PLANES + itemsize, 0), np.uint8)
+        return Found(nothing, nothing.astype(f"i{itemsize}"), no_planes, _now)
+    at = torch.nonzero_static(differences, size=count).squeeze(1)
+    of_changed, positions = differences[at], at.to(torch.int32)
+    del at
+    gaps = positions - 1
+    gaps[1:].sub_(positions[:-1])
+    zigzag = (of_changed << 1) ^ (of_changed >> (8 * itemsize - 1))
+    planes = torch.cat(
+        [
+            gaps.view(torch.uint8).view(-1, gaps.element_size())[:, : delta.GAP_PLANES].t(),
+            zigzag.view(torch.uint8).view(-1, itemsize).t(),
+        ]
+    )
+    on_host = [queued_to_host(each).numpy() for each in (positions, of_changed, planes)]
+    return Found(on_host[0], on_host[1], on_host[2], passed(differences.device))
+
+
+def _now() -> None:
+    """What waits for nothing."""
+
+
+def runs_of(pieces: Sequence[Piece], counts: Sequence[int]) -> list[slice]:
+    """Pieces of a batch whose changes are read at once, by their places in it; none of those that are not sparse."""
+    runs: list[slice] = []
+    changes = 0
+    for number, (piece, count) in enumerate(zip(pieces, counts, strict=True)):
+        if not delta.is_sparse(count, piece.itemsize, piece.nbytes):
+            continue
+        run = runs[-1] if runs else slice(0, 0)
+        if number == run.stop > 0 and piece.itemsize == pieces[run.start].itemsize and changes + count <= MOST_CHANGES:
+            runs[-1] = slice(run.start, number + 1)
+            changes += count
+        else:
+            runs.append(slice(number, number + 1))
+            changes = count
+    return runs
+
+
+class Uploads:
+    """Copies of batches to one GPU, beside what is computed there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._begun: dict[int, tuple[torch.Tensor, torch.cuda.Event | None]] = {}
+
+    def begin(self, number: int, batch: Batch, kept: Sequence[torch.Tensor]) -> None:
+        """``number``: of the batch. ``kept``: the bytes of all pieces. Raises ``torch.cuda.OutOfMemoryError``."""
+        if number in self._begun:
+            return
+        with torch.cuda.stream(self._stream):
+            copy = torch.empty(batch.nbytes, dtype=torch.uint8, device=self._device)
+            for index, place in zip(batch.pieces, batch.places, strict=True):
+                copy[place].copy_(kept[index], non_blocking=True)
+            self._begun[number] = copy, self._stream.record_event() if self._stream is not None else None
+
+    def take(self, number: int, batch: Batch, kept: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The batch's bytes there, for the current stream, which may write to them."""
+        self.begin(number, batch, kept)
+        copy, done = self._begun.pop(number)
+        if done is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(done)
+            copy.record_stream(current)
+        return copy
