@@ -26,6 +26,8 @@ from rollout_service.threads import in_threads
 MAX_FILE_BYTES = 1 << 30
 """Linux lets one thread at a time write into a file: several are written by several."""
 _SYNC_BYTES = 128 << 20
+_STAT_BLOCK_BYTES = 512
+"""What ``st_blocks`` counts."""
 _SAFETENSORS_DTYPE: dict[StoredDtype, str] = {
     "bfloat16": "BF16",
     "float32": "F32",
@@ -82,7 +84,8 @@ class VersionWriter:
             if memory is not None:
                 memory.spare.clear()  # of another layout: they would only take the room of these
             # a full disk is an error here, before any upload; a tmpfs zeroes its memory here
-            list(in_threads(lambda file: os.posix_fallocate(file[0], 0, file[1]), files))
+            new = [file for file in files if memory is None or not _has_all_pages(*file)]
+            list(in_threads(lambda file: os.posix_fallocate(file[0], 0, file[1]), new))
             if memory is not None:
                 self._mapped = {file: memory.mapped.of(fd) for file, fd in self._fds.items()}
         except OSError:
@@ -233,6 +236,15 @@ class VersionWriter:
         self._fds[file] = fd
         _write_at(fd, memoryview(header), 0)
         return fd, nbytes
+
+
+def _has_all_pages(fd: int, nbytes: int) -> bool:
+    """Whether a file in memory has a page for each of its bytes already, as spare ones have.
+
+    To ask for them again takes time and no room: Linux looks at every page.
+    """
+    stat = os.fstat(fd)
+    return stat.st_size >= nbytes and stat.st_blocks * _STAT_BLOCK_BYTES >= nbytes
 
 
 def _groups(slots: Iterable[TensorSlot], max_file_bytes: int) -> Iterable[list[TensorSlot]]:
