@@ -53,6 +53,13 @@ class LogMemory(NamedTuple):
         return cls(MappedFiles(registered), spare)
 
 
+class _Place(NamedTuple):
+    file: str
+    offset: int
+    """First byte in it."""
+    nbytes: int
+
+
 class VersionWriter:
     """Lays ``slots`` out in files below ``folder`` and fills them. Thread-safe for different tensors.
 
@@ -69,7 +76,7 @@ class VersionWriter:
         self._folder, self._memory = folder, memory
         self._mapped: dict[str, memoryview] = {}
         self._slots: dict[str, TensorSlot] = {}
-        self._place: dict[str, tuple[str, int]] = {}
+        self._place: dict[str, _Place] = {}
         self._written: dict[str, StoredTensor] = {}
         self._fds: dict[str, int] = {}
         self._syncer = ThreadPoolExecutor(1, "sync")
@@ -97,7 +104,7 @@ class VersionWriter:
         slot = self._slots[name]
         if data.nbytes != slot.nbytes:
             raise ValueError(f"{name} has {data.nbytes} bytes, its slot {slot.nbytes}")
-        file, offset = self._place[name]
+        file, offset, _ = self._place[name]
         _write_at(self._fds[file], data, offset)
         self._sync_early(file, data.nbytes)
         self._note(slot, tensor_digests(data))
@@ -114,22 +121,26 @@ class VersionWriter:
 
     def room(self, name: str) -> memoryview:
         """Where the bytes of a tensor belong, uint8 [nbytes], to be filled before ``filled``. Raises KeyError."""
-        file, offset = self._place[name]
-        return self._mapped[file][offset : offset + self._slots[name].nbytes]
+        file, offset, nbytes = self._place[name]
+        return self._mapped[file][offset : offset + nbytes]
+
+    def room_bytes(self, name: str) -> int:
+        """Size of a tensor's room. Raises KeyError."""
+        return self._place[name].nbytes
 
     def joined_rooms(self, names: Iterable[str]) -> Iterator[tuple[list[str], memoryview]]:
         """Rooms of these tensors, as ``room``; those of tensors that follow one another in a file are one."""
         joined: list[str] = []
         file, start, end = "", 0, 0
         for name in names:
-            here, offset = self._place[name]
+            here, offset, nbytes = self._place[name]
             if joined and (here, offset) != (file, end):
                 yield joined, self._mapped[file][start:end]
                 joined = []
             if not joined:
                 file, start = here, offset
             joined.append(name)
-            end = offset + self._slots[name].nbytes
+            end = offset + nbytes
         if joined:
             yield joined, self._mapped[file][start:end]
 
@@ -142,7 +153,7 @@ class VersionWriter:
         if slot is None or not self._mapped or (slot.dtype, slot.shape) != (dtype, shape) or not slot.nbytes:
             return None
         # a file begins at a page, but its header has any multiple of 8 bytes, and codes have a byte each
-        offset, itemsize = self._place[name][1], slot.nbytes // math.prod(shape)
+        offset, itemsize = self._place[name].offset, slot.nbytes // math.prod(shape)
         return None if offset % itemsize else self.room(name)
 
     def filled(self, name: str, digests: bytes | None = None) -> None:
@@ -154,7 +165,7 @@ class VersionWriter:
 
     def _note(self, slot: TensorSlot, digests: tuple[str, str]) -> None:
         name = slot.name
-        file, offset = self._place[name]
+        file, offset, nbytes = self._place[name]
         digest, chunk_digests = digests
         self._written[name] = StoredTensor(
             name=name,
@@ -162,7 +173,7 @@ class VersionWriter:
             shape=slot.shape,
             file=file,
             offset=offset,
-            nbytes=slot.nbytes,
+            nbytes=nbytes,
             digest=digest,
             chunk_digests=chunk_digests,
         )
@@ -228,8 +239,8 @@ class VersionWriter:
         offset = len(header)
         for slot in group:
             self._slots[slot.name] = slot
-            self._place[slot.name] = (file, offset)
-            offset += slot.nbytes
+            self._place[slot.name] = _Place(file, offset, nbytes := slot.nbytes)
+            offset += nbytes
         path, nbytes = self._folder / file, len(header) + data_bytes
         is_spare = self._memory is not None and self._memory.spare.take(nbytes, path)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | (0 if is_spare else os.O_TRUNC), 0o644)
