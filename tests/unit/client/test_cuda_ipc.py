@@ -72,7 +72,8 @@ def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(_shared_memory, "OwnGpuMemory", OwnFile)
     monkeypatch.setattr(_shared_memory.GpuMemory, "_given_up", None)
     monkeypatch.setattr(source, "OtherGpuMemory", OthersFile)
-    monkeypatch.setattr(_shared_memory, "BATCH_BYTES", 100_000)
+    for batch_bytes in ("BATCH_BYTES", "GPU_BATCH_BYTES"):
+        monkeypatch.setattr(_shared_memory, batch_bytes, 100_000)
     monkeypatch.setattr(_shared_memory, "LEAST_SHARED_BYTES", 0)
     yield
     for path in FILES.values():
@@ -114,7 +115,7 @@ async def test_the_version_is_the_one_that_parts_make(
 
 async def test_neighbours_are_one_copy(service: RealIngest, client: RolloutClient, weights: Weights) -> None:
     await client.push_weights(1, dict(weights), transport="cuda_ipc", wait="none")
-    batches = list(_shared_memory.batches(_tensors.TensorSource(weights, None).table))
+    batches = list(_shared_memory.batches(_tensors.TensorSource(weights, None).table, 100_000))
     assert len(COPIES) == len(batches) < len(weights)
 
 
@@ -247,6 +248,10 @@ class _Room:
 
     def __init__(self) -> None:
         self.memory = torch.zeros(self.nbytes, dtype=torch.uint8)
+
+    @staticmethod
+    def batch_bytes() -> int:
+        raise NotImplementedError
 
     def source(self, tensors: tuple[UploadTensor, ...]) -> SharedMemorySource:
         raise NotImplementedError
