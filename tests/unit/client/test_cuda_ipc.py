@@ -7,6 +7,7 @@ import asyncio
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,7 +85,13 @@ def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 async def service(model: Path, tmp_path: Path) -> AsyncIterator[RealIngest]:
-    async with real_ingest(model, tmp_path / "log") as running:
+    async with ingest_in(tmp_path, model) as running:
+        yield running
+
+
+@asynccontextmanager
+async def ingest_in(folder: Path, model: Path) -> AsyncIterator[RealIngest]:
+    async with real_ingest(model, folder / "log") as running:
         running.ingest._uploads._trainer_memory._registered = lambda _: lambda: None  # as if it had a GPU
         yield running
 
@@ -130,6 +137,20 @@ async def test_nan_is_refused_by_name_and_the_memory_is_not_freed_at_once(
     assert len(FILES) == 1  # of the last push, which the ingest may be reading
     status = await client.push_weights(1, dict(weights), transport="cuda_ipc", wait="none")
     assert status.state == "committed"
+
+
+async def test_threads_that_take_turns_fill_a_log_in_memory(model: Path, weights: Weights) -> None:
+    bad = {name: tensor.clone() for name, tensor in weights.items()}
+    bad["model.norm.weight"][3] = float("nan")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as in_memory:
+        async with ingest_in(Path(in_memory), model) as service, RolloutClient(service.url, retries=1) as client:
+            in_parts = await client.push_weights(1, dict(weights), transport="http", wait="none")
+            with pytest.raises(QuantizationError, match=r"model\.norm\.weight\[3\]"):
+                await client.push_weights(2, bad, transport="cuda_ipc", wait="none")
+            for version in (2, 3, 4):
+                status = await client.push_weights(version, dict(weights), transport="cuda_ipc", wait="none")
+                assert status.digest == in_parts.digest
+                service.log.verify(service.log.manifest(version))
 
 
 async def test_memory_that_its_trainer_gave_up_is_closed(
