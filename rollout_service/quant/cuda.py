@@ -170,7 +170,7 @@ def _prepared(groups: Sequence[tuple[Layout, list[_Matrix]]]) -> list[_Launch]:
         starts.append(len(rows))
         if len(group) > 1:
             rows += [(weight.data_ptr(), codes.data_ptr(), scales.data_ptr()) for weight, codes, scales in group]
-            rows += [(0, 0, 0)] * (len(rows) % _TABLE_ROWS)  # or a launch's part is aligned otherwise
+            rows += [(0, 0, 0)] * (-len(rows) % _TABLE_ROWS)  # or a launch's part is aligned otherwise
     table = None
     if rows:
         table = queued_to(groups[0][1][0][0].device, torch.from_numpy(np.array(rows, np.int64)))
