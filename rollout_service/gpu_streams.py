@@ -26,6 +26,9 @@ def own_stream(gpu: torch.device) -> Iterator[torch.cuda.Stream]:
         streams[gpu] = torch.cuda.Stream(gpu)
     if (current := torch.cuda.current_stream(gpu)) != streams[gpu]:
         streams[gpu].wait_stream(current)
+    elif torch.cuda.current_device() == gpu.index:  # inside of another one
+        yield streams[gpu]
+        return
     with torch.cuda.device(gpu), torch.cuda.stream(streams[gpu]):
         yield streams[gpu]
 

@@ -83,15 +83,15 @@ def _tiles(copies: Iterable[Rows]) -> np.ndarray[tuple[int, int], np.dtype[np.in
         [(c.source, c.target, c.row_bytes, c.rows, c.source_stride_bytes, c.target_stride_bytes) for c in copies],
         np.int64,
     ).reshape(-1, 6)
-    copy, row = _numbered(table[:, 3])
+    copy, row = numbered(table[:, 3])
     source, target, row_bytes, _, source_stride, target_stride = table[copy].T
-    of_row, number = _numbered(-(-row_bytes // TILE_BYTES))
+    of_row, number = numbered(-(-row_bytes // TILE_BYTES))
     start = number * TILE_BYTES
     sources, targets = (source + row * source_stride)[of_row] + start, (target + row * target_stride)[of_row] + start
     return np.stack([sources, targets, np.minimum(TILE_BYTES, row_bytes[of_row] - start)], axis=1)
 
 
-def _numbered(
+def numbered(
     counts: np.ndarray[tuple[int], np.dtype[np.int64]],
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
     """Of so many things of each kind: each one's kind, and its number among those."""

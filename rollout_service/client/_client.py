@@ -449,9 +449,9 @@ class RolloutClient(ControlCalls, MismatchCalls):
             transport: ``shared_memory``: through memory that this process and the ingest share, which they can on one
                 machine, as one user and outside of separate containers. It holds 1 GiB, or 512 MiB beside the largest
                 tensor if that is more, and is kept for the next push. ``cuda_ipc``: likewise through memory of this
-                process's current GPU, as much; the ingest needs a GPU, too (``weights.ingest_num_gpus``), the
-                same one or one that reaches it. Of tensors on a GPU this is the faster one. ``http``: in parts, which
-                outlive the ingest.
+                process's current GPU, 1.5 GiB or 768 MiB beside the largest tensor; the ingest needs a GPU, too
+                (``weights.ingest_num_gpus``), the same one or one that reaches it. Of tensors on a GPU this is the
+                faster one. ``http``: in parts, which outlive the ingest.
                 ``delta``: quantize here, and send, in parts, what has changed since the last push of this client with
                 ``delta``: the same version, byte for byte, in less than 1% of the bytes after one step of RL. For that
                 the client keeps what it has sent in the host's memory, as many bytes as the version has (of tensors on

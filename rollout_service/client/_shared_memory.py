@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rollout_service.client")
 BATCH_BYTES = 256 << 20
 """Of one batch, unless a single tensor is larger."""
+GPU_BATCH_BYTES = 384 << 20
+"""Likewise in a GPU's memory, where a batch takes the ingest less time than to say that it is there."""
 BATCHES = 4
 """That the memory holds, if not more: one is copied while the others are read."""
 _MOST_TENSORS = 10_000
@@ -56,6 +58,10 @@ class TrainersMemory(Protocol):
     """How much there is."""
     may_be_mapped: bool
     """Whether an ingest may have it; False until it is announced."""
+
+    @staticmethod
+    def batch_bytes() -> int:
+        """Of one batch, unless a single tensor is larger."""
 
     def source(self, tensors: tuple[UploadTensor, ...]) -> SharedMemorySource:
         """For one push of these tensors. Raises OSError."""
@@ -83,6 +89,11 @@ class HostMemory:
         self._memory = SharedMemory.create(nbytes)
         if torch.cuda.is_initialized():
             pin_if_possible(self._memory.view)
+
+    @staticmethod
+    def batch_bytes() -> int:
+        """See ``TrainersMemory``."""
+        return BATCH_BYTES
 
     def source(self, tensors: tuple[UploadTensor, ...]) -> SharedMemorySource:
         """See ``TrainersMemory``."""
@@ -115,6 +126,11 @@ class GpuMemory:
         except OSError:
             self._memory.close()
             raise
+
+    @staticmethod
+    def batch_bytes() -> int:
+        """See ``TrainersMemory``."""
+        return GPU_BATCH_BYTES
 
     def source(self, tensors: tuple[UploadTensor, ...]) -> SharedMemorySource:
         """See ``TrainersMemory``."""
@@ -155,14 +171,10 @@ class SharedMemoryPushes:
         self,
         http: Http,
         begin: Callable[[Announcement], Awaitable[UploadPlan]],
-        take_memory: Callable[[int], TrainersMemory],
+        kind: type[HostMemory] | type[GpuMemory],
     ) -> None:
-        """
-        Args:
-            begin: announces a version.
-            take_memory: so many bytes. Raises OSError.
-        """
-        self._http, self._begin, self._take_memory = http, begin, take_memory
+        """``begin``: announces a version."""
+        self._http, self._begin, self._kind = http, begin, kind
         self._memory: TrainersMemory | None = None
         self.reached = True
         """Whether the ingest can read this process's memory, as far as it is known."""
@@ -226,11 +238,13 @@ class SharedMemoryPushes:
             raise
 
     async def _memory_for(self, table: tuple[UploadTensor, ...], thread: TensorThread) -> TrainersMemory:
-        needed = memory_bytes(table)
-        if self._memory is None or self._memory.nbytes < needed:
-            self.close()
-            self._memory = await thread.call(self._take_memory, needed)
-        return self._memory
+        needed = memory_bytes(table, self._kind.batch_bytes())
+        if self._memory is not None and self._memory.nbytes >= needed:
+            return self._memory
+        self.close()
+        memory: TrainersMemory = await thread.call(self._kind, needed)
+        self._memory = memory
+        return memory
 
     def close(self) -> None:
         """Let go of the memory that is kept for the next push."""
@@ -239,23 +253,23 @@ class SharedMemoryPushes:
         self._memory = None
 
 
-def memory_bytes(tensors: Iterable[UploadTensor]) -> int:
+def memory_bytes(tensors: Iterable[UploadTensor], batch_bytes: int) -> int:
     """Room for ``BATCHES`` batches, or for the largest tensor and two batches; or for all of them if that is less.
 
     With the largest tensor alone there, the others would wait until it is read.
     """
     sizes = [aligned(max(tensor.nbytes, 1)) for tensor in tensors]
-    room = max(BATCHES * aligned(BATCH_BYTES), max(sizes, default=0) + 2 * aligned(BATCH_BYTES))
+    room = max(BATCHES * aligned(batch_bytes), max(sizes, default=0) + 2 * aligned(batch_bytes))
     return max(min(room, sum(sizes)), 1)
 
 
-def batches(tensors: Iterable[UploadTensor]) -> Iterator[list[UploadTensor]]:
-    """All of them, in their order: up to ``BATCH_BYTES`` each, or a single tensor."""
+def batches(tensors: Iterable[UploadTensor], batch_bytes: int) -> Iterator[list[UploadTensor]]:
+    """All of them, in their order: up to ``batch_bytes`` each, or a single tensor."""
     batch: list[UploadTensor] = []
     nbytes = 0
     for tensor in tensors:
         size = aligned(max(tensor.nbytes, 1))
-        if batch and (nbytes + size > BATCH_BYTES or len(batch) == _MOST_TENSORS):
+        if batch and (nbytes + size > batch_bytes or len(batch) == _MOST_TENSORS):
             yield batch
             batch, nbytes = [], 0
         batch.append(tensor)
@@ -318,7 +332,7 @@ async def send_shared(
             progress(done_bytes, total_bytes)
 
     async with raise_first_failure() as group:
-        for number, batch in enumerate(batches(source.tensors)):
+        for number, batch in enumerate(batches(source.tensors, memory.batch_bytes())):
             while (start := ring.take(sum(aligned(max(tensor.nbytes, 1)) for tensor in batch))) is None:
                 await asyncio.wait([under_way.popleft()])  # what it raises cancels this, too
                 ring.give_back(1)

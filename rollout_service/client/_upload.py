@@ -105,8 +105,8 @@ class Uploader:
             "shared_memory": SharedMemoryPushes(http, self.begin, HostMemory),
         }
         """In the order in which ``auto`` tries them. Of tensors on a GPU the first took 0.7 of the second's time
-        (``benchmarks/results/h200/update_live.json``); it takes 1 GiB of the trainer's GPU or more, and is passed over
-        for lack of it."""
+        (``benchmarks/results/h200/update_live.json``); it takes 1.5 GiB of the trainer's GPU or more, and is passed
+        over for lack of it."""
 
     def close(self) -> None:
         """Let go of the memory that is kept for the next push."""

@@ -145,7 +145,7 @@ class Services:
         )
 
 
-def _services(request: Request) -> Services:
+async def _services(request: Request) -> Services:  # or FastAPI asks a thread for it, at every request
     services: Services = request.app.state.services
     return services
 

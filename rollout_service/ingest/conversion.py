@@ -69,6 +69,8 @@ class Conversion:
         self.quantize_s = self.store_s = 0.0
         """Of all threads together: until tensors were converted, and until these were stored."""
         self._stored: tuple[StoredTensor, ...] | None = None
+        self._turn = threading.Lock()
+        """Of threads that only launch and wait: see ``Rooms``."""
         self.gpu = torch.device("cuda", 0) if writer.are_rooms_registered else None
         """With which the log's memory is registered: in its thread's own stream, tensors are read."""
 
@@ -88,11 +90,14 @@ class Conversion:
     def begin(self, names: Sequence[str], read: Read, executor: Executor | None = None) -> Future[None]:
         """Convert tensors that come once: the first failure is the version's, and ends it.
 
-        ``executor``: whose threads do it; None: this conversion's.
+        ``executor``: whose threads do it, one at a time but while it waits for a GPU; None: this conversion's, all at
+        once.
 
         The future is done, or cancelled, when nobody reads them any more; it raises nothing.
         """
-        self._tasks.append((executor or self._executor).submit(self._convert, names, read))
+        # who keeps an unquantized copy waits for a disk
+        turn = None if executor is None or self._copy is not None else self._turn
+        self._tasks.append((executor or self._executor).submit(self._convert, names, read, turn))
         return self._tasks[-1]
 
     def begin_replaceable(
@@ -173,10 +178,10 @@ class Conversion:
     def _submit(self, work: Callable[..., None], *args: object) -> None:
         self._tasks.append(self._executor.submit(work, *args))
 
-    def _convert(self, names: Sequence[str], read: Read) -> None:
+    def _convert(self, names: Sequence[str], read: Read, turn: "threading.Lock | None") -> None:
         if self._failure is None:
             with self._failures_kept():
-                self._write(read(names))
+                self._write(read(names), turn)
 
     def _convert_replaceable(
         self, names: Sequence[str], read: Read, converted: Callable[[Sequence[str]], None]
@@ -197,16 +202,16 @@ class Conversion:
             return dict.fromkeys(names, self._as_ours(error))
         return {}
 
-    def _write(self, tensors: Iterable[Named]) -> None:
+    def _write(self, tensors: Iterable[Named], turn: "threading.Lock | None" = None) -> None:
         tensors = self._noted(tensors if self._copy is None else self._copy.taken(tensors))
         gpu = self.gpu
         verdicts = Verdicts() if self._writer.has_rooms else None
         convert = partial(self._converts, to_cpu=verdicts is None, verdicts=verdicts)
-        began, store_s = time.perf_counter(), 0.0
         with (
             nullcontext() if gpu is None else own_stream_done(gpu),
-            nullcontext() if verdicts is None else Rooms(self._writer, gpu, verdicts) as rooms,
+            nullcontext() if verdicts is None else Rooms(self._writer, gpu, verdicts, turn) as rooms,
         ):
+            began, store_s = time.perf_counter(), 0.0
             for name, tensor in counted_conversion(convert, tensors):
                 converted = time.perf_counter()
                 if rooms is not None:

@@ -28,6 +28,7 @@ from rollout_service.ingest.durability import Durability
 from rollout_service.ingest.own_log import own_newest, recipe_of
 from rollout_service.ingest.sources.folder import FolderSource
 from rollout_service.ingest.sources.ray_objects import RefSource
+from rollout_service.ingest.sources.shared_memory import GPU_BYTES
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_session import UploadSession
@@ -94,7 +95,8 @@ class Ingest:
             keep_float32=tuple(sorted(self._model.keep_float32)),
             experts=self._model.experts,
         )
-        self._converter = Converter(self._trainer_recipe, device=config.quant.device)
+        # what is read at once is at most that, and mostly less
+        self._converter = Converter(self._trainer_recipe, device=config.quant.device, batch_bytes=GPU_BYTES)
         self._unquantized = UnquantizedLog(self._log.root, self._model) if config.shadow.share else None
         self._labels = VersionLabels(self._log)
         self._uploads = Uploads(

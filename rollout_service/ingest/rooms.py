@@ -5,10 +5,15 @@ the bytes in the log are those, the workers find out that load them, as they do 
 What lies on the host, such as a delta's tensors, is hashed on the GPU, too, from its room: faster than by threads.
 """
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import accumulate
 from typing import NamedTuple, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from rollout_service.gpu_streams import lies_on_gpu, own_stream
@@ -18,76 +23,107 @@ from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES
 from rollout_service.store.writer import VersionWriter
 from rollout_service.threads import STRETCH_BYTES, in_threads, stretches
 
-_HELD_BYTES = 128 << 20
+_HELD_BYTES = 384 << 20
 """That are stored or hashed at once: a kernel or a few for all of them, and one wait."""
-_PACKED_BYTES = 64 << 20
+_PACKED_BYTES = 4 << 20
 """A tensor that is larger is copied by itself: the call costs less than moving it twice."""
+_LEAST_PACKED = 8
+"""Of fewer neighbours each is copied by itself: that costs less than to say where they are."""
 _SCRATCH_BYTES = 32 << 20
 """Of the GPU, for what is copied there to be hashed."""
 
 
 class _Held(NamedTuple):
     name: str
+    nbytes: int
     data: torch.Tensor | None
-    """uint8 [nbytes], on the GPU: kept until it has been copied. None: it is in its room."""
-    room: memoryview
+    """Contiguous, on the GPU: kept until it has been copied. None: it is in its room."""
 
 
 class Rooms:
     """Those of one version, for one thread. A context manager: all is stored once it ends, unless it fails."""
 
-    def __init__(self, writer: VersionWriter, gpu: torch.device | None, verdicts: Verdicts) -> None:
+    def __init__(
+        self,
+        writer: VersionWriter,
+        gpu: torch.device | None,
+        verdicts: Verdicts,
+        turn: "threading.Lock | None" = None,
+    ) -> None:
         """
         Args:
             gpu: with which rooms are registered; None: with none, and what lies on the host is hashed there.
             verdicts: of the tensors on a GPU, which count as stored once these are required.
+            turn: held while the context lasts, but for waits for the GPU: of threads that share it, one works while
+                the others wait. Python runs one at a time anyhow, and to take its lock from each other after every
+                call of torch takes longer than the calls.
         """
-        self._writer, self._gpu, self._verdicts = writer, gpu, verdicts
+        self._writer, self._gpu, self._verdicts, self._turn = writer, gpu, verdicts, turn
         self._held: list[_Held] = []
         self._held_bytes = 0
 
     def __enter__(self) -> Self:
+        if self._turn is not None:
+            self._turn.acquire()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._store()
+        try:
+            if kind is None:
+                self._store()
+        finally:
+            if self._turn is not None:
+                self._turn.release()
+
+    @contextmanager
+    def _others_turn(self) -> Iterator[None]:
+        if self._turn is None:
+            yield
+            return
+        self._turn.release()
+        try:
+            yield
+        finally:
+            self._turn.acquire()
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Store a tensor, or hold it until many are stored at once."""
-        room = self._writer.room(name)
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
-        if data.nbytes != room.nbytes:
-            raise ValueError(f"{name} has {data.nbytes} bytes, its slot {room.nbytes}")
+        nbytes = self._writer.room_bytes(name)
+        if tensor.nbytes != nbytes:
+            raise ValueError(f"{name} has {tensor.nbytes} bytes, its slot {nbytes}")
         on_gpu = lies_on_gpu(tensor)
-        if not on_gpu:
-            _copy(room, data)
-        if not room.nbytes or not (on_gpu or self._gpu):
+        if nbytes and not on_gpu:
+            _copy(self._writer.room(name), _bytes_of(tensor.detach().contiguous()))
+        if not nbytes or not (on_gpu or self._gpu):
             self._writer.filled(name)
             return
-        self._held.append(_Held(name, data if on_gpu else None, room))
-        self._held_bytes += data.nbytes
+        self._held.append(_Held(name, nbytes, tensor.detach().contiguous() if on_gpu else None))
+        self._held_bytes += nbytes
         if self._held_bytes >= _HELD_BYTES:
             self._store()
 
     def _store(self) -> None:
         """Hash what is held, copy what is not in its room, wait for both, and require what was asked of it."""
-        from rollout_service.quant.digests import Hashing, Run  # needs triton, and a second to be imported
+        from rollout_service.quant.digests import Hashing  # needs triton, and a second to be imported
 
         held, self._held, self._held_bytes = self._held, [], 0
         if not held:
             return
         device = next((each.data.device for each in held if each.data is not None), self._gpu)
         assert device is not None
+        ends = list(accumulate(-(-each.nbytes // CHUNK_BYTES) for each in held))
+
+        def short(number: int) -> memoryview:
+            which = bisect_right(ends, number)
+            start = (number - (ends[which - 1] if which else 0)) * CHUNK_BYTES
+            return self._writer.room(held[which].name)[start : start + CHUNK_BYTES]
+
         with own_stream(device) if device.type == "cuda" else nullcontext() as stream:
             scratch = torch.empty(
                 _SCRATCH_BYTES if any(each.data is None for each in held) else 0, dtype=torch.uint8, device=device
             )
-            groups = _groups(held, scratch)
-            chunks = [chunk for group in groups for chunk in group.chunks]
-            hashing = Hashing(
-                [[Run(chunk.address, chunk.in_room.nbytes) for chunk in group.chunks] for group in groups], device
-            )
+            groups = self._groups(held, scratch)
+            hashing = Hashing([_chunks(group.pieces) for group in groups], device)
             try:
                 for number, group in enumerate(groups):
                     for copy in group.copies:
@@ -98,46 +134,64 @@ class Rooms:
                 self._verdicts.collect()
             finally:  # nothing is copied to a room that is given up
                 if stream is not None:
-                    stream.synchronize()
+                    with self._others_turn():
+                        stream.synchronize()
             self._verdicts.require()
-            found, at = hashing.read(lambda number: chunks[number].in_room), 0
-        for each in held:
-            end = at + -(-each.room.nbytes // CHUNK_BYTES) * DIGEST_BYTES
-            self._writer.filled(each.name, found[at:end])
+            found, at = hashing.read(short), 0
+        for each, end in zip(held, ends, strict=True):
+            self._writer.filled(each.name, found[at * DIGEST_BYTES : end * DIGEST_BYTES])
             at = end
 
     def _copy_to_rooms(self, held: Sequence[_Held], device: torch.device) -> None:
-        """Queue the copies of what lies on the GPU: small neighbours are put side by side there, and copied as one."""
+        """Queue the copies of what lies on the GPU: many small neighbours are put side by side there, and copied as
+        one."""
         from rollout_service.grouped_copy import GroupedCopy, Rows  # needs triton, and a second to be imported
 
         small: dict[str, torch.Tensor] = {}
+        copied: list[tuple[memoryview, torch.Tensor]] = []
         for each in held:
-            if each.data is not None and each.data.nbytes <= _PACKED_BYTES:
+            if each.data is not None and each.nbytes <= _PACKED_BYTES:
                 small[each.name] = each.data
             elif each.data is not None:
-                torch.frombuffer(each.room, dtype=torch.uint8).copy_(each.data, non_blocking=True)
-        joined: list[tuple[memoryview, torch.Tensor]] = []
+                copied.append((self._writer.room(each.name), each.data))
         packing: list[Rows] = []
         for names, room in self._writer.joined_rooms(small):
-            if len(names) == 1:
-                joined.append((room, small[names[0]]))
+            if len(names) < _LEAST_PACKED:
+                copied += ((self._writer.room(name), small[name]) for name in names)
                 continue
             packed = torch.empty(room.nbytes, dtype=torch.uint8, device=device)
             target = packed.data_ptr()
             for name in names:
                 packing.append(Rows(small[name].data_ptr(), target, small[name].nbytes))
                 target += small[name].nbytes
-            joined.append((room, packed))
+            copied.append((room, packed))
         if packing:
             GroupedCopy(packing, device).run()
-        for room, data in joined:
-            torch.frombuffer(room, dtype=torch.uint8).copy_(data, non_blocking=True)
+        for room, data in copied:
+            torch.frombuffer(room, dtype=torch.uint8).copy_(_bytes_of(data), non_blocking=True)
 
-
-class _Chunk(NamedTuple):
-    address: int
-    """On the GPU."""
-    in_room: memoryview
+    def _groups(self, held: Sequence[_Held], scratch: torch.Tensor) -> list["_Group"]:
+        """Their bytes, in order."""
+        groups = [_Group([], [])]
+        position = 0
+        for each in held:
+            if each.data is not None:
+                groups[-1].pieces.append((each.data.data_ptr(), each.nbytes))
+                continue
+            room, first = self._writer.room(each.name), 0
+            while first < each.nbytes:
+                free = (scratch.nbytes - position) // CHUNK_BYTES * CHUNK_BYTES
+                taken = each.nbytes - first if each.nbytes - first <= scratch.nbytes - position else free
+                if taken <= 0:
+                    groups.append(_Group([], []))
+                    position = 0
+                    continue
+                place = scratch[position : position + taken]
+                groups[-1].copies.append(_ToScratch(room[first : first + taken], place))
+                groups[-1].pieces.append((place.data_ptr(), taken))
+                first += taken
+                position += aligned(taken)
+        return groups
 
 
 class _ToScratch(NamedTuple):
@@ -149,45 +203,28 @@ class _ToScratch(NamedTuple):
 class _Group(NamedTuple):
     """What needs the scratch once."""
 
-    chunks: list[_Chunk]
+    pieces: list[tuple[int, int]]
+    """Addresses on the GPU, and bytes: all of a tensor, or whole chunks of it and the rest."""
     copies: list[_ToScratch]
-    """Before they are hashed: one for all chunks of a tensor, of which each would be a call."""
+    """Before they are hashed: one for all chunks of a piece, of which each would be a call."""
 
 
-def _groups(held: Sequence[_Held], scratch: torch.Tensor) -> list[_Group]:
-    """Their chunks, in order."""
-    groups = [_Group([], [])]
-    position = 0
-    for each in held:
-        nbytes = each.room.nbytes
-        if each.data is not None:
-            starts = range(0, nbytes, CHUNK_BYTES)
-            groups[-1].chunks.extend(
-                _Chunk(each.data.data_ptr() + start, each.room[start : start + CHUNK_BYTES]) for start in starts
-            )
-            continue
-        first = 0
-        while first < nbytes:
-            free = (scratch.nbytes - position) // CHUNK_BYTES * CHUNK_BYTES
-            taken = nbytes - first if nbytes - first <= scratch.nbytes - position else free
-            if taken <= 0:
-                groups.append(_Group([], []))
-                position = 0
-                continue
-            place = scratch[position : position + taken]
-            groups[-1].copies.append(_ToScratch(each.room[first : first + taken], place))
-            groups[-1].chunks.extend(
-                _Chunk(place.data_ptr() + start, each.room[first + start : first + min(start + CHUNK_BYTES, taken)])
-                for start in range(0, taken, CHUNK_BYTES)
-            )
-            first += taken
-            position += aligned(taken)
-    return groups
+def _chunks(pieces: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
+    """[chunks, 2]: address and bytes of each ``CHUNK_BYTES`` of these pieces, in order."""
+    from rollout_service.grouped_copy import numbered
+
+    address, nbytes = np.array(pieces, np.int64).reshape(-1, 2).T
+    piece, number = numbered(-(-nbytes // CHUNK_BYTES))
+    start = number * CHUNK_BYTES
+    return np.stack([address[piece] + start, np.minimum(CHUNK_BYTES, nbytes[piece] - start)], axis=1)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 [nbytes] of a contiguous tensor that has some; without a copy."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _copy(room: memoryview, data: torch.Tensor) -> None:
-    if not room.nbytes:
-        return
     target = torch.frombuffer(room, dtype=torch.uint8)
     if data.data_ptr() != target.data_ptr():  # or it was made there
         for _ in in_threads(lambda piece: target[piece].copy_(data[piece]), stretches(data.nbytes, STRETCH_BYTES)):

@@ -381,7 +381,9 @@ class Uploads:
                 f"version {version} is staged by another push than {batch.transfer}: push version {NEXT!r}",
                 {"version": version},
             )
-        memory = await asyncio.to_thread(self._trainer_memory.open, source)
+        memory = self._trainer_memory.opened(source)
+        if memory is None:
+            memory = await asyncio.to_thread(self._trainer_memory.open, source)
         await staged.convert_shared(batch.batch, SharedBatch(staged.announced, batch, memory))
 
     async def expire(self) -> None:

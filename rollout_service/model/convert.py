@@ -6,6 +6,8 @@ Needs torch, but neither ray nor transformers.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
+from operator import not_
 from typing import get_args
 
 import numpy as np
@@ -101,7 +103,7 @@ class Converter:
         for name, tensor in tensors:
             part = whole = tensor.detach()
             for piece in pieces(name, tuple(whole.shape), self._experts):
-                part = whole[piece.index]
+                part = whole[piece.index] if piece.index else whole
                 if batch and (batch_bytes + part.nbytes > self._batch_bytes or part.device != batch[-1][1].device):
                     yield from self._convert_batch(batch, to_cpu, verdicts)
                     batch, batch_bytes = [], 0
@@ -114,13 +116,14 @@ class Converter:
         yield from self._convert_batch(batch, to_cpu, verdicts)
 
     def _convert_batch(self, batch: list[Named], to_cpu: bool, verdicts: Verdicts | None) -> Iterator[Named]:
-        wanted = [(name, tensor) for name, tensor in batch if self._quantizes(name, tensor)]
-        are_sound = self._sound_on_gpu([each for each in batch if not self._quantizes(*each)], verdicts)
+        quantized = [self._quantizes(name, tensor) for name, tensor in batch]
+        wanted = list(compress(batch, quantized))
+        are_sound = self._sound_on_gpu(list(compress(batch, map(not_, quantized))), verdicts)
         results = iter(
             self._quantizer.quantize(wanted, to_cpu=to_cpu, left_on_gpu=not to_cpu, verdicts=verdicts) if wanted else ()
         )
-        for name, tensor in batch:
-            if self._quantizes(name, tensor):
+        for (name, tensor), is_quantized in zip(batch, quantized, strict=True):
+            if is_quantized:
                 codes, scales = next(results)
                 yield name, codes
                 yield name + self._form.scale_suffix, scales
@@ -171,7 +174,7 @@ class Converter:
                 weights.append(tensor)
         if weights:
             found.append(are_finite(weights))
-        return torch.stack(found).all()
+        return found[0] if len(found) == 1 else torch.stack(found).all()
 
     def _kept(self, name: str, tensor: torch.Tensor, *, is_sound: bool) -> torch.Tensor:
         """As it is stored. ``is_sound``: its numbers were looked at. Raises QuantizationError, InvalidManifest."""

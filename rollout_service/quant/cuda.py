@@ -15,7 +15,9 @@ memory, and ``channelwise.quantize_channelwise``:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -44,6 +46,13 @@ _TO_INTEGER_BITS = tl.constexpr(0x4B400000)
 _AMAX_FLOOR_BITS = tl.constexpr(0x2B8CBCCC)  # fp32 1e-12
 _E4M3_SMALLEST_NORMAL = tl.constexpr(2.0**-6)
 _ROUND_TO_SUBNORMALS = tl.constexpr(1.5 * 2.0**14)  # adding it leaves multiples of 2^-9, the distance of subnormals
+
+
+_Matrix: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Weight, codes and scales."""
+_TABLE_ROWS = 2
+"""Of 24 bytes, in multiples of which launches have theirs in a table: Triton compiles a kernel anew for a table that
+does not begin at a multiple of 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +98,19 @@ class GroupedQuantization:
     ) -> None:
         self._power_of_two, self._form = power_of_two, form
         self._kept = (tuple(weights), tuple(codes), tuple(scales))  # the table holds bare addresses
-        groups: dict[Layout, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
+        groups: dict[Layout, list[_Matrix]] = {}
         for weight, code, scale in zip(weights, codes, scales, strict=True):
             _require_fit(weight, code, scale, form)
             for matrix in zip(*map(_matrices, (weight, code, scale)), strict=True):
                 if matrix[2].numel():
                     groups.setdefault(_layout(matrix[0], matrix[1]), []).append(matrix)
-        self._launches = [
-            _prepare(layout, group[start : start + MAX_MATRICES])
-            for layout, group in groups.items()
-            for start in range(0, len(group), MAX_MATRICES)
-        ]
+        self._launches = _prepared(
+            [
+                (layout, group[start : start + MAX_MATRICES])
+                for layout, group in groups.items()
+                for start in range(0, len(group), MAX_MATRICES)
+            ]
+        )
 
     @property
     def launches(self) -> int:
@@ -151,13 +162,27 @@ def _layout(weight: torch.Tensor, codes: torch.Tensor) -> Layout:
     return Layout(rows, columns, row_stride, column_stride, weight.dtype, whole)
 
 
-def _prepare(layout: Layout, group: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> _Launch:
-    if len(group) == 1:
-        weight, codes, scales = group[0]
-        return _Launch(layout, 1, (scales, weight, codes, scales))
-    addresses = torch.tensor([[tensor.data_ptr() for tensor in matrix] for matrix in group], dtype=torch.int64)
-    table = queued_to(group[0][0].device, addresses)
-    return _Launch(layout, len(group), (table, table, table, table))
+def _prepared(groups: Sequence[tuple[Layout, list[_Matrix]]]) -> list[_Launch]:
+    """With one table for all of them, since each would be a copy to the device."""
+    rows: list[tuple[int, int, int]] = []
+    starts: list[int] = []
+    for _, group in groups:
+        starts.append(len(rows))
+        if len(group) > 1:
+            rows += [(weight.data_ptr(), codes.data_ptr(), scales.data_ptr()) for weight, codes, scales in group]
+            rows += [(0, 0, 0)] * (-len(rows) % _TABLE_ROWS)  # or a launch's part is aligned otherwise
+    table = None
+    if rows:
+        table = queued_to(groups[0][1][0][0].device, torch.from_numpy(np.array(rows, np.int64)))
+    launches = []
+    for (layout, group), start in zip(groups, starts, strict=True):
+        if len(group) == 1 or table is None:
+            weight, codes, scales = group[0]
+            launches.append(_Launch(layout, 1, (scales, weight, codes, scales)))
+        else:
+            part = table[start : start + len(group)]
+            launches.append(_Launch(layout, len(group), (part, part, part, part)))
+    return launches
 
 
 def _run(launch: _Launch, power_of_two: bool) -> None:

@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import NamedTuple, Self
+from itertools import pairwise
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +57,7 @@ class Run(NamedTuple):
     nbytes: int
 
 
-Runs = Sequence[Run] | npt.NDArray[np.int64]
+Runs: TypeAlias = Sequence[Run] | npt.NDArray[np.int64]
 """Or their addresses and bytes, int64 [runs, 2]."""
 
 
@@ -72,8 +73,8 @@ words 24 to 32, and the sums' beginnings."""
 class Hashing:
     """The digests of runs in a GPU's memory, in groups that are hashed when their bytes are there.
 
-    ``device``: in Triton's interpreter the CPU. Raises RuntimeError if the kernel does not do there what xxhash does,
-    which is tried once in a process.
+    ``groups``: each of them runs, or int64 [runs, 2] of their addresses and bytes. ``device``: in Triton's interpreter
+    the CPU. Raises RuntimeError if the kernel does not do there what xxhash does, which is tried once in a process.
     """
 
     def __init__(self, groups: Sequence[Runs], device: torch.device) -> None:
@@ -88,27 +89,23 @@ class Hashing:
         return made
 
     def _prepare(self, groups: Sequence[Runs], device: torch.device) -> None:
-        runs = np.concatenate([np.empty((0, 2), np.int64), *(np.array(g, np.int64).reshape(-1, 2) for g in groups)])
+        of_groups = [np.asarray(group, np.int64).reshape(-1, 2) for group in groups]
+        runs = np.concatenate(of_groups) if of_groups else np.empty((0, 2), np.int64)
         self._lengths = runs[:, 1].astype(np.uint64)
         self._is_long = runs[:, 1] >= LEAST_BYTES
-        rows = np.cumsum(self._is_long) - 1
-        self._launches: list[list[tuple[slice, bool]]] = []
+        kinds = 2 * np.repeat(np.arange(len(of_groups)), list(map(len, of_groups))) + (runs[:, 0] % 8 != 0)
+        long = np.flatnonzero(self._is_long)
+        order = np.argsort(kinds[long], kind="stable")
+        ends = np.searchsorted(kinds[long][order], np.arange(2 * len(of_groups)), "right").tolist()
+        self._launches: list[list[tuple[slice, bool]]] = [[] for _ in of_groups]
         """Of each group: of which rows of the table, and whether these runs are aligned."""
-        table: list[np.ndarray] = []
-        first = made = 0
-        for group in groups:
-            numbers = np.arange(first, first + len(group))
-            first += len(group)
-            launches = []
-            for is_aligned in (True, False):
-                some = numbers[self._is_long[numbers] & ((runs[numbers, 0] % 8 == 0) == is_aligned)]
-                if len(some):
-                    launches.append((slice(made, made + len(some)), is_aligned))
-                    table.append(np.concatenate([runs[some], rows[some, None]], axis=1))
-                    made += len(some)
-            self._launches.append(launches)
-        whole = np.concatenate(table) if table else np.empty((0, 3), np.int64)
-        self._table = queued_to(device, torch.from_numpy(whole))
+        for kind, (start, end) in enumerate(pairwise([0, *ends])):
+            if end > start:
+                self._launches[kind // 2].append((slice(start, end), kind % 2 == 0))
+        made = len(long)
+        table = np.empty((made, 3), np.int64)
+        table[:, :2], table[:, 2] = runs[long[order]], order
+        self._table = queued_to(device, torch.from_numpy(table))
         self._words = _words_on(device)
         self._sums = torch.empty((made, 8), dtype=torch.int64, device=device)
         self._on_host: torch.Tensor | None = None
@@ -140,9 +137,8 @@ class Hashing:
         found = np.empty((len(self._lengths), DIGEST_BYTES), np.uint8)
         summed = self._sums.cpu() if self._on_host is None else self._on_host
         sums, lengths = summed.numpy().view(np.uint64), self._lengths[self._is_long]
-        low = _merged(sums, 11, lengths * np.uint64(_P64_1))
-        high = _merged(sums, len(_SECRET) - 64 - 11, ~(lengths * np.uint64(_P64_2)))
-        found[self._is_long] = np.stack([high, low], axis=1).astype(">u8").view(np.uint8)
+        begins = np.stack([~(lengths * np.uint64(_P64_2)), lengths * np.uint64(_P64_1)], axis=1)
+        found[self._is_long] = _merged(sums, begins).astype(">u8", order="C").view(np.uint8)
         for number in np.flatnonzero(~self._is_long).tolist():
             found[number] = np.frombuffer(xxhash.xxh3_128_digest(short(number)), np.uint8)
         return found.tobytes()
@@ -173,12 +169,14 @@ def require_equal_digests(device: torch.device) -> None:
         _tried.add(device)
 
 
-def _merged(sums: Words, start: int, begin: Words) -> Words:
-    """uint64 [runs] of sums [runs, 8]."""
-    keyed = sums ^ np.array(_words(start, 8), np.uint64)
-    merged = begin.copy()
-    for pair in range(4):
-        merged += _folded_product(keyed[:, 2 * pair], keyed[:, 2 * pair + 1])
+_HALVES = np.array([_words(len(_SECRET) - 64 - 11, 8), _words(11, 8)], np.uint64)
+"""[2, 8]: what the sums are combined with for the upper 64 bits of a digest, and for the lower ones."""
+
+
+def _merged(sums: Words, begins: Words) -> Words:
+    """uint64 [runs, 2], the upper and the lower half of each digest, of sums [runs, 8] and what they begin with."""
+    keyed = sums[:, None] ^ _HALVES
+    merged: Words = begins + _folded_product(keyed[..., 0::2], keyed[..., 1::2]).sum(axis=2, dtype=np.uint64)
     merged ^= merged >> np.uint64(37)
     merged *= np.uint64(_AVALANCHE)
     merged ^= merged >> np.uint64(32)

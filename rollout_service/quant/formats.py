@@ -72,6 +72,9 @@ CODE_DTYPES = frozenset(made.codes for made in WEIGHT_FORMATS.values())
 """What no tensor but codes has."""
 
 
+_CODES = frozenset(made.dtype for made in WEIGHT_FORMATS.values())
+
+
 def is_codes(tensor: torch.Tensor) -> bool:
     """Whether these are codes of any format."""
-    return any(tensor.dtype == made.dtype for made in WEIGHT_FORMATS.values())
+    return tensor.dtype in _CODES

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -13,6 +14,7 @@ from rollout_service.gpu_streams import own_stream
 from rollout_service.quant.blockwise import require_finite
 from rollout_service.quant.formats import FP8_BLOCK, WeightFormat
 from rollout_service.quant.verdicts import Verdicts
+from rollout_service.views import view_at
 
 logger = logging.getLogger(__name__)
 
@@ -81,17 +83,19 @@ class Quantizer:
 
         callers = torch.cuda.current_stream(gpu)
         with own_stream(gpu) as stream:
-            sources = [_pinned(weight.detach()).to(gpu, non_blocking=True) for _, weight in weights]
+            sources = [
+                weight if weight.device == gpu else _pinned(weight.detach()).to(gpu, non_blocking=True)
+                for _, weight in weights
+            ]
             shapes = [tuple(weight.shape) for weight in sources]
             codes = _Bucket.of(shapes, self._form.dtype, gpu, align=16)  # the kernel stores 16 bytes at a time
             scales = _Bucket.of([self._form.scale_shape(shape) for shape in shapes], torch.float32, gpu)
-            GroupedQuantization(
-                sources, codes.views(), scales.views(), power_of_two=self._power_of_two, form=self._form
-            ).run()
-            finite = torch.isfinite(scales.storage).all()
+            made = codes.views(), scales.views()
+            GroupedQuantization(sources, *made, power_of_two=self._power_of_two, form=self._form).run()
+            finite = _are_finite(scales.storage)
             if later is not None:
                 later.ask(finite, lambda: _require_all_finite(weights))
-                return list(zip(codes.views(), scales.views(), strict=True))
+                return list(zip(*made, strict=True))
             if to_cpu:
                 codes, scales = codes.cpu(), scales.cpu()
             else:
@@ -102,6 +106,12 @@ class Quantizer:
         if not sound:
             _require_all_finite(weights)
         return list(zip(codes.views(), scales.views(), strict=True))
+
+
+def _are_finite(scales: torch.Tensor) -> torch.Tensor:
+    """Whether scales are, none of which is negative: bool [] on their device."""
+    # two kernels; the largest is NaN if any is. isfinite alone is four
+    return scales.amax() < math.inf if scales.numel() else torch.ones((), dtype=torch.bool, device=scales.device)
 
 
 def _require_all_finite(weights: Sequence[Named]) -> None:
@@ -131,8 +141,8 @@ class _Bucket:
         return replace(self, storage=storage.copy_(self.storage, non_blocking=True))
 
     def views(self) -> list[torch.Tensor]:
-        pieces = self.storage.split([_padded(shape, self.align) for shape in self.shapes])
-        return [piece[: math.prod(shape)].view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+        starts = accumulate((_padded(shape, self.align) for shape in self.shapes), initial=0)
+        return [view_at(self.storage, start, shape) for start, shape in zip(starts, self.shapes, strict=False)]
 
 
 def _pinned(weight: torch.Tensor) -> torch.Tensor:

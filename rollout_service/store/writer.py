@@ -26,6 +26,8 @@ from rollout_service.threads import in_threads
 MAX_FILE_BYTES = 1 << 30
 """Linux lets one thread at a time write into a file: several are written by several."""
 _SYNC_BYTES = 128 << 20
+_STAT_BLOCK_BYTES = 512
+"""What ``st_blocks`` counts."""
 _SAFETENSORS_DTYPE: dict[StoredDtype, str] = {
     "bfloat16": "BF16",
     "float32": "F32",
@@ -51,6 +53,13 @@ class LogMemory(NamedTuple):
         return cls(MappedFiles(registered), spare)
 
 
+class _Place(NamedTuple):
+    file: str
+    offset: int
+    """First byte in it."""
+    nbytes: int
+
+
 class VersionWriter:
     """Lays ``slots`` out in files below ``folder`` and fills them. Thread-safe for different tensors.
 
@@ -67,7 +76,7 @@ class VersionWriter:
         self._folder, self._memory = folder, memory
         self._mapped: dict[str, memoryview] = {}
         self._slots: dict[str, TensorSlot] = {}
-        self._place: dict[str, tuple[str, int]] = {}
+        self._place: dict[str, _Place] = {}
         self._written: dict[str, StoredTensor] = {}
         self._fds: dict[str, int] = {}
         self._syncer = ThreadPoolExecutor(1, "sync")
@@ -82,7 +91,8 @@ class VersionWriter:
             if memory is not None:
                 memory.spare.clear()  # of another layout: they would only take the room of these
             # a full disk is an error here, before any upload; a tmpfs zeroes its memory here
-            list(in_threads(lambda file: os.posix_fallocate(file[0], 0, file[1]), files))
+            new = [file for file in files if memory is None or not _has_all_pages(*file)]
+            list(in_threads(lambda file: os.posix_fallocate(file[0], 0, file[1]), new))
             if memory is not None:
                 self._mapped = {file: memory.mapped.of(fd) for file, fd in self._fds.items()}
         except OSError:
@@ -94,7 +104,7 @@ class VersionWriter:
         slot = self._slots[name]
         if data.nbytes != slot.nbytes:
             raise ValueError(f"{name} has {data.nbytes} bytes, its slot {slot.nbytes}")
-        file, offset = self._place[name]
+        file, offset, _ = self._place[name]
         _write_at(self._fds[file], data, offset)
         self._sync_early(file, data.nbytes)
         self._note(slot, tensor_digests(data))
@@ -111,22 +121,26 @@ class VersionWriter:
 
     def room(self, name: str) -> memoryview:
         """Where the bytes of a tensor belong, uint8 [nbytes], to be filled before ``filled``. Raises KeyError."""
-        file, offset = self._place[name]
-        return self._mapped[file][offset : offset + self._slots[name].nbytes]
+        file, offset, nbytes = self._place[name]
+        return self._mapped[file][offset : offset + nbytes]
+
+    def room_bytes(self, name: str) -> int:
+        """Size of a tensor's room. Raises KeyError."""
+        return self._place[name].nbytes
 
     def joined_rooms(self, names: Iterable[str]) -> Iterator[tuple[list[str], memoryview]]:
         """Rooms of these tensors, as ``room``; those of tensors that follow one another in a file are one."""
         joined: list[str] = []
         file, start, end = "", 0, 0
         for name in names:
-            here, offset = self._place[name]
+            here, offset, nbytes = self._place[name]
             if joined and (here, offset) != (file, end):
                 yield joined, self._mapped[file][start:end]
                 joined = []
             if not joined:
                 file, start = here, offset
             joined.append(name)
-            end = offset + self._slots[name].nbytes
+            end = offset + nbytes
         if joined:
             yield joined, self._mapped[file][start:end]
 
@@ -139,7 +153,7 @@ class VersionWriter:
         if slot is None or not self._mapped or (slot.dtype, slot.shape) != (dtype, shape) or not slot.nbytes:
             return None
         # a file begins at a page, but its header has any multiple of 8 bytes, and codes have a byte each
-        offset, itemsize = self._place[name][1], slot.nbytes // math.prod(shape)
+        offset, itemsize = self._place[name].offset, slot.nbytes // math.prod(shape)
         return None if offset % itemsize else self.room(name)
 
     def filled(self, name: str, digests: bytes | None = None) -> None:
@@ -151,7 +165,7 @@ class VersionWriter:
 
     def _note(self, slot: TensorSlot, digests: tuple[str, str]) -> None:
         name = slot.name
-        file, offset = self._place[name]
+        file, offset, nbytes = self._place[name]
         digest, chunk_digests = digests
         self._written[name] = StoredTensor(
             name=name,
@@ -159,7 +173,7 @@ class VersionWriter:
             shape=slot.shape,
             file=file,
             offset=offset,
-            nbytes=slot.nbytes,
+            nbytes=nbytes,
             digest=digest,
             chunk_digests=chunk_digests,
         )
@@ -225,14 +239,23 @@ class VersionWriter:
         offset = len(header)
         for slot in group:
             self._slots[slot.name] = slot
-            self._place[slot.name] = (file, offset)
-            offset += slot.nbytes
+            self._place[slot.name] = _Place(file, offset, nbytes := slot.nbytes)
+            offset += nbytes
         path, nbytes = self._folder / file, len(header) + data_bytes
         is_spare = self._memory is not None and self._memory.spare.take(nbytes, path)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | (0 if is_spare else os.O_TRUNC), 0o644)
         self._fds[file] = fd
         _write_at(fd, memoryview(header), 0)
         return fd, nbytes
+
+
+def _has_all_pages(fd: int, nbytes: int) -> bool:
+    """Whether a file in memory has a page for each of its bytes already, as spare ones have.
+
+    To ask for them again takes time and no room: Linux looks at every page.
+    """
+    stat = os.fstat(fd)
+    return stat.st_size >= nbytes and stat.st_blocks * _STAT_BLOCK_BYTES >= nbytes
 
 
 def _groups(slots: Iterable[TensorSlot], max_file_bytes: int) -> Iterable[list[TensorSlot]]:

@@ -26,7 +26,7 @@ from rollout_service.client import SyncRolloutClient, _shared_memory
 from tests.support.models import random_weights
 
 url, model, how, version, seed, batch_bytes, *broken = sys.argv[1:]
-_shared_memory.BATCH_BYTES = int(batch_bytes)
+_shared_memory.GPU_BATCH_BYTES = int(batch_bytes)
 weights = {name: tensor.cuda() for name, tensor in random_weights(Path(model), seed=int(seed)).items()}
 for name in broken:
     weights[name].view(-1)[-1] = float("nan")

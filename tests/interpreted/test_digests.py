@@ -79,6 +79,17 @@ def test_of_several_runs_wherever_they_lie(places: list[tuple[int, int]]) -> Non
     assert found(memory, places) == expected(memory, places)
 
 
+def test_runs_may_be_given_as_an_array() -> None:
+    memory = bytes_of(9000)
+    places = [(0, 5000), (5000, 17), (5001, 3000)]
+    runs = np.array([(memory.data_ptr() + start, nbytes) for start, nbytes in places], np.int64)
+    hashing = Hashing([runs[:2], runs[2:]], CPU)
+    for number in (0, 1):
+        hashing.queue(number)
+    read = hashing.read(lambda number: memory.numpy()[places[number][0] :][: places[number][1]].data)
+    assert read.hex() == "".join(expected(memory, places))
+
+
 def test_extreme_bytes() -> None:
     for value in (0, 255):
         memory = torch.full((5000,), value, dtype=torch.uint8)

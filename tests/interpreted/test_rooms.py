@@ -1,5 +1,6 @@
 """What is stored in a log in memory from a GPU has the digests that the host would give it."""
 
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def stored(
     tensors: dict[str, torch.Tensor],
     gpu: torch.device | None = None,
     verdicts: dict[str, bool] | None = None,
+    turn: "threading.Lock | None" = None,
 ) -> tuple[StoredTensor, ...]:
     """``verdicts``: of these tensors, what is found of their numbers."""
     folder.mkdir()
@@ -45,7 +47,7 @@ def stored(
     slots = [TensorSlot(name=name, dtype="int8", shape=tuple(tensor.shape)) for name, tensor in tensors.items()]
     writer = VersionWriter(folder, slots, memory=LogMemory(MappedFiles(), spare))
     asked = Verdicts()
-    with Rooms(writer, gpu, asked) as filling:
+    with Rooms(writer, gpu, asked, turn) as filling:
         for name, tensor in tensors.items():
             if verdicts is not None:
                 asked.ask(torch.tensor(verdicts[name]), partial(complain, name))
@@ -61,7 +63,7 @@ ALL = set(SHAPES.values())
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("held_bytes", [1, 1 << 30])
+@pytest.mark.parametrize(("held_bytes", "least_packed"), [(1, 2), (1 << 30, 2), (1 << 30, 4), (1 << 30, 100)])
 @pytest.mark.parametrize(
     ("lie_on_gpu", "gpu"),
     [(ALL, None), (set(), CPU), ({SHAPES["odd"], SHAPES["chunk"], SHAPES["beside"]}, CPU)],
@@ -71,6 +73,7 @@ def test_digests_and_bytes_are_those_of_the_host(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     held_bytes: int,
+    least_packed: int,
     lie_on_gpu: set[tuple[int, ...]],
     gpu: torch.device | None,
 ) -> None:
@@ -82,6 +85,7 @@ def test_digests_and_bytes_are_those_of_the_host(
     monkeypatch.setattr(rooms, "_SCRATCH_BYTES", 2 * CHUNK + 64)
     monkeypatch.setattr(rooms, "_PACKED_BYTES", 2 * CHUNK - 1)
     monkeypatch.setattr(rooms, "_HELD_BYTES", held_bytes)
+    monkeypatch.setattr(rooms, "_LEAST_PACKED", least_packed)
     assert stored(tmp_path / "gpu", tensors, gpu) == by_host
     for file in {tensor.file for tensor in by_host}:
         assert (tmp_path / "gpu" / file).read_bytes() == (tmp_path / "host" / file).read_bytes()
@@ -98,3 +102,24 @@ def test_a_tensor_with_numbers_that_may_not_be_is_not_stored(
     assert len(stored(tmp_path / "sound", tensors, verdicts=sound)) == len(SHAPES)
     with pytest.raises(QuantizationError, match="scales holds what it may not"):
         stored(tmp_path / "unsound", tensors, verdicts=sound | {"scales": False, "chunk": False})
+
+
+@pytest.mark.parametrize("held_bytes", [1, 1 << 30])
+def test_a_turn_ends_with_what_it_was_taken_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_bytes: int
+) -> None:
+    held: list[bool] = []
+
+    def on_gpu(tensor: torch.Tensor) -> bool:
+        held.append(turn.locked())
+        return True
+
+    turn = threading.Lock()
+    monkeypatch.setattr(rooms, "lies_on_gpu", on_gpu)
+    monkeypatch.setattr(rooms, "_HELD_BYTES", held_bytes)
+    tensors = {name: torch.zeros(shape, dtype=torch.int8) for name, shape in SHAPES.items()}
+    stored(tmp_path / "sound", tensors, turn=turn)
+    assert held == [True] * len(SHAPES) and not turn.locked()
+    with pytest.raises(QuantizationError):
+        stored(tmp_path / "unsound", tensors, verdicts=dict.fromkeys(SHAPES, False), turn=turn)
+    assert not turn.locked()

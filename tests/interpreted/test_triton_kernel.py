@@ -58,6 +58,14 @@ def test_equal_layouts_share_a_launch() -> None:
     assert launch.launches == 3
 
 
+def test_tables_of_all_launches_begin_where_the_compiled_kernel_reads_them() -> None:
+    several = [torch.randn(rows, 128) for rows in (128, 256, 384) for _ in range(3)]
+    prepared = assert_bytes_of_the_reference(several)
+    tables = [launch.arguments[0] for launch in prepared._launches]
+    assert [len(table) for table in tables] == [3, 3, 3]
+    assert {table.data_ptr() % 16 for table in tables} == {0}
+
+
 def test_a_prepared_group_sees_the_weights_of_the_moment_it_runs() -> None:
     weight = torch.randn(128, 256).bfloat16()
     codes, scales = outputs([weight])

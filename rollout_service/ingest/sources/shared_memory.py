@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -25,13 +26,17 @@ from rollout_service.protocol.upload import (
 from rollout_service.ring import aligned
 from rollout_service.shared_memory import SharedMemory, machine
 from rollout_service.store.mapped_files import Registered
+from rollout_service.views import view_at
 
 _MOST_MEMORIES = 16
 """Trainers' memories that stay mapped."""
-_HOST_BYTES, _GPU_BYTES = 32 << 20, 256 << 20
-"""What one thread converts at a time. Of the host's memory: hashing is what takes longest. Of a GPU's: launches."""
+_HOST_BYTES, GPU_BYTES = 32 << 20, 384 << 20
+"""What one thread converts at a time, unless a trainer sends less at once. Of the host's memory: hashing is what takes
+longest. Of a GPU's: launches, and a wait for a GPU that others use, too, lasts until its turn comes."""
 GPU_THREADS = 3
-"""That convert what comes from a GPU. They launch and wait, and more of them are in each other's way."""
+"""That convert what comes from a GPU: one launches while the GPU does what the others have queued. Each takes of the
+GPU's memory what it converts, and what that becomes: 1.8 GB in all if BF16 becomes FP8, more if a tensor is larger than
+``GPU_BYTES``. What is small is stored from another copy that is packed (``ingest/rooms.py``)."""
 
 
 class MappedMemory(Protocol):
@@ -71,19 +76,22 @@ class _HostMemory:
 
 class _GpuMemory:
     def __init__(self, page: SharedMemory, memory: OtherGpuMemory, executor: Executor) -> None:
-        self.nbytes, self.group_bytes = memory.nbytes, _GPU_BYTES
+        self.nbytes, self.group_bytes = memory.nbytes, GPU_BYTES
         self.executor: Executor | None = executor
         self._page, self._memory = page, memory
 
     def read(self, places: Iterable[tuple[UploadTensor, int]]) -> Iterator[tuple[str, torch.Tensor]]:
         found = list(places)
-        copies = self._memory.room(sum(aligned(tensor.nbytes) for tensor, _ in found))
+        sizes = [aligned(tensor.nbytes) for tensor, _ in found]
+        copies = self._memory.room(sum(sizes))
         for offset, start, nbytes in _neighbours(found):
             self._memory.copy(offset, copies[start : start + nbytes])
-        start = 0
-        for tensor, _ in found:
-            yield tensor.name, of_dtype(copies[start : start + tensor.nbytes], tensor.dtype, tensor.shape)
-            start += aligned(tensor.nbytes)
+        of_dtypes: dict[str, torch.Tensor] = {}
+        for (tensor, _), start in zip(found, accumulate(sizes, initial=0), strict=False):
+            if tensor.dtype not in of_dtypes:
+                of_dtypes[tensor.dtype] = of_dtype(copies, tensor.dtype, (-1,))
+            whole = of_dtypes[tensor.dtype]
+            yield tensor.name, view_at(whole, start // whole.element_size(), tensor.shape)
 
     def close(self) -> None:
         self._memory.close()
@@ -121,6 +129,11 @@ class TrainerMemory:
         self._gpu_executor = ThreadPoolExecutor(GPU_THREADS, "quantize-gpu")
         self._opened: dict[str, _Opened] = {}
         self._lock = threading.Lock()
+
+    def opened(self, source: SharedMemorySource) -> MappedMemory | None:
+        """It, if it is mapped already. Does not wait."""
+        opened = self._opened.get(source.memory)
+        return None if opened is None else opened.memory
 
     def open(self, source: SharedMemorySource) -> MappedMemory:
         """It, mapped. Raises NotShared, with the reason."""

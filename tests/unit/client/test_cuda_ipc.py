@@ -7,6 +7,7 @@ import asyncio
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,7 +73,8 @@ def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(_shared_memory, "OwnGpuMemory", OwnFile)
     monkeypatch.setattr(_shared_memory.GpuMemory, "_given_up", None)
     monkeypatch.setattr(source, "OtherGpuMemory", OthersFile)
-    monkeypatch.setattr(_shared_memory, "BATCH_BYTES", 100_000)
+    for batch_bytes in ("BATCH_BYTES", "GPU_BATCH_BYTES"):
+        monkeypatch.setattr(_shared_memory, batch_bytes, 100_000)
     monkeypatch.setattr(_shared_memory, "LEAST_SHARED_BYTES", 0)
     yield
     for path in FILES.values():
@@ -83,7 +85,13 @@ def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 async def service(model: Path, tmp_path: Path) -> AsyncIterator[RealIngest]:
-    async with real_ingest(model, tmp_path / "log") as running:
+    async with ingest_in(tmp_path, model) as running:
+        yield running
+
+
+@asynccontextmanager
+async def ingest_in(folder: Path, model: Path) -> AsyncIterator[RealIngest]:
+    async with real_ingest(model, folder / "log") as running:
         running.ingest._uploads._trainer_memory._registered = lambda _: lambda: None  # as if it had a GPU
         yield running
 
@@ -114,7 +122,7 @@ async def test_the_version_is_the_one_that_parts_make(
 
 async def test_neighbours_are_one_copy(service: RealIngest, client: RolloutClient, weights: Weights) -> None:
     await client.push_weights(1, dict(weights), transport="cuda_ipc", wait="none")
-    batches = list(_shared_memory.batches(_tensors.TensorSource(weights, None).table))
+    batches = list(_shared_memory.batches(_tensors.TensorSource(weights, None).table, 100_000))
     assert len(COPIES) == len(batches) < len(weights)
 
 
@@ -129,6 +137,20 @@ async def test_nan_is_refused_by_name_and_the_memory_is_not_freed_at_once(
     assert len(FILES) == 1  # of the last push, which the ingest may be reading
     status = await client.push_weights(1, dict(weights), transport="cuda_ipc", wait="none")
     assert status.state == "committed"
+
+
+async def test_threads_that_take_turns_fill_a_log_in_memory(model: Path, weights: Weights) -> None:
+    bad = {name: tensor.clone() for name, tensor in weights.items()}
+    bad["model.norm.weight"][3] = float("nan")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as in_memory:
+        async with ingest_in(Path(in_memory), model) as service, RolloutClient(service.url, retries=1) as client:
+            in_parts = await client.push_weights(1, dict(weights), transport="http", wait="none")
+            with pytest.raises(QuantizationError, match=r"model\.norm\.weight\[3\]"):
+                await client.push_weights(2, bad, transport="cuda_ipc", wait="none")
+            for version in (2, 3, 4):
+                status = await client.push_weights(version, dict(weights), transport="cuda_ipc", wait="none")
+                assert status.digest == in_parts.digest
+                service.log.verify(service.log.manifest(version))
 
 
 async def test_memory_that_its_trainer_gave_up_is_closed(
@@ -247,6 +269,10 @@ class _Room:
 
     def __init__(self) -> None:
         self.memory = torch.zeros(self.nbytes, dtype=torch.uint8)
+
+    @staticmethod
+    def batch_bytes() -> int:
+        raise NotImplementedError
 
     def source(self, tensors: tuple[UploadTensor, ...]) -> SharedMemorySource:
         raise NotImplementedError

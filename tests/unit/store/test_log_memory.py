@@ -1,5 +1,6 @@
 """A log in memory: what a version was written into is written again by a later one, and never under a reader."""
 
+import errno
 import fcntl
 import os
 import tempfile
@@ -152,6 +153,33 @@ def test_files_of_a_dropped_version_are_written_again_and_stay_mapped(log: Weigh
     assert len(memory.mapped._held) == 2 * mapped  # of versions 2 and 3
     log.verify(third)
     assert list((log.root / "spare").iterdir()) == []
+
+
+def test_room_is_asked_for_only_where_pages_are_missing(
+    log: WeightLog, memory: LogMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in (1, 2):
+        commit(log, memory, version)
+    log.drop(1, memory.spare)
+    with monkeypatch.context() as full:
+        full.setattr(os, "posix_fallocate", no_room)
+        commit(log, memory, 3)
+        with pytest.raises(OSError, match="No space left"):
+            commit(log, memory, 4)
+    log.drop(2, memory.spare)
+    sparse = max((log.root / "spare").iterdir(), key=lambda path: path.stat().st_size)
+    size = sparse.stat().st_size
+    os.truncate(sparse, size - (1 << 16))
+    os.truncate(sparse, size)
+    folder = log.staging(5)
+    folder.mkdir(parents=True)
+    VersionWriter(folder, SLOTS, MAX_FILE_BYTES, memory).close()
+    for path in folder.iterdir():
+        assert path.stat().st_blocks * 512 >= path.stat().st_size
+
+
+def no_room(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_file_that_is_read_is_not_written_again(log: WeightLog, memory: LogMemory) -> None:

@@ -1,0 +1,134 @@
+"""What an ingest with a GPU makes of a trainer's tensors in GPU memory, against what the host makes of them: the
+same digests and bytes. Streams and CUDA's handles are left out: tests/gpu/test_cuda_ipc.py."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rollout_service.errors import QuantizationError
+from rollout_service.ingest import rooms
+from rollout_service.ingest.conversion import Conversion
+from rollout_service.ingest.sources.shared_memory import SharedBatch, _GpuMemory
+from rollout_service.model import convert
+from rollout_service.model.convert import Converter
+from rollout_service.protocol.upload import SharedTensor, SharedTensors, TrainerRecipe, UploadTensor
+from rollout_service.quant import quantizer
+from rollout_service.quant.quantizer import Named, Quantized, Quantizer
+from rollout_service.quant.verdicts import Verdicts
+from rollout_service.ring import aligned
+from rollout_service.store.manifest import StoredTensor
+from rollout_service.store.mapped_files import MappedFiles
+from rollout_service.store.spare_files import SpareFiles
+from rollout_service.store.writer import LogMemory, VersionWriter
+
+SHAPES = {
+    "q": (256, 256),
+    "norm": (100,),
+    "k": (130, 256),
+    "v": (130, 256),
+    "o": (256, 256),
+    "another norm": (33,),
+    "bias": (7,),
+    "none": (0, 5),
+    "head": (300, 64),
+}
+RECIPE = TrainerRecipe(weights="fp8_block", quantized=("k", "o", "q", "v"), keep_float32=("bias",))
+ANNOUNCED = {name: UploadTensor(name=name, dtype="bfloat16", shape=shape) for name, shape in SHAPES.items()}
+
+
+class _Memory:
+    """In place of ``OtherGpuMemory``."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory, self.nbytes = memory, memory.nbytes
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy(self, start: int, target: torch.Tensor) -> None:
+        target.copy_(self._memory[start : start + target.nbytes])
+
+
+@contextmanager
+def no_stream(gpu: torch.device) -> Iterator[SimpleNamespace]:
+    yield SimpleNamespace(synchronize=lambda: None)
+
+
+def quantize_as_on_gpu(
+    self: Quantizer, weights: Sequence[Named], *, verdicts: Verdicts | None = None, **_: bool
+) -> list[Quantized]:
+    return self._on_gpu(weights, torch.device("cpu"), to_cpu=False, later=verdicts)
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (rooms, convert):
+        monkeypatch.setattr(module, "lies_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(quantizer, "own_stream", no_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: None)
+    monkeypatch.setattr(Quantizer, "quantize", quantize_as_on_gpu)
+
+
+def weights(bad: str | None = None) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    made = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
+    if bad is not None:
+        made[bad].view(-1)[-1] = float("inf")
+    return made
+
+
+def stored(folder: Path, tensors: dict[str, torch.Tensor], batches: Sequence[Sequence[str]]) -> list[StoredTensor]:
+    """Raises what the first conversion that failed raised."""
+    folder.mkdir()
+    spare = SpareFiles(folder)
+    spare.begin()
+    converter = Converter(RECIPE, device="cpu")
+    writer = VersionWriter(folder, converter.slots(SHAPES), memory=LogMemory(MappedFiles(), spare))
+    places, data = {}, []
+    for name, tensor in tensors.items():
+        places[name] = sum(map(len, data))
+        data.append(torch.zeros(aligned(max(tensor.nbytes, 1)), dtype=torch.uint8))
+        if tensor.nbytes:
+            data[-1][: tensor.nbytes] = tensor.view(-1).view(torch.uint8)
+    memory = _Memory(torch.cat(data))
+    with ThreadPoolExecutor(3) as executor:
+        conversion = Conversion(1, writer, converter.convert, executor)
+        source = _GpuMemory(None, memory, executor)  # type: ignore[arg-type]
+        for number, names in enumerate(batches):
+            body = tuple(SharedTensor(name=name, offset=places[name]) for name in names)
+            batch = SharedBatch(ANNOUNCED, SharedTensors(transfer="f" * 32, batch=number, tensors=body), source)
+            conversion.begin(names, batch.read, executor)
+    if conversion.failure is not None:
+        writer.close()
+        raise conversion.failure
+    return list(writer.finish())
+
+
+BATCHES = [[list(SHAPES)], [["q", "norm", "k"], ["v"], ["o", "another norm", "bias", "none"], ["head"]]]
+
+
+@pytest.fixture
+def by_host(tmp_path: Path) -> list[StoredTensor]:
+    return stored(tmp_path / "host", weights(), BATCHES[0])
+
+
+@pytest.mark.parametrize("batches", BATCHES, ids=len)
+def test_the_version_is_the_one_that_the_host_makes(
+    by_host: list[StoredTensor], tmp_path: Path, request: pytest.FixtureRequest, batches: list[list[str]]
+) -> None:
+    request.getfixturevalue("as_on_gpu")
+    assert stored(tmp_path / "gpu", weights(), batches) == by_host
+    for file in {tensor.file for tensor in by_host}:
+        assert (tmp_path / "gpu" / file).read_bytes() == (tmp_path / "host" / file).read_bytes()
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+@pytest.mark.parametrize("bad", ["k", "another norm", "head"])
+def test_what_is_not_finite_is_refused_by_name(tmp_path: Path, bad: str) -> None:
+    with pytest.raises(QuantizationError, match=rf"{bad}\["):
+        stored(tmp_path / "gpu", weights(bad), BATCHES[1])
