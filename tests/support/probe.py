@@ -81,8 +81,9 @@ def _multiplied_with(module: torch.nn.Module) -> torch.Tensor:
 
 
 def _scale_suffix(experts: torch.nn.Module) -> str:
-    [form] = [made for made in WEIGHT_FORMATS.values() if hasattr(experts, f"w13_weight{made.scale_suffix}")]
-    return form.scale_suffix
+    [suffix] = {made.scale_suffix for made in WEIGHT_FORMATS.values()
+                if hasattr(experts, f"w13_weight{made.scale_suffix}")}  # fmt: skip
+    return suffix
 
 
 def digest(tensor: torch.Tensor) -> str:
