@@ -4,7 +4,7 @@ A Hopper's tensor cores add FP8 products with about 14 bits (DeepSeek-V3's repor
 from the sum than BF16 can always hide, so that not even fp32 has the engine's results, but only its instructions have.
 This kernel, as CUTLASS's, starts each block of 128 from zero, and adds it in fp32, times the product of both scales,
 with one rounding. vLLM's Triton kernel for experts multiplies with one scale after the other. Which tile a result is
-computed in does not matter to it. ``tests/gpu/test_fake_quant.py`` asks for equal bits; it has not run on a GPU yet.
+computed in does not matter to it. ``tests/gpu/test_fake_quant.py`` asks for equal bits, and found them on an H200.
 """
 
 import torch
