@@ -12,6 +12,7 @@ import pytest_asyncio
 import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
+from vllm import envs
 
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter, completion, vllm_sampling
@@ -172,6 +173,13 @@ async def test_an_engine_says_what_attends_and_that_nothing_is_spared(
     _, engine = served
     assert engine.attention_backends == ("CPU_ATTN",)
     assert await engine.kv_reads() == (0, 0)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.usefixtures("served")
+async def test_what_vllm_reads_of_the_environment_for_each_token_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+    assert not envs.VLLM_COMPUTE_NANS_IN_LOGITS
 
 
 @pytest.mark.asyncio(loop_scope="module")
