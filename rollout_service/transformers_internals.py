@@ -17,6 +17,7 @@ NAMES = (
     PrivateName("transformers.modeling_utils", "PreTrainedModel.base_model_prefix", _READ_IN),
     PrivateName("transformers.core_model_loading", "revert_weight_conversion", _READ_IN, ("model", "state_dict")),
     PrivateName("transformers", "PretrainedConfig._attn_implementation", _READ_IN),
+    PrivateName("transformers.activations", "SiLUActivation", _READ_IN),
     PrivateName(
         "transformers.models.qwen3.modeling_qwen3",  # as in the file of every other model
         "eager_attention_forward",
@@ -29,6 +30,7 @@ require_names(("transformers",), NAMES)  # before the imports below, so that all
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.activations import SiLUActivation
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -69,6 +71,11 @@ def eager_attention(module: torch.nn.Module) -> AttentionFunction | None:
         if function is not None:
             return function
     return None
+
+
+def is_silu(activation: Callable[..., torch.Tensor]) -> bool:
+    """Whether a model's activation is SiLU, transformers' or torch's."""
+    return isinstance(activation, (SiLUActivation, torch.nn.SiLU))
 
 
 def kept_in_float32(model: PreTrainedModel) -> frozenset[str]:

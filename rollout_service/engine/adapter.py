@@ -17,7 +17,6 @@ from typing import Any
 
 from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-from vllm.envs import disable_envs_cache, enable_envs_cache
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
@@ -38,7 +37,7 @@ from rollout_service.protocol.rollout import Candidate, Completion, FinishReason
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import Reasoning, Sampling
 from rollout_service.protocol.sampling_mask import pack
-from rollout_service.vllm_internals import made_since, pause_scheduler
+from rollout_service.vllm_internals import environment_as_it_is, made_since, pause_scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +56,8 @@ class EngineAdapter:
         """What the engine was doing at its last step."""
         loggers = [lambda _config, _index: self.scheduler, *([RayStats] if exports else [])]
         os.environ.update(TELL_VLLMS_OWN_PROCESSES)  # noqa: TID251 - they inherit this process's
-        disable_envs_cache()  # an engine of this process before it may have had another environment
-        self._llm = AsyncLLM.from_engine_args(args, stat_loggers=loggers)
-        # as vLLM does in its own process: here its statistics look a variable up for every token, at 2 µs
-        enable_envs_cache()
+        with environment_as_it_is():
+            self._llm = AsyncLLM.from_engine_args(args, stat_loggers=loggers)
         self.staging: Staging | None = None
         """Where its workers stage versions; None before ``connect``."""
         self.attention_backends: tuple[str, ...] = ()

@@ -20,7 +20,6 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 from torch.nn.functional import linear
-from transformers.activations import ACT2FN
 
 from rollout_service.protocol.experts import pieces
 from rollout_service.protocol.upload import TrainerRecipe
@@ -28,6 +27,7 @@ from rollout_service.quant.blockwise import BLOCK, CODES, E4M3_MAX, dequantize_b
 from rollout_service.quant.engine_roundings import EngineRoundings, Kernels, engine_roundings, kernels_of
 from rollout_service.quant.forwards import Forward, Forwards
 from rollout_service.quant.quantizer import Quantizer
+from rollout_service.transformers_internals import is_silu
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_or
 _GROUP_FLOOR = 1e-10
 _FUSED_SCALE_FLOOR = 1 / (E4M3_MAX * 512)
 """Least scale of vLLM's kernels that quantize what they compute themselves (its ``min_scaling_factor``)."""
-_SILU = (nn.SiLU, type(ACT2FN["silu"]))
 _FIRST_WITH_FP8, _HOPPER = (8, 9), 9
 """CUDA's compute capability."""
 Products = Literal["fp8", "bf16", "fp32"]
@@ -245,7 +244,7 @@ def _experts_forward(module: Any, arithmetic: _Arithmetic) -> Forward:
 def _gated_on_gpu(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor, rounded: torch.dtype) -> torch.Tensor:
     """What vLLM's experts make of their gate, all in fp32; only for SiLU is it one kernel with what quantizes it."""
     gated: torch.Tensor
-    if isinstance(activation, _SILU):
+    if is_silu(activation):
         gated = gate * torch.sigmoid(gate) * up  # spelled as there: SiLU may have another last bit
     else:
         gated = (activation(gate).to(rounded) * up).to(rounded).float()

@@ -206,6 +206,7 @@ class TestLiveBeforeDurable:
         slow.open()
         assert (await waiting).durable
         await ingest.commit(4, DURABLE)
+        await ingest.stop()  # what is too old is removed after the new one is durable
         assert slow.begun == [0, 1, 4] and disk.versions() == [1, 4]
 
     async def test_the_newest_version_is_written_before_an_orderly_end(
