@@ -66,5 +66,7 @@ def passed(device: torch.device) -> Callable[[], None]:
     """What waits, with Python's lock free, until all that the current stream has now is done; for any thread."""
     if device.type != "cuda":
         return lambda: None
-    event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
+    # who waits sleeps: by default CUDA keeps a core busy for each thread that waits, and others have work for it
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
     return event.synchronize
