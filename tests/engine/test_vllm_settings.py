@@ -37,7 +37,8 @@ async def test_rope_scaling_is_the_engine_s(tmp_path: Path, monkeypatch: pytest.
             folder = await one.update(version, random_weights(plain, seed=version))
             with_scaling = await long_difference(one, scaled, folder)
             assert with_scaling < BF16_MEAN
-            assert await long_difference(one, plain, folder) > 2 * with_scaling
+            # twice where the processor has AMX, with which attention is in BF16; equal if the engine did not scale
+            assert await long_difference(one, plain, folder) > 1.5 * with_scaling
 
 
 def head_alone(model: Path, seed: int) -> dict[str, torch.Tensor]:
