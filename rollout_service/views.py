@@ -1,10 +1,15 @@
-"""Many tensors in one: torch makes each of them in a single call, where slicing and reshaping are two."""
+"""Tensors seen otherwise, without a copy."""
 
 import torch
 
+SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+"""Bits of elements, by their bytes; a GPU computes with few unsigned integers."""
+
 
 def view_at(storage: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """The elements of ``storage`` from number ``start`` on, as a contiguous tensor of this shape; without a copy.
+    """The elements of ``storage`` from number ``start`` on, as a contiguous tensor of this shape.
+
+    One call of torch, where slicing and reshaping are two.
 
     ``storage``: in one dimension, contiguous, and all of what was allocated: ``start`` counts from there.
     """

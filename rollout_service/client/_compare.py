@@ -23,12 +23,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollout_service.client._gpu_compare import SIGNED, Counting, Found, Uploads, counting, found, runs_of
+from rollout_service.client._gpu_compare import Counting, Found, Uploads, counting, found, runs_of
 from rollout_service.client._pieces import Piece, batches_of
 from rollout_service.gpu_streams import lies_on_gpu, passed, queued_to_host
 from rollout_service.protocol import delta
 from rollout_service.store.manifest import tensor_digests
 from rollout_service.threads import compute_threads
+from rollout_service.views import SIGNED
 
 logger = logging.getLogger("rollout_service.client")
 
@@ -157,20 +158,20 @@ class Comparison:
     def _begin(self, index: int) -> None:
         piece = self._pieces[index]
         flats = [self.waiting[span.tensor][span.part] for span in piece.spans]
-        begun = {span.tensor: self.waiting[span.tensor] for span in piece.spans if not span.part.start}
         if lies_on_gpu(flats[0]) and len({flat.device for flat in flats}) == 1:
             self._on_gpu[index] = flats
-            self._begun_on_gpu |= begun
+            self._begun_on_gpu |= {s.tensor: self.waiting[s.tensor] for s in piece.spans if not s.part.start}
         else:
-            self._begin_on_host(index, flats, begun)
+            self._begin_on_host(index, flats, self.waiting)
         if index == self._batches[self._batch].last:
             self._begin_batch()
 
-    def _begin_on_host(self, index: int, flats: list[torch.Tensor], begun: dict[int, torch.Tensor]) -> None:
+    def _begin_on_host(self, index: int, flats: list[torch.Tensor], tensors: dict[int, torch.Tensor]) -> None:
+        """``tensors``: among them those that begin in the piece."""
         piece = self._pieces[index]
-        if piece.is_part:
-            for number, flat in begun.items():
-                self._digests[number] = self._pool.submit(digest_of, view_of(flat.cpu())).result
+        number, part, _ = piece.spans[0]
+        if piece.is_part and not part.start:
+            self._digests[number] = self._pool.submit(digest_of, view_of(tensors[number].cpu())).result
         work = partial(_compared, self._kept[index], [flat.cpu() for flat in flats], piece)
         self._submit(piece, piece.nbytes, work)
 
@@ -203,8 +204,7 @@ class Comparison:
 
     def _compare_on_host(self) -> None:
         for index, flats in self._on_gpu.items():
-            starts = {span.tensor for span in self._pieces[index].spans if not span.part.start}
-            self._begin_on_host(index, flats, {each: self._begun_on_gpu[each] for each in starts})
+            self._begin_on_host(index, flats, self._begun_on_gpu)
         self._on_gpu, self._begun_on_gpu = {}, {}
 
     def _read_counted(self) -> None:

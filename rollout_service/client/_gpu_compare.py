@@ -27,12 +27,10 @@ from rollout_service.client._pieces import BATCH_BYTES, Batch, Piece
 from rollout_service.gpu_streams import passed, queued_to_host
 from rollout_service.protocol import delta
 from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES, joined_digests
+from rollout_service.views import SIGNED
 
 MOST_CHANGES = BATCH_BYTES // 16
 """That are read at once; or those of a single piece."""
-
-SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""Bits of elements, by their bytes; a GPU computes with few unsigned integers."""
 
 
 class Digests:
@@ -40,18 +38,15 @@ class Digests:
 
     def __init__(self, tensors: Mapping[int, torch.Tensor], device: torch.device) -> None:
         """``tensors``: uint8 [N], at least a byte each. The stream reads them; its allocator may have them then."""
-        from rollout_service.quant.digests import LEAST_BYTES, Hashing  # needs triton
+        from rollout_service.quant.digests import LEAST_BYTES, Hashing, chunks_of  # needs triton
 
         self.tensors = tuple(tensors)
         flats = list(tensors.values())
         addresses = np.array([flat.data_ptr() for flat in flats], np.int64)
         lengths = np.array([flat.nbytes for flat in flats], np.int64)
-        ends = np.cumsum(-(-lengths // CHUNK_BYTES))
-        firsts = np.concatenate([[0], ends])[:-1]
-        self._chunks = {number: slice(*each) for number, *each in zip(tensors, firsts, ends, strict=True)}
-        owners = np.repeat(np.arange(len(flats)), ends - firsts)
-        starts = (np.arange(owners.size) - firsts[owners]) * CHUNK_BYTES
-        nbytes = np.minimum(lengths[owners] - starts, CHUNK_BYTES)
+        owners, starts, nbytes = chunks_of(lengths, CHUNK_BYTES)
+        edges = np.searchsorted(owners, np.arange(len(flats) + 1)).tolist()
+        self._chunks = dict(zip(tensors, map(slice, edges, edges[1:]), strict=True))
         self._hashing = Hashing([np.stack([addresses[owners] + starts, nbytes], axis=1)], device)
         self._hashing.queue(0)
         self._hashing.collect()

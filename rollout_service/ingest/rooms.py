@@ -211,12 +211,11 @@ class _Group(NamedTuple):
 
 def _chunks(pieces: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
     """[chunks, 2]: address and bytes of each ``CHUNK_BYTES`` of these pieces, in order."""
-    from rollout_service.grouped_copy import numbered
+    from rollout_service.quant.digests import chunks_of
 
-    address, nbytes = np.array(pieces, np.int64).reshape(-1, 2).T
-    piece, number = numbered(-(-nbytes // CHUNK_BYTES))
-    start = number * CHUNK_BYTES
-    return np.stack([address[piece] + start, np.minimum(CHUNK_BYTES, nbytes[piece] - start)], axis=1)
+    address, piece_bytes = np.array(pieces, np.int64).reshape(-1, 2).T
+    piece, start, nbytes = chunks_of(piece_bytes, CHUNK_BYTES)
+    return np.stack([address[piece] + start, nbytes], axis=1)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ import triton.language as tl
 import xxhash
 
 from rollout_service.gpu_streams import queued_to, queued_to_host
+from rollout_service.grouped_copy import numbered
 
 Words = npt.NDArray[np.uint64]
 
@@ -142,6 +143,17 @@ class Hashing:
         for number in np.flatnonzero(~self._is_long).tolist():
             found[number] = np.frombuffer(xxhash.xxh3_128_digest(short(number)), np.uint8)
         return found.tobytes()
+
+
+Integers: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+def chunks_of(nbytes: Integers, chunk_bytes: int) -> tuple[Integers, Integers, Integers]:
+    """The chunks of pieces that have so many bytes, in order: of which piece each is, where it begins in it, and its
+    bytes."""
+    piece, number = numbered(-(-nbytes // chunk_bytes))
+    start = number * chunk_bytes
+    return piece, start, np.minimum(chunk_bytes, nbytes[piece] - start)
 
 
 @cache

@@ -19,9 +19,9 @@ import triton.language as tl
 from rollout_service.gpu_streams import queued_to
 from rollout_service.protocol import delta
 from rollout_service.ring import aligned
+from rollout_service.views import SIGNED
 
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-_PLANES = delta.GAP_PLANES + max(_SIGNED)
+_PLANES = delta.GAP_PLANES + max(SIGNED)
 """Of elements that have fewer bytes the last ones are zeros."""
 _AT_ONCE = 1024
 """Changes that a program of the kernel takes together."""
@@ -128,7 +128,7 @@ def made_on(device: torch.device, tensors: Sequence[Changed]) -> Made:
     # Triton launches on the thread's device, wherever the memory is
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         for itemsize, segments, counts in launches:
-            of_launch = torch.empty(sum(counts), dtype=_SIGNED[itemsize], device=device)
+            of_launch = torch.empty(sum(counts), dtype=SIGNED[itemsize], device=device)
             became += of_launch.split(counts)
             if segments:
                 table = queued_to(device, torch.tensor(segments, dtype=torch.int64))
