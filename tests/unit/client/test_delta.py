@@ -44,6 +44,12 @@ async def client(service: RealIngest) -> AsyncIterator[RolloutClient]:
         yield client
 
 
+async def cancelled(pushing: asyncio.Task[WeightStatus]) -> None:
+    pushing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pushing
+
+
 async def push(client: RolloutClient, version: object, tensors: object, **options: object) -> WeightStatus:
     options = {"transport": "delta", "wait": "none", **options}
     return await client.push_weights(version, tensors, **options)  # type: ignore[call-overload, no-any-return]
@@ -391,9 +397,7 @@ class TestFailures:
             patch.setattr(Ingest, "commit", endless)
             pushing = asyncio.create_task(push(client, 2, stepped(weights, 2)))
             await begun.wait()
-            pushing.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await pushing
+            await cancelled(pushing)
         await push(client, 3, stepped(weights, 3))
         assert base_of(service, 3) == (None if whole else 1)
         await require_the_same_as_whole(service, 3, stepped(weights, 3))
@@ -468,9 +472,7 @@ class TestFailures:
             patch.setattr(DeltaPushes, "settled", watched)
             pushing = asyncio.create_task(push(client, 3, stepped(weights, 3)))
             await waits.wait()
-            pushing.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await pushing
+            await cancelled(pushing)
         may_end.set()
         await push(client, 3, stepped(weights, 3))
         assert base_of(service, 3) == 2
