@@ -42,7 +42,7 @@ from rollout_service.protocol.upload import (
 )
 from rollout_service.store.durable_io import remove_tree
 from rollout_service.store.labels import VersionLabels
-from rollout_service.store.log import WeightLog
+from rollout_service.store.log import WeightLog, uploads_folder
 from rollout_service.store.manifest import Recipe
 from rollout_service.store.mapped_files import Registered
 from rollout_service.store.part_space import DirectSpace, MappedSpace, PartSpace
@@ -104,7 +104,7 @@ class Uploads:
         """
         self.memory = LogMemory.of(self._log.root, self._registered)
         if self.memory is not None:
-            kept = self._log.staging(0).with_name(_KEPT_PARTS)
+            kept = uploads_folder(self._log.root) / _KEPT_PARTS
             self._space = MappedSpace(kept, pin if self._converter.uses_gpu else None)
 
     @property
@@ -326,7 +326,7 @@ class Uploads:
             self._staged[begin.version] = await asyncio.to_thread(self._stage, begin, source)
         except OSError as error:
             raise RolloutServiceError(
-                f"version {begin.version} cannot be staged in {self._log.staging(0).parent}: {error}"
+                f"version {begin.version} cannot be staged in {uploads_folder(self._log.root)}: {error}"
             ) from error
         self._dropped.pop(begin.version, None)
         return self._staged[begin.version]
@@ -360,7 +360,7 @@ class Uploads:
         """Take up what an earlier ingest had staged; what can be committed no more is removed."""
         if self._unquantized is not None:
             await asyncio.to_thread(self._unquantized.recover, self._log)
-        staging = self._log.staging(0).parent
+        staging = uploads_folder(self._log.root)
         folders = sorted(staging.iterdir()) if staging.is_dir() else []
         for parts in (path for path in folders if path.name.endswith(".parts")):
             await self._recover(parts)

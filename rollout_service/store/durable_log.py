@@ -25,7 +25,7 @@ from rollout_service.errors import LogCorrupt
 from rollout_service.protocol.weight_log import Head
 from rollout_service.store.direct_io import BLOCK_BYTES, DirectFile, block_buffer
 from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remove_tree, replace_synced, sync_folder
-from rollout_service.store.log import WeightLog
+from rollout_service.store.log import WeightLog, uploads_folder
 from rollout_service.store.manifest import Manifest, StoredTensor
 from rollout_service.store.mapped_files import is_in_memory
 from rollout_service.store.reading import VersionReader, pieces
@@ -123,7 +123,7 @@ class DurableLog:
 
     def _remove_half_done(self) -> None:
         self.log.root.mkdir(parents=True, exist_ok=True)
-        remove_tree(self.log.staging(0).parent)
+        remove_tree(uploads_folder(self.log.root))
         if not (self.log.root / "LATEST").exists():
             # the very first copy may have ended between its two renames; a number that is not in SERVED may have been
             # said to be durable, and then it is LATEST that is missing

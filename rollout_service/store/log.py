@@ -167,7 +167,7 @@ class WeightLog:
 
     def staging(self, version: int) -> Path:
         """Where an upload of ``version`` lies until it is committed."""
-        return self.root / "staging" / str(version)
+        return uploads_folder(self.root) / str(version)
 
     def versions(self) -> list[int]:
         """Committed versions still on disk, oldest first."""
@@ -255,7 +255,7 @@ class WeightLog:
         (self.root / "LATEST").unlink(missing_ok=True)
         for version in self._folders():
             self._set_aside(version)
-        remove_tree(self.staging(0).parent)
+        remove_tree(uploads_folder(self.root))
         self._remove_set_aside()
 
     def adopt(self, head: Head, staged: Path) -> OSError | None:
@@ -346,6 +346,11 @@ class WeightLog:
         for root in self.roots:
             root.mkdir(parents=True, exist_ok=True)
             replace_synced(root / name, content.model_dump_json())
+
+
+def uploads_folder(root: Path) -> Path:
+    """Of the log in ``root``, that of the uploads, each by its version, until they are committed."""
+    return root / "staging"
 
 
 def _verify_layout(fd: int, file: str, tensors: list[StoredTensor], version: int) -> None:

@@ -67,13 +67,17 @@ class StoredTensor(Frozen):
 
     def chunks(self) -> Iterator[Chunk]:
         """All bytes of the tensor, in order: a single chunk if only ``digest`` covers them."""
+        digests = self.digests_of_chunks()
         if not self.chunk_digests:
-            yield Chunk(0, self.nbytes, bytes.fromhex(self.digest))
+            yield Chunk(0, self.nbytes, digests)
             return
-        digests = base64.b64decode(self.chunk_digests)
         for number, start in enumerate(range(0, self.nbytes, CHUNK_BYTES)):
             digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
             yield Chunk(start, min(CHUNK_BYTES, self.nbytes - start), digest)
+
+    def digests_of_chunks(self) -> bytes:
+        """``DIGEST_BYTES`` of each of ``chunks``, one after the other."""
+        return base64.b64decode(self.chunk_digests) if self.chunk_digests else bytes.fromhex(self.digest)
 
 
 def tensor_digests(data: memoryview) -> tuple[str, str]:

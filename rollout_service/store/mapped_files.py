@@ -109,13 +109,15 @@ def close_version_file(fd: int) -> None:
     os.close(fd)
 
 
-def open_version_file(path: Path, *, writable: bool = False) -> int:
+def open_version_file(path: Path, *, writable: bool = False, locked: bool = True) -> int:
     """A file of a committed version, to be read: nobody writes it again before it is closed. Raises OSError.
 
     ``writable``: it is to be mapped, and CUDA registers no memory that is only read. FileNotFoundError if its version
-    was dropped meanwhile.
+    was dropped meanwhile. ``locked``: no for a file of an upload, which its writer may use for another one.
     """
     fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+    if not locked:
+        return fd
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

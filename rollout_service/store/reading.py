@@ -47,17 +47,20 @@ def pieces(chunks: Iterable[tuple[StoredTensor, Chunk]], most_bytes: int) -> Ite
 class VersionReader:
     """The open files of one version, for any number of threads. A context manager.
 
-    ``mapped``: maps files that may be written to by this user, for ``view``. Raises OSError if a file cannot be opened.
-    Every method raises OSError, or LogCorrupt that names tensor, chunk and file.
+    ``mapped``: maps files that may be written to by this user, for ``view``. ``uploaded``: they are those of an upload,
+    which may be written still, or given up: what is read counts once it is compared with a committed manifest. Raises
+    OSError if a file cannot be opened. Every method raises OSError, or LogCorrupt that names tensor, chunk and file.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, mapped: MappedFiles | None = None) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest, mapped: MappedFiles | None = None, *, uploaded: bool = False
+    ) -> None:
         self._version = manifest.version
         self._fds: dict[str, int] = {}
         self._mapped: dict[str, memoryview] = {}
         try:
             for file in manifest.files():
-                self._fds[file] = open_version_file(folder / file, writable=mapped is not None)
+                self._fds[file] = open_version_file(folder / file, writable=mapped is not None, locked=not uploaded)
             if mapped is not None:
                 self._mapped = {file: mapped.of(fd) for file, fd in self._fds.items()}
         except OSError:

@@ -17,7 +17,7 @@ from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import TrainerRecipe, UploadTensor
 from rollout_service.quant.formats import CODE_DTYPES, is_codes
 from rollout_service.store.durable_io import read_sealed, write_sealed
-from rollout_service.store.log import WeightLog
+from rollout_service.store.log import WeightLog, uploads_folder
 from rollout_service.store.manifest import Manifest, Recipe
 from rollout_service.store.rollback import stage_again
 from rollout_service.store.writer import VersionWriter
@@ -123,7 +123,7 @@ class UnquantizedLog:
 
     def recover(self, quantized: WeightLog) -> None:
         """Remove what an ingest that died has left half done, and versions that are others in the log ``quantized``."""
-        shutil.rmtree(self._log.staging(0).parent, ignore_errors=True)
+        shutil.rmtree(uploads_folder(self._log.root), ignore_errors=True)
         try:
             self._log.remove_uncommitted()
             for version in self._log.versions():

@@ -21,6 +21,7 @@ from rollout_service.protocol.tensors import StoredDtype, TensorSlot
 from rollout_service.store.manifest import StoredTensor, joined_digests, tensor_digests
 from rollout_service.store.mapped_files import MappedFiles, Registered, is_in_memory
 from rollout_service.store.spare_files import SpareFiles
+from rollout_service.store.upload_progress import TensorPlace, UploadProgress
 from rollout_service.threads import in_threads
 
 MAX_FILE_BYTES = 1 << 30
@@ -83,6 +84,7 @@ class VersionWriter:
         self._syncing: Future[None] | None = None
         self._unsynced_bytes = 0
         self._lock = threading.Lock()
+        self._progress: UploadProgress | None = None
         try:
             files = [
                 self._open_file(f"weights-{number:05d}.safetensors", group)
@@ -95,6 +97,7 @@ class VersionWriter:
             list(in_threads(lambda file: os.posix_fallocate(file[0], 0, file[1]), new))
             if memory is not None:
                 self._mapped = {file: memory.mapped.of(fd) for file, fd in self._fds.items()}
+                self._progress = UploadProgress(folder, [self._tensor_place(slot) for slot in self._slots.values()])
         except OSError:
             self.close()
             raise
@@ -177,6 +180,12 @@ class VersionWriter:
             digest=digest,
             chunk_digests=chunk_digests,
         )
+        if self._progress is not None:
+            self._progress.stored(name)
+
+    def _tensor_place(self, slot: TensorSlot) -> TensorPlace:
+        file, offset, _ = self._place[slot.name]
+        return TensorPlace(slot.name, slot.dtype, slot.shape, file, offset)
 
     def _sync_early(self, file: str, nbytes: int) -> None:
         """Let the disk work while more is written, or the commit would wait for all of it."""
@@ -228,6 +237,9 @@ class VersionWriter:
 
     def close(self) -> None:
         """Close the files; what was written stays."""
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
         self._syncer.shutdown()
         for fd in self._fds.values():
             os.close(fd)

@@ -8,19 +8,19 @@ of that is queued, and a thread waits once, at the end. The kernels, of one warp
 
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
 from rollout_service.engine.loading.placement import Move, Placement
-from rollout_service.gpu_streams import own_stream
+from rollout_service.gpu_streams import own_stream, queued_to_host
 from rollout_service.store.reading import Piece, VersionReader
 from rollout_service.threads import in_threads
 
 if TYPE_CHECKING:
-    from rollout_service.quant.digests import Hashing
+    from rollout_service.quant.digests import Hashing, Run
 
 PASSAGE_BYTES = 32 << 20
 """Of a file, that are copied, hashed and moved at once."""
@@ -39,17 +39,33 @@ def stage_on_device(
 ) -> None:
     """Copy what ``placement`` has of these pieces to the area, and check all of their chunks.
 
+    As ``copied_and_hashed``. Raises LogCorrupt naming tensor, chunk and file.
+    """
+    for batch, digests in copied_and_hashed(reader, found, placement, area, passages):
+        reader.require([entry for piece in batch for entry in piece.chunks], digests)
+
+
+def copied_and_hashed(
+    reader: VersionReader,
+    found: Iterable[Piece],
+    placement: Placement,
+    area: torch.Tensor,
+    passages: Sequence[torch.Tensor],
+) -> Iterator[tuple[list[Piece], bytes]]:
+    """Copy what ``placement`` has of these pieces to the area, and say which digests the bytes have that it was copied
+    from.
+
     Args:
         reader: has the files mapped.
         found: of at most as many bytes as a passage; asked for while those before are copied.
         area: uint8 [bytes].
         passages: uint8 [bytes], on the same device.
 
-    Raises LogCorrupt naming tensor, chunk and file.
+    Yields pieces that are copied, and the ``DIGEST_BYTES`` of each of their chunks, one after the other.
     """
     batches = _Batches(found)
-    for _ in in_threads(lambda passage: _stage(reader, batches, passage, placement, area), passages):
-        pass
+    for hashed in in_threads(lambda passage: _stage(reader, batches, passage, placement, area), passages):
+        yield from hashed
 
 
 class _Batches:
@@ -74,17 +90,17 @@ def _stage(
     passage: torch.Tensor,
     placement: Placement,
     area: torch.Tensor,
-) -> None:
+) -> list[tuple[list[Piece], bytes]]:
     with _stream(area.device) as stream, _waited_for(stream):
-        hashed = [_queue(reader, batch, passage, placement, area) for batch in batches]
-    for batch, hashing in hashed:
-        _require(reader, batch, hashing)
+        queued = [(batch, *_queue(reader, batch, passage, placement, area)) for batch in batches]
+    return [(batch, hashing.read(short)) for batch, hashing, short in queued]
 
 
 def _queue(
     reader: VersionReader, batch: list[Piece], passage: torch.Tensor, placement: Placement, area: torch.Tensor
-) -> tuple[list[Piece], "Hashing"]:
-    from rollout_service.quant.digests import Hashing, Run  # needs triton
+) -> tuple["Hashing", Callable[[int], memoryview]]:
+    """What says the digests of a batch once the stream has come so far, and the short chunks that it asks for."""
+    from rollout_service.quant.digests import LEAST_BYTES, Hashing, Run  # needs triton
 
     address = passage.data_ptr()
     runs = [
@@ -92,26 +108,36 @@ def _queue(
         for piece in batch
     ]
     hashing = Hashing(runs, area.device)
+    short: dict[int, torch.Tensor] = {}
+    """Copies of these chunks, by their numbers in the batch: the host hashes them, and the file may change."""
+    first = 0
     for number, piece in enumerate(batch):
         source = torch.frombuffer(reader.view(piece), dtype=torch.uint8)
         passage[: piece.nbytes].copy_(source, non_blocking=True)
         hashing.queue(number)
         for move in placement.moves(piece):
             _move(move, passage, area)
+        shorts = [at for at, run in enumerate(runs[number]) if run.nbytes < LEAST_BYTES]
+        short |= _short_chunks(runs[number], shorts, first, passage)
+        first += len(runs[number])
     hashing.collect()
-    return batch, hashing
+
+    def bytes_of(number: int) -> memoryview:
+        data: memoryview = short[number].numpy().data
+        return data
+
+    return hashing, bytes_of
 
 
-def _require(reader: VersionReader, batch: list[Piece], hashing: "Hashing") -> None:
-    """Raises LogCorrupt, once the stream has come so far."""
-    chunks = [(piece, entry) for piece in batch for entry in piece.chunks]
-
-    def short(number: int) -> memoryview:
-        piece, (tensor, chunk) = chunks[number]
-        start = tensor.offset + chunk.start - piece.offset
-        return reader.view(piece)[start : start + chunk.nbytes]
-
-    reader.require([entry for _, entry in chunks], hashing.read(short))
+def _short_chunks(runs: "list[Run]", wanted: list[int], first: int, passage: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Of a piece in its passage, these runs in the host's memory, by their numbers from ``first`` on."""
+    if not wanted:
+        return {}
+    starts = [runs[at].address - passage.data_ptr() for at in wanted]
+    sizes = [runs[at].nbytes for at in wanted]
+    parts = [passage[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=True)]
+    on_host = queued_to_host(torch.cat(parts)).split(sizes)
+    return {first + at: part for at, part in zip(wanted, on_host, strict=True)}
 
 
 def _move(move: Move, passage: torch.Tensor, area: torch.Tensor) -> None:

@@ -8,8 +8,9 @@ reads it while the engine is closed.
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypedDict
@@ -19,8 +20,9 @@ import torch
 from pydantic import ValidationError
 
 from rollout_service.engine.loading.copy_plan import CopyPlan
-from rollout_service.engine.loading.device_staging import PASSAGE_BYTES, PASSAGES, stage_on_device
+from rollout_service.engine.loading.device_staging import PASSAGE_BYTES, PASSAGES, copied_and_hashed, stage_on_device
 from rollout_service.engine.loading.placement import Move, Placement, layout_of, whole_span
+from rollout_service.engine.loading.read_ahead import Copies, ReadAhead
 from rollout_service.engine.loading.shared_memory import Busy, Content, SharedMemory
 from rollout_service.errors import LogCorrupt
 from rollout_service.memory import memory
@@ -79,10 +81,12 @@ class Staged:
     """Whether that is every tensor."""
     refused: str | None = None
     """Why nothing lies there."""
+    ahead_bytes: int = 0
+    """That had been read before the version was committed."""
 
 
 class Stager:
-    """One worker's: reads in a thread of its own."""
+    """One worker's: reads in a thread of its own; of an upload to a log in memory, what is there before its commit."""
 
     def __init__(self, area: "StagingBuffer | None", rank: int, refused: str | None = None) -> None:
         """``rank``: of this engine's workers. ``refused``: why there is no area, if one was asked for."""
@@ -90,6 +94,8 @@ class Stager:
         self._thread = ThreadPoolExecutor(1, "stage")
         self._reading: Future[Staged] | None = None
         self._asked: tuple[Path, str | None] | None = None
+        self._ahead: ReadAhead | None = None
+        self._reading_ahead: Future[None] | None = None
 
     def start(self, folder: Path, digest: str | None, plan: CopyPlan | None) -> None:
         """Begin to read a version as ``plan`` loads it; nothing is left of the one before.
@@ -100,7 +106,10 @@ class Stager:
         if (folder, digest) == self._asked and digest is not None and not self._failed():
             return
         self._asked = folder, digest
-        self._reading = self._thread.submit(self._read, folder, digest, plan)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.stop()
+        self._reading = self._thread.submit(self._read, folder, digest, plan, ahead)
 
     def state(self) -> StagingState:
         """How far the reading is. Raises what ended it, but for a LogCorrupt."""
@@ -121,39 +130,64 @@ class Stager:
         staged = self._reading.result()
         return staged if staged.folder == folder else None
 
+    def loaded(self, plan: CopyPlan | None) -> None:
+        """The version was loaded, and the next one will be as ``plan`` says: of that one, read what is uploaded."""
+        staged = None if self._asked is None else self.staged(self._asked[0])
+        self.forget()
+        if self._area is None or staged is None or plan is None or plan.layout != staged.layout:
+            return
+        self._ahead = self._area.ahead_of(staged, plan.placement, every=self._rank == 0)
+        if self._ahead is not None:
+            self._reading_ahead = self._thread.submit(self._read_ahead, self._ahead, staged.folder.parent)
+
     def forget(self) -> None:
-        """The version was loaded."""
+        """Nothing of what was read will be loaded any more."""
         self.finish()
         self._reading = self._asked = None
         if self._area is not None:
             self._area.release()
 
     def finish(self) -> None:
-        """Wait until nothing is read any more."""
+        """Wait until nothing is read any more; what was read of an upload is forgotten."""
+        if self._ahead is not None:
+            self._ahead.stop()
+            self._ahead = None
+        if self._reading_ahead is not None:
+            wait([self._reading_ahead])
         if self._reading is not None:
             wait([self._reading])
 
     def _failed(self) -> bool:
         return self._reading is not None and self._reading.done() and self._reading.exception() is not None
 
-    def _read(self, folder: Path, digest: str | None, plan: CopyPlan | None) -> Staged:
+    def _read_ahead(self, ahead: ReadAhead, root: Path) -> None:
+        assert self._area is not None
+        try:
+            ahead.run(root, self._area.copying)
+        except (OSError, torch.OutOfMemoryError) as error:
+            logger.warning("a version is read once it is committed, and not before: %s", error)
+
+    def _read(self, folder: Path, digest: str | None, plan: CopyPlan | None, ahead: ReadAhead | None) -> Staged:
+        if self._reading_ahead is not None:
+            self._reading_ahead.result()  # raises what was not expected
         try:
             manifest = read_manifest(folder)
             if digest not in (None, manifest.digest):
                 raise LogCorrupt(f"{folder} holds a version with digest {manifest.digest}, not {digest}")
-            return self._into_area(folder, manifest, plan)
+            return self._into_area(folder, manifest, plan, ahead)
         except (OSError, ValidationError) as error:
             raise LogCorrupt(f"{folder} cannot be read: {error}") from error
 
-    def _into_area(self, folder: Path, manifest: Manifest, plan: CopyPlan | None) -> Staged:
+    def _into_area(self, folder: Path, manifest: Manifest, plan: CopyPlan | None, ahead: ReadAhead | None) -> Staged:
         layout = layout_of(manifest)
         try:
             if self._area is None:
                 raise CannotStage(self._refused or "engine.staging is none")
             planned = plan is not None and plan.layout == layout
             placement = plan.placement if plan is not None and planned else Placement.whole(manifest)
-            self._area.fill(folder, manifest, placement, every=self._rank == 0)
-            return Staged(folder, manifest, layout, placement, is_whole=not planned)
+            self._area.fill(folder, manifest, placement, every=self._rank == 0, ahead=ahead)
+            ahead_bytes = 0 if ahead is None else ahead.read_bytes
+            return Staged(folder, manifest, layout, placement, is_whole=not planned, ahead_bytes=ahead_bytes)
         except CannotStage as refusal:
             if self._rank == 0:
                 verify_tensors(manifest, folder)
@@ -182,11 +216,22 @@ class StagingBuffer:
             sizes = [PASSAGE_BYTES] * PASSAGES + [area_bytes(model)]
             *self._passages, self.memory = _taken(sum(sizes), device, pinned=False).split(sizes)
 
-    def fill(self, folder: Path, manifest: Manifest, placement: Placement, *, every: bool) -> None:
+    def ahead_of(self, loaded: Staged, placement: Placement, *, every: bool) -> ReadAhead | None:
+        """What reads the version after ``loaded`` while it is uploaded; None where that is not possible.
+
+        Arguments as for ``fill``.
+        """
+        if self._mapped is None or not SpareFiles.are_kept_in(loaded.folder.parent):
+            return None
+        return ReadAhead(loaded.manifest, placement, PASSAGE_BYTES, every=every)
+
+    def fill(
+        self, folder: Path, manifest: Manifest, placement: Placement, *, every: bool, ahead: ReadAhead | None = None
+    ) -> None:
         """Read what ``placement`` holds, and check it in the memory that it is copied from, or stays in.
 
-        ``every``: check all other bytes of the version, too. Raises CannotStage, LogCorrupt naming tensor, chunk and
-        file, or OSError.
+        ``every``: check all other bytes of the version, too. ``ahead``: may have read some of it. Raises CannotStage,
+        LogCorrupt naming tensor, chunk and file, or OSError.
         """
         if self.limit_bytes is None:
             self.memory = _taken(placement.nbytes, None, pinned=False)
@@ -198,7 +243,7 @@ class StagingBuffer:
         elif not self.memory.numel():
             self._take_host_memory(folder.parent, self.limit_bytes)
         if self._shared is None:
-            self._read(folder, manifest, placement, every=every)
+            self._read(folder, manifest, placement, every=every, ahead=ahead)
             return
         wanted = Content(digest=manifest.digest, placement=placement.digest, every=every)
         try:
@@ -227,15 +272,28 @@ class StagingBuffer:
         except OSError as error:
             raise CannotStage(str(error)) from error
 
-    def _read(self, folder: Path, manifest: Manifest, placement: Placement, *, every: bool) -> None:
+    @contextmanager
+    def copying(self, folder: Path, manifest: Manifest, placement: Placement) -> Iterator[Copies]:
+        """Of pieces of an upload, to the area."""
+        assert self._mapped is not None
+        self._mapped.prune()
+        on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+        with on_device, VersionReader(folder, manifest, self._mapped, uploaded=True) as reader:
+            yield lambda found: copied_and_hashed(reader, found, placement, self.memory, self._passages)
+
+    def _read(
+        self, folder: Path, manifest: Manifest, placement: Placement, *, every: bool, ahead: ReadAhead | None = None
+    ) -> None:
         with self._reader(folder, manifest) as reader:
             most_bytes = PASSAGE_BYTES if reader.is_mapped else PIECE_BYTES
-            found = pieces(placement.chunks(manifest, every=every), most_bytes)
+            found: Iterable[Piece] = pieces(placement.chunks(manifest, every=every), most_bytes)
             if not self._taken_anew and any(t.nbytes > most_bytes and not t.chunk_digests for t in manifest.tensors):
                 raise CannotStage(
                     f"the manifest of version {manifest.version} has no digests of chunks, as an older release wrote it"
                 )
             if reader.is_mapped:
+                if ahead is not None and ahead.placement is placement:
+                    found = ahead.left_of(manifest)
                 try:
                     stage_on_device(reader, found, placement, self.memory, self._passages)
                 except torch.OutOfMemoryError as error:  # for the tables of what is hashed, some 100 bytes a MiB

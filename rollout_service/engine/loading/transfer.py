@@ -82,6 +82,8 @@ class LoadReport(TypedDict, total=False):
     area_bytes: int
     """Of the staging area."""
     staged_bytes: int
+    ahead_bytes: int
+    """Of the log's files, that were read before the version was committed."""
 
 
 @dataclass
@@ -175,6 +177,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
     def receive_weights(self, update_info: LogUpdateInfo) -> None:
         """Load every tensor of the version. From here on the engine cannot generate."""
         folder = Path(update_info.folder)
+        self._stager.finish()  # reading what is uploaded next, into the same area
         staged = self._stager.staged(folder)
         if staged is None:
             manifest = read_manifest(folder)
@@ -186,6 +189,8 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         else:
             self._load_layerwise(staged)
             self.report = {"way": "layerwise"}
+        if staged.ahead_bytes:
+            self.report["ahead_bytes"] = staged.ahead_bytes
         if staged.refused is not None:
             self.report["unstaged"] = staged.refused
 
@@ -204,7 +209,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         if self._area is not None and self.device.type == "cuda":
             # the copies are only queued, and another stream, or process, writes the next version into the area
             torch.cuda.synchronize(self.device)
-        self._stager.forget()
+        self._stager.loaded(self._plan)
         if self._area is not None and self._area.limit_bytes is not None:
             staged_bytes = 0 if self._plan is None else self._plan.placement.nbytes
             self.report |= {"staging": self.staging, "area_bytes": self._area.limit_bytes, "staged_bytes": staged_bytes}

@@ -1,0 +1,70 @@
+"""What readers see of an upload to a log in memory."""
+
+from pathlib import Path
+
+import pytest
+
+from rollout_service.protocol.tensors import TensorSlot
+from rollout_service.store.mapped_files import MappedFiles
+from rollout_service.store.spare_files import SpareFiles
+from rollout_service.store.upload_progress import TensorPlace, UploadToRead, places_digest
+from rollout_service.store.writer import LogMemory, VersionWriter
+
+SLOTS = [TensorSlot(name=name, dtype="int8", shape=(4, 3)) for name in ("a", "b", "c")]
+
+
+def writer_of(uploads: Path, version: int, *, in_memory: bool = True) -> VersionWriter:
+    folder, spare = uploads / str(version), SpareFiles(uploads.parent)
+    folder.mkdir(parents=True)
+    spare.begin()
+    return VersionWriter(folder, SLOTS, 24, LogMemory(MappedFiles(), spare) if in_memory else None)
+
+
+def store(writer: VersionWriter, *names: str) -> None:
+    for name in names:
+        writer.room(name)[:] = bytes(12)
+        writer.filled(name)
+
+
+def test_a_reader_sees_each_tensor_as_it_is_stored(tmp_path: Path) -> None:
+    writer = writer_of(tmp_path / "staging", 7)
+    with UploadToRead.newest(tmp_path / "staging") or pytest.fail("no upload") as upload:
+        assert upload.folder == tmp_path / "staging" / "7"
+        assert upload.stored().tolist() == [False, False, False]
+        store(writer, "c")
+        assert upload.stored().tolist() == [False, False, True]
+        store(writer, "a", "b")
+        assert not upload.is_over
+        tensors = writer.finish()
+        assert upload.is_over and upload.stored().all()
+        assert upload.places == places_digest(TensorPlace(t.name, t.dtype, t.shape, t.file, t.offset) for t in tensors)
+    assert sorted(path.suffix for path in upload.folder.iterdir()) == [".safetensors"] * 2
+
+
+def test_an_upload_that_is_given_up_is_over(tmp_path: Path) -> None:
+    writer = writer_of(tmp_path / "staging", 7)
+    with UploadToRead.newest(tmp_path / "staging") or pytest.fail("no upload") as upload:
+        store(writer, "b")
+        writer.close()
+        assert upload.is_over and upload.stored().tolist() == [False, True, False]
+    assert UploadToRead.newest(tmp_path / "staging") is None
+
+
+def test_of_several_the_newest_that_is_being_written_is_found(tmp_path: Path) -> None:
+    uploads = tmp_path / "staging"
+    assert UploadToRead.newest(uploads) is None
+    writers = {version: writer_of(uploads, version) for version in (9, 10)}
+    (uploads / "11.parts").mkdir()
+    writer_of(uploads, 11, in_memory=False)
+    for version in (10, 9):
+        with UploadToRead.newest(uploads) or pytest.fail("no upload") as upload:
+            assert upload.folder.name == str(version)
+        writers[version].close()
+    assert UploadToRead.newest(uploads) is None
+
+
+def test_places_tell_versions_of_another_layout() -> None:
+    place = TensorPlace("a", "int8", (4, 3), "file", 8)
+    others = [place._replace(name="b"), place._replace(dtype="bfloat16"), place._replace(shape=(3, 4))]
+    others += [place._replace(file="other"), place._replace(offset=16)]
+    assert len({places_digest([each]) for each in [place, *others]}) == 6
