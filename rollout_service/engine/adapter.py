@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.exceptions import VLLMValidationError
@@ -26,6 +27,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from rollout_service.engine.load_statistics import RayStats, SchedulerLog
+from rollout_service.engine.loading.staging_calls import StageCall, staged_by
 from rollout_service.engine.partial_penalties import with_partial_penalties
 from rollout_service.errors import EngineFailed, InvalidRequest, LogCorrupt, MemoryTaken, NonFiniteLogprob
 from rollout_service.logs import TELL_VLLMS_OWN_PROCESSES
@@ -40,8 +42,6 @@ from rollout_service.protocol.sampling_mask import pack
 from rollout_service.vllm_internals import environment_as_it_is, made_since, pause_scheduler
 
 logger = logging.getLogger(__name__)
-
-_STAGING_POLL_S = 0.02
 
 
 class EngineAdapter:
@@ -62,6 +62,7 @@ class EngineAdapter:
         """Where its workers stage versions; None before ``connect``."""
         self.attention_backends: tuple[str, ...] = ()
         """See ``AttentionStatus``; empty before ``connect``."""
+        self._staging_addresses: tuple[str, ...] = ()
         self._half_loaded: str | None = None
         self._has_loaded = False
         self._load_limit_s, self._loading_since = load_limit_s, math.inf
@@ -102,6 +103,7 @@ class EngineAdapter:
         """Prepare the weight-transfer engine in the workers, and run two steps on the dummy weights."""
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         (self.staging, why), *_ = await self.ask_workers("staging_kind")
+        self._staging_addresses = tuple(await self.ask_workers("staging_address"))
         self.attention_backends = tuple((await self.ask_workers("attention_backends"))[0])
         if why is not None:
             logger.log(logging.WARNING if self.staging == "none" else logging.INFO, "%s", why)
@@ -240,20 +242,19 @@ class EngineAdapter:
         """
         self._require_sound()
         try:
-            await self.ask_workers("stage_version", str(folder), digest)
-            ranks = await self.ask_workers("staging_state")
-            while not all(state["done"] for state in ranks):
-                await asyncio.sleep(_STAGING_POLL_S)
-                ranks = await self.ask_workers("staging_state")
-        except Exception as error:
+            call = StageCall(folder=str(folder), digest=digest)
+            answers = await asyncio.gather(*(staged_by(address, call) for address in self._staging_addresses))
+        except (OSError, ValidationError) as error:
             raise EngineFailed(f"{folder} could not be staged: {error}") from error
-        for rank, state in enumerate(ranks):
-            if state["corrupt"] is not None:
-                raise LogCorrupt(*state["corrupt"])
-            if state["refused"] is not None:
+        for rank, answer in enumerate(answers):
+            if answer.failed is not None:
+                raise EngineFailed(f"rank {rank} could not stage {folder}: {answer.failed}")
+            if answer.corrupt is not None:
+                raise LogCorrupt(*answer.corrupt)
+            if answer.refused is not None:
                 # the first one of a tensor-parallel engine is always too large: it teaches what each rank needs
                 level = logging.WARNING if self._has_loaded else logging.INFO
-                logger.log(level, "rank %d loads %s layer by layer from its files: %s", rank, folder, state["refused"])
+                logger.log(level, "rank %d loads %s layer by layer from its files: %s", rank, folder, answer.refused)
 
     async def load(self, folder: Path, version: int, kv_scales: dict[str, float] | None = None) -> float:
         """Load a committed version while paused; returns seconds. Any failure leaves the engine broken.

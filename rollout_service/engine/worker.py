@@ -1,6 +1,5 @@
 """What replicas may call in vLLM's workers beside vLLM's own methods (``worker_extension_cls``)."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout_service.engine.attention.worker import AttentionWorker
@@ -8,7 +7,6 @@ from rollout_service.engine.sleeping import SleepingWorker
 from rollout_service.kv_scales.worker import KVScalesWorker
 
 if TYPE_CHECKING:
-    from rollout_service.engine.loading.staging import StagingState
     from rollout_service.engine.loading.transfer import LoadReport, LogWeightTransferEngine
     from rollout_service.protocol.fleet import Staging
 
@@ -19,13 +17,9 @@ class VersionStaging(KVScalesWorker, SleepingWorker, AttentionWorker):
 
     weight_transfer_engine: "LogWeightTransferEngine"
 
-    def stage_version(self, folder: str, digest: str | None = None) -> None:
-        """Begin; see ``LogWeightTransferEngine.stage``."""
-        self.weight_transfer_engine.stage(Path(folder), digest)
-
-    def staging_state(self) -> "StagingState":
-        """How far it is; see ``Stager.state``."""
-        return self.weight_transfer_engine.staging_state()
+    def staging_address(self) -> str:
+        """Where versions are staged on request: ``staging_calls.staged_by``."""
+        return self.weight_transfer_engine.staging_server.address
 
     def staging_kind(self) -> "tuple[Staging, str | None]":
         """Where versions are staged, and why, if that was not configured."""

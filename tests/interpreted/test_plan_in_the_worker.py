@@ -14,6 +14,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from rollout_service.engine.loading import staging
+from rollout_service.engine.loading.staging_calls import StageAnswer
 from rollout_service.engine.loading.transfer import LogUpdateInfo, LogWeightTransferEngine
 from rollout_service.engine.plugin import STAGING_KEY
 from rollout_service.errors import LogCorrupt
@@ -134,17 +135,13 @@ def serving(model: torch.nn.Module, rank: int = 0, world_size: int = 1) -> LogWe
     return engine
 
 
-def stage(engine: LogWeightTransferEngine, folder: Path) -> dict[str, Any]:
-    """Returns the state at the end."""
-    engine.stage(folder, read_manifest(folder).digest)
-    while not (state := engine.staging_state())["done"]:
-        engine._stager.finish()
-    return state
+def stage(engine: LogWeightTransferEngine, folder: Path) -> StageAnswer:
+    return engine.stage(folder, read_manifest(folder).digest)
 
 
 def update(engine: LogWeightTransferEngine, folder: Path) -> dict[str, Any]:
     """Load a version; returns the report."""
-    assert stage(engine, folder)["corrupt"] is None
+    assert stage(engine, folder).corrupt is None
     engine.start_weight_update()
     engine.receive_weights(LogUpdateInfo(folder=str(folder)))
     engine.finish_weight_update()
@@ -327,7 +324,7 @@ class TestTensorParallelRank:
         data = bytearray(path.read_bytes())
         data[position] ^= 1
         path.write_bytes(data)
-        corrupt = stage(engine, log.folder(1))["corrupt"]
+        corrupt = stage(engine, log.folder(1)).corrupt
         assert (corrupt is not None) == finds_it
         if corrupt is not None:
             assert "rows.weight" in corrupt[0] and corrupt[1]["chunk"] == 4
@@ -359,7 +356,7 @@ class TestTensorParallelRank:
     ) -> None:
         monkeypatch.setattr(staging, "_SLACK_BYTES", -60)
         engine = serving(Model())
-        assert stage(engine, log.folder(1))["corrupt"] is None
+        assert stage(engine, log.folder(1)).corrupt is None
         flip_a_byte(log, 1, FIRST)
         engine.start_weight_update()
         with pytest.raises(LogCorrupt, match=FIRST):
@@ -377,6 +374,5 @@ class TestTensorParallelRank:
 
     def test_a_version_that_is_not_the_one_that_is_meant_is_refused(self, log: WeightLog) -> None:
         engine = serving(Model())
-        engine.stage(log.folder(1), log.manifest(2).digest)
-        engine._stager.finish()
-        assert "not " + log.manifest(2).digest in engine.staging_state()["corrupt"][0]
+        corrupt = engine.stage(log.folder(1), log.manifest(2).digest).corrupt
+        assert corrupt is not None and "not " + log.manifest(2).digest in corrupt[0]

@@ -8,12 +8,13 @@ reads it while the engine is closed.
 
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypedDict
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from rollout_service.engine.loading.device_staging import PASSAGE_BYTES, PASSAGE
 from rollout_service.engine.loading.placement import Move, Placement, layout_of, whole_span
 from rollout_service.engine.loading.read_ahead import Copies, ReadAhead
 from rollout_service.engine.loading.shared_memory import Busy, Content, SharedMemory
+from rollout_service.engine.loading.staging_calls import StageAnswer
 from rollout_service.errors import LogCorrupt
 from rollout_service.memory import memory
 from rollout_service.pinning import pin
@@ -57,16 +59,6 @@ class CannotStage(Exception):
     """A version does not go into the area, and why; the engine can load it from its files all the same."""
 
 
-class StagingState(TypedDict):
-    """How far a worker is with reading a version. Plain values, since it leaves the process."""
-
-    done: bool
-    refused: str | None
-    """Why the version is not in the staging area."""
-    corrupt: tuple[str, dict[str, object]] | None
-    """Message and detail of a LogCorrupt."""
-
-
 @dataclass(frozen=True)
 class Staged:
     """A version that was read and checked."""
@@ -94,34 +86,32 @@ class Stager:
         self._thread = ThreadPoolExecutor(1, "stage")
         self._reading: Future[Staged] | None = None
         self._asked: tuple[Path, str | None] | None = None
+        self._asking = threading.Lock()
         self._ahead: ReadAhead | None = None
         self._reading_ahead: Future[None] | None = None
 
-    def start(self, folder: Path, digest: str | None, plan: CopyPlan | None) -> None:
-        """Begin to read a version as ``plan`` loads it; nothing is left of the one before.
+    def stage(self, folder: Path, digest: str | None, plan: CopyPlan | None) -> StageAnswer:
+        """Read a version as ``plan`` loads it; nothing is left of the one before. Any thread may call it.
 
         ``digest``: of the manifest that is meant; None: whichever is there. What was staged and not loaded is not read
-        again.
+        again. Raises what ended the reading, but for a LogCorrupt.
         """
-        if (folder, digest) == self._asked and digest is not None and not self._failed():
-            return
+        with self._asking:
+            reading = self._started(folder, digest, plan)
+        try:
+            return StageAnswer(refused=reading.result().refused)
+        except LogCorrupt as error:
+            return StageAnswer(corrupt=(error.message, error.detail))
+
+    def _started(self, folder: Path, digest: str | None, plan: CopyPlan | None) -> Future[Staged]:
+        if (folder, digest) == self._asked and digest is not None and self._reading and not self._failed():
+            return self._reading
         self._asked = folder, digest
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.stop()
         self._reading = self._thread.submit(self._read, folder, digest, plan, ahead)
-
-    def state(self) -> StagingState:
-        """How far the reading is. Raises what ended it, but for a LogCorrupt."""
-        state: StagingState = {"done": True, "refused": None, "corrupt": None}
-        if self._reading is None:
-            return state
-        if not self._reading.done():
-            return {**state, "done": False}
-        try:
-            return {**state, "refused": self._reading.result().refused}
-        except LogCorrupt as error:
-            return {**state, "corrupt": (error.message, error.detail)}
+        return self._reading
 
     def staged(self, folder: Path) -> Staged | None:
         """The version in ``folder``, if it was read and checked."""

@@ -4,6 +4,7 @@ Registered with vLLM by ``plugin.py`` under ``TRANSFER_BACKEND``. Only the folde
 0.32 cannot pass tensors there).
 """
 
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -37,9 +38,9 @@ from rollout_service.engine.loading.staging import (
     Staged,
     Stager,
     StagingBuffer,
-    StagingState,
     area_bytes,
 )
+from rollout_service.engine.loading.staging_calls import StageAnswer, StagingServer
 from rollout_service.engine.loading.staging_choice import StagingChoice, choose
 from rollout_service.engine.loading.stored_tensors import stored_tensors
 from rollout_service.engine.plugin import STAGING_KEY
@@ -155,13 +156,17 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
     def init_transfer_engine(self, init_info: LogInitInfo) -> None:
         """Nothing to connect to."""
 
-    def stage(self, folder: Path, digest: str | None = None) -> None:
-        """Begin to read and check a version while the engine serves. ``digest``: of the manifest that is meant."""
-        self._stager.start(folder, digest, self._plan)
+    def stage(self, folder: Path, digest: str | None = None) -> StageAnswer:
+        """Read and check a version, in any thread, while the engine serves. ``digest``: of the manifest that is meant.
 
-    def staging_state(self) -> StagingState:
-        """See ``Stager.state``."""
-        return self._stager.state()
+        Raises what ended it, but for a LogCorrupt.
+        """
+        return self._stager.stage(folder, digest, self._plan)
+
+    @functools.cached_property
+    def staging_server(self) -> StagingServer:
+        """What replicas have ``stage`` done by."""
+        return StagingServer(self.stage)
 
     def forget_staged(self) -> None:
         """Nothing of what was staged will be loaded."""
@@ -217,6 +222,8 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
 
     def shutdown(self) -> None:
         """Let the reading end."""
+        if "staging_server" in vars(self):
+            self.staging_server.close()
         self._stager.finish()
 
     def _load_layerwise(self, staged: Staged) -> None:

@@ -1,0 +1,95 @@
+"""What a replica is told by a worker that it has asked to stage a version."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rollout_service.engine.loading import staging_calls
+from rollout_service.engine.loading.staging_calls import StageAnswer, StageCall, StagingServer, staged_by
+
+CALL = StageCall(folder="/log/3", digest="abc")
+WAIT_S = 60
+
+
+@contextmanager
+def serving(stage: Callable[[Path, str | None], StageAnswer]) -> Iterator[str]:
+    server = StagingServer(stage)
+    try:
+        yield server.address
+    finally:
+        server.close()
+
+
+async def test_the_worker_is_told_what_to_stage_and_its_answer_is_told() -> None:
+    asked = []
+    answers = [
+        StageAnswer(),
+        StageAnswer(refused="too large"),
+        StageAnswer(corrupt=("chunk 3 of w\nis not", {"tensor": "w", "chunk": 3})),
+    ]
+
+    def stage(folder: Path, digest: str | None) -> StageAnswer:
+        asked.append((folder, digest))
+        return answers[len(asked) - 1]
+
+    with serving(stage) as address:
+        for answer in answers:
+            assert await staged_by(address, CALL) == answer
+    assert asked == [(Path("/log/3"), "abc")] * 3
+
+
+async def test_what_fails_in_the_worker_is_told() -> None:
+    def stage(folder: Path, digest: str | None) -> StageAnswer:
+        raise RuntimeError(f"no plan for {folder}")
+
+    with serving(stage) as address:
+        assert await staged_by(address, CALL) == StageAnswer(failed="RuntimeError: no plan for /log/3")
+
+
+async def test_who_stops_waiting_may_ask_again(caplog: pytest.LogCaptureFixture) -> None:
+    asked, go_on = threading.Semaphore(0), threading.Event()
+
+    def stage(folder: Path, digest: str | None) -> StageAnswer:
+        asked.release()
+        assert go_on.wait(WAIT_S)
+        return StageAnswer()
+
+    with serving(stage) as address:
+        first = asyncio.create_task(staged_by(address, CALL))
+        assert await asyncio.to_thread(asked.acquire, timeout=WAIT_S)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        second = asyncio.create_task(staged_by(address, CALL))
+        assert await asyncio.to_thread(asked.acquire, timeout=WAIT_S)
+        go_on.set()
+        assert await second == StageAnswer()
+
+
+async def test_a_worker_that_has_ended_is_an_error() -> None:
+    with serving(lambda _folder, _digest: StageAnswer()) as address:
+        pass
+    with pytest.raises(OSError):
+        await staged_by(address, CALL)
+
+
+async def test_a_worker_that_ends_meanwhile_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    # as if it was killed before it answers
+    monkeypatch.setattr(staging_calls._Handler, "handle", lambda handler: handler.rfile.readline())
+    with (
+        serving(lambda _folder, _digest: StageAnswer()) as address,
+        pytest.raises(ConnectionResetError, match="ended while it staged"),
+    ):
+        await staged_by(address, CALL)
+
+
+async def test_another_user_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(lambda _folder, _digest: StageAnswer()) as address:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(ConnectionResetError):
+            await staged_by(address, CALL)
