@@ -1,11 +1,13 @@
 """An engine that stages from the mapped files of a log in memory holds the bytes of each version."""
 
+import asyncio
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from rollout_service.store.manifest import read_manifest
 from tests.support.engine_layout import engine_digests, quantize
 from tests.support.models import random_weights
 from tests.support.one_engine import running
@@ -34,3 +36,23 @@ async def test_versions_are_staged_from_files_that_are_used_again(
             assert {n for n in expected if not n.endswith(DECODED) and held.get(n) != expected[n]} == set()
             assert (await one.load_report())["way"] == ("layerwise" if version == 1 else "plan")
     assert len(set.union(*files)) == 3 * len(files[0])  # two versions are kept, and one is being written
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+async def test_a_version_is_staged_before_it_is_committed(
+    family: str, in_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(family, in_memory, monkeypatch, **SETTINGS) as one:
+        for version in range(1, 7):
+            weights = random_weights(one.config.model.path, seed=version)
+            await one.begin(version, weights)
+            while version > 1 and not (await one.engine.ask_workers("has_read_ahead"))[0]:
+                await asyncio.sleep(0.01)
+            folder = await one.commit_begun(version)
+            await one.load(folder, version)
+            held, expected = await one.digests(), engine_digests(quantize(weights))
+            assert {n for n in expected if not n.endswith(DECODED) and held.get(n) != expected[n]} == set()
+            report = await one.load_report()
+            assert report["way"] == ("layerwise" if version == 1 else "plan")
+            stored_bytes = sum(tensor.nbytes for tensor in read_manifest(folder).tensors)
+            assert report.get("ahead_bytes", 0) == (0 if version == 1 else stored_bytes)

@@ -13,15 +13,19 @@ from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_confi
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from rollout_service.engine.loading import staging
+from rollout_service.engine.loading import read_ahead, staging
 from rollout_service.engine.loading.staging_calls import StageAnswer
 from rollout_service.engine.loading.transfer import LogUpdateInfo, LogWeightTransferEngine
 from rollout_service.engine.plugin import STAGING_KEY
 from rollout_service.errors import LogCorrupt
 from rollout_service.protocol.tensors import TensorSlot
+from rollout_service.store import manifest as manifest_module
+from rollout_service.store import reading
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest, Recipe, read_manifest
-from rollout_service.store.writer import VersionWriter
+from rollout_service.store.mapped_files import MappedFiles
+from rollout_service.store.spare_files import SpareFiles
+from rollout_service.store.writer import LogMemory, VersionWriter
 from tests.unit.store.versions import FIRST, SECOND, commit, flip_a_byte
 
 
@@ -120,13 +124,15 @@ class Copying(Model):
         return loaded
 
 
-def serving(model: torch.nn.Module, rank: int = 0, world_size: int = 1) -> LogWeightTransferEngine:
+def serving(
+    model: torch.nn.Module, rank: int = 0, world_size: int = 1, staging: str = "host"
+) -> LogWeightTransferEngine:
     """As vLLM makes it in a worker whose model has its dummy weights; with a plan, as on a GPU."""
     record_metadata_for_reloading(model)
     for layer in model.children():
         layer.quant_method.process_weights_after_loading(layer)
     config = SimpleNamespace(
-        additional_config={STAGING_KEY: "host"},
+        additional_config={STAGING_KEY: staging},
         parallel_config=SimpleNamespace(rank=rank, world_size=world_size),
         model_config=SimpleNamespace(dtype=torch.float32, enable_sleep_mode=False, hf_text_config=SimpleNamespace()),
     )
@@ -271,20 +277,71 @@ class Shard(torch.nn.Module):
         return tensor if dim is None else tensor.chunk(2, dim)[self._rank]
 
 
-def commit_matrices(log: WeightLog, version: int, *, extra: bool = False) -> dict[str, torch.Tensor]:
-    """A version of random numbers; returns them. ``extra``: with a tensor that the model does not have."""
+def written(
+    log: WeightLog, version: int, *, extra: bool = False, memory: LogMemory | None = None
+) -> tuple[dict[str, torch.Tensor], VersionWriter]:
+    """A version of random numbers that is not committed. ``extra``: with a tensor that the model does not have."""
     generator = torch.Generator().manual_seed(version)
     shapes = {"rows.weight": (ROWS, COLUMNS), "norm.weight": (COLUMNS,), "columns.weight": (ROWS, COLUMNS)}
     shapes |= {"extra.weight": (COLUMNS,)} if extra else {}
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     folder = log.staging(version)
     folder.mkdir(parents=True)
-    writer = VersionWriter(folder, [TensorSlot(name=n, dtype="float32", shape=s) for n, s in shapes.items()])
+    slots = [TensorSlot(name=n, dtype="float32", shape=s) for n, s in shapes.items()]
+    writer = VersionWriter(folder, slots, memory=memory)
     for name, tensor in tensors.items():
-        writer.write(name, tensor.numpy().data)
+        if memory is None:
+            writer.write(name, tensor.numpy().data)
+        else:
+            writer.room(name)[:] = tensor.numpy().data.cast("B")
+            writer.filled(name)
+    return tensors, writer
+
+
+def commit_written(log: WeightLog, version: int, writer: VersionWriter) -> None:
     recipe = Recipe(weights="none")
     log.commit(Manifest(version=version, fingerprint="model", recipe=recipe, tensors=writer.finish()), "keep")
+
+
+def commit_matrices(log: WeightLog, version: int, *, extra: bool = False) -> dict[str, torch.Tensor]:
+    """A version of ``written``, committed; returns its tensors."""
+    tensors, writer = written(log, version, extra=extra)
+    commit_written(log, version, writer)
     return tensors
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_upload_to_a_log_in_memory_is_read_before_it_is_committed(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"ROWS": 64, "COLUMNS": 40}.items():  # hashing takes long in the interpreter
+        monkeypatch.setitem(globals(), name, value)
+    for module in (manifest_module, reading, read_ahead):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
+    # the device is this machine's memory
+    monkeypatch.setattr(staging, "pin", lambda _: lambda: None)
+    monkeypatch.setattr(SpareFiles, "are_kept_in", staticmethod(lambda _: True))
+    log, model = WeightLog(tmp_path / "log"), Shard(rank)
+    memory = LogMemory(MappedFiles(), SpareFiles(log.root))
+    memory.spare.begin()
+    engine = serving(model, rank, world_size=2, staging="device")
+    for version in range(4):
+        tensors, writer = written(log, version, memory=memory)
+        if (ahead := engine._stager._reading_ahead) is not None:
+            ahead.result(60)
+        commit_written(log, version, writer)
+        report = update(engine, log.folder(version))
+        assert report["way"] == ("plan" if version else "layerwise")
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, model.part(name, tensors[name])), (version, name)
+        stored_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        if version == 0:
+            assert "ahead_bytes" not in report
+        elif rank == 0:  # which checks all of it
+            assert report["ahead_bytes"] == stored_bytes
+        else:
+            assert 0 < report["ahead_bytes"] < stored_bytes
+    engine.shutdown()
 
 
 class TestTensorParallelRank:

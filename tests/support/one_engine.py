@@ -50,11 +50,21 @@ class OneEngine:
         self, version: int, weights: dict[str, torch.Tensor], kv_scales: dict[str, float] | None = None
     ) -> Path:
         """Commit a version, which the engine does not load yet; returns its folder."""
+        await self.begin(version, weights, kv_scales)
+        return await self.commit_begun(version)
+
+    async def begin(
+        self, version: int, weights: dict[str, torch.Tensor], kv_scales: dict[str, float] | None = None
+    ) -> None:
+        """Have a version converted, which is not committed yet."""
         folder = self.config.model.path.parent / f"trainer-{version}"
         folder.mkdir()
         save_file(weights, folder / "model.safetensors")
         source = PathSource(path=folder)
         await self._ingest.begin(BeginUpload(version=version, source=source, kv_scales=kv_scales))
+
+    async def commit_begun(self, version: int) -> Path:
+        """Commit a version that was begun; returns its folder."""
         await self._ingest.commit(version, CommitUpload())
         self.newest = version
         return WeightLog(self.config.weights.root).folder(version)

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -267,8 +267,7 @@ class StagingBuffer:
         """Of pieces of an upload, to the area."""
         assert self._mapped is not None
         self._mapped.prune()
-        on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-        with on_device, VersionReader(folder, manifest, self._mapped, uploaded=True) as reader:
+        with self._on_device(), VersionReader(folder, manifest, self._mapped, uploaded=True) as reader:
             yield lambda found: copied_and_hashed(reader, found, placement, self.memory, self._passages)
 
     def _read(
@@ -300,7 +299,7 @@ class StagingBuffer:
             return VersionReader(folder, manifest)
         self._mapped.prune()
         try:
-            with torch.cuda.device(self._device):
+            with self._on_device():
                 return VersionReader(folder, manifest, self._mapped)
         except FileNotFoundError:
             raise
@@ -309,10 +308,14 @@ class StagingBuffer:
             self._mapped = None
             return VersionReader(folder, manifest)
 
+    def _on_device(self) -> AbstractContextManager[object]:
+        """A thread's device is the first one, if nobody says otherwise: what is registered would be with that."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
     def _lane(self) -> "_Lane":
         if not self.memory.is_cuda:
             return _Fill(self.memory)
-        with torch.cuda.device(self._device):  # a thread's is the first one: pinning would take a context there
+        with self._on_device():
             return _ToDevice(self.memory, self._device)
 
     def release(self) -> None:
