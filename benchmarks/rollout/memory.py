@@ -45,8 +45,9 @@ from benchmarks.common.work import Work, WorkOptions
 from benchmarks.rollout.throughput import bare
 from benchmarks.rollout.turns import Case as Turns
 from benchmarks.rollout.turns import take_turns
+from benchmarks.update.busy import rollouts
 from benchmarks.update.live import Case as Update
-from benchmarks.update.live import Transport, push, rollouts
+from benchmarks.update.live import Transport, push
 from rollout_service.client import RolloutClient
 from rollout_service.config import QuantConfig, ServiceConfig
 from rollout_service.model.quant_plan import SCALE_SUFFIX
@@ -183,7 +184,7 @@ async def measure_service(url: str, folder: Path, work: Work, case: Case) -> Non
         case.staged = replica.staging or case.staged
         say(f"{case.tokens_per_s:,.0f} tokens/s; now an update")
         update = Update(case.model, Transport.PATH, case.layers)
-        async with rollouts(client, 64):
+        with rollouts(url, 64):
             await push(client, 1, folder, update)
         case.closed_s, case.load_s = update.closed_s, update.load_s
 

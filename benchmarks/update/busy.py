@@ -1,8 +1,16 @@
 """A constant number of requests under way while something else is measured."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import multiprocessing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from multiprocessing.synchronize import Event
+
+from rollout_service.client import RolloutClient
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 64, 256
+_END_S = 60
+"""In which the rollouts under way end."""
 
 
 @asynccontextmanager
@@ -24,3 +32,44 @@ async def busy(concurrent: int, request: Callable[[int], Awaitable[object]]) -> 
             yield
         finally:
             stop.set()
+
+
+@contextmanager
+def rollouts(url: str, concurrent: int) -> Iterator[None]:
+    """So many rollouts at any time, by a client in a process of its own: in a trainer's they would take the lock of
+    Python from the threads of its push. Raises RuntimeError if it fails.
+    """
+    context = multiprocessing.get_context("spawn")
+    begun, stop = context.Event(), context.Event()
+    client = context.Process(target=_generate, args=(url, concurrent, begun, stop), daemon=True)
+    client.start()
+    try:
+        while not begun.wait(1):
+            _require_alive(client.is_alive(), client.exitcode)
+        yield
+        _require_alive(client.is_alive(), client.exitcode)
+    finally:
+        stop.set()
+        client.join(_END_S)
+        client.terminate()
+
+
+def _require_alive(is_alive: bool, code: int | None) -> None:
+    if not is_alive:
+        raise RuntimeError(f"the process that asks for rollouts has ended with code {code}")
+
+
+def _generate(url: str, concurrent: int, begun: Event, stop: Event) -> None:
+    async def run() -> None:
+        async with RolloutClient(url) as client:
+
+            def request(number: int) -> Awaitable[object]:
+                prompt = list(range(number + 10, number + 10 + PROMPT_TOKENS))
+                return client.generate(prompt, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+
+            await request(0)
+            async with busy(concurrent, request):
+                begun.set()
+                await asyncio.to_thread(stop.wait)
+
+    asyncio.run(run())

@@ -18,10 +18,11 @@ Transports:
   of the BF16 weights the last bit changes between two versions (``benchmarks.update.delta`` measures steps of an
   optimizer); for all other transports every weight does. The first push, of everything, is not measured;
 
-This process is the trainer: it has its weights on a GPU, the engine's own if it sees no other, else the last one, and
-changes all of them for each version; but the folder of ``path`` stays what it is. With the log in memory the first
-versions after a start are slower, as each process registers the memory of three versions with CUDA: these pushes,
-``--warmups`` of them by the first transport, are ``first_push_s``; of others, one, where the first takes memory.
+The rollouts are another process's. This one is the trainer: it has its weights on a GPU, the engine's own if it sees no
+other, else the last one, and changes all of them for each version; but the folder of ``path`` stays what it is. With
+the log in memory the first versions after a start are slower, as each process registers the memory of three versions
+with CUDA: these pushes, ``--warmups`` of them by the first transport, are ``first_push_s``; of others, one, where the
+first takes memory.
 
 ``all_live_s`` is from the last part's acknowledgement, or for ``path`` and ``nccl`` from the call, until the commit is
 answered: what is left is converted and synced to disk, and each replica has checked, staged and loaded it. ``push_s``
@@ -38,8 +39,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -65,7 +65,7 @@ from benchmarks.common.gpu_service import (
 from benchmarks.common.random_weights import gaussian
 from benchmarks.common.shapes import write_config
 from benchmarks.common.work import WorkOptions
-from benchmarks.update.busy import busy
+from benchmarks.update.busy import rollouts
 from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
 from rollout_service.model.served_model import ServedModel
@@ -76,7 +76,6 @@ from rollout_service.store.mapped_files import is_in_memory
 RESULT = "update_live"
 SAME = ("model", "door", "layers", "scales_policy", "durability", "staging", "replicas", "gpus", "ingest_beside")
 """Fields in which two cases agree that measured the same."""
-PROMPT_TOKENS, OUTPUT_TOKENS = 64, 256
 LEAST_REPEATS = 3
 DELTA_SHARE = 0.02
 """Of BF16 weights, that differ between two versions."""
@@ -275,16 +274,6 @@ async def live(client: RolloutClient, version: int) -> WeightStatus:
     return status
 
 
-def rollouts(client: RolloutClient, concurrent: int) -> AbstractAsyncContextManager[None]:
-    """So many at any time."""
-
-    def request(number: int) -> Awaitable[object]:
-        prompt = list(range(number + 10, number + 10 + PROMPT_TOKENS))
-        return client.generate(prompt, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-
-    return busy(concurrent, request)
-
-
 @dataclass(frozen=True)
 class Updates:
     """What is pushed, by which transports, and what else goes on."""
@@ -302,20 +291,21 @@ class Updates:
         version = 0
         trainer = None if all(case.door == Transport.PATH for case in self.cases) else Trainer(self.folder, url)
         failed: list[str] = []
-        async with RolloutClient(url) as client, rollouts(client, self.concurrent):
-            for number, case in enumerate(self.cases):
-                if case.door == Transport.NCCL and (case.gpus < 2 or case.ingest_beside == Beside.TRAINER):
-                    print("nccl: not measured, trainer and ingest need a GPU each, and share one", flush=True)
-                    continue
-                try:
-                    version = await self._case(client, case, version, number == 0, trainer)
-                except RolloutServiceError as error:  # the other cases may be measured all the same
-                    print(f"{case.door}: {error}", flush=True)
-                    failed.append(case.door)
-                    version = max(status.version for status in await client.weights())
-                else:
-                    keep(case, self.concurrent)
-                    print(json.dumps(asdict(case)), flush=True)
+        with rollouts(url, self.concurrent):
+            async with RolloutClient(url) as client:
+                for number, case in enumerate(self.cases):
+                    if case.door == Transport.NCCL and (case.gpus < 2 or case.ingest_beside == Beside.TRAINER):
+                        print("nccl: not measured, trainer and ingest need a GPU each, and share one", flush=True)
+                        continue
+                    try:
+                        version = await self._case(client, case, version, number == 0, trainer)
+                    except RolloutServiceError as error:  # the other cases may be measured all the same
+                        print(f"{case.door}: {error}", flush=True)
+                        failed.append(case.door)
+                        version = max(status.version for status in await client.weights())
+                    else:
+                        keep(case, self.concurrent)
+                        print(json.dumps(asdict(case)), flush=True)
         if failed:
             raise RuntimeError(f"not measured: {', '.join(failed)}")
 

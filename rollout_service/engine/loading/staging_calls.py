@@ -95,7 +95,14 @@ async def staged_by(address: str, call: StageCall) -> StageAnswer:
 
     Whoever is cancelled leaves the worker to it: the same call afterwards does not have it read again.
     """
-    reader, writer = await asyncio.open_unix_connection(address)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        # uvloop, on which Ray Serve runs replicas, connects to no abstract name
+        await asyncio.get_running_loop().sock_connect(connection, address)
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
+    except BaseException:
+        connection.close()
+        raise
     try:
         writer.write(call.model_dump_json().encode() + b"\n")
         await writer.drain()

@@ -43,6 +43,17 @@ async def test_the_worker_is_told_what_to_stage_and_its_answer_is_told() -> None
     assert asked == [(Path("/log/3"), "abc")] * 3
 
 
+def test_a_replica_of_ray_serve_asks_by_uvloop() -> None:
+    uvloop = pytest.importorskip("uvloop")
+    with (
+        serving(lambda _folder, _digest: StageAnswer(refused="too large")) as address,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        assert runner.run(staged_by(address, CALL)) == StageAnswer(refused="too large")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, pytest.raises(ConnectionRefusedError):
+        runner.run(staged_by(address, CALL))
+
+
 async def test_what_fails_in_the_worker_is_told() -> None:
     def stage(folder: Path, digest: str | None) -> StageAnswer:
         raise RuntimeError(f"no plan for {folder}")
