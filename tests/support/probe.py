@@ -68,7 +68,7 @@ class Probe(VersionStaging):
     def has_read_ahead(self) -> bool:
         """Whether all of a version that is not committed yet was read."""
         ahead = self.weight_transfer_engine._stager._ahead
-        return ahead is not None and bool(ahead._is_read.all())
+        return ahead is not None and ahead.is_whole
 
     def sequences_that_share(self) -> int:
         """How many read a common prompt in the last step that decoded; 0 where attention is another backend's."""

@@ -50,29 +50,16 @@ class ReadAhead:
         """
         self.placement = placement
         self._loaded, self._most_bytes, self._every = loaded, most_bytes, every
-        self._places = _places_of(loaded)
-        self._pieces = self._pieces_of(loaded)
-        tensors = {tensor.name: number for number, tensor in enumerate(_in_order(loaded))}
-        self._first = np.array([tensors[piece.chunks[0][0].name] for piece in self._pieces], np.int64)
-        self._last = np.array([tensors[piece.chunks[-1][0].name] for piece in self._pieces], np.int64)
-        """Tensors of each piece, by their places in the order of the files."""
-        ends = np.cumsum([len(piece.chunks) for piece in self._pieces], dtype=np.int64).tolist()
-        self._begins = [0, *ends[:-1]]
-        """Of each piece, its first chunk among those of all pieces, which are these of all of the version's:"""
-        first_chunk = dict(zip(tensors, accumulate(map(_num_chunks, _in_order(loaded)), initial=0), strict=False))
-        self._chunks = np.array(
-            [
-                first_chunk[tensor.name] + chunk.start // CHUNK_BYTES
-                for piece in self._pieces
-                for tensor, chunk in piece.chunks
-            ],
-            np.int64,
-        )
-        self._is_read = np.zeros(len(self._pieces), np.bool_)
-        self._digests = np.zeros((len(self._chunks), DIGEST_BYTES), np.uint8)
         self._stop = threading.Event()
+        self._read: _PiecesRead | None = None
+        self._places = b""
         self.read_bytes = 0
         """Of the version that ``left_of`` was asked about, that need not be read again."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of an upload was read."""
+        return self._read is not None and bool(self._read.is_read.all())
 
     def run(self, root: Path, copying: Callable[[Path, Manifest, Placement], AbstractContextManager[Copies]]) -> None:
         """Read uploads to the log in ``root`` until one was read whole, or until ``stop``.
@@ -80,12 +67,14 @@ class ReadAhead:
         ``copying``: gives what copies from the folder of an upload whose tensors lie as in this manifest. What was read
         of an upload that is dropped is forgotten when another one has begun. Raises OSError.
         """
-        while not self._stop.is_set() and not self._is_read.all():
+        self._places = _places_of(self._loaded)
+        self._read = _PiecesRead(self._pieces_of(self._loaded), self._loaded)
+        while not self._stop.is_set() and not self.is_whole:
             with UploadToRead.newest(uploads_folder(root)) or nullcontext() as upload:
                 if upload is not None and upload.places == self._places:
-                    self._is_read[:] = False
+                    self._read.is_read[:] = False
                     with suppress(FileNotFoundError), copying(upload.folder, self._loaded, self.placement) as copies:
-                        self._follow(upload, copies)
+                        self._follow(upload, copies, self._read)
             self._stop.wait(_LOOK_FOR_UPLOAD_S)
 
     def stop(self) -> None:
@@ -95,45 +84,75 @@ class ReadAhead:
     def left_of(self, manifest: Manifest) -> list[Piece]:
         """The pieces of a committed version whose bytes, as it has them, are not in the area. After ``run``."""
         self.read_bytes = 0
-        if _places_of(manifest) != self._places:
+        if self._read is None or _places_of(manifest) != self._places:
             return self._pieces_of(manifest)
-        committed = b"".join(tensor.digests_of_chunks() for tensor in _in_order(manifest))
-        expected = np.frombuffer(committed, np.uint8).reshape(-1, DIGEST_BYTES)[self._chunks]
-        is_same = (expected == self._digests).all(axis=1)
-        is_there = self._is_read & np.logical_and.reduceat(is_same, self._begins)
-        self.read_bytes = sum(piece.nbytes for piece in compress(self._pieces, is_there))
-        if is_there.all():
-            return []
-        return list(compress(self._pieces_of(manifest), ~is_there))
+        is_there = self._read.are_those_of(manifest)
+        self.read_bytes = sum(piece.nbytes for piece in compress(self._read.pieces, is_there))
+        return [] if is_there.all() else list(compress(self._pieces_of(manifest), ~is_there))
 
     def _pieces_of(self, manifest: Manifest) -> list[Piece]:
         return list(pieces(self.placement.chunks(manifest, every=self._every), self._most_bytes))
 
-    def _follow(self, upload: UploadToRead, copies: Copies) -> None:
+    def _follow(self, upload: UploadToRead, copies: Copies, read: "_PiecesRead") -> None:
         """Read what is stored of an upload, as it comes, until it is over."""
-        numbers = {(piece.file, piece.offset): number for number, piece in enumerate(self._pieces)}
-        while not self._stop.is_set() and not self._is_read.all():
+        while not self._stop.is_set() and not read.is_read.all():
             is_over = upload.is_over
-            ready = self._ready(upload.stored())[:_AT_ONCE]
+            ready = read.ready(upload.stored())[:_AT_ONCE]
             if not ready and is_over:
                 return
             if not ready:
                 self._stop.wait(_LOOK_FOR_TENSORS_S)
-            for batch, digests in copies([self._pieces[number] for number in ready]):
-                found = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
-                at = 0
-                for piece in batch:
-                    number = numbers[piece.file, piece.offset]
-                    begin, count = self._begins[number], len(piece.chunks)
-                    self._digests[begin : begin + count] = found[at : at + count]
-                    self._is_read[number] = True
-                    at += count
+            for batch, digests in copies(ready):
+                read.note(batch, digests)
 
-    def _ready(self, is_stored: npt.NDArray[np.bool_]) -> list[int]:
-        """Pieces that are not read and of which every tensor is stored."""
+
+class _PiecesRead:
+    """Which pieces of a version were read, and the digests that their chunks had."""
+
+    def __init__(self, found: list[Piece], manifest: Manifest) -> None:
+        """``found``: in the order of the files. ``manifest``: of a version with these pieces."""
+        self.pieces = found
+        self.is_read = np.zeros(len(found), np.bool_)
+        self._numbers = {(piece.file, piece.offset): number for number, piece in enumerate(found)}
+        order = [tensor.name for tensor in _in_order(manifest)]
+        tensors = dict(zip(order, range(len(order)), strict=True))
+        self._first = np.array([tensors[piece.chunks[0][0].name] for piece in found], np.int64)
+        self._last = np.array([tensors[piece.chunks[-1][0].name] for piece in found], np.int64)
+        """Tensors of each piece, by their places in the order of the files."""
+        self._begins = list(accumulate((len(piece.chunks) for piece in found[:-1]), initial=0))
+        """Of each piece, its first chunk among those of all pieces."""
+        counts = [len(tensor.digests_of_chunks()) // DIGEST_BYTES for tensor in _in_order(manifest)]
+        self._all_chunks = sum(counts)
+        first_chunk = dict(zip(order, accumulate(counts[:-1], initial=0), strict=True))
+        self._chunks = np.array(
+            [first_chunk[t.name] + chunk.start // CHUNK_BYTES for piece in found for t, chunk in piece.chunks], np.int64
+        )
+        """Chunks of the pieces among all that the version has."""
+        self._digests = np.zeros((len(self._chunks), DIGEST_BYTES), np.uint8)
+
+    def ready(self, is_stored: npt.NDArray[np.bool_]) -> list[Piece]:
+        """Those that are not read and of which every tensor is stored. ``is_stored``: [tensors]"""
         stored = np.concatenate([[0], np.cumsum(is_stored)])
-        is_ready = stored[self._last + 1] - stored[self._first] == self._last + 1 - self._first
-        return np.flatnonzero(is_ready & ~self._is_read).tolist()
+        are_stored = stored[self._last + 1] - stored[self._first] == self._last + 1 - self._first
+        return list(compress(self.pieces, are_stored & ~self.is_read))
+
+    def note(self, batch: Iterable[Piece], digests: bytes) -> None:
+        """These were read. ``digests``: of their chunks, one after the other."""
+        found, at = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES), 0
+        for piece in batch:
+            number, count = self._numbers[piece.file, piece.offset], len(piece.chunks)
+            self._digests[self._begins[number] : self._begins[number] + count] = found[at : at + count]
+            self.is_read[number] = True
+            at += count
+
+    def are_those_of(self, manifest: Manifest) -> npt.NDArray[np.bool_]:
+        """Of each piece, whether it was read and is the version's. [pieces]"""
+        committed = b"".join(tensor.digests_of_chunks() for tensor in _in_order(manifest))
+        if len(committed) != DIGEST_BYTES * self._all_chunks:  # of a version that an older release wrote
+            return np.zeros_like(self.is_read)
+        expected = np.frombuffer(committed, np.uint8).reshape(-1, DIGEST_BYTES)[self._chunks]
+        is_same = (expected == self._digests).all(axis=1)
+        return self.is_read & np.logical_and.reduceat(is_same, self._begins)
 
 
 def _in_order(manifest: Manifest) -> Iterator[StoredTensor]:
@@ -143,7 +162,3 @@ def _in_order(manifest: Manifest) -> Iterator[StoredTensor]:
 
 def _places_of(manifest: Manifest) -> bytes:
     return places_digest(TensorPlace(t.name, t.dtype, t.shape, t.file, t.offset) for t in _in_order(manifest))
-
-
-def _num_chunks(tensor: StoredTensor) -> int:
-    return len(tensor.digests_of_chunks()) // DIGEST_BYTES
