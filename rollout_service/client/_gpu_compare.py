@@ -9,7 +9,9 @@ Of the GPU's memory that takes ``BATCH_BYTES`` (128 MiB) up to four times: for t
 there, the one that is counted, the one of which changes are read, and the one that the GPU is not quite done with; up
 to twice ``PIECE_BYTES`` (64 MiB in all) for a piece's new bytes in one stretch and for its counting; and some 30 bytes
 for each change, of which ``MOST_CHANGES`` (a quarter of a GB) are read at once. New tensors are held until those of
-their batch are all there, another ``BATCH_BYTES``. These figures are computed, not measured.
+their batch are all there, another ``BATCH_BYTES``, and what they were quantized from until the batch was waited for: if
+the trainer does not hold it anyhow, another four times ``BATCH_BYTES`` for BF16, and the largest tensor. These figures
+are computed, not measured.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from rollout_service.client._pieces import BATCH_BYTES, Batch, Piece
-from rollout_service.gpu_streams import passed, queued_to_host
+from rollout_service.gpu_streams import passed, queued_to_host, upload_stream
 from rollout_service.protocol import delta
 from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES, joined_digests
 from rollout_service.views import SIGNED
@@ -185,7 +187,7 @@ class Uploads:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = upload_stream(device) if device.type == "cuda" else None
         self._begun: dict[int, tuple[torch.Tensor, torch.cuda.Event | None]] = {}
 
     def begin(self, number: int, batch: Batch, kept: Sequence[torch.Tensor]) -> None:
