@@ -4,6 +4,7 @@ And small copies that do not wait: a thread that waits queues nothing meanwhile,
 GPU it serves them in turns.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,12 +14,26 @@ import torch
 _of_thread = threading.local()
 
 
+def current_stream_is_own() -> None:
+    """From now on this thread's own stream of each GPU is the one that is current, whichever that is.
+
+    For a thread that ends after a push: torch keeps the memory of each stream that ever allocated some, and would hand
+    such a thread another one of its 32 streams each time.
+    """
+    _of_thread.keeps_current = True
+
+
 @contextmanager
 def own_stream(gpu: torch.device) -> Iterator[torch.cuda.Stream]:
     """What is queued inside goes to this thread's own stream, after what its current one has.
 
-    Of the lowest priority that there is, which is also that of an engine's own kernels.
+    Of the lowest priority that there is, which is also that of an engine's own kernels. After
+    ``current_stream_is_own`` it stays in the current one.
     """
+    if getattr(_of_thread, "keeps_current", False):
+        with torch.cuda.device(gpu):
+            yield torch.cuda.current_stream(gpu)
+        return
     streams: dict[torch.device, torch.cuda.Stream] | None = getattr(_of_thread, "streams", None)
     if streams is None:
         streams = _of_thread.streams = {}
@@ -41,6 +56,12 @@ def own_stream_done(gpu: torch.device) -> Iterator[None]:
             yield
         finally:
             stream.synchronize()
+
+
+@functools.cache
+def upload_stream(gpu: torch.device) -> torch.cuda.Stream:
+    """The process's stream for copies to a GPU that go on beside what is computed there."""
+    return torch.cuda.Stream(gpu)
 
 
 def lies_on_gpu(tensor: torch.Tensor) -> bool:

@@ -27,6 +27,7 @@ from rollout_service.client._gpu_compare import Counting, Found, Uploads, counti
 from rollout_service.client._pieces import Piece, batches_of
 from rollout_service.gpu_streams import lies_on_gpu, passed, queued_to_host
 from rollout_service.protocol import delta
+from rollout_service.quant.verdicts import Verdicts
 from rollout_service.store.manifest import tensor_digests
 from rollout_service.threads import compute_threads
 from rollout_service.views import SIGNED
@@ -97,9 +98,15 @@ def digest_of(data: memoryview) -> str:
 class Comparison:
     """Of the tensors of a new version with the ``kept`` pieces of the old one. A context manager, for one thread."""
 
-    def __init__(self, pieces: Sequence[Piece], kept: Sequence[torch.Tensor]) -> None:
-        """``pieces``: as of ``pieces_of``. ``kept``: uint8, on the CPU."""
-        self._pieces, self._kept = pieces, kept
+    def __init__(self, pieces: Sequence[Piece], kept: Sequence[torch.Tensor], verdicts: Verdicts) -> None:
+        """
+        Args:
+            pieces: as of ``pieces_of``.
+            kept: uint8, on the CPU.
+            verdicts: of the tensors that are added. They are required where a batch is waited for anyhow, and before
+                ``finish`` returns.
+        """
+        self._pieces, self._kept, self._verdicts = pieces, kept, verdicts
         self._next = 0
         self._batches = batches_of(pieces)
         self._batch = 0
@@ -108,7 +115,8 @@ class Comparison:
         self._begun_on_gpu: dict[int, torch.Tensor] = {}
         """Tensors that begin in these."""
         self._counting: Counting | None = None
-        """The batch before, if a GPU compares it."""
+        """The batch before, if a GPU compares it, and what waits for the verdicts that were asked until then."""
+        self._require_sound: Callable[[], None] = _nothing
         self._uploads: dict[torch.device, Uploads] = {}
         self._pool = ThreadPoolExecutor(compute_threads(), "delta")
         self._compared: deque[tuple[Piece, int, Future[list[_SpanChange]]]] = deque()
@@ -142,8 +150,12 @@ class Comparison:
             del self.waiting[tensor]
 
     def finish(self) -> dict[int, Changed | None]:
-        """What became of the tensors that were compared, by their places in the table."""
+        """What became of the tensors that were compared, by their places in the table.
+
+        Raises QuantizationError for the first of them, or of those that were made with them, that may not be.
+        """
         self._read_counted()
+        self._verdicts.require()
         self._compare_on_host()  # a batch that is not complete: whoever finishes does not want the rest
         while self._compared:
             self._take_first()
@@ -185,11 +197,14 @@ class Comparison:
                 counted = self._counted(number, devices.pop())
             except torch.cuda.OutOfMemoryError as error:
                 _warn_of_no_room(error)
+        require_sound = self._verdicts.collect()
         # the GPU has the next batch to do while this waits for the one before
         self._read_counted()
         if counted is None:
+            require_sound()
             self._compare_on_host()
-        self._counting = counted
+        else:
+            self._counting, self._require_sound = counted, require_sound
         self._on_gpu, self._begun_on_gpu = {}, {}
 
     def _counted(self, number: int, device: torch.device) -> Counting:
@@ -212,6 +227,8 @@ class Comparison:
         if self._counting is None:
             return
         counted, self._counting = self._counting, None
+        require_sound, self._require_sound = self._require_sound, _nothing
+        require_sound()
         counts, batch = counted.counts(), counted.batch
         if counted.digests is not None:
             for tensor in counted.digests.tensors:
@@ -272,6 +289,10 @@ class Comparison:
             return None
         self._elements_bytes += elements.nbytes
         return elements
+
+
+def _nothing() -> None:
+    """Where nothing was asked."""
 
 
 def _warn_of_no_room(error: Exception) -> None:

@@ -24,6 +24,7 @@ from rollout_service.model.convert import Named
 from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.upload import Announcement, CommitUpload, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
+from rollout_service.quant.verdicts import Verdicts
 
 if TYPE_CHECKING:
     import torch
@@ -97,15 +98,18 @@ class DeltaPushes:
             converter = await push.thread.call(converter_of, await ControlCalls(self._http).recipe())
             table = tuple(converter.table(source.table))
             announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
-            stored = converter.convert(gathering.begin(), to_cpu=False)
+            tensors = gathering.begin()
             await self.settled()
             sent, self._sent = self._sent, None
             if sent is not None:
                 await push.thread.call(sent.become_newer, version)
             if sent is None or not sent.may_be_base_of(version, table):
                 sent = sent if sent is not None and sent.table == table else SentWeights(table)
+                stored = converter.convert(tensors, to_cpu=False)
                 return await self._push_whole(push, announced, sent, sent.take(stored))
-            changes = await self._compared(push, sent, stored)
+            verdicts = Verdicts()
+            stored = converter.convert(tensors, to_cpu=False, verdicts=verdicts)
+            changes = await self._compared(push, sent, stored, verdicts)
             if changes is not None and (status := await self._push_changes(push, announced, sent, changes)):
                 return status
             return await self._push_whole(push, announced, sent, sent.stream())
@@ -127,11 +131,13 @@ class DeltaPushes:
         self._applying = thread.submit(sent.apply_newer)
         thread.shutdown(wait=False)  # it ends with this work
 
-    async def _compared(self, push: Push, sent: SentWeights, stored: Iterable[Named]) -> Changes | None:
+    async def _compared(
+        self, push: Push, sent: SentWeights, stored: Iterable[Named], verdicts: Verdicts
+    ) -> Changes | None:
         """See ``SentWeights.changes_to``. Weights that cannot be compared, such as NaN, leave ``sent`` what it was."""
         base = sent.version
         try:
-            changes = await push.thread.call(sent.changes_to, stored)
+            changes = await push.thread.call(sent.changes_to, stored, verdicts)
         except Exception:
             if sent.version is not None:
                 self._sent = sent

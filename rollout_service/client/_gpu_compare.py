@@ -6,10 +6,11 @@ zero, and copied to the host, where the threads that compress wait for them. The
 counts are waited for: the GPU has work meanwhile.
 
 Of the GPU's memory that takes ``BATCH_BYTES`` (128 MiB) up to four times: for the batch whose old bytes are copied
-there, the one that is counted, the one of which changes are read, and the one that the GPU is not quite done with; up
-to twice ``PIECE_BYTES`` (64 MiB in all) for a piece's new bytes in one stretch and for its counting; and some 30 bytes
-for each change, of which ``MOST_CHANGES`` (a quarter of a GB) are read at once. New tensors are held until those of
-their batch are all there, another ``BATCH_BYTES``. These figures are computed, not measured.
+there, the one that is counted, the one of which changes are read, and the one that the GPU is not quite done with; and
+some 40 bytes for each change, of which ``MOST_CHANGES`` (a third of a GB) are read at once. New tensors are held until
+those of their batch are all there, another ``BATCH_BYTES``, and what they were quantized from until the batch was
+waited for: if the trainer does not hold it anyhow, another four times ``BATCH_BYTES`` for BF16, and the largest tensor.
+These figures are computed, not measured.
 """
 
 from __future__ import annotations
@@ -24,10 +25,9 @@ import numpy.typing as npt
 import torch
 
 from rollout_service.client._pieces import BATCH_BYTES, Batch, Piece
-from rollout_service.gpu_streams import passed, queued_to_host
+from rollout_service.gpu_streams import passed, queued_to_host, upload_stream
 from rollout_service.protocol import delta
 from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES, joined_digests
-from rollout_service.views import SIGNED
 
 MOST_CHANGES = BATCH_BYTES // 16
 """That are read at once; or those of a single piece."""
@@ -111,14 +111,17 @@ def counting(
 
     Raises ``torch.cuda.OutOfMemoryError``.
     """
-    counts = []
-    for piece, place, flats in zip(pieces, batch.places, new, strict=True):
-        now = flats[0] if len(flats) == 1 else torch.cat(list(flats))
-        difference = old[place].view(SIGNED[piece.itemsize])
-        torch.sub(now.view(difference.dtype), difference, out=difference)
-        counts.append(torch.count_nonzero(difference))
+    from rollout_service.grouped_difference import Pair, subtract_in_place  # needs triton
+
+    begin = old.data_ptr()
+    pairs = [
+        Pair(flat.data_ptr(), begin + place.start + span.place.start, flat.nbytes, piece.itemsize, number)
+        for number, (piece, place, flats) in enumerate(zip(pieces, batch.places, new, strict=True))
+        for span, flat in zip(piece.spans, flats, strict=True)
+    ]
+    counts = subtract_in_place(pairs, len(pieces), old.device)
     digests = Digests(tensors, old.device) if tensors else None
-    return Counting(batch, old, digests, queued_to_host(torch.stack(counts)), passed(old.device))
+    return Counting(batch, old, digests, queued_to_host(counts), passed(old.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +152,19 @@ def found(differences: torch.Tensor, count: int) -> Found:
     gaps = positions - 1
     gaps[1:].sub_(positions[:-1])
     zigzag = (of_changed << 1) ^ (of_changed >> (8 * itemsize - 1))
-    planes = torch.cat(
+    # in one copy to the host, each row ``count`` bytes: positions and differences as they are, then the planes
+    rows = torch.cat(
         [
+            positions.view(torch.uint8).view(-1, count),
+            of_changed.view(torch.uint8).view(-1, count),
             gaps.view(torch.uint8).view(-1, gaps.element_size())[:, : delta.GAP_PLANES].t(),
             zigzag.view(torch.uint8).view(-1, itemsize).t(),
         ]
     )
-    on_host = [queued_to_host(each).numpy() for each in (positions, of_changed, planes)]
-    return Found(on_host[0], on_host[1], on_host[2], passed(differences.device))
+    on_host = queued_to_host(rows).numpy()
+    numbers, planes = on_host[: -delta.GAP_PLANES - itemsize].reshape(-1), on_host[-delta.GAP_PLANES - itemsize :]
+    end = count * positions.element_size()
+    return Found(numbers[:end].view("i4"), numbers[end:].view(f"i{itemsize}"), planes, passed(differences.device))
 
 
 def _now() -> None:
@@ -185,7 +193,7 @@ class Uploads:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = upload_stream(device) if device.type == "cuda" else None
         self._begun: dict[int, tuple[torch.Tensor, torch.cuda.Event | None]] = {}
 
     def begin(self, number: int, batch: Batch, kept: Sequence[torch.Tensor]) -> None:

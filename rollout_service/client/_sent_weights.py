@@ -17,6 +17,7 @@ from rollout_service.model.convert import Named
 from rollout_service.protocol import delta
 from rollout_service.protocol.base import NEXT, NewVersion
 from rollout_service.protocol.upload import DTYPE_BYTES, Delta, TensorChange, UploadTensor, base_digest
+from rollout_service.quant.verdicts import Verdicts
 from rollout_service.threads import in_threads
 
 LARGEST_SHARE = 1 / 8
@@ -93,14 +94,19 @@ class SentWeights:
         for number in range(len(self.table)):
             yield from self._bytes_of(number)
 
-    def changes_to(self, stored: Iterable[Named]) -> Changes | None:
+    def changes_to(self, stored: Iterable[Named], verdicts: Verdicts | None = None) -> Changes | None:
         """What makes these tensors ``stored``, which has the same names, dtypes and shapes in the same order.
 
         None if it has more than ``LARGEST_SHARE`` of their bytes: these are ``stored`` then, and no version.
+
+        ``verdicts``: that ``stored`` asks, as ``Converter.convert`` does. What is told of their numbers is required
+        before this returns, for tensors that are compared also before anything here is changed.
         """
+        verdicts = verdicts or Verdicts()
         most_bytes = LARGEST_SHARE * self.nbytes
         coming = enumerate(stored)
-        with Comparison(self._pieces, [kept for kept in self._kept if kept is not None]) as comparison:
+        kept = [each for each in self._kept if each is not None]
+        with Comparison(self._pieces, kept, verdicts) as comparison:
             for number, (_, tensor) in coming:
                 comparison.add(number, bytes_of(tensor))
                 del tensor
@@ -116,6 +122,8 @@ class SentWeights:
         for number, (_, tensor) in coming:
             self._replace(number, bytes_of(tensor))
             del tensor
+            verdicts.require()
+        verdicts.require()
         return None
 
     def announced(self, changes: Changes) -> Delta:

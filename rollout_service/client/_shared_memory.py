@@ -36,6 +36,8 @@ from rollout_service.tasks import raise_first_failure
 if TYPE_CHECKING:
     import torch
 
+    from rollout_service.quant.verdicts import Verdicts
+
 logger = logging.getLogger("rollout_service.client")
 BATCH_BYTES = 256 << 20
 """Of one batch, unless a single tensor is larger."""
@@ -193,6 +195,7 @@ class SharedMemoryPushes:
         *,
         otherwise: bool,
         again: bool,
+        verdicts: Verdicts | None = None,
     ) -> tuple[int, str] | None:
         """Announce a version and send its tensors. Returns its number, and the digest of the whole upload.
 
@@ -202,8 +205,9 @@ class SharedMemoryPushes:
             otherwise: there is another way: None is returned if the ingest cannot reach the memory.
             again: the tensors can be read once more, from the first on: None is returned, too, if the service has
                 dropped what it was sent.
+            verdicts: that ``tensors`` ask: those of a batch are required before the ingest is told of it.
 
-        Raises NotShared, and what the service refuses tensors with.
+        Raises NotShared, QuantizationError by ``verdicts``, and what the service refuses tensors with.
         """
         try:
             memory = await self._memory_for(table, thread)
@@ -220,7 +224,7 @@ class SharedMemoryPushes:
             logger.info("weights do not go through memory of this kind: %s", error)
             return None
         try:
-            await send_shared(self._http, memory, plan.version, source, tensors, thread, progress)
+            await send_shared(self._http, memory, plan.version, source, tensors, thread, progress, verdicts)
         except BaseException as error:
             self.close()  # the ingest may be reading what the next push would write
             if not isinstance(error, NotFound) or not again:
@@ -279,11 +283,15 @@ def batches(tensors: Iterable[UploadTensor], batch_bytes: int) -> Iterator[list[
 
 
 def fill(
-    memory: TrainersMemory, start: int, batch: list[UploadTensor], tensors: Iterator[tuple[str, torch.Tensor]]
+    memory: TrainersMemory,
+    start: int,
+    batch: list[UploadTensor],
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    verdicts: Verdicts | None,
 ) -> tuple[SharedTensor, ...]:
     """Copy the next tensors, which are those of ``batch``, into the memory from ``start`` on.
 
-    The copies are done when this returns. Raises ValueError for another tensor.
+    The copies are done when this returns. Raises ValueError for another tensor, and what ``verdicts`` raise.
     """
     import torch
 
@@ -301,8 +309,11 @@ def fill(
         placed.append(SharedTensor(name=name, offset=start))
         start += aligned(max(tensor.nbytes, 1))
         del tensor  # before a generator makes the next
+    require_sound = None if verdicts is None else verdicts.collect()
     for gpu in gpus:
         torch.cuda.current_stream(gpu).synchronize()
+    if require_sound is not None:
+        require_sound()
     return tuple(placed)
 
 
@@ -314,10 +325,11 @@ async def send_shared(
     tensors: Iterable[tuple[str, torch.Tensor]],
     thread: TensorThread,
     progress: Progress | None,
+    verdicts: Verdicts | None,
 ) -> None:
     """Send the tensors of a version that was announced with ``source``; all have been read when this returns.
 
-    Raises what the service refuses a batch with.
+    Raises what ``verdicts`` raise, and what the service refuses a batch with.
     """
     coming, done_bytes = iter(tensors), 0
     total_bytes = sum(tensor.nbytes for tensor in source.tensors)
@@ -336,7 +348,7 @@ async def send_shared(
             while (start := ring.take(sum(aligned(max(tensor.nbytes, 1)) for tensor in batch))) is None:
                 await asyncio.wait([under_way.popleft()])  # what it raises cancels this, too
                 ring.give_back(1)
-            placed = await thread.call(fill, memory, start, batch, coming)
+            placed = await thread.call(fill, memory, start, batch, coming, verdicts)
             nbytes = sum(tensor.nbytes for tensor in batch)
             under_way.append(group.create_task(send(number, placed, nbytes)))
         await thread.call(next, coming, None)  # a source that has more says so

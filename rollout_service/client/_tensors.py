@@ -6,7 +6,6 @@ Only what is called from ``push_weights`` is here; torch is imported when it is 
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -199,9 +198,16 @@ def _spell(entry: UploadTensor | None) -> str:
     return f"{entry.name} {entry.dtype}{list(entry.shape)}" if entry else "nothing more"
 
 
-def _cuda_stream_of_this_thread() -> Callable[[], None] | None:
+def _cuda_stream_of_this_thread() -> Callable[[], None]:
     import torch
 
-    if not torch.cuda.is_initialized():
-        return None
-    return functools.partial(torch.cuda.set_stream, torch.cuda.current_stream())
+    from rollout_service.gpu_streams import current_stream_is_own
+
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def initialize() -> None:
+        current_stream_is_own()
+        if stream is not None:
+            torch.cuda.set_stream(stream)
+
+    return initialize

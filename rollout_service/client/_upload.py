@@ -185,9 +185,14 @@ class Uploader:
                 table = tuple(converter.table(table))
             ways = self._ways_of(source, transport, table)
             for kind in ways:
+                verdicts: Verdicts | None = None
                 if quantize == "trainer":
+                    from rollout_service.quant.verdicts import Verdicts  # needs torch
+
                     # the host's memory takes codes from the CPU, a GPU's and a part from wherever they are
-                    stored = converter.convert(gathering.tensors, to_cpu=kind == "shared_memory")
+                    to_cpu = kind == "shared_memory"
+                    verdicts = None if to_cpu else Verdicts()  # who copies to the CPU waits anyhow
+                    stored = converter.convert(gathering.tensors, to_cpu=to_cpu, verdicts=verdicts)
                 try:
                     sent = await self._shared[kind].push(
                         partial(announcement, version, kv_scales=kv_scales, label=label),
@@ -197,6 +202,7 @@ class Uploader:
                         progress,
                         otherwise=transport == "auto",
                         again=transport == "auto" and source.can_be_read_again,
+                        verdicts=verdicts,
                     )
                 except QuantizationError as error:
                     raise _staged_still(version, error) from error

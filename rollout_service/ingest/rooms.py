@@ -131,12 +131,12 @@ class Rooms:
                     hashing.queue(number)
                 self._copy_to_rooms(held, device)
                 hashing.collect()
-                self._verdicts.collect()
+                require_sound = self._verdicts.collect()
             finally:  # nothing is copied to a room that is given up
                 if stream is not None:
                     with self._others_turn():
                         stream.synchronize()
-            self._verdicts.require()
+            require_sound()
             found, at = hashing.read(short), 0
         for each, end in zip(held, ends, strict=True):
             self._writer.filled(each.name, found[at * DIGEST_BYTES : end * DIGEST_BYTES])

@@ -96,7 +96,7 @@ class Converter:
         not allow; InvalidManifest for codes of a tensor that stays in BF16.
 
         ``verdicts``: what lies on a GPU is yielded once it is queued on the thread's own stream (``own_stream``), which
-        is to be the current one; what is wrong with its numbers is asked there, and ``Verdicts.require`` raises it.
+        is to be the current one; what is wrong with its numbers is asked there, and ``Verdicts`` raises it.
         """
         batch: list[Named] = []
         batch_bytes = 0
@@ -118,7 +118,7 @@ class Converter:
     def _convert_batch(self, batch: list[Named], to_cpu: bool, verdicts: Verdicts | None) -> Iterator[Named]:
         quantized = [self._quantizes(name, tensor) for name, tensor in batch]
         wanted = list(compress(batch, quantized))
-        are_sound = self._sound_on_gpu(list(compress(batch, map(not_, quantized))), verdicts)
+        are_sound = self._sound_on_gpu(batch, list(compress(batch, map(not_, quantized))), verdicts)
         results = iter(
             self._quantizer.quantize(wanted, to_cpu=to_cpu, left_on_gpu=not to_cpu, verdicts=verdicts) if wanted else ()
         )
@@ -144,17 +144,18 @@ class Converter:
     def _quantizes(self, name: str, tensor: torch.Tensor) -> bool:
         return name in self._quantized and not is_codes(tensor)
 
-    def _sound_on_gpu(self, batch: Sequence[Named], verdicts: Verdicts | None) -> bool:
-        """Whether these lie on a GPU, and their numbers are what they may be, or ``verdicts`` will tell: one wait for
-        all of them.
+    def _sound_on_gpu(self, batch: Sequence[Named], kept: Sequence[Named], verdicts: Verdicts | None) -> bool:
+        """Whether those of a batch that are kept lie on a GPU, and their numbers are what they may be, or ``verdicts``
+        will tell: one wait for all of them.
 
         If not, ``_require_sound`` looks at each, and says which one is not, and why.
         """
-        if not batch or not all(lies_on_gpu(tensor) for _, tensor in batch):
+        if not kept or not all(lies_on_gpu(tensor) for _, tensor in kept):
             return False
-        is_sound = self._are_sound(batch)
+        is_sound = self._are_sound(kept)
         if verdicts is None:
             return bool(is_sound)
+        # of the whole batch, so that the first that is at fault is named, and not the first of the kept ones
         verdicts.ask(is_sound, lambda: self._require_all_sound(batch))
         return True
 

@@ -57,7 +57,7 @@ class Quantizer:
         Raises QuantizationError naming the first weight that holds NaN or infinity.
 
         ``verdicts``: of weights that lie on a GPU and are left there, the call returns when all is queued on the
-        thread's own stream (``own_stream``), whether they are finite is asked there, and ``require`` raises.
+        thread's own stream (``own_stream``), whether they are finite is asked there, and ``Verdicts`` raises.
         """
         if not weights:
             return []

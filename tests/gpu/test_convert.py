@@ -49,8 +49,8 @@ def queued(recipe: TrainerRecipe, weights: Mapping[str, torch.Tensor]) -> dict[s
     gpu, verdicts = torch.device("cuda", 0), Verdicts()
     with own_stream_done(gpu):
         stored = dict(Converter(recipe).convert(weights.items(), to_cpu=False, verdicts=verdicts))
-        verdicts.collect()
-    verdicts.require()
+        require_sound = verdicts.collect()
+    require_sound()
     return stored
 
 

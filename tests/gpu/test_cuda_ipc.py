@@ -95,14 +95,15 @@ async def test_a_trainer_that_is_killed_in_the_middle_leaves_a_sound_ingest(serv
     assert memories._opened == {}
 
 
-async def test_a_number_that_is_none_is_refused_by_name(service: RealIngest, model: Path) -> None:
+@pytest.mark.parametrize("quantize", ["service", "trainer"])
+async def test_a_number_that_is_none_is_refused_by_name(service: RealIngest, model: Path, quantize: str) -> None:
     for name in ("model.norm.weight", "model.layers.0.mlp.up_proj.weight"):  # kept, and quantized
         trainer = await asyncio.create_subprocess_exec(
-            *arguments(service, model, "service", 1), name, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            *arguments(service, model, quantize, 1), name, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         _, error = await trainer.communicate()
         assert trainer.returncode and "QuantizationError" in error.decode() and name in error.decode()
-    assert len(await digests(*arguments(service, model, "service", 1))) == 2
+    assert len(await digests(*arguments(service, model, quantize, 1))) == 2
 
 
 async def test_the_allocators_settings_do_not_matter(service: RealIngest, model: Path) -> None:

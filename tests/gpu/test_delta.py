@@ -8,8 +8,16 @@ import pytest
 import torch
 
 from rollout_service.client import RolloutClient
+from rollout_service.client._sent_weights import Changes, SentWeights
+from rollout_service.client._tensors import TensorSource, TensorThread
+from rollout_service.config.engine import QuantConfig
+from rollout_service.errors import QuantizationError
 from rollout_service.ingest.sources import gpu_changes
 from rollout_service.ingest.sources.gpu_changes import Changed, Made, made_on
+from rollout_service.model.convert import Converter
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.upload import TrainerRecipe
+from rollout_service.quant.verdicts import Verdicts
 from tests.support.models import make_model
 from tests.unit.client.real_ingest import real_ingest
 from tests.unit.ingest.trainer import folder_weights
@@ -51,6 +59,71 @@ async def test_a_delta_is_found_on_the_gpu(
             assert pushed.digest == whole.digest
             assert (pushed.delta_of is None) == (version == 0)
             step(weights, generator)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"])
+async def test_a_nan_is_refused_by_name_and_the_base_stays_what_it_was(tmp_path: Path, name: str) -> None:
+    folder = make_model(tmp_path / "model", "qwen3")
+    weights = {name: tensor.cuda() for name, tensor in folder_weights(folder).items()}
+    generator = torch.Generator("cuda").manual_seed(0)
+    async with (
+        real_ingest(folder, tmp_path / "log") as service,
+        RolloutClient(service.url) as client,
+        RolloutClient(service.url) as other,
+    ):
+        base = await client.push_weights("next", weights, transport="delta", wait="none")
+        step(weights, generator)
+        broken = weights | {name: weights[name].clone()}
+        broken[name].view(-1)[-1] = torch.nan
+        with pytest.raises(QuantizationError, match=rf"{name}\[.*\] is nan"):
+            await client.push_weights("next", broken, transport="delta", wait="none")
+        pushed = await client.push_weights("next", weights, transport="delta", wait="none")
+        whole = await other.push_weights("next", weights, transport="http", wait="none")
+        assert pushed.delta_of == base.version and pushed.digest == whole.digest
+
+
+class Compared:
+    """What a push of a step's changes does in the thread that is a push's own."""
+
+    def __init__(self, folder: Path) -> None:
+        recipe = TrainerRecipe(
+            weights="fp8_block", quantized=tuple(ServedModel.load(folder).plan(QuantConfig()).quantized)
+        )
+        self._weights = {name: tensor.cuda() for name, tensor in folder_weights(folder).items()}
+        self._generator = torch.Generator("cuda").manual_seed(0)
+        self._converter = Converter(recipe, device="cpu")
+        self._sent = SentWeights(tuple(self._converter.table(TensorSource(self._weights, None).table)))
+        for _ in self._sent.take(self._converter.convert(self._weights.items(), to_cpu=False)):
+            pass
+
+    async def again(self) -> Changes | None:
+        step(self._weights, self._generator)
+        thread, verdicts = TensorThread(), Verdicts()
+        stored = self._converter.convert(self._weights.items(), to_cpu=False, verdicts=verdicts)
+        try:
+            return await thread.call(self._sent.changes_to, stored, verdicts)
+        finally:
+            thread.close()
+
+
+async def test_further_pushes_take_no_more_of_the_gpu(tmp_path: Path) -> None:
+    """Each has a thread of its own, and torch keeps the memory of every stream that something was allocated in."""
+    compared = Compared(make_model(tmp_path / "model", "qwen3"))
+    reserved = []
+    for _ in range(8):
+        assert await compared.again()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[-1] == reserved[2]
+
+
+async def test_a_comparison_waits_for_nothing_but_events(tmp_path: Path) -> None:
+    compared = Compared(make_model(tmp_path / "model", "qwen3"))
+    assert await compared.again()  # compiles kernels, and tries the one that hashes
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert any(await compared.again() or ())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture

@@ -104,7 +104,6 @@ class OnGpu:
         try:
             read = source.reading(changes, rooms.__getitem__, CPU)
             made = {name: t.clone() for name, t in source.convert(read(list(new)), verdicts=verdicts)}
-            verdicts.collect()
             verdicts.require()
         finally:
             source.close()

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import httpx
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from rollout_service.client import RolloutClient, _shared_memory, _upload
-from rollout_service.client._tensors import TensorSource
+from rollout_service.client._tensors import TensorSource, describe
 from rollout_service.errors import InvalidRequest, NotFound, NotShared, QuantizationError, UploadIncomplete
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.sources.shared_memory import TrainerMemory
@@ -24,6 +25,7 @@ from rollout_service.protocol.upload import (
     SharedTensor,
     SharedTensors,
 )
+from rollout_service.quant.verdicts import Verdicts
 from rollout_service.shared_memory import SharedMemory
 from tests.unit.client.real_ingest import RealIngest, real_ingest
 from tests.unit.ingest.trainer import Weights, begin_of, changed, config_of, stream_of
@@ -311,3 +313,25 @@ async def test_the_route_wants_authorization(model: Path, tmp_path: Path) -> Non
         body = batch_of(0, ("a", 0)).model_dump(mode="json")
         reply = await http.post(f"{service.url}/v1/weights/1/shared", json=body)
         assert reply.status_code == 401
+
+
+@pytest.mark.parametrize("is_sound", [True, False])
+def test_a_batch_is_told_of_once_its_numbers_are_known_to_be_sound(is_sound: bool) -> None:
+    verdicts, weight = Verdicts(), torch.arange(6, dtype=torch.bfloat16).view(2, 3)
+
+    def complain() -> None:
+        raise QuantizationError("norm[3] is nan")
+
+    def asking() -> Iterator[tuple[str, torch.Tensor]]:
+        verdicts.ask(torch.tensor(is_sound), complain)
+        yield "norm", weight
+
+    memory = _shared_memory.HostMemory(4096)
+    try:
+        batch = [describe("norm", weight)]
+        with nullcontext() if is_sound else pytest.raises(QuantizationError, match=r"norm\[3\] is nan"):
+            placed = _shared_memory.fill(memory, 0, batch, asking(), verdicts)
+            assert placed == (SharedTensor(name="norm", offset=0),)
+        assert torch.equal(memory.room(0, 12).view(torch.bfloat16), weight.view(-1))
+    finally:
+        memory.close()

@@ -1,0 +1,140 @@
+"""Pushes of what has changed in tensors that count as a GPU's: quantized by the kernel in Triton's interpreter, and
+looked at and compared as on a GPU. Streams are left out: tests/gpu/test_delta.py."""
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rollout_service.client import RolloutClient, _compare, _pieces
+from rollout_service.errors import QuantizationError
+from rollout_service.model import convert
+from rollout_service.protocol import delta
+from rollout_service.protocol.weights import WeightStatus
+from rollout_service.quant import quantizer
+from rollout_service.quant.quantizer import Named, Quantized, Quantizer
+from rollout_service.quant.verdicts import Verdicts
+from tests.support.models import make_model
+from tests.unit.client.real_ingest import RealIngest, real_ingest
+from tests.unit.ingest.trainer import folder_weights
+
+Tensors = dict[str, torch.Tensor]
+NORM, UP_PROJ, HEAD = "model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"
+INPUT_NORM = "model.layers.1.input_layernorm.weight"
+
+
+class AsOnGpu:
+    """What lies on the CPU counts as a GPU's for whoever asks ``verdicts``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked = 0
+        """Calls of the quantizer that did not wait."""
+        self._quantize = Quantizer.quantize
+
+        def quantize(
+            of: Quantizer, weights: Sequence[Named], *, verdicts: Verdicts | None = None, **where: bool
+        ) -> list[Quantized]:
+            if verdicts is None:
+                return self._quantize(of, weights, **where)
+            self.asked += 1
+            return of._on_gpu(weights, torch.device("cpu"), to_cpu=False, later=verdicts)
+
+        @contextmanager
+        def no_stream(gpu: torch.device) -> Iterator[SimpleNamespace]:
+            yield SimpleNamespace(synchronize=lambda: None)
+
+        for module in (convert, _compare):
+            monkeypatch.setattr(module, "lies_on_gpu", lambda tensor: True)
+        monkeypatch.setattr(quantizer, "own_stream", no_stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: None)
+        monkeypatch.setattr(Quantizer, "quantize", quantize)
+
+
+@pytest.fixture
+async def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RealIngest]:
+    """Changes are looked for in dozens of batches."""
+    monkeypatch.setattr(delta, "SEGMENT_BYTES", 8 << 10)
+    monkeypatch.setattr(_pieces, "PIECE_BYTES", 32 << 10)
+    monkeypatch.setattr(_pieces, "BATCH_BYTES", 64 << 10)
+    model = make_model(tmp_path / "model", "qwen3")
+    async with real_ingest(model, tmp_path / "log", weights={"keep_versions": 10}) as ingest:
+        yield ingest
+
+
+@pytest.fixture
+def weights(tmp_path: Path, service: RealIngest) -> Tensors:
+    return folder_weights(tmp_path / "model")
+
+
+@pytest.fixture
+def as_on_gpu(service: RealIngest, monkeypatch: pytest.MonkeyPatch) -> AsOnGpu:
+    return AsOnGpu(monkeypatch)
+
+
+def stepped(weights: Tensors) -> Tensors:
+    """The last bit of one number in 50 is another one."""
+    new = {name: tensor.clone() for name, tensor in weights.items()}
+    for tensor in new.values():
+        tensor.view(torch.int16).view(-1)[::50] ^= 1
+    return new
+
+
+async def push(client: RolloutClient, weights: Tensors, transport: str = "delta") -> WeightStatus:
+    return await client.push_weights("next", weights, transport=transport, wait="none")  # type: ignore[arg-type]
+
+
+async def test_it_is_the_version_that_all_bytes_make(service: RealIngest, weights: Tensors, as_on_gpu: AsOnGpu) -> None:
+    async with RolloutClient(service.url) as client, RolloutClient(service.url) as other:
+        base = await push(client, weights)
+        assert not as_on_gpu.asked
+        pushed = await push(client, stepped(weights))
+        assert as_on_gpu.asked and pushed.delta_of == base.version
+        assert pushed.digest == (await push(other, stepped(weights), "http")).digest
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [[NORM], [UP_PROJ], [HEAD], [UP_PROJ, NORM, HEAD], [INPUT_NORM, UP_PROJ]],
+    ids=["kept", "quantized", "large", "several", "in one batch"],
+)
+async def test_a_nan_is_refused_by_name_and_the_base_stays_what_it_was(
+    service: RealIngest, weights: Tensors, as_on_gpu: AsOnGpu, bad: list[str]
+) -> None:
+    async with RolloutClient(service.url) as client, RolloutClient(service.url) as other:
+        base = await push(client, weights)
+        new = stepped(weights)
+        broken = {name: tensor.clone() for name, tensor in new.items()}
+        for name in bad:
+            broken[name].view(-1)[-3:] = torch.nan
+        first = next(name for name in broken if name in bad)
+        index = [length - 1 for length in broken[first].shape]
+        index[-1] -= 2
+        with pytest.raises(QuantizationError) as refused:
+            await push(client, broken)
+        assert refused.value.detail == {"tensor": first, "index": index, "count": 3}
+        assert refused.value.message.startswith(f"{first}{index} is nan")
+        assert as_on_gpu.asked
+        assert not service.log.staging(base.version + 1).exists()  # it was not even announced
+        pushed = await push(client, new)
+        assert pushed.delta_of == base.version
+        assert pushed.digest == (await push(other, new, "http")).digest
+
+
+async def test_a_nan_where_most_has_changed_is_refused_too(
+    service: RealIngest, weights: Tensors, as_on_gpu: AsOnGpu
+) -> None:
+    async with RolloutClient(service.url) as client, RolloutClient(service.url) as other:
+        base = await push(client, weights)
+        new = {name: -tensor for name, tensor in weights.items()}
+        last = list(weights)[-1]
+        broken = {**new, last: new[last].clone()}
+        broken[last].view(-1)[0] = torch.nan
+        with pytest.raises(QuantizationError, match=rf"{last}\[0.*\] is nan"):
+            await push(client, broken)
+        assert as_on_gpu.asked and not service.log.staging(base.version + 1).exists()
+        pushed = await push(client, new)
+        assert pushed.delta_of is None
+        assert pushed.digest == (await push(other, new, "http")).digest
