@@ -1,4 +1,4 @@
-"""What a GPU finds to have changed, here by the same operations on the CPU, is what threads find and encode."""
+"""What a GPU finds to have changed, here on the CPU and in Triton's interpreter, is what threads find and encode."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,12 @@ import torch
 
 from rollout_service.client import _gpu_compare, _pieces
 from rollout_service.client._compare import Elements, _compared, _encoded, _SpanChange, bytes_of, view_of
-from rollout_service.client._gpu_compare import SIGNED, Counting, counting, found, runs_of
+from rollout_service.client._gpu_compare import Counting, counting, found, runs_of
 from rollout_service.client._pieces import Piece, batches_of, pieces_of
 from rollout_service.client._tensors import describe
 from rollout_service.protocol import delta
 from rollout_service.protocol.upload import UploadTensor
+from rollout_service.views import SIGNED
 
 DTYPES = [torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float32]
 
@@ -40,7 +41,8 @@ def counted(pieces: Sequence[Piece], old: Sequence[torch.Tensor], new: Sequence[
     (batch,) = batches_of(pieces)
     ordered = [pieces[index] for index in batch.pieces]
     there = torch.cat([old[index] for index in batch.pieces])
-    return counting(batch, ordered, there, [[new[index]] for index in batch.pieces], {})
+    spans = [[new[index][span.place] for span in pieces[index].spans] for index in batch.pieces]
+    return counting(batch, ordered, there, spans, {})
 
 
 def encoded(piece: Piece, old: torch.Tensor, new: torch.Tensor) -> list[_SpanChange]:
