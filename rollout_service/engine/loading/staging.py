@@ -88,6 +88,7 @@ class Stager:
         self._asked: tuple[Path, str | None] | None = None
         self._asking = threading.Lock()
         self._ahead: ReadAhead | None = None
+        self._ahead_before: ReadAhead | None = None
         self._reading_ahead: Future[None] | None = None
 
     def stage(self, folder: Path, digest: str | None, plan: CopyPlan | None) -> StageAnswer:
@@ -126,7 +127,9 @@ class Stager:
         self.forget()
         if self._area is None or staged is None or plan is None or plan.layout != staged.layout:
             return
-        self._ahead = self._area.ahead_of(staged, plan.placement, every=self._rank == 0)
+        before = self._ahead_before
+        self._ahead = self._area.ahead_of(staged, plan.placement, every=self._rank == 0, before=before)
+        self._ahead_before = self._ahead
         if self._ahead is not None:
             self._reading_ahead = self._thread.submit(self._read_ahead, self._ahead, staged.folder.parent)
 
@@ -153,7 +156,8 @@ class Stager:
     def _read_ahead(self, ahead: ReadAhead, root: Path) -> None:
         assert self._area is not None
         try:
-            ahead.run(root, self._area.copying)
+            if SpareFiles.are_kept_in(root):
+                ahead.run(root, self._area.copying)
         except (OSError, torch.OutOfMemoryError) as error:
             logger.warning("a version is read once it is committed, and not before: %s", error)
 
@@ -206,14 +210,16 @@ class StagingBuffer:
             sizes = [PASSAGE_BYTES] * PASSAGES + [area_bytes(model)]
             *self._passages, self.memory = _taken(sum(sizes), device, pinned=False).split(sizes)
 
-    def ahead_of(self, loaded: Staged, placement: Placement, *, every: bool) -> ReadAhead | None:
+    def ahead_of(
+        self, loaded: Staged, placement: Placement, *, every: bool, before: ReadAhead | None
+    ) -> ReadAhead | None:
         """What reads the version after ``loaded`` while it is uploaded; None where that is not possible.
 
-        Arguments as for ``fill``.
+        Arguments as for ``fill`` and ``ReadAhead``.
         """
-        if self._mapped is None or not SpareFiles.are_kept_in(loaded.folder.parent):
+        if self._mapped is None:
             return None
-        return ReadAhead(loaded.manifest, placement, PASSAGE_BYTES, every=every)
+        return ReadAhead(loaded.manifest, placement, PASSAGE_BYTES, every=every, before=before)
 
     def fill(
         self, folder: Path, manifest: Manifest, placement: Placement, *, every: bool, ahead: ReadAhead | None = None
