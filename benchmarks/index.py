@@ -81,7 +81,7 @@ BENCHMARKS = (
     Benchmark("kernels.fp8_decode", headlines.fp8_decode),
     Benchmark("group_attention", headlines.group_attention),
     Benchmark("kernels.decode_profile", headlines.decode_profile),
-    Benchmark("kernels.lm_head", headlines.lm_head, awaited=True),
+    Benchmark("kernels.lm_head", headlines.lm_head),
     Benchmark("kernels.digests", headlines.digests, awaited=True),
     Benchmark("mismatch.logprobs", headlines.logprobs),
     Benchmark("mismatch.layers", headlines.layers),
@@ -164,6 +164,12 @@ BENCHMARKS = (
         headlines.gpu_tests,
         '--name tests_gpu_channel -- tests/gpu/test_engine.py -k "channels and fp8_channel"',
         result="tests_gpu_channel",
+    ),
+    Benchmark(
+        "gpu_tests",
+        headlines.gpu_tests,
+        '--name tests_gpu_quantizer -- tests/gpu/test_quantizer.py -k "rows or mantissas or real_models or round"',
+        result="tests_gpu_quantizer",
     ),
     Benchmark(
         "gpu_tests",

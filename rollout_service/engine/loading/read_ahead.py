@@ -64,7 +64,8 @@ class ReadAhead:
         self.placement = placement
         self._loaded, self._most_bytes, self._every = loaded, most_bytes, every
         self._stop = threading.Event()
-        self._before = before if before is None or before._read is not None else before._before
+        # one that had read nothing leaves what it was given itself
+        self._before: ReadAhead | None = before if before is None or before._read is not None else before._before
         self._read: _PiecesRead | None = None
         self._places = b""
         self.read_bytes = 0
