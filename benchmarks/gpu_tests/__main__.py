@@ -19,6 +19,8 @@
     python -m benchmarks.gpu_tests --name tests_gpu_penalties tests/gpu/test_partial_penalties.py \
         tests/gpu/test_sampling_mask.py
     python -m benchmarks.gpu_tests --name tests_gpu_channel -- tests/gpu/test_engine.py -k "channels and fp8_channel"
+    python -m benchmarks.gpu_tests --name tests_gpu_quantizer -- tests/gpu/test_quantizer.py \
+        -k "rows or mantissas or real_models or round"
 
 Writes benchmarks/results/<GPU>/<name>.json after every test, whatever the number of GPUs: a host may be taken
 back at any moment. Exits as pytest does.

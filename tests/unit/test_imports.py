@@ -46,6 +46,7 @@ LAYERS = (
         "gpu_memory",
         "gpu_streams",
         "grouped_copy",
+        "grouped_difference",
         "views",
         "shared_memory",
         "tracing",
