@@ -8,7 +8,6 @@ tensor that was stored again, or an upload that was dropped and followed by anot
 The upload must have its tensors at the same places as the version before, which a trainer's have. Needs no torch.
 """
 
-import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -23,8 +22,6 @@ from rollout_service.store.log import uploads_folder
 from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES, Manifest, StoredTensor
 from rollout_service.store.reading import Piece, pieces
 from rollout_service.store.upload_progress import TensorPlace, UploadToRead, places_digest
-
-logger = logging.getLogger(__name__)
 
 # Linux tells a process of new files, but not of bytes that another process writes into memory that both have mapped:
 # it has to look. These take microseconds.
