@@ -165,7 +165,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
 
     @functools.cached_property
     def staging_server(self) -> StagingServer:
-        """What replicas have ``stage`` done by."""
+        """What replicas have ``stage`` done by, until the worker's process ends."""
         return StagingServer(self.stage)
 
     def forget_staged(self) -> None:
@@ -222,8 +222,6 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
 
     def shutdown(self) -> None:
         """Let the reading end."""
-        if "staging_server" in vars(self):
-            self.staging_server.close()
         self._stager.finish()
 
     def _load_layerwise(self, staged: Staged) -> None:
