@@ -132,9 +132,6 @@ def test_engines_on_the_cpu_round_inputs_to_fp8_as_vllms_kernel_does(inputs: tor
     assert torch.equal(through_fp8(inputs), (codes.float() * scales).cpu())
 
 
-def test_engines_on_the_cpu_round_inputs_to_int8_as_vllms_kernel_nearly_does(inputs: torch.Tensor) -> None:
-    codes, scales, *_ = (each.cpu() for each in ops.scaled_int8_quant(inputs.to(GPU)) if each is not None)
-    steps = (through_int8(inputs) - codes.float() * scales).abs() / scales.clamp(min=torch.finfo().tiny)
-    # a scale that is the next number, and where a number lies between two codes the other one of them
-    assert steps.max() < 1.001
-    assert (steps > 0.001).double().mean() < 1e-4
+def test_engines_on_the_cpu_round_inputs_to_int8_as_vllms_kernel_does(inputs: torch.Tensor) -> None:
+    codes, scales, *_ = ops.scaled_int8_quant(inputs.to(GPU))
+    assert torch.equal(through_int8(inputs), (codes.float() * scales).cpu())

@@ -32,7 +32,8 @@ def through_int8(x: torch.Tensor) -> torch.Tensor:
     """
     x = x.float()
     largest = x.abs().amax(-1, keepdim=True)
-    inverse = torch.where(largest == 0, 0, INT8_MAX / largest)
+    # a number divided by a tensor would be the product with its reciprocal, and another one in a quarter of all cases
+    inverse = torch.where(largest == 0, 0, torch.full_like(largest, INT8_MAX) / largest)
     return (x * inverse).round_().clamp_(-INT8_MAX - 1, INT8_MAX) * (largest / INT8_MAX)
 
 

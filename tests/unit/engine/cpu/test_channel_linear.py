@@ -1,5 +1,6 @@
 """Products on the CPU are those of vLLM's quantized inputs with the decoded weights, of the newest load."""
 
+import numpy as np
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -20,6 +21,14 @@ def test_each_token_has_a_scale_of_its_own_and_codes_up_to_127() -> None:
     torch.testing.assert_close(codes, codes.round(), atol=1e-4, rtol=0)
     assert torch.equal(codes.round().abs().amax(-1), torch.full((4,), 127.0))
     assert ((rounded[:4] - inputs[:4].float()).abs() <= 0.5001 * largest / 127).all()
+
+
+def test_int8_inputs_are_those_of_ieee_divisions() -> None:
+    inputs = torch.randn(200, 300).bfloat16() * torch.logspace(-8, 8, 200).bfloat16()[:, None]
+    x = inputs.float().numpy()
+    largest = np.abs(x).max(-1, keepdims=True)
+    codes = np.rint(x * (np.float32(127) / largest))
+    assert np.array_equal(through_int8(inputs).numpy(), codes * (largest / np.float32(127)))
 
 
 def test_fp8_inputs_are_those_of_vllm_but_for_quotients_beside_a_tie() -> None:
