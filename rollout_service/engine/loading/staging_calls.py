@@ -106,7 +106,7 @@ async def staged_by(address: str, call: StageCall) -> StageAnswer:
     try:
         writer.write(call.model_dump_json().encode() + b"\n")
         await writer.drain()
-        line = await reader.readline()
+        line = await reader.read()  # to the end: a message may be longer than what asyncio takes for a line
     finally:
         writer.close()
     if not line.endswith(b"\n"):

@@ -31,6 +31,7 @@ async def test_the_worker_is_told_what_to_stage_and_its_answer_is_told() -> None
         StageAnswer(),
         StageAnswer(refused="too large"),
         StageAnswer(corrupt=("chunk 3 of w\nis not", {"tensor": "w", "chunk": 3})),
+        StageAnswer(failed="a message of a whole manifest " * 10_000),
     ]
 
     def stage(folder: Path, digest: str | None) -> StageAnswer:
@@ -40,7 +41,7 @@ async def test_the_worker_is_told_what_to_stage_and_its_answer_is_told() -> None
     with serving(stage) as address:
         for answer in answers:
             assert await staged_by(address, CALL) == answer
-    assert asked == [(Path("/log/3"), "abc")] * 3
+    assert asked == [(Path("/log/3"), "abc")] * len(answers)
 
 
 def test_a_replica_of_ray_serve_asks_by_uvloop() -> None:
