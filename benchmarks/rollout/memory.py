@@ -17,7 +17,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -44,7 +44,7 @@ from benchmarks.common.shapes import Shape, write_config
 from benchmarks.common.work import Work, WorkOptions
 from benchmarks.rollout.throughput import bare
 from benchmarks.rollout.turns import Case as Turns
-from benchmarks.rollout.turns import take_turns
+from benchmarks.rollout.turns import Made, take_turns
 from benchmarks.update.busy import rollouts
 from benchmarks.update.live import Case as Update
 from benchmarks.update.live import Transport, push
@@ -174,8 +174,9 @@ async def measure_service(url: str, folder: Path, work: Work, case: Case) -> Non
     turns = Turns(case.model, case.mode, case.side, case.gpu_gb)
     async with RolloutClient(url) as client:
 
-        async def generate(prompt: list[int], how: Sampling) -> object:
-            return await client.generate(prompt, **how.model_dump(include={"n", "max_tokens", "ignore_eos"}))
+        async def generate(prompt: list[int], how: Sampling) -> Iterable[Made]:
+            asked = how.model_dump(include={"n", "max_tokens", "ignore_eos"})
+            return (await client.generate(prompt, **asked)).completions
 
         say("the service is up; a short run, then the whole one")
         await take_turns(work, 1, {"http": generate}, {"http": turns})

@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -49,7 +49,7 @@ from benchmarks.common.gpu_service import (
 from benchmarks.common.shapes import write_config
 from benchmarks.common.work import Work, WorkOptions
 from benchmarks.rollout.ratios import SAME, ratios
-from benchmarks.rollout.turns import Case, Generate, take_turns
+from benchmarks.rollout.turns import Case, Generate, Made, take_turns
 from benchmarks.update.live import Case as UpdateCase
 from benchmarks.update.live import Transport, Updates
 from benchmarks.update.live import table_of as table_of_updates
@@ -134,15 +134,16 @@ class Throughput:
         """
         dispatcher = dispatcher_of(service.config)
 
-        def by_handle(prompt: list[int], how: Sampling) -> Awaitable[object]:
+        async def by_handle(prompt: list[int], how: Sampling) -> Iterable[Made]:
             call = GenerateCall(request_id=uuid.uuid4().hex, prompt_token_ids=tuple(prompt), sampling=how)
-            return dispatcher.complete(call)
+            return (await dispatcher.complete(call)).completions
 
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(RolloutClient(service.url))
 
-            def by_http(prompt: list[int], how: Sampling) -> Awaitable[object]:
-                return client.generate(prompt, **how.model_dump(include={"n", "max_tokens", "ignore_eos"}))
+            async def by_http(prompt: list[int], how: Sampling) -> Iterable[Made]:
+                asked = how.model_dump(include={"n", "max_tokens", "ignore_eos"})
+                return (await client.generate(prompt, **asked)).completions
 
             ways: dict[str, Generate] = {Side.HANDLE: by_handle, Side.HTTP: by_http}
             if Side.BARE in self.cases:

@@ -3,15 +3,24 @@
 import asyncio
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.common.work import Work
 from benchmarks.rollout.machine_watch import GpuWatch, cpu_seconds, gpu_watch
 from rollout_service.protocol.sampling import Sampling
 
-Generate = Callable[[list[int], Sampling], Awaitable[object]]
+
+class Made(Protocol):
+    """A completion."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """That were sampled."""
+
+
+Generate = Callable[[list[int], Sampling], Awaitable[Iterable[Made]]]
 """One request: its prompt, and how its completions are sampled."""
 
 SHORT = 8
@@ -102,8 +111,16 @@ async def sampled(work: Work, generate: Generate, mark: str, watch: GpuWatch) ->
 
 
 async def _run(work: Work, generate: Generate, mark: str) -> float:
-    """Seconds. ``mark``: first tokens, so that no prompt is in the prefix cache from a time or a side before."""
+    """Seconds. ``mark``: first tokens, so that no prompt is in the prefix cache from a time or a side before.
+
+    Raises RuntimeError if fewer tokens were made than were asked for: those of an engine that is shut down meanwhile
+    would count as made in no time.
+    """
     started = time.perf_counter()
     prompts = [[*map(int, f"{mark:0>5}"), *prompt] for prompt in work.prompts]
-    await asyncio.gather(*(generate(prompt, work.sampling) for prompt in prompts))
-    return time.perf_counter() - started
+    answers = await asyncio.gather(*(generate(prompt, work.sampling) for prompt in prompts))
+    seconds = time.perf_counter() - started
+    made = sum(len(completion.token_ids) for completions in answers for completion in completions)
+    if made != work.tokens:
+        raise RuntimeError(f"{made} tokens were made, and not {work.tokens}")
+    return seconds

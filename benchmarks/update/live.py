@@ -19,7 +19,9 @@ Transports:
   optimizer); for all other transports every weight does. The first push, of everything, is not measured;
 
 The rollouts are another process's. This one is the trainer: it has its weights on a GPU, the engine's own if it sees no
-other, else the last one, and changes all of them for each version; but the folder of ``path`` stays what it is. With
+other, else the last one, and changes all of them for each version; but the folder of ``path`` stays what it is. Between
+two versions it rests for ``--pause-s``, where a trainer computes for longer: what client, ingest and replicas do after a
+version and before the next is no part of a push then. With
 the log in memory the first versions after a start are slower, as each process registers the memory of three versions
 with CUDA: these pushes, ``--warmups`` of them by the first transport, are ``first_push_s``; of others, one, where the
 first takes memory.
@@ -115,6 +117,8 @@ class PushOptions(Options):
     """Whose GPU the ingest shares, where trainer and engine have one each; the trainer's cannot take part in nccl."""
     warmups: int = 3
     """Versions before those, by the first transport."""
+    pause_s: float = 1.0
+    """Seconds between a version that is live and the push of the next."""
     gpu_share: float = ENGINES_SHARE
     """Of the GPU's memory, the engine's: the trainer's weights need room, too."""
     concurrent: int = 64
@@ -161,6 +165,8 @@ class Case:
     """Of the host. With one, trainer, ingest and engine share it."""
     ingest_beside: str = "engine"
     """Whose GPU the ingest shares. With one, everybody's."""
+    pause_s: float = 0.0
+    """Before each push."""
     sent_gbytes: float = 0.0
     """What the trainer's files or parts hold."""
     gbytes: float = 0.0
@@ -237,6 +243,7 @@ async def push(client: RolloutClient, version: int, folder: Path, case: Case, tr
     if case.door != Transport.PATH:
         trainer = trainer or Trainer(folder)
         trainer.step(DELTA_SHARE if case.door == Transport.DELTA else 1.0)
+    await asyncio.sleep(case.pause_s)
     last = LastByte()
     started = time.perf_counter()
     if case.door == Transport.PATH:
@@ -364,6 +371,7 @@ def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
             pushes.replicas,
             max(1, torch.cuda.device_count()),
             str(pushes.ingest_beside),
+            pushes.pause_s,
         )
         for transport in pushes.transport
     ]

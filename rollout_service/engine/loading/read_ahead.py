@@ -27,8 +27,6 @@ from rollout_service.store.upload_progress import TensorPlace, UploadToRead, pla
 # it has to look. These take microseconds.
 _LOOK_FOR_UPLOAD_S = 0.02
 _LOOK_FOR_TENSORS_S = 0.002
-_AFTER_LOADING_S = 0.1
-"""In which the engine is opened again, by threads of this process, from which nothing here may take Python's lock."""
 _AT_ONCE = 64
 """Pieces, after which it may be stopped: 2 GiB take 40 ms over PCIe 5.0. Each time costs threads, a table and a wait,
 beside an engine that has Python's lock most of the time."""
@@ -79,17 +77,11 @@ class ReadAhead:
         ``copying``: gives what copies from the folder of an upload whose tensors lie as in this manifest. What was read
         of an upload that is dropped is forgotten when another one has begun. Raises OSError.
         """
-        if self._stop.wait(_AFTER_LOADING_S):
-            return
-        self._places = _places_of(self._loaded)
-        before, self._before = self._before, None
-        if before is not None and before.placement is self.placement and before._places == self._places:
-            self._read = before._read  # these take 15 ms of Python for an 8B, and a quarter of a second for a 30B-A3B
-        self._read = self._read or _PiecesRead(self._pieces_of(self._loaded), self._loaded)
-        self._read.is_read[:] = False
+        # nothing before there is an upload: the engine is being opened again by threads that need Python's lock
         while not self._stop.is_set() and not self.is_whole:
             with UploadToRead.newest(uploads_folder(root)) or nullcontext() as upload:
-                if upload is not None and upload.places == self._places:
+                if upload is not None and upload.places == self._prepared():
+                    assert self._read is not None
                     self._read.is_read[:] = False
                     with suppress(FileNotFoundError), copying(upload.folder, self._loaded, self.placement) as copies:
                         self._follow(upload, copies, self._read)
@@ -107,6 +99,18 @@ class ReadAhead:
         is_there = self._read.are_those_of(manifest)
         self.read_bytes = sum(piece.nbytes for piece in compress(self._read.pieces, is_there))
         return [] if is_there.all() else list(compress(self._pieces_of(manifest), ~is_there))
+
+    def _prepared(self) -> bytes:
+        """The places at which an upload must have its tensors."""
+        if self._read is not None:
+            return self._places
+        self._places = _places_of(self._loaded)
+        before, self._before = self._before, None
+        if before is not None and before.placement is self.placement and before._places == self._places:
+            self._read = before._read  # these take 15 ms of Python for an 8B, and a quarter of a second for a 30B-A3B
+        self._read = self._read or _PiecesRead(self._pieces_of(self._loaded), self._loaded)
+        self._read.is_read[:] = False
+        return self._places
 
     def _pieces_of(self, manifest: Manifest) -> list[Piece]:
         return list(pieces(self.placement.chunks(manifest, every=self._every), self._most_bytes))

@@ -1,6 +1,7 @@
 """Two lengths tell what a step costs and what a request costs; sides take turns."""
 
 import asyncio
+from dataclasses import dataclass
 
 import pytest
 
@@ -8,6 +9,15 @@ from benchmarks.common.work import WorkOptions
 from benchmarks.rollout.machine_watch import GpuWatch, cpu_seconds
 from benchmarks.rollout.turns import Case, Sample, take_turns
 from rollout_service.protocol.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Completed:
+    token_ids: tuple[int, ...]
+
+
+def made(how: Sampling) -> list[Completed]:
+    return how.n * [Completed((7,) * how.max_tokens)]
 
 
 def test_two_lengths_tell_what_a_step_takes_and_the_rest() -> None:
@@ -21,10 +31,11 @@ async def test_sides_take_turns_with_new_prompts_each_time() -> None:
     asked: list[tuple[str, int]] = []
     prompts: list[tuple[int, ...]] = []
 
-    async def generate(side: str, prompt: list[int], how: Sampling) -> None:
+    async def generate(side: str, prompt: list[int], how: Sampling) -> list[Completed]:
         asked.append((side, how.max_tokens))
         prompts.append(tuple(prompt))
         await asyncio.sleep(0)
+        return made(how)
 
     cases = {side: Case("model", "fp8", side, None) for side in "ab"}
     ways = {"a": lambda p, how: generate("a", p, how), "b": lambda p, how: generate("b", p, how)}
@@ -41,8 +52,24 @@ async def test_sides_take_turns_with_new_prompts_each_time() -> None:
 async def test_work_that_is_done_once_is_noted_the_first_time() -> None:
     work = WorkOptions(groups=1, n=1, prompt_min=4, prompt_max=4, out=8).make()
     case = Case("model", "fp8", "bare", None)
-    await take_turns(work, 1, {"bare": lambda _, __: asyncio.sleep(0)}, {"bare": case})
+
+    async def generate(_: list[int], how: Sampling) -> list[Completed]:
+        return made(how)
+
+    await take_turns(work, 1, {"bare": generate}, {"bare": case})
     assert len(case.samples) == 1
+
+
+async def test_a_run_that_was_cut_short_is_no_sample() -> None:
+    work = WorkOptions(groups=2, n=2, prompt_min=4, prompt_max=4, out=8).make()
+    case = Case("model", "fp8", "bare", None)
+
+    async def generate(_: list[int], how: Sampling) -> list[Completed]:
+        return [*made(how)[1:], Completed((7,) * (how.max_tokens - 1))]
+
+    with pytest.raises(RuntimeError, match="2 tokens were made, and not 4"):
+        await take_turns(work, 1, {"bare": generate}, {"bare": case})
+    assert case.samples == []
 
 
 def test_a_gpus_samples_are_medians_since_the_last_look() -> None:
