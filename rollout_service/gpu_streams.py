@@ -7,7 +7,7 @@ GPU it serves them in turns.
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -21,6 +21,14 @@ def current_stream_is_own() -> None:
     such a thread another one of its 32 streams each time.
     """
     _of_thread.keeps_current = True
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """What is launched, or registered, inside is on ``device``; on the CPU it changes nothing.
+
+    A thread's device is the first one if nobody says otherwise, and Triton launches there, wherever the memory is.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager

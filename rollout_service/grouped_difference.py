@@ -1,7 +1,6 @@
 """Differences of many pairs of runs of numbers on a GPU, and how many are not zero, in a few kernel launches."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_service.gpu_streams import queued_to
+from rollout_service.gpu_streams import on_device, queued_to
 from rollout_service.grouped_copy import numbered
 
 TILE_BYTES = 16 << 10
@@ -38,8 +37,7 @@ def subtract_in_place(pairs: Sequence[Pair], counters: int, device: torch.device
     """
     found = torch.zeros(counters, dtype=torch.int32, device=device)
     tiles = _tiles(pairs)
-    # Triton launches on the thread's device, wherever the memory is
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with on_device(device):
         for itemsize, dtype in _TYPES.items():
             of_size = tiles[tiles[:, 4] == itemsize]
             is_aligned = np.bitwise_or.reduce(of_size[:, :3], axis=1) % _ALIGNED_BYTES == 0

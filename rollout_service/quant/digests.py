@@ -11,7 +11,6 @@ Format: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple, Self, TypeAlias
@@ -23,7 +22,7 @@ import triton
 import triton.language as tl
 import xxhash
 
-from rollout_service.gpu_streams import queued_to, queued_to_host
+from rollout_service.gpu_streams import on_device, queued_to, queued_to_host
 from rollout_service.grouped_copy import numbered
 
 Words = npt.NDArray[np.uint64]
@@ -114,8 +113,7 @@ class Hashing:
     def queue(self, group: int) -> None:
         """Hash a group on the device's current stream. The bytes must stay what they are until that has come so far."""
         device = self._table.device
-        # Triton launches on the thread's device, wherever the memory is
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with on_device(device):
             for rows, is_aligned in self._launches[group]:
                 table = self._table[rows]
                 add_up[(len(table),)](

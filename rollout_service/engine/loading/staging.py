@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -27,6 +27,7 @@ from rollout_service.engine.loading.read_ahead import Copies, ReadAhead
 from rollout_service.engine.loading.shared_memory import Busy, Content, SharedMemory
 from rollout_service.engine.loading.staging_calls import StageAnswer
 from rollout_service.errors import LogCorrupt
+from rollout_service.gpu_streams import on_device
 from rollout_service.memory import memory
 from rollout_service.pinning import pin
 from rollout_service.protocol.tensors import StoredDtype
@@ -273,7 +274,7 @@ class StagingBuffer:
         """Of pieces of an upload, to the area."""
         assert self._mapped is not None
         self._mapped.prune()
-        with self._on_device(), VersionReader(folder, manifest, self._mapped, uploaded=True) as reader:
+        with on_device(self._device), VersionReader(folder, manifest, self._mapped, uploaded=True) as reader:
             yield lambda found: copied_and_hashed(reader, found, placement, self.memory, self._passages)
 
     def _read(
@@ -305,7 +306,7 @@ class StagingBuffer:
             return VersionReader(folder, manifest)
         self._mapped.prune()
         try:
-            with self._on_device():
+            with on_device(self._device):
                 return VersionReader(folder, manifest, self._mapped)
         except FileNotFoundError:
             raise
@@ -314,14 +315,10 @@ class StagingBuffer:
             self._mapped = None
             return VersionReader(folder, manifest)
 
-    def _on_device(self) -> AbstractContextManager[object]:
-        """A thread's device is the first one, if nobody says otherwise: what is registered would be with that."""
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-
     def _lane(self) -> "_Lane":
         if not self.memory.is_cuda:
             return _Fill(self.memory)
-        with self._on_device():
+        with on_device(self._device):
             return _ToDevice(self.memory, self._device)
 
     def release(self) -> None:

@@ -6,7 +6,6 @@ of an ingest waited for Python's lock most of the time, and not for bytes.
 """
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import NamedTuple
@@ -16,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_service.gpu_streams import queued_to
+from rollout_service.gpu_streams import on_device, queued_to
 from rollout_service.protocol import delta
 from rollout_service.ring import aligned
 from rollout_service.views import SIGNED
@@ -125,8 +124,7 @@ def made_on(device: torch.device, tensors: Sequence[Changed]) -> Made:
     became: list[torch.Tensor] = []
     is_outside = torch.zeros(len(owners), dtype=torch.bool, device=device)
     done = 0
-    # Triton launches on the thread's device, wherever the memory is
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with on_device(device):
         for itemsize, segments, counts in launches:
             of_launch = torch.empty(sum(counts), dtype=SIGNED[itemsize], device=device)
             became += of_launch.split(counts)
