@@ -95,9 +95,7 @@ class Conversion:
 
         The future is done, or cancelled, when nobody reads them any more; it raises nothing.
         """
-        # who keeps an unquantized copy waits for a disk
-        turn = None if executor is None or self._copy is not None else self._turn
-        self._tasks.append((executor or self._executor).submit(self._convert, names, read, turn))
+        self._tasks.append((executor or self._executor).submit(self._convert, names, read, executor is not None))
         return self._tasks[-1]
 
     def begin_replaceable(
@@ -106,12 +104,15 @@ class Conversion:
         read: Read,
         converted: Callable[[Sequence[str]], None],
         instead_of: Callable[[], object] | None = None,
+        *,
+        in_turns: bool = False,
     ) -> None:
         """Convert tensors whose bytes may come again: a failure holds until they are converted anew.
 
         Args:
             batches: tensors that are read at once.
             converted: called from a thread when nobody reads the tensors any more; one call at a time.
+            in_turns: one thread at a time works with the tensors, as of ``begin``.
             instead_of: removes what these bytes replace. What may be reading that ends before, and so cannot write
                 after those that read the bytes anew.
         """
@@ -120,7 +121,7 @@ class Conversion:
             before = list(self._tasks)
             self._tasks.append(self._executor.submit(_after, before, instead_of))
         for names in batches:
-            self._submit(_after, before, self._convert_replaceable, names, read, converted)
+            self._submit(_after, before, self._convert_replaceable, names, read, converted, in_turns)
 
     def renumber(self, version: int) -> None:
         """Become another version."""
@@ -178,31 +179,35 @@ class Conversion:
     def _submit(self, work: Callable[..., None], *args: object) -> None:
         self._tasks.append(self._executor.submit(work, *args))
 
-    def _convert(self, names: Sequence[str], read: Read, turn: "threading.Lock | None") -> None:
+    def _convert(self, names: Sequence[str], read: Read, in_turns: bool) -> None:
         if self._failure is None:
             with self._failures_kept():
-                self._write(read(names), turn)
+                self._write(read(names), in_turns)
 
     def _convert_replaceable(
-        self, names: Sequence[str], read: Read, converted: Callable[[Sequence[str]], None]
+        self, names: Sequence[str], read: Read, converted: Callable[[Sequence[str]], None], in_turns: bool
     ) -> None:
-        failed = self._failures_of(names, read)
+        failed = self._failures_of(names, read, in_turns)
         if failed and len(names) > 1:  # the others of them are sound, and only what is at fault may be sent anew
-            failed = {name: failure for each in names for name, failure in self._failures_of([each], read).items()}
+            failed = {}
+            for each in names:
+                failed |= self._failures_of([each], read, in_turns)
         with self._noting:
             for name in names:
                 self._failed.pop(name, None)
             self._failed |= failed
             converted(names)
 
-    def _failures_of(self, names: Sequence[str], read: Read) -> dict[str, RolloutServiceError]:
+    def _failures_of(self, names: Sequence[str], read: Read, in_turns: bool) -> dict[str, RolloutServiceError]:
         try:
-            self._write(read(names))
+            self._write(read(names), in_turns)
         except FAILURES as error:
             return dict.fromkeys(names, self._as_ours(error))
         return {}
 
-    def _write(self, tensors: Iterable[Named], turn: "threading.Lock | None" = None) -> None:
+    def _write(self, tensors: Iterable[Named], in_turns: bool = False) -> None:
+        # who keeps an unquantized copy waits for a disk
+        turn = self._turn if in_turns and self._copy is None else None
         tensors = self._noted(tensors if self._copy is None else self._copy.taken(tensors))
         gpu = self.gpu
         verdicts = Verdicts() if self._writer.has_rooms else None

@@ -352,7 +352,11 @@ class UploadSession:
     def _convert(self, names: list[str], replaced: Path | None = None) -> None:
         batches = [names] if self._delta is None else list(self._delta.batches(names, BATCH_BYTES))
         instead_of = None if replaced is None else partial(self.space.release, replaced)
-        self._conversion.begin_replaceable(batches if names else [], self._read, self._parts.converted, instead_of)
+        # a GPU makes a delta's tensors, if there is one: a thread then launches, and waits for it
+        in_turns = self._delta is not None and self._conversion.gpu is not None
+        self._conversion.begin_replaceable(
+            batches if names else [], self._read, self._parts.converted, instead_of, in_turns=in_turns
+        )
 
     async def finish(self, meant: str | None = None) -> tuple[StoredTensor, ...]:
         """Wait for the conversions and sync; once is enough, and again does no harm.

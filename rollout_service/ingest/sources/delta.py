@@ -31,7 +31,7 @@ from rollout_service.store.reading import VersionReader
 from rollout_service.threads import in_threads
 
 if TYPE_CHECKING:
-    from rollout_service.ingest.sources.gpu_changes import Made
+    from rollout_service.ingest.sources.gpu_changes import Changed, Made
 
 logger = logging.getLogger(__name__)
 
@@ -152,13 +152,23 @@ class DeltaOfVersion:
             tensors = [self._tensors[name] for name in names]
             came = iter(changes([tensor.stored.name for tensor in tensors if tensor.changed]))
             encoded = [tensor_bytes(next(came)[1]) if tensor.changed else None for tensor in tensors]
-            made = {} if gpu is None else self._made_on(gpu, tensors, encoded)
             for name in names:
                 self._on_gpu.pop(name, None)  # of an attempt that failed
+            # before the first tensor is asked for: threads that take turns with the GPU decode beside each other
+            decoded = [] if gpu is None or not self._reader.is_mapped else self._decoded(tensors, encoded)
+            return made(tensors, encoded, decoded)
+
+        def made(
+            tensors: Sequence[_Tensor],
+            encoded: Sequence[memoryview | None],
+            decoded: "Sequence[tuple[_Tensor, Changed]]",
+        ) -> Iterator[Named]:
+            by_gpu = self._made_on(gpu, decoded) if gpu is not None and decoded else {}
+            del decoded
             for tensor, data, changed in zip(tensors, self._places(tensors, room), encoded, strict=True):
                 name, dtype, shape = tensor.stored.name, tensor.announced.dtype, tensor.announced.shape
-                if name in made:
-                    self._on_gpu[name], there = made.pop(name)
+                if name in by_gpu:
+                    self._on_gpu[name], there = by_gpu.pop(name)
                     yield name, of_dtype(there, dtype, shape)
                     del there
                     continue
@@ -206,34 +216,38 @@ class DeltaOfVersion:
         starts = (end - round_up(tensor.stored.nbytes) for end, tensor in zip(ends, tensors, strict=True))
         return [buffer[start : start + each.stored.nbytes] for start, each in zip(starts, tensors, strict=True)]
 
-    def _made_on(
-        self, gpu: torch.device, tensors: Sequence[_Tensor], encoded: Sequence[memoryview | None]
-    ) -> dict[str, tuple[_OnGpu, torch.Tensor]]:
-        """Those that changed, by name, with their bytes, uint8; nothing if the host is to make them.
+    def _decoded(
+        self, tensors: Sequence[_Tensor], encoded: Sequence[memoryview | None]
+    ) -> "list[tuple[_Tensor, Changed]]":
+        """Those that changed, in the order in which a GPU makes them. Raises InvalidDelta for undecodable bytes."""
+        from rollout_service.ingest.sources.gpu_changes import Changed  # needs triton
 
-        Raises InvalidDelta for changes that do not decode.
-        """
-        from rollout_service.ingest.sources.gpu_changes import Changed, made_on  # needs triton
-
-        if not self._reader.is_mapped:
-            return {}
         wanted = [(tensor, data) for tensor, data in zip(tensors, encoded, strict=True) if data is not None]
         wanted.sort(key=lambda each: self._kind(each[0]))
-        changed = []
+        decoded = []
         for tensor, data in wanted:
             try:
-                changed.append(Changed(self._reader.view_of(tensor.stored), data, DTYPE_BYTES[tensor.announced.dtype]))
+                changed = Changed(self._reader.view_of(tensor.stored), data, DTYPE_BYTES[tensor.announced.dtype])
             except ValueError as error:
                 raise self._undecoded(tensor, str(error)) from error
+            decoded.append((tensor, changed))
+        return decoded
+
+    def _made_on(
+        self, gpu: torch.device, decoded: "Sequence[tuple[_Tensor, Changed]]"
+    ) -> dict[str, tuple[_OnGpu, torch.Tensor]]:
+        """These by name, with their bytes, uint8; nothing if the GPU has no room, and the host is to make them."""
+        from rollout_service.ingest.sources.gpu_changes import made_on  # needs triton
+
         try:
-            made = made_on(gpu, changed)
+            made = made_on(gpu, [changed for _, changed in decoded])
         except torch.cuda.OutOfMemoryError as error:
-            names = ", ".join(tensor.stored.name for tensor, _ in wanted[:4])
+            names = ", ".join(tensor.stored.name for tensor, _ in decoded[:4])
             logger.warning("%d tensors (%s, ...) are changed on the host: the GPU has no room: %s",
-                           len(wanted), names, error)  # fmt: skip
+                           len(decoded), names, error)  # fmt: skip
             return {}
-        whole = [number for number, each in enumerate(changed) if each.whole]
-        on_gpu = _OnGpu([tensor for tensor, _ in wanted], made, whole)
+        whole = [number for number, (_, changed) in enumerate(decoded) if changed.whole]
+        on_gpu = _OnGpu([tensor for tensor, _ in decoded], made, whole)
         return {tensor.stored.name: (on_gpu, data) for tensor, data in zip(on_gpu.tensors, made.tensors, strict=True)}
 
     def _kind(self, tensor: _Tensor) -> tuple[int, str, bool]:
