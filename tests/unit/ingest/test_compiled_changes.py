@@ -54,7 +54,7 @@ def test_changes_beyond_each_plane_of_gaps_and_differences(itemsize: int, at: li
         ),
         (segment(1, b"", b"", deflated(b"\xff"), b""), "its last change is at element 16711680 of 100"),
         (segment(2, deflated(b"\x60\x03"), b"", b"", b""), "its last change is at element 100 of 100"),
-        (segment(1, b"\xff\xff", b"", b"", b""), "segment 0: .*(invalid block type|Error -3)"),
+        (segment(1, b"\x00\xff\xff", b"", b"", b""), "segment 0: .*(invalid block type|Error -3)"),
         (segment(3, deflated(b"\x01\x02"), b"", b"", b""), "segment 0: plane 0 does not decode to 3 bytes"),
     ],
 )

@@ -4,7 +4,6 @@ import asyncio
 import re
 import shutil
 import struct
-import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 
@@ -357,11 +356,9 @@ def in_plane(plane: int) -> Callable[[bytes], bytes]:
 
 def decompressed(encoded: bytes, plane: int) -> bytes | None:
     """None if it does not decompress."""
-    lengths = HEADER.unpack_from(encoded)[2:]
-    start = HEADER.size + sum(lengths[:plane])
     try:
-        return zlib.decompress(encoded[start : start + lengths[plane]], -15)
-    except zlib.error:
+        return delta.inflated(delta.Segment(0, slice(0), memoryview(encoded)), 1)[1][plane]
+    except ValueError:
         return None
 
 

@@ -17,6 +17,8 @@ Bits = npt.NDArray[np.unsignedinteger]
 ITEMSIZES = [1, 2, 4]
 HEADER = struct.Struct("<BI4I")
 """Of a changed segment of bytes."""
+DEFLATED, STORED, TWO_VALUES = range(3)
+"""How a plane is coded, by its first byte."""
 
 
 def random_bits(size: int, itemsize: int, seed: int = 0) -> Bits:
@@ -134,24 +136,59 @@ def test_the_bytes_are_close_to_the_entropy(itemsize: int, share: float) -> None
     new[at] += rng.choice(np.array([-1, 1]).astype(old.dtype), at.size)
     of_positions = -(share * np.log2(share) + (1 - share) * np.log2(1 - share)) / share
     bits_per_change = 8 * len(round_trip(old, new)) / at.size
-    up_or_down = 1.5  # deflate's end of a block is a third symbol beside the two
-    assert bits_per_change < 1.02 * (of_positions + up_or_down)
+    up_or_down = 1
+    assert bits_per_change < 1.15 * (of_positions + up_or_down)
 
 
-@pytest.mark.parametrize(("share", "is_stored"), [(0.003, True), (0.01, True), (0.02, False)])
+@pytest.mark.parametrize(("share", "is_stored"), [(0.003, True), (0.02, True), (0.05, False)])
 def test_lowest_bytes_of_gaps_are_stored_where_a_code_saves_little(share: float, is_stored: bool) -> None:
     old = random_bits(4 << 20, 1)
     new = old + (np.random.default_rng(3).random(old.size) < share).astype(old.dtype)
     encoded = round_trip(old, new)
     _, count, length, *_ = HEADER.unpack_from(encoded)
-    kind_of_block = encoded[HEADER.size] >> 1 & 3
-    assert (kind_of_block == 0) == is_stored == (length >= count)
-    assert length < 1.001 * count
+    assert encoded[HEADER.size] == (STORED if is_stored else DEFLATED)
+    assert length == 1 + count if is_stored else length < 0.88 * count
+
+
+@pytest.mark.parametrize(
+    ("steps", "most_bits"),
+    [
+        ({1: 1.0}, 0.01),  # one value: no bit for each
+        ({1: 0.5, -1: 0.5}, 1.01),
+        ({1: 0.995, -1: 0.005}, 0.25),  # the second one is listed
+        ({1: 0.49, -1: 0.49, 2: 0.01, -3: 0.01}, 1.9),
+    ],
+)
+def test_differences_that_are_nearly_all_two_steps_take_a_bit_each(steps: dict[int, float], most_bits: float) -> None:
+    old = random_bits(1 << 20, 1)
+    rng = np.random.default_rng(3)
+    new, at = old.copy(), np.flatnonzero(rng.random(old.size) < 0.02)
+    new[at] += rng.choice(np.array(list(steps)), at.size, p=list(steps.values())).astype(old.dtype)
+    encoded = round_trip(old, new)
+    _, count, *lengths = HEADER.unpack_from(encoded)
+    assert encoded[HEADER.size + sum(lengths[:3])] == TWO_VALUES
+    assert 8 * lengths[3] < most_bits * count
+
+
+def test_many_exceptions_are_deflated() -> None:
+    old = random_bits(1 << 20, 1)
+    rng = np.random.default_rng(3)
+    new, at = old.copy(), np.flatnonzero(rng.random(old.size) < 0.02)
+    new[at] += rng.choice(np.array([1, -1, 2]), at.size, p=[0.45, 0.45, 0.1]).astype(old.dtype)
+    encoded = round_trip(old, new)
+    lengths = HEADER.unpack_from(encoded)[2:]
+    assert encoded[HEADER.size + sum(lengths[:3])] == DEFLATED
 
 
 def deflated(values: bytes) -> bytes:
+    """A plane."""
     deflate = zlib.compressobj(6, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
-    return deflate.compress(values) + deflate.flush()
+    return bytes([DEFLATED]) + deflate.compress(values) + deflate.flush()
+
+
+def of_two(first: int, second: int, exceptions: int, rest: bytes) -> bytes:
+    """A plane."""
+    return struct.pack("<BBBI", TWO_VALUES, first, second, exceptions) + rest
 
 
 def segment(count: int, *planes: bytes, lengths: list[int] | None = None) -> bytes:
@@ -179,12 +216,25 @@ class TestCorrupted:
             (segment(1, deflated(b"\x64"), b"", b"", deflated(b"\x01")), "last change is at element 100 of 100"),
             (segment(1, b"", b"", deflated(b"\xff"), b""), "last change is at element 16711680 of 100"),
             (segment(2, deflated(b"\x60\x03"), b"", b"", b""), "last change is at element 100 of 100"),
-            (segment(1, b"\xff\xff", b"", b"", b""), "invalid block type|Error -3"),
+            (segment(1, b"\x00\xff\xff", b"", b"", b""), "invalid block type|Error -3"),
+            (segment(1, b"\x03\x01", b"", b"", b""), "plane 0 does not decode to 1 bytes"),
+            (segment(3, b"\x01" + bytes(2), b"", b"", b""), "plane 0 does not decode to 3 bytes"),
+            (segment(3, b"\x01" + bytes(4), b"", b"", b""), "plane 0 does not decode to 3 bytes"),
+            (segment(3, of_two(1, 2, 0, b"\x40")[:6], b"", b"", b""), "plane 0 does not decode to 3 bytes"),
+            (segment(3, of_two(1, 2, 0, b""), b"", b"", b""), "plane 0 does not decode to 3 bytes"),
+            (segment(3, of_two(1, 2, 0, b"\x40\x00"), b"", b"", b""), "plane 0 does not decode to 3 bytes"),
+            (segment(3, of_two(1, 1, 0, b"\x40"), b"", b"", b""), "plane 0 does not decode to 3 bytes"),
+            (segment(3, of_two(1, 1, 1, b"\x03\0\0\0\x05"), b"", b"", b""), "plane 0 does not decode to 3 bytes"),
+            (segment(3, of_two(1, 1, 2, b"\x01\0\0\0\x05"), b"", b"", b""), "plane 0 does not decode to 3 bytes"),
+            (segment(3, of_two(1, 1, 2**32 - 1, b""), b"", b"", b""), "plane 0 does not decode to 3 bytes"),
             (segment(1, deflated(b"\x01\x02"), b"", b"", b""), "plane 0 does not decode to 1 bytes"),
             (segment(3, deflated(b"\x01\x02"), b"", b"", b""), "plane 0 does not decode to 3 bytes"),
             (segment(1, deflated(b"\x01")[:-1], b"", b"", b""), "plane 0 does not decode to 1 bytes"),
             (segment(1, deflated(b"\x01") + b"\x00", b"", b"", b""), "plane 0 does not decode to 1 bytes and end"),
-            (segment(1, b"", b"", b"", zlib.compress(bytes(1 << 20), 9, -15)), "plane 0 does not decode to 1 bytes"),
+            (
+                segment(1, b"", b"", b"", b"\x00" + zlib.compress(bytes(1 << 20), 9, -15)),
+                "plane 0 does not decode to 1 bytes",
+            ),
         ],
     )
     def test_what_is_no_encoding_is_refused(self, encoded: bytes, complaint: str) -> None:
@@ -206,7 +256,7 @@ class TestCorrupted:
             eof = True
             unused_data = b""
 
-        bomb = segment(1, b"", b"", b"", zlib.compress(bytes(64 << 20), 9, -15))
+        bomb = segment(1, b"", b"", b"", b"\x00" + zlib.compress(bytes(64 << 20), 9, -15))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(delta.zlib, "decompressobj", Watched)
             with pytest.raises(ValueError, match="does not decode"):
