@@ -11,7 +11,7 @@ from typing import NamedTuple
 from rollout_service.protocol.delta import SEGMENT_BYTES
 from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor
 
-PIECE_BYTES = 4 * SEGMENT_BYTES
+PIECE_BYTES = 2 * SEGMENT_BYTES
 """Of a tensor that is larger, pieces hold whole segments."""
 
 BATCH_BYTES = 4 * PIECE_BYTES

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-SEGMENT_BYTES = 8 << 20
+SEGMENT_BYTES = 16 << 20
 """A multiple of every element's size; positions in it fit into the planes of a gap."""
 
 Array = npt.NDArray[Any]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_STRETCH_SEGMENTS = 8
+_STRETCH_SEGMENTS = 4
 """Of one tensor, that one thread makes: a vocabulary's embedding would keep it busy while the others have nothing."""
 _CHECK_BYTES = 16 << 20
 _OUTSIDE = "a change lies outside of its segment"
