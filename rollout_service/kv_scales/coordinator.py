@@ -15,10 +15,11 @@ What a replica loads is decided when a version is committed, and stands in its m
 import asyncio
 import logging
 import struct
+import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -46,11 +47,22 @@ _LARGEST = (2 - 2**-7) * 2.0**127 / 448
 """The largest code stands for the largest BF16 number: with a larger scale it would overflow."""
 
 
+LEASE_S = 30.0
+"""Seconds until another replica may measure a version, too: the holder's engine may hang, while the replica reports as
+ever. If both publish, the first holds."""
+
+
+class _Lease(NamedTuple):
+    replica_id: str
+    since: float
+    """By the clock."""
+
+
 class CalibrationState(Enum):
     """Where the scales of a version stand that is calibrated.
 
     AWAITING ── a replica that loads it asks ──► LEASED ── its holder publishes ──► PUBLISHED or FAILED
-        ◄── the holder ends, fails, or goes on to another version ──
+        ◄── the holder ends, fails, goes on to another version, or has not published for ``LEASE_S`` ──
     """
 
     AWAITING = "nobody has measured it: the first replica that asks is given the lease"
@@ -63,9 +75,14 @@ class VersionScales:
     """Which scales each version has. The log is the truth; leases and the newest scales are in memory."""
 
     def __init__(
-        self, config: ServiceConfig, model: ServedModel, log: WeightLog, is_loading: Callable[[str, int], bool]
+        self,
+        config: ServiceConfig,
+        model: ServedModel,
+        log: WeightLog,
+        is_loading: Callable[[str, int], bool],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``is_loading``: whether a replica is live and on its way to a version.
+        """``is_loading``: whether a replica is live and on its way to a version. ``clock``: in seconds.
 
         Raises ValueError for the policy ``calibrate`` where nothing could use scales.
         """
@@ -75,7 +92,8 @@ class VersionScales:
         in_bf16 = self._config.dtype == "auto" and not model.attention
         if self._config.scales_policy == "calibrate" and self._no_use and not in_bf16:
             raise ValueError(f"kv_cache.scales_policy is calibrate, but {self._no_use}")
-        self._leases: dict[int, str] = {}
+        self._clock = clock
+        self._leases: dict[int, _Lease] = {}
         """Version → the replica that measures it."""
         self._last: KVScaleResult | None = None
         """What was published last, since this process started or for the version that was the newest then."""
@@ -160,8 +178,9 @@ class VersionScales:
         """Where the scales of a version stand that is calibrated. Raises LogCorrupt."""
         if (result := self.published(version)) is not None:
             return CalibrationState.PUBLISHED if result.error is None else CalibrationState.FAILED
-        holder = self._leases.get(version)
-        if holder is not None and self._is_loading(holder, version):
+        lease = self._leases.get(version)
+        is_held = lease is not None and self._clock() - lease.since < LEASE_S
+        if lease is not None and is_held and self._is_loading(lease.replica_id, version):
             return CalibrationState.LEASED
         return CalibrationState.AWAITING
 
@@ -170,9 +189,9 @@ class VersionScales:
         match self.state(version):
             case CalibrationState.PUBLISHED | CalibrationState.FAILED:
                 return self.published(version)
-            case CalibrationState.LEASED if self._leases[version] != replica_id:
+            case CalibrationState.LEASED if self._leases[version].replica_id != replica_id:
                 return None
-        self._leases[version] = replica_id
+        self._leases[version] = _Lease(replica_id, self._clock())
         return CalibrationLease(version=version, replica_id=replica_id, scales=self.newest)
 
     def publish(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> KVScaleResult:

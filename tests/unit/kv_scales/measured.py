@@ -46,7 +46,11 @@ class Calibrating:
         self.loading: set[tuple[str, int]] = set()
         """Which replica is on its way to which version."""
         model_shape = ServedModel.load(model)
-        self.scales = VersionScales(config, model_shape, self.log, lambda *replica: replica in self.loading)
+        self.now = 0.0
+        """By its clock, in seconds."""
+        self.scales = VersionScales(
+            config, model_shape, self.log, lambda *replica: replica in self.loading, lambda: self.now
+        )
         if (head := self.log.head()) is not None:
             self.scales.restore(self.log.manifest(head.version))
 

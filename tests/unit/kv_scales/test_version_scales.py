@@ -12,6 +12,7 @@ from rollout_service.errors import InvalidManifest, LogCorrupt, NotFound
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.kv_scales.coordinator import (
     KV_SCALES_FILE,
+    LEASE_S,
     CalibrationState,
     VersionScales,
     drift,
@@ -169,6 +170,15 @@ class TestLease:
         ingest.loading.remove(("a", 0))
         assert ingest.lease("b", 0) == lease("b")
         assert ingest.lease("c", 0) is None and ingest.lease("a", 0) is None
+
+    def test_a_holder_that_does_not_publish_is_not_waited_for_for_ever(self, ingest: Calibrating) -> None:
+        assert ingest.lease("hangs", 0) == lease("hangs")
+        ingest.now += LEASE_S - 1
+        assert ingest.lease("waits", 0) is None
+        ingest.now += 1
+        assert ingest.lease("waits", 0) == lease("waits")
+        ingest.now += LEASE_S - 1
+        assert ingest.lease("hangs", 0) is None
 
     def test_a_holder_that_went_on_holds_up_no_older_version(self, ingest: Calibrating) -> None:
         ingest.lease("a", 0)
