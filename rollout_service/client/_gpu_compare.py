@@ -2,7 +2,7 @@
 
 In two steps: the differences of all elements are made and counted; once the counts are on the host, which is the only
 wait of the thread that queues, positions, differences and the planes of their encoding are made of those that are not
-zero, and copied to the host, where the threads that compress wait for them. The next batch is counted before this one's
+zero, and copied to the host, where whoever encodes them waits. The next batch is counted before this one's
 counts are waited for: the GPU has work meanwhile.
 
 Of the GPU's memory that takes ``BATCH_BYTES`` (128 MiB) up to four times: for the batch whose old bytes are copied
