@@ -180,6 +180,70 @@ def test_many_exceptions_are_deflated() -> None:
     assert encoded[HEADER.size + sum(lengths[:3])] == DEFLATED
 
 
+def geometric(rng: np.random.Generator, size: int, share: float) -> Bits:
+    """The lowest bytes of gaps, where a share of all elements changes."""
+    return (rng.geometric(share, size) - 1).astype(np.uint8)
+
+
+def of_values(rng: np.random.Generator, size: int, shares: dict[int, float]) -> Bits:
+    return rng.choice(np.array(list(shares), np.uint8), size, p=list(shares.values()))
+
+
+def mostly_zeros(rng: np.random.Generator, size: int, share: float) -> Bits:
+    """Of which a share is anything else."""
+    return np.where(rng.random(size) < share, rng.integers(1, 256, size), 0).astype(np.uint8)
+
+
+def hidden(rng: np.random.Generator, size: int) -> Bits:
+    """Two values at every place that may be sampled, and anything in between."""
+    plane = rng.integers(0, 256, size, np.uint8)
+    counted = plane[:: size // 4096]
+    counted[:] = of_values(rng, counted.size, {1: 0.5, 2: 0.5})
+    return plane
+
+
+PLANES: dict[str, tuple[int | None, int, int, Callable[[np.random.Generator, int], Bits]]] = {
+    "zeros": (None, 1, 20_000, lambda rng, size: np.zeros(size, np.uint8)),
+    "few bytes": (DEFLATED, 1, 1023, lambda rng, size: of_values(rng, size, {1: 0.5, 2: 0.5})),
+    "uniform": (STORED, 1024, 20_000, lambda rng, size: rng.integers(0, 256, size, np.uint8)),
+    "gaps, 2%": (STORED, 4096, 40_000, lambda rng, size: geometric(rng, size, 0.02)),
+    "gaps, 5%": (DEFLATED, 4096, 40_000, lambda rng, size: geometric(rng, size, 0.05)),
+    "one value": (TWO_VALUES, 1024, 20_000, lambda rng, size: np.full(size, rng.integers(1, 256), np.uint8)),
+    "rare others": (TWO_VALUES, 1024, 20_000, lambda rng, size: mostly_zeros(rng, size, 0.006)),
+    "many others": (DEFLATED, 4096, 20_000, lambda rng, size: mostly_zeros(rng, size, 0.08)),
+    "two values": (TWO_VALUES, 1024, 20_000, lambda rng, size: of_values(rng, size, {1: 0.5, 2: 0.5})),
+    "the larger more often": (TWO_VALUES, 1024, 20_000, lambda rng, size: of_values(rng, size, {7: 0.2, 250: 0.8})),
+    "two values and rare others": (
+        TWO_VALUES,
+        4096,
+        20_000,
+        lambda rng, size: of_values(rng, size, {255: 0.7, 0: 0.29, 3: 0.006, 9: 0.004}),
+    ),
+    "a mix": (DEFLATED, 4096, 20_000, lambda rng, size: of_values(rng, size, {1: 0.47, 2: 0.48, 3: 0.04, 9: 0.01})),
+    "others where none is counted": (DEFLATED, 16_384, 40_000, hidden),
+}
+"""How a plane is coded (None: left out), of how many bytes, and what makes one."""
+
+
+@pytest.mark.parametrize("name", PLANES)
+@pytest.mark.parametrize("itemsize", ITEMSIZES)
+def test_how_a_plane_is_coded_and_that_it_comes_back(name: str, itemsize: int) -> None:
+    kind, least, most, make = PLANES[name]
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        size = (least, most)[seed] if seed < 2 else int(rng.integers(least, most, endpoint=True))
+        planes = np.stack([make(rng, size) for _ in range(3 + itemsize)])
+        encoded = delta.encode_planes(planes, SEGMENT_BYTES)
+        assert encoded is not None
+        lengths = struct.unpack_from(f"<{3 + itemsize}I", encoded, 5)
+        starts = 5 + 4 * len(lengths) + np.cumsum([0, *lengths[:-1]])
+        assert {encoded[start] if length else None for start, length in zip(starts, lengths, strict=True)} == {kind}
+        read = delta.Segment(0, slice(0, SEGMENT_BYTES), memoryview(encoded))
+        count, back = delta.inflated(read, itemsize)
+        assert count == size
+        assert back == [plane.tobytes() if kind is not None else b"" for plane in planes]
+
+
 def deflated(values: bytes) -> bytes:
     """A plane."""
     deflate = zlib.compressobj(6, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
@@ -227,6 +291,10 @@ class TestCorrupted:
             (segment(3, of_two(1, 1, 1, b"\x03\0\0\0\x05"), b"", b"", b""), "plane 0 does not decode to 3 bytes"),
             (segment(3, of_two(1, 1, 2, b"\x01\0\0\0\x05"), b"", b"", b""), "plane 0 does not decode to 3 bytes"),
             (segment(3, of_two(1, 1, 2**32 - 1, b""), b"", b"", b""), "plane 0 does not decode to 3 bytes"),
+            (segment(3, of_two(1, 1, 4, bytes(4 * 5)), b"", b"", b""), "plane 0 does not decode to 3 bytes"),
+            (segment(3, of_two(1, 2, 1, b"\x40\x03\0\0\0\x05"), b"", b"", b""), "plane 0 does not decode to 3 bytes"),
+            (segment(3, of_two(1, 2, 1, b"\x40\0\0\0\0\x05\0"), b"", b"", b""), "plane 0 does not decode to 3 bytes"),
+            (segment(9, of_two(1, 2, 0, b"\x40"), b"", b"", b""), "plane 0 does not decode to 9 bytes"),
             (segment(1, deflated(b"\x01\x02"), b"", b"", b""), "plane 0 does not decode to 1 bytes"),
             (segment(3, deflated(b"\x01\x02"), b"", b"", b""), "plane 0 does not decode to 3 bytes"),
             (segment(1, deflated(b"\x01")[:-1], b"", b"", b""), "plane 0 does not decode to 1 bytes"),
