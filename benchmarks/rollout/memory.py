@@ -17,7 +17,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -42,9 +42,9 @@ from benchmarks.common.paths import SHARED_MEMORY
 from benchmarks.common.random_weights import gaussian
 from benchmarks.common.shapes import Shape, write_config
 from benchmarks.common.work import Work, WorkOptions
-from benchmarks.rollout.throughput import bare
+from benchmarks.rollout.throughput import bare, over_http
 from benchmarks.rollout.turns import Case as Turns
-from benchmarks.rollout.turns import Made, take_turns
+from benchmarks.rollout.turns import take_turns
 from benchmarks.update.busy import rollouts
 from benchmarks.update.live import Case as Update
 from benchmarks.update.live import Transport, push
@@ -52,7 +52,6 @@ from rollout_service.client import RolloutClient
 from rollout_service.config import QuantConfig, ServiceConfig
 from rollout_service.model.quant_plan import SCALE_SUFFIX
 from rollout_service.model.served_model import ServedModel
-from rollout_service.protocol.sampling import Sampling
 from rollout_service.quant.quantizer import Quantizer
 
 RESULT = "rollout_memory"
@@ -173,13 +172,8 @@ async def measure_service(url: str, folder: Path, work: Work, case: Case) -> Non
     """Rollouts over HTTP, and one update."""
     turns = Turns(case.model, case.mode, case.side, case.gpu_gb)
     async with RolloutClient(url) as client:
-
-        async def generate(prompt: list[int], how: Sampling) -> Iterable[Made]:
-            asked = how.model_dump(include={"n", "max_tokens", "ignore_eos"})
-            return (await client.generate(prompt, **asked)).completions
-
         say("the service is up; a short run, then the whole one")
-        await take_turns(work, 1, {"http": generate}, {"http": turns})
+        await take_turns(work, 1, {"http": over_http(client)}, {"http": turns})
         [replica] = (await client.fleet()).replicas
         _note(turns, case, replica.load.kv_cache_tokens if replica.load else None)
         case.staged = replica.staging or case.staged

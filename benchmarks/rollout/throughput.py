@@ -141,11 +141,7 @@ class Throughput:
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(RolloutClient(service.url))
 
-            async def by_http(prompt: list[int], how: Sampling) -> Iterable[Made]:
-                asked = how.model_dump(include={"n", "max_tokens", "ignore_eos"})
-                return (await client.generate(prompt, **asked)).completions
-
-            ways: dict[str, Generate] = {Side.HANDLE: by_handle, Side.HTTP: by_http}
+            ways: dict[str, Generate] = {Side.HANDLE: by_handle, Side.HTTP: over_http(client)}
             if Side.BARE in self.cases:
                 case, config = self.cases[Side.BARE], self._beside(service.config)
                 ways[Side.BARE] = await stack.enter_async_context(bare(config, case))
@@ -185,6 +181,16 @@ async def bare(config: ServiceConfig, case: Case) -> AsyncIterator[Generate]:
             await load_version(engine, log.folder(head.version), head.version)
         case.kv_tokens = engine.kv_cache_tokens
         yield lambda prompt, how: engine.generate(uuid.uuid4().hex, tuple(prompt), how)
+
+
+def over_http(client: RolloutClient) -> Generate:
+    """The service, as a trainer asks it."""
+
+    async def generate(prompt: list[int], how: Sampling) -> Iterable[Made]:
+        asked = how.model_dump(include={"n", "max_tokens", "ignore_eos"})
+        return (await client.generate(prompt, **asked)).completions
+
+    return generate
 
 
 def dispatcher_of(config: ServiceConfig) -> Dispatcher:

@@ -269,8 +269,8 @@ class Comparison:
         ):
             if number in encoding:
                 held = count * (_POSITION_BYTES + delta.GAP_PLANES + 2 * piece.itemsize)
-                is_few = count * piece.itemsize <= _FEW * piece.nbytes
-                self._submit(piece, held, encoding[number], here=is_few)
+                here = delta.is_sparse(count, piece.itemsize, piece.nbytes, _FEW)
+                self._submit(piece, held, encoding[number], here=here)
                 continue
             copy = queued_to_host(counted.differences[place])
             wait = passed(counted.differences.device)

@@ -182,7 +182,7 @@ class Conversion:
     def _convert(self, names: Sequence[str], read: Read, in_turns: bool) -> None:
         if self._failure is None:
             with self._failures_kept():
-                self._write(read(names), in_turns)
+                self._write(partial(read, names), in_turns)
 
     def _convert_replaceable(
         self, names: Sequence[str], read: Read, converted: Callable[[Sequence[str]], None], in_turns: bool
@@ -200,14 +200,17 @@ class Conversion:
 
     def _failures_of(self, names: Sequence[str], read: Read, in_turns: bool) -> dict[str, RolloutServiceError]:
         try:
-            self._write(read(names), in_turns)
+            self._write(partial(read, names), in_turns)
         except FAILURES as error:
             return dict.fromkeys(names, self._as_ours(error))
         return {}
 
-    def _write(self, tensors: Iterable[Named], in_turns: bool = False) -> None:
+    def _write(self, read: Callable[[], Iterable[Named]], in_turns: bool = False) -> None:
         # who keeps an unquantized copy waits for a disk
         turn = self._turn if in_turns and self._copy is None else None
+        began = time.perf_counter()
+        tensors = read()  # a delta's are decoded here
+        read_s = time.perf_counter() - began
         tensors = self._noted(tensors if self._copy is None else self._copy.taken(tensors))
         gpu = self.gpu
         verdicts = Verdicts() if self._writer.has_rooms else None
@@ -228,7 +231,7 @@ class Conversion:
         ended = time.perf_counter()
         store_s += ended - converted
         with self._noting:
-            self.quantize_s += ended - began - store_s
+            self.quantize_s += read_s + ended - began - store_s
             self.store_s += store_s
 
     def _noted(self, tensors: Iterable[Named]) -> Iterator[Named]:
@@ -244,7 +247,7 @@ class Conversion:
         with self._failures_kept():
             if tied is not None and tied.head in self._writer.unwritten:
                 # a CPU engine computes with a packed copy of the head, which it makes anew when a head is loaded
-                self._write([(tied.head, self._read_back(tied.embedding))])
+                self._write(lambda: [(tied.head, self._read_back(tied.embedding))])
             tensors = self._writer.finish()
             if check is not None:
                 check(tensors)

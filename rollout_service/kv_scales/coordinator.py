@@ -179,10 +179,9 @@ class VersionScales:
         if (result := self.published(version)) is not None:
             return CalibrationState.PUBLISHED if result.error is None else CalibrationState.FAILED
         lease = self._leases.get(version)
-        is_held = lease is not None and self._clock() - lease.since < LEASE_S
-        if lease is not None and is_held and self._is_loading(lease.replica_id, version):
-            return CalibrationState.LEASED
-        return CalibrationState.AWAITING
+        if lease is None or self._clock() - lease.since >= LEASE_S:
+            return CalibrationState.AWAITING
+        return CalibrationState.LEASED if self._is_loading(lease.replica_id, version) else CalibrationState.AWAITING
 
     def lease(self, version: int, replica_id: str) -> CalibrationLease | KVScaleResult | None:
         """What a replica that loads a version is answered; None: another one has the lease. Raises LogCorrupt."""
