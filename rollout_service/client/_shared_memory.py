@@ -7,6 +7,7 @@ goes through sockets, and nothing is hashed on the way: it is memory. What is sa
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import uuid
@@ -73,6 +74,13 @@ class TrainersMemory(Protocol):
 
     def close(self) -> None:
         """Give it up: the ingest sees that it is gone."""
+
+
+class Listener(Protocol):
+    """The ingest's own address."""
+
+    async def post(self, route: str, json: object) -> bool:
+        """Send JSON; False if it was not taken."""
 
 
 class HostMemory:
@@ -173,10 +181,11 @@ class SharedMemoryPushes:
         self,
         http: Http,
         begin: Callable[[Announcement], Awaitable[UploadPlan]],
+        listener: Callable[[UploadPlan], Awaitable[Listener | None]],
         kind: type[HostMemory] | type[GpuMemory],
     ) -> None:
-        """``begin``: announces a version."""
-        self._http, self._begin, self._kind = http, begin, kind
+        """``begin``: announces a version. ``listener``: what takes batches directly; None: they go through ``http``."""
+        self._http, self._begin, self._listener, self._kind = http, begin, listener, kind
         self._memory: TrainersMemory | None = None
         self.reached = True
         """Whether the ingest can read this process's memory, as far as it is known."""
@@ -224,7 +233,9 @@ class SharedMemoryPushes:
             logger.info("weights do not go through memory of this kind: %s", error)
             return None
         try:
-            await send_shared(self._http, memory, plan.version, source, tensors, thread, progress, verdicts)
+            listener = await self._listener(plan)
+            post = functools.partial(_post, self._http, listener, f"/v1/weights/{plan.version}/shared")
+            await send_shared(post, memory, source, tensors, thread, progress, verdicts)
         except BaseException as error:
             self.close()  # the ingest may be reading what the next push would write
             if not isinstance(error, NotFound) or not again:
@@ -317,10 +328,14 @@ def fill(
     return tuple(placed)
 
 
+async def _post(http: Http, listener: Listener | None, route: str, body: object) -> None:
+    if listener is None or not await listener.post(route, body):
+        await http.send("POST", route, json=body, repeat=Repeat.IDEMPOTENT)
+
+
 async def send_shared(
-    http: Http,
+    post: Callable[[object], Awaitable[object]],
     memory: TrainersMemory,
-    version: int,
     source: SharedMemorySource,
     tensors: Iterable[tuple[str, torch.Tensor]],
     thread: TensorThread,
@@ -328,6 +343,8 @@ async def send_shared(
     verdicts: Verdicts | None,
 ) -> None:
     """Send the tensors of a version that was announced with ``source``; all have been read when this returns.
+
+    ``post``: sends JSON that says where tensors lie, and returns when they have been read.
 
     Raises what ``verdicts`` raise, and what the service refuses a batch with.
     """
@@ -338,7 +355,7 @@ async def send_shared(
     async def send(number: int, placed: tuple[SharedTensor, ...], nbytes: int) -> None:
         nonlocal done_bytes
         body = SharedTensors(transfer=source.transfer, batch=number, tensors=placed).model_dump(mode="json")
-        await http.send("POST", f"/v1/weights/{version}/shared", json=body, repeat=Repeat.IDEMPOTENT)
+        await post(body)
         done_bytes += nbytes
         if progress is not None:
             progress(done_bytes, total_bytes)

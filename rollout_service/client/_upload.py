@@ -7,7 +7,7 @@ import hmac
 import logging
 import secrets
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -101,8 +101,8 @@ class Uploader:
         self._http, self._direct, self._pinned, self._plain = http, direct, pinned, plain
         self._given_up: set[str] = set()
         self._shared: dict[Shared, SharedMemoryPushes] = {
-            "cuda_ipc": SharedMemoryPushes(http, self.begin, GpuMemory),
-            "shared_memory": SharedMemoryPushes(http, self.begin, HostMemory),
+            "cuda_ipc": SharedMemoryPushes(http, self.begin, self._listener, GpuMemory),
+            "shared_memory": SharedMemoryPushes(http, self.begin, self._listener, HostMemory),
         }
         """In the order in which ``auto`` tries them. Of tensors on a GPU the first took 0.7 of the second's time
         (``benchmarks/results/h200/update_live.json``); it takes 1.5 GiB of the trainer's GPU or more, and is passed
@@ -250,7 +250,7 @@ class Uploader:
             raise _staged_still(version, error) from error
 
     async def _listener(self, plan: UploadPlan) -> DirectListener | None:
-        """The address that takes parts directly, if it is the service's; None: they go through the gateway.
+        """The ingest's own address, if it is the service's; None: what it takes goes through the gateway.
 
         It is asked for a proof first, and shown nothing until then: on this machine, or in this network, another
         server may listen at that address.
@@ -268,13 +268,13 @@ class Uploader:
             await listener.prove(plan.version)
         except (httpx.TransportError, RolloutServiceError, ValueError) as error:
             self._given_up.add(plan.upload_url)
-            logger.warning("parts go through %s, not directly to %s: %s", self._http.url, listener.url, error)
+            logger.warning("weights go through %s, not directly to %s: %s", self._http.url, listener.url, error)
             return None
         return listener
 
 
 class DirectListener:
-    """The ingest's own address for parts."""
+    """The ingest's own address for parts, and for batches of shared memory."""
 
     def __init__(self, http: Http, url: str, key: str, plain: PlainConnections | None) -> None:
         """
@@ -297,17 +297,33 @@ class DirectListener:
     async def put(self, route: str, part: Part, headers: dict[str, str], threads: ThreadPoolExecutor) -> bool:
         """Send a part, by one of ``threads`` if it goes over a plain connection; False if it was not taken, for
         whatever reason."""
+        headers, repeat = headers | {UPLOAD_KEY_HEADER: self._key}, Repeat.IDEMPOTENT_ONCE_CONNECTED
+        if self._plain is None:
+            return await self._is_taken(lambda: _put(self._http, self.url + route, part, headers, repeat))
+        plain = self._plain
+        return await self._is_taken(lambda: self._put_plainly(plain, route, part, headers, repeat, threads))
+
+    async def post(self, route: str, json: object) -> bool:
+        """Send JSON; False if it was not taken, for whatever reason."""
+        return await self._is_taken(
+            lambda: self._http.send(
+                "POST",
+                self.url + route,
+                json=json,
+                headers={UPLOAD_KEY_HEADER: self._key},
+                repeat=Repeat.IDEMPOTENT_ONCE_CONNECTED,
+                timeout=http_timeout(PART_READ_S),
+            )
+        )
+
+    async def _is_taken(self, send: Callable[[], Awaitable[object]]) -> bool:
         if self.given_up:
             return False
-        headers, repeat = headers | {UPLOAD_KEY_HEADER: self._key}, Repeat.IDEMPOTENT_ONCE_CONNECTED
         try:
-            if self._plain is None:
-                await _put(self._http, self.url + route, part, headers, repeat)
-            else:
-                await self._put_plainly(self._plain, route, part, headers, repeat, threads)
+            await send()
         except (httpx.TransportError, RolloutServiceError) as error:
             self.given_up = True
-            logger.warning("%s takes no parts any more, which now go through the gateway: %s", self.url, error)
+            logger.warning("%s takes nothing any more, which now goes through the gateway: %s", self.url, error)
             return False
         return True
 

@@ -210,7 +210,9 @@ class Connection:
                 return None
 
     def _send(self, http: h11.Connection, reply: Reply, *, close: bool) -> None:
-        headers = [("Content-Length", str(len(reply.body))), ("Content-Type", "application/json"), *reply.headers]
+        headers = list(reply.headers)
+        if reply.status != 204:  # which has no body, and may say nothing of one
+            headers += [("Content-Length", str(len(reply.body))), ("Content-Type", "application/json")]
         if close:
             headers.append(("Connection", "close"))
         message = http.send(h11.Response(status_code=reply.status, headers=headers)) or b""

@@ -1,8 +1,9 @@
-"""The ingest's own HTTP listener for the bytes of weights.
+"""The ingest's own HTTP listener for the bytes of weights, and for what says where they lie in shared memory.
 
 Serve's proxy reads whole bodies into an unbounded queue, so parts have a listener of their own: plain sockets, a thread
 for each connection, and bodies that go from the socket to where their tensors are read from. The uploads themselves
-live in the ingest's event loop, which a thread asks twice for each part: where it goes, and to take it in.
+live in the ingest's event loop, which a thread asks twice for each part: where it goes, and to take it in. Batches of
+shared memory are told here, too: on the way through proxy and gateway one takes longer than a GPU needs for it.
 """
 
 import asyncio
@@ -39,6 +40,7 @@ from rollout_service.protocol.upload import (
     UPLOADER_HEADER,
     ListenerProof,
     PartReceipt,
+    SharedTensors,
     part_size,
 )
 from rollout_service.store.direct_io import ThreadBuffers
@@ -54,6 +56,8 @@ _Result = TypeVar("_Result")
 
 PIECE_BYTES = 1 << 20
 """A body is read, hashed and written in pieces: this much is in the processor's cache still when it is hashed."""
+MOST_JSON_BYTES = 32 << 20
+"""Of a body of JSON: 100 000 tensors with names of 256 characters."""
 STOP_S = 5.0
 """How long parts on their way may take to end when the listener stops."""
 
@@ -63,17 +67,23 @@ class _PartRoute(BaseModel):
     part: int
 
 
+class _VersionRoute(BaseModel):
+    version: WeightVersion
+
+
 class _ProofRoute(BaseModel):
     version: WeightVersion
     nonce: Annotated[str, Field(min_length=16, max_length=128)]
 
 
 _PART_PATH = re.compile(r"/v1/weights/([^/]+)/parts/([^/]+)")
+_SHARED_PATH = re.compile(r"/v1/weights/([^/]+)/shared")
 _PROOF_PATH = re.compile(r"/v1/weights/([^/]+)/listener")
 
 
-class PartRoutes:
-    """``PUT /v1/weights/{version}/parts/{part}``, and by what a trainer knows that it found this listener.
+class UploadRoutes:
+    """``PUT /v1/weights/{version}/parts/{part}``, ``POST /v1/weights/{version}/shared``, and by what a trainer knows
+    that it found this listener.
 
     Called from threads; never raises but ``CutOff``.
     """
@@ -87,7 +97,8 @@ class PartRoutes:
         """Answer one request."""
         route = f"{request.method} {urlsplit(request.target).path}"
         try:
-            return Reply.of_json(self._answer(request).model_dump(mode="json"))
+            answer = self._answer(request)
+            return Reply(204, b"") if answer is None else Reply.of_json(answer.model_dump(mode="json"))
         except ValidationError as error:
             return Reply.of_error(validation_error(route, error.errors()))
         except _NoMethod as error:
@@ -101,28 +112,41 @@ class PartRoutes:
             message = f"{route} failed with {type(error).__name__}: the service's log says more"
             return Reply.of_error(RolloutServiceError(message))
 
-    def _answer(self, request: Request) -> BaseModel:
+    def _answer(self, request: Request) -> BaseModel | None:
         url = urlsplit(request.target)
         if match := _PART_PATH.fullmatch(url.path):
             _require_method("PUT", request)
             part = _PartRoute.model_validate_strings({"version": match[1], "part": match[2]})
             return self._put_part(part.version, part.part, request)
+        if match := _SHARED_PATH.fullmatch(url.path):
+            _require_method("POST", request)
+            self._take_shared(_VersionRoute.model_validate_strings({"version": match[1]}).version, request)
+            return None
         if match := _PROOF_PATH.fullmatch(url.path):
             _require_method("GET", request)
             asked = {name: values[0] for name, values in parse_qs(url.query).items() if name == "nonce"}
             proof = _ProofRoute.model_validate_strings({"version": match[1], **asked})
             return self._prove(proof.version, proof.nonce)
-        raise NotFound(f"{request.method} {url.path}: there is nothing here but the parts of weights")
+        raise NotFound(f"{request.method} {url.path}: there is nothing here but where weights are sent")
 
     def _prove(self, version: int, nonce: str) -> ListenerProof:
         if self._ingest.upload_address is None:
             raise NotFound("this is not an upload listener")
         return ListenerProof(proof=self._ingest.upload_address.proof(version, nonce))
 
-    def _put_part(self, version: int, part: int, request: Request) -> PartReceipt:
-        headers, address = request.caller.headers, self._ingest.upload_address
-        if address is None or not address.opens(version, headers.get(UPLOAD_KEY_HEADER)):
+    def _authorize(self, version: int, request: Request) -> None:
+        address = self._ingest.upload_address
+        if address is None or not address.opens(version, request.caller.headers.get(UPLOAD_KEY_HEADER)):
             self._authorizer.check(request.caller)
+
+    def _take_shared(self, version: int, request: Request) -> None:
+        self._authorize(version, request)
+        batch = SharedTensors.model_validate_json(_json_of(request.body))
+        self._in_loop(self._ingest.take_shared(version, batch))
+
+    def _put_part(self, version: int, part: int, request: Request) -> PartReceipt:
+        self._authorize(version, request)
+        headers = request.caller.headers
         place, staged = self._in_loop(self._place(version, part))
         expected = headers.get(PART_DIGEST_HEADER)
         if expected is None:
@@ -204,6 +228,15 @@ async def _accept(
 ) -> None:
     staged.accept(part, receipt.digest, path, uploader, data)
     count_part(receipt.nbytes)
+
+
+def _json_of(body: Body) -> bytes:
+    """All of a body. Raises PayloadTooLarge or CutOff."""
+    memory = memoryview(bytearray(MOST_JSON_BYTES if body.announced is None else min(body.announced, MOST_JSON_BYTES)))
+    nbytes = 0 if body.ended else body.read_into(memory)
+    if not body.ended and (body.announced is not None or body.read_into(memoryview(bytearray(1)))):
+        raise PayloadTooLarge(f"JSON has at most {MOST_JSON_BYTES} bytes here: send fewer tensors at once")
+    return memory[:nbytes].tobytes()
 
 
 class _NoMethod(InvalidRequest):
@@ -292,7 +325,7 @@ class UploadServer:
 
     def start(self) -> None:
         """Serve; the ingest lives in the running event loop."""
-        routes = PartRoutes(self._ingest, self._authorizer, asyncio.get_running_loop())
+        routes = UploadRoutes(self._ingest, self._authorizer, asyncio.get_running_loop())
         self._threads = ConnectionThreads(self._socket, self._tls, routes)
         self._threads.start()
         encrypted = "" if self.certificate is None else ", with TLS"

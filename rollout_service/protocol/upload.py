@@ -24,8 +24,9 @@ from the announcement.
     POST /v1/weights/{version}/commit       CommitUpload -> WeightStatus
     POST /v1/weights/rollback               RollBack     -> WeightStatus
 
-Parts go to the service's own address, with the bearer token, or to ``UploadPlan.upload_url`` with the header
-X-Upload-Key and no token, once that address has proved itself (the last of these routes, which only it has).
+Parts, and what says where tensors lie in shared memory, go to the service's own address, with the bearer token, or to
+``UploadPlan.upload_url`` with the header X-Upload-Key and no token, once that address has proved itself (by the route
+that ends in ``listener``, which only it has).
 
 A trainer on the ingest's own machine may announce memory that both share, the host's or a GPU's, instead of a table
 that parts follow, and then says which tensors lie in it, batch by batch. NotShared: the ingest cannot reach it.
@@ -308,8 +309,8 @@ class UploadPlan(Frozen):
     replaces: bool = False
     """Whether the caller may send other parts than those: it has taken the place of an earlier push of its label."""
     upload_url: str | None = None
-    """Address that takes the parts directly, with one hop less than the service's own; None: there is none that the
-    caller is known to reach."""
+    """Address that takes parts and batches of shared memory directly, with fewer hops than the service's own; None:
+    there is none that the caller is known to reach."""
     upload_key: str | None = None
     """By which that address and the caller know each other; valid for the parts of this version."""
     upload_certificate: str | None = None

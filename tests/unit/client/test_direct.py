@@ -1,4 +1,4 @@
-"""Parts go straight to the ingest where it is known to be the ingest, and the token to the gateway only."""
+"""Parts and batches go straight to the ingest where it is known to be the ingest, and the token to the gateway only."""
 
 import json
 import socket
@@ -84,7 +84,7 @@ async def test_a_stranger_at_the_address_gets_no_token_key_or_weights(
     assert [path for path, _, _ in network.seen] == ["/v1/weights/5/listener"]
     for _, headers, body in network.seen:
         assert "authorization" not in headers and UPLOAD_KEY_HEADER not in headers and body == b""
-    assert caplog.text.count("parts go through http://gateway.example, not directly to http://127.0.0.1:40123") == 1
+    assert caplog.text.count("weights go through http://gateway.example, not directly to http://127.0.0.1:40123") == 1
 
 
 async def test_with_an_https_gateway_weights_are_not_sent_in_plaintext(tensors: Tensors) -> None:

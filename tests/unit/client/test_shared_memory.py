@@ -146,6 +146,52 @@ class TestPush:
         assert service.log.manifest(1).digest == expected.digest
 
 
+class Routes(httpx.AsyncBaseTransport):
+    """Notes to which address which requests went."""
+
+    def __init__(self) -> None:
+        self._http = httpx.AsyncHTTPTransport()
+        self.seen: list[tuple[str, str]] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        url = request.url
+        self.seen.append((f"{url.scheme}://{url.host}:{url.port}", f"{request.method} {url.path}"))
+        return await self._http.handle_async_request(request)
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    def batches(self) -> set[str]:
+        """The addresses that batches went to."""
+        return {to for to, route in self.seen if route == "POST /v1/weights/1/shared"}
+
+
+@pytest.mark.usefixtures("small_batches")
+class TestWhereBatchesAreTold:
+    async def test_the_ingest_itself(self, service: RealIngest, weights: Weights) -> None:
+        routes = Routes()
+        async with RolloutClient(service.url, retries=0, transport=routes) as client:
+            await client.push_weights(1, dict(weights), transport="shared_memory", wait="none")
+        assert routes.batches() == {str(service.ingest.upload_address)} != {service.url}
+
+    async def test_the_gateway_where_there_is_no_other_address(self, service: RealIngest, weights: Weights) -> None:
+        service.ingest.upload_address, routes = None, Routes()
+        async with RolloutClient(service.url, retries=0, transport=routes) as client:
+            await client.push_weights(1, dict(weights), transport="shared_memory", wait="none")
+        assert routes.batches() == {service.url}
+
+    async def test_the_gateway_once_the_ingest_refuses_the_key(
+        self, model: Path, tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        routes = Routes()
+        async with real_ingest(model, tmp_path / "log", token="secret") as service:
+            address = service.ingest.upload_address
+            monkeypatch.setattr(address, "opens", lambda version, key: False)
+            async with RolloutClient(service.url, token="secret", retries=0, transport=routes) as client:
+                await client.push_weights(1, dict(weights), transport="shared_memory", wait="none")
+        assert routes.batches() == {str(address), service.url}
+
+
 @pytest.mark.usefixtures("small_batches")
 class TestTheWayThatIsTaken:
     async def test_a_small_version_goes_in_parts(

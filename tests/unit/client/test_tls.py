@@ -69,7 +69,7 @@ async def test_parts_do_not_go_to_a_listener_with_another_certificate(
         async with RolloutClient(service.url, ca_file=gateways.certfile) as client:
             await client.push_weights(5, tensors)
     assert direct.log == [] and service.uploads[5].stream == stream_of(tensors)
-    assert f"parts go through {service.url}, not directly to {direct.url}" in caplog.text
+    assert f"weights go through {service.url}, not directly to {direct.url}" in caplog.text
 
 
 async def test_the_real_ingest_takes_parts_with_tls_from_both(

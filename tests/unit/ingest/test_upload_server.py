@@ -22,6 +22,8 @@ from rollout_service.protocol.upload import (
     CommitUpload,
     PartReceipt,
     PathSource,
+    SharedTensor,
+    SharedTensors,
     UploadPlan,
     UploadTensor,
 )
@@ -237,6 +239,46 @@ class SlowBody:
 def send_slowly(trainer: Trainer, part: int, body: SlowBody, digest: str) -> asyncio.Task[httpx.Response]:
     put = trainer.http.put(f"/v1/weights/1/parts/{part}", content=body, headers={PART_DIGEST_HEADER: digest})
     return asyncio.create_task(put)
+
+
+BATCH = SharedTensors(transfer="a" * 32, batch=0, tensors=(SharedTensor(name="model.norm.weight", offset=0),))
+
+
+@pytest.mark.usefixtures("plan")
+class TestBatchesOfSharedMemory:
+    """What is taken: tests/unit/client/test_shared_memory.py."""
+
+    async def send(self, trainer: Trainer, body: bytes, version: int = 1) -> tuple[int, str]:
+        reply = await trainer.http.post(f"/v1/weights/{version}/shared", content=body)
+        error = reply.json()["error"]
+        return reply.status_code, f"{error['type']}: {error['message']}"
+
+    async def test_of_a_version_that_comes_in_parts(self, trainer: Trainer) -> None:
+        status, message = await self.send(trainer, BATCH.model_dump_json().encode())
+        assert status == 409 and f"another push than {BATCH.transfer}" in message
+
+    async def test_of_a_version_that_nobody_began(self, trainer: Trainer) -> None:
+        assert (await self.send(trainer, BATCH.model_dump_json().encode(), version=7))[0] == 404
+
+    @pytest.mark.parametrize(
+        ("body", "status"), [(b"", 400), (b"{", 400), (b"[]", 422), (b'{"transfer": "a", "batch": -1}', 422)]
+    )
+    async def test_that_are_none(self, trainer: Trainer, body: bytes, status: int) -> None:
+        assert (await self.send(trainer, body))[0] == status
+
+    @pytest.mark.parametrize("nbytes", [1001, 5000])
+    async def test_that_are_too_large(self, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+        monkeypatch.setattr(upload_server, "MOST_JSON_BYTES", 1000)
+        status, message = await self.send(trainer, b" " * nbytes)
+        assert status == 413 and "1000 bytes" in message
+
+    async def test_by_another_method(self, trainer: Trainer) -> None:
+        reply = await trainer.http.put("/v1/weights/1/shared", content=b"{}")
+        assert reply.status_code == 405 and "only POST" in reply.json()["error"]["message"]
+
+    async def test_from_somebody_without_token_or_key(self, ingest: Ingest) -> None:
+        status, _ = await self.send(Trainer(ingest, token="secret"), BATCH.model_dump_json().encode())
+        assert status == 401
 
 
 class TestWhoMaySend:
