@@ -20,7 +20,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +47,8 @@ SIDES = {"baseline": "FLASH_ATTN", "group": "group"}
 """Side → ``engine.attention_backend``."""
 SAME = ("model", "mode", "layers", "groups", "n", "system_tokens", "prompt_tokens", "output_tokens")
 _CASE = re.compile(r"(?:(\d+):)?(\d+)x(\d+)x(\d+)\+(\d+)")
+_KV_MARGIN = 1.1
+"""Pages that are not full, and those of a run before that were not taken yet."""
 _BESIDES_WEIGHTS_GB = 8
 """What an engine takes beside weights and KV cache: activations, CUDA graphs, libraries."""
 
@@ -263,7 +265,7 @@ class Comparison:
 
 def fits_twice(path: Path, mode: Mode, work: list[Asked], total_bytes: int) -> bool:
     """Whether two engines of the model have room beside each other, with the KV cache that the work needs."""
-    cache = max(each.kv_tokens for each in work) * kv_token_bytes(path, mode)
+    cache = kv_cache_bytes(path, mode, work)
     return 2 * engine_bytes(path, mode, cache) <= ENGINES_SHARE * total_bytes
 
 
@@ -272,6 +274,11 @@ def engine_bytes(path: Path, mode: Mode, cache: float) -> float:
     model = ServedModel.load(path)
     weights = sum(map(math.prod, model.shapes.values())) * (2 if mode == Mode.BF16 else 1.1)
     return weights + cache + _BESIDES_WEIGHTS_GB * 1e9
+
+
+def kv_cache_bytes(path: Path, mode: Mode, work: Iterable[Asked]) -> int:
+    """What any of the work needs of a GPU's memory."""
+    return math.ceil(_KV_MARGIN * max(each.kv_tokens for each in work) * kv_token_bytes(path, mode))
 
 
 def kv_token_bytes(path: Path, mode: Mode) -> int:
@@ -317,6 +324,8 @@ def main(shape: ShapeOptions, options: GroupOptions) -> None:
         total: int = torch.cuda.get_device_properties(0).total_memory
         beside = not options.after and fits_twice(path, options.mode, work, total)
         engine = shape.settings(work)
+        if beside:  # nothing is measured, so neither depends on what else is on the GPU meanwhile
+            engine["extra"] = {"kv_cache_memory_bytes": kv_cache_bytes(path, options.mode, work)}
         configs = configurations(path, options.mode, engine, ENGINES_SHARE / (2 if beside else 1))
         pairs = [Pair(each, {side: Turns(shape.model, options.mode, side, None) for side in SIDES}) for each in work]
         common = {"layers": shape.layers, "beside": beside, "engine": engine}

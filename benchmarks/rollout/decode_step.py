@@ -22,7 +22,6 @@ With ``inductor_quant`` activations are quantized within kernels of *norms, rota
 What there is of a case is written as soon as it is there; nothing is begun that would not end by ``--limit-s``.
 """
 
-import math
 import statistics
 import tempfile
 import time
@@ -42,7 +41,7 @@ from benchmarks.common.gpu_limits import GpuLimits, gpu_limits
 from benchmarks.common.gpu_service import ENGINES_SHARE, Mode, Settings, settings_of
 from benchmarks.common.results import Json
 from benchmarks.common.shapes import write_config
-from benchmarks.group_attention import Asked, ShapeOptions, asked, engine_bytes, kv_token_bytes
+from benchmarks.group_attention import Asked, ShapeOptions, asked, engine_bytes, kv_cache_bytes
 from benchmarks.rollout.engine_process import (
     EngineGone,
     EngineProcess,
@@ -84,8 +83,6 @@ KINDS_OF = {
     (ATTENTION,): ("group attention", "FlashAttention", "attention"),
 }
 """Parts of the roofline → kinds of the profile that they are the limits of."""
-_KV_MARGIN = 1.1
-"""Pages that are not full, and those of a run before that were not taken yet."""
 _GPU_SHARE = 0.95
 """Of the GPU's memory, for all engines."""
 
@@ -298,8 +295,8 @@ def _ratio(value: float, baseline: list[float]) -> float | None:
 
 def most_engines(path: Path, mode: Mode, work: Iterable[Asked], total_bytes: int) -> tuple[int, int]:
     """How many have room beside each other on a GPU of so much memory, and the bytes of each one's KV cache."""
-    cache = _KV_MARGIN * max(each.kv_tokens for each in work) * kv_token_bytes(path, mode)
-    return int(_GPU_SHARE * total_bytes // engine_bytes(path, mode, cache)), math.ceil(cache)
+    cache = kv_cache_bytes(path, mode, work)
+    return int(_GPU_SHARE * total_bytes // engine_bytes(path, mode, cache)), cache
 
 
 def tables_of(cases: list[Json]) -> list[Table]:
