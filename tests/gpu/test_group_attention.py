@@ -224,7 +224,7 @@ async def test_an_engines_logprobs_are_as_near_to_the_reference_as_flash_attenti
         settings: dict[str, Any] = {
             "attention_backend": backend, "kv_cache_dtype": "fp8_e4m3", "linear_backend": "cutlass",
             "gpu_memory_utilization": 0.1, "max_model_len": 1024, "max_num_seqs": 32,
-            "tensor_parallel_size": gpus,
+            "tensor_parallel_size": gpus, "extra": {"kv_cache_memory_bytes": 256 << 20},
         }  # fmt: skip
         home = tmp_path / backend
         home.mkdir()
