@@ -19,7 +19,7 @@ Transports:
   optimizer); for all other transports every weight does. The first push, of everything, is not measured;
 
 The rollouts are another process's. This one is the trainer: it has its weights on a GPU, the engine's own if it sees no
-other, else the last one, and changes all of them for each version; but the folder of ``path`` stays what it is.
+other, else the one of which least is taken, and changes all of them for each version; but the folder of ``path`` stays what it is.
 Between two versions it rests for ``--pause-s``, where a trainer computes for longer: what client, ingest and replicas
 do after a version and before the next is no part of a push then. With the log in memory the first versions after a
 start are slower, as each process registers the memory of three versions with CUDA: these pushes, ``--warmups`` of them
@@ -212,8 +212,8 @@ class Trainer:
 
     def __init__(self, folder: Path, url: str = "") -> None:
         """``folder``: has its config.json. ``url``: of the service, for broadcasts."""
-        if torch.cuda.device_count() > 1:
-            torch.cuda.set_device(torch.cuda.device_count() - 1)
+        if (count := torch.cuda.device_count()) > 1:  # of two, the one that no engine has, whichever Ray gave it
+            torch.cuda.set_device(min(range(count), key=torch.cuda.device_memory_used))
         self.tensors = {name: gaussian(shape) for name, shape in ServedModel.load(folder).shapes.items()}
         self._url = url
         self._broadcasts: Any = None
@@ -386,7 +386,7 @@ def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
         settings["engine"]["gpu_memory_utilization"] = pushes.gpu_share
         settings["scaling"] |= {"min_replicas": pushes.replicas, "max_replicas": pushes.replicas}
         if pushes.ingest_beside is Beside.TRAINER:
-            settings["scaling"]["num_gpus"] = 1.0  # so Ray puts the ingest on the GPU that no engine has: the last one
+            settings["scaling"]["num_gpus"] = 1.0  # so Ray puts the ingest on the GPU that no engine has
         if pushes.behind is not None:
             settings["weights"] |= {"durability": durability, "durable_root": behind}
         with serving(settings, path.parent, model.verbose) as service:

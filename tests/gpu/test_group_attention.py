@@ -180,7 +180,7 @@ def test_one_graph_serves_batches_that_share_more_and_less() -> None:
 def make_wide_heads(folder: Path, size: str) -> Path:
     """A small Qwen3 with heads of so many numbers and four query heads of each KV head."""
     config = Qwen3Config(
-        vocab_size=128, hidden_size=256, intermediate_size=384, num_hidden_layers=2, num_attention_heads=8,
+        vocab_size=128, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=2, head_dim=int(size), max_position_embeddings=2048, tie_word_embeddings=False,
         bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
