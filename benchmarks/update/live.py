@@ -19,11 +19,11 @@ Transports:
   optimizer); for all other transports every weight does. The first push, of everything, is not measured;
 
 The rollouts are another process's. This one is the trainer: it has its weights on a GPU, the engine's own if it sees no
-other, else the one of which least is taken, and changes all of them for each version; but the folder of ``path`` stays what it is.
-Between two versions it rests for ``--pause-s``, where a trainer computes for longer: what client, ingest and replicas
-do after a version and before the next is no part of a push then. With the log in memory the first versions after a
-start are slower, as each process registers the memory of three versions with CUDA: these pushes, ``--warmups`` of them
-by the first transport, are ``first_push_s``; of others, one, where the first takes memory.
+other, else the one of which least is taken, and changes all of them for each version; but the folder of ``path`` stays
+what it is. Between two versions it rests for ``--pause-s``, where a trainer computes for longer: what client, ingest
+and replicas do after a version and before the next is no part of a push then. With the log in memory the first versions
+after a start are slower, as each process registers the memory of three versions with CUDA: these pushes, ``--warmups``
+of them by the first transport, are ``first_push_s``; of others, one, where the first takes memory.
 
 ``all_live_s`` is from the last part's acknowledgement, or for ``path`` and ``nccl`` from the call, until the commit is
 answered: what is left is converted and synced to disk, and each replica has checked, staged and loaded it. ``push_s``

@@ -1,9 +1,9 @@
 """What changes from one version to the next: found by threads, or on the GPU that holds the new tensors.
 
-What a GPU has found (``_gpu_compare``) is encoded by the thread that gives the GPU its work, while the GPU does the
-next batch: other threads would take Python's lock from it for longer than the encoding takes, as each of thousands of
-calls gives it up. Where much has changed they pay, and encode. What is there only by its differences, because too much
-of it has changed or the GPU has no room, is compared by threads, too: they add those to the old bytes.
+What a GPU has found (``_gpu_compare``) threads encode, while another one gives the GPU its work: they take Python's
+lock from it, and so are to need it rarely, which they do with numba (``protocol/compiled_planes.py``). What is there
+only by its differences, because too much of it has changed or the GPU has no room, is compared by threads, too: they
+add those to the old bytes.
 
 Positions and differences are kept beside their encoding, as ``Changed.elements``, if they are few: with them the old
 bytes become the new ones without a decoding.
@@ -43,9 +43,6 @@ ELEMENTS_SHARE = 1 / 16
 """Of all bytes, that ``Changed.elements`` of one comparison may have. After one step of a trainer they have 1 to 3%."""
 
 _POSITION_BYTES = 4
-_FEW = 1 / 32
-"""Share of a piece's elements, up to which no other thread encodes what a GPU has found: more is for zlib to compress,
-which needs no lock and ten times as long."""
 
 
 class Elements(NamedTuple):
@@ -72,22 +69,6 @@ class Changed:
     """That the tensor has now, as ``StoredTensor.digest``."""
     elements: tuple[Elements, ...] | None = field(default=None, compare=False, repr=False)
     """The same, of each of the tensor's spans; None: it is only in ``encoded``."""
-
-
-class _Later:
-    """Work for the thread that asks for it. As of a ``Future``."""
-
-    def __init__(self, work: Callable[[], list[_SpanChange]]) -> None:
-        self._work = work
-        self._result: list[_SpanChange] | None = None
-
-    def done(self) -> bool:
-        return self._result is not None
-
-    def result(self) -> list[_SpanChange]:
-        if self._result is None:
-            self._result = self._work()
-        return self._result
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +121,7 @@ class Comparison:
         self._require_sound: Callable[[], None] = _nothing
         self._uploads: dict[torch.device, Uploads] = {}
         self._pool = ThreadPoolExecutor(compute_threads(), "delta")
-        self._compared: deque[tuple[Piece, int, Future[list[_SpanChange]] | _Later]] = deque()
-        self._found: list[_Later] = []
-        """Of the batch that was read last, on the host once the one after it is counted."""
+        self._compared: deque[tuple[Piece, int, Future[list[_SpanChange]]]] = deque()
         self._at_once = 0
         self._segments: dict[int, list[bytes]] = defaultdict(list)
         self._elements: dict[int, list[Elements | None]] = defaultdict(list)
@@ -253,7 +232,6 @@ class Comparison:
         require_sound, self._require_sound = self._require_sound, _nothing
         require_sound()
         counts, batch = counted.counts(), counted.batch
-        self._encode_found()
         if counted.digests is not None:
             for tensor in counted.digests.tensors:
                 self._digests[tensor] = partial(counted.digests.of, tensor)
@@ -269,8 +247,7 @@ class Comparison:
         ):
             if number in encoding:
                 held = count * (_POSITION_BYTES + delta.GAP_PLANES + 2 * piece.itemsize)
-                here = delta.is_sparse(count, piece.itemsize, piece.nbytes, _FEW)
-                self._submit(piece, held, encoding[number], here=here)
+                self._submit(piece, held, encoding[number])
                 continue
             copy = queued_to_host(counted.differences[place])
             wait = passed(counted.differences.device)
@@ -293,23 +270,11 @@ class Comparison:
             start = changes.stop
         return left
 
-    def _encode_found(self) -> None:
-        """Without a wait: the GPU has come so far."""
-        for found_before in self._found:
-            found_before.result()
-        self._found = []
-
-    def _submit(self, piece: Piece, nbytes: int, work: Callable[[], list[_SpanChange]], *, here: bool = False) -> None:
-        """``nbytes``: of memory, that the work holds. ``here``: by this thread, when the GPU is done with it."""
+    def _submit(self, piece: Piece, nbytes: int, work: Callable[[], list[_SpanChange]]) -> None:
+        """``nbytes``: of memory, that the work holds."""
         while self._compared and (self._at_once + nbytes > AT_ONCE_BYTES or self._compared[0][-1].done()):
             self._take_first()
-        begun: Future[list[_SpanChange]] | _Later
-        if here:
-            begun = _Later(work)
-            self._found.append(begun)
-        else:
-            begun = self._pool.submit(work)
-        self._compared.append((piece, nbytes, begun))
+        self._compared.append((piece, nbytes, self._pool.submit(work)))
         self._at_once += nbytes
 
     def _take_first(self) -> None:

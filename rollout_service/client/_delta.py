@@ -21,6 +21,7 @@ from rollout_service.client._upload import Uploader, announcement, converter_of
 from rollout_service.errors import CommitTimeout, DeltaBaseGone, InvalidDelta
 from rollout_service.memory import memory
 from rollout_service.model.convert import Named
+from rollout_service.protocol import delta_planes
 from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.upload import Announcement, CommitUpload, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
@@ -106,6 +107,7 @@ class DeltaPushes:
             if sent is None or not sent.may_be_base_of(version, table):
                 sent = sent if sent is not None and sent.table == table else SentWeights(table)
                 stored = converter.convert(tensors, to_cpu=False)
+                await push.thread.call(delta_planes.prepare)
                 return await self._push_whole(push, announced, sent, sent.take(stored))
             verdicts = Verdicts()
             stored = converter.convert(tensors, to_cpu=False, verdicts=verdicts)

@@ -55,6 +55,7 @@ from rollout_service.threads import io_threads
 logger = logging.getLogger(__name__)
 _GRACE = 0.25
 """Share of ``weights.staged_ttl_s`` for which nothing expires after the ingest has started."""
+_DELTA_PARTS, _LEAST_DELTA_PART_BYTES = 16, 1 << 20
 _MOST_DROPPED = 100
 """Versions of which it is remembered why they were dropped."""
 _KEPT_PARTS = "kept-parts"
@@ -468,7 +469,7 @@ class Uploads:
                 self._log.staging(begin.version),
                 self._model,
                 self._converter,
-                self._config.part_bytes,
+                self._part_bytes(begin),
                 self._executor,
                 source,
                 self._space,
@@ -480,6 +481,12 @@ class Uploads:
             if delta is not None:
                 delta.close()
             raise
+
+    def _part_bytes(self, begin: BeginUpload) -> int:
+        if begin.delta is None:
+            return self._config.part_bytes
+        # a few megabytes say how gigabytes of tensors are made, which begins when the first part has come
+        return min(self._config.part_bytes, max(_LEAST_DELTA_PART_BYTES, -(-begin.nbytes // _DELTA_PARTS)))
 
     def _delta_of(self, begin: BeginUpload) -> DeltaOfVersion:
         mapped = None if self.memory is None else self.memory.mapped

@@ -6,16 +6,10 @@ old and the new bit pattern, integers of that size that wrap around; in zigzag o
 step up or down is a small number.
 
 Both are sequences of integers whose low bytes are spread out and whose high bytes are few values, most of them zero.
-They are taken apart into planes, all lowest bytes, then all second bytes, and each plane is coded by what is in it.
-Gaps between elements that change independently of each other are distributed geometrically. An entropy code of them is
-Golomb's: their low bytes as they are, for they are close to uniform, and a Huffman code of what is left, which is what
-zlib makes of a plane (deflate without matches: nothing repeats in it). Where 2% change, as of BF16 weights in a step, a
-Huffman code of the low bytes, too, would save 11.6% of them and take half of zlib's time, so what would save less than
-an eighth is stored. Most differences are one step up or down: a plane of two values takes a bit an element, the few
-others are listed, and numpy packs it twenty times as fast as zlib finds the same. So is a plane in which nearly all is
-zero; one of zeros alone is left out. If all changes are one step, one takes 10.9 bits where 0.3% change, and its
-entropy is 10.8; where 2% do, 9.2 and 8.1, of which a Huffman code of the low bytes would save 0.9; where 5% do, 6.8 and
-6.7. Each 1% of other steps adds 0.4 bits, and more than 3% of them are for zlib.
+They are taken apart into planes, all lowest bytes, then all second bytes, and each plane is coded by what is in it
+(``delta_planes.py``). If all changes are one step, one takes 10.9 bits where 0.3% change, and its entropy is 10.8;
+where 2% do, 9.2 and 8.1, of which a Huffman code of the low bytes would save 0.9; where 5% do, 6.8 and 6.7. Each 1% of
+other steps adds 0.4 bits, and more than 3% of them are for zlib.
 
 A tensor is cut into segments of ``SEGMENT_BYTES``, so that several threads work on a large one, and what a segment
 decodes to is bounded by its size, whatever the bytes say. Little-endian:
@@ -24,13 +18,6 @@ decodes to is bounded by its size, whatever the bytes say. Little-endian:
     changed     1, count uint32, the planes' lengths uint32 [3 + bytes an element], and the planes: 3 of the gaps, each
                 the number of unchanged elements before a changed one, then those of the differences. Length 0: zeros.
     whole       2, and the segment's new bytes
-
-and a plane of ``count`` bytes:
-
-    deflated    0, raw deflate
-    stored      1, the bytes
-    two values  2, the values a and b, how many exceptions uint32; if a and b differ a bit for each byte, 1 for b, the
-                first one the highest of its byte; the exceptions' places uint32, and their values
 """
 
 import struct
@@ -41,6 +28,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from rollout_service.protocol import delta_planes
 
 SEGMENT_BYTES = 16 << 20
 """A multiple of every element's size; positions in it fit into the planes of a gap."""
@@ -55,28 +44,6 @@ GAP_PLANES = 3
 SPARSE = 0.25
 """Share of changed elements above which a segment is sent as a whole: its positions are most of its bytes then, and
 zlib takes longer than a network."""
-_DEFLATED, _STORED, _TWO_VALUES = range(3)
-_RUNS = 0.9
-"""Share of zeros above which runs of them are shorter than one bit each."""
-_UNIFORM = 3.0
-"""How many times more often than of uniform bytes two of a plane are equal, at most, where it is stored: a Huffman code
-of geometric numbers would save an eighth."""
-_EXCEPTIONS = 1 / 32
-"""Share of a plane's bytes, at most, that are neither of its two values: they take as much as the others then."""
-_SAMPLED_EXCEPTIONS = 1.25 * _EXCEPTIONS
-"""The same of those of its bytes that are counted: with more, which is some three standard deviations, the others are
-not looked at."""
-_SAMPLED = 4096
-"""Bytes of a plane, of which these are counted."""
-_LEAST_COUNTED = 1024
-"""Bytes of a plane, of which fewer are deflated sooner than counted: thousands of tensors may have a few changes."""
-_TWO_VALUES_HEADER = struct.Struct("<BBBI")
-_EXCEPTION_BYTES = 5
-_RAW_DEFLATE = -15
-_FOR_LARGE, _FOR_SMALL = (_RAW_DEFLATE, 9), (-12, 6)
-"""Window and memory of deflate, as ``zlib.compressobj`` takes them. To set up the larger ones takes as long as 10 000
-numbers do; they pay from this many on:"""
-_LARGE = 4096
 _SMALL_BYTES = 4096
 """A tensor like the scales of an expert, of which there are thousands, most of them unchanged."""
 UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
@@ -141,7 +108,7 @@ def encode_planes(planes: Array, nbytes: int) -> bytes | None:
         planes: uint8 [``GAP_PLANES`` + bytes an element, changes], rows contiguous, at least one change, and
             ``is_sparse``: of the gaps, then of the differences in zigzag order, the lowest bytes first.
     """
-    coded = [_coded(plane) for plane in planes]
+    coded = [delta_planes.coded(plane) for plane in planes]
     itemsize, count = len(planes) - GAP_PLANES, planes.shape[1]
     encoded = _header(itemsize).pack(_CHANGED, count, *map(len, coded)) + b"".join(coded)
     return encoded if len(encoded) < nbytes else None
@@ -281,52 +248,6 @@ def _unzigzag(code: Array) -> Array:
     return difference
 
 
-def _coded(plane: Array) -> bytes:
-    """Empty if it is all zeros."""
-    nonzero = int(np.count_nonzero(plane))
-    if not nonzero:
-        return b""
-    if plane.size >= _LEAST_COUNTED:
-        some = plane[:: max(1, plane.size // _SAMPLED)]
-        counts = np.bincount(some, minlength=256)
-        if (coded := _of_two_values(plane, counts)) is not None:
-            return coded
-        if 256 * int(counts @ counts) < _UNIFORM * some.size**2:
-            return bytes([_STORED]) + plane.tobytes()
-    strategy = zlib.Z_RLE if nonzero < (1 - _RUNS) * plane.size else zlib.Z_HUFFMAN_ONLY
-    window, memory = _FOR_SMALL if plane.size < _LARGE else _FOR_LARGE
-    deflate = zlib.compressobj(6, zlib.DEFLATED, window, memory, strategy)
-    return bytes([_DEFLATED]) + deflate.compress(plane.data) + deflate.flush()
-
-
-def _of_two_values(plane: Array, counts: Array) -> bytes | None:
-    """None if too many are neither. ``counts``: how often each value is among some of its bytes."""
-    rest = counts.copy()
-    first = int(rest.argmax())
-    rest[first] = 0
-    second = int(rest.argmax())
-    rest[second], of_second = 0, int(rest[second])
-    counted = int(counts.sum())
-    if int(rest.sum()) > _SAMPLED_EXCEPTIONS * counted:
-        return None
-    is_exception, bits = plane != first, b""
-    if 8 * _EXCEPTION_BYTES * of_second < counted:  # a bit for each byte would be more
-        second = first
-    else:
-        is_second = plane == second
-        bits = np.packbits(is_second).tobytes()
-        is_exception ^= is_second
-    exceptions = np.flatnonzero(is_exception)
-    if exceptions.size > _EXCEPTIONS * plane.size:
-        return None
-    header = _TWO_VALUES_HEADER.pack(_TWO_VALUES, first, second, exceptions.size)
-    return header + bits + exceptions.astype("<u4").tobytes() + plane[exceptions].tobytes()
-
-
-def _bits_bytes(count: int) -> int:
-    return -(-count // 8)
-
-
 def _header(itemsize: int) -> struct.Struct:
     return struct.Struct(f"<BI{GAP_PLANES + itemsize}I")
 
@@ -381,48 +302,13 @@ def _inflated(encoded: memoryview, itemsize: int) -> tuple[int, list[bytes]]:
     count, *lengths = map(int, header.unpack_from(encoded)[1:])
     planes, start = [], header.size
     for plane, length in enumerate(lengths):
-        values = _plane(encoded[start : start + length], count) if length else b""
+        values = delta_planes.decoded(encoded[start : start + length], count) if length else b""
         if values is None:
             kind = plane if plane < GAP_PLANES else plane - GAP_PLANES
             raise ValueError(f"plane {kind} does not decode to {count} bytes and end there")
         planes.append(values)
         start += length
     return count, planes
-
-
-def _plane(coded: memoryview, count: int) -> bytes | None:
-    """Its bytes; None if these are no code of so many. Raises zlib.error."""
-    kind, content = coded[0], coded[1:]
-    if kind == _STORED:
-        return bytes(content) if content.nbytes == count else None
-    if kind == _TWO_VALUES:
-        return _plane_of_two_values(coded, count)
-    if kind != _DEFLATED:
-        return None
-    inflate = zlib.decompressobj(_RAW_DEFLATE)
-    values = inflate.decompress(content, count + 1)
-    return values if len(values) == count and inflate.eof and not inflate.unused_data else None
-
-
-def _plane_of_two_values(coded: memoryview, count: int) -> bytes | None:
-    start = _TWO_VALUES_HEADER.size
-    if coded.nbytes < start:
-        return None
-    _, first, second, exceptions = _TWO_VALUES_HEADER.unpack_from(coded)
-    end_of_bits = start + (_bits_bytes(count) if first != second else 0)
-    if exceptions > count or coded.nbytes != end_of_bits + _EXCEPTION_BYTES * exceptions:
-        return None
-    if first == second:
-        values = np.full(count, first, np.uint8)
-    else:
-        values = np.unpackbits(np.frombuffer(coded[start:end_of_bits], np.uint8), count=count)
-        values *= np.uint8((second - first) % 256)  # bytes wrap around
-        values += np.uint8(first)
-    places = np.frombuffer(coded, "<u4", exceptions, end_of_bits)
-    if exceptions and int(places.max()) >= count:
-        return None
-    values[places] = np.frombuffer(coded, np.uint8, exceptions, end_of_bits + places.nbytes)
-    return values.tobytes()
 
 
 def _joined_planes(planes: list[bytes], count: int, dtype: np.dtype[Any]) -> Array:

@@ -95,12 +95,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(monkeypatch)
 
 
-@pytest.mark.parametrize("few", [0, _compare._FEW, 1])  # other threads encode all, much or nothing of it
 @pytest.mark.parametrize("at_once", [1, _compare.AT_ONCE_BYTES])
 def test_it_is_what_threads_find(
-    tensors: Tensors, monkeypatch: pytest.MonkeyPatch, watched: Watched, few: float, at_once: int
+    tensors: Tensors, monkeypatch: pytest.MonkeyPatch, watched: Watched, at_once: int
 ) -> None:
-    monkeypatch.setattr(_compare, "_FEW", few)
     monkeypatch.setattr(_compare, "AT_ONCE_BYTES", at_once)
     new = stepped(tensors)
     expected = changes_of(tensors, new, monkeypatch, lambda name: False)

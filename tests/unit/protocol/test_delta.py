@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.protocol import delta
+from rollout_service.protocol import delta, delta_planes
 from rollout_service.protocol.delta import SEGMENT_BYTES, apply, encode
 
 Bits = npt.NDArray[np.unsignedinteger]
@@ -225,6 +225,16 @@ PLANES: dict[str, tuple[int | None, int, int, Callable[[np.random.Generator, int
 """How a plane is coded (None: left out), of how many bytes, and what makes one."""
 
 
+@pytest.fixture(params=["compiled", "numpy"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With numba, and without."""
+    if request.param == "numpy":
+        monkeypatch.setattr(delta_planes, "_compiled", lambda: None)
+    else:
+        assert delta_planes._compiled() is not None
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", PLANES)
 @pytest.mark.parametrize("itemsize", ITEMSIZES)
 def test_how_a_plane_is_coded_and_that_it_comes_back(name: str, itemsize: int) -> None:
@@ -244,6 +254,18 @@ def test_how_a_plane_is_coded_and_that_it_comes_back(name: str, itemsize: int) -
         assert back == [plane.tobytes() if kind is not None else b"" for plane in planes]
 
 
+@pytest.mark.parametrize("name", PLANES)
+def test_compiled_loops_and_numpy_make_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, least, most, make = PLANES[name]
+    for seed in range(24):
+        rng = np.random.default_rng(seed)
+        plane = make(rng, int(rng.integers(least, most, endpoint=True)))
+        with monkeypatch.context() as without:
+            without.setattr(delta_planes, "_compiled", lambda: None)
+            expected = delta_planes.coded(plane)
+        assert delta_planes.coded(plane) == expected
+
+
 def deflated(values: bytes) -> bytes:
     """A plane."""
     deflate = zlib.compressobj(6, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
@@ -260,6 +282,7 @@ def segment(count: int, *planes: bytes, lengths: list[int] | None = None) -> byt
     return HEADER.pack(1, count, *(lengths or map(len, planes))) + b"".join(planes)
 
 
+@pytest.mark.usefixtures("way")
 class TestCorrupted:
     """Changes of 100 bytes that are all zero."""
 
