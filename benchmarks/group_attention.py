@@ -323,10 +323,12 @@ def main(shape: ShapeOptions, options: GroupOptions) -> None:
         path = write_config(shape.model, Path(temporary) / shape.model, shape.layers)
         total: int = torch.cuda.get_device_properties(0).total_memory
         beside = not options.after and fits_twice(path, options.mode, work, total)
-        engine = shape.settings(work)
+        engine, share = shape.settings(work), ENGINES_SHARE
         if beside:  # nothing is measured, so neither depends on what else is on the GPU meanwhile
-            engine["extra"] = {"kv_cache_memory_bytes": kv_cache_bytes(path, options.mode, work)}
-        configs = configurations(path, options.mode, engine, ENGINES_SHARE / (2 if beside else 1))
+            cache = kv_cache_bytes(path, options.mode, work)
+            engine["extra"] = {"kv_cache_memory_bytes": cache}
+            share = engine_bytes(path, options.mode, cache) / total
+        configs = configurations(path, options.mode, engine, share)
         pairs = [Pair(each, {side: Turns(shape.model, options.mode, side, None) for side in SIDES}) for each in work]
         common = {"layers": shape.layers, "beside": beside, "engine": engine}
         comparison = Comparison(options, pairs, common, until, Console())
