@@ -66,7 +66,7 @@ BENCHMARKS = (
     Benchmark("rollout.length_bias", headlines.length_bias),
     Benchmark("rollout.prompt_routing", headlines.prompt_routing),
     Benchmark("rollout.engine_core", headlines.engine_core),
-    Benchmark("rollout.decode_step", headlines.decode_step, awaited=True),
+    Benchmark("rollout.decode_step", headlines.decode_step),
     Benchmark("rollout.streams", headlines.streams, result="streams"),
     Benchmark("update.engine", headlines.engine_update),
     Benchmark("update.live", headlines.live_update),
