@@ -56,6 +56,11 @@ def own_stream(gpu: torch.device) -> Iterator[torch.cuda.Stream]:
         yield streams[gpu]
 
 
+def own_stream_of(device: torch.device) -> AbstractContextManager[torch.cuda.Stream | None]:
+    """As ``own_stream``; of the CPU, where kernels run in Triton's interpreter, there is none."""
+    return own_stream(device) if device.type == "cuda" else nullcontext()
+
+
 @contextmanager
 def own_stream_done(gpu: torch.device) -> Iterator[None]:
     """As ``own_stream``; all that was queued inside is done when this ends, however it does."""

@@ -8,7 +8,7 @@ What lies on the host, such as a delta's tensors, is hashed on the GPU, too, fro
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import NamedTuple, Self
 
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollout_service.gpu_streams import lies_on_gpu, own_stream
+from rollout_service.gpu_streams import lies_on_gpu, own_stream_of
 from rollout_service.quant.verdicts import Verdicts
 from rollout_service.ring import aligned
 from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES
@@ -118,7 +118,7 @@ class Rooms:
             start = (number - (ends[which - 1] if which else 0)) * CHUNK_BYTES
             return self._writer.room(held[which].name)[start : start + CHUNK_BYTES]
 
-        with own_stream(device) if device.type == "cuda" else nullcontext() as stream:
+        with own_stream_of(device) as stream:
             scratch = torch.empty(
                 _SCRATCH_BYTES if any(each.data is None for each in held) else 0, dtype=torch.uint8, device=device
             )

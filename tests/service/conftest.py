@@ -1,4 +1,4 @@
-"""One real cluster for the whole session: Ray, Serve, and two vLLM CPU engines in FP8."""
+"""One real cluster for all of these tests: Ray, Serve, and two vLLM CPU engines in FP8."""
 
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -49,7 +49,7 @@ def config(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> ServiceCo
     return load_config(CPU, overrides)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def served(config: ServiceConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeRun]:
     """``serve run`` of it. Ctrl-C ends it when all tests have run, after all that they did to it."""
     document = read_document(CPU)
@@ -60,7 +60,7 @@ def served(config: ServiceConfig, tmp_path_factory: pytest.TempPathFactory) -> I
         assert run.process.returncode == 0, run.said
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def service(config: ServiceConfig, served: ServeRun) -> LocalService:
     """The running service."""
     return LocalService(url=served.url, config=config.resolved(), metrics_targets=metrics_targets(served.url))

@@ -9,13 +9,13 @@ of that is queued, and a thread waits once, at the end. The kernels, of one warp
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from rollout_service.engine.loading.placement import Move, Placement
-from rollout_service.gpu_streams import own_stream, queued_to_host
+from rollout_service.gpu_streams import own_stream_of, queued_to_host
 from rollout_service.store.reading import Piece, VersionReader
 from rollout_service.threads import in_threads
 
@@ -91,7 +91,7 @@ def _stage(
     placement: Placement,
     area: torch.Tensor,
 ) -> list[tuple[list[Piece], bytes]]:
-    with _stream(area.device) as stream, _waited_for(stream):
+    with own_stream_of(area.device) as stream, _waited_for(stream):
         queued = [(batch, *_queue(reader, batch, passage, placement, area)) for batch in batches]
     return [(batch, hashing.read(short)) for batch, hashing, short in queued]
 
@@ -147,10 +147,6 @@ def _move(move: Move, passage: torch.Tensor, area: torch.Tensor) -> None:
         return
     rows = passage[move.source :].as_strided((move.rows, move.row_bytes), (move.stride_bytes, 1))
     target.view(move.rows, move.row_bytes).copy_(rows, non_blocking=True)
-
-
-def _stream(device: torch.device) -> AbstractContextManager[torch.cuda.Stream | None]:
-    return own_stream(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Tests of the whole service, which they share: its fixture ends with the last of them."""
